@@ -1,4 +1,5 @@
-"""Which compression holds under AdamW? A byte-level GPT, simulated ranks, five seeds: loss against traffic.
+"""Which compression holds under AdamW? A byte-level GPT, simulated ranks, five seeds: loss against
+traffic.
 
     python -m benchmarks.adam_compression --tune       # learning rates of each method on one seed, about 40 minutes on 2 cores
     python -m benchmarks.adam_compression              # every run that has not been made; about 100 minutes on 2 cores
@@ -6,9 +7,10 @@
     python -m benchmarks.adam_compression --lengths 3000 6000  # shorter trainings, dense and top-k in few bits; 5 minutes
     python -m benchmarks.adam_compression --report     # table and figure of the runs so far
 
-All numbers of ranks share one global batch, so the dense runs are the same for all. Finished runs are kept in
-benchmarks/results/adam_compression.json; the benchmark may be stopped and continued. A method counts as within the dense spread
-when the median of its seeds is not worse than the worst dense seed.
+All numbers of ranks share one global batch, so the dense runs are the same for all. Finished runs
+are kept in benchmarks/results/adam_compression.json; the benchmark may be stopped and continued. A
+method counts as within the dense spread when the median of its seeds is not worse than the worst
+dense seed.
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ METHODS: dict[str, Make] = {
     ),
     "top-k 1 %": partial(methods.TopK, density=0.01),
     "top-k 16 % / ranks, 2 bits": partial(methods.FewBitsTopK, density=0.16, bits=2),
-    "DiLoCo, 50 steps": partial(local_steps.LocalSteps, every=50, outer_rate=0.7, outer_momentum=0.9),
+    "DiLoCo, 50 steps": partial(
+        local_steps.LocalSteps, every=50, outer_rate=0.7, outer_momentum=0.9
+    ),
     "sign": methods.Sign,
     "PowerSGD, rank 1": methods.PowerSGD,
     "bf16": methods.Half,
@@ -65,7 +69,9 @@ METHODS: dict[str, Make] = {
 TRIED: dict[str, Make] = {
     "top-k 1 %, chunks": partial(methods.TopK, density=0.01, chunk=1024),
     "top-k 1 %, warm-up": partial(methods.TopK, density=0.01, warmup=0.1),
-    "DiLoCo, 16 steps": partial(local_steps.LocalSteps, every=16, outer_rate=0.7, outer_momentum=0.9),
+    "DiLoCo, 16 steps": partial(
+        local_steps.LocalSteps, every=16, outer_rate=0.7, outer_momentum=0.9
+    ),
     "DeMo, 16 bits, Adam of signs": partial(DeMo, density=1 / 16, applied="adam"),
     "DeMo, 16 bits, Adam of sums": partial(DeMo, density=1 / 16, applied="sum"),
     "DeMo, 16 bits, no cosines": partial(DeMo, density=1 / 16, cosine=False),
@@ -79,8 +85,11 @@ TRIED: dict[str, Make] = {
 }
 
 
-def train(name: str, *, ranks: int, rates: Sequence[float], seeds: Sequence[int], steps: int) -> dict[str, Any]:
-    """Train one run for each of `rates` and `seeds`; curve of bits per byte, traffic as a share of dense.
+def train(
+    name: str, *, ranks: int, rates: Sequence[float], seeds: Sequence[int], steps: int
+) -> dict[str, Any]:
+    """Train one run for each of `rates` and `seeds`; curve of bits per byte, traffic as a share of
+    dense.
 
     What diverged has NaN from there on.
     """
@@ -88,7 +97,9 @@ def train(name: str, *, ranks: int, rates: Sequence[float], seeds: Sequence[int]
     model = Model()
     ranks = 1 if name == "dense" else ranks
     setting = methods.Setting(model, ranks, tuple(rates), steps)
-    method = {**METHODS, **TRIED}[name](setting, torch.stack([model.initial(seed) for seed in seeds]))
+    method = {**METHODS, **TRIED}[name](
+        setting, torch.stack([model.initial(seed) for seed in seeds])
+    )
     text, generators = Text.read(model), [np.random.default_rng(seed) for seed in seeds]
     curve, start, going = [], time.perf_counter(), torch.ones(setting.runs, dtype=torch.bool)
     for step in range(steps):
@@ -99,9 +110,17 @@ def train(name: str, *, ranks: int, rates: Sequence[float], seeds: Sequence[int]
         method.step(gradient, step, share=rate(step, steps))
         if (step + 1) % (steps // CURVE) == 0 or step + 1 == steps:
             bits = zip(bits_per_byte(model, method.consensus(), text), going.tolist(), strict=True)
-            curve.append([step + 1, [round(value, 5) if goes else math.nan for value, goes in bits]])
+            curve.append(
+                [step + 1, [round(value, 5) if goes else math.nan for value, goes in bits]]
+            )
     seconds = time.perf_counter() - start
-    return {"rates": list(rates), "seeds": list(seeds), "traffic": method.traffic, "curve": curve, "seconds": seconds}
+    return {
+        "rates": list(rates),
+        "seeds": list(seeds),
+        "traffic": method.traffic,
+        "curve": curve,
+        "seconds": seconds,
+    }
 
 
 def load() -> dict[str, dict[str, Any]]:
@@ -136,9 +155,15 @@ def rates_to_try(name: str) -> Sequence[float]:
     return LOCAL_RATES if name in METHODS and is_local(name) else ADAM_RATES
 
 
-def not_made(run: dict[str, Any] | None, pairs: Iterable[tuple[float, int]], steps: int) -> list[tuple[float, int]]:
+def not_made(
+    run: dict[str, Any] | None, pairs: Iterable[tuple[float, int]], steps: int
+) -> list[tuple[float, int]]:
     """The pairs of learning rate and seed without a run of at least so many steps."""
-    made = zip(run["rates"], run["seeds"], strict=True) if run is not None and run["curve"][-1][0] >= steps else ()
+    made = (
+        zip(run["rates"], run["seeds"], strict=True)
+        if run is not None and run["curve"][-1][0] >= steps
+        else ()
+    )
     return sorted(set(pairs) - set(made))
 
 
@@ -147,7 +172,11 @@ def joined(run: dict[str, Any] | None, more: dict[str, Any]) -> dict[str, Any]:
     if run is None or run["curve"][-1][0] != more["curve"][-1][0]:
         return more
     curve = [[step, a + b] for (step, a), (_, b) in zip(run["curve"], more["curve"], strict=True)]
-    return {**more, "curve": curve, **{key: run[key] + more[key] for key in ("rates", "seeds", "seconds")}}
+    return {
+        **more,
+        "curve": curve,
+        **{key: run[key] + more[key] for key in ("rates", "seeds", "seconds")},
+    }
 
 
 def measure(jobs: list[Job], *, processes: int) -> None:
@@ -161,7 +190,8 @@ def measure(jobs: list[Job], *, processes: int) -> None:
             runs[kind][key] = joined(runs[kind].get(key), result) if kind == "tuning" else result
             RUNS.write_text(json.dumps(runs) + "\n")
             print(
-                f"{kind} {key}: {result['curve'][-1][1]}, {result['traffic']:.3%}, {result['seconds']:.0f} s",
+                f"{kind} {key}: {result['curve'][-1][1]}, {result['traffic']:.3%}, "
+                f"{result['seconds']:.0f} s",
                 flush=True,
             )
 
@@ -182,42 +212,68 @@ def trial_jobs(names: Sequence[str]) -> list[Job]:
     return jobs
 
 
-def tuning_jobs(names: Sequence[str], *, ranks: Sequence[int], rates: Sequence[float] | None, seeds: int) -> list[Job]:
+def tuning_jobs(
+    names: Sequence[str], *, ranks: Sequence[int], rates: Sequence[float] | None, seeds: int
+) -> list[Job]:
     """At all of the steps: the best rate of a short trial is too high for a long training."""
     known, jobs = load()["tuning"], {}
     for name in names:
         for count in ranks if is_local(name) else [TUNED_RANKS]:
-            key, pairs = key_of(name, count), itertools.product(rates or rates_to_try(name), range(seeds))
+            key, pairs = (
+                key_of(name, count),
+                itertools.product(rates or rates_to_try(name), range(seeds)),
+            )
             if missing := not_made(known.get(key), pairs, STEPS):
-                arguments = {"rates": [rate for rate, _ in missing], "seeds": [seed for _, seed in missing]}
-                jobs[key] = ("tuning", key, {"name": name, "ranks": count, "steps": STEPS, **arguments})
+                arguments = {
+                    "rates": [rate for rate, _ in missing],
+                    "seeds": [seed for _, seed in missing],
+                }
+                jobs[key] = (
+                    "tuning",
+                    key,
+                    {"name": name, "ranks": count, "steps": STEPS, **arguments},
+                )
     return list(jobs.values())
 
 
 def grid_jobs(names: Sequence[str], *, ranks: Sequence[int], steps: int) -> list[Job]:
-    return _seed_jobs("runs", [(key_of(name, count), name, count, steps) for count in ranks for name in names])
+    return _seed_jobs(
+        "runs", [(key_of(name, count), name, count, steps) for count in ranks for name in names]
+    )
 
 
 def length_jobs(lengths: Sequence[int]) -> list[Job]:
     """At the learning rates of long trainings."""
     pairs = itertools.product(lengths, ("dense", "top-k 16 % / ranks, 2 bits"))
-    wanted = [(f"{key_of(name, TUNED_RANKS)}|{steps}", name, TUNED_RANKS, steps) for steps, name in pairs]
+    wanted = [
+        (f"{key_of(name, TUNED_RANKS)}|{steps}", name, TUNED_RANKS, steps) for steps, name in pairs
+    ]
     return _seed_jobs("lengths", wanted)
 
 
 def _seed_jobs(kind: str, wanted: Iterable[tuple[str, str, int, int]]) -> list[Job]:
-    """All seeds of each key, method, number of ranks and of steps, where they are not made at the best learning rate."""
+    """All seeds of each key, method, number of ranks and of steps, where they are not made at the
+    best learning rate.
+    """
     known, jobs, seeds = load()[kind], {}, list(range(SEEDS))
     for key, name, ranks, steps in wanted:
         rate = tuned_rate(name, ranks)
         if not_made(known.get(key), [(rate, seed) for seed in seeds], steps):
-            arguments = {"name": name, "ranks": ranks, "rates": [rate] * SEEDS, "seeds": seeds, "steps": steps}
+            arguments = {
+                "name": name,
+                "ranks": ranks,
+                "rates": [rate] * SEEDS,
+                "seeds": seeds,
+                "steps": steps,
+            }
             jobs[key] = (kind, key, arguments)
     return list(jobs.values())
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     every = {**METHODS, **TRIED}
     parser.add_argument("--methods", nargs="+", choices=every, default=None)
     parser.add_argument("--ranks", nargs="+", type=int, default=[4, 2, 8])
@@ -227,7 +283,9 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--trial", action="store_true", help="short runs of one seed")
     parser.add_argument("--tune", action="store_true")
-    parser.add_argument("--lengths", nargs="+", type=int, default=None, help="steps of shorter trainings")
+    parser.add_argument(
+        "--lengths", nargs="+", type=int, default=None, help="steps of shorter trainings"
+    )
     parser.add_argument("--report", action="store_true")
     options = parser.parse_args()
     if options.trial:

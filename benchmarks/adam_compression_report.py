@@ -19,7 +19,12 @@ def report(found: dict[str, dict[str, Any]]) -> None:
         lines += [*_runs(found), "", "![loss against traffic](adam_compression.png)", ""]
         _figure(found["runs"])
     if found["lengths"]:
-        lines += ["## Shorter trainings, at the learning rates of long ones", "", *_lengths(found["lengths"]), ""]
+        lines += [
+            "## Shorter trainings, at the learning rates of long ones",
+            "",
+            *_lengths(found["lengths"]),
+            "",
+        ]
     for kind, title in (("tuning", "Learning rates"), ("trials", "Short trials")):
         lines += [f"## {title}, one seed", "", *_rates(found[kind]), ""]
     (RESULTS / "adam_compression.md").write_text("\n".join(lines))
@@ -29,25 +34,38 @@ def report(found: dict[str, dict[str, Any]]) -> None:
 def _introduction() -> str:
     model = Model()
     return (
-        f"A byte-level GPT of {model.numel} parameters ({model.layers} layers, hidden {model.hidden}), AdamW, 8 sequences of "
-        f"{model.seq_len} bytes in all per step, 5 seeds: bits per byte on validation text. Ranks are simulated (each has "
-        "its own samples and its own gradient). Traffic: bytes sent by a rank, as a share of what float32 all-reduces in every "
-        "step send. Each method at its best learning rate of those below, after equally many steps; a star: at another, of "
+        f"A byte-level GPT of {model.numel} parameters ({model.layers} layers, hidden "
+        f"{model.hidden}), AdamW, 8 sequences of "
+        f"{model.seq_len} bytes in all per step, 5 seeds: bits per byte on validation text. Ranks "
+        "are simulated (each has "
+        "its own samples and its own gradient). Traffic: bytes sent by a rank, as a share of what "
+        "float32 all-reduces in every "
+        "step send. Each method at its best learning rate of those below, after equally many "
+        "steps; a star: at another, of "
         "short trials."
     )
 
 
 def _runs(found: dict[str, dict[str, Any]]) -> list[str]:
     lines = [
-        "| method | ranks | traffic | steps | learning rate | median | best | worst | within the dense spread |",
+        "| method | ranks | traffic | steps | learning rate | median | best | worst | within the "
+        "dense spread |",
         "|---" * 9 + "|",
     ]
     dense = found["runs"].get("dense|1")
     worst_dense = max(dense["curve"][-1][1]) if dense else float("nan")
-    for key, run in sorted(found["runs"].items(), key=lambda item: (_ranks(item[0]), item[1]["traffic"])):
+    for key, run in sorted(
+        found["runs"].items(), key=lambda item: (_ranks(item[0]), item[1]["traffic"])
+    ):
         steps, finals = run["curve"][-1]
         name, rate = key.split("|")[0], run["rates"][0]
-        held = "-" if name == "dense" else "yes" if statistics.median(finals) <= worst_dense else "**no**"
+        held = (
+            "-"
+            if name == "dense"
+            else "yes"
+            if statistics.median(finals) <= worst_dense
+            else "**no**"
+        )
         star = "" if rate == best_rate(found["tuning"], key) else "*"
         lines.append(
             f"| {name} | {_shown_ranks(key)} | {run['traffic']:.2%} | {steps} | {rate:g}{star} | "
@@ -66,14 +84,18 @@ def _lengths(found: dict[str, Any]) -> list[str]:
 
 
 def best_rate(tuning: dict[str, Any], key: str) -> float | None:
-    """The learning rate that ended lowest, on average where several seeds were: with so many ranks, or any where only one
-    number was tried; None where none was.
+    """The learning rate that ended lowest, on average where several seeds were: with so many ranks,
+    or any where only one number was tried; None where none was.
     """
     tuned = tuning.get(key) or next(
         (run for other, run in tuning.items() if other.startswith(key.split("|")[0] + "|")), None
     )
     means = mean_by_rate(tuned) if tuned else {}
-    return min(means, key=lambda rate: means[rate] if means[rate] == means[rate] else math.inf, default=None)
+    return min(
+        means,
+        key=lambda rate: means[rate] if means[rate] == means[rate] else math.inf,
+        default=None,
+    )
 
 
 def _rates(tuned: dict[str, Any]) -> list[str]:
@@ -86,14 +108,20 @@ def _rates(tuned: dict[str, Any]) -> list[str]:
             f"{rate:g}: {mean:.3f}" + (f" (mean of {seeds[rate]})" if seeds[rate] > 1 else "")
             for rate, mean in mean_by_rate(run).items()
         )
-        lines.append(f"| {key.split('|')[0]} | {_shown_ranks(key)} | {run['traffic']:.2%} | {steps} | {each} |")
+        lines.append(
+            f"| {key.split('|')[0]} | {_shown_ranks(key)} | {run['traffic']:.2%} | {steps} | "
+            f"{each} |"
+        )
     return lines
 
 
 def mean_by_rate(run: dict[str, Any]) -> dict[float, float]:
     """Bits per byte at the end, by learning rate, the mean over its seeds."""
     finals = list(zip(run["rates"], run["curve"][-1][1], strict=True))
-    return {rate: statistics.mean(bits for r, bits in finals if r == rate) for rate in sorted(set(run["rates"]))}
+    return {
+        rate: statistics.mean(bits for r, bits in finals if r == rate)
+        for rate in sorted(set(run["rates"]))
+    }
 
 
 def _shown_ranks(key: str) -> str:
@@ -106,7 +134,9 @@ def _ranks(key: str) -> int:
 
 def _figure(runs: dict[str, Any]) -> None:
     counts = sorted({_ranks(key) for key in runs} - {1}) or [4]
-    figure, axes = plt.subplots(1, len(counts), figsize=(6 * len(counts), 5), sharey=True, squeeze=False)
+    figure, axes = plt.subplots(
+        1, len(counts), figsize=(6 * len(counts), 5), sharey=True, squeeze=False
+    )
     names = list(dict.fromkeys(key.split("|")[0] for key in runs if key != "dense|1"))
     for axis, count in zip(axes[0], counts, strict=True):
         if "dense|1" in runs:
@@ -121,7 +151,9 @@ def _figure(runs: dict[str, Any]) -> None:
                 style = {"color": f"C{number % 10}", "marker": "os^v"[number // 10], "label": name}
                 axis.errorbar(run["traffic"], middle, yerr=error, linestyle="", **style)
         axis.axvline(0.03, color="0.6", linestyle=":")
-        axis.set(xscale="log", title=f"{count} ranks", xlabel="traffic / dense", ylabel="bits per byte")
+        axis.set(
+            xscale="log", title=f"{count} ranks", xlabel="traffic / dense", ylabel="bits per byte"
+        )
     axes[0][-1].legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(RESULTS / "adam_compression.png", dpi=110)

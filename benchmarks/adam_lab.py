@@ -1,14 +1,15 @@
-"""Time to the dense run's final loss under AdamW, over links of 1 Gb/s, 200 and 50 Mb/s: a lab of two nodes on this machine.
+"""Time to the dense run's final loss under AdamW, over links of 1 Gb/s, 200 and 50 Mb/s: a lab of
+two nodes on this machine.
 
     sudo python -m benchmarks.adam_lab                 # about 90 minutes; the second half wants 2 quiet cores
     sudo python -m benchmarks.adam_lab --train         # the first half alone, in which nothing is timed
     sudo python -m benchmarks.adam_lab --smoke         # a few steps of everything; nothing is kept
     python -m benchmarks.adam_lab --report             # the table from what was measured
 
-How the loss falls with the steps does not depend on the link, so each method trains once at each of its learning rates, on a
-link without a limit, until its validation loss is that of the dense run's end; then some of its steps are timed over every
-link, all methods in turn, and the time is that of as many such steps. Results are kept in benchmarks/results/adam_lab.json one
-by one.
+How the loss falls with the steps does not depend on the link, so each method trains once at each of
+its learning rates, on a link without a limit, until its validation loss is that of the dense run's
+end; then some of its steps are timed over every link, all methods in turn, and the time is that of
+as many such steps. Results are kept in benchmarks/results/adam_lab.json one by one.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from benchmarks.lab import Lab, end_on_signals
 from benchmarks.lab_nodes import LabError
 
 FILE = RESULTS / "adam_lab.json"
-ROUNDS = {"1gbit": 5, "200mbit": 5, "50mbit": 2}  # of timed steps; over 50 Mb/s the link alone decides, within 1 %
+# of timed steps; over 50 Mb/s the link alone decides, within 1 %
+ROUNDS = {"1gbit": 5, "200mbit": 5, "50mbit": 2}
 STEPS, MOST_STEPS = 200, 400
 ADAM = (6.25e-5, 1.25e-4, 2.5e-4)
 HIGH = (*ADAM[1:], 5e-4)
@@ -35,7 +37,9 @@ RATES = (3.125e-5, *ADAM, 5e-4)
 
 @dataclass(frozen=True)
 class Contender:
-    """A method as a mapping (None: DDP), steps that show its time, outer ones too, and the learning rates to try."""
+    """A method as a mapping (None: DDP), steps that show its time, outer ones too, and the learning
+    rates to try.
+    """
 
     method: dict[str, Any] | None
     timed: int = 12
@@ -50,12 +54,18 @@ METHODS: dict[str, Contender] = {
     "top-k 1 %": Contender({"method": "topk", "density": 0.01}),
     "top-k 8 %, 2 bits": Contender({"method": "topk", "density": None, "bits": 2}, rates=RATES[:4]),
     "sign": Contender({"method": "sign"}),
-    "DiLoCo, 50 steps": Contender({"method": "local_steps", "every": 50}, timed=53, rates=RATES[:4]),
+    "DiLoCo, 50 steps": Contender(
+        {"method": "local_steps", "every": 50}, timed=53, rates=RATES[:4]
+    ),
     "DeMo 1 %, 2 bits": Contender({"method": "demo"}),
     "SparseLoCo, 15 steps": Contender({"method": "sparse_loco"}, timed=33, rates=HIGH),
-    "SparseLoCo, 5 steps, 10 %": Contender({"method": "sparse_loco", "every": 5, "density": 0.1}, timed=18, rates=HIGH),
+    "SparseLoCo, 5 steps, 10 %": Contender(
+        {"method": "sparse_loco", "every": 5, "density": 0.1}, timed=18, rates=HIGH
+    ),
     "SparseLoCo, 5 steps, 10 %, decay 0.8": Contender(
-        {"method": "sparse_loco", "every": 5, "density": 0.1, "residual_decay": 0.8}, timed=18, rates=HIGH
+        {"method": "sparse_loco", "every": 5, "density": 0.1, "residual_decay": 0.8},
+        timed=18,
+        rates=HIGH,
     ),
     "4 bits, 8 steps": Contender(
         {"method": "quantized_steps", "outer_learning_rate": 0.7, "outer_momentum": 0.6}, timed=19
@@ -63,7 +73,9 @@ METHODS: dict[str, Contender] = {
 }
 
 
-def run(contender: Contender, *, link: str | None, learning_rate: float, **options: Any) -> dict[str, Any]:
+def run(
+    contender: Contender, *, link: str | None, learning_rate: float, **options: Any
+) -> dict[str, Any]:
     """One job on two nodes of one rank."""
     with Lab(2, rate=link) as lab:
         return lab.run_module(
@@ -78,7 +90,10 @@ def run(contender: Contender, *, link: str | None, learning_rate: float, **optio
 
 def train(names: Sequence[str]) -> None:
     """Every training that is not kept yet."""
-    target = min(_trained("dense", rate, STEPS, float("-inf"))["losses"][-1][1] for rate in METHODS["dense"].rates)
+    target = min(
+        _trained("dense", rate, STEPS, float("-inf"))["losses"][-1][1]
+        for rate in METHODS["dense"].rates
+    )
     for name in names:
         for rate in METHODS[name].rates:
             _trained(name, rate, MOST_STEPS, target)
@@ -106,7 +121,9 @@ def measure(names: Sequence[str]) -> None:
                 seconds = kept["seconds"].setdefault(link, {}).setdefault(name, [])
                 if len(seconds) <= number:
                     contender = METHODS[name]
-                    result = run(contender, link=link, learning_rate=ADAM[0], steps=contender.timed, every=0)
+                    result = run(
+                        contender, link=link, learning_rate=ADAM[0], steps=contender.timed, every=0
+                    )
                     seconds.append(result["step_seconds"])
                     kept["bytes"][name] = result["node_bytes"]
                     keep(kept)
@@ -124,14 +141,17 @@ def keep(results: dict[str, Any]) -> None:
 
 def report(found: dict[str, Any]) -> str:
     """The table."""
-    ends = [run["losses"][-1][1] for key, run in found["trainings"].items() if key.startswith("dense|")]
+    ends = [
+        run["losses"][-1][1] for key, run in found["trainings"].items() if key.startswith("dense|")
+    ]
     lines = ["# Time to the dense run's loss under AdamW, over slow links", "", machine(), ""]
     if not ends:
         return "\n".join(lines)
     lines += [*_introduction(found, min(ends)), ""]
     links = " | ".join(ROUNDS)
     lines += [
-        f"| method | learning rate | steps | MB per step | equal on all ranks | {links} | times dense |",
+        f"| method | learning rate | steps | MB per step | equal on all ranks | {links} | times "
+        "dense |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     dense = _seconds("dense", found, min(ends))
@@ -141,12 +161,20 @@ def report(found: dict[str, Any]) -> str:
             continue
         key, training, steps = best
         seconds = _seconds(name, found, min(ends))
-        times = " / ".join(f"{d[0] / s[0]:.1f}" if d and s else "-" for d, s in zip(dense, seconds, strict=True))
-        shown = " | ".join(f"{s[0]:.0f} s ({s[1]:.0f} to {s[2]:.0f})" if s else "-" for s in seconds)
-        reached = f"{steps}" if steps else f"not in {training['steps']} ({training['losses'][-1][1]:.3f})"
+        times = " / ".join(
+            f"{d[0] / s[0]:.1f}" if d and s else "-" for d, s in zip(dense, seconds, strict=True)
+        )
+        shown = " | ".join(
+            f"{s[0]:.0f} s ({s[1]:.0f} to {s[2]:.0f})" if s else "-" for s in seconds
+        )
+        reached = (
+            f"{steps}" if steps else f"not in {training['steps']} ({training['losses'][-1][1]:.3f})"
+        )
         equal = {True: "yes", False: "**no**", None: "-"}[training["equal"]]
         size = f"{found['bytes'][name] / 1e6:.3f}" if name in found["bytes"] else "-"
-        lines.append(f"| {name} | {key.split('|')[1]} | {reached} | {size} | {equal} | {shown} | {times} |")
+        lines.append(
+            f"| {name} | {key.split('|')[1]} | {reached} | {size} | {equal} | {shown} | {times} |"
+        )
     return "\n".join([*lines, "", *_all_rates(found, min(ends)), ""])
 
 
@@ -154,9 +182,12 @@ def _introduction(found: dict[str, Any], target: float) -> list[str]:
     size = next(iter(found["trainings"].values()))["parameters"]
     rounds = ", ".join(f"at least {number} over {link}" for link, number in ROUNDS.items())
     return [
-        f"A GPT of {size / 1e6:.1f} M parameters, 4 sequences of 32 bytes per rank, two nodes of one rank. The dense run has "
-        f"{STEPS} steps and ends at {target:.3f} nats per byte of validation text. Seconds: steps to that loss (mean of two "
-        f"validations), times the step's time over that link, median (range) of interleaved rounds ({rounds}). A row is the "
+        f"A GPT of {size / 1e6:.1f} M parameters, 4 sequences of 32 bytes per rank, two nodes of "
+        "one rank. The dense run has "
+        f"{STEPS} steps and ends at {target:.3f} nats per byte of validation text. Seconds: steps "
+        "to that loss (mean of two "
+        "validations), times the step's time over that link, median (range) of interleaved rounds "
+        f"({rounds}). A row is the "
         "learning rate with the fewest steps.",
     ]
 
@@ -164,7 +195,8 @@ def _introduction(found: dict[str, Any], target: float) -> list[str]:
 def _all_rates(found: dict[str, Any], target: float) -> list[str]:
     """The steps at each learning rate."""
     lines = [
-        "Steps at each learning rate; in brackets the loss at the end where the target was not reached:",
+        "Steps at each learning rate; in brackets the loss at the end where the target was not "
+        "reached:",
         "",
         "| method | " + " | ".join(f"{rate:g}" for rate in RATES) + " |",
         "|---|" + "---|" * len(RATES),
@@ -187,8 +219,12 @@ def _reaches(training: dict[str, Any], target: float) -> bool:
     return bool(statistics.mean(loss for _, loss in training["losses"][-2:]) <= target)
 
 
-def _best(name: str, found: dict[str, Any], target: float) -> tuple[str, dict[str, Any], int | None] | None:
-    """Key and training of the learning rate that needs the fewest steps, and these; None for steps where none gets there."""
+def _best(
+    name: str, found: dict[str, Any], target: float
+) -> tuple[str, dict[str, Any], int | None] | None:
+    """Key and training of the learning rate that needs the fewest steps, and these; None for steps
+    where none gets there.
+    """
     best: tuple[tuple[float, float], str, dict[str, Any], int | None] | None = None
     for rate in METHODS[name].rates:
         key = f"{name}|{rate:g}"
@@ -202,13 +238,17 @@ def _best(name: str, found: dict[str, Any], target: float) -> tuple[str, dict[st
     return best and best[1:]
 
 
-def _seconds(name: str, found: dict[str, Any], target: float) -> list[tuple[float, float, float] | None]:
+def _seconds(
+    name: str, found: dict[str, Any], target: float
+) -> list[tuple[float, float, float] | None]:
     """Seconds to the target over each link: median, lowest, highest."""
     best = _best(name, found, target)
     steps = best and best[2]
     rounds = [found["seconds"].get(link, {}).get(name) for link in ROUNDS]
     return [
-        (statistics.median(taken) * steps, min(taken) * steps, max(taken) * steps) if steps and taken else None
+        (statistics.median(taken) * steps, min(taken) * steps, max(taken) * steps)
+        if steps and taken
+        else None
         for taken in rounds
     ]
 
@@ -219,14 +259,18 @@ def smoke(names: Sequence[str]) -> None:
         contender = METHODS[name]
         every = (contender.method or {}).get("every", 15 if "SparseLoCo" in name else 8)
         steps = every + 1 if "steps" in name and every < 50 else 5
-        result = run(contender, link="1gbit", learning_rate=ADAM[0], steps=steps, every=2, held_out=2)
+        result = run(
+            contender, link="1gbit", learning_rate=ADAM[0], steps=steps, every=2, held_out=2
+        )
         print(name, result, flush=True)
         if result["equal"] is not True:
             raise LabError(f"{name}: parameters differ between ranks")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--train", action="store_true", help="nothing is timed")

@@ -1,4 +1,6 @@
-"""One rank of `benchmarks.adam_lab`: trains a GPT with AdamW under one method, to a loss or for some steps."""
+"""One rank of `benchmarks.adam_lab`: trains a GPT with AdamW under one method, to a loss or for
+some steps.
+"""
 
 from __future__ import annotations
 
@@ -44,18 +46,29 @@ class Training:
         self.rate, chosen = rate, read_method(method) if method else None
         topology = Topology.from_environment(rank=dist.get_rank(), world_size=dist.get_world_size())
         if isinstance(chosen, LocalMethod):
-            self.outer = OuterSteps(self.module.named_parameters(), chosen, topology=topology, timeout_seconds=TIMEOUT)
+            self.outer = OuterSteps(
+                self.module.named_parameters(), chosen, topology=topology, timeout_seconds=TIMEOUT
+            )
         else:
-            ddp = DistributedDataParallel(self.module, gradient_as_bucket_view=True, init_sync=False)
+            ddp = DistributedDataParallel(
+                self.module, gradient_as_bucket_view=True, init_sync=False
+            )
             self.forward = ddp
             if chosen is not None:
                 assert isinstance(chosen, GradientMethod)
-                self.exchange = CompressedExchange(chosen, topology=topology, timeout_seconds=TIMEOUT)
+                self.exchange = CompressedExchange(
+                    chosen, topology=topology, timeout_seconds=TIMEOUT
+                )
                 self.exchange.register(ddp)
-        if isinstance(chosen, GradientMethod) and chosen.has_momentum:  # of signs: its decay is AdamW's
-            self.optimizer: torch.optim.Optimizer = torch.optim.SGD(parameters, lr=rate, weight_decay=decay)
+        # of signs: its decay is AdamW's
+        if isinstance(chosen, GradientMethod) and chosen.has_momentum:
+            self.optimizer: torch.optim.Optimizer = torch.optim.SGD(
+                parameters, lr=rate, weight_decay=decay
+            )
         else:
-            self.optimizer = torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.95), weight_decay=decay, fused=True)
+            self.optimizer = torch.optim.AdamW(
+                parameters, lr=rate, betas=(0.9, 0.95), weight_decay=decay, fused=True
+            )
 
     def step(self, batch: Tensor, number: int) -> None:
         """One step of this rank."""
@@ -86,7 +99,9 @@ def validation_loss(module: nn.Module, batches: list[Tensor]) -> float:
 
 
 def train(options: argparse.Namespace) -> dict[str, Any]:
-    """Seconds, steps, bytes of node 0, and the validation losses on the way; evaluation is not timed."""
+    """Seconds, steps, bytes of node 0, and the validation losses on the way; evaluation is not
+    timed.
+    """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     batches = exchange_models.text_batches(rank, ranks, sequences=SEQUENCES, steps=options.steps)
     held_out = exchange_models.held_out_batches(sequences=SEQUENCES, batches=options.held_out)
@@ -117,7 +132,9 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
     counted = max(1, steps - NOT_TIMED)
     return {
         "steps": steps,
-        "step_seconds": float(slowest[NOT_TIMED:].mean()) if steps > NOT_TIMED else float(slowest.mean()),
+        "step_seconds": float(slowest[NOT_TIMED:].mean())
+        if steps > NOT_TIMED
+        else float(slowest.mean()),
         "losses": losses,
         "node_bytes": (sent_bytes() - before) / counted,
         "parameters": sum(p.numel() for p in training.module.parameters()),
@@ -139,7 +156,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--loss", type=float, default=float("-inf"), help="where to stop")
     parser.add_argument(
-        "--every", type=int, default=10, help="steps between validations; 0: none, steps are timed only"
+        "--every",
+        type=int,
+        default=10,
+        help="steps between validations; 0: none, steps are timed only",
     )
     parser.add_argument("--held_out", type=int, default=32, help="batches")
     parser.add_argument("--out", type=Path, required=True)

@@ -1,4 +1,5 @@
-"""Methods of `adam_compression.py` whose ranks take steps of AdamW on their own and bring their parameters together at times.
+"""Methods of `adam_compression.py` whose ranks take steps of AdamW on their own and bring their
+parameters together at times.
 
 Sizes and bytes are as in `adam_methods`.
 """
@@ -15,12 +16,20 @@ from lightning_topt.communication.wire import MessageFormat
 
 
 class LocalSteps(Method):
-    """AdamW on each rank; `exchange` brings the ranks together every `every` steps and at the end."""
+    """AdamW on each rank; `exchange` brings the ranks together every `every` steps and at the
+    end.
+    """
 
     local = True
 
     def __init__(
-        self, setting: Setting, start: Tensor, *, every: int, outer_rate: float = 1.0, outer_momentum: float = 0.0
+        self,
+        setting: Setting,
+        start: Tensor,
+        *,
+        every: int,
+        outer_rate: float = 1.0,
+        outer_momentum: float = 0.0,
     ) -> None:
         super().__init__(setting, start)
         self.every, self.outer_rate, self.outer_momentum = every, outer_rate, outer_momentum
@@ -58,7 +67,9 @@ class SparseLoCo(LocalSteps):
 
     def exchange(self, delta: Tensor) -> Tensor:
         chunks = Chunks.of_density(delta.numel(), chunk=self.chunk, density=self.density)
-        chosen = take_chunk_top_k(delta.reshape(-1), self.residual.view(-1), chunks, decay=self.decay)
+        chosen = take_chunk_top_k(
+            delta.reshape(-1), self.residual.view(-1), chunks, decay=self.decay
+        )
         k = min(self.numel, chunks.k // (self.setting.runs * self.ranks))
         group = max(64, chunks.per_chunk)
         values = LevelFormat(chosen.values.numel(), self.bits, group=group).round(chosen.values)
@@ -71,8 +82,8 @@ class SparseLoCo(LocalSteps):
 
 
 class FewBits(LocalSteps):
-    """Everything, in few bits, with error feedback on both ways: each rank's part of the mean is rounded by the rank that adds
-    it up, which keeps what that takes away.
+    """Everything, in few bits, with error feedback on both ways: each rank's part of the mean is
+    rounded by the rank that adds it up, which keeps what that takes away.
     """
 
     def __init__(
@@ -86,7 +97,9 @@ class FewBits(LocalSteps):
         outer_rate: float = 1.0,
         outer_momentum: float = 0.0,
     ) -> None:
-        super().__init__(setting, start, every=every, outer_rate=outer_rate, outer_momentum=outer_momentum)
+        super().__init__(
+            setting, start, every=every, outer_rate=outer_rate, outer_momentum=outer_momentum
+        )
         self.bits, self.decay = bits, decay
         self.residual = torch.zeros_like(self.parameters)
 
@@ -105,11 +118,13 @@ class FewBits(LocalSteps):
 
 
 class RotatingMean(LocalSteps):
-    """In every step another 1 / `parts` of the parameters becomes the mean of the ranks': no residual, no selection, and the
-    same traffic in every step.
+    """In every step another 1 / `parts` of the parameters becomes the mean of the ranks': no
+    residual, no selection, and the same traffic in every step.
     """
 
-    def __init__(self, setting: Setting, start: Tensor, *, parts: int, value_bytes: int = 2) -> None:
+    def __init__(
+        self, setting: Setting, start: Tensor, *, parts: int, value_bytes: int = 2
+    ) -> None:
         super().__init__(setting, start, every=setting.steps)
         self.parts, self.value_bytes = parts, value_bytes
 
@@ -122,7 +137,10 @@ class RotatingMean(LocalSteps):
             went = went.bfloat16().float()
         self.anchor[:, part] += went.mean(1)
         self.parameters[:, :, part] = self.anchor[:, None, part]
-        self.ring((4 if last else self.value_bytes) * (self.numel if last else self.numel / self.parts), passes=2)
+        self.ring(
+            (4 if last else self.value_bytes) * (self.numel if last else self.numel / self.parts),
+            passes=2,
+        )
 
     def consensus(self) -> Tensor:
         return self.parameters.mean(1)

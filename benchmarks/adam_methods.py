@@ -1,9 +1,12 @@
-"""Ways to bring simulated ranks together, for `adam_compression.py`; the compressors are those of the package.
+"""Ways to bring simulated ranks together, for `adam_compression.py`; the compressors are those of
+the package.
 
-V runs of R ranks; gradients (V, R, n). A method of steps updates parameters (V, n) that all ranks share; a method of local
-steps changes parameters (V, R, n) now and then. `bytes` counts what a rank of one run sends, headers included, in rings.
+V runs of R ranks; gradients (V, R, n). A method of steps updates parameters (V, n) that all ranks
+share; a method of local steps changes parameters (V, R, n) now and then. `bytes` counts what a rank
+of one run sends, headers included, in rings.
 
-Here are the methods that exchange a mean gradient; `adam_local_steps` and `decoupled_momentum` have the others.
+Here are the methods that exchange a mean gradient; `adam_local_steps` and `decoupled_momentum` have
+the others.
 """
 
 from __future__ import annotations
@@ -109,7 +112,12 @@ class TopK(Mean):
     ) -> None:  # fmt: skip
         super().__init__(setting, start)
         padded = setting.model.padded
-        self.density, self.chunk, self.warmup, self.dtype = density, chunk or padded, warmup * setting.steps, dtype
+        self.density, self.chunk, self.warmup, self.dtype = (
+            density,
+            chunk or padded,
+            warmup * setting.steps,
+            dtype,
+        )
         self.residual = torch.zeros(setting.runs, setting.ranks, padded)
 
     def density_at(self, step: int) -> float:
@@ -118,14 +126,18 @@ class TopK(Mean):
         return float(self.density * (0.25 / self.density) ** (1 - done))
 
     def mean(self, gradient: Tensor, step: int) -> Tensor:
-        return self.sparse(gradient, self.residual, density=self.density_at(step), decay=1.0).mean(1)
+        return self.sparse(gradient, self.residual, density=self.density_at(step), decay=1.0).mean(
+            1
+        )
 
     def message(self, k: int) -> MessageFormat | LevelMessage:
         """The message of one rank."""
         return MessageFormat(self.numel, k, self.dtype)
 
     def sparse(self, added: Tensor, residual: Tensor, *, density: float, decay: float) -> Tensor:
-        """What each rank sends of ``decay * residual + added``, (V, R, n); the bytes are counted."""
+        """What each rank sends of ``decay * residual + added``, (V, R, n); the bytes are
+        counted.
+        """
         chunks = Chunks.of_density(added.numel(), chunk=self.chunk, density=density)
         chosen = take_chunk_top_k(added.reshape(-1), residual.view(-1), chunks, decay=decay)
         form = self.message(min(self.numel, chunks.k // (self.setting.runs * self.ranks)))
@@ -152,14 +164,20 @@ class FewBitsTopK(TopK):
 
 
 class MetricTopK(TopK):
-    """Top-k in the optimizer's metric: gradients are divided by the root of the ranks' own mean squares before selection and
-    error feedback, momentum comes after the exchange. The squares (bfloat16) are averaged every `refresh` steps.
+    """Top-k in the optimizer's metric: gradients are divided by the root of the ranks' own mean
+    squares before selection and error feedback, momentum comes after the exchange. The squares
+    (bfloat16) are averaged every `refresh` steps.
     """
 
-    def __init__(self, setting: Setting, start: Tensor, *, refresh: int = 128, **options: float) -> None:
+    def __init__(
+        self, setting: Setting, start: Tensor, *, refresh: int = 128, **options: float
+    ) -> None:
         super().__init__(setting, start, **options)  # type: ignore[arg-type]
         self.refresh = refresh
-        self.squares, self.scale = torch.zeros_like(self.residual), torch.ones(setting.runs, 1, setting.model.padded)
+        self.squares, self.scale = (
+            torch.zeros_like(self.residual),
+            torch.ones(setting.runs, 1, setting.model.padded),
+        )
 
     def step(self, gradient: Tensor, step: int, *, share: float) -> None:
         self.squares.mul_(0.95).addcmul_(gradient, gradient, value=0.05)
@@ -168,7 +186,9 @@ class MetricTopK(TopK):
             mean = self.squares.mean(1, keepdim=True).bfloat16().float() / (1 - 0.95 ** (step + 1))
             self.scale = 1 / (mean.sqrt() + 1e-8)
             self.scale[:, :, self.numel :] = 0
-        sent = self.sparse(gradient * self.scale, self.residual, density=self.density_at(step), decay=1.0).mean(1)
+        sent = self.sparse(
+            gradient * self.scale, self.residual, density=self.density_at(step), decay=1.0
+        ).mean(1)
         adam = self.adam
         adam.steps += 1
         adam.first.mul_(0.9).add_(sent, alpha=0.1)
@@ -203,7 +223,9 @@ class PowerSGD(Mean):
         super().__init__(setting, start)
         self.residual = torch.zeros(setting.runs, setting.ranks, setting.model.padded)
         matrices = {name: shape for name, shape in setting.model.layout.items() if len(shape) > 1}
-        self.factors = {name: torch.randn(setting.runs, 1, shape[1], rank) for name, shape in matrices.items()}
+        self.factors = {
+            name: torch.randn(setting.runs, 1, shape[1], rank) for name, shape in matrices.items()
+        }
 
     def mean(self, gradient: Tensor, step: int) -> Tensor:
         pending = self.residual.add_(gradient)
@@ -228,13 +250,15 @@ class PowerSGD(Mean):
 
 
 def rounded(values: Tensor, *, bits: int) -> Tensor:
-    """Return `values` as they arrive when `bits` of each are sent, by the levels of `LevelFormat`."""
+    """Return `values` as they arrive when `bits` of each are sent, by the levels of
+    `LevelFormat`.
+    """
     return LevelFormat(values.numel(), bits).round(values.reshape(-1)).view(values.shape)
 
 
 class RotatingBits(Mean):
-    """Gradients in few bits, of which every step sends another 1 / `parts`, added up since it was sent last; AdamW sees zeros
-    meanwhile. Error feedback on both ways, as in `FewBits`.
+    """Gradients in few bits, of which every step sends another 1 / `parts`, added up since it was
+    sent last; AdamW sees zeros meanwhile. Error feedback on both ways, as in `FewBits`.
     """
 
     def __init__(self, setting: Setting, start: Tensor, *, parts: int, bits: int) -> None:
@@ -244,7 +268,9 @@ class RotatingBits(Mean):
 
     def mean(self, gradient: Tensor, step: int) -> Tensor:
         self.residual.add_(gradient)
-        blocks = self.residual.view(*self.residual.shape[:2], -1, GROUP)[:, :, step % self.parts :: self.parts]
+        blocks = self.residual.view(*self.residual.shape[:2], -1, GROUP)[
+            :, :, step % self.parts :: self.parts
+        ]
         pending = blocks.reshape(*blocks.shape[:2], -1)
         sent = rounded(pending, bits=self.bits)
         mean = sent.mean(1)

@@ -1,8 +1,10 @@
-"""Many replicas of a byte-level GPT trained in one process: ranks of a run, and runs with other seeds or learning rates.
+"""Many replicas of a byte-level GPT trained in one process: ranks of a run, and runs with other
+seeds or learning rates.
 
-Replica g of G has its own parameters, row g of P (G, n), and its own batch; one batched pass gives all gradients (G, n).
-Ranks of one run are neighbours. Numbers of ranks are thus simulated exactly (each rank has its own gradient of its own
-samples), on one core, without a network. The model, its first weights, data and learning rate schedule are those of `ByteGPT`.
+Replica g of G has its own parameters, row g of P (G, n), and its own batch; one batched pass gives
+all gradients (G, n). Ranks of one run are neighbours. Numbers of ranks are thus simulated exactly
+(each rank has its own gradient of its own samples), on one core, without a network. The model, its
+first weights, data and learning rate schedule are those of `ByteGPT`.
 """
 
 from __future__ import annotations
@@ -68,12 +70,15 @@ class Model:
         sizes = [shape.numel() for shape in self.layout.values()]
         parts = torch.split(flat, [*sizes, self.padded - self.numel], dim=1)
         return {
-            name: part.view(-1, *shape) for (name, shape), part in zip(self.layout.items(), parts[:-1], strict=True)
+            name: part.view(-1, *shape)
+            for (name, shape), part in zip(self.layout.items(), parts[:-1], strict=True)
         }
 
 
 def batched_losses(model: Model, flat: Tensor, tokens: Tensor) -> Tensor:
-    """Mean loss (G,) in nats per byte of replicas (G, padded) on their batches (G, B, S+1), int64."""
+    """Mean loss (G,) in nats per byte of replicas (G, padded) on their batches (G, B, S+1),
+    int64.
+    """
     p, (replicas, batch, _) = model.named(flat), tokens.shape
     length, hidden = model.seq_len, model.hidden
 
@@ -84,7 +89,9 @@ def batched_losses(model: Model, flat: Tensor, tokens: Tensor) -> Tensor:
 
     def norm(name: str, x: Tensor) -> Tensor:
         plain = F.layer_norm(x, (hidden,))
-        return torch.addcmul(p[f"{name}.bias"].unsqueeze(1), plain, p[f"{name}.weight"].unsqueeze(1))
+        return torch.addcmul(
+            p[f"{name}.bias"].unsqueeze(1), plain, p[f"{name}.weight"].unsqueeze(1)
+        )
 
     offset = (torch.arange(replicas) * VOCABULARY).view(-1, 1, 1)
     x = F.embedding(tokens[:, :, :-1] + offset, p["embedding.weight"].reshape(-1, hidden))
@@ -95,11 +102,15 @@ def batched_losses(model: Model, flat: Tensor, tokens: Tensor) -> Tensor:
         heads = heads.view(replicas * batch, length, 3, model.heads, -1)
         query, key, value = heads.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + linear(f"{block}.attention_out", mixed.transpose(1, 2).reshape(replicas, -1, hidden))
+        x = x + linear(
+            f"{block}.attention_out", mixed.transpose(1, 2).reshape(replicas, -1, hidden)
+        )
         inner = F.gelu(linear(f"{block}.mlp_in", norm(f"{block}.mlp_norm", x)))
         x = x + linear(f"{block}.mlp_out", inner)
     logits = linear("head", norm("norm", x))
-    losses = F.cross_entropy(logits.view(-1, VOCABULARY), tokens[:, :, 1:].reshape(-1), reduction="none")
+    losses = F.cross_entropy(
+        logits.view(-1, VOCABULARY), tokens[:, :, 1:].reshape(-1), reduction="none"
+    )
     return losses.view(replicas, -1).mean(1)
 
 
@@ -138,7 +149,9 @@ class Text:
 
     def batch(self, generators: list[np.random.Generator], *, ranks: int, size: int) -> Tensor:
         """Windows (runs * ranks, size, S+1) drawn at random, by one generator per run."""
-        drawn = np.stack([generator.integers(self.train.shape[0], size=ranks * size) for generator in generators])
+        drawn = np.stack(
+            [generator.integers(self.train.shape[0], size=ranks * size) for generator in generators]
+        )
         return self.train[torch.from_numpy(drawn)].view(len(generators) * ranks, size, -1)
 
 
@@ -153,9 +166,13 @@ def bits_per_byte(model: Model, flat: Tensor, text: Text) -> list[float]:
 
 
 class AdamW:
-    """AdamW on rows (K, n), each with its own learning rate; betas 0.9, 0.95, decay 0.1 of matrices, as `ByteGPT`'s."""
+    """AdamW on rows (K, n), each with its own learning rate; betas 0.9, 0.95, decay 0.1 of
+    matrices, as `ByteGPT`'s.
+    """
 
-    def __init__(self, rows: Tensor, rates: Tensor, *, decayed: int, betas: tuple[float, float] = (0.9, 0.95)) -> None:
+    def __init__(
+        self, rows: Tensor, rates: Tensor, *, decayed: int, betas: tuple[float, float] = (0.9, 0.95)
+    ) -> None:
         self.rates, self.decayed, self.betas = rates, decayed, betas
         self.first, self.second = torch.zeros_like(rows), torch.zeros_like(rows)
         self.steps = 0
@@ -164,13 +181,25 @@ class AdamW:
         """One step of `rows` in place; `share` of the learning rates."""
         self.steps += 1
         b1, b2 = self.betas
-        arguments = [tensor.numpy() for tensor in (rows, gradient, self.first, self.second, self.rates * share)]
+        arguments = [
+            tensor.numpy()
+            for tensor in (rows, gradient, self.first, self.second, self.rates * share)
+        ]
         corrections = np.float32(1 - b1**self.steps), np.float32(1 - b2**self.steps)
         _adamw(*arguments, np.float32(b1), np.float32(b2), *corrections, self.decayed)
 
 
 def _adamw_rows(
-    rows: Any, gradient: Any, first: Any, second: Any, rates: Any, b1: Any, b2: Any, c1: Any, c2: Any, decayed: int
+    rows: Any,
+    gradient: Any,
+    first: Any,
+    second: Any,
+    rates: Any,
+    b1: Any,
+    b2: Any,
+    c1: Any,
+    c2: Any,
+    decayed: int,
 ) -> None:
     one, eps, decay = np.float32(1), np.float32(1e-8), np.float32(0.1)
     for k in range(rows.shape[0]):

@@ -1,12 +1,14 @@
-"""Does training end where dense training ends when packets are lost and stay lost? Equal steps, five seeds, real losses.
+"""Does training end where dense training ends when packets are lost and stay lost? Equal steps,
+five seeds, real losses.
 
     sudo python -m benchmarks.bounded_loss_accuracy             # 95 minutes on 2 cores; --tasks digits: 20
     python -m benchmarks.bounded_loss_accuracy --report         # the table of the runs so far
 
-Two nodes of one rank on a link of 1 Gb/s whose receivers lose 1 or 3 % of all packets, with a tolerance of the same size; the
-dense runs have a link that loses nothing, since TCP sends again what is lost and only time differs. Models and data are those
-of `convergence`, `digits` also under SGD. Finished runs are kept in benchmarks/results/bounded_loss_accuracy.json and not
-repeated. A method holds when its median over the seeds is not worse than the worst dense seed.
+Two nodes of one rank on a link of 1 Gb/s whose receivers lose 1 or 3 % of all packets, with a
+tolerance of the same size; the dense runs have a link that loses nothing, since TCP sends again
+what is lost and only time differs. Models and data are those of `convergence`, `digits` also under
+SGD. Finished runs are kept in benchmarks/results/bounded_loss_accuracy.json and not repeated. A
+method holds when its median over the seeds is not worse than the worst dense seed.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ from lightning_topt.cli.tasks.digits import DigitsCNN
 from lightning_topt.plugins.exchange_monitor import ExchangeMonitor
 
 RUNS = RESULTS / "bounded_loss_accuracy.json"
-# Bytes of a packet. Small models have few of 1500 bytes, and of less than 100 for a shard of a tensor none may be lost at 1 %.
+# Bytes of a packet. Small models have few of 1500 bytes, and of less than 100 for a shard of a
+# tensor none may be lost at 1 %.
 MTU = {"byte_lm": 256, "digits": 576, "digits_sgd": 576}
 
 
@@ -64,7 +67,9 @@ METHODS = {
     "dense": Method(None, 0.0),
     **{f"{100 * loss:g} %": Method({"tolerance": loss}, loss) for loss in (0.01, 0.03)},
     **{
-        f"{100 * loss:g} %, no error feedback": Method({"tolerance": loss, "error_feedback": False}, loss)
+        f"{100 * loss:g} %, no error feedback": Method(
+            {"tolerance": loss, "error_feedback": False}, loss
+        )
         for loss in (0.01, 0.03)
     },
     "3 %, rescaled": Method({"tolerance": 0.03, "error_feedback": False, "rescale": True}, 0.03),
@@ -72,27 +77,40 @@ METHODS = {
 
 
 def run(task: Task, method: Method, seed: int, out: Path) -> None:
-    """Train once, as a rank of two nodes; rank 0 writes its curve, the share lost and whether ranks ended equal."""
+    """Train once, as a rank of two nodes; rank 0 writes its curve, the share lost and whether ranks
+    ended equal.
+    """
     end, strategy = End(), DDPStrategy()
     callbacks: list[pl.Callback] = []
     if method.options is not None:
         strategy = CompressedDDPStrategy(BoundedLoss(**method.options))
-        callbacks.append(ExchangeMonitor(every_n_steps=10**9))  # so that statistics at the end are of all steps
+        # so that statistics at the end are of all steps
+        callbacks.append(ExchangeMonitor(every_n_steps=10**9))
     trainer, curve = train(
-        task, strategy, seed=seed, validations=4, devices=1, num_nodes=2, callbacks=[*callbacks, end]
+        task,
+        strategy,
+        seed=seed,
+        validations=4,
+        devices=1,
+        num_nodes=2,
+        callbacks=[*callbacks, end],
     )
     if trainer.is_global_zero:
         out.write_text(json.dumps({"curve": curve.points, **end.found}))
 
 
 class End(pl.Callback):
-    """Share of gradients lost over the run, and whether all ranks have the same parameters, bit for bit."""
+    """Share of gradients lost over the run, and whether all ranks have the same parameters, bit for
+    bit.
+    """
 
     def __init__(self) -> None:
         self.found: dict[str, Any] = {}
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        sums = torch.stack([p.detach().view(torch.int32).long().sum() for p in pl_module.parameters()])
+        sums = torch.stack(
+            [p.detach().view(torch.int32).long().sum() for p in pl_module.parameters()]
+        )
         everyone = trainer.strategy.all_gather(sums)
         self.found = {"equal": bool((everyone == everyone[0]).all())}
         if isinstance(trainer.strategy, CompressedDDPStrategy):
@@ -139,29 +157,43 @@ def report() -> str:
         "",
     ]
     lines += [
-        "Two nodes of one rank, 1 Gb/s, receivers lose that share of all packets and the tolerance is as large; equal steps.",
-        f"Packets have {' and '.join(f'{size} bytes ({task})' for task, size in MTU.items())}, since the models are small.",
-        "Final validation metric over the seeds; lost: the share of gradients that did not arrive in their step, mean of runs.",
+        "Two nodes of one rank, 1 Gb/s, receivers lose that share of all packets and the tolerance "
+        "is as large; equal steps.",
+        f"Packets have {' and '.join(f'{size} bytes ({task})' for task, size in MTU.items())}, "
+        "since the models are small.",
+        "Final validation metric over the seeds; lost: the share of gradients that did not arrive "
+        "in their step, mean of runs.",
         "",
-        "| task | method | seeds | median | worst | best | lost | equal on all ranks | within the dense spread |",
+        "| task | method | seeds | median | worst | best | lost | equal on all ranks | within the "
+        "dense spread |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for task in CHOSEN:
-        dense = [run["curve"][-1][1] for key, run in runs.items() if key.startswith(f"{task}|dense|")]
+        dense = [
+            run["curve"][-1][1] for key, run in runs.items() if key.startswith(f"{task}|dense|")
+        ]
         for name in METHODS:
             found = [run for key, run in runs.items() if key.startswith(f"{task}|{name}|")]
             if not found:
                 continue
             finals = [run["curve"][-1][1] for run in found]
-            numbers, within = compared(CHOSEN[task], finals, dense=None if name == "dense" else dense)
-            lost = "-" if name == "dense" else f"{100 * statistics.mean(run['lost_share'] for run in found):.2f} %"
+            numbers, within = compared(
+                CHOSEN[task], finals, dense=None if name == "dense" else dense
+            )
+            lost = (
+                "-"
+                if name == "dense"
+                else f"{100 * statistics.mean(run['lost_share'] for run in found):.2f} %"
+            )
             equal = "yes" if all(run["equal"] for run in found) else "**no**"
             lines.append(f"| {task} | {name} | {numbers} | {lost} | {equal} | {within} |")
     return "\n".join([*lines, ""])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tasks", nargs="+", choices=CHOSEN, default=list(CHOSEN))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--seeds", type=int, default=5)

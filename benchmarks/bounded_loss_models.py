@@ -1,10 +1,13 @@
-"""Training steps of two models of 25 M parameters where buffers are shallow: the bounded-loss exchange, DDP, other methods.
+"""Training steps of two models of 25 M parameters where buffers are shallow: the bounded-loss
+exchange, DDP, other methods.
 
-    sudo python -m benchmarks.bounded_loss_models --rounds 5 --out benchmarks/results/bounded_loss_models.md
+    sudo python -m benchmarks.bounded_loss_models --rounds 5 --out
+    benchmarks/results/bounded_loss_models.md
 
-Forward, backward and SGD of a GPT and of a convolutional net with little to compute (`exchange_models`), by DDP with each
-method's hook, so that the exchange overlaps the backward pass as it does for users. Nodes of one rank, links of 1 Gb/s; methods
-take turns in every round. Seconds are medians over rounds of the slowest rank's median step. Needs root (see `benchmarks.lab`).
+Forward, backward and SGD of a GPT and of a convolutional net with little to compute
+(`exchange_models`), by DDP with each method's hook, so that the exchange overlaps the backward pass
+as it does for users. Nodes of one rank, links of 1 Gb/s; methods take turns in every round. Seconds
+are medians over rounds of the slowest rank's median step. Needs root (see `benchmarks.lab`).
 """
 
 from __future__ import annotations
@@ -27,7 +30,10 @@ def measure(model: str, nodes: int, queue: str, options: argparse.Namespace) -> 
     """Return what `network_run` found for one model on one network."""
     deep = queue == "deep"
     burst, limit = ("256kb", None) if deep else ("16kb", queue)
-    with tempfile.TemporaryDirectory() as folder, Lab(nodes, rate="1gbit", burst=burst, queue=limit) as lab:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Lab(nodes, rate="1gbit", burst=burst, queue=limit) as lab,
+    ):
         out = Path(folder) / "result.json"
         command = ["-m", "benchmarks.network_run", "--steady", "--out", str(out), "--model", model]
         counts = ["--rounds", str(options.rounds), "--steps", str(options.steps)]
@@ -45,13 +51,16 @@ def rows(model: str, nodes: int, queue: str, result: dict[str, Any]) -> list[str
         equal = "-" if name == ALONE else "yes" if result["equal"][name] else "**no**"
         spread = f"{min(seconds):.3f} to {max(seconds):.3f}"
         lines.append(
-            f"| {model} | {nodes} | {queue} | {name} | {middle:.3f} | {spread} | {dense / middle:.2f} | {equal} |"
+            f"| {model} | {nodes} | {queue} | {name} | {middle:.3f} | {spread} | "
+            f"{dense / middle:.2f} | {equal} |"
         )
     return lines
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", nargs="+", default=["gpt", "cnn"], choices=["gpt", "cnn"])
     parser.add_argument("--nodes", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--queues", nargs="+", default=["32kb"])
@@ -61,7 +70,10 @@ def main() -> None:
     options = parser.parse_args()
     end_on_signals()
     lines = [__doc__ or "", machine(), "", f"`{vars(options)}`", ""]
-    lines += ["| model | nodes | queue | method | s per step | spread | times DDP | ranks equal |", "|" + "---|" * 8]
+    lines += [
+        "| model | nodes | queue | method | s per step | spread | times DDP | ranks equal |",
+        "|" + "---|" * 8,
+    ]
     for model in options.models:
         for nodes in options.nodes:
             for queue in options.queues:

@@ -1,10 +1,13 @@
-"""When the sums of the front layers arrive, with and without priorities, beside other traffic of the same kind.
+"""When the sums of the front layers arrive, with and without priorities, beside other traffic of
+the same kind.
 
-    python -m benchmarks.bounded_loss_priorities --rounds 5 --out benchmarks/results/bounded_loss_priorities.md
+    python -m benchmarks.bounded_loss_priorities --rounds 5 --out
+    benchmarks/results/bounded_loss_priorities.md
 
-Buckets become ready over a backward pass, the last layers' first; the next forward pass needs the front layers' bucket
-first, which is ready last. Without priorities the buckets share the link. "HTB" has queue disciplines (HTB, u32 filters on
-DSCP) at both ends of every link, which let higher classes go first. Needs root (see `benchmarks.lab`).
+Buckets become ready over a backward pass, the last layers' first; the next forward pass needs the
+front layers' bucket first, which is ready last. Without priorities the buckets share the link.
+"HTB" has queue disciplines (HTB, u32 filters on DSCP) at both ends of every link, which let higher
+classes go first. Needs root (see `benchmarks.lab`).
 """
 
 from __future__ import annotations
@@ -28,28 +31,73 @@ CLASSES = {
 
 
 def add_queues(lab: Lab, rate: str, queue: str) -> None:
-    """Put HTB in the place of each link's token bucket: class 4x may use it all, lower ones what is left."""
+    """Put HTB in the place of each link's token bucket: class 4x may use it all, lower ones what is
+    left.
+    """
     for node, link in zip(lab.nodes, lab._links, strict=True):
         for where, device in ((["ip", "netns", "exec", node], "eth0"), ([], link)):
             tc = [*where, "tc"]
             commands = [
                 ["qdisc", "replace", "dev", device, "root", "handle", "1:", "htb", "default", "11"],
-                ["class", "add", "dev", device, "parent", "1:", "classid", "1:1", "htb", "rate", rate, "burst", "16kb"],
+                [
+                    "class",
+                    "add",
+                    "dev",
+                    device,
+                    "parent",
+                    "1:",
+                    "classid",
+                    "1:1",
+                    "htb",
+                    "rate",
+                    rate,
+                    "burst",
+                    "16kb",
+                ],
             ]
             for level, name in enumerate(("1:14", "1:13", "1:12", "1:11")):
-                shape = ["htb", "rate", "1mbit", "ceil", rate, "prio", str(level), "burst", "16kb", "cburst", "16kb"]
-                commands.append(["class", "add", "dev", device, "parent", "1:1", "classid", name, *shape])
-                commands.append(["qdisc", "add", "dev", device, "parent", name, "bfifo", "limit", queue])
+                shape = [
+                    "htb",
+                    "rate",
+                    "1mbit",
+                    "ceil",
+                    rate,
+                    "prio",
+                    str(level),
+                    "burst",
+                    "16kb",
+                    "cburst",
+                    "16kb",
+                ]
+                commands.append(
+                    ["class", "add", "dev", device, "parent", "1:1", "classid", name, *shape]
+                )
+                commands.append(
+                    ["qdisc", "add", "dev", device, "parent", name, "bfifo", "limit", queue]
+                )
             for dscp, name in CLASSES.items():
                 match = ["match", "ip", "dsfield", hex(dscp << 2), "0xe0"]
-                flow = ["protocol", "ip", "parent", "1:", "prio", "1", "u32", *match, "flowid", name]
+                flow = [
+                    "protocol",
+                    "ip",
+                    "parent",
+                    "1:",
+                    "prio",
+                    "1",
+                    "u32",
+                    *match,
+                    "flowid",
+                    name,
+                ]
                 commands.append(["filter", "add", "dev", device, *flow])
             for command in commands:
                 subprocess.run([*tc, *command], check=True, capture_output=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--queue", default="128kb")
     parser.add_argument("--nodes", type=int, default=2)
@@ -77,7 +125,10 @@ def main() -> None:
                     priorities=name[:3].rstrip(","),
                 )
             arrivals.append(result["arrivals"])
-            print(json.dumps({"name": name, "arrivals": arrivals[-1], "seconds": result["seconds"]}), flush=True)
+            print(
+                json.dumps({"name": name, "arrivals": arrivals[-1], "seconds": result["seconds"]}),
+                flush=True,
+            )
     for name, arrivals in found.items():
         front, last = [each[-1] for each in arrivals], [max(each) for each in arrivals]
         lines.append(f"| {name} | {statistics.median(front):.3f} | {statistics.median(last):.3f} |")

@@ -1,7 +1,9 @@
-"""One rank of `bounded_loss_tail`: sums of the same buckets by several methods, which take turns in every round.
+"""One rank of `bounded_loss_tail`: sums of the same buckets by several methods, which take turns in
+every round.
 
-One job for all methods of a network, so that they meet the same machine and the same state of it; what TCP's congestion control
-is, a method's own connections say: each has a process group of its own, made under that control.
+One job for all methods of a network, so that they meet the same machine and the same state of it;
+what TCP's congestion control is, a method's own connections say: each has a process group of its
+own, made under that control.
 """
 
 from __future__ import annotations
@@ -17,7 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.bounded_loss_run import Bounded, all_reduce, half_all_reduce, join_ranks, parameter_server
+from benchmarks.bounded_loss_run import (
+    Bounded,
+    all_reduce,
+    half_all_reduce,
+    join_ranks,
+    parameter_server,
+)
 from benchmarks.lab import sent_bytes
 from benchmarks.lab_nodes import CONGESTION
 from lightning_topt.communication import feedback_top_k
@@ -26,7 +34,9 @@ TOLERANCES = {"ours, 1 %": 0.01, "ours, 0": 0.0, "ours, 1 %, 16 bits": 0.01}
 
 
 class SelectedEntries:
-    """The largest 1 % of each bucket with error feedback, gathered over TCP: `TopK` without a node's levels."""
+    """The largest 1 % of each bucket with error feedback, gathered over TCP: `TopK` without a
+    node's levels.
+    """
 
     def __init__(self) -> None:
         self.residuals: dict[int, Tensor] = {}
@@ -54,7 +64,9 @@ OVER_TCP = {
 METHODS = [*TOLERANCES, *OVER_TCP]
 
 
-def over_tcp(congestion: str, step: Callable[..., None], buckets: list[Tensor]) -> Callable[[list[Tensor]], None]:
+def over_tcp(
+    congestion: str, step: Callable[..., None], buckets: list[Tensor]
+) -> Callable[[list[Tensor]], None]:
     """Return the method over connections of its own, which are made here."""
     Path(CONGESTION / "tcp_congestion_control").write_text(congestion)  # of this node's namespace
     group = dist.new_group()
@@ -62,7 +74,9 @@ def over_tcp(congestion: str, step: Callable[..., None], buckets: list[Tensor]) 
     return lambda given: step(given, group)
 
 
-def make_methods(names: list[str], buckets: list[Tensor], *, rank: int, world_size: int) -> dict[str, Any]:
+def make_methods(
+    names: list[str], buckets: list[Tensor], *, rank: int, world_size: int
+) -> dict[str, Any]:
     """Return what sums buckets, by name."""
     zeros = [torch.zeros_like(bucket) for bucket in buckets]
     made: dict[str, Any] = {}
@@ -96,7 +110,9 @@ def main() -> None:
     rank, world_size, buckets = join_ranks(options.parameters, buckets=options.buckets)
     names = options.methods.split(";")
     methods = make_methods(names, buckets, rank=rank, world_size=world_size)
-    found: dict[str, dict[str, Any]] = {name: {"seconds": [], "sent": 0, "cpu": 0.0, "equal": True} for name in names}
+    found: dict[str, dict[str, Any]] = {
+        name: {"seconds": [], "sent": 0, "cpu": 0.0, "equal": True} for name in names
+    }
     begun, rounds = time.perf_counter(), 0
     for number in range(options.rounds + 1):  # the first is not counted
         late = torch.tensor([float(time.perf_counter() - begun > options.seconds)])
@@ -118,7 +134,9 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def _round(step: Any, buckets: list[Tensor], found: dict[str, Any], *, steps: int, counted: bool) -> None:
+def _round(
+    step: Any, buckets: list[Tensor], found: dict[str, Any], *, steps: int, counted: bool
+) -> None:
     given = [bucket.clone() for bucket in buckets]
     if counted is False and isinstance(step, Bounded):
         step.reset()

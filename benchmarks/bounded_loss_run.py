@@ -1,6 +1,8 @@
-"""One rank of the benchmarks of the bounded-loss exchange: sums of buckets, step by step, nothing else.
+"""One rank of the benchmarks of the bounded-loss exchange: sums of buckets, step by step, nothing
+else.
 
-Started in a lab by `bounded_loss_shared` and `bounded_loss_priorities`; writes seconds per step as JSON.
+Started in a lab by `bounded_loss_shared` and `bounded_loss_priorities`; writes seconds per step as
+JSON.
 """
 
 from __future__ import annotations
@@ -60,7 +62,8 @@ class Bounded:
                     out=bucket.numpy(),
                     tolerance=self.tolerance,
                     scale=1 / self.world_size,
-                    # The backward pass fills the last layers' bucket first, the next forward pass needs it last.
+                    # The backward pass fills the last layers' bucket first, the next forward pass
+                    # needs it last.
                     priority=min(3, 4 * index // len(buckets)) if self.priorities else 0,
                 )
             )
@@ -122,7 +125,9 @@ def parameter_server(buckets: list[Tensor], group: Any = None) -> None:
 
 
 def join_ranks(parameters: int, *, buckets: int) -> tuple[int, int, list[Tensor]]:
-    """Return rank and world size as the launcher says, in a gloo group, and this rank's gradients in so many buckets."""
+    """Return rank and world size as the launcher says, in a gloo group, and this rank's gradients
+    in so many buckets.
+    """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo")
     torch.manual_seed(rank)
@@ -131,18 +136,24 @@ def join_ranks(parameters: int, *, buckets: int) -> tuple[int, int, list[Tensor]
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--method", default="bounded", choices=["bounded", "gloo", "gloo16", "server"])
+    parser.add_argument(
+        "--method", default="bounded", choices=["bounded", "gloo", "gloo16", "server"]
+    )
     parser.add_argument("--parameters", type=int, default=25_000_000)
     parser.add_argument("--buckets", type=int, default=4)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warm-up", type=int, default=3)
     parser.add_argument("--tolerance", type=float, default=0.01)
-    parser.add_argument("--backward", type=float, default=0.0, help="seconds over which buckets become ready")
+    parser.add_argument(
+        "--backward", type=float, default=0.0, help="seconds over which buckets become ready"
+    )
     parser.add_argument("--priorities", default="on", choices=["on", "off"])
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     rank, world_size, buckets = join_ranks(options.parameters, buckets=options.buckets)
-    step: Any = {"gloo": all_reduce, "gloo16": half_all_reduce, "server": parameter_server}.get(options.method)
+    step: Any = {"gloo": all_reduce, "gloo16": half_all_reduce, "server": parameter_server}.get(
+        options.method
+    )
     if step is None:
         step = Bounded(
             rank,

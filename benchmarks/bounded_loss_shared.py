@@ -1,9 +1,11 @@
 """The bounded-loss exchange beside one long TCP flow on the same link: who gets what.
 
-    python -m benchmarks.bounded_loss_shared --rounds 5 --out benchmarks/results/bounded_loss_shared.md
+    python -m benchmarks.bounded_loss_shared --rounds 5 --out
+    benchmarks/results/bounded_loss_shared.md
 
-Two nodes of one rank; the flow goes from node 0 to node 1, and counts what arrived. The exchange sums buckets without a pause.
-Its share is what it sent in the flow's direction over what both did. Needs root (see `benchmarks.lab`).
+Two nodes of one rank; the flow goes from node 0 to node 1, and counts what arrived. The exchange
+sums buckets without a pause. Its share is what it sent in the flow's direction over what both did.
+Needs root (see `benchmarks.lab`).
 """
 
 from __future__ import annotations
@@ -51,7 +53,9 @@ WIRE = 1514 / 1448  # of TCP's payload
 
 
 def measure(queue: str | None, congestion: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Shares of one run: seconds of a step, bytes per second of both in node 0's direction of sending."""
+    """Shares of one run: seconds of a step, bytes per second of both in node 0's direction of
+    sending.
+    """
     burst = options.burst if queue else "256kb"
     with (
         Lab(2, rate=options.rate, burst=burst, queue=queue, congestion=congestion) as lab,
@@ -59,7 +63,17 @@ def measure(queue: str | None, congestion: str, options: argparse.Namespace) -> 
     ):
         flow = [
             subprocess.Popen(
-                ["ip", "netns", "exec", lab.nodes[node], sys.executable, "-c", code, lab.address(1)], stdout=log
+                [
+                    "ip",
+                    "netns",
+                    "exec",
+                    lab.nodes[node],
+                    sys.executable,
+                    "-c",
+                    code,
+                    lab.address(1),
+                ],
+                stdout=log,
             )
             for node, code in ((1, RECEIVER), (0, SENDER))
         ]
@@ -86,7 +100,9 @@ def measure(queue: str | None, congestion: str, options: argparse.Namespace) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rate", default="1gbit", choices=list(RATE))
     parser.add_argument("--queues", nargs="+", default=["deep", "512kb", "128kb"])
     parser.add_argument("--congestion", nargs="+", default=["cubic", "bbr"])
@@ -100,18 +116,26 @@ def main() -> None:
     options = parser.parse_args()
     end_on_signals()
     lines = [__doc__ or "", machine(), "", f"`{vars(options)}`", ""]
-    lines += ["| queue | TCP's control | exchange's share | of the link together | s per step |", "|" + "---|" * 5]
+    lines += [
+        "| queue | TCP's control | exchange's share | of the link together | s per step |",
+        "|" + "---|" * 5,
+    ]
     for queue in options.queues:
         for congestion in options.congestion:
             found = []
             for _ in range(options.rounds):
                 found.append(measure(None if queue == "deep" else queue, congestion, options))
-                print(json.dumps({"queue": queue, "congestion": congestion, **found[-1]}), flush=True)
+                print(
+                    json.dumps({"queue": queue, "congestion": congestion, **found[-1]}), flush=True
+                )
             shares = [each["share"] for each in found]
-            together = statistics.median((each["ours"] + each["tcp"]) / RATE[options.rate] for each in found)
+            together = statistics.median(
+                (each["ours"] + each["tcp"]) / RATE[options.rate] for each in found
+            )
             seconds = statistics.median(second for each in found for second in each["seconds"])
             lines.append(
-                f"| {queue} | {congestion} | {statistics.median(shares):.0%} ({min(shares):.0%} to {max(shares):.0%}) | "
+                f"| {queue} | {congestion} | {statistics.median(shares):.0%} ({min(shares):.0%} to "
+                f"{max(shares):.0%}) | "
                 f"{together:.0%} | {seconds:.3f} |"
             )
             print(lines[-1], flush=True)

@@ -1,11 +1,13 @@
-"""Step times of sums of gradients where buffers are shallow or packets get lost: our exchange, others of ours over TCP, gloo, a
-parameter server.
+"""Step times of sums of gradients where buffers are shallow or packets get lost: our exchange,
+others of ours over TCP, gloo, a parameter server.
 
     python -m benchmarks.bounded_loss_tail --rounds 5 --out benchmarks/results/bounded_loss_tail.md
 
-Nodes of one rank each on links of 1 Gb/s; methods take turns in every round (`bounded_loss_rounds`). "Ideal" is 2 (n - 1) / n
-of the bytes with their headers at the link's rate; "CPU" is what the process of rank 0 used in a step. Needs root (`lab`);
-losses at random need iptables and ethtool. ``--lock FILE``: hold it (flock) for each network, where others measure as well.
+Nodes of one rank each on links of 1 Gb/s; methods take turns in every round
+(`bounded_loss_rounds`). "Ideal" is 2 (n - 1) / n of the bytes with their headers at the link's
+rate; "CPU" is what the process of rank 0 used in a step. Needs root (`lab`); losses at random need
+iptables and ethtool. ``--lock FILE``: hold it (flock) for each network, where others measure as
+well.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from benchmarks.lab_nodes import allow_in_namespaces, check_root
 RATE = {"1gbit": 125e6, "100mbit": 12.5e6, "unlimited": float("nan")}  # bytes per second
 WIRE_SHARE = 1432 / 1514  # elements of a datagram of ours in a frame
 COLUMNS = (
-    "nodes | queue | loss | method | median s | p99 s | p99 / median | / ideal | / gloo | lost | resent | CPU s | steps"
+    "nodes | queue | loss | method | median s | p99 s | p99 / median | / ideal | / gloo | "
+    "lost | resent | CPU s | steps"
 )
 
 
@@ -48,7 +51,9 @@ def held(path: Path | None) -> Iterator[None]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rate", default="1gbit", choices=list(RATE))
     parser.add_argument("--nodes", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--queues", nargs="+", default=["deep", "128kb", "32kb", "16kb"])
@@ -59,7 +64,9 @@ def main() -> None:
     parser.add_argument("--buckets", type=int, default=2)
     parser.add_argument("--steps", type=int, default=5, help="of each method in each round")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=60.0, help="of a network: no new round after so many")
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, help="of a network: no new round after so many"
+    )
     parser.add_argument("--lock", type=Path)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -103,7 +110,10 @@ def _network(nodes: int, queue: str, loss: float, options: argparse.Namespace) -
             "benchmarks.bounded_loss_rounds",
             ranks_per_node=1,
             methods=";".join(options.methods),
-            **{key: getattr(options, key) for key in ("parameters", "buckets", "steps", "rounds", "seconds")},
+            **{
+                key: getattr(options, key)
+                for key in ("parameters", "buckets", "steps", "rounds", "seconds")
+            },
         )
     print(json.dumps({"nodes": nodes, "queue": queue, "loss": loss, **result}), flush=True)
     rows = [
@@ -118,14 +128,27 @@ def _row(name: str, methods: dict[str, Any], nodes: int, options: argparse.Names
     found = methods[name]
     assert found["equal"], f"{name}: ranks differ"
     seconds = sorted(found["seconds"])
-    middle, last = statistics.median(seconds), seconds[min(len(seconds) - 1, int(0.99 * len(seconds)))]
+    middle, last = (
+        statistics.median(seconds),
+        seconds[min(len(seconds) - 1, int(0.99 * len(seconds)))],
+    )
     ideal = ideal_seconds(options.parameters, nodes=nodes, rate=options.rate)
-    gloo = statistics.median(methods["gloo, cubic"]["seconds"]) if "gloo, cubic" in methods else float("nan")
+    gloo = (
+        statistics.median(methods["gloo, cubic"]["seconds"])
+        if "gloo, cubic" in methods
+        else float("nan")
+    )
     counts = found.get("statistics")
     again = f"{counts['datagrams_resent'] / max(1, counts['datagrams_sent']):.2%}" if counts else ""
     left = f"{found['lost_share']:.2%}" if counts else ""
-    numbers = f"{middle:.3f} | {last:.3f} | {last / middle:.2f} | {middle / ideal:.2f} | {middle / gloo:.2f}"
-    return f"{name} | {numbers} | {left} | {again} | {found['cpu'] / len(seconds):.3f} | {len(seconds)}"
+    numbers = (
+        f"{middle:.3f} | {last:.3f} | {last / middle:.2f} | {middle / ideal:.2f} | "
+        f"{middle / gloo:.2f}"
+    )
+    return (
+        f"{name} | {numbers} | {left} | {again} | {found['cpu'] / len(seconds):.3f} | "
+        f"{len(seconds)}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""Steps under DDP by the size of its buckets, on one node and over links: torch's own, what plans have, half and twice that.
+"""Steps under DDP by the size of its buckets, on one node and over links: torch's own, what plans
+have, half and twice that.
 
     sudo python -m benchmarks.bucket_sizes             # about ten minutes on 2 quiet cores
 
-Two or four ranks train a GPT of 14 M parameters; every rank has one copy for each size, which take turns.
+Two or four ranks train a GPT of 14 M parameters; every rank has one copy for each size, which take
+turns.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from benchmarks.lab import Lab, end_on_signals
 from benchmarks.lab_nodes import LabError
 from lightning_topt.cli.tasks.byte_lm import ByteGPT
 
-SETTINGS: dict[str, tuple[int, int, str | None]] = {  # nodes, ranks on each, and the link between them
+# nodes, ranks on each, and the link between them
+SETTINGS: dict[str, tuple[int, int, str | None]] = {
     "2 ranks of one node": (1, 2, None),
     "4 ranks of one node": (1, 4, None),
     "2 nodes, no limit": (2, 1, None),
@@ -63,7 +66,9 @@ def sizes() -> dict[str, float | None]:
 
 def measure() -> dict[str, list[float]]:
     """Median seconds of a step in each round, on the slowest rank."""
-    tokens = torch.randint(0, 256, (4, 129), generator=torch.Generator().manual_seed(dist.get_rank()))
+    tokens = torch.randint(
+        0, 256, (4, 129), generator=torch.Generator().manual_seed(dist.get_rank())
+    )
     contenders = {name: Contender(size) for name, size in sizes().items()}
     for contender in contenders.values():
         for _ in range(3):  # the first lays buckets anew
@@ -105,14 +110,19 @@ def report(found: dict[str, dict[str, list[float]]]) -> str:
         "",
         machine(),
         "",
-        "A GPT of 14 M parameters (58 MB of gradients), 4 sequences of 128 bytes per rank, gloo, a thread per rank. Seconds of "
-        f"a step: median (range) of {ROUNDS} interleaved rounds of {STEPS} steps. Plans on several nodes have sixteenths.",
+        "A GPT of 14 M parameters (58 MB of gradients), 4 sequences of 128 bytes per rank, gloo, a "
+        "thread per rank. Seconds of "
+        f"a step: median (range) of {ROUNDS} interleaved rounds of {STEPS} steps. Plans on several "
+        "nodes have sixteenths.",
         "",
         "| | " + " | ".join(names) + " | torch's / ours |",
         "|---" * (len(names) + 2) + "|",
     ]
     for setting, rounds in found.items():
-        cells = [f"{statistics.median(each):.3f} ({min(each):.3f} to {max(each):.3f})" for each in rounds.values()]
+        cells = [
+            f"{statistics.median(each):.3f} ({min(each):.3f} to {max(each):.3f})"
+            for each in rounds.values()
+        ]
         ratios = [a / b for a, b in zip(rounds[names[0]], rounds[names[2]], strict=True)]
         ratio = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
         lines.append(f"| {setting} | " + " | ".join(cells) + f" | {ratio} |")
@@ -120,7 +130,9 @@ def report(found: dict[str, dict[str, list[float]]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, help="of one rank of a job")
     options = parser.parse_args()
     if "RANK" in os.environ and options.out is not None:
@@ -131,7 +143,11 @@ def main() -> None:
     for setting, (nodes, ranks, link) in SETTINGS.items():
         with Lab(nodes, rate=link) as lab:
             found[setting] = lab.run_module("benchmarks.bucket_sizes", ranks_per_node=ranks)
-        print(setting, {name: round(statistics.median(each), 3) for name, each in found[setting].items()}, flush=True)
+        print(
+            setting,
+            {name: round(statistics.median(each), 3) for name, each in found[setting].items()},
+            flush=True,
+        )
     (RESULTS / "bucket_sizes.md").write_text(report(found))
 
 

@@ -40,19 +40,27 @@ def run_script(name: str, *, timeout: float = 560, **options: Any) -> dict[str, 
         arguments = [f"--{k.replace('_', '-')}={v}" for k, v in options.items() if v is not None]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         command = [sys.executable, str(ROOT / "benchmarks" / name), f"--out={out}", *arguments]
-        job = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
+        job = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=timeout, check=False
+        )
         if job.returncode or not out.exists():
             progress = out.with_suffix(".progress")
             steps = int(progress.read_text()) if progress.exists() else 0
-            raise JobFailed(f"exit status {job.returncode}", steps=steps, output=job.stdout + job.stderr)
+            raise JobFailed(
+                f"exit status {job.returncode}", steps=steps, output=job.stdout + job.stderr
+            )
         result: dict[str, Any] = json.loads(out.read_text())
         return result
 
 
-def measure_at(checkout: Path, name: str, arguments: Sequence[Any], *, timeout: float | None = None) -> dict[str, Any]:
-    """Return what ``benchmarks.<name>.measure(*arguments)`` returns in a new process, with the package of `checkout`.
+def measure_at(
+    checkout: Path, name: str, arguments: Sequence[Any], *, timeout: float | None = None
+) -> dict[str, Any]:
+    """Return what ``benchmarks.<name>.measure(*arguments)`` returns in a new process, with the
+    package of `checkout`.
 
-    Benchmarks are those of this folder. Raises TimeoutExpired after `timeout` seconds, JobFailed with the output of errors.
+    Benchmarks are those of this folder. Raises TimeoutExpired after `timeout` seconds, JobFailed
+    with the output of errors.
     """
     code = (
         "import importlib, json, sys, types; benchmarks = types.ModuleType('benchmarks');"
@@ -60,9 +68,19 @@ def measure_at(checkout: Path, name: str, arguments: Sequence[Any], *, timeout: 
         "measure = importlib.import_module('benchmarks.' + sys.argv[2]).measure;"
         "print(json.dumps(measure(*json.loads(sys.argv[3]))))"
     )
-    command = [sys.executable, "-P", "-c", code, str(ROOT / "benchmarks"), name, json.dumps(arguments)]
+    command = [
+        sys.executable,
+        "-P",
+        "-c",
+        code,
+        str(ROOT / "benchmarks"),
+        name,
+        json.dumps(arguments),
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(checkout)}
-    job = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
+    job = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=timeout, check=False
+    )
     if job.returncode:
         raise JobFailed(f"exit status {job.returncode}", steps=0, output=job.stdout + job.stderr)
     result: dict[str, Any] = json.loads(job.stdout.splitlines()[-1])
@@ -74,12 +92,18 @@ def machine() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     names = {line.split(":")[1].strip() for line in lines if line.startswith("model name")}
     commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+        ["git", "rev-parse", "--short", "HEAD"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     return "\n".join(
         [
-            f"- {os.cpu_count()} x {', '.join(names) or platform.processor()}, {platform.system()} {platform.release()}",
-            f"- Python {platform.python_version()}, torch {torch.__version__}, lightning {version('lightning')}",
+            f"- {os.cpu_count()} x {', '.join(names) or platform.processor()}, {platform.system()} "
+            f"{platform.release()}",
+            f"- Python {platform.python_version()}, torch {torch.__version__}, lightning "
+            f"{version('lightning')}",
             f"- commit {commit.stdout.strip() or 'unknown'}",
         ]
     )
@@ -92,5 +116,7 @@ def mib(size: float) -> str:
 
 def spread(values: Sequence[float], digits: int = 3) -> str:
     """Median and range."""
-    low, middle, high = (f"{value:.{digits}f}" for value in (min(values), statistics.median(values), max(values)))
+    low, middle, high = (
+        f"{value:.{digits}f}" for value in (min(values), statistics.median(values), max(values))
+    )
     return f"{middle} ({low} to {high})"

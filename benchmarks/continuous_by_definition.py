@@ -1,10 +1,12 @@
-"""A continuous pipeline by its definition, slow and plain: every version of all weights is kept, minibatches run one at a time.
+"""A continuous pipeline by its definition, slow and plain: every version of all weights is kept,
+minibatches run one at a time.
 
-The reference of what runs and predicts fast. Nothing here is the package's: when passes run, with which weights, what is known
-of learning rates and norms then, is all written out once more.
+The reference of what runs and predicts fast. Nothing here is the package's: when passes run, with
+which weights, what is known of learning rates and norms then, is all written out once more.
 
-A minibatch's forward pass runs through the whole model at once, with the weights that each stage would have had; then every
-storage gets what its stage would have for the backward pass, which runs through the whole model too.
+A minibatch's forward pass runs through the whole model at once, with the weights that each stage
+would have had; then every storage gets what its stage would have for the backward pass, which runs
+through the whole model too.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ Named = Sequence[tuple[str, nn.Parameter]]
 
 @dataclass
 class Passes:
-    """Updates of one stage around its passes, by minibatch: `version` done before, `trip` more until stage 0 is done."""
+    """Updates of one stage around its passes, by minibatch: `version` done before, `trip` more
+    until stage 0 is done.
+    """
 
     forward_version: dict[int, int] = field(default_factory=dict)
     backward_version: dict[int, int] = field(default_factory=dict)
@@ -32,8 +36,12 @@ class Passes:
     backward_trip: dict[int, int] = field(default_factory=dict)
 
 
-def passes_by_clock(num_stages: int, num_minibatches: int, lag_per_hop: int, accumulate: int) -> list[Passes]:
-    """Run every stage by a clock on which a pass takes 1, an update and a transfer 0; passes start as early as they can."""
+def passes_by_clock(
+    num_stages: int, num_minibatches: int, lag_per_hop: int, accumulate: int
+) -> list[Passes]:
+    """Run every stage by a clock on which a pass takes 1, an update and a transfer 0; passes start
+    as early as they can.
+    """
     lags = [(num_stages - 1 - stage) * lag_per_hop for stage in range(num_stages)]
     ends: dict[tuple[str, int, int], float] = {}
     updates: list[list[float]] = [[] for _ in range(num_stages)]  # when they end
@@ -60,12 +68,15 @@ def passes_by_clock(num_stages: int, num_minibatches: int, lag_per_hop: int, acc
             before[kind, stage, minibatch] = len(updates[stage])
             clocks[stage] = max(clocks[stage], ends[source] if source else 0.0) + 1
             ends[kind, stage, minibatch] = clocks[stage]
-            if kind == "backward" and ((minibatch + 1) % accumulate == 0 or minibatch == num_minibatches - 1):
+            if kind == "backward" and (
+                (minibatch + 1) % accumulate == 0 or minibatch == num_minibatches - 1
+            ):
                 updates[stage].append(clocks[stage])
     found = [Passes() for _ in range(num_stages)]
     for (kind, stage, minibatch), version in before.items():
         done = updates[0][minibatch // accumulate]  # stage 0 has made the minibatch's update
-        trip = sum(end <= done for end in updates[stage]) - version - 1  # but for the minibatch's own one
+        # but for the minibatch's own one
+        trip = sum(end <= done for end in updates[stage]) - version - 1
         getattr(found[stage], f"{kind}_version")[minibatch] = version
         getattr(found[stage], f"{kind}_trip")[minibatch] = trip
     return found
@@ -87,8 +98,9 @@ class DefinedTraining:
         loss: of the module and a batch.
         make_optimizer: from the names and parameters of one stage.
         rate: factor on the learning rates of all groups in the iteration of a minibatch.
-        max_norm: gradients are clipped by their norm: over this and later stages that of the update's minibatches, of earlier
-            stages that of the latest update they had made when they ran the forward pass that this stage has run last.
+        max_norm: gradients are clipped by their norm: over this and later stages that of the
+            update's minibatches, of earlier stages that of the latest update they had made when
+            they ran the forward pass that this stage has run last.
         annealing_updates: PipeMare's.
         seed_of: a seed to set before each forward pass, by minibatch.
     """
@@ -109,22 +121,33 @@ class DefinedTraining:
         annealing_updates: int = 1000,
         seed_of: Callable[[int], int] | None = None,
     ) -> None:
-        self.module, self.loss, self.rule, self.rate, self.max_norm = module, loss, rule, rate, max_norm
+        self.module, self.loss, self.rule, self.rate, self.max_norm = (
+            module,
+            loss,
+            rule,
+            rate,
+            max_norm,
+        )
         self.num_stages, self.hop, self.accumulate = num_stages, lag_per_hop, accumulate
         self.annealing, self.seed_of = annealing_updates, seed_of
         parameters = dict(module.named_parameters())
         assert parameters.keys() == stage_of.keys()
-        self.own = [[(n, p) for n, p in parameters.items() if stage_of[n] == s] for s in range(num_stages)]
+        self.own = [
+            [(n, p) for n, p in parameters.items() if stage_of[n] == s] for s in range(num_stages)
+        ]
         self.optimizers = [make_optimizer(own) if own else None for own in self.own]
-        self.history: list[list[Snapshot]] = [[self._snapshot(stage)] for stage in range(num_stages)]
+        self.history: list[list[Snapshot]] = [
+            [self._snapshot(stage)] for stage in range(num_stages)
+        ]
         self.norms: list[list[float]] = []  # squares of each stage, by update
         self.made = 0  # updates in earlier runs
 
     def run(self, batches: Sequence[Any]) -> list[float]:
         """Train on all batches from one drained state to the next; return the losses.
 
-        The module is left with the trained weights. Minibatches and versions are counted from 0 in every run, and nothing but
-        weights, optimizers' states and PipeMare's count is remembered from one to the next.
+        The module is left with the trained weights. Minibatches and versions are counted from 0 in
+        every run, and nothing but weights, optimizers' states and PipeMare's count is remembered
+        from one to the next.
         """
         self.count = len(batches)
         self.made += len(self.history[0]) - 1
@@ -162,32 +185,52 @@ class DefinedTraining:
         if self.rule == "two_versions":
             return history[max(own - 1, 0) if self.num_stages > 1 else own].weights
         ahead = trip if self.rule == "spectrain" else own - version
-        # learning rates are known up to the iteration in which the pass runs; when draining, up to the last one
+        # learning rates are known up to the iteration in which the pass runs; when draining, up to
+        # the last one
         now = minibatch if kind == "forward" else min(minibatch + self._lag(stage), self.count - 1)
-        factors = [self.rate(min((version + n + 1) * self.accumulate - 1, now)) for n in range(max(ahead, 1))]
+        factors = [
+            self.rate(min((version + n + 1) * self.accumulate - 1, now))
+            for n in range(max(ahead, 1))
+        ]
         return self._predicted(stage, history[version], ahead, factors)
 
     def _lag(self, stage: int) -> int:
         return (self.num_stages - 1 - stage) * self.hop
 
-    def _predicted(self, stage: int, snapshot: Snapshot, ahead: int, factors: list[float]) -> dict[str, Tensor]:
+    def _predicted(
+        self, stage: int, snapshot: Snapshot, ahead: int, factors: list[float]
+    ) -> dict[str, Tensor]:
         optimizer, found = self.optimizers[stage], {}
         assert optimizer is not None or not self.own[stage]
         for name, parameter in self.own[stage]:
             weight, state = snapshot.weights[name], snapshot.state[name]
-            group = next(g for g in optimizer.param_groups if any(parameter is p for p in g["params"]))
+            group = next(
+                g for g in optimizer.param_groups if any(parameter is p for p in g["params"])
+            )
             if not state or ahead == 0:
                 found[name] = weight
             elif self.rule == "multistep":
-                follow = sgd_without_gradients if isinstance(optimizer, optim.SGD) else adam_without_gradients
-                found[name] = follow(weight, state, group, [group["lr"] * factor for factor in factors])
+                follow = (
+                    sgd_without_gradients
+                    if isinstance(optimizer, optim.SGD)
+                    else adam_without_gradients
+                )
+                found[name] = follow(
+                    weight, state, group, [group["lr"] * factor for factor in factors]
+                )
             else:
-                found[name] = weight - ahead * group["lr"] * factors[0] * last_direction(optimizer, state, group)
+                found[name] = weight - ahead * group["lr"] * factors[0] * last_direction(
+                    optimizer, state, group
+                )
         return found
 
     def _update(self, minibatch: int) -> None:
-        """All stages' updates with this minibatch; each from its newest weights, as they are made one after the other."""
-        squares = [sum(float(p.grad.norm()) ** 2 for _, p in own if p.grad is not None) for own in self.own]
+        """All stages' updates with this minibatch; each from its newest weights, as they are made
+        one after the other.
+        """
+        squares = [
+            sum(float(p.grad.norm()) ** 2 for _, p in own if p.grad is not None) for own in self.own
+        ]
         for stage, square in enumerate(squares):
             self.norms[stage].append(square)
         for stage, optimizer in enumerate(self.optimizers):
@@ -201,7 +244,9 @@ class DefinedTraining:
                     if parameter.grad is not None:
                         parameter.grad *= min(1.0, self.max_norm / (norm + 1e-6))
             rates = [group["lr"] for group in optimizer.param_groups]
-            factor = self.rate(minibatch) * self._pipemare(stage, self.made + len(self.history[stage]) - 1)
+            factor = self.rate(minibatch) * self._pipemare(
+                stage, self.made + len(self.history[stage]) - 1
+            )
             for group in optimizer.param_groups:
                 group["lr"] = group["lr"] * factor
             optimizer.step()
@@ -211,7 +256,8 @@ class DefinedTraining:
         self.module.zero_grad()
 
     def _earlier_squares(self, stage: int, minibatch: int) -> float:
-        latest = min(minibatch + self._lag(stage), self.count - 1)  # the forward pass that this stage has run last
+        # the forward pass that this stage has run last
+        latest = min(minibatch + self._lag(stage), self.count - 1)
         found = 0.0
         for earlier in range(stage):
             done = self.passes[earlier].forward_version[latest]
@@ -228,7 +274,10 @@ class DefinedTraining:
         optimizer = self.optimizers[stage]
         copied = {name: parameter.detach().clone() for name, parameter in self.own[stage]}
         state = {
-            name: {key: value.clone() if isinstance(value, Tensor) else value for key, value in held.items()}
+            name: {
+                key: value.clone() if isinstance(value, Tensor) else value
+                for key, value in held.items()
+            }
             for name, parameter in self.own[stage]
             for held in [optimizer.state.get(parameter, {}) if optimizer else {}]
         }
@@ -241,8 +290,12 @@ class DefinedTraining:
                 parameter.copy_(weights[name])
 
 
-def last_direction(optimizer: Optimizer, state: Mapping[str, Any], group: Mapping[str, Any]) -> Tensor:
-    """The direction of the last update, without decoupled weight decay; SpecTrain's v and PipeOptim's dW."""
+def last_direction(
+    optimizer: Optimizer, state: Mapping[str, Any], group: Mapping[str, Any]
+) -> Tensor:
+    """The direction of the last update, without decoupled weight decay; SpecTrain's v and
+    PipeOptim's dW.
+    """
     if isinstance(optimizer, optim.SGD):
         return state["momentum_buffer"]
     (beta1, beta2), steps = group["betas"], int(state["step"])
@@ -259,14 +312,18 @@ def sgd_without_gradients(
     for rate in rates:
         gradient = group["weight_decay"] * weight
         velocity = group["momentum"] * velocity + (1 - group["dampening"]) * gradient
-        weight = weight - rate * (gradient + group["momentum"] * velocity if group["nesterov"] else velocity)
+        weight = weight - rate * (
+            gradient + group["momentum"] * velocity if group["nesterov"] else velocity
+        )
     return weight
 
 
 def adam_without_gradients(
     weight: Tensor, state: Mapping[str, Any], group: Mapping[str, Any], rates: Sequence[float]
 ) -> Tensor:
-    """FTPipe: m <- beta1 m; the second moment stays; AdamW decays before each step, Adam by its gradient."""
+    """FTPipe: m <- beta1 m; the second moment stays; AdamW decays before each step, Adam by its
+    gradient.
+    """
     (beta1, beta2), mean = group["betas"], state["exp_avg"]
     for ahead, rate in enumerate(rates, start=1):
         steps = int(state["step"]) + ahead

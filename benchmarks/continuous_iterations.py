@@ -16,7 +16,8 @@ Iteration = Callable[[], object]
 def iterations(
     engine: Engine, optimizer: Optimizer, batch: Any, loss: Callable[..., Any]
 ) -> tuple[Iteration, Iteration]:
-    """Return what takes in `batch` once more and updates with the minibatch that comes back, and what waits for the rest.
+    """Return what takes in `batch` once more and updates with the minibatch that comes back, and
+    what waits for the rest.
 
     `engine` has its plan applied; `loss(module, batch)` is a step.
     """

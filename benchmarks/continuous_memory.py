@@ -1,4 +1,5 @@
-"""Memory of pipelines that never flush on 4 ranks: copies of weights and minibatches in flight, peaks, and 5,000 updates.
+"""Memory of pipelines that never flush on 4 ranks: copies of weights and minibatches in flight,
+peaks, and 5,000 updates.
 
 python -m benchmarks.continuous_memory            # --rules, --steps
 """
@@ -20,17 +21,29 @@ def rows(rule: str, schedule: str) -> list[str]:
     """Measure one rule, and return a row for each stage."""
     lag = LAGS[schedule]
     accumulate = (RANKS - 1) * lag if rule == "two_versions" else 1
-    found = run_script("continuous_memory_run.py", prediction=rule, schedule=schedule, accumulate=accumulate)
+    found = run_script(
+        "continuous_memory_run.py", prediction=rule, schedule=schedule, accumulate=accumulate
+    )
     lines = []
     for stage, rank in enumerate(found["ranks"]):
         sizes = {"stage": stage, "num_stages": RANKS, "lag_per_hop": lag, "accumulate": accumulate}
         copies = make_prediction(rule).weight_copies(**sizes)
         flying = lag_of(stage, num_ranks=RANKS, lag_per_hop=lag)
-        cells: list[Any] = [schedule, rule, stage, copies, f"{rank['copied'] / rank['weights']:.2f}", flying]
+        cells: list[Any] = [
+            schedule,
+            rule,
+            stage,
+            copies,
+            f"{rank['copied'] / rank['weights']:.2f}",
+            flying,
+        ]
         cells += [rank["in_flight"], mib(found["peak_bytes"][stage])]
         most = max(found["peak_bytes"])
         if found["peak_bytes"][stage] == most:
-            cells += [mib(found["predicted_bytes"]), f"{100 * (found['predicted_bytes'] / most - 1):+.1f} %"]
+            cells += [
+                mib(found["predicted_bytes"]),
+                f"{100 * (found['predicted_bytes'] / most - 1):+.1f} %",
+            ]
         else:
             cells += ["", ""]
         lines.append(f"| {' | '.join(map(str, cells))} |")
@@ -39,7 +52,9 @@ def rows(rule: str, schedule: str) -> list[str]:
 
 def main() -> None:
     """Measure and write the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rules", nargs="+", default=list(RULES), choices=RULES)
     parser.add_argument("--steps", type=int, default=5000, help="of the long run")
     options = parser.parse_args()
@@ -63,11 +78,14 @@ def main() -> None:
         "",
         machine(),
         "",
-        "GPT of 8 layers of width 384, AdamW, 8 sequences of 64 bytes per minibatch. Copies: of the stage's trained weights,",
-        "by the rule's formula and as found; minibatches in flight after an iteration, likewise. Peaks: of the rank, and what",
+        "GPT of 8 layers of width 384, AdamW, 8 sequences of 64 bytes per minibatch. Copies: of "
+        "the stage's trained weights,",
+        "by the rule's formula and as found; minibatches in flight after an iteration, likewise. "
+        "Peaks: of the rank, and what",
         "the plan predicts for the rank with the most.",
         "",
-        "| schedule | rule | stage | copies | found | in flight | found | peak MiB | predicted MiB | error |",
+        "| schedule | rule | stage | copies | found | in flight | found | peak MiB | predicted MiB "
+        "| error |",
         "|---" * 10 + "|",
         *table,
         "",

@@ -27,7 +27,9 @@ def resident_bytes() -> int:
 
 
 class Held(L.Callback):
-    """Notes what a rank holds after each of `steps` updates, and the most copies and minibatches at the end of an update."""
+    """Notes what a rank holds after each of `steps` updates, and the most copies and minibatches at
+    the end of an update.
+    """
 
     def __init__(self, steps: tuple[int, ...]) -> None:
         self.steps, self.noted = steps, list[tuple[int, ...]]()
@@ -36,7 +38,10 @@ class Held(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         """Look at the run."""
         run = trainer.strategy._engine.continuous  # type: ignore[attr-defined]
-        self.copied, self.in_flight = max(self.copied, run.held_bytes[0]), max(self.in_flight, run.in_flight)
+        self.copied, self.in_flight = (
+            max(self.copied, run.held_bytes[0]),
+            max(self.in_flight, run.in_flight),
+        )
         self.weights = sum(p.numel() * p.element_size() for p in run._parameters if p.requires_grad)
         if trainer.global_step in self.steps:
             files, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
@@ -76,7 +81,12 @@ def main() -> None:
     trainer.fit(model, StdlibBytesDataModule(options.seq_len, 8, max_bytes=2_000_000))
     plan = strategy.parallel_plan
     assert plan is not None and plan.predicted is not None
-    mine = {"weights": held.weights, "copied": held.copied, "in_flight": held.in_flight, "noted": held.noted}
+    mine = {
+        "weights": held.weights,
+        "copied": held.copied,
+        "in_flight": held.in_flight,
+        "noted": held.noted,
+    }
     found: list[Any] = [None] * RANKS
     dist.all_gather_object(found, mine)
     if trainer.is_global_zero:

@@ -1,12 +1,15 @@
-"""Throughput of the continuous pipeline against the bubble-free bound and torch.distributed.pipelining's schedules.
+"""Throughput of the continuous pipeline against the bubble-free bound and
+torch.distributed.pipelining's schedules.
 
     python -m benchmarks.continuous_overhead [--ranks 2 4] [--width 384] [--rounds 5]
 
-All run the same Transformer layers as the same stages on the same ranks, minibatch by minibatch, each with an update (SGD with
-momentum). Torch's schedules cut the minibatch into that number of microbatches with which they were fastest. The bound is what
-all ranks together need for forward, backward and update of their own stages, side by side, with nothing sent: the slowest
-stage's time, and where ranks outnumber cores all work divided by the cores. Everything is timed in turn, round by round, in the
-steady state: per rank, from the end of one iteration to that of another, without a barrier in between; the slowest rank counts.
+All run the same Transformer layers as the same stages on the same ranks, minibatch by minibatch,
+each with an update (SGD with momentum). Torch's schedules cut the minibatch into that number of
+microbatches with which they were fastest. The bound is what all ranks together need for forward,
+backward and update of their own stages, side by side, with nothing sent: the slowest stage's time,
+and where ranks outnumber cores all work divided by the cores. Everything is timed in turn, round by
+round, in the steady state: per rank, from the end of one iteration to that of another, without a
+barrier in between; the slowest rank counts.
 """
 
 from __future__ import annotations
@@ -60,7 +63,9 @@ class Measured(NamedTuple):
     microbatches: dict[str, int]
 
 
-def ours(module: nn.Module, x: Tensor, y: Tensor, *, ranks: int, layers: int, rule: str, schedule: str) -> Contestant:
+def ours(
+    module: nn.Module, x: Tensor, y: Tensor, *, ranks: int, layers: int, rule: str, schedule: str
+) -> Contestant:
     """Return the engine's run, which takes over `module`."""
     flushing = plan_of("1f1b", ranks=ranks, layers=layers, microbatches=1)
     engine = Engine(replace(flushing, schedule=schedule, prediction=rule), module, device=CPU)
@@ -70,7 +75,9 @@ def ours(module: nn.Module, x: Tensor, y: Tensor, *, ranks: int, layers: int, ru
     return Contestant(f"{schedule}, {rule}", 1, iteration, end)
 
 
-def theirs(layers: Sequence[nn.Module], x: Tensor, y: Tensor, *, name: str, microbatches: int) -> Contestant:
+def theirs(
+    layers: Sequence[nn.Module], x: Tensor, y: Tensor, *, name: str, microbatches: int
+) -> Contestant:
     """Return torch's schedule with an update after each minibatch."""
     plan = plan_of(name, ranks=dist.get_world_size(), layers=len(layers), microbatches=microbatches)
     step, held = their_step(layers, plan, x, y)
@@ -139,14 +146,22 @@ def measure(rank: int, ranks: int, store: str, args: Any, results: Any) -> None:
             for each in running if index % 2 else running[::-1]:
                 seconds[each.name].append(seconds_of(each, count=args.count, warm_up=warm_up))
         if rank == 0:
-            results.put(Measured(ranks, width, seconds, {each.name: each.microbatches for each in running}))
+            results.put(
+                Measured(ranks, width, seconds, {each.name: each.microbatches for each in running})
+            )
     dist.destroy_process_group()
 
 
 def _fastest(module: Stack, x: Tensor, y: Tensor, *, name: str, args: Any) -> Contestant:
-    """Return torch's schedule with the microbatches with which a minibatch took the least time, in two trials each."""
+    """Return torch's schedule with the microbatches with which a minibatch took the least time, in
+    two trials each.
+    """
     splits, per_rank = name in SPLIT, OF_TORCH[name][1]
-    counts = [count for count in args.microbatches if args.batch % count == 0 and count >= dist.get_world_size()]
+    counts = [
+        count
+        for count in args.microbatches
+        if args.batch % count == 0 and count >= dist.get_world_size()
+    ]
     if splits or per_rank > 1:  # torch runs these with whole rounds alone
         counts = [count for count in counts if count % dist.get_world_size() == 0]
     layers = [*copy.deepcopy(module).layers]
@@ -186,10 +201,14 @@ def _result(results: Any, processes: Sequence[Any]) -> Measured:
 
 
 def bubble(name: str, *, ranks: int, microbatches: int) -> float:
-    """Return the share of time that ranks wait under a schedule of equal stages, backward twice as long as forward."""
+    """Return the share of time that ranks wait under a schedule of equal stages, backward twice as
+    long as forward.
+    """
     schedule = make_schedule(name, num_ranks=ranks, num_microbatches=microbatches)
     row = [1.0] * schedule.num_stages
-    return simulate(schedule, StageCosts(row, [2.0] * schedule.num_stages, row, row)).bubble_fraction
+    return simulate(
+        schedule, StageCosts(row, [2.0] * schedule.num_stages, row, row)
+    ).bubble_fraction
 
 
 def lines(found: Measured, *, batch: int) -> Iterator[str]:
@@ -203,7 +222,16 @@ def lines(found: Measured, *, batch: int) -> Iterator[str]:
             lost = bubble(name, ranks=found.ranks, microbatches=found.microbatches[name])
             expected = f"{1 / (1 - lost):.3f}"
         rate = batch / statistics.median(seconds)
-        cells = (name, found.ranks, found.width, found.microbatches[name], f"{rate:.1f}", of_bound, gain, expected)
+        cells = (
+            name,
+            found.ranks,
+            found.width,
+            found.microbatches[name],
+            f"{rate:.1f}",
+            of_bound,
+            gain,
+            expected,
+        )
         yield f"| {' | '.join(map(str, cells))} |"
 
 
@@ -218,15 +246,21 @@ def _ratio(above: Sequence[float], below: Sequence[float]) -> str:
 
 def main() -> None:
     """Measure and write the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--width", type=int, nargs="+", default=[384])
     parser.add_argument("--ours", nargs="+", default=["continuous", "continuous_overlapped"])
     parser.add_argument("--rule", default="spectrain")
     parser.add_argument("--theirs", nargs="*", default=list(THEIRS), choices=THEIRS)
-    parser.add_argument("--microbatches", type=int, nargs="+", default=[2, 4, 8, 16], help="that are tried")
+    parser.add_argument(
+        "--microbatches", type=int, nargs="+", default=[2, 4, 8, 16], help="that are tried"
+    )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--count", type=int, default=12, help="minibatches that are timed in a round")
+    parser.add_argument(
+        "--count", type=int, default=12, help="minibatches that are timed in a round"
+    )
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--batch", type=int, default=16, help="sequences in a minibatch")
     parser.add_argument("--steps", type=int, default=64, help="tokens of a sequence")

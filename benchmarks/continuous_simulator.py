@@ -1,7 +1,8 @@
-"""A continuous pipeline in one process: its stages take turns, and its rule is the package's, one per stage.
+"""A continuous pipeline in one process: its stages take turns, and its rule is the package's, one
+per stage.
 
-Stages are modules of one input and one output; a stage may be without parameters. What a stage does when is that of
-`schedules.continuous`, iteration by iteration.
+Stages are modules of one input and one output; a stage may be without parameters. What a stage does
+when is that of `schedules.continuous`, iteration by iteration.
 """
 
 from __future__ import annotations
@@ -15,7 +16,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_topt.prediction import Prediction, make_prediction
-from lightning_topt.schedules.continuous import continuous_schedule, continuous_turn, drain_turns, every
+from lightning_topt.schedules.continuous import (
+    continuous_schedule,
+    continuous_turn,
+    drain_turns,
+    every,
+)
 from lightning_topt.schedules.horizons import Horizon, horizons
 from lightning_topt.schedules.schedule import Action
 
@@ -23,7 +29,9 @@ Batch = tuple[Tensor, Tensor]  # inputs, targets
 
 
 class Step(NamedTuple):
-    """How updates are made: the factor on all learning rates in the iteration of a minibatch, and the largest norm."""
+    """How updates are made: the factor on all learning rates in the iteration of a minibatch, and
+    the largest norm.
+    """
 
     rate: Callable[[int], float] = lambda minibatch: 1.0
     max_norm: float | None = None
@@ -33,18 +41,25 @@ class _Stage:
     """One stage: its module and optimizer, and what it keeps for backward passes."""
 
     def __init__(
-        self, module: nn.Module, optimizer: Optimizer | None, rule: Prediction, places: Mapping[str, int]
+        self,
+        module: nn.Module,
+        optimizer: Optimizer | None,
+        rule: Prediction,
+        places: Mapping[str, int],
     ) -> None:
         self.module, self.optimizer, self.accumulate = module, optimizer, places["accumulate"]
         self.rule = None if optimizer is None else rule.on(optimizer, **places)
-        self.base = [] if optimizer is None else [float(group["lr"]) for group in optimizer.param_groups]
+        self.base = (
+            [] if optimizer is None else [float(group["lr"]) for group in optimizer.param_groups]
+        )
         self.inputs: dict[int, Tensor] = {}
         self.outputs: dict[int, Tensor] = {}
         self.gradients: dict[int, Tensor | None] = {}  # of outputs
         self.updates = 0
         self.last_forward = 0
         self.square_norms: dict[int, float] = {}  # by minibatch that completes an update
-        self.finished_at: dict[int, float] = {}  # the square norm of the latest update, by forward pass
+        # the square norm of the latest update, by forward pass
+        self.finished_at: dict[int, float] = {}
 
     def rates(self, step: Step, *, last: int, now: int) -> list[list[dict[str, Any]]]:
         """Hyperparameters of the updates to come, known up to iteration `now`."""
@@ -58,7 +73,9 @@ class _Stage:
 
 
 class ContinuousTraining:
-    """Trains `stages` as a continuous pipeline would; `optimizers` has one per stage, None where it has no parameters."""
+    """Trains `stages` as a continuous pipeline would; `optimizers` has one per stage, None where it
+    has no parameters.
+    """
 
     def __init__(
         self,
@@ -80,12 +97,18 @@ class ContinuousTraining:
         self.loss, self.step = loss, step or Step()
 
     def run(self, batches: Iterable[Batch]) -> list[float]:
-        """Train on all batches from one drained state to the next; return the losses. Minibatches are counted from 0."""
+        """Train on all batches from one drained state to the next; return the losses. Minibatches
+        are counted from 0.
+        """
         data, count = list(batches), len(self.stages)
         completes = every(self.sizes["accumulate"], num_minibatches=len(data))
         schedule = continuous_schedule(num_ranks=count, num_minibatches=len(data), **self.sizes)
         self.data, self.horizons, self.losses = data, horizons(schedule), [0.0] * len(data)
-        places = {"num_ranks": count, "completes": completes, "lag_per_hop": self.sizes["lag_per_hop"]}
+        places = {
+            "num_ranks": count,
+            "completes": completes,
+            "lag_per_hop": self.sizes["lag_per_hop"],
+        }
         for iteration in range(len(data)):
             turns = [continuous_turn(rank, iteration=iteration, **places) for rank in range(count)]
             for action in (action for turn in turns for action in turn if action.kind == "forward"):
@@ -110,7 +133,9 @@ class ContinuousTraining:
         inputs, targets = self.data[index]
         if action.stage_index:
             inputs = self.stages[action.stage_index - 1].outputs[index].detach()
-        inputs = inputs.requires_grad_() if inputs.is_floating_point() and action.stage_index else inputs
+        inputs = (
+            inputs.requires_grad_() if inputs.is_floating_point() and action.stage_index else inputs
+        )
         stage.last_forward = index
         stage.finished_at[index] = next(reversed(stage.square_norms.values()), 0.0)
         with self._weights(action, self.horizons[action.stage_index].forward[index], now=index):
@@ -139,13 +164,19 @@ class ContinuousTraining:
             return nullcontext()
         assert horizon.version == stage.updates
         enter = stage.rule.forward if action.kind == "forward" else stage.rule.backward
-        return enter(action.microbatch_index, horizon, stage.rates(self.step, last=len(self.data) - 1, now=now))
+        return enter(
+            action.microbatch_index,
+            horizon,
+            stage.rates(self.step, last=len(self.data) - 1, now=now),
+        )
 
     def _update(self, action: Action) -> None:
         index, stage = action.microbatch_index, self.stages[action.stage_index]
         parameters = [p for p in stage.module.parameters() if p.grad is not None]
         if self.step.max_norm is not None:
-            stage.square_norms[index] = sum(float(p.grad.norm()) ** 2 for p in parameters if p.grad is not None)
+            stage.square_norms[index] = sum(
+                float(p.grad.norm()) ** 2 for p in parameters if p.grad is not None
+            )
             self._clip(action.stage_index, index, parameters)
         if stage.optimizer is None or stage.rule is None:
             return
@@ -159,8 +190,9 @@ class ContinuousTraining:
         stage.updates += 1
 
     def _clip(self, rank: int, index: int, parameters: Sequence[nn.Parameter]) -> None:
-        """By the norm of this minibatch on this and later stages, and of the latest that earlier stages had finished when they
-        sent what this stage received last."""
+        """By the norm of this minibatch on this and later stages, and of the latest that earlier
+        stages had finished when they sent what this stage received last.
+        """
         assert self.step.max_norm is not None
         latest = self.stages[rank].last_forward
         square = sum(stage.square_norms[index] for stage in self.stages[rank:])

@@ -1,11 +1,13 @@
-"""Does training with compressed gradients end where dense training ends? Equal steps, several seeds, curves.
+"""Does training with compressed gradients end where dense training ends? Equal steps, several
+seeds, curves.
 
     python -m benchmarks.convergence                    # about 50 minutes on 2 cores; --tasks digits takes 5
     python -m benchmarks.convergence --report           # tables and curves of the runs so far
 
-Every run is a Trainer on two CPU ranks (gloo). Finished runs are kept in benchmarks/results/convergence.json and not
-repeated, so the benchmark may be stopped and continued. A method's metric is said to lie within the dense spread when its
-median over the seeds is not worse than the worst dense seed.
+Every run is a Trainer on two CPU ranks (gloo). Finished runs are kept in
+benchmarks/results/convergence.json and not repeated, so the benchmark may be stopped and continued.
+A method's metric is said to lie within the dense spread when its median over the seeds is not worse
+than the worst dense seed.
 """
 
 from __future__ import annotations
@@ -58,18 +60,27 @@ def _crop_net(steps: int) -> pl.LightningModule:
 
 
 TASKS = {
-    "byte_lm": Task(_byte_gpt, lambda: StdlibBytesDataModule(32, 16), 3000, "val_bits_per_byte", False),
-    "byte_lm, slow start": Task(
-        partial(_byte_gpt, warmup_steps=100), lambda: StdlibBytesDataModule(32, 16), 3000, "val_bits_per_byte", False
+    "byte_lm": Task(
+        _byte_gpt, lambda: StdlibBytesDataModule(32, 16), 3000, "val_bits_per_byte", False
     ),
-    "digits": Task(lambda steps: DigitsCNN(), lambda: DigitsDataModule(), 1320, "val_accuracy", True),
+    "byte_lm, slow start": Task(
+        partial(_byte_gpt, warmup_steps=100),
+        lambda: StdlibBytesDataModule(32, 16),
+        3000,
+        "val_bits_per_byte",
+        False,
+    ),
+    "digits": Task(
+        lambda steps: DigitsCNN(), lambda: DigitsDataModule(), 1320, "val_accuracy", True
+    ),
     "photographs": Task(_crop_net, lambda: CropsDataModule(), 500, "val_accuracy", True),
 }
 METHODS: dict[str, Callable[[], Strategy]] = {
     "dense": DDPStrategy,
     "top-k 1 %": lambda: CompressedDDPStrategy(TopK(density=0.01)),
     "top-k 1 %, warm-up": lambda: CompressedDDPStrategy(TopK(density=0.01, warmup_steps=WARM_UP)),
-    "top-k 8 %, 2 bits": lambda: CompressedDDPStrategy(TopK(density=None, bits=2)),  # 16 % of both ranks together
+    # 16 % of both ranks together
+    "top-k 8 %, 2 bits": lambda: CompressedDDPStrategy(TopK(density=None, bits=2)),
     "top-k 1 % of updates": lambda: LocalStepsStrategy(
         LocalSteps(every=1, density=0.01, outer_learning_rate=1.0, outer_momentum=0.0)
     ),
@@ -93,7 +104,9 @@ class Curve(pl.Callback):
 
 def run(task_name: str, method: str, seed: int, out: Path) -> None:
     """Train once; rank 0 writes its curve."""
-    trainer, curve = train(TASKS[task_name], METHODS[method](), seed=seed, validations=12, devices=RANKS)
+    trainer, curve = train(
+        TASKS[task_name], METHODS[method](), seed=seed, validations=12, devices=RANKS
+    )
     if trainer.is_global_zero:
         out.write_text(json.dumps(curve.points))
 
@@ -108,7 +121,9 @@ def train(
     num_nodes: int = 1,
     callbacks: Sequence[pl.Callback] = (),
 ) -> tuple[pl.Trainer, Curve]:
-    """Fit the task's model with one thread; the Trainer after it, and the curve of so many validations."""
+    """Fit the task's model with one thread; the Trainer after it, and the curve of so many
+    validations.
+    """
     torch.set_num_threads(1)
     pl.seed_everything(seed, workers=True, verbose=False)
     curve = Curve(task.metric)
@@ -145,7 +160,11 @@ def measure(tasks: list[str], methods: list[str], seeds: int) -> None:
                 out = RESULTS / "convergence.tmp"
                 out.unlink(missing_ok=True)
                 arguments = ["--run", task, method, str(seed), str(out)]
-                subprocess.run([sys.executable, "-m", "benchmarks.convergence", *arguments], check=True, timeout=1800)
+                subprocess.run(
+                    [sys.executable, "-m", "benchmarks.convergence", *arguments],
+                    check=True,
+                    timeout=1800,
+                )
                 runs[key] = json.loads(out.read_text())
                 out.unlink()
                 RUNS.write_text(json.dumps(runs) + "\n")
@@ -162,7 +181,8 @@ def report() -> None:
     runs = load()
     lines = ["# Convergence under compressed gradients", "", machine(), ""]
     lines += [
-        "Two CPU ranks, equal steps; final validation metric over the seeds. `benchmarks/convergence.py` has the settings.",
+        "Two CPU ranks, equal steps; final validation metric over the seeds. "
+        "`benchmarks/convergence.py` has the settings.",
         "",
     ]
     lines += [
@@ -178,10 +198,18 @@ def report() -> None:
                 continue
             for index, curve in enumerate(curves):
                 label = None if index else method
-                axis.plot(*zip(*curve, strict=True), color=f"C{colour}", alpha=0.6, linewidth=1, label=label)
+                axis.plot(
+                    *zip(*curve, strict=True),
+                    color=f"C{colour}",
+                    alpha=0.6,
+                    linewidth=1,
+                    label=label,
+                )
             finals[method] = [curve[-1][1] for curve in curves]
         for method, values in finals.items():
-            numbers, within = compared(task, values, dense=None if method == "dense" else finals.get("dense"))
+            numbers, within = compared(
+                task, values, dense=None if method == "dense" else finals.get("dense")
+            )
             lines.append(f"| {name} | {method} | {numbers} | {within} |")
         axis.set(title=name, xlabel="optimizer steps", ylabel=task.metric)
         axis.legend()
@@ -191,8 +219,12 @@ def report() -> None:
     print(text)
 
 
-def compared(task: Task, finals: Sequence[float], *, dense: Sequence[float] | None) -> tuple[str, str]:
-    """Cells of a table: runs with their median, worst and best metric, and whether the median is within the dense spread."""
+def compared(
+    task: Task, finals: Sequence[float], *, dense: Sequence[float] | None
+) -> tuple[str, str]:
+    """Cells of a table: runs with their median, worst and best metric, and whether the median is
+    within the dense spread.
+    """
     order = sorted(finals, reverse=not task.higher_is_better)  # worst first
     median = statistics.median(finals)
     within = "-"
@@ -203,12 +235,16 @@ def compared(task: Task, finals: Sequence[float], *, dense: Sequence[float] | No
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--report", action="store_true")
-    parser.add_argument("--run", nargs=4, metavar=("TASK", "METHOD", "SEED", "OUT"), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--run", nargs=4, metavar=("TASK", "METHOD", "SEED", "OUT"), help=argparse.SUPPRESS
+    )
     options = parser.parse_args()
     if options.run:
         task, method, seed, out = options.run

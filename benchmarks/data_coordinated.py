@@ -1,11 +1,13 @@
-"""Four jobs on one machine that train on the same decoded and augmented photographs: each for itself, and coordinated.
+"""Four jobs on one machine that train on the same decoded and augmented photographs: each for
+itself, and coordinated.
 
     python -m benchmarks.data_coordinated          # about 3 minutes on 2 cores
 
-Each job is a process of its own with one worker process, as a trial of a search has. A job's step is a pass over the batch
-(its mean), so that preparing (JPEG decode, random crop, resize, flip with PIL) is what takes the time. Measured from when all
-jobs are ready until the last one has had its last epoch; rounds are interleaved. In each round one more set of coordinated jobs
-loses one of them: it is killed when it has prepared a tenth of an epoch.
+Each job is a process of its own with one worker process, as a trial of a search has. A job's step
+is a pass over the batch (its mean), so that preparing (JPEG decode, random crop, resize, flip with
+PIL) is what takes the time. Measured from when all jobs are ready until the last one has had its
+last epoch; rounds are interleaved. In each round one more set of coordinated jobs loses one of
+them: it is killed when it has prepared a tenth of an epoch.
 """
 
 from __future__ import annotations
@@ -49,14 +51,18 @@ def make_files(folder: Path, *, number: int) -> None:
     for index in range(number):
         rng = np.random.default_rng(index)
         picture = pictures[index % len(pictures)]
-        left, top = (int(rng.integers(size + 1)) for size in (picture.width - WIDTH, picture.height - HEIGHT))
+        left, top = (
+            int(rng.integers(size + 1)) for size in (picture.width - WIDTH, picture.height - HEIGHT)
+        )
         path = folder / f"{index:06d}.jpg"
         if not path.exists():
             picture.crop((left, top, left + WIDTH, top + HEIGHT)).save(path, "JPEG", quality=92)
 
 
 class Augmented(Dataset[tuple[Tensor, int]]):
-    """Random crop of half to all of each side, to 224 x 224, flipped every second time; each draw is noted in `log`."""
+    """Random crop of half to all of each side, to 224 x 224, flipped every second time; each draw
+    is noted in `log`.
+    """
 
     def __init__(self, folder: Path, names: list[str], log: Path) -> None:
         self.folder, self.names, self.log = folder, names, log
@@ -69,7 +75,9 @@ class Augmented(Dataset[tuple[Tensor, int]]):
         share, x, y, flip = torch.rand(4).tolist()
         width, height = (int(size * (0.5 + share / 2)) for size in image.size)
         left, top = int(x * (image.width - width)), int(y * (image.height - height))
-        image = image.resize((CROP, CROP), Image.Resampling.BILINEAR, (left, top, left + width, top + height))
+        image = image.resize(
+            (CROP, CROP), Image.Resampling.BILINEAR, (left, top, left + width, top + height)
+        )
         if flip < 0.5:
             image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
         with open(self.log, "a") as file:
@@ -96,7 +104,9 @@ def run_job(options: argparse.Namespace) -> None:
     """One job: says "ready", waits for a line, trains, and says what it did."""
     torch.set_num_threads(1)
     folder = Path(options.folder)
-    dataset = Augmented(folder, sorted(path.name for path in folder.glob("*.jpg")), Path(options.log))
+    dataset = Augmented(
+        folder, sorted(path.name for path in folder.glob("*.jpg")), Path(options.log)
+    )
     loader = loader_of(options.job, dataset, options.meet)
     print("ready", flush=True)
     sys.stdin.readline()
@@ -113,9 +123,15 @@ def run_job(options: argparse.Namespace) -> None:
         loader.close()
     del loader  # ends a DataLoader's workers: only then their time is counted
     own, children = (
-        resource.getrusage(who).ru_maxrss << 10 for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+        resource.getrusage(who).ru_maxrss << 10
+        for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
     )
-    report = {"seconds": ended - began, "samples": samples, "digest": digest.hexdigest(), "waited": waited}
+    report = {
+        "seconds": ended - began,
+        "samples": samples,
+        "digest": digest.hexdigest(),
+        "waited": waited,
+    }
     report |= {"cpu_seconds": cpu_seconds() - cpu, "peak_bytes": own, "worker_peak_bytes": children}
     print(json.dumps(report), flush=True)
 
@@ -126,20 +142,33 @@ def cpu_seconds() -> float:
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
-def run_jobs(kind: str, *, folder: Path, jobs: int, epochs: int, kill_at: int | None = None) -> dict[str, Any]:
-    """`jobs` jobs at once: seconds until the last is done, samples prepared by each, and their reports.
+def run_jobs(
+    kind: str, *, folder: Path, jobs: int, epochs: int, kill_at: int | None = None
+) -> dict[str, Any]:
+    """`jobs` jobs at once: seconds until the last is done, samples prepared by each, and their
+    reports.
 
     `kill_at`: samples prepared by the first job when it is killed, with its worker.
     """
     with tempfile.TemporaryDirectory() as work:
         logs = [Path(work) / f"log{number}" for number in range(jobs)]
-        command = [sys.executable, "-m", "benchmarks.data_coordinated", f"--job={kind}", f"--epochs={epochs}"]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.data_coordinated",
+            f"--job={kind}",
+            f"--epochs={epochs}",
+        ]
         places = [f"--folder={folder}", f"--meet={work}/meet"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         running = [
             subprocess.Popen(
-                [*command, *places, f"--log={log}"], cwd=ROOT, env=environment, start_new_session=True, **pipes
+                [*command, *places, f"--log={log}"],
+                cwd=ROOT,
+                env=environment,
+                start_new_session=True,
+                **pipes,
             )
             for log in logs
         ]
@@ -158,7 +187,8 @@ def run_jobs(kind: str, *, folder: Path, jobs: int, epochs: int, kill_at: int | 
             for process in running:
                 process.kill()
         return {
-            "seconds": max(report["seconds"] for report in reports),  # until the last job has its last batch
+            # until the last job has its last batch
+            "seconds": max(report["seconds"] for report in reports),
             "cpu_seconds": sum(report["cpu_seconds"] for report in reports),
             "prepared": [prepared(log) for log in logs],
             "reports": reports,
@@ -185,8 +215,14 @@ def check(kind: str, result: dict[str, Any], *, samples: int, epochs: int) -> No
 def row(name: str, results: list[dict[str, Any]], baseline: float) -> str:
     seconds = [result["seconds"] for result in results]
     median = statistics.median(seconds)
-    shares = [prepared / result["reports"][0]["samples"] for result in results for prepared in result["prepared"]]
-    total = statistics.median(sum(result["prepared"]) / result["reports"][0]["samples"] for result in results)
+    shares = [
+        prepared / result["reports"][0]["samples"]
+        for result in results
+        for prepared in result["prepared"]
+    ]
+    total = statistics.median(
+        sum(result["prepared"]) / result["reports"][0]["samples"] for result in results
+    )
     cpu = statistics.median(result["cpu_seconds"] for result in results)
     peak = max(report["peak_bytes"] for result in results for report in result["reports"])
     return (
@@ -206,20 +242,27 @@ def write(results: dict[str, list[dict[str, Any]]], *, samples: int, epochs: int
     lines = [
         f"# {jobs} jobs on the same data: prepared once, or by each job",
         "",
-        f"`python -m benchmarks.data_coordinated`: {samples} JPEG files of {WIDTH} x {HEIGHT} (crops of",
-        f"scikit-learn's photographs), random crop, resize to 224 x 224 and flip with PIL, batches of {BATCH}, {epochs}",
-        f"epochs, {jobs} jobs with one worker process each; {rounds} rounds, interleaved; median (range).",
+        f"`python -m benchmarks.data_coordinated`: {samples} JPEG files of {WIDTH} x {HEIGHT} "
+        "(crops of",
+        "scikit-learn's photographs), random crop, resize to 224 x 224 and flip with PIL, batches "
+        f"of {BATCH}, {epochs}",
+        f"epochs, {jobs} jobs with one worker process each; {rounds} rounds, interleaved; median "
+        "(range).",
         "",
         machine(),
         "",
-        "| | seconds until the last job is done | speed-up | CPU seconds of all jobs | preparations per sample |"
+        "| | seconds until the last job is done | speed-up | CPU seconds of all jobs | "
+        "preparations per sample |"
         " share of each job | peak MiB of a job |",
         "|---|---|---|---|---|---|---|",
         *(row(kind, results[kind], baseline) for kind in results),
         "",
-        f"Speed-up per round: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}). "
-        f"All {jobs} coordinated jobs got the same batches, bit for bit; each sample once per job and epoch. So did the "
-        f"{jobs - 1} that went on after one was killed, in the midst of its first epoch: its part was prepared by them.",
+        f"Speed-up per round: {statistics.median(ratios):.2f} ({min(ratios):.2f} to "
+        f"{max(ratios):.2f}). "
+        f"All {jobs} coordinated jobs got the same batches, bit for bit; each sample once per job "
+        "and epoch. So did the "
+        f"{jobs - 1} that went on after one was killed, in the midst of its first epoch: its part "
+        "was prepared by them.",
         "",
     ]
     return "\n".join(lines)
@@ -247,11 +290,15 @@ def main() -> None:
         for kind in kinds if number % 2 == 0 else reversed(kinds):
             kill_at = options.samples // 10 if kind == KILLED else None
             name = "coordinated" if kind == KILLED else kind
-            result = run_jobs(name, folder=folder, jobs=options.jobs, epochs=options.epochs, kill_at=kill_at)
+            result = run_jobs(
+                name, folder=folder, jobs=options.jobs, epochs=options.epochs, kill_at=kill_at
+            )
             check(kind, result, samples=options.samples, epochs=options.epochs)
             results[kind].append(result)
             print(number, kind, round(result["seconds"], 2), result["prepared"], flush=True)
-    together = [report for kind in kinds[1:] for result in results[kind] for report in result["reports"]]
+    together = [
+        report for kind in kinds[1:] for result in results[kind] for report in result["reports"]
+    ]
     assert len({report["digest"] for report in together}) == 1
     text = write(results, samples=options.samples, epochs=options.epochs, jobs=options.jobs)
     print(text)

@@ -1,8 +1,10 @@
-"""What a cache survives: killed writers, flipped bits, cut files, a full disk, no memory, a source that fails.
+"""What a cache survives: killed writers, flipped bits, cut files, a full disk, no memory, a source
+that fails.
 
     python -m benchmarks.data_faults        # two minutes; the full disk is a small file system, which needs root
 
-Every fault is followed by reading all items through a fresh cache; a sample that is not the source's ends the benchmark.
+Every fault is followed by reading all items through a fresh cache; a sample that is not the
+source's ends the benchmark.
 """
 
 from __future__ import annotations
@@ -43,7 +45,11 @@ SIZE = size_of(encode(source(0)))
 
 def make(folder: Path, *, memory: int = ITEMS, disk: int = ITEMS) -> SampleCache:
     return SampleCache(
-        folder, fingerprint="faults", num_items=ITEMS, memory_bytes=memory * SIZE, disk_bytes=disk * SIZE
+        folder,
+        fingerprint="faults",
+        num_items=ITEMS,
+        memory_bytes=memory * SIZE,
+        disk_bytes=disk * SIZE,
     )
 
 
@@ -72,7 +78,9 @@ def fill_for_ever(folder: Path, seed: int) -> None:
 
 
 def killed_writers(folder: Path, *, kills: int = 200) -> str:
-    """Two writers fill one cache, dropping half of it again and again; one is killed at random moments, the next goes on."""
+    """Two writers fill one cache, dropping half of it again and again; one is killed at random
+    moments, the next goes on.
+    """
     rng, found = random.Random(0), 0
     writers = [FORK.Process(target=fill_for_ever, args=(folder, seed)) for seed in range(2)]
     for writer in writers:
@@ -93,11 +101,16 @@ def killed_writers(folder: Path, *, kills: int = 200) -> str:
     epoch(cache, list(range(ITEMS)))
     assert epoch(cache, list(range(ITEMS))) == 0, "places were lost"
     assert found
-    return f"{kills} killed: no wrong sample among {found} found in the cache in between; all {ITEMS} stored afterwards"
+    return (
+        f"{kills} killed: no wrong sample among {found} found in the cache in between; all "
+        f"{ITEMS} stored afterwards"
+    )
 
 
 def flipped_bits(folder: Path, *, memory: int = 0, disk: int = ITEMS, flips: int = 1000) -> str:
-    """Single bits anywhere in the entries of one tier; each time a process that has not read them yet finds them."""
+    """Single bits anywhere in the entries of one tier; each time a process that has not read them
+    yet finds them.
+    """
     rng, found = random.Random(1), 0
     keeper = make(folder, memory=memory, disk=disk)
     epoch(keeper, list(range(ITEMS)))
@@ -119,7 +132,9 @@ def flipped_bits(folder: Path, *, memory: int = 0, disk: int = ITEMS, flips: int
 
 
 def failing_source(folder: Path) -> str:
-    """A source that fails every third time, through the data set's cache: what it raises is the caller's."""
+    """A source that fails every third time, through the data set's cache: what it raises is the
+    caller's.
+    """
     cache, calls, raised, rng = make(folder), 0, 0, random.Random(5)
 
     class Data:
@@ -146,7 +161,10 @@ def failing_source(folder: Path) -> str:
             raised += 1
     assert epoch(cache, list(range(ITEMS))) == 0
     cache.close()
-    return f"{raised} errors raised to the caller; every sample right, and kept as soon as it had been read"
+    return (
+        f"{raised} errors raised to the caller; every sample right, and kept as soon as it had "
+        "been read"
+    )
 
 
 def cut_files(folder: Path, *, cuts: int = 50) -> str:
@@ -163,13 +181,18 @@ def cut_files(folder: Path, *, cuts: int = 50) -> str:
         epoch(cache, list(range(ITEMS)))
         assert epoch(cache, list(range(ITEMS))) == 0
         cache.close()
-    return f"{cuts} cut: no wrong sample, no SIGBUS; {read / cuts:.0f} of {ITEMS} read again on average"
+    return (
+        f"{cuts} cut: no wrong sample, no SIGBUS; {read / cuts:.0f} of {ITEMS} read again on "
+        "average"
+    )
 
 
 @contextmanager
 def small_disk(folder: Path, megabytes: int) -> Iterator[Path]:
     folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "none", str(folder)], check=True)
+    subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "none", str(folder)], check=True
+    )
     try:
         yield folder
     finally:
@@ -187,12 +210,19 @@ def full_disk(folder: Path) -> str:
         second = epoch(cache, list(range(ITEMS)))
         held = cache.statistics().disk_items
         cache.close()
-    assert first == ITEMS and second == ITEMS - held > 0 and len(caught) == 1, (first, second, held, len(caught))
+    assert first == ITEMS and second == ITEMS - held > 0 and len(caught) == 1, (
+        first,
+        second,
+        held,
+        len(caught),
+    )
     return f"{held} of {ITEMS} held, the rest read from the source, one warning"
 
 
 def full_memory(folder: Path) -> str:
-    """A process that may not make files larger than 2 MB: what a full shared memory looks like to a writer."""
+    """A process that may not make files larger than 2 MB: what a full shared memory looks like to a
+    writer.
+    """
 
     def limited(out: multiprocessing.queues.Queue[tuple[int, int, list[str]]]) -> None:  # type: ignore[name-defined]
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -211,7 +241,10 @@ def full_memory(folder: Path) -> str:
     process.start()
     read, held, warned = out.get(timeout=60)
     process.join()
-    expected = ["the memory cache cannot be mapped", "no more samples are stored in the memory cache"]
+    expected = [
+        "the memory cache cannot be mapped",
+        "no more samples are stored in the memory cache",
+    ]
     assert read == ITEMS - held and 0 < held < ITEMS and warned == expected, (read, held, warned)
     return f"{held} of {ITEMS} held, the rest read from the source, two warnings"
 
@@ -233,7 +266,9 @@ def nothing_left(folder: Path) -> str:
 FAULTS: dict[str, Callable[[Path], str]] = {
     "writers killed at random moments": killed_writers,
     "single bits flipped in entries on disk": flipped_bits,
-    "single bits flipped in entries in memory": lambda folder: flipped_bits(folder, memory=ITEMS, disk=0),
+    "single bits flipped in entries in memory": lambda folder: flipped_bits(
+        folder, memory=ITEMS, disk=0
+    ),
     "source that fails": failing_source,
     "file cut off at random lengths": cut_files,
     "disk full": full_disk,
@@ -244,7 +279,14 @@ FAULTS: dict[str, Callable[[Path], str]] = {
 
 def main() -> None:
     torch.set_num_threads(1)
-    lines = ["# What the sample cache survives", "", machine(), "", "| fault | outcome |", "|---|---|"]
+    lines = [
+        "# What the sample cache survives",
+        "",
+        machine(),
+        "",
+        "| fault | outcome |",
+        "|---|---|",
+    ]
     for name, fault in FAULTS.items():
         folder = Path(tempfile.mkdtemp(prefix="topt-faults-"))
         try:

@@ -3,12 +3,14 @@
     python -m benchmarks.data_first_epoch                      # JPEG files on the local disk; about 20 minutes
     sudo python -m benchmarks.data_first_epoch --link 200mbit --worker-counts 2 # the same files behind HTTP and a slow link
 
-An uncached epoch and the first cached one run in one process in turns, the same twentieth of the files at a time; who begins
-alternates: the speed of a shared machine changes by more within seconds than what is to be seen here. Worker processes live for
-all of it, starting them counts. What is written behind to disk is written during both.
+An uncached epoch and the first cached one run in one process in turns, the same twentieth of the
+files at a time; who begins alternates: the speed of a shared machine changes by more within seconds
+than what is to be seen here. Worker processes live for all of it, starting them counts. What is
+written behind to disk is written during both.
 
-Before each part as much memory as it takes, three times, is used and given back: a virtual machine may get a page from its
-host, some microseconds, only when it is first used, which would be all that is seen.
+Before each part as much memory as it takes, three times, is used and given back: a virtual machine
+may get a page from its host, some microseconds, only when it is first used, which would be all that
+is seen.
 """
 
 from __future__ import annotations
@@ -70,7 +72,13 @@ class Samples(pl.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Any]:
         workers = self.num_workers
-        return DataLoader(self.data, BATCH, sampler=self.sampler, num_workers=workers, persistent_workers=workers > 0)
+        return DataLoader(
+            self.data,
+            BATCH,
+            sampler=self.sampler,
+            num_workers=workers,
+            persistent_workers=workers > 0,
+        )
 
 
 def measure_one(options: argparse.Namespace) -> None:
@@ -82,10 +90,15 @@ def measure_one(options: argparse.Namespace) -> None:
     samplers = Part(number), Part(number)
     plain, own = (Samples(data, sampler, num_workers=options.workers) for sampler in samplers)
     shutil.rmtree(fresh, ignore_errors=True)
-    cached = CachedDataModule(own, directory=fresh, memory_bytes=size, disk_bytes=size * (copies - 1), data_version="1")
+    cached = CachedDataModule(
+        own, directory=fresh, memory_bytes=size, disk_bytes=size * (copies - 1), data_version="1"
+    )
     cached.setup("fit")
     loaders = plain.train_dataloader(), cached.train_dataloader()
-    order, seconds = torch.randperm(number, generator=torch.Generator().manual_seed(0)).tolist(), [0.0, 0.0]
+    order, seconds = (
+        torch.randperm(number, generator=torch.Generator().manual_seed(0)).tolist(),
+        [0.0, 0.0],
+    )
     for part in range(PARTS):
         for sampler in samplers:
             sampler.indices = order[part * number // PARTS : (part + 1) * number // PARTS]
@@ -97,7 +110,9 @@ def measure_one(options: argparse.Namespace) -> None:
     os._exit(0)  # without waiting for what is written behind
 
 
-def rounds(folder: Path, options: argparse.Namespace, *, prefix: list[str], host: str) -> dict[str, dict[int, Any]]:
+def rounds(
+    folder: Path, options: argparse.Namespace, *, prefix: list[str], host: str
+) -> dict[str, dict[int, Any]]:
     """By tier and number of workers: seconds of both epochs in every round."""
     found: dict[str, dict[int, Any]] = {
         tier: {workers: [] for workers in options.worker_counts} for tier in options.tiers
@@ -105,7 +120,11 @@ def rounds(folder: Path, options: argparse.Namespace, *, prefix: list[str], host
     for index in range(options.rounds):
         for tier, by in found.items():
             for workers, pairs in by.items():
-                pairs.append(job("data_first_epoch", tier, workers, folder, options, prefix=prefix, host=host))
+                pairs.append(
+                    job(
+                        "data_first_epoch", tier, workers, folder, options, prefix=prefix, host=host
+                    )
+                )
                 print(index, tier, workers, pairs[-1], flush=True)
     return found
 
@@ -119,12 +138,19 @@ def report(found: dict[str, dict[int, Any]], options: argparse.Namespace) -> str
             spread = f"{statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})"
             lines.append(f"| {tier} | {workers} | {uncached:.1f} | {spread} |")
     return "\n".join(
-        [f"{options.number} samples of {KINDS[options.kind].nbytes:,} bytes, batches of {BATCH}.", "", *lines]
+        [
+            f"{options.number} samples of {KINDS[options.kind].nbytes:,} bytes, batches of "
+            f"{BATCH}.",
+            "",
+            *lines,
+        ]
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_common_options(parser)
     parser.add_argument("--tiers", nargs="+", choices=tuple(TIERS), default=tuple(TIERS))
     options = parser.parse_args()

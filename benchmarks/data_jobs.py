@@ -1,4 +1,6 @@
-"""What benchmarks of loaders share: one contender per process, on this machine or behind a link; an epoch's time."""
+"""What benchmarks of loaders share: one contender per process, on this machine or behind a link; an
+epoch's time.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def entry_bytes(kind: Kind) -> int:
 
 
 def add_common_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--link", help="rate of the link to the files, in tc's units; none: local files")
+    parser.add_argument(
+        "--link", help="rate of the link to the files, in tc's units; none: local files"
+    )
     parser.add_argument("--kind", choices=tuple(KINDS), default="pictures")
     parser.add_argument("--number", type=int, default=10_000)
     parser.add_argument("--rounds", type=int, default=5)
@@ -59,7 +63,9 @@ def source(options: argparse.Namespace) -> LocalFiles:
 
 
 def epoch(loader: Loader, kind: Kind) -> float:
-    """Seconds of one pass; every batch is copied once to memory that is there, as to a device's staging buffer."""
+    """Seconds of one pass; every batch is copied once to memory that is there, as to a device's
+    staging buffer.
+    """
     device = torch.empty(BATCH, *kind.shape, dtype=kind.dtype).fill_(0)
     start, number = time.perf_counter(), 0
     for batch in loader:
@@ -90,7 +96,16 @@ def job(
     host: str,
 ) -> Any:
     """What one contender's process prints as JSON."""
-    command = [*prefix, sys.executable, "-m", f"benchmarks.{module}", "--one", contender, "--workers", str(workers)]
+    command = [
+        *prefix,
+        sys.executable,
+        "-m",
+        f"benchmarks.{module}",
+        "--one",
+        contender,
+        "--workers",
+        str(workers),
+    ]
     command += ["--kind", options.kind, "--folder", str(folder), "--epochs", str(epochs)]
     command += ["--host", host] if host else []
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
@@ -102,7 +117,9 @@ def job(
 def title(options: argparse.Namespace) -> str:
     """Of a report."""
     what = {"pictures": "JPEG files", "texts": "texts"}[options.kind]
-    return f"{what} " + (f"behind HTTP and a link of {options.link}" if options.link else "on the local disk")
+    return f"{what} " + (
+        f"behind HTTP and a link of {options.link}" if options.link else "on the local disk"
+    )
 
 
 def result_name(options: argparse.Namespace) -> str:
@@ -111,13 +128,22 @@ def result_name(options: argparse.Namespace) -> str:
 
 
 def on_link_or_here(rounds: Callable[..., Any], folder: Path, options: argparse.Namespace) -> Any:
-    """``rounds(folder, options, prefix=..., host=...)`` on this machine, or on a lab's node, the files on another."""
+    """``rounds(folder, options, prefix=..., host=...)`` on this machine, or on a lab's node, the
+    files on another.
+    """
     if not options.link:
         return rounds(folder, options, prefix=[], host="")
     try:
         with Lab(2, rate=options.link) as lab:
             into = ["ip", "netns", "exec"]
-            serve = [sys.executable, "-m", "benchmarks.data_sources", str(folder / "files"), "--host", lab.address(0)]
+            serve = [
+                sys.executable,
+                "-m",
+                "benchmarks.data_sources",
+                str(folder / "files"),
+                "--host",
+                lab.address(0),
+            ]
             server = subprocess.Popen([*into, lab.nodes[0], *serve, "--port", str(PORT)])
             try:
                 time.sleep(3)

@@ -1,11 +1,12 @@
-"""A cache partitioned over two nodes, each with room for half of the data: who reads what from where, and how fast.
+"""A cache partitioned over two nodes, each with room for half of the data: who reads what from
+where, and how fast.
 
     sudo python -m benchmarks.data_partition --link 1gbit      # about 5 minutes
 
-Two nodes train (one rank each, DDP); JPEG files lie on a third one, behind HTTP. Per epoch: requests that the source had,
-samples that came from the other node against what owners and sampler say, and seconds. Beside it the same with a cache of the
-same size per node that is not partitioned. In the last epoch of one more run the process that serves node 1's samples is
-killed.
+Two nodes train (one rank each, DDP); JPEG files lie on a third one, behind HTTP. Per epoch:
+requests that the source had, samples that came from the other node against what owners and sampler
+say, and seconds. Beside it the same with a cache of the same size per node that is not partitioned.
+In the last epoch of one more run the process that serves node 1's samples is killed.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ class Small(pl.LightningModule):
 
 
 class Counts(pl.Callback):
-    """Per epoch: seconds, and what all nodes read from where; in the last one a server is killed when `kills`."""
+    """Per epoch: seconds, and what all nodes read from where; in the last one a server is killed
+    when `kills`.
+    """
 
     def __init__(self, data: CachedDataModule, source: tuple[str, int], *, kills: bool) -> None:
         self.data, self.source, self.kills = data, source, kills
@@ -78,13 +81,19 @@ class Counts(pl.Callback):
             assert server is not None
             os.kill(server.process.pid, signal.SIGKILL)
         dist.barrier()
-        self.started, self.requests, self.sent = time.perf_counter(), requests_of(self.source), sent_bytes()
+        self.started, self.requests, self.sent = (
+            time.perf_counter(),
+            requests_of(self.source),
+            sent_bytes(),
+        )
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         dist.barrier()
         seconds = time.perf_counter() - self.started
         [known] = self.data.statistics(reset=True).values()
-        counts = torch.tensor([known.memory_hits, known.peer_hits, known.misses, sent_bytes() - self.sent])
+        counts = torch.tensor(
+            [known.memory_hits, known.peer_hits, known.misses, sent_bytes() - self.sent]
+        )
         dist.all_reduce(counts)
         memory, others, misses, sent = counts.tolist()
         dist.barrier()
@@ -107,7 +116,9 @@ def expected_from_others(number: int) -> list[int]:
     for epoch in range(EPOCHS):
         total = 0
         for node in range(2):
-            sampler: DistributedSampler[Any] = DistributedSampler(range(number), 2, node, shuffle=True, seed=SEED)  # type: ignore[arg-type]
+            sampler: DistributedSampler[Any] = DistributedSampler(
+                range(number), 2, node, shuffle=True, seed=SEED
+            )  # type: ignore[arg-type]
             sampler.set_epoch(epoch)
             total += int((owner[list(sampler)] != node).sum())
         totals.append(total)
@@ -149,8 +160,18 @@ def rank(options: argparse.Namespace) -> None:
         print("RESULT" + json.dumps(counts.epochs), flush=True)
 
 
-def train(lab: Lab, options: argparse.Namespace, *, partition: bool, kills: bool = False) -> list[dict[str, Any]]:
-    command = ["-m", "benchmarks.data_partition", "--one", "--folder", str(options.folder), "--host", lab.address(2)]
+def train(
+    lab: Lab, options: argparse.Namespace, *, partition: bool, kills: bool = False
+) -> list[dict[str, Any]]:
+    command = [
+        "-m",
+        "benchmarks.data_partition",
+        "--one",
+        "--folder",
+        str(options.folder),
+        "--host",
+        lab.address(2),
+    ]
     command += [*(["--partition"] if partition else []), *(["--kills"] if kills else [])]
     output = lab.run(command, nodes=2, timeout=600)
     result: list[dict[str, Any]] = json.loads(output.rpartition("RESULT")[2].splitlines()[0])
@@ -163,11 +184,13 @@ def report(found: dict[str, list[list[dict[str, Any]]]], number: int, title: str
     lines = [
         f"## {title}",
         "",
-        f"{number} samples of 150,528 bytes, 2 nodes with room for half of them each, batches of {BATCH}.",
+        f"{number} samples of 150,528 bytes, 2 nodes with room for half of them each, batches of "
+        f"{BATCH}.",
     ]
     lines += [
         "",
-        "| | epoch | source requests | from the other node | expected | sent, MB | samples/s, median (range) |",
+        "| | epoch | source requests | from the other node | expected | sent, MB | samples/s, "
+        "median (range) |",
     ]
     lines += ["|---|---|---|---|---|---|---|"]
     for name, runs in found.items():
@@ -175,7 +198,10 @@ def report(found: dict[str, list[list[dict[str, Any]]]], number: int, title: str
             entries = [run[epoch] for run in runs]
             rates = sorted(number / entry["seconds"] for entry in entries)
             cells = [name, str(epoch + 1)]
-            cells += ["/".join(map(str, sorted({entry[key] for entry in entries}))) for key in ("requests", "others")]
+            cells += [
+                "/".join(map(str, sorted({entry[key] for entry in entries})))
+                for key in ("requests", "others")
+            ]
             cells += [str(expected[epoch]) if name == "partitioned" and epoch else "-"]
             cells += [f"{statistics.median(entry['sent'] for entry in entries) / 1e6:.0f}"]
             cells += [f"{statistics.median(rates):.0f} ({rates[0]:.0f} to {rates[-1]:.0f})"]
@@ -184,11 +210,15 @@ def report(found: dict[str, list[list[dict[str, Any]]]], number: int, title: str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--link", default="1gbit", help="rate of each node's link, in tc's units")
     parser.add_argument("--number", type=int, default=10_000)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "topt-pictures")
+    parser.add_argument(
+        "--folder", type=Path, default=Path(tempfile.gettempdir()) / "topt-pictures"
+    )
     parser.add_argument("--host", default="", help=argparse.SUPPRESS)
     for hidden in ("--one", "--partition", "--kills"):
         parser.add_argument(hidden, action="store_true", help=argparse.SUPPRESS)
@@ -200,10 +230,20 @@ def main() -> None:
     options.folder = options.folder / str(options.number)
     names = make_files(options.folder / "files", number=options.number)
     (options.folder / "names.json").write_text(json.dumps(names))
-    found: dict[str, list[list[dict[str, Any]]]] = {"partitioned": [], "each for itself": [], "a server is killed": []}
+    found: dict[str, list[list[dict[str, Any]]]] = {
+        "partitioned": [],
+        "each for itself": [],
+        "a server is killed": [],
+    }
     try:
         with Lab(3, rate=options.link) as lab:
-            serve = ["-m", "benchmarks.data_sources", str(options.folder / "files"), "--host", lab.address(2)]
+            serve = [
+                "-m",
+                "benchmarks.data_sources",
+                str(options.folder / "files"),
+                "--host",
+                lab.address(2),
+            ]
             into = ["ip", "netns", "exec", lab.nodes[2], sys.executable]
             server = subprocess.Popen([*into, *serve, "--port", str(PORT)])
             try:
@@ -217,7 +257,9 @@ def main() -> None:
     except LabError as error:
         sys.exit(f"data_partition: {error}")
     text = report(found, options.number, f"Behind HTTP; links of {options.link}")
-    (RESULTS / "data_partition.md").write_text(f"# A cache partitioned over nodes\n\n{machine()}\n\n{text}\n")
+    (RESULTS / "data_partition.md").write_text(
+        f"# A cache partitioned over nodes\n\n{machine()}\n\n{text}\n"
+    )
     print(text)
 
 

@@ -1,7 +1,7 @@
 """Real data sets of many files, on disk or behind an HTTP server: what the data benchmarks read.
 
-Pictures: crops of the photographs that scikit-learn and scikit-image ship, of the size of ImageNet's pictures, as JPEG files.
-Texts: pieces of the source of Python's standard library.
+Pictures: crops of the photographs that scikit-learn and scikit-image ship, of the size of
+ImageNet's pictures, as JPEG files. Texts: pieces of the source of Python's standard library.
 """
 
 from __future__ import annotations
@@ -28,14 +28,25 @@ from torch.utils.data import Dataset
 from lightning_topt.cli.tasks.byte_lm import read_files, split_files
 
 WIDTH, HEIGHT, CROP = 500, 375, 224  # ImageNet's mean size; the usual input of a net
-SCIKIT_IMAGE = ("astronaut", "chelsea", "coffee", "rocket", "hubble_deep_field", "ihc", "retina", "motorcycle_left")
+SCIKIT_IMAGE = (
+    "astronaut",
+    "chelsea",
+    "coffee",
+    "rocket",
+    "hubble_deep_field",
+    "ihc",
+    "retina",
+    "motorcycle_left",
+)
 SHORTEST, LONGEST = 512, 2048  # bytes of a text; all are filled up to the longest
 CLASSES = 10
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Files of one kind: their bytes, drawn at random, and what a sample of `shape` and `dtype` is made of them by."""
+    """Files of one kind: their bytes, drawn at random, and what a sample of `shape` and `dtype` is
+    made of them by.
+    """
 
     suffix: str
     draw: Callable[[np.random.Generator], bytes]
@@ -64,7 +75,9 @@ def photographs() -> list[Image.Image]:
         if path.stem in (*SCIKIT_IMAGE, "china", "flower")
     ]
     images = [Image.open(path).convert("RGB") for path in paths]
-    enlarged = [max(1.0, 1.2 * WIDTH / image.width, 1.2 * HEIGHT / image.height) for image in images]
+    enlarged = [
+        max(1.0, 1.2 * WIDTH / image.width, 1.2 * HEIGHT / image.height) for image in images
+    ]
     return [
         image.resize((round(image.width * factor), round(image.height * factor)))
         for image, factor in zip(images, enlarged, strict=True)
@@ -75,7 +88,9 @@ def draw_picture(rng: np.random.Generator) -> bytes:
     """A JPEG file."""
     pictures, encoded = photographs(), io.BytesIO()
     picture = pictures[rng.integers(len(pictures))]
-    left, top = (int(rng.integers(size + 1)) for size in (picture.width - WIDTH, picture.height - HEIGHT))
+    left, top = (
+        int(rng.integers(size + 1)) for size in (picture.width - WIDTH, picture.height - HEIGHT)
+    )
     picture.crop((left, top, left + WIDTH, top + HEIGHT)).save(encoded, "JPEG", quality=92)
     return encoded.getvalue()
 
@@ -98,7 +113,9 @@ def prepare_picture(data: bytes) -> Tensor:
     """Decode, shorter side to 256, middle 224 x 224: (3, 224, 224) uint8."""
     image = Image.open(io.BytesIO(data)).convert("RGB")
     scale = 256 / min(image.size)
-    image = image.resize((round(image.width * scale), round(image.height * scale)), Image.Resampling.BILINEAR)
+    image = image.resize(
+        (round(image.width * scale), round(image.height * scale)), Image.Resampling.BILINEAR
+    )
     left, top = (image.width - CROP) // 2, (image.height - CROP) // 2
     image = image.crop((left, top, left + CROP, top + CROP))
     return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
@@ -116,7 +133,9 @@ TEXTS = Kind("txt", draw_text, prepare_text, (LONGEST,), torch.int64)
 
 
 def make_files(folder: Path, *, number: int, seed: int = 0, kind: Kind = PICTURES) -> list[str]:
-    """`number` files in `folder`, made once; their names. The label of a file is its number modulo `CLASSES`."""
+    """`number` files in `folder`, made once; their names. The label of a file is its number modulo
+    `CLASSES`.
+    """
     names = [f"{index:06d}.{kind.suffix}" for index in range(number)]
     folder.mkdir(parents=True, exist_ok=True)
     for index in [index for index, name in enumerate(names) if not (folder / name).exists()]:
@@ -143,9 +162,13 @@ class LocalFiles(Dataset[tuple[Tensor, int]]):
 
 
 class HttpFiles(LocalFiles):
-    """The same from an HTTP server; one connection per process, which is the most that a careful user would do."""
+    """The same from an HTTP server; one connection per process, which is the most that a careful
+    user would do.
+    """
 
-    def __init__(self, address: tuple[str, int], names: list[str], *, kind: Kind = PICTURES) -> None:
+    def __init__(
+        self, address: tuple[str, int], names: list[str], *, kind: Kind = PICTURES
+    ) -> None:
         super().__init__(Path("/"), names, kind=kind)
         self.address = address
         self._connection: http.client.HTTPConnection | None = None
@@ -165,7 +188,9 @@ class HttpFiles(LocalFiles):
 
 
 def serve(folder: Path, host: str, port: int) -> None:
-    """Files at as little cost as can be: the server stands for another machine, but takes this one's cores."""
+    """Files at as little cost as can be: the server stands for another machine, but takes this
+    one's cores.
+    """
     server, asked = socket.create_server((host, port), backlog=128), list[str]()
     while True:
         connection, _ = server.accept()
@@ -173,7 +198,8 @@ def serve(folder: Path, host: str, port: int) -> None:
 
 
 def _answer(connection: socket.socket, folder: Path, asked: list[str]) -> None:
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else a small file waits 40 ms for its header
+    # else a small file waits 40 ms for its header
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     with connection, connection.makefile("rb") as lines:
         while request := lines.readline():
             while lines.readline().strip():
@@ -181,12 +207,16 @@ def _answer(connection: socket.socket, folder: Path, asked: list[str]) -> None:
             name = request.split()[1].decode().lstrip("/")
             if name == "requests":
                 body = str(len(asked)).encode()
-                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+                connection.sendall(
+                    b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+                )
                 continue
             asked.append(name)
             with (folder / name).open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
-                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % size, socket.MSG_MORE)
+                connection.sendall(
+                    b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % size, socket.MSG_MORE
+                )
                 connection.sendfile(file)
 
 

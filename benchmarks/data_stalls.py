@@ -1,11 +1,13 @@
-"""Predictions of `topt stalls` against real runs: measured once at 1 Gb/s, one worker, no cache; the rest predicted, then run.
+"""Predictions of `topt stalls` against real runs: measured once at 1 Gb/s, one worker, no cache;
+the rest predicted, then run.
 
     sudo python -m benchmarks.data_stalls               # 5 rounds, about half an hour on 2 quiet cores
     sudo python -m benchmarks.data_stalls --rounds 1    # a look; printed, not kept
     python -m benchmarks.data_stalls --report           # the table from what was measured
 
-Crops of photographs as JPEG behind an HTTP server in another network namespace, whose link has the rate (`lab`). Each
-round measures, and runs every set-up on the Trainer, with the cache full; latency is a server that takes its time.
+Crops of photographs as JPEG behind an HTTP server in another network namespace, whose link has the
+rate (`lab`). Each round measures, and runs every set-up on the Trainer, with the cache full;
+latency is a server that takes its time.
 """
 
 from __future__ import annotations
@@ -95,7 +97,9 @@ CASES = [
 
 
 def make_crops(folder: Path, number: int) -> None:
-    """Crops of scikit-learn's photographs (640 x 427), of sizes as users' pictures have them, as JPEG; made once."""
+    """Crops of scikit-learn's photographs (640 x 427), of sizes as users' pictures have them, as
+    JPEG; made once.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     pictures = [Image.fromarray(picture) for picture in load_sample_images().images]
     for index in range(number):
@@ -142,29 +146,44 @@ def on_cores(number: int) -> Iterator[None]:
         os.sched_setaffinity(0, every)
 
 
-def run_jobs(lab: Lab, folder: Path, cases: list[Case], *, entry_bytes: int = 0, measure: Any = None) -> Any:
+def run_jobs(
+    lab: Lab, folder: Path, cases: list[Case], *, entry_bytes: int = 0, measure: Any = None
+) -> Any:
     with tempfile.TemporaryDirectory() as temporary:
         jobs, out = Path(temporary) / "jobs.json", Path(temporary) / "out.json"
         setups = [case._asdict() for case in cases]
-        jobs.write_text(json.dumps({"setups": setups, "measure": measure, "entry_bytes": entry_bytes}))
+        jobs.write_text(
+            json.dumps({"setups": setups, "measure": measure, "entry_bytes": entry_bytes})
+        )
         arguments = [f"--folder={folder}", f"--number={NUMBER}", f"--server={lab.address(1)}"]
-        lab.run(["-m", "benchmarks.data_stalls_run", *arguments, f"--jobs={jobs}", f"--out={out}"], timeout=1500)
+        lab.run(
+            ["-m", "benchmarks.data_stalls_run", *arguments, f"--jobs={jobs}", f"--out={out}"],
+            timeout=1500,
+        )
         return json.loads(out.read_text())
 
 
 def costs_of(measured: dict[str, Any]) -> StallCosts:
-    return StallCosts(**{name: inf if value is None else value for name, value in measured["costs"].items()})
+    return StallCosts(
+        **{name: inf if value is None else value for name, value in measured["costs"].items()}
+    )
 
 
 def report(rounds: list[dict[str, Any]], *, where: str) -> str:
-    """The table: medians over rounds; the error of a round is that of its own measurement against its own run."""
+    """The table: medians over rounds; the error of a round is that of its own measurement against
+    its own run.
+    """
     lines = [
         "# Predictions of `topt stalls`", "", where, "",
-        f"{NUMBER} JPEG pictures of 320 x 240 to 560 x 420 over HTTP, 224 x 224 when prepared, batches of 32; measured at",
-        f"1 Gb/s with one worker and no cache, all else predicted from that; {len(rounds)} rounds, medians (lowest to",
-        "highest). Others: share of the cores' time taken by anything but the training process and its workers (the server,",
+        f"{NUMBER} JPEG pictures of 320 x 240 to 560 x 420 over HTTP, 224 x 224 when prepared, "
+        "batches of 32; measured at",
+        f"1 Gb/s with one worker and no cache, all else predicted from that; {len(rounds)} rounds, "
+        "medians (lowest to",
+        "highest). Others: share of the cores' time taken by anything but the training process and "
+        "its workers (the server,",
         "the kernel, other users).",
-        "", "| set-up | predicted samples/s | run samples/s | error | others |", "|---|---|---|---|---|",
+        "", "| set-up | predicted samples/s | run samples/s | error | others "
+            "|", "|---|---|---|---|---|",
     ]  # fmt: skip
     for case in CASES:
         predicted, runs, errors, others = [], [], [], []
@@ -185,7 +204,13 @@ def report(rounds: list[dict[str, Any]], *, where: str) -> str:
 
 
 def _measured(rounds: list[dict[str, Any]]) -> list[str]:
-    lines = ["", "Measured, per sample unless said:", "", "| cost | median (lowest to highest) |", "|---|---|"]
+    lines = [
+        "",
+        "Measured, per sample unless said:",
+        "",
+        "| cost | median (lowest to highest) |",
+        "|---|---|",
+    ]
     all_costs = [costs_of(measured["measured"]) for measured in rounds]
     for name, words, factor in (
         ("latency_seconds", "latency, ms", 1e3),
@@ -199,7 +224,10 @@ def _measured(rounds: list[dict[str, Any]]) -> list[str]:
         ("step_seconds", "step, ms per batch", 1e3),
         ("contention", "contention (all cores busy against one)", 1.0),
     ):
-        lines.append(f"| {words} | {_median([factor * getattr(costs, name) for costs in all_costs], digits=2)} |")
+        lines.append(
+            f"| {words} | "
+            f"{_median([factor * getattr(costs, name) for costs in all_costs], digits=2)} |"
+        )
     shares = [100 * least_cache(costs, Case().setup(costs)) for costs in all_costs]
     lines.append(f"| least cache worth having, % of the items | {_median(shares)} |")
     return lines
@@ -212,9 +240,13 @@ def _median(values: list[float], *, sign: bool = False, digits: int = 0) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "topt-pictures")
+    parser.add_argument(
+        "--folder", type=Path, default=Path(tempfile.gettempdir()) / "topt-pictures"
+    )
     parser.add_argument("--report", action="store_true")
     options = parser.parse_args()
     end_on_signals()

@@ -1,6 +1,8 @@
-"""One job of `benchmarks.data_stalls`, under `benchmarks.lab`: rank 1 serves files over HTTP, rank 0 trains on them.
+"""One job of `benchmarks.data_stalls`, under `benchmarks.lab`: rank 1 serves files over HTTP, rank
+0 trains on them.
 
-Rank 0 measures as `topt stalls` does, or trains in the set-ups that it is given, and writes what it found as JSON.
+Rank 0 measures as `topt stalls` does, or trains in the set-ups that it is given, and writes what it
+found as JSON.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ EPOCHS = 12  # of items, more than a run takes
 class Pictures(pl.LightningDataModule):
     """A user's DataModule on files behind HTTP."""
 
-    def __init__(self, address: tuple[str, int], *, number: int, workers: int, delay_seconds: float) -> None:
+    def __init__(
+        self, address: tuple[str, int], *, number: int, workers: int, delay_seconds: float
+    ) -> None:
         super().__init__()
         names = [f"{round(1e6 * delay_seconds)}/{index:06d}.jpg" for index in range(number)]
         self.data, self.workers = HttpFiles(address, names), workers
@@ -52,13 +56,19 @@ class Net(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(
-            nn.Conv2d(3, 16, 7, stride=4), nn.ReLU(), nn.Conv2d(16, 32, 3, stride=2), nn.ReLU(), nn.AdaptiveAvgPool2d(1)
+            nn.Conv2d(3, 16, 7, stride=4),
+            nn.ReLU(),
+            nn.Conv2d(16, 32, 3, stride=2),
+            nn.ReLU(),
+            nn.AdaptiveAvgPool2d(1),
         )
         self.classifier = nn.Linear(32, CLASSES)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         pictures, labels = batch  # (B, 3, 224, 224) uint8, (B,)
-        return F.cross_entropy(self.classifier(self.layers(pictures.float() / 255).flatten(1)), labels)
+        return F.cross_entropy(
+            self.classifier(self.layers(pictures.float() / 255).flatten(1)), labels
+        )
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.01)
@@ -72,7 +82,10 @@ def train(options: argparse.Namespace, setup: dict[str, Any], entry_bytes: int) 
     """Samples per second of training in one set-up, its cache full."""
     pl.seed_everything(0)
     module = Pictures(
-        options.address, number=options.number, workers=setup["workers"], delay_seconds=setup["delay_seconds"]
+        options.address,
+        number=options.number,
+        workers=setup["workers"],
+        delay_seconds=setup["delay_seconds"],
     )
     loader = module.train_dataloader()
     rng = np.random.default_rng(0)
@@ -81,15 +94,22 @@ def train(options: argparse.Namespace, setup: dict[str, Any], entry_bytes: int) 
     with MeasuredCache(max(1, capacity)) as cache:
         make = cache.loader_over if capacity else loader_over
         if capacity:
-            # In an order of its own: what the cache has room for would be the first items of the first epoch, and not any.
-            for _ in make(loader, np.random.default_rng(1).permutation(options.number).tolist(), num_workers=2):
+            # In an order of its own: what the cache has room for would be the first items of the
+            # first epoch, and not any.
+            for _ in make(
+                loader, np.random.default_rng(1).permutation(options.number).tolist(), num_workers=2
+            ):
                 pass
         batches = make(loader, order, num_workers=workers)
-        watched = Watched(batches, options.seconds, skip=4 + 3 * workers, most=len(batches) - 6 * workers - 4)
+        watched = Watched(
+            batches, options.seconds, skip=4 + 3 * workers, most=len(batches) - 6 * workers - 4
+        )
         start, before = time.perf_counter(), other_core_seconds()
         with serving(module, watched):
             trainer().fit(Net(), datamodule=module)
-        others = (other_core_seconds() - before) / (time.perf_counter() - start) / (os.cpu_count() or 1)
+        others = (
+            (other_core_seconds() - before) / (time.perf_counter() - start) / (os.cpu_count() or 1)
+        )
     times = watched.times()
     return {"samples_per_second": BATCH / times.batch_seconds, "others": others, **times._asdict()}
 
@@ -115,9 +135,18 @@ def lead(options: argparse.Namespace) -> None:
         results.append(train(options, job, jobs["entry_bytes"]))
     measured = None
     if jobs["measure"]:
-        module = Pictures(options.address, number=options.number, workers=jobs["measure"]["workers"], delay_seconds=0.0)
+        module = Pictures(
+            options.address,
+            number=options.number,
+            workers=jobs["measure"]["workers"],
+            delay_seconds=0.0,
+        )
         measured = measure(
-            Net(), module, trainer=trainer, directory=str(options.jobs.parent), options=MeasurementOptions()
+            Net(),
+            module,
+            trainer=trainer,
+            directory=str(options.jobs.parent),
+            options=MeasurementOptions(),
         ).to_dict()
     options.out.write_text(json.dumps({"setups": results, "measured": measured}))
     with socket.create_connection(options.address, timeout=10) as connection:
@@ -137,7 +166,9 @@ def _await(address: tuple[str, int], seconds: float = 60) -> None:
 
 
 def serve(folder: Path) -> None:
-    """What rank 1 does: files as fast as a server can be, for the cores are shared. A path is /MICROSECONDS OF DELAY/NAME."""
+    """What rank 1 does: files as fast as a server can be, for the cores are shared. A path is
+    /MICROSECONDS OF DELAY/NAME.
+    """
     server = socket.create_server(("0.0.0.0", PORT), backlog=CONNECTIONS)
     while True:
         connection, _ = server.accept()

@@ -1,17 +1,19 @@
-"""Samples per second of a cached data set against the uncached one, a list in memory, litdata and MosaicML streaming.
+"""Samples per second of a cached data set against the uncached one, a list in memory, litdata and
+MosaicML streaming.
 
     python -m benchmarks.data_throughput                     # decode-bound: JPEG files on the local disk; about 20 minutes
     python -m benchmarks.data_throughput --known-best        # the same without numbers of workers that are best for nobody
     sudo python -m benchmarks.data_throughput --link 200mbit # network-bound: the same files behind HTTP and a slow link
     sudo python -m benchmarks.data_throughput --link 200mbit --kind texts # pieces of Python's source, padded to 2,048 tokens
 
-litdata and streaming hold what they are best at: prepared samples in their own chunk files on the local disk, written before,
-also where the files are behind a link.
-All run in one process with 0, 1 or 2 workers, rounds interleaved, batches of 64 with torch's default collate; for all but the
+litdata and streaming hold what they are best at: prepared samples in their own chunk files on the
+local disk, written before, also where the files are behind a link. All run in one process with 0, 1
+or 2 workers, rounds interleaved, batches of 64 with torch's default collate; for all but the
 uncached one, the mean of epochs 2 to 6. Missing packages are left out of the table.
 
-Before each epoch memory is used and given back: a virtual machine may get a page from its host, some microseconds, only when it
-is first used. With workers every batch is new memory, and one epoch of any contender, an early one, took twice as long.
+Before each epoch memory is used and given back: a virtual machine may get a page from its host,
+some microseconds, only when it is first used. With workers every batch is new memory, and one epoch
+of any contender, an early one, took twice as long.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ from benchmarks.lab import end_on_signals
 from lightning_topt.plugins.cached_data import CachedDataModule
 
 UNCACHED, LIST = "DataLoader, uncached", "list in memory"
-# On 2 cores, by runs of all numbers of workers; two connections fill a link of 200 Mb/s with pictures.
+# On 2 cores, by runs of all numbers of workers; two connections fill a link of 200 Mb/s with
+# pictures.
 KNOWN_BEST = {UNCACHED: [2], LIST: [0, 2], "ours": [0, 2], "litdata": [0], "streaming": [2]}
 PEERS = {"litdata": "litdata", "streaming": "mosaicml-streaming"}  # and their packages
 TOUCHED = 2 << 30  # bytes
@@ -72,7 +75,14 @@ class Samples(pl.LightningDataModule):
 
 
 def plain(data: Dataset[Any], num_workers: int, **options: Any) -> DataLoader[Any]:
-    return DataLoader(data, BATCH, shuffle=True, num_workers=num_workers, persistent_workers=num_workers > 0, **options)
+    return DataLoader(
+        data,
+        BATCH,
+        shuffle=True,
+        num_workers=num_workers,
+        persistent_workers=num_workers > 0,
+        **options,
+    )
 
 
 class InMemory(Dataset[Any]):
@@ -124,7 +134,10 @@ def streaming_loader(data: LocalFiles, num_workers: int, folder: Path) -> Loader
 
     if not folder.exists():
         shape = ",".join(str(size) for size in data.kind.shape)
-        columns = {"x": f"ndarray:{str(data.kind.dtype).removeprefix('torch.')}:{shape}", "y": "int"}
+        columns = {
+            "x": f"ndarray:{str(data.kind.dtype).removeprefix('torch.')}:{shape}",
+            "y": "int",
+        }
         with streaming.MDSWriter(out=str(folder), columns=columns, size_limit=1 << 26) as writer:
             for sample, label in DataLoader(data, None, num_workers=2):
                 writer.write({"x": sample.numpy(), "y": label})
@@ -137,9 +150,13 @@ def plain_iterable(data: Any, num_workers: int) -> Loader:
 
 
 def own_megabytes() -> float:
-    """Memory of this process and its workers; what several of them share, and what the cache shares with them, counts once."""
+    """Memory of this process and its workers; what several of them share, and what the cache shares
+    with them, counts once.
+    """
     me = psutil.Process()
-    return sum(process.memory_full_info().pss for process in [me, *me.children(recursive=True)]) / 1e6
+    return (
+        sum(process.memory_full_info().pss for process in [me, *me.children(recursive=True)]) / 1e6
+    )
 
 
 def measure_one(options: argparse.Namespace) -> None:
@@ -165,7 +182,9 @@ def measure_one(options: argparse.Namespace) -> None:
     os._exit(0)  # worker processes of others may not end by themselves
 
 
-def rounds(folder: Path, options: argparse.Namespace, *, prefix: list[str], host: str) -> dict[str, Any]:
+def rounds(
+    folder: Path, options: argparse.Namespace, *, prefix: list[str], host: str
+) -> dict[str, Any]:
     """By contender and number of workers: seconds per epoch of every round, megabytes."""
     found: dict[str, Any] = {}
     for index in range(options.rounds):
@@ -173,7 +192,14 @@ def rounds(folder: Path, options: argparse.Namespace, *, prefix: list[str], host
             for workers in KNOWN_BEST[contender] if options.known_best else options.worker_counts:
                 epochs = 1 if contender == UNCACHED else EPOCHS
                 result = job(
-                    "data_throughput", contender, workers, folder, options, epochs=epochs, prefix=prefix, host=host
+                    "data_throughput",
+                    contender,
+                    workers,
+                    folder,
+                    options,
+                    epochs=epochs,
+                    prefix=prefix,
+                    host=host,
                 )
                 entry = found.setdefault(contender, {}).setdefault(
                     workers, {"seconds": [], "epochs": [], "megabytes": 0}
@@ -205,10 +231,12 @@ def ratios(others: list[float], own: list[float]) -> str:
 def report(found: dict[str, Any], options: argparse.Namespace) -> str:
     number = options.number
     lines = [
-        f"{number} samples of {KINDS[options.kind].nbytes:,} bytes, batches of {BATCH}. Compared with the uncached loader and",
+        f"{number} samples of {KINDS[options.kind].nbytes:,} bytes, batches of {BATCH}. Compared "
+        "with the uncached loader and",
         "the list at their best numbers of workers, and with the list at the same number.",
         "",
-        "| | workers | samples/s | times uncached | of the list | with as many workers | the same in epoch 2 | memory, MB |",
+        "| | workers | samples/s | times uncached | of the list | with as many workers | the same "
+        "in epoch 2 | memory, MB |",
         "|---|---|---|---|---|---|---|---|",
     ]
     base, top = best(found[UNCACHED]), best(found[LIST])
@@ -216,11 +244,21 @@ def report(found: dict[str, Any], options: argparse.Namespace) -> str:
         for workers, entry in by.items():
             seconds, equal = entry["seconds"], found[LIST].get(workers)
             rates = sorted(number / value for value in seconds)
-            cells = [name, str(workers), f"{statistics.median(rates):.0f} ({rates[0]:.0f} to {rates[-1]:.0f})"]
+            cells = [
+                name,
+                str(workers),
+                f"{statistics.median(rates):.0f} ({rates[0]:.0f} to {rates[-1]:.0f})",
+            ]
             cells += [ratios(base, seconds), ratios(top, seconds)]
-            cells += [ratios(equal["seconds"], seconds), second_epochs(equal, entry)] if equal else ["-", "-"]
+            cells += (
+                [ratios(equal["seconds"], seconds), second_epochs(equal, entry)]
+                if equal
+                else ["-", "-"]
+            )
             lines.append("| " + " | ".join([*cells, f"{entry['megabytes']:.0f}"]) + " |")
-    versions = [f"{package} {metadata.version(package)}" for name, package in PEERS.items() if name in found]
+    versions = [
+        f"{package} {metadata.version(package)}" for name, package in PEERS.items() if name in found
+    ]
     if versions:
         lines += ["", f"{', '.join(versions)}, with samples prepared before on the local disk."]
     return "\n".join(lines)
@@ -234,10 +272,14 @@ def second_epochs(other: Any, own: Any) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_common_options(parser)
     parser.add_argument(
-        "--known-best", action="store_true", help="of pictures: only the number of workers best for each"
+        "--known-best",
+        action="store_true",
+        help="of pictures: only the number of workers best for each",
     )
     options = parser.parse_args()
     if options.one:

@@ -1,4 +1,5 @@
-"""DeMo for `adam_compression.py`: momentum that ranks keep for themselves, but for what they send of it.
+"""DeMo for `adam_compression.py`: momentum that ranks keep for themselves, but for what they send
+of it.
 
 Sizes and bytes are as in `adam_methods`.
 """
@@ -18,10 +19,12 @@ from lightning_topt.communication.wire import MessageFormat
 
 
 class DeMo(Method):
-    """Momentum of each rank in the cosine basis, its largest coefficients sent and taken out of it, the sign of their sum.
+    """Momentum of each rank in the cosine basis, its largest coefficients sent and taken out of it,
+    the sign of their sum.
 
     `density` is that of all ranks together, so that traffic is the same for any number of them.
-    `applied`: "sign" (times the learning rate, the paper's), "adam" (AdamW of the signs), "sum" (AdamW of the sum itself).
+    `applied`: "sign" (times the learning rate, the paper's), "adam" (AdamW of the signs), "sum"
+    (AdamW of the sum itself).
     """
 
     def __init__(
@@ -29,14 +32,20 @@ class DeMo(Method):
         applied: str = "sign", bits: int = 16, cosine: bool = True,
     ) -> None:  # fmt: skip
         super().__init__(setting, start)
-        self.density, self.decay, self.applied, self.bits = density / setting.ranks, decay, applied, bits
+        self.density, self.decay, self.applied, self.bits = (
+            density / setting.ranks,
+            decay,
+            applied,
+            bits,
+        )
         self.momentum = torch.zeros(setting.runs, setting.ranks, setting.model.padded)
         places = [0]
         for shape in setting.model.layout.values():
             places.append(places[-1] + shape.numel())
         shapes = setting.model.layout.values()
         self.tiles = [
-            (slice(a, b), Tiles.of_shape(s, limit=tile)) for (a, b), s in zip(pairwise(places), shapes, strict=True)
+            (slice(a, b), Tiles.of_shape(s, limit=tile))
+            for (a, b), s in zip(pairwise(places), shapes, strict=True)
         ]
         self.tiles = self.tiles if cosine else []
         self.chunk = tile * tile
@@ -68,7 +77,9 @@ class DeMo(Method):
         update = self.transform(sent.view(added.shape).sum(1), back=True)
         update[:, self.numel :] = 0
         if self.applied != "sign":
-            self.adam.step(self.rows, update.sign() if self.applied == "adam" else update, share=share)
+            self.adam.step(
+                self.rows, update.sign() if self.applied == "adam" else update, share=share
+            )
             return
         self.adam.steps += 1
         rates = (self.adam.rates * share).unsqueeze(1)

@@ -1,4 +1,6 @@
-"""What comparisons of plans with one process share: the state after a step, its differences, ranks for many cases, rows."""
+"""What comparisons of plans with one process share: the state after a step, its differences, ranks
+for many cases, rows.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ R = TypeVar("R", bound=Outcome)
 
 @dataclass(frozen=True)
 class Comparison(Generic[P, R]):
-    """Plans and models to be compared, how a plan runs (a collective call; whole on rank 0), and how that is compared there."""
+    """Plans and models to be compared, how a plan runs (a collective call; whole on rank 0), and
+    how that is compared there.
+    """
 
     plans: Sequence[P]
     models: Mapping[str, Model]
@@ -61,27 +65,39 @@ class Comparison(Generic[P, R]):
 
 @dataclass(frozen=True)
 class Compared:
-    """The rows of a table, why models were refused (by plan and model), and in words how long it took, for what."""
+    """The rows of a table, why models were refused (by plan and model), and in words how long it
+    took, for what.
+    """
 
     rows: list[str]
     refusals: dict[tuple[str, str], Refusal]
     took: str
 
 
-def read_options(description: str | None, *, models: Collection[str], out: Path) -> argparse.Namespace:
+def read_options(
+    description: str | None, *, models: Collection[str], out: Path
+) -> argparse.Namespace:
     """Return the options of the command line: `models`, `only`, `out`."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", nargs="*", default=list(models))
-    parser.add_argument("--only", nargs="*", help="plans, by what their names contain; other rows of the table stay")
+    parser.add_argument(
+        "--only", nargs="*", help="plans, by what their names contain; other rows of the table stay"
+    )
     parser.add_argument("--out", type=Path, default=out)
     return parser.parse_args()
 
 
 def compare_all(comparison: Comparison[P, R], options: argparse.Namespace) -> Compared:
-    """Run all plans, or those of `options`, on groups of their numbers of ranks; other rows are those of the table there is."""
+    """Run all plans, or those of `options`, on groups of their numbers of ranks; other rows are
+    those of the table there is.
+    """
     torch.set_num_threads(1)
     only, models = options.only, {name: comparison.models[name] for name in options.models}
-    plans = [plan for plan in comparison.plans if only is None or any(text in plan.name for text in only)]
+    plans = [
+        plan for plan in comparison.plans if only is None or any(text in plan.name for text in only)
+    ]
     start = time.perf_counter()
     found: dict[tuple[str, str], Any] = {}
     for world in sorted({plan.mesh.size for plan in plans}):
@@ -109,8 +125,8 @@ def compare(
     comparison: Comparison[P, R],
     cases: Sequence[tuple[P, str]],
 ) -> Iterator[tuple[str, str, Any]]:
-    """Yield plan, model and their differences (on rank 0; a text where the plan does not run) of `cases`, plans with names of
-    models, but for those that are `done`. A collective call.
+    """Yield plan, model and their differences (on rank 0; a text where the plan does not run) of
+    `cases`, plans with names of models, but for those that are `done`. A collective call.
     """
     for plan, name in [(plan, name) for plan, name in cases if (plan.name, name) not in done]:
         model = comparison.models[name]
@@ -127,7 +143,9 @@ def compare(
 
 
 def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
-    """AdamW in two groups. A large eps: a gradient that is zero but for rounding is not to become a step."""
+    """AdamW in two groups. A large eps: a gradient that is zero but for rounding is not to become a
+    step.
+    """
     groups = [
         {"params": [p for p in module.parameters() if p.dim() > 1], "weight_decay": 0.1},
         {"params": [p for p in module.parameters() if p.dim() <= 1], "weight_decay": 0.0},
@@ -136,9 +154,11 @@ def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
 
 
 def differences(found: Outcome, expected: Outcome) -> dict[str, float]:
-    """Return the largest differences: of the loss relative to it, else relative to the largest element of the tensor.
+    """Return the largest differences: of the loss relative to it, else relative to the largest
+    element of the tensor.
 
-    Gradients that are zero but for rounding (of a key's bias) are compared with a thousandth of the largest one.
+    Gradients that are zero but for rounding (of a key's bias) are compared with a thousandth of the
+    largest one.
     """
     sides = set(found.gradients) ^ set(expected.gradients)
     assert not sides, f"gradients on one side only: {', '.join(sorted(sides))}"
@@ -151,7 +171,9 @@ def differences(found: Outcome, expected: Outcome) -> dict[str, float]:
 
 
 def largest(found: dict[str, Tensor], expected: dict[str, Tensor], floor: float) -> float:
-    """Return the largest difference relative to the largest element of its tensor, or to `floor` where that is larger."""
+    """Return the largest difference relative to the largest element of its tensor, or to `floor`
+    where that is larger.
+    """
     return max(
         float((found[name] - value).abs().max() / value.abs().max().clamp(min=floor))
         for name, value in expected.items()
@@ -159,9 +181,11 @@ def largest(found: dict[str, Tensor], expected: dict[str, Tensor], floor: float)
 
 
 def run_group(world: int, cases: Cases) -> dict[tuple[str, str], Any]:
-    """Run ``cases(rank, done)`` on so many forked ranks; what rank 0 yields, and errors of any rank, by plan and model.
+    """Run ``cases(rank, done)`` on so many forked ranks; what rank 0 yields, and errors of any
+    rank, by plan and model.
 
-    After an error ranks start anew; `done` has the plans and models before it, and that with the error.
+    After an error ranks start anew; `done` has the plans and models before it, and that with the
+    error.
     """
     found: dict[tuple[str, str], Any] = {}
     while _run_ranks(world, cases, found):
@@ -176,7 +200,9 @@ def _run_ranks(world: int, cases: Cases, found: dict[tuple[str, str], Any]) -> b
     failed = False
     with tempfile.TemporaryDirectory() as folder:
         given = world, f"{folder}/store", cases, frozenset(found), results
-        ranks = [context.Process(target=_rank, args=(rank, *given), daemon=True) for rank in range(world)]
+        ranks = [
+            context.Process(target=_rank, args=(rank, *given), daemon=True) for rank in range(world)
+        ]
         for process in ranks:
             process.start()
         left = world
@@ -195,10 +221,16 @@ def _run_ranks(world: int, cases: Cases, found: dict[tuple[str, str], Any]) -> b
     return failed
 
 
-def _rank(rank: int, world: int, store: str, cases: Cases, done: Collection[tuple[str, str]], results: Any) -> None:
+def _rank(
+    rank: int, world: int, store: str, cases: Cases, done: Collection[tuple[str, str]], results: Any
+) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=120)
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=120),
     )
     for plan, model, found in cases(rank, done):
         if rank == 0 or (isinstance(found, str) and not isinstance(found, Refusal)):

@@ -1,4 +1,6 @@
-"""The ways to exchange gradients that `benchmarks.network` compares, each as a prepared DistributedDataParallel module."""
+"""The ways to exchange gradients that `benchmarks.network` compares, each as a prepared
+DistributedDataParallel module.
+"""
 
 # No `from __future__ import annotations`: DDP compares the annotations of a hook with classes.
 from collections.abc import Callable
@@ -20,7 +22,9 @@ ONE_BUCKET_MB = 4096  # torch's PowerSGD hangs on gloo with several buckets
 
 @dataclass
 class EagerTopK:
-    """Flat top-k with error feedback as it is usually written: torch.topk, 64-bit indices, all-gather, scatter."""
+    """Flat top-k with error feedback as it is usually written: torch.topk, 64-bit indices,
+    all-gather, scatter.
+    """
 
     density: float
     residuals: dict[int, Tensor] = field(default_factory=dict)
@@ -33,7 +37,9 @@ class EagerTopK:
             work = dist.all_reduce(buffer, async_op=True)
             return work.get_future().then(lambda done: done.value()[0].div_(world_size))
         residual = self.residuals.setdefault(bucket.index(), torch.zeros_like(buffer)).add_(buffer)
-        indices = torch.topk(residual.abs(), max(1, round(self.density * buffer.numel())), sorted=False).indices
+        indices = torch.topk(
+            residual.abs(), max(1, round(self.density * buffer.numel())), sorted=False
+        ).indices
         values = residual[indices]
         residual[indices] = 0
         gathered = [torch.empty((world_size, *x.shape), dtype=x.dtype) for x in (values, indices)]
@@ -53,7 +59,9 @@ class EagerTopK:
 
 @dataclass
 class Method:
-    """A prepared module; the bytes that leave a node for others per step, by formula; and our exchange where it is ours."""
+    """A prepared module; the bytes that leave a node for others per step, by formula; and our
+    exchange where it is ours.
+    """
 
     ddp: nn.Module
     bytes_per_step: float
@@ -61,8 +69,9 @@ class Method:
 
 
 def _ring_bytes(nbytes: float, *, passes: int) -> float:
-    """A ring over all ranks in order, of which one rank per node sends to another node: a gather of `nbytes` (`passes` 1)
-    or an all-reduce (2)."""
+    """A ring over all ranks in order, of which one rank per node sends to another node: a gather of
+    `nbytes` (`passes` 1) or an all-reduce (2).
+    """
     world_size = dist.get_world_size()
     return passes * (world_size - 1) * nbytes / world_size
 
@@ -75,7 +84,9 @@ def _wrap(module: nn.Module, **options: Any) -> DistributedDataParallel:
     return DistributedDataParallel(module, gradient_as_bucket_view=True, init_sync=False, **options)
 
 
-def _hooked(module: nn.Module, hook: Any, state: Any = None, *, sent: float, **options: Any) -> Method:
+def _hooked(
+    module: nn.Module, hook: Any, state: Any = None, *, sent: float, **options: Any
+) -> Method:
     ddp = _wrap(module, **options)
     ddp.register_comm_hook(state=state, hook=hook)
     return Method(ddp, sent)
@@ -101,14 +112,19 @@ def _power_sgd(module: nn.Module, rank: int) -> Method:
     for parameter in module.parameters():
         rows, columns = parameter.shape[0], parameter.numel() // parameter.shape[0]
         factors = (rows + columns) * min(rows, columns, rank)
-        is_compressed = parameter.dim() > 1 and factors * state.min_compression_rate < parameter.numel()
+        is_compressed = (
+            parameter.dim() > 1 and factors * state.min_compression_rate < parameter.numel()
+        )
         elements += factors if is_compressed else parameter.numel()
     sent = _ring_bytes(4 * elements, passes=2)
     return _hooked(module, powerSGD_hook, state, sent=sent, bucket_cap_mb=ONE_BUCKET_MB)
 
 
 def _ours(module: nn.Module, **options: Any) -> Method:
-    ddp, exchange = _wrap(module), CompressedExchange(read_gradient_method(options), timeout_seconds=120)
+    ddp, exchange = (
+        _wrap(module),
+        CompressedExchange(read_gradient_method(options), timeout_seconds=120),
+    )
     exchange.register(ddp)
     return Method(ddp, 0.0, exchange)  # it counts by itself
 
@@ -124,14 +140,22 @@ PEERS: dict[str, Callable[[nn.Module], Method]] = {
     "eager flat top-k, 1 %": lambda module: _eager_top_k(module, 0.01),
 }
 DENSITIES = {"5 %": 0.05, "1 %": 0.01, "0.1 %": 0.001}
-FLAT = {f"ours, flat top-k, {name}": {"hierarchical": False, "density": d} for name, d in DENSITIES.items()}
-HIERARCHICAL = {f"ours, hierarchical, {name}": {"hierarchical": True, "density": d} for name, d in DENSITIES.items()}
+FLAT = {
+    f"ours, flat top-k, {name}": {"hierarchical": False, "density": d}
+    for name, d in DENSITIES.items()
+}
+HIERARCHICAL = {
+    f"ours, hierarchical, {name}": {"hierarchical": True, "density": d}
+    for name, d in DENSITIES.items()
+}
 OTHERS: dict[str, dict[str, Any]] = {
     "ours, PowerSGD, rank 2": {"method": "powersgd", "rank": 2},
     "ours, bf16": {"method": "bf16"},
     "ours, sign": {"method": "sign"},
 }
-LOSSY: dict[str, dict[str, Any]] = {"ours, bounded loss, 1 %": {"method": "bounded_loss", "tolerance": 0.01}}
+LOSSY: dict[str, dict[str, Any]] = {
+    "ours, bounded loss, 1 %": {"method": "bounded_loss", "tolerance": 0.01}
+}
 
 
 def prepare(name: str, module: nn.Module) -> Method:

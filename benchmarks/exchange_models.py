@@ -1,4 +1,6 @@
-"""Two models of 25 M parameters with little to compute, so that the exchange of gradients decides the step."""
+"""Two models of 25 M parameters with little to compute, so that the exchange of gradients decides
+the step.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ class GPT(nn.Module):
 
 
 class ConvNet(nn.Module):
-    """Convolutions of 512 channels on 4 x 4 maps, as in the last stages of a residual net; loss of images (B, 3, 32, 32)."""
+    """Convolutions of 512 channels on 4 x 4 maps, as in the last stages of a residual net; loss of
+    images (B, 3, 32, 32).
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,12 +36,17 @@ class ConvNet(nn.Module):
         self.stem = nn.Sequential(*(self._convolution(a, b, 2) for a, b in sizes))
         self.body = nn.ModuleList(self._convolution(512, 512, 1) for _ in range(8))
         self.head = nn.Sequential(
-            self._convolution(512, 1024, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(1024, 10)
+            self._convolution(512, 1024, 2),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(1024, 10),
         )
 
     @staticmethod
     def _convolution(inputs: int, outputs: int, stride: int) -> nn.Module:
-        return nn.Sequential(nn.Conv2d(inputs, outputs, 3, stride, padding=1), nn.GroupNorm(8, outputs), nn.ReLU())
+        return nn.Sequential(
+            nn.Conv2d(inputs, outputs, 3, stride, padding=1), nn.GroupNorm(8, outputs), nn.ReLU()
+        )
 
     def forward(self, images: Tensor) -> Tensor:
         x = self.stem(images)
@@ -57,22 +66,31 @@ def batches(name: str, rank: int) -> list[Tensor]:
     """Sixteen batches of this rank."""
     generator = torch.Generator().manual_seed(rank)
     if name == "gpt":
-        return [torch.randint(0, 256, (SEQUENCES, SEQ_LEN + 1), generator=generator) for _ in range(16)]
+        return [
+            torch.randint(0, 256, (SEQUENCES, SEQ_LEN + 1), generator=generator) for _ in range(16)
+        ]
     return [torch.randn(IMAGES, 3, 32, 32, generator=generator) for _ in range(16)]
 
 
 def text_batches(rank: int, world_size: int, *, sequences: int, steps: int) -> list[Tensor]:
-    """Batches of the standard library's source for this rank, the same global batch whatever the method."""
+    """Batches of the standard library's source for this rank, the same global batch whatever the
+    method.
+    """
     data = StdlibBytesDataModule(SEQ_LEN, sequences, max_bytes=4_000_000)
     data.setup()
     order = torch.randperm(len(data.train_data), generator=torch.Generator().manual_seed(1))
     per_step = sequences * world_size
-    chosen = [order[s * per_step + rank * sequences : s * per_step + (rank + 1) * sequences] for s in range(steps)]
+    chosen = [
+        order[s * per_step + rank * sequences : s * per_step + (rank + 1) * sequences]
+        for s in range(steps)
+    ]
     return [torch.stack([data.train_data[int(i)] for i in indices]) for indices in chosen]
 
 
 def held_out_batches(*, sequences: int, batches: int) -> list[Tensor]:
-    """Validation batches of the standard library's source, spread over it; the same on all ranks."""
+    """Validation batches of the standard library's source, spread over it; the same on all
+    ranks.
+    """
     data = StdlibBytesDataModule(SEQ_LEN, sequences, max_bytes=4_000_000)
     data.setup()
     step = max(1, len(data.val_data) // (sequences * batches))

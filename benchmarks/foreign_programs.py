@@ -1,9 +1,10 @@
-"""The programs of tests/foreign under ``ddp`` and ``topt`` on 2 CPU ranks: how each was planned, how long it took, its result.
+"""The programs of tests/foreign under ``ddp`` and ``topt`` on 2 CPU ranks: how each was planned,
+how long it took, its result.
 
     python -m benchmarks.foreign_programs
 
-Writes results/foreign_programs.md. Each shelf is one pair of ranks; the first program of all pays for measuring the machine,
-unless that was kept from before.
+Writes results/foreign_programs.md. Each shelf is one pair of ranks; the first program of all pays
+for measuring the machine, unless that was kept from before.
 """
 
 from __future__ import annotations
@@ -38,7 +39,11 @@ def how(outcome: Outcome) -> str:
 
 def row(outcome: Outcome) -> str:
     """A line of the table, with the seconds of planning and of both fits."""
-    reason = "" if how(outcome) == "captured" else re.sub(r"\s+", " ", outcome.topt.planned_by or outcome.topt.error)
+    reason = (
+        ""
+        if how(outcome) == "captured"
+        else re.sub(r"\s+", " ", outcome.topt.planned_by or outcome.topt.error)
+    )
     result = "differs" if outcome.differences else "equal"
     run = outcome.topt
     cells = (outcome.name, how(outcome), run.plan, result, f"{run.planning_seconds:.2f}")
@@ -65,10 +70,12 @@ def main() -> None:
         HEAD + machine(),
         f"- {os.getloadavg()[0]:.0f} processes were running on average: times are upper bounds",
         "",
-        f"{len(outcomes)} programs: {counts['captured']} captured, {counts['fallback']} run as ddp, {refused}. "
+        f"{len(outcomes)} programs: {counts['captured']} captured, {counts['fallback']} run as "
+        f"ddp, {refused}. "
         f"Planning: median {middle:.2f} s, longest {longest:.2f} s.",
         "",
-        "| program | planned by | plan | result | planning (s) | fit under ddp (s) | under topt (s) | reason |",
+        "| program | planned by | plan | result | planning (s) | fit under ddp (s) | under topt "
+        "(s) | reason |",
         "|---|---|---|---|---|---|---|---|",
         *map(row, outcomes),
     ]

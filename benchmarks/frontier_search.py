@@ -1,10 +1,12 @@
-"""How long the search takes (CPU seconds), how many plans it finds, and its error bound when it has to give some up.
+"""How long the search takes (CPU seconds), how many plans it finds, and its error bound when it has
+to give some up.
 
     python -m benchmarks.frontier_search                        # a few minutes on one core
     python -m benchmarks.frontier_search --against ../before    # each table also with the search of another checkout
 
-Every table is searched in a process of its own, after a small one that loads compiled code; checkouts take turns. Chains and
-meshes are those of `frontier_cases.invented_gpt`, whose costs are invented.
+Every table is searched in a process of its own, after a small one that loads compiled code;
+checkouts take turns. Chains and meshes are those of `frontier_cases.invented_gpt`, whose costs are
+invented.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ def measure(name: str, seed: int) -> dict[str, Any]:
         from lightning_topt.frontier.search import search_frontier  # type: ignore[import-not-found,no-redef]  # noqa: PLC0415
 
     for edges, columns in ((True, 1), (False, 3)):  # loads what is compiled
-        search_frontier(random_costs(20, 12, columns, columns, edges=edges)(np.random.default_rng(0)))
+        search_frontier(
+            random_costs(20, 12, columns, columns, edges=edges)(np.random.default_rng(0))
+        )
     table = TABLES[name](np.random.default_rng(seed))
     start = time.process_time()
     found = search_frontier(table)
@@ -49,7 +53,12 @@ def measured(checkout: Path, table: str, seed: int) -> dict[str, Any] | None:
     except subprocess.TimeoutExpired:
         return None
     except JobFailed as failed:
-        return {"seconds": float("nan"), "points": 0, "error": float("nan"), "failed": failed.output[-300:]}
+        return {
+            "seconds": float("nan"),
+            "points": 0,
+            "error": float("nan"),
+            "failed": failed.output[-300:],
+        }
 
 
 def tables(against: Path | None, seeds: int) -> list[str]:
@@ -102,7 +111,10 @@ def growth() -> list[str]:
 
     layers, distinct = (12, 24, 48, 96, 192), (1, 2, 4, 8, 12)
     search_meshes(invented_meshes(64, 48, distinct=4))  # loads what is compiled
-    lines = ["| chain of blocks x 8 | distinct blocks | plans | error bound | CPU seconds |", "|---|---|---|---|---|"]
+    lines = [
+        "| chain of blocks x 8 | distinct blocks | plans | error bound | CPU seconds |",
+        "|---|---|---|---|---|",
+    ]
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.5))
     for count in distinct:
         times = []
@@ -114,7 +126,9 @@ def growth() -> list[str]:
             lines.append(f"| {depth} | {count} | {len(found)} | {error} | {times[-1]:.2g} |")
             print(lines[-1], flush=True)
         axes[0].plot(layers, times, "o-", label=f"{count} distinct")
-    axes[0].set(xlabel="layers", ylabel="CPU seconds", title="search_chain, 8 configurations per block")
+    axes[0].set(
+        xlabel="layers", ylabel="CPU seconds", title="search_chain, 8 configurations per block"
+    )
     axes[0].legend()
     lines += [
         "",
@@ -130,7 +144,8 @@ def growth() -> list[str]:
             times.append(time.process_time() - start)
             error = "0 (exact)" if union.exact else f"{100 * union.error_bound:.2g} %"
             lines.append(
-                f"| {len(meshes)} | {depth} | {count} | {len(union.searched)} | {len(union.points)} | {error} "
+                f"| {len(meshes)} | {depth} | {count} | {len(union.searched)} | "
+                f"{len(union.points)} | {error} "
                 f"| {times[-1]:.2g} |"
             )
             print(lines[-1], flush=True)
@@ -144,7 +159,9 @@ def growth() -> list[str]:
 
 def in_form(values: list[float], form: str) -> str:
     """Median and range, or the one value that all have."""
-    low, middle, high = (form.format(value) for value in (min(values), statistics.median(values), max(values)))
+    low, middle, high = (
+        form.format(value) for value in (min(values), statistics.median(values), max(values))
+    )
     return middle if low == high else f"{middle} ({low} to {high})"
 
 
@@ -162,14 +179,26 @@ def main() -> None:
         "",
         machine(),
         f"- load average before the run: {os.getloadavg()[0]:.1f}",
-        f"- NumPy {np.__version__}; {arguments.seeds} seed(s) per row: median (least to most); default limits",
+        f"- NumPy {np.__version__}; {arguments.seeds} seed(s) per row: median (least to most); "
+        "default limits",
     ]
     if against:
         head = subprocess.run(
-            ["git", "log", "-1", "--format=%h %s"], cwd=against, capture_output=True, text=True, check=True
+            ["git", "log", "-1", "--format=%h %s"],
+            cwd=against,
+            capture_output=True,
+            text=True,
+            check=True,
         )
         lines.append(f"- before: {head.stdout.strip()}")
-    lines += ["", *tables(against, arguments.seeds), "", *growth(), "", "![growth](frontier_growth.png)"]
+    lines += [
+        "",
+        *tables(against, arguments.seeds),
+        "",
+        *growth(),
+        "",
+        "![growth](frontier_growth.png)",
+    ]
     (RESULTS / "frontier_search.md").write_text("\n".join(lines) + "\n")
 
 

@@ -1,7 +1,8 @@
-"""One measured run of a byte-level GPT on the CPU, for the scripts beside this one; writes a JSON file on rank 0.
+"""One measured run of a byte-level GPT on the CPU, for the scripts beside this one; writes a JSON
+file on rank 0.
 
-With --cgroup every rank puts itself into a memory cgroup of that many bytes first (needs root; v1 or v2), so that the
-kernel kills what exceeds them.
+With --cgroup every rank puts itself into a memory cgroup of that many bytes first (needs root; v1
+or v2), so that the kernel kills what exceeds them.
 """
 
 from __future__ import annotations
@@ -68,7 +69,9 @@ class Progress(L.Callback):
 
 
 class Enough(L.Callback):
-    """Ends the fit when as many steps as asked for were measured, under the plan that a search beside training has found."""
+    """Ends the fit when as many steps as asked for were measured, under the plan that a search
+    beside training has found.
+    """
 
     def __init__(self, monitor: StepMonitor, *, steps: int) -> None:
         self.monitor, self.steps = monitor, steps
@@ -89,7 +92,9 @@ def main() -> None:
         strategy: Any = AutoParallelStrategy(
             memory_limit=options.memory_limit,
             plan=json.loads(options.plan) if is_mapping else options.plan,
-            allow_compression=options.allow_compression.split(",") if options.allow_compression else False,
+            allow_compression=options.allow_compression.split(",")
+            if options.allow_compression
+            else False,
             allow_staleness=bool(options.allow_staleness),
         )
     else:
@@ -113,9 +118,13 @@ def main() -> None:
         ],
     )
     model = ByteGPT(options.layers, options.hidden, options.heads, options.seq_len)
-    trainer.fit(model, StdlibBytesDataModule(options.seq_len, options.batch_size, max_bytes=2_000_000))
+    trainer.fit(
+        model, StdlibBytesDataModule(options.seq_len, options.batch_size, max_bytes=2_000_000)
+    )
     meter = getattr(strategy, "memory_meter", None)
-    base = trainer.strategy.all_gather(torch.tensor(float(meter.base_bytes or 0) if meter else 0.0)).reshape(-1)
+    base = trainer.strategy.all_gather(
+        torch.tensor(float(meter.base_bytes or 0) if meter else 0.0)
+    ).reshape(-1)
     if not trainer.is_global_zero:
         return
     assert monitor.measurement is not None

@@ -1,11 +1,13 @@
-"""Which terms a cost model of GPUs needs: fitted to 40 measured iterations of GPTs, tested on all others.
+"""Which terms a cost model of GPUs needs: fitted to 40 measured iterations of GPTs, tested on all
+others.
 
     python -m benchmarks.gpu_cost_model PATH/a100_megatron_sample.csv
 
-The rows are iterations of Megatron-DeepSpeed on 2 to 8 GPUs of one node (github VIA-Research/vTrain, MIT,
-`data/ground_truth_single.csv`; the columns are those of that file). Every set of terms is fitted to the same rows by least
-squares of logarithms (scipy, which scikit-learn brings). Symbols: b micro batch, s sequence, h hidden, a heads, l layers of
-a stage, t tensor, d data, p pipeline parallel size, m micro batches.
+The rows are iterations of Megatron-DeepSpeed on 2 to 8 GPUs of one node (github
+VIA-Research/vTrain, MIT, `data/ground_truth_single.csv`; the columns are those of that file). Every
+set of terms is fitted to the same rows by least squares of logarithms (scipy, which scikit-learn
+brings). Symbols: b micro batch, s sequence, h hidden, a heads, l layers of a stage, t tensor, d
+data, p pipeline parallel size, m micro batches.
 
     a layer's forward pass, per rank     flops  (24 b s h^2 + 4 b s^2 h) / t               Narayanan et al., SC 2021, section 3
                                          bytes  2 (10 + 24 / t) s b h + 10 a s^2 b / t     Korthikanti et al., 2022, section 4.1
@@ -37,10 +39,12 @@ from lightning_topt.costs.communication import ring_seconds
 from lightning_topt.costs.compute import SHARPNESS, host_bound_seconds
 
 VOCABULARY, FITTED, SPLITS = 51_200, 40, 6
-SURE = 2.0  # how far, as a factor, a constant that the rows say nothing about strays from its usual value
+# how far, as a factor, a constant that the rows say nothing about strays from its usual value
+SURE = 2.0
 
 
-# Constants with their usual values on an A100 (see conf/cluster/a100_8x8.yaml); `launch` is of one layer and direction.
+# Constants with their usual values on an A100 (see conf/cluster/a100_8x8.yaml); `launch` is of one
+# layer and direction.
 USUAL = {
     "flops": 150e12,
     "bandwidth": 100e9,
@@ -80,22 +84,34 @@ TERMS: dict[str, tuple[str, ...]] = {
 Constants = dict[str, float]
 
 
-def direction_seconds(row: MegatronRow, c: Constants, *, layers: float, heads: int, backward: bool) -> float:
-    """Seconds of one micro batch in a stage of so many layers, and `heads` (0 or 1) output layers."""
+def direction_seconds(
+    row: MegatronRow, c: Constants, *, layers: float, heads: int, backward: bool
+) -> float:
+    """Seconds of one micro batch in a stage of so many layers, and `heads` (0 or 1) output
+    layers.
+    """
     b, s, h, t = row.samples, row.sequence, row.hidden, row.tensor
     times = c.get("backward", 2.0) if backward else 1.0
     flops = (24 * b * s * h**2 + 4 * b * s**2 * h) / t
     rate = c["flops"] / (1 + c["half"] / flops) if "half" in c else c["flops"]
     device = layers * flops / rate + heads * 2 * b * s * h * VOCABULARY / t / rate
     if "memory" in c:
-        device += layers * (2 * (10 + 24 / t) * s * b * h + 10 * row.heads * s**2 * b / t) / c["memory"]
+        device += (
+            layers * (2 * (10 + 24 / t) * s * b * h + 10 * row.heads * s**2 * b / t) / c["memory"]
+        )
     device *= times
     link = Link(c.get("tensor_latency", 0.0), c.get("tensor_bandwidth", c["bandwidth"]))
-    device += 2 * layers * ring_seconds("all_reduce", size=2 * b * s * h, ranks=t, link=link) if t > 1 else 0.0
+    device += (
+        2 * layers * ring_seconds("all_reduce", size=2 * b * s * h, ranks=t, link=link)
+        if t > 1
+        else 0.0
+    )
     if "launch" not in c:
         return device
     launch = c.get("launch8", c["launch"]) if t == 8 else c["launch"]
-    return host_bound_seconds(device, host_seconds=layers * launch, sharpness=c.get("sharpness", SHARPNESS))
+    return host_bound_seconds(
+        device, host_seconds=layers * launch, sharpness=c.get("sharpness", SHARPNESS)
+    )
 
 
 def iteration_seconds(row: MegatronRow, c: Constants) -> float:
@@ -103,7 +119,10 @@ def iteration_seconds(row: MegatronRow, c: Constants) -> float:
     layers, count = row.layers / row.pipeline, row.batch // (row.data * row.samples)
 
     def stage(heads: int) -> float:
-        both = (direction_seconds(row, c, layers=layers, heads=heads, backward=backward) for backward in (False, True))
+        both = (
+            direction_seconds(row, c, layers=layers, heads=heads, backward=backward)
+            for backward in (False, True)
+        )
         return sum(both) + c.get("micro", 0.0)
 
     slowest = stage(1)
@@ -112,13 +131,21 @@ def iteration_seconds(row: MegatronRow, c: Constants) -> float:
     sent = 2 * (row.pipeline - 1) * message / c["bandwidth"]
     parameters = (12 * row.hidden**2 * layers + row.hidden * VOCABULARY) / row.tensor
     link = Link(0.0, c.get("data_bandwidth", c["bandwidth"]))
-    exchange = ring_seconds("all_reduce", size=2 * parameters, ranks=row.data, link=link) if row.data > 1 else 0.0
+    exchange = (
+        ring_seconds("all_reduce", size=2 * parameters, ranks=row.data, link=link)
+        if row.data > 1
+        else 0.0
+    )
     update = 28 * parameters / c["update"] if "update" in c else 0.0
     return passes + sent + exchange + update + c.get("step", 0.0)
 
 
-def fit(rows: Sequence[MegatronRow], names: Sequence[str], *, given: Constants | None = None) -> Constants:
-    """The constants that fit `rows` best, beside those `given`; each costs a little that is far from its usual value."""
+def fit(
+    rows: Sequence[MegatronRow], names: Sequence[str], *, given: Constants | None = None
+) -> Constants:
+    """The constants that fit `rows` best, beside those `given`; each costs a little that is far
+    from its usual value.
+    """
     given = given or {}
     usual = np.log([USUAL[name] for name in names])
 
@@ -129,7 +156,8 @@ def fit(rows: Sequence[MegatronRow], names: Sequence[str], *, given: Constants |
 
     starts = [np.zeros(len(names)), *np.random.default_rng(0).normal(0, 1, (3, len(names)))]
     found = min(
-        (least_squares(residuals, start, loss="soft_l1", f_scale=0.1) for start in starts), key=lambda f: f.cost
+        (least_squares(residuals, start, loss="soft_l1", f_scale=0.1) for start in starts),
+        key=lambda f: f.cost,
     )
     return given | dict(zip(names, np.exp(usual + found.x), strict=True))
 
@@ -141,8 +169,13 @@ def judge(rows: Sequence[MegatronRow], predict: Callable[[MegatronRow], float]) 
     for row in rows:
         jobs[row.job].append(row)
     several = [plans for plans in jobs.values() if len(plans) > 1]
-    regrets = [min(plans, key=predict).seconds / min(row.seconds for row in plans) - 1 for plans in several]
-    taus = [kendalltau([predict(row) for row in plans], [row.seconds for row in plans]).statistic for plans in several]
+    regrets = [
+        min(plans, key=predict).seconds / min(row.seconds for row in plans) - 1 for plans in several
+    ]
+    taus = [
+        kendalltau([predict(row) for row in plans], [row.seconds for row in plans]).statistic
+        for plans in several
+    ]
     return {
         "error": statistics.mean(errors),
         "p90": float(np.quantile(errors, 0.9)),
@@ -169,7 +202,10 @@ def table_row(
 
 def tables(rows: Sequence[MegatronRow]) -> str:
     """The terms one after another, and the constants of the host."""
-    lines = ["| terms | constants | mean error | p90 | regret | Kendall's tau |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| terms | constants | mean error | p90 | regret | Kendall's tau |",
+        "|---|---|---|---|---|---|",
+    ]
     names: tuple[str, ...] = ()
     found: dict[str, list[float]] = {}
     for term, more in TERMS.items():
@@ -178,19 +214,26 @@ def tables(rows: Sequence[MegatronRow]) -> str:
         lines.append(line)
         found |= {name: sorted(constants[name] for constants in fits) for name in more}
         if more == ("launch",):
-            lines.append(table_row(rows, "(the same, host and device added: q = 1)", names, given=ADDED)[0])
+            lines.append(
+                table_row(rows, "(the same, host and device added: q = 1)", names, given=ADDED)[0]
+            )
     launch, sharpness = found["launch"], found["sharpness"]
     host = (
-        f"The host's time for one layer and direction with four constants: {1e3 * statistics.median(launch):.2f} ms\n"
-        f"(median; {1e3 * launch[0]:.2f} to {1e3 * launch[-1]:.2f}). The exponent q of the maximum with nine constants: "
-        f"{statistics.median(sharpness):.1f} ({sharpness[0]:.1f} to {sharpness[-1]:.1f});\nwith fewer it is {SHARPNESS}."
+        "The host's time for one layer and direction with four constants: "
+        f"{1e3 * statistics.median(launch):.2f} ms\n"
+        f"(median; {1e3 * launch[0]:.2f} to {1e3 * launch[-1]:.2f}). The exponent q of the maximum "
+        "with nine constants: "
+        f"{statistics.median(sharpness):.1f} ({sharpness[0]:.1f} to {sharpness[-1]:.1f});\nwith "
+        f"fewer it is {SHARPNESS}."
     )
     return "\n".join([*lines, "", host])
 
 
 def main() -> None:
     """Fit, test, and write the results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("path", type=Path, help="CSV of measured iterations")
     rows = read_rows(parser.parse_args().path, need_times=True).rows
     text = f"""# Terms of a cost model of GPUs

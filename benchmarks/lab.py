@@ -2,10 +2,10 @@
 
     python -m benchmarks.lab --nodes 2 --ranks-per-node 2 --rate 1gbit -- script.py arguments
 
-Every node is a network namespace on one bridge; traffic between nodes passes a token bucket of the given rate in each
-direction, ranks of one node talk over its loopback at full speed. Ranks start as torchrun would start them (RANK, LOCAL_RANK,
-GROUP_RANK, MASTER_ADDR, ...), with one thread each. Needs root, iproute2 and a kernel with veth and tbf; losses at random need
-iptables and ethtool too.
+Every node is a network namespace on one bridge; traffic between nodes passes a token bucket of the
+given rate in each direction, ranks of one node talk over its loopback at full speed. Ranks start as
+torchrun would start them (RANK, LOCAL_RANK, GROUP_RANK, MASTER_ADDR, ...), with one thread each.
+Needs root, iproute2 and a kernel with veth and tbf; losses at random need iptables and ethtool too.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ while True:
 
 
 def end_on_signals() -> None:
-    """Let SIGTERM and SIGHUP end this process as an exception, so that a lab is taken down; for the main thread of a script."""
+    """Let SIGTERM and SIGHUP end this process as an exception, so that a lab is taken down; for the
+    main thread of a script.
+    """
 
     def leave(number: int, frame: FrameType | None) -> None:
         sys.exit(128 + number)
@@ -66,12 +68,14 @@ def end_on_signals() -> None:
 
 
 class Lab:
-    """Nodes 0 .. `nodes` - 1 as long as the context lasts. What labs of killed processes left is taken down first.
+    """Nodes 0 .. `nodes` - 1 as long as the context lasts. What labs of killed processes left is
+    taken down first.
 
-    `rate` of each node's link is in tc's units ("1gbit"), None: unlimited. A full link queues `queue` ("64kb"; None: 50 ms)
-    before it drops; every receiver loses the share `loss` of all packets; TCP uses `congestion` ("bbr"; None: the machine's);
-    packets have `mtu` bytes at most (None: 1500).
-    Raises ValueError for a number of nodes that is not 1 to 250, LabError where the machine cannot make one.
+    `rate` of each node's link is in tc's units ("1gbit"), None: unlimited. A full link queues
+    `queue` ("64kb"; None: 50 ms) before it drops; every receiver loses the share `loss` of all
+    packets; TCP uses `congestion` ("bbr"; None: the machine's); packets have `mtu` bytes at most
+    (None: 1500). Raises ValueError for a number of nodes that is not 1 to 250, LabError where the
+    machine cannot make one.
     """
 
     def __init__(
@@ -105,14 +109,19 @@ class Lab:
             remove_abandoned()
             add_bridge(self.bridge)
             for i, (name, link) in enumerate(zip(self.nodes, self._links, strict=True)):
-                add_node(name, link, bridge=self.bridge, address=self.address(i), limits=self.limits)
+                add_node(
+                    name, link, bridge=self.bridge, address=self.address(i), limits=self.limits
+                )
         except BaseException:
             self._remove()
             raise
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._remove()
 
@@ -126,14 +135,24 @@ class Lab:
         remove_bridge(self.bridge)
 
     def add_flow(self, source: int, target: int, *, bytes_per_second: float) -> None:
-        """Datagrams from one node to another, at that rate with their headers, until the lab ends."""
+        """Datagrams from one node to another, at that rate with their headers, until the lab
+        ends.
+        """
         arguments = [sys.executable, "-c", FLOW, self.address(target), "9", str(bytes_per_second)]
-        self._flows.append(subprocess.Popen(["ip", "netns", "exec", self.nodes[source], *arguments]))
+        self._flows.append(
+            subprocess.Popen(["ip", "netns", "exec", self.nodes[source], *arguments])
+        )
 
     def run(
-        self, command: Sequence[str], *, ranks_per_node: int = 1, nodes: int | None = None, timeout: float = 900
+        self,
+        command: Sequence[str],
+        *,
+        ranks_per_node: int = 1,
+        nodes: int | None = None,
+        timeout: float = 900,
     ) -> str:
-        """Run ``python *command`` on every rank of the first `nodes` (None: all), `timeout` seconds at most; rank 0's output.
+        """Run ``python *command`` on every rank of the first `nodes` (None: all), `timeout` seconds
+        at most; rank 0's output.
 
         Raises LabError with the output of a rank that failed; the others are killed.
         """
@@ -144,7 +163,11 @@ class Lab:
             processes: list[subprocess.Popen[bytes]] = []
             try:
                 for rank, log in enumerate(logs):
-                    processes.append(self._start(rank, command, log=log, nodes=nodes, ranks_per_node=ranks_per_node))
+                    processes.append(
+                        self._start(
+                            rank, command, log=log, nodes=nodes, ranks_per_node=ranks_per_node
+                        )
+                    )
                 failed = _wait(processes, timeout)
             finally:
                 for process in processes:
@@ -152,15 +175,28 @@ class Lab:
                     process.wait()
             if failed is not None:
                 output = logs[failed].read_text(errors="replace")
-                raise LabError(f"rank {failed} failed, or did not end within {timeout:.0f} s:\n{output[-4000:]}")
+                raise LabError(
+                    f"rank {failed} failed, or did not end within {timeout:.0f} "
+                    f"s:\n{output[-4000:]}"
+                )
             return logs[0].read_text(errors="replace")
 
-    def run_gpt(self, *, ranks_per_node: int, timeout: float = 500, **options: Any) -> dict[str, Any]:
-        """Run `gpt_run.py` on all nodes with ``--key=value`` options; its result. Raises LabError as `run` does."""
-        return self.run_module("benchmarks.gpt_run", ranks_per_node=ranks_per_node, timeout=timeout, **options)
+    def run_gpt(
+        self, *, ranks_per_node: int, timeout: float = 500, **options: Any
+    ) -> dict[str, Any]:
+        """Run `gpt_run.py` on all nodes with ``--key=value`` options; its result. Raises LabError
+        as `run` does.
+        """
+        return self.run_module(
+            "benchmarks.gpt_run", ranks_per_node=ranks_per_node, timeout=timeout, **options
+        )
 
-    def run_module(self, name: str, *, ranks_per_node: int, timeout: float = 500, **options: Any) -> dict[str, Any]:
-        """Run a module that writes its result as JSON to ``--out``. Raises LabError as `run` does."""
+    def run_module(
+        self, name: str, *, ranks_per_node: int, timeout: float = 500, **options: Any
+    ) -> dict[str, Any]:
+        """Run a module that writes its result as JSON to ``--out``. Raises LabError as `run`
+        does.
+        """
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "result.json"
             arguments = [f"--{key}={value}" for key, value in {**options, "out": out}.items()]
@@ -173,7 +209,14 @@ class Lab:
     ) -> subprocess.Popen[bytes]:
         with log.open("wb") as out:
             return subprocess.Popen(
-                ["ip", "netns", "exec", self.nodes[rank // ranks_per_node], sys.executable, *command],
+                [
+                    "ip",
+                    "netns",
+                    "exec",
+                    self.nodes[rank // ranks_per_node],
+                    sys.executable,
+                    *command,
+                ],
                 env=self._environment(rank, nodes, ranks_per_node),
                 cwd=ROOT,
                 stdout=out,
@@ -207,7 +250,9 @@ def sent_bytes(device: str = "eth0") -> int:
 
 
 def sent_payload(device: str = "eth0") -> int:
-    """The same without the headers of TCP, IP and Ethernet. What is cut into packets later (by the link) has one header."""
+    """The same without the headers of TCP, IP and Ethernet. What is cut into packets later (by the
+    link) has one header.
+    """
     nbytes, packets = _sent(device)
     return nbytes - HEADERS * packets
 
@@ -237,18 +282,30 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout: float) -> int |
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--ranks-per-node", type=int, default=1)
-    parser.add_argument("--rate", default="1gbit", help="of each node's link, in tc's units; empty: unlimited")
+    parser.add_argument(
+        "--rate", default="1gbit", help="of each node's link, in tc's units; empty: unlimited"
+    )
     parser.add_argument("--burst", default="256kb", help="bytes that leave at once, in tc's units")
     parser.add_argument(
-        "--queue", default="", help="bytes that a full link queues before it drops, as 64kb; empty: 50 ms"
+        "--queue",
+        default="",
+        help="bytes that a full link queues before it drops, as 64kb; empty: 50 ms",
     )
-    parser.add_argument("--loss", type=float, default=0.0, help="share of packets that receivers lose, as 0.001")
-    parser.add_argument("--congestion", default="", help="TCP's congestion control, as bbr; empty: the machine's")
+    parser.add_argument(
+        "--loss", type=float, default=0.0, help="share of packets that receivers lose, as 0.001"
+    )
+    parser.add_argument(
+        "--congestion", default="", help="TCP's congestion control, as bbr; empty: the machine's"
+    )
     parser.add_argument("--timeout", type=float, default=900)
-    parser.add_argument("command", nargs="+", help="after --: script.py or -m module, and its arguments")
+    parser.add_argument(
+        "command", nargs="+", help="after --: script.py or -m module, and its arguments"
+    )
     options = parser.parse_args(arguments)
     if options.nodes < 1 or options.ranks_per_node < 1:
         parser.error("--nodes and --ranks-per-node are at least 1")
@@ -262,7 +319,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             loss=options.loss,
             congestion=options.congestion or None,
         ) as lab:
-            print(lab.run(options.command, ranks_per_node=options.ranks_per_node, timeout=options.timeout), end="")
+            print(
+                lab.run(
+                    options.command, ranks_per_node=options.ranks_per_node, timeout=options.timeout
+                ),
+                end="",
+            )
     except LabError as error:
         sys.exit(f"lab: {error}")
 

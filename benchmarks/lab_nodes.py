@@ -1,7 +1,8 @@
-"""The nodes of a lab as Linux has them: a network namespace each, with a link to one bridge that is limited as asked.
+"""The nodes of a lab as Linux has them: a network namespace each, with a link to one bridge that is
+limited as asked.
 
-Node i of a lab is ``topt<mark>n<i>``, with the link ``tv<mark>n<i>`` to the bridge ``tbr<mark>``; the mark is the id of the
-process that made the lab, and a number.
+Node i of a lab is ``topt<mark>n<i>``, with the link ``tv<mark>n<i>`` to the bridge ``tbr<mark>``;
+the mark is the id of the process that made the lab, and a number.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ class LabError(RuntimeError):
 def check_root() -> None:
     """Raise LabError without root."""
     if os.geteuid() != 0:
-        raise LabError("the lab makes network namespaces, which needs root: run it with sudo, or leave it out")
+        raise LabError(
+            "the lab makes network namespaces, which needs root: run it with sudo, or leave it out"
+        )
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,9 @@ def remove_bridge(name: str) -> None:
 
 
 def add_node(name: str, link: str, *, bridge: str, address: str, limits: LinkLimits) -> None:
-    """Add the namespace `name` with an interface ``eth0`` of this IPv4 address, whose other end is `link`, on the bridge."""
+    """Add the namespace `name` with an interface ``eth0`` of this IPv4 address, whose other end is
+    `link`, on the bridge.
+    """
     _sh("ip", "netns", "add", name)
     _sh("ip", "link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", name)
     _sh("ip", "link", "set", link, "master", bridge, "up")
@@ -87,11 +92,18 @@ def add_node(name: str, link: str, *, bridge: str, address: str, limits: LinkLim
         _sh(*inside, "iptables", "-A", "INPUT", "-i", "eth0", *at_random, "-j", "DROP")
     if limits.congestion:
         allow_in_namespaces(limits.congestion)
-        _sh(*inside, "sh", "-c", f"echo {limits.congestion} > {CONGESTION / 'tcp_congestion_control'}")
+        _sh(
+            *inside,
+            "sh",
+            "-c",
+            f"echo {limits.congestion} > {CONGESTION / 'tcp_congestion_control'}",
+        )
 
 
 def allow_in_namespaces(congestion: str) -> None:
-    """Let processes of namespaces choose a congestion control of this machine; what the machine itself uses stays."""
+    """Let processes of namespaces choose a congestion control of this machine; what the machine
+    itself uses stays.
+    """
     allowed = CONGESTION / "tcp_allowed_congestion_control"
     if congestion not in allowed.read_text().split():
         allowed.write_text(f"{allowed.read_text().strip()} {congestion}")
@@ -111,7 +123,9 @@ def remove_node(name: str) -> None:
 
 def remove_abandoned() -> None:
     """Take down what labs left whose process was killed; names tell the process."""
-    names = re.findall(r"^(topt(([0-9a-f]+)-[0-9a-f]+)n\d+)\b", _sh("ip", "netns", "list"), re.MULTILINE)
+    names = re.findall(
+        r"^(topt(([0-9a-f]+)-[0-9a-f]+)n\d+)\b", _sh("ip", "netns", "list"), re.MULTILINE
+    )
     for name, mark, pid in names:
         if not Path(f"/proc/{int(pid, 16)}").exists():
             remove_node(name)
@@ -123,7 +137,8 @@ def _sh(*command: str, check: bool = True) -> str:
         job = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError:
         raise LabError(
-            f"the lab needs the command {command[0]!r}: install iproute2 (iptables and ethtool for losses)"
+            f"the lab needs the command {command[0]!r}: install iproute2 (iptables and ethtool for "
+            "losses)"
         ) from None
     if job.returncode and check:
         raise LabError(f"{' '.join(command)}: {job.stderr.strip()}")

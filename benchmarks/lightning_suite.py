@@ -1,14 +1,19 @@
-"""Lightning's own tests with `AutoParallelStrategy` in place of `DDPStrategy`, and what fails that passes under ``ddp``.
+"""Lightning's own tests with `AutoParallelStrategy` in place of `DDPStrategy`, and what fails that
+passes under ``ddp``.
 
-    git clone https://github.com/Lightning-AI/pytorch-lightning && git -C pytorch-lightning checkout 2.6.5
-    pip install cloudpickle jsonargparse[signatures] onnx pandas psutil pytest-rerunfailures pytest-timeout \\
+    git clone https://github.com/Lightning-AI/pytorch-lightning && git -C pytorch-lightning checkout
+    2.6.5 pip install cloudpickle jsonargparse[signatures] onnx pandas psutil pytest-rerunfailures
+    pytest-timeout \\
         scikit-learn tensorboardX
-    python -m benchmarks.lightning_suite pytorch-lightning/tests [--one-device] [tests_pytorch/loops ...]
+    python -m benchmarks.lightning_suite pytorch-lightning/tests [--one-device] [tests_pytorch/loops
+    ...]
 
-Every name of Lightning's registry that builds a `DDPStrategy` builds ours; with ``--one-device`` Trainers on one CPU build it
-too, where Lightning would take its `SingleDeviceStrategy`. Each file of tests runs in a process of its own; what fails runs
-again without the others, and where it fails again, with ``ddp`` in the same places. Results are kept in ``--work``: the same
-command goes on where it was stopped. ``@FILE`` names a file with tests. `results/lightning_suite.md` has the outcome.
+Every name of Lightning's registry that builds a `DDPStrategy` builds ours; with ``--one-device``
+Trainers on one CPU build it too, where Lightning would take its `SingleDeviceStrategy`. Each file
+of tests runs in a process of its own; what fails runs again without the others, and where it fails
+again, with ``ddp`` in the same places. Results are kept in ``--work``: the same command goes on
+where it was stopped. ``@FILE`` names a file with tests. `results/lightning_suite.md` has the
+outcome.
 """
 
 from __future__ import annotations
@@ -35,20 +40,33 @@ from lightning.pytorch.trainer.connectors.accelerator_connector import _Accelera
 from benchmarks.common import ROOT, machine
 
 DEFAULT = (
-    *("trainer/test_trainer.py", "models/test_hooks.py", "models/test_restore.py", "trainer/optimization"),
+    *(
+        "trainer/test_trainer.py",
+        "models/test_hooks.py",
+        "models/test_restore.py",
+        "trainer/optimization",
+    ),
     *("callbacks", "checkpointing", "loops"),
 )
-CLASSES = {"ddp": "lightning.pytorch.strategies:DDPStrategy", "topt": "lightning_topt:AutoParallelStrategy"}
-STRATEGY, ONE_DEVICE, RESULTS = (f"LIGHTNING_SUITE_{name}" for name in ("STRATEGY", "ONE_DEVICE", "OUT"))
+CLASSES = {
+    "ddp": "lightning.pytorch.strategies:DDPStrategy",
+    "topt": "lightning_topt:AutoParallelStrategy",
+}
+STRATEGY, ONE_DEVICE, RESULTS = (
+    f"LIGHTNING_SUITE_{name}" for name in ("STRATEGY", "ONE_DEVICE", "OUT")
+)
 Outcomes = dict[str, dict[str, Any]]
 NOT_RUN: dict[str, Any] = {"outcome": "not run"}
 Targets = dict[str, list[str]]  # the name of a process: its tests
 
-# ---- inside pytest ----------------------------------------------------------------------------------------------------
+# ---- inside pytest
+# ----------------------------------------------------------------------------------------------------
 
 
 class Substitution:
-    """A pytest plugin that puts another class in the place of `DDPStrategy` and notes what became of each test."""
+    """A pytest plugin that puts another class in the place of `DDPStrategy` and notes what became
+    of each test.
+    """
 
     def __init__(self, class_name: str, *, one_device: bool, results: Path) -> None:
         self.results, self.builders = results, set[str]()
@@ -116,7 +134,9 @@ def _running() -> str:
 def pytest_configure(config: Any) -> None:
     """Register the substitution that the environment asks for."""
     results, one_device = Path(os.environ[RESULTS]), bool(os.environ.get(ONE_DEVICE))
-    config.pluginmanager.register(Substitution(os.environ[STRATEGY], one_device=one_device, results=results))
+    config.pluginmanager.register(
+        Substitution(os.environ[STRATEGY], one_device=one_device, results=results)
+    )
 
 
 def read_outcomes(path: Path) -> Outcomes:
@@ -124,27 +144,57 @@ def read_outcomes(path: Path) -> Outcomes:
     outcomes: Outcomes = {}
     for line in path.read_text().splitlines() if path.exists() else []:
         entry = json.loads(line)
-        if outcomes.get(entry["test"], {}).get("outcome") != "failed" or entry["outcome"] == "failed":
+        if (
+            outcomes.get(entry["test"], {}).get("outcome") != "failed"
+            or entry["outcome"] == "failed"
+        ):
             outcomes[entry["test"]] = entry
     return outcomes
 
 
-# ---- the runner ---------------------------------------------------------------------------------------------------------
+# ---- the runner
+# ---------------------------------------------------------------------------------------------------------
 
 
-def run_target(target: str, tests: list[str], *, strategy: str, options: argparse.Namespace, folder: Path) -> None:
+def run_target(
+    target: str, tests: list[str], *, strategy: str, options: argparse.Namespace, folder: Path
+) -> None:
     """Run `tests` in processes, one after the other, until none is left that a crash took along."""
     results = _results(folder, target)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{options.tests.resolve()}"}
-    environment |= {STRATEGY: CLASSES[strategy], RESULTS: str(results.resolve()), ONE_DEVICE: "1" * options.one_device}
-    command = [*(sys.executable, "-m", "pytest", "-p", "benchmarks.lightning_suite", "-p", "no:cacheprovider", "-q")]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": f"{ROOT}:{options.tests.resolve()}",
+    }
+    environment |= {
+        STRATEGY: CLASSES[strategy],
+        RESULTS: str(results.resolve()),
+        ONE_DEVICE: "1" * options.one_device,
+    }
+    command = [
+        *(
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            "benchmarks.lightning_suite",
+            "-p",
+            "no:cacheprovider",
+            "-q",
+        )
+    ]
     command += ["-p", "no:xdist", "-W", "ignore::FutureWarning", f"--timeout={options.timeout}"]
     command += ["--timeout-method=thread", *(test.removeprefix("tests/") for test in tests)]
     for _ in range(100):
         before = len(read_outcomes(results))
         with results.with_suffix(".log").open("a") as log:
             job = subprocess.Popen(
-                command, cwd=options.tests, env=environment, stdout=log, stderr=log, start_new_session=True
+                command,
+                cwd=options.tests,
+                env=environment,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
             job.wait()
         with contextlib.suppress(ProcessLookupError):
@@ -153,25 +203,43 @@ def run_target(target: str, tests: list[str], *, strategy: str, options: argpars
             return
 
 
-def run_all(targets: Targets, *, strategy: str, options: argparse.Namespace, folder: Path) -> Outcomes:
-    """Run the tests of each target in a process, as many at once as the options say; the outcome of each test."""
+def run_all(
+    targets: Targets, *, strategy: str, options: argparse.Namespace, folder: Path
+) -> Outcomes:
+    """Run the tests of each target in a process, as many at once as the options say; the outcome of
+    each test.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(options.jobs) as pool:
         run = functools.partial(run_target, strategy=strategy, options=options, folder=folder)
         for number, _ in enumerate(pool.map(run, targets, targets.values()), 1):
             print(f"{folder.name}: {number} of {len(targets)}", file=sys.stderr, flush=True)
-    return {test: entry for name in targets for test, entry in read_outcomes(_results(folder, name)).items()}
+    return {
+        test: entry
+        for name in targets
+        for test, entry in read_outcomes(_results(folder, name)).items()
+    }
 
 
 def _results(folder: Path, target: str) -> Path:
-    return folder / (hashlib.sha256(target.encode()).hexdigest()[:8] + Path(target.split("::")[0]).name + ".jsonl")
+    return folder / (
+        hashlib.sha256(target.encode()).hexdigest()[:8]
+        + Path(target.split("::")[0]).name
+        + ".jsonl"
+    )
 
 
 def compare(options: argparse.Namespace) -> str:
-    """Run everything with ours, and what fails once more and with ``ddp``; the report in Markdown."""
-    outcomes = run_all(options.chosen, strategy="topt", options=options, folder=options.work / "topt")
+    """Run everything with ours, and what fails once more and with ``ddp``; the report in
+    Markdown.
+    """
+    outcomes = run_all(
+        options.chosen, strategy="topt", options=options, folder=options.work / "topt"
+    )
     failed = [test for test, entry in outcomes.items() if not _fine(entry)]
-    again = run_all(_by_file(failed), strategy="topt", options=options, folder=options.work / "topt_again")
+    again = run_all(
+        _by_file(failed), strategy="topt", options=options, folder=options.work / "topt_again"
+    )
     still = [test for test in failed if not _fine(again.get(test, NOT_RUN))]
     ddp = run_all(_by_file(still), strategy="ddp", options=options, folder=options.work / "ddp")
     ours = sorted(test for test in still if _fine(ddp.get(test, NOT_RUN)))
@@ -201,7 +269,10 @@ def compare(options: argparse.Namespace) -> str:
 
 
 def _by_file(tests: Sequence[str]) -> Targets:
-    return {file: [t for t in tests if t.split("::")[0] == file] for file in sorted({t.split("::")[0] for t in tests})}
+    return {
+        file: [t for t in tests if t.split("::")[0] == file]
+        for file in sorted({t.split("::")[0] for t in tests})
+    }
 
 
 def _fine(entry: dict[str, Any]) -> bool:
@@ -221,7 +292,9 @@ def chosen_tests(arguments: Sequence[str], tests: Path) -> dict[str, list[str]]:
     chosen: dict[str, list[str]] = {}
     names = []
     for argument in arguments or [f"tests_pytorch/{name}" for name in DEFAULT]:
-        names += Path(argument[1:]).read_text().split("\n") if argument.startswith("@") else [argument]
+        names += (
+            Path(argument[1:]).read_text().split("\n") if argument.startswith("@") else [argument]
+        )
     for name in (name.strip().removeprefix("tests/") for name in names if name.strip()):
         path = tests / name
         if path.is_dir():
@@ -237,11 +310,17 @@ def main() -> None:
     """Run the comparison and print it."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("tests", type=Path, help="the folder `tests` of a checkout of Lightning")
-    parser.add_argument("names", nargs="*", help="files, folders or tests below it, or @FILE with a list")
-    parser.add_argument("--one-device", action="store_true", help="Trainers on one CPU run the strategy too")
+    parser.add_argument(
+        "names", nargs="*", help="files, folders or tests below it, or @FILE with a list"
+    )
+    parser.add_argument(
+        "--one-device", action="store_true", help="Trainers on one CPU run the strategy too"
+    )
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--timeout", type=float, default=120, help="seconds for one test")
-    parser.add_argument("--work", type=Path, default=Path("lightning_suite_work"), help="where results are kept")
+    parser.add_argument(
+        "--work", type=Path, default=Path("lightning_suite_work"), help="where results are kept"
+    )
     options = parser.parse_intermixed_args()
     options.chosen = chosen_tests(options.names, options.tests)
     print(compare(options))

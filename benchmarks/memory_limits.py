@@ -1,10 +1,11 @@
-"""Lower the memory limit step by step: which plan is chosen, what it was predicted to cost, and what it did cost.
+"""Lower the memory limit step by step: which plan is chosen, what it was predicted to cost, and
+what it did cost.
 
     python -m benchmarks.memory_limits              # table; about 10 minutes on 2 cores
     sudo python -m benchmarks.memory_limits --cgroup  # and: the kernel enforces the limits (root)
 
-A GPT of 50 M parameters on two CPU ranks with one thread each. Memory is resident anonymous bytes of a rank above those of
-the idle rank (see `lightning_topt.execution.memory_meter`).
+A GPT of 50 M parameters on two CPU ranks with one thread each. Memory is resident anonymous bytes
+of a rank above those of the idle rank (see `lightning_topt.execution.memory_meter`).
 """
 
 from __future__ import annotations
@@ -23,15 +24,18 @@ def row(limit: int, result: dict[str, Any]) -> str:
     memory_error = predicted["peak_bytes"] / result["peak_bytes"] - 1
     kept = "yes" if result["peak_bytes"] <= limit * 2**20 else "NO"
     return (
-        f"| {limit} | {result['summary']} | {predicted['step_seconds']:.2f} | {result['step_seconds']:.2f} | "
-        f"{100 * time_error:+.1f} % | {mib(predicted['peak_bytes'])} | {mib(result['peak_bytes'])} | "
+        f"| {limit} | {result['summary']} | {predicted['step_seconds']:.2f} | "
+        f"{result['step_seconds']:.2f} | "
+        f"{100 * time_error:+.1f} % | {mib(predicted['peak_bytes'])} | {mib(result['peak_bytes'])} "
+        "| "
         f"{100 * memory_error:+.1f} % | {kept} |"
     )
 
 
 def sweep(steps: int) -> tuple[list[str], list[tuple[int, dict[str, Any]]]]:
     lines = [
-        "| limit MiB | plan | predicted s | measured s | error | predicted MiB | measured MiB | error | limit kept |",
+        "| limit MiB | plan | predicted s | measured s | error | predicted MiB | measured MiB | "
+        "error | limit kept |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     results = []
@@ -45,7 +49,10 @@ def sweep(steps: int) -> tuple[list[str], list[tuple[int, dict[str, Any]]]]:
 
 def enforce(results: list[tuple[int, dict[str, Any]]], steps: int) -> list[str]:
     """Each rank in a cgroup of (idle rank + limit): does the chosen plan live, does plain DDP?"""
-    lines = ["| limit MiB | cgroup per rank MiB | chosen plan | Lightning ddp |", "|---|---|---|---|"]
+    lines = [
+        "| limit MiB | cgroup per rank MiB | chosen plan | Lightning ddp |",
+        "|---|---|---|---|",
+    ]
     for limit, result in results[2::2]:
         size = result["base_bytes"] + limit * 2**20
         outcomes = []
@@ -61,14 +68,22 @@ def enforce(results: list[tuple[int, dict[str, Any]]], steps: int) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--cgroup", action="store_true", help="enforce the limits by cgroups too (needs root)")
+    parser.add_argument(
+        "--cgroup", action="store_true", help="enforce the limits by cgroups too (needs root)"
+    )
     options = parser.parse_args()
     lines, results = sweep(options.steps)
     parameters = results[0][1]["parameters"] / 1e6
     text = ["# Memory limits: chosen plans, predicted and measured", "", machine(), ""]
-    text += [f"- GPT of {parameters:.1f} M parameters, 2 ranks, 4 sequences of 256 bytes per rank, AdamW (fused)", ""]
+    text += [
+        f"- GPT of {parameters:.1f} M parameters, 2 ranks, 4 sequences of 256 bytes per rank, "
+        "AdamW (fused)",
+        "",
+    ]
     text += lines
     if options.cgroup:
         text += ["", "## Enforced by cgroups", "", *enforce(results, options.steps)]

@@ -1,13 +1,15 @@
-"""Step time, bytes and time to a loss of gradient exchanges over slow links: a lab of two nodes on this machine.
+"""Step time, bytes and time to a loss of gradient exchanges over slow links: a lab of two nodes on
+this machine.
 
     sudo python -m benchmarks.network                  # about an hour on 2 quiet cores
     sudo python -m benchmarks.network --quick          # the main methods at 1 Gb/s, few rounds; printed, not kept
     sudo python -m benchmarks.network --only "1x 1gbit gpt" --rounds 9
     python -m benchmarks.network --report              # the tables from what was measured
 
-Set-ups are measured one after the other and kept in benchmarks/results/network.json; in each, the methods run in one job,
-interleaved round by round. A round's figure is the median over its steps of the slowest rank. Measure on a machine that does
-nothing else: rounds beside other work are repeated, and the report says how much there was.
+Set-ups are measured one after the other and kept in benchmarks/results/network.json; in each, the
+methods run in one job, interleaved round by round. A round's figure is the median over its steps of
+the slowest rank. Measure on a machine that does nothing else: rounds beside other work are
+repeated, and the report says how much there was.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ BY_METHOD = (
 
 @dataclass(frozen=True)
 class Job:
-    """One set-up: its name, ranks per node, rate of the links, arguments of `network_run`, methods that run together."""
+    """One set-up: its name, ranks per node, rate of the links, arguments of `network_run`, methods
+    that run together.
+    """
 
     name: str
     ranks: int
@@ -52,7 +56,9 @@ class Job:
     flow: float = 0.0  # share of the link from node 0 to node 1
 
     def run(self, timeout: float = 1500) -> dict[str, Any]:
-        """Everything measured, of all groups; "reference" has the dense rounds beside which a method ran."""
+        """Everything measured, of all groups; "reference" has the dense rounds beside which a
+        method ran.
+        """
         merged: dict[str, Any] = {"reference": {}}
         for methods in self.groups:
             result = self._run_group(methods, timeout)
@@ -75,14 +81,24 @@ class Job:
             out = Path(folder) / "result.json"
             if self.flow:
                 lab.add_flow(0, 1, bytes_per_second=self.flow * RATES[self.rate])
-            command = ["-m", "benchmarks.network_run", "--out", str(out), *self.arguments, "--methods", *methods]
+            command = [
+                "-m",
+                "benchmarks.network_run",
+                "--out",
+                str(out),
+                *self.arguments,
+                "--methods",
+                *methods,
+            ]
             lab.run(command, ranks_per_node=self.ranks, timeout=timeout)
             result: dict[str, Any] = json.loads(out.read_text())
             return result
 
 
 def groups(ranks: int) -> tuple[tuple[str, ...], ...]:
-    """What is compared with so many ranks per node; four processes have no room for all methods at once."""
+    """What is compared with so many ranks per node; four processes have no room for all methods at
+    once.
+    """
     if ranks == 1:
         return ((ALONE, *PEERS, *FLAT, *OTHERS),)
     return (ALONE, DENSE, *FLAT, *HIERARCHICAL), tuple(PEERS), (DENSE, *OTHERS)
@@ -97,7 +113,9 @@ def jobs(rounds: int) -> Iterator[Job]:
             arguments = ("--steady", "--rounds", "2", "--straggler", str(straggler))
             yield Job(disturbed_name(ranks, what), ranks, "1gbit", arguments, ((method,),), flow)
     for method in TO_LOSS:
-        yield Job(f"to loss: {method}", 1, "1gbit", ("--loss", str(network_report.LOSS)), ((method,),))
+        yield Job(
+            f"to loss: {method}", 1, "1gbit", ("--loss", str(network_report.LOSS)), ((method,),)
+        )
 
 
 def quick_jobs() -> Iterator[Job]:
@@ -105,7 +123,9 @@ def quick_jobs() -> Iterator[Job]:
     main = (ALONE, DENSE, "torch fp16 hook", "torch PowerSGD, rank 4", "ours, flat top-k, 1 %")
     for ranks in (1, 2):
         methods = main if ranks == 1 else (*main, "ours, hierarchical, 1 %")
-        yield Job(f"{ranks}x 1gbit gpt", ranks, "1gbit", ("--model", "gpt", "--rounds", "3"), (methods,))
+        yield Job(
+            f"{ranks}x 1gbit gpt", ranks, "1gbit", ("--model", "gpt", "--rounds", "3"), (methods,)
+        )
 
 
 def measure(chosen: Iterator[Job], file: Path, *, only: Sequence[str]) -> None:
@@ -125,7 +145,9 @@ def load(file: Path) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", nargs="*", default=[], help="parts of the set-ups' names")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--quick", action="store_true")
@@ -136,7 +158,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         file = Path(folder) / "quick.json" if options.quick else FILE
         if not options.report:
             try:
-                measure(quick_jobs() if options.quick else jobs(options.rounds), file, only=options.only)
+                measure(
+                    quick_jobs() if options.quick else jobs(options.rounds), file, only=options.only
+                )
             except LabError as error:
                 sys.exit(f"network: {error}")
         text = network_report.report(load(file), machine())

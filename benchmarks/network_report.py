@@ -16,7 +16,11 @@ SETUPS = {
 }
 CALM = "undisturbed"
 # Share of the link that another flow takes; the rank that sleeps 0.2 s in every step.
-DISTURBANCES = {CALM: (0.0, -1), "10 % of the link taken": (0.1, -1), "rank 1 late by 0.2 s in every step": (0.0, 1)}
+DISTURBANCES = {
+    CALM: (0.0, -1),
+    "10 % of the link taken": (0.1, -1),
+    "rank 1 late by 0.2 s in every step": (0.0, 1),
+}
 OWN_LOW_RANK = "ours, PowerSGD, rank 2"
 UNDISTURBED = {1: "ours, flat top-k, 1 %", 2: "ours, hierarchical, 1 %"}  # by ranks per node
 TO_LOSS = [
@@ -52,7 +56,9 @@ def report(done: dict[str, Results], machine: str) -> str:
 
 
 def ratio(result: Results, slow: str, fast: str) -> float:
-    """Median over rounds of `slow` / `fast`; methods of different jobs by way of the dense steps beside them."""
+    """Median over rounds of `slow` / `fast`; methods of different jobs by way of the dense steps
+    beside them.
+    """
     if result["reference"][slow] == result["reference"][fast]:
         pairs = zip(result["seconds"][slow], result["seconds"][fast], strict=True)
         return statistics.median(a / b for a, b in pairs)
@@ -62,7 +68,8 @@ def ratio(result: Results, slow: str, fast: str) -> float:
 def speed_up(result: Results, name: str) -> float:
     """Median over rounds of dense / this method."""
     return statistics.median(
-        dense / own for dense, own in zip(result["reference"][name], result["seconds"][name], strict=True)
+        dense / own
+        for dense, own in zip(result["reference"][name], result["seconds"][name], strict=True)
     )
 
 
@@ -86,30 +93,56 @@ def _aims(done: dict[str, Results]) -> list[str]:
         lines.append(f"| {ours}: 5 times dense | {name} | {speed_up(result, ours):.2f} |")
         peers = [peer for peer in PEERS if peer in result["seconds"]]
         best = max(peers, key=lambda peer: speed_up(result, peer))
-        lines.append(f"| {ours}: 1.25 times the best of torch's | {name} | {ratio(result, best, ours):.2f} ({best}) |")
+        lines.append(
+            f"| {ours}: 1.25 times the best of torch's | {name} | {ratio(result, best, ours):.2f} "
+            f"({best}) |"
+        )
         if OWN_LOW_RANK in result["seconds"]:
-            lines.append(f"| the same against {OWN_LOW_RANK} | {name} | {ratio(result, OWN_LOW_RANK, ours):.2f} |")
+            lines.append(
+                f"| the same against {OWN_LOW_RANK} | {name} | "
+                f"{ratio(result, OWN_LOW_RANK, ours):.2f} |"
+            )
         for density in DENSITIES:
             flat, apart = f"ours, flat top-k, {density}", f"ours, hierarchical, {density}"
             if apart in result["seconds"] and flat in result["seconds"]:
-                lines.append(f"| hierarchical 1.4 times flat, {density} | {name} | {ratio(result, flat, apart):.2f} |")
-    errors = [error for name in SETUPS if name in done for error in byte_errors(done[name]).values()]
+                lines.append(
+                    f"| hierarchical 1.4 times flat, {density} | {name} | "
+                    f"{ratio(result, flat, apart):.2f} |"
+                )
+    errors = [
+        error for name in SETUPS if name in done for error in byte_errors(done[name]).values()
+    ]
     if errors:
         worst = max(errors, key=abs)
-        lines.append(f"| bytes as computed, to 5 % | all methods and set-ups | at most {100 * worst:+.1f} % |")
+        lines.append(
+            f"| bytes as computed, to 5 % | all methods and set-ups | at most {100 * worst:+.1f} % "
+            "|"
+        )
     return lines
 
 
 def _table(result: Results) -> list[str]:
     kept = f"the quietest {len(result['others'])} of {result['rounds']} rounds"
-    rows = [f"{result['parameters'] / 1e6:.1f} M parameters; {kept}; others {_percent(result['others'])}", ""]
-    rows += ["| method | step ms | times dense | MB per step | off | equal on all ranks |", "|---|---|---|---|---|---|"]
+    rows = [
+        f"{result['parameters'] / 1e6:.1f} M parameters; {kept}; others "
+        f"{_percent(result['others'])}",
+        "",
+    ]
+    rows += [
+        "| method | step ms | times dense | MB per step | off | equal on all ranks |",
+        "|---|---|---|---|---|---|",
+    ]
     errors = byte_errors(result)
     for name, values in result["seconds"].items():
         if name == ALONE:
-            rows.append(f"| {name} | {_milliseconds(values)} | {speed_up(result, name):.2f} | | | |")
+            rows.append(
+                f"| {name} | {_milliseconds(values)} | {speed_up(result, name):.2f} | | | |"
+            )
             continue
-        counted, formula = statistics.median(result["node_bytes"][name]), result["formula_bytes"][name]
+        counted, formula = (
+            statistics.median(result["node_bytes"][name]),
+            result["formula_bytes"][name],
+        )
         cells = [name, _milliseconds(values), f"{speed_up(result, name):.2f}"]
         cells += [f"{counted / 1e6:.2f} ({formula / 1e6:.2f})", f"{100 * errors[name]:+.1f} %"]
         rows.append(f"| {' | '.join(cells)} | {'yes' if result['equal'][name] else '**no**'} |")
@@ -129,8 +162,14 @@ def _disturbed(done: dict[str, Results]) -> list[str]:
             if what != CALM:
                 same = result["checksum"][method] == calm["checksum"][method]
                 words += ", bit for bit as undisturbed" if same else ", **not as undisturbed**"
-            rows.append(f"| {name} ({method}) | {_milliseconds(result['seconds'][method])} | {words} |")
-    return ["", "## Disturbed", "", "| set-up | step ms | parameters |", "|---|---|---|", *rows] if rows else []
+            rows.append(
+                f"| {name} ({method}) | {_milliseconds(result['seconds'][method])} | {words} |"
+            )
+    return (
+        ["", "## Disturbed", "", "| set-up | step ms | parameters |", "|---|---|---|", *rows]
+        if rows
+        else []
+    )
 
 
 def disturbed_name(ranks: int, what: str) -> str:
@@ -144,11 +183,23 @@ def _to_loss(done: dict[str, Results]) -> list[str]:
         if result := done.get(f"to loss: {method}"):
             reached = f"{result['loss']:.3f}" + ("" if result["reached"] else " (not reached)")
             others = f"{100 * result['others'][0]:.0f} %"
-            rows.append(f"| {method} | {result['seconds']:.1f} | {result['steps']} | {reached} | {others} |")
+            rows.append(
+                f"| {method} | {result['seconds']:.1f} | {result['steps']} | {reached} | {others} |"
+            )
     if not rows:
         return []
-    title = f"## Time to a training loss of {LOSS} nats per byte (1x 1gbit, GPT, 8 sequences per rank, AdamW)"
-    return ["", title, "", "| method | seconds | steps | loss reached | others |", "|---|---|---|---|---|", *rows]
+    title = (
+        f"## Time to a training loss of {LOSS} nats per byte (1x 1gbit, GPT, 8 sequences per "
+        "rank, AdamW)"
+    )
+    return [
+        "",
+        title,
+        "",
+        "| method | seconds | steps | loss reached | others |",
+        "|---|---|---|---|---|",
+        *rows,
+    ]
 
 
 def _milliseconds(values: Iterable[float]) -> str:
@@ -158,4 +209,7 @@ def _milliseconds(values: Iterable[float]) -> str:
 
 def _percent(shares: Iterable[float]) -> str:
     shares = sorted(100 * share for share in shares)
-    return f"{statistics.median(shares):.0f} % of the cores' time (by round {shares[0]:.0f} to {shares[-1]:.0f})"
+    return (
+        f"{statistics.median(shares):.0f} % of the cores' time (by round {shares[0]:.0f} to "
+        f"{shares[-1]:.0f})"
+    )

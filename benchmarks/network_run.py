@@ -1,4 +1,6 @@
-"""One rank of `benchmarks.network`: step times and bytes of every method, or one method's time to a loss."""
+"""One rank of `benchmarks.network`: step times and bytes of every method, or one method's time to a
+loss.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +35,11 @@ def step(method: Method, optimizer: torch.optim.Optimizer, batch: Tensor) -> Ten
 
 
 def step_times(options: argparse.Namespace) -> dict[str, Any]:
-    """Medians of the slowest rank by method and round; bytes that left node 0 per step, counted and by formula.
+    """Medians of the slowest rank by method and round; bytes that left node 0 per step, counted and
+    by formula.
 
-    Rounds in which the machine was busy with other things are measured again, three times as many in all; the quietest count.
+    Rounds in which the machine was busy with other things are measured again, three times as many
+    in all; the quietest count.
     """
     rank = dist.get_rank()
     module, data = exchange_models.make(options.model), exchange_models.batches(options.model, rank)
@@ -47,7 +51,9 @@ def step_times(options: argparse.Namespace) -> dict[str, Any]:
     rounds: list[tuple[float, dict[str, Figures]]] = []
     while len(rounds) < (options.rounds if options.steady else 3 * options.rounds):
         clock = Clock()
-        figures = {name: _measure(m, optimizers[name], data, options) for name, m in methods.items()}
+        figures = {
+            name: _measure(m, optimizers[name], data, options) for name, m in methods.items()
+        }
         rounds.append((clock.share_of_others(), figures))
         if sum(others <= BUSY for others, _ in rounds) == options.rounds:
             break
@@ -56,17 +62,23 @@ def step_times(options: argparse.Namespace) -> dict[str, Any]:
         "parameters": sum(p.numel() for p in module.parameters()),
         "seconds": {name: [figures[name].seconds for _, figures in kept] for name in methods},
         "node_bytes": {name: [figures[name].node_bytes for _, figures in kept] for name in methods},
-        "node_payload": {name: [figures[name].node_payload for _, figures in kept] for name in methods},
+        "node_payload": {
+            name: [figures[name].node_payload for _, figures in kept] for name in methods
+        },
         "formula_bytes": {name: kept[0][1][name].formula_bytes for name in methods},
         "others": [others for others, _ in kept],
         "rounds": len(rounds),
-        "equal": {name: _equal_on_all_ranks(method) for name, method in methods.items() if name != ALONE},
+        "equal": {
+            name: _equal_on_all_ranks(method) for name, method in methods.items() if name != ALONE
+        },
         "checksum": {name: _checksum(method) for name, method in methods.items()},
     }
 
 
 class Figures(NamedTuple):
-    """One round of one method, per step: seconds; bytes that left node 0 with and without headers, and by formula."""
+    """One round of one method, per step: seconds; bytes that left node 0 with and without headers,
+    and by formula.
+    """
 
     seconds: float
     node_bytes: float
@@ -75,7 +87,10 @@ class Figures(NamedTuple):
 
 
 def _measure(
-    method: Method, optimizer: torch.optim.Optimizer, data: list[Tensor], options: argparse.Namespace
+    method: Method,
+    optimizer: torch.optim.Optimizer,
+    data: list[Tensor],
+    options: argparse.Namespace,
 ) -> Figures:
     delay = 0.2 if dist.get_rank() == options.straggler else 0.0
     if method.exchange is not None:
@@ -89,7 +104,10 @@ def _measure(
         step(method, optimizer, data[i])
         times.append(time.perf_counter() - start)
     dist.barrier()
-    counted = (sent_bytes() - before[0]) / options.steps, (sent_payload() - before[1]) / options.steps
+    counted = (
+        (sent_bytes() - before[0]) / options.steps,
+        (sent_payload() - before[1]) / options.steps,
+    )
     slowest = torch.tensor(statistics.median(times))
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     formula = method.bytes_per_step
@@ -99,20 +117,28 @@ def _measure(
 
 
 class Clock:
-    """How busy the machine is with other things than the ranks. Made and read by all ranks together."""
+    """How busy the machine is with other things than the ranks. Made and read by all ranks
+    together.
+    """
 
     def __init__(self) -> None:
         self.before = self._read()
 
     @staticmethod
     def _read() -> tuple[float, float, float]:
-        user, nice, system, _, _, irq, soft, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
+        user, nice, system, _, _, irq, soft, steal = map(
+            int, Path("/proc/stat").read_text().split()[1:9]
+        )
         busy = (user + nice + system + irq + soft + steal) / os.sysconf("SC_CLK_TCK")
         return time.perf_counter(), busy, time.process_time()
 
     def share_of_others(self) -> float:
-        """Of all CPUs' time since this was made; with the kernel's work for the ranks' network. The same on all ranks."""
-        wall, busy, own = (after - before for after, before in zip(self._read(), self.before, strict=True))
+        """Of all CPUs' time since this was made; with the kernel's work for the ranks' network. The
+        same on all ranks.
+        """
+        wall, busy, own = (
+            after - before for after, before in zip(self._read(), self.before, strict=True)
+        )
         ranks = torch.tensor(own, dtype=torch.float64)
         dist.all_reduce(ranks)
         share = torch.tensor(max(0.0, busy - ranks.item()) / (wall * (os.cpu_count() or 1)))
@@ -131,7 +157,9 @@ def _equal_on_all_ranks(method: Method) -> bool:
 
 
 def time_to_loss(options: argparse.Namespace) -> dict[str, Any]:
-    """Seconds and steps until the mean loss of ten steps falls below `options.loss`; training only."""
+    """Seconds and steps until the mean loss of ten steps falls below `options.loss`; training
+    only.
+    """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     data = exchange_models.text_batches(rank, world_size, sequences=8, steps=options.max_steps)
     method = prepare(options.methods[0], exchange_models.make("gpt"))
@@ -162,7 +190,9 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", required=True)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--steady", action="store_true", help="as many rounds whatever else the machine does")
+    parser.add_argument(
+        "--steady", action="store_true", help="as many rounds whatever else the machine does"
+    )
     parser.add_argument("--straggler", type=int, default=-1)
     parser.add_argument("--loss", type=float)
     parser.add_argument("--max-steps", type=int, default=400)

@@ -1,8 +1,10 @@
-"""Reduce-scatter and all-gather among the CPU ranks of one node: through memory, against gloo on loopback.
+"""Reduce-scatter and all-gather among the CPU ranks of one node: through memory, against gloo on
+loopback.
 
     python -m benchmarks.node_exchange        # about 2 minutes on 2 cores
 
-Rounds are interleaved: in each, every method has one turn per size. A turn lasts until the slowest rank is done.
+Rounds are interleaved: in each, every method has one turn per size. A turn lasts until the slowest
+rank is done.
 """
 
 from __future__ import annotations
@@ -26,7 +28,12 @@ from lightning_topt.communication.node.node_exchange import NodeExchange
 from lightning_topt.communication.node.node_memory import SharedMemoryNodeExchange
 
 MEGABYTES = (1, 10, 100)
-TORCH, SLICES, SEGMENTS, DIRECT = "torch on gloo", "slices on gloo", "memory, copied", "memory, read directly"
+TORCH, SLICES, SEGMENTS, DIRECT = (
+    "torch on gloo",
+    "slices on gloo",
+    "memory, copied",
+    "memory, read directly",
+)
 METHODS = (TORCH, SLICES, SEGMENTS, DIRECT)
 
 
@@ -84,7 +91,9 @@ def measure(rank: int, ranks: int, store: str, rounds: int, queue: Any) -> None:
         own = slice(rank * (n // ranks), (rank + 1) * (n // ranks))
         calls = {
             ("reduce-scatter", TORCH): lambda flat=flat, into=into: torch_scatter(flat, into=into),
-            ("reduce-scatter", SLICES): lambda flat=flat, into=into: slices_scatter(flat, into=into),
+            ("reduce-scatter", SLICES): lambda flat=flat, into=into: slices_scatter(
+                flat, into=into
+            ),
             ("all-gather", TORCH): lambda flat=flat, own=own: torch_gather(flat, own=own),
             ("all-gather", SLICES): lambda flat=flat, own=own: slices_gather(flat, own=own),
         }
@@ -127,12 +136,16 @@ def run(ranks: int, *, rounds: int) -> dict[tuple[str, int, str], list[float]]:
     queue = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         arguments = (ranks, str(Path(folder) / "store"), rounds, queue)
-        processes = [context.Process(target=measure, args=(rank, *arguments)) for rank in range(ranks)]
+        processes = [
+            context.Process(target=measure, args=(rank, *arguments)) for rank in range(ranks)
+        ]
         for process in processes:
             process.start()
         while not queue._reader.poll(1):  # type: ignore[attr-defined]
             if any(process.exitcode for process in processes):
-                raise SystemExit(f"a rank failed: exit codes {[process.exitcode for process in processes]}")
+                raise SystemExit(
+                    f"a rank failed: exit codes {[process.exitcode for process in processes]}"
+                )
         seconds: dict[tuple[str, int, str], list[float]] = queue.get()
         for process in processes:
             process.join()
@@ -140,11 +153,17 @@ def run(ranks: int, *, rounds: int) -> dict[tuple[str, int, str], list[float]]:
 
 
 def table(seconds: dict[tuple[str, int, str], list[float]]) -> list[str]:
-    lines = ["| | MB | " + " | ".join(METHODS) + f" | {SLICES} / {DIRECT} |", "|---|---|" + "---|" * (len(METHODS) + 1)]
+    lines = [
+        "| | MB | " + " | ".join(METHODS) + f" | {SLICES} / {DIRECT} |",
+        "|---|---|" + "---|" * (len(METHODS) + 1),
+    ]
     for kind in ("reduce-scatter", "all-gather"):
         for megabytes in MEGABYTES:
             taken = {name: seconds[kind, megabytes, name] for name in METHODS}
-            cells = [f"{1e3 * statistics.median(taken[n]):.2f} ({1e3 * min(taken[n]):.2f})" for n in METHODS]
+            cells = [
+                f"{1e3 * statistics.median(taken[n]):.2f} ({1e3 * min(taken[n]):.2f})"
+                for n in METHODS
+            ]
             ratios = sorted(a / b for a, b in zip(taken[SLICES], taken[DIRECT], strict=True))
             cells.append(f"{statistics.median(ratios):.1f} ({ratios[0]:.1f} to {ratios[-1]:.1f})")
             lines.append(f"| {kind} | {megabytes} | " + " | ".join(cells) + " |")
@@ -152,7 +171,9 @@ def table(seconds: dict[tuple[str, int, str], list[float]]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--dry", action="store_true", help="print only")
@@ -162,8 +183,10 @@ def main() -> None:
         "",
         machine(),
         "",
-        f"Milliseconds per call on the slowest rank, float32, one thread per rank: median (minimum) of {options.rounds} "
-        "interleaved rounds. MB is the size of the whole bucket. The last column: ratio of the two, median (range) over "
+        "Milliseconds per call on the slowest rank, float32, one thread per rank: median "
+        f"(minimum) of {options.rounds} "
+        "interleaved rounds. MB is the size of the whole bucket. The last column: ratio of the "
+        "two, median (range) over "
         "rounds.",
     ]
     for ranks in options.ranks:

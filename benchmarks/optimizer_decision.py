@@ -5,8 +5,9 @@
     python -m benchmarks.optimizer_decision --quick --links unlimited # small sizes, two rounds; printed, not kept
     python -m benchmarks.optimizer_decision --report                  # the tables from what was measured
 
-In every case three copies of one optimizer take turns, round by round: plain, shared, and one that decided for itself in its
-first steps. A decision is right if what it chose was faster, or if the two differ by no more than 2 %.
+In every case three copies of one optimizer take turns, round by round: plain, shared, and one that
+decided for itself in its first steps. A decision is right if what it chose was faster, or if the
+two differ by no more than 2 %.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ RUN = "benchmarks.optimizer_decision_run"
 
 
 def run(link: str, *, arguments: Sequence[str], timeout: float) -> dict[str, Any]:
-    """Everything measured on one link. Raises LabError when a rank fails, or where there can be no lab."""
+    """Everything measured on one link. Raises LabError when a rank fails, or where there can be no
+    lab.
+    """
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
         command = ["-m", RUN, "--out", str(out), *arguments]
@@ -53,7 +56,14 @@ def run(link: str, *, arguments: Sequence[str], timeout: float) -> dict[str, Any
 
 def _run_here(command: Sequence[str], *, timeout: float) -> None:
     """``python *command`` on two ranks of this machine."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     with tempfile.TemporaryFile("w+") as output:
         job = subprocess.Popen(
@@ -74,15 +84,20 @@ def _run_here(command: Sequence[str], *, timeout: float) -> None:
                 job.wait()
         if status != 0:
             output.seek(0)
-            why = f"did not end within {timeout:.0f} s" if status is None else f"failed with status {status}"
+            why = (
+                f"did not end within {timeout:.0f} s"
+                if status is None
+                else f"failed with status {status}"
+            )
             raise LabError(f"the ranks' job {why}:\n{output.read()[-4000:]}")
 
 
 def of_rounds(case: dict[str, Any], over: str, under: str) -> float:
-    """Seconds of `over` / seconds of `under`: the geometric mean of the medians of even and of odd rounds.
+    """Seconds of `over` / seconds of `under`: the geometric mean of the medians of even and of odd
+    rounds.
 
-    Odd rounds have the opposite order, and whoever comes after shared steps, which leave sockets and caches busy, is slower:
-    by up to two times for the smallest steps.
+    Odd rounds have the opposite order, and whoever comes after shared steps, which leave sockets
+    and caches busy, is slower: by up to two times for the smallest steps.
     """
     pairs = zip(case["seconds"][over], case["seconds"][under], strict=True)
     found = [one / other for one, other in pairs]
@@ -145,15 +160,20 @@ def summary(results: dict[str, Any]) -> list[str]:
     ties = sum(abs(ratio(case) - 1) <= TIE for _, case in everything)
     declined = [loss(case) for _, case in everything if not case["pays"]]
     lines = [
-        f"**{right} of {len(everything)} decisions right ({100 * right / len(everything):.1f} %)**, {ties} of them ties. "
+        f"**{right} of {len(everything)} decisions right ({100 * right / len(everything):.1f} "
+        f"%)**, {ties} of them ties. "
         "Where it declined, the step that decided takes "
-        f"{1 + statistics.median(declined):.3f} times as long as the plain step (median of {len(declined)} cases; the work is "
+        f"{1 + statistics.median(declined):.3f} times as long as the plain step (median of "
+        f"{len(declined)} cases; the work is "
         f"the same, so the range of {1 + min(declined):.2f} to {1 + max(declined):.2f} is noise).",
         "",
     ]
     for name, case in everything:
         if not is_right(case):
-            lines.append(f"- wrong: {name}: sharing is {ratio(case):.2f} times as fast; {' '.join(case['said'])}")
+            lines.append(
+                f"- wrong: {name}: sharing is {ratio(case):.2f} times as fast; "
+                f"{' '.join(case['said'])}"
+            )
     return [*lines, ""]
 
 
@@ -165,13 +185,18 @@ def report(results: dict[str, Any], where: str) -> str:
         "",
         where,
         "",
-        "`python -m benchmarks.optimizer_decision`: 2 ranks on this machine, one thread each, gloo, float32, blocks of "
-        "language models (Muon: their matrices). The link of 1gbit is a lab's (network namespaces with a token bucket), "
+        "`python -m benchmarks.optimizer_decision`: 2 ranks on this machine, one thread each, "
+        "gloo, float32, blocks of "
+        "language models (Muon: their matrices). The link of 1gbit is a lab's (network namespaces "
+        "with a token bucket), "
         "unlimited is loopback. "
-        f"Milliseconds of `optimizer.step()` on the slowest rank, plain / shared; median of {rounds} interleaved "
-        "rounds; then how many times faster sharing is (geometric mean over the two orders of the medians of the rounds' "
+        "Milliseconds of `optimizer.step()` on the slowest rank, plain / shared; median of "
+        f"{rounds} interleaved "
+        "rounds; then how many times faster sharing is (geometric mean over the two orders of the "
+        "medians of the rounds' "
         "ratios) and what was decided in the first "
-        f"steps. A decision counts as right if the faster way was chosen or they differ by at most {100 * TIE:.0f} %.",
+        "steps. A decision counts as right if the faster way was chosen or they differ by at most "
+        f"{100 * TIE:.0f} %.",
         "",
         *summary(results),
     ]
@@ -181,7 +206,9 @@ def report(results: dict[str, Any], where: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--links", nargs="+", choices=LINKS, default=LINKS)
     parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=OPTIMIZERS)
     parser.add_argument("--sizes", nargs="+", choices=tuple(SIZES))
@@ -190,9 +217,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--report", action="store_true")
     options = parser.parse_args(arguments)
     end_on_signals()
-    sizes = options.sizes or (QUICK_SIZES if options.quick else [size for size in SIZES if float(size) >= 1])
+    sizes = options.sizes or (
+        QUICK_SIZES if options.quick else [size for size in SIZES if float(size) >= 1]
+    )
     rounds = 2 if options.quick else options.rounds
-    results: dict[str, Any] = {} if options.quick or not FILE.exists() else json.loads(FILE.read_text())
+    results: dict[str, Any] = (
+        {} if options.quick or not FILE.exists() else json.loads(FILE.read_text())
+    )
     for link in () if options.report else options.links:
         print(link, flush=True)
         chosen = ["--sizes", *sizes, "--rounds", str(rounds), "--optimizers", *options.optimizers]

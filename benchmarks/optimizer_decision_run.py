@@ -1,4 +1,6 @@
-"""One rank of `optimizer_decision.py`, started as torchrun does: what sharing a step brings, and what was decided before."""
+"""One rank of `optimizer_decision.py`, started as torchrun does: what sharing a step brings, and
+what was decided before.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,17 @@ from torch.optim import Optimizer
 from benchmarks.optimizer_models import Model, Shapes, count, gpt_shapes, parts
 from benchmarks.optimizer_ours import SETTLING_STEPS, Adaptive
 
-SIZES = {"0.1": (64, 2), "1": (128, 5), "4": (256, 5), "16": (512, 5), "64": (768, 9)}  # M parameters: width, depth
+# M parameters: width, depth
+SIZES = {"0.1": (64, 2), "1": (128, 5), "4": (256, 5), "16": (512, 5), "64": (768, 9)}
 TURN_SECONDS = 0.2  # a turn has as many steps as take about so long
 MOST_STEPS = 20
 KINDS = ("plain", "shared", "decided")
 
 
 def blocks(size: str) -> Shapes:
-    """Attention and perceptron blocks without an embedding, which would be most of a small model."""
+    """Attention and perceptron blocks without an embedding, which would be most of a small
+    model.
+    """
     width, depth = SIZES[size]
     return gpt_shapes(width, depth, 1)[1:-1]
 
@@ -76,7 +81,13 @@ def measure(name: str, size: str, rounds: int, num_nodes: int) -> dict[str, Any]
         for kind in KINDS if number % 2 == 0 else reversed(KINDS):
             seconds[kind].append(turn(optimizers[kind], steps))
     (pays,) = decided.pays
-    return {"seconds": seconds, "pays": pays, "said": decided.said, "parameters": count(shapes), "per_turn": steps}
+    return {
+        "seconds": seconds,
+        "pays": pays,
+        "said": decided.said,
+        "parameters": count(shapes),
+        "per_turn": steps,
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

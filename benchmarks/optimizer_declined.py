@@ -1,9 +1,11 @@
 """What a step costs that `AdaptiveStep` has decided not to share, against the plain step.
 
-    OMP_NUM_THREADS=1 python -m torch.distributed.run --standalone --nproc-per-node 2 -m benchmarks.optimizer_declined
+    OMP_NUM_THREADS=1 python -m torch.distributed.run --standalone --nproc-per-node 2 -m
+    benchmarks.optimizer_declined
 
-Two copies of one optimizer in each of two processes take turns, step by step, who begins alternates; the one that decides is
-told that a gather takes ten seconds. Of each round: the median over its pairs of steps, the slower rank's.
+Two copies of one optimizer in each of two processes take turns, step by step, who begins
+alternates; the one that decides is told that a gather takes ten seconds. Of each round: the median
+over its pairs of steps, the slower rank's.
 """
 
 from __future__ import annotations
@@ -56,7 +58,10 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     adaptive_step.measure_gather = lambda *_, **__: GatherCost(10.0, 1.0)  # type: ignore[assignment]
-    lines = ["| optimizer | parameters, M | plain step, ms | declined / plain |", "|---|---|---|---|"]
+    lines = [
+        "| optimizer | parameters, M | plain step, ms | declined / plain |",
+        "|---|---|---|---|",
+    ]
     for name in OPTIMIZERS:
         for size in list(SIZES)[:4]:
             plain, declined = (make(name, blocks(size)) for _ in range(2))
@@ -68,9 +73,21 @@ def main() -> None:
             found, milliseconds = ratios(plain, declined)
             found.sort()
             spread = f"{statistics.median(found):.3f} ({found[0]:.3f} to {found[-1]:.3f})"
-            lines.append(f"| {name} | {count(blocks(size)) / 1e6:.1f} | {milliseconds:.2f} | {spread} |")
+            lines.append(
+                f"| {name} | {count(blocks(size)) / 1e6:.1f} | {milliseconds:.2f} | {spread} |"
+            )
     if dist.get_rank() == 0:
-        text = "\n".join(["# Steps that are not shared", "", machine(), "", "2 ranks, one thread each.", "", *lines])
+        text = "\n".join(
+            [
+                "# Steps that are not shared",
+                "",
+                machine(),
+                "",
+                "2 ranks, one thread each.",
+                "",
+                *lines,
+            ]
+        )
         (RESULTS / "optimizer_declined.md").write_text(text + "\n")
         print(text)
     dist.barrier()

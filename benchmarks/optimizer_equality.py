@@ -1,9 +1,10 @@
-"""Parameters after 200 steps of the parallel step and of the plain one, for every optimizer; the state that each rank keeps.
+"""Parameters after 200 steps of the parallel step and of the plain one, for every optimizer; the
+state that each rank keeps.
 
     python -m benchmarks.optimizer_equality         # 2, 3 and 4 ranks, float32 and bfloat16 autocast; some minutes
 
-Every rank trains two copies of one model on the same batches, one with its optimizer as it is, one with its step split by the
-rule that is known or found for that optimizer.
+Every rank trains two copies of one model on the same batches, one with its optimizer as it is, one
+with its step split by the rule that is known or found for that optimizer.
 """
 
 from __future__ import annotations
@@ -78,7 +79,11 @@ OPTIMIZERS: dict[str, Make] = {
 
 def make_model() -> nn.Module:
     torch.manual_seed(0)
-    layers = [layer for _ in range(DEPTH) for layer in (nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.GELU())]
+    layers = [
+        layer
+        for _ in range(DEPTH)
+        for layer in (nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.GELU())
+    ]
     return nn.Sequential(*layers)
 
 
@@ -90,12 +95,19 @@ def gradients(model: nn.Module, batch: Tensor, precision: str) -> None:
 
 
 def state_numel(optimizer: Optimizer) -> int:
-    tensors = (leaf for state in optimizer.state.values() for leaf in tree_leaves(dict(state)) if torch.is_tensor(leaf))
+    tensors = (
+        leaf
+        for state in optimizer.state.values()
+        for leaf in tree_leaves(dict(state))
+        if torch.is_tensor(leaf)
+    )
     return sum(leaf.numel() for leaf in tensors if leaf.numel() > 1)
 
 
 def compare(make: Make, precision: str) -> tuple[str, float, float]:
-    """The rule; the largest relative difference of a parameter; this rank's state over 1/ranks of the whole."""
+    """The rule; the largest relative difference of a parameter; this rank's state over 1/ranks of
+    the whole.
+    """
     models = [make_model(), make_model()]
     plain, split = (make(list(model.parameters())) for model in models)
     rule = update_rule(split)
@@ -109,11 +121,16 @@ def compare(make: Make, precision: str) -> tuple[str, float, float]:
             work = "elements" if rule == "elements" else "matrices"
             seconds = estimate_seconds(split, work=work, whole_seconds=[1.0])
             shares = make_shares(split, rule=rule, seconds=seconds)
-            install_parallel_step(split, pieces=assign_pieces(shares, world_size=dist.get_world_size()))
+            install_parallel_step(
+                split, pieces=assign_pieces(shares, world_size=dist.get_world_size())
+            )
     worst = 0.0
     for one, other in zip(parameters_of(plain), parameters_of(split), strict=True):
         assert bool(other.isfinite().all())
-        worst = max(worst, float((one - other).detach().abs().max() / one.detach().abs().max().clamp(min=1e-30)))
+        worst = max(
+            worst,
+            float((one - other).detach().abs().max() / one.detach().abs().max().clamp(min=1e-30)),
+        )
     whole = state_numel(plain)
     return rule, worst, state_numel(split) * dist.get_world_size() / whole if whole else 1.0
 
@@ -121,10 +138,16 @@ def compare(make: Make, precision: str) -> tuple[str, float, float]:
 def rank_main(rank: int, ranks: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=timedelta(seconds=120)
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=120),
     )
     found = {
-        (name, precision): compare(make, precision) for name, make in OPTIMIZERS.items() for precision in PRECISIONS
+        (name, precision): compare(make, precision)
+        for name, make in OPTIMIZERS.items()
+        for precision in PRECISIONS
     }
     everyone: list[Any] = [None] * ranks
     dist.all_gather_object(everyone, found)
@@ -136,7 +159,9 @@ def on_ranks(ranks: int) -> dict[tuple[str, str], list[tuple[str, float, float]]
     """By optimizer and precision: the outcome of every rank."""
     with tempfile.TemporaryDirectory() as folder:
         context = multiprocessing.get_context("spawn")
-        processes = [context.Process(target=rank_main, args=(rank, ranks, folder)) for rank in range(ranks)]
+        processes = [
+            context.Process(target=rank_main, args=(rank, ranks, folder)) for rank in range(ranks)
+        ]
         for process in processes:
             process.start()
         end = time.monotonic() + 900
@@ -153,7 +178,9 @@ def on_ranks(ranks: int) -> dict[tuple[str, str], list[tuple[str, float, float]]
 
 def main() -> None:
     lines = [
-        "| optimizer | split by | " + " | ".join(f"{n} ranks, {p}" for n in RANKS for p in PRECISIONS) + " | state |"
+        "| optimizer | split by | "
+        + " | ".join(f"{n} ranks, {p}" for n in RANKS for p in PRECISIONS)
+        + " | state |"
     ]
     lines.append("|---|---|" + "---|" * (len(RANKS) * len(PRECISIONS)) + "---|")
     found = {ranks: on_ranks(ranks) for ranks in RANKS}
@@ -166,13 +193,20 @@ def main() -> None:
                 cells.append("equal" if worst == 0 else f"{worst:.1e}")
                 shares += [share for _, _, share in outcomes]
         rule = found[RANKS[0]][name, PRECISIONS[0]][0][0]
-        lines.append(f"| {name} | {rule} | {' | '.join(cells)} | {min(shares):.3f} to {max(shares):.3f} |")
+        lines.append(
+            f"| {name} | {rule} | {' | '.join(cells)} | {min(shares):.3f} to {max(shares):.3f} |"
+        )
     numel = sum(parameter.numel() for parameter in make_model().parameters())
     text = (
-        f"# The parallel step against the plain one\n\n{machine()}\n\n`python -m benchmarks.optimizer_equality`: {STEPS} steps "
-        f"of {DEPTH} layers of {WIDTH} x {WIDTH} with norms and biases, {numel} parameters. Equal: in all bits, on all ranks. "
-        "Else the largest difference, relative to the largest value of that parameter. State: elements that a rank keeps, over "
-        "1/ranks of the whole; smallest and largest of all ranks and columns.\n\n" + "\n".join(lines) + "\n"
+        f"# The parallel step against the plain one\n\n{machine()}\n\n`python -m "
+        f"benchmarks.optimizer_equality`: {STEPS} steps "
+        f"of {DEPTH} layers of {WIDTH} x {WIDTH} with norms and biases, {numel} parameters. Equal: "
+        "in all bits, on all ranks. "
+        "Else the largest difference, relative to the largest value of that parameter. State: "
+        "elements that a rank keeps, over "
+        "1/ranks of the whole; smallest and largest of all ranks and columns.\n\n"
+        + "\n".join(lines)
+        + "\n"
     )
     (RESULTS / "optimizer_equality.md").write_text(text)
     print(text)

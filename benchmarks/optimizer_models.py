@@ -1,6 +1,8 @@
-"""Parameters of language models whose forward and backward cost next to nothing, and optimizers over them.
+"""Parameters of language models whose forward and backward cost next to nothing, and optimizers
+over them.
 
-A step of such a model is the exchange of gradients and the update, which is what the benchmarks of the optimizer step time.
+A step of such a model is the exchange of gradients and the update, which is what the benchmarks of
+the optimizer step time.
 """
 
 from __future__ import annotations
@@ -34,7 +36,11 @@ def gpt_shapes(width: int, depth: int, vocabulary: int) -> Shapes:
         "up": (4 * width, width),
         "down": (width, 4 * width),
     }
-    return [{"embedding": (vocabulary, width)}, *(dict(block) for _ in range(depth)), {"norm": (width,)}]
+    return [
+        {"embedding": (vocabulary, width)},
+        *(dict(block) for _ in range(depth)),
+        {"norm": (width,)},
+    ]
 
 
 def square_shapes(width: int, number: int) -> Shapes:
@@ -63,18 +69,24 @@ class _Given(torch.autograd.Function):
 class Block(nn.Module):
     """Parameters that get their gradients together."""
 
-    def __init__(self, shapes: dict[str, tuple[int, ...]], noise: Tensor, generator: torch.Generator) -> None:
+    def __init__(
+        self, shapes: dict[str, tuple[int, ...]], noise: Tensor, generator: torch.Generator
+    ) -> None:
         super().__init__()
         self.noise = noise
         for name, shape in shapes.items():
-            self.register_parameter(name, nn.Parameter(torch.randn(shape, generator=generator).mul_(0.02)))
+            self.register_parameter(
+                name, nn.Parameter(torch.randn(shape, generator=generator).mul_(0.02))
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         return _Given.apply(x, self.noise, *self.parameters(recurse=False))
 
 
 class Model(nn.Module):
-    """Blocks in a row; the loss is a number whose gradients are those of this `rank`, the same in every step."""
+    """Blocks in a row; the loss is a number whose gradients are those of this `rank`, the same in
+    every step.
+    """
 
     def __init__(self, shapes: Shapes, *, rank: int) -> None:
         super().__init__()
@@ -97,7 +109,9 @@ def _noise(numel: int, rank: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Part:
-    """One optimizer of a run: its class, options, and which parameters it has by name and number of dims."""
+    """One optimizer of a run: its class, options, and which parameters it has by name and number of
+    dims.
+    """
 
     optimizer_class: Callable[..., Optimizer]
     options: dict[str, Any]
@@ -118,7 +132,9 @@ def hidden_matrix(name: str, dims: int) -> bool:
 
 
 def parts(name: str) -> Sequence[Part]:
-    """The optimizers that `name` stands for. Raises ValueError where a package or torch version lacks one."""
+    """The optimizers that `name` stands for. Raises ValueError where a package or torch version
+    lacks one.
+    """
     simple: dict[str, Part] = {
         "SGD": Part(SGD, {"lr": 1e-3, "momentum": 0.9}),
         "AdamW, fused": Part(AdamW, {"lr": 1e-4, "fused": True}),
@@ -132,10 +148,14 @@ def parts(name: str) -> Sequence[Part]:
     if name == "Muon":
         if not hasattr(torch.optim, "Muon"):
             raise ValueError(f"torch {torch.__version__} has no Muon")
-        rest = Part(AdamW, {"lr": 1e-4, "fused": True}, lambda name, dims: not hidden_matrix(name, dims))
+        rest = Part(
+            AdamW, {"lr": 1e-4, "fused": True}, lambda name, dims: not hidden_matrix(name, dims)
+        )
         return [Part(torch.optim.Muon, {"lr": 1e-3}, hidden_matrix), rest]
     if name in ("Shampoo", "SOAP"):
         if pytorch_optimizer is None:
-            raise ValueError(f'{name} needs pytorch-optimizer: pip install "lightning-topt[optimizers]"')
+            raise ValueError(
+                f'{name} needs pytorch-optimizer: pip install "lightning-topt[optimizers]"'
+            )
         return [Part(getattr(pytorch_optimizer, name), {"lr": 1e-4})]
     raise ValueError(f"{name!r} is not an optimizer of this benchmark")

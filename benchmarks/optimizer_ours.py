@@ -1,4 +1,6 @@
-"""The ways of this package to share an optimizer step, put together as the Lightning callback does."""
+"""The ways of this package to share an optimizer step, put together as the Lightning callback
+does.
+"""
 
 from __future__ import annotations
 
@@ -17,26 +19,33 @@ from lightning_topt.optim.scattered_step import ScatteredStep
 from lightning_topt.optim.update_costs import MEASURED_STEPS, WARMUP_STEPS
 from lightning_topt.optim.update_rule import update_rule
 
-SETTLING_STEPS = WARMUP_STEPS + len(MEASURED_STEPS) + TRIAL_STEPS + 1  # then an adaptive step has decided
+# then an adaptive step has decided
+SETTLING_STEPS = WARMUP_STEPS + len(MEASURED_STEPS) + TRIAL_STEPS + 1
 
 
 @cache
 def rows(num_nodes: int) -> NodeRows | None:
     """The memory of the node, for all optimizers of a process."""
     assert dist.group.WORLD is not None
-    return node_rows(dist.group.WORLD, device=torch.device("cpu"), num_nodes=num_nodes, timeout_seconds=300)
+    return node_rows(
+        dist.group.WORLD, device=torch.device("cpu"), num_nodes=num_nodes, timeout_seconds=300
+    )
 
 
 class Adaptive:
     """`AdaptiveStep` of one optimizer: `always` shared, or where it pays."""
 
     def __init__(self, optimizer: Optimizer, *, always: bool, num_nodes: int = 1) -> None:
-        reduced = frozenset(parameter for group in optimizer.param_groups for parameter in group["params"])
+        reduced = frozenset(
+            parameter for group in optimizer.param_groups for parameter in group["params"]
+        )
         self.said: list[str] = []
         group = dist.group.WORLD
         assert group is not None
         sharing = Sharing(group, reduced, always=always, node=rows(num_nodes))
-        self.step = AdaptiveStep(optimizer, rule=update_rule(optimizer), sharing=sharing, say=self.said.append)
+        self.step = AdaptiveStep(
+            optimizer, rule=update_rule(optimizer), sharing=sharing, say=self.said.append
+        )
         self.step.start()
 
     @property
@@ -46,10 +55,14 @@ class Adaptive:
 
 
 def scatter(net: nn.Module, optimizers: Sequence[Optimizer], step: Callable[[], object]) -> None:
-    """Gradients reduce-scattered, and updated rows gathered; calls `step` until DDP's buckets are final."""
+    """Gradients reduce-scattered, and updated rows gathered; calls `step` until DDP's buckets are
+    final.
+    """
     assert isinstance(net, DistributedDataParallel)
     rules = [update_rule(optimizer) for optimizer in optimizers]
-    shared = ScatteredStep(net, optimizers=optimizers, rules=rules, timeout_seconds=300, node=rows(1))
+    shared = ScatteredStep(
+        net, optimizers=optimizers, rules=rules, timeout_seconds=300, node=rows(1)
+    )
     for _ in range(SETTLING_STEPS):
         if not shared.begin_when_ready():
             step()

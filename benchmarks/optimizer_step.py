@@ -1,12 +1,14 @@
-"""Step time of the parallel optimizer step against the plain step, ZeroRedundancyOptimizer and FSDP2.
+"""Step time of the parallel optimizer step against the plain step, ZeroRedundancyOptimizer and
+FSDP2.
 
     python -m benchmarks.optimizer_step                       # all optimizers, 100 M parameters, 2 ranks
     python -m benchmarks.optimizer_step --only Muon --rounds 9
     python -m benchmarks.optimizer_step --quick               # small sizes, two rounds; printed, not kept
     python -m benchmarks.optimizer_step --report              # the tables from what was measured
 
-Forward and backward of the model cost next to nothing, so that a step is the exchange of gradients and the update. All methods
-of one optimizer run in one job and take turns, round by round, in an order that is reversed every second round.
+Forward and backward of the model cost next to nothing, so that a step is the exchange of gradients
+and the update. All methods of one optimizer run in one job and take turns, round by round, in an
+order that is reversed every second round.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from benchmarks.optimizer_step_run import METHODS, PLAIN, ZERO, launch
 FILE = RESULTS / "optimizer_step.json"
 RANKS = 2
 GPT = (640, 16, 32_000)  # width, depth, vocabulary
-SQUARE = (512, 64)  # width, number: singular values of the perceptrons' sides would take minutes per step
+# width, number: singular values of the perceptrons' sides would take minutes per step
+SQUARE = (512, 64)
 SHAMPOO = ("Shampoo", "SOAP")
 STEPS = {
     "AdamW, fused": 3,
@@ -51,7 +54,10 @@ def run(optimizer: str, *, rounds: int, quick: bool, methods: Sequence[str]) -> 
     steps = 1 if quick else STEPS[optimizer]
     options = {"optimizer": optimizer, "shapes": shapes, "rounds": rounds, "steps": steps}
     options |= {"methods": list(methods), "warmup": SETTLING_STEPS + 1}
-    return launch(options, ranks=RANKS, timeout=3600) | {"parameters": count(shapes), "per_turn": steps}
+    return launch(options, ranks=RANKS, timeout=3600) | {
+        "parameters": count(shapes),
+        "per_turn": steps,
+    }
 
 
 def ratios(result: dict[str, Any], over: str, under: str) -> list[float]:
@@ -78,7 +84,8 @@ def table(optimizer: str, result: dict[str, Any]) -> list[str]:
     lines = [
         f"## {optimizer}: {result['parameters'] / 1e6:.1f} M parameters",
         "",
-        f"| | step, ms | of it the update, ms | {PLAIN} / it | {ZERO} / it | state MiB per rank | largest difference |",
+        f"| | step, ms | of it the update, ms | {PLAIN} / it | {ZERO} / it | state MiB per rank | "
+        "largest difference |",
         "|---|---|---|---|---|---|---|",
         *(row(result, name) for name in METHODS if name in result["seconds"]),
         "",
@@ -97,19 +104,28 @@ def report(results: dict[str, dict[str, Any]], where: str) -> str:
         "",
         where,
         "",
-        f"`python -m benchmarks.optimizer_step`: {RANKS} ranks on this machine, one thread each, gloo, float32. Step: "
-        "backward with the exchange of gradients, and the update, on the slowest rank; forward and backward compute nothing. "
+        f"`python -m benchmarks.optimizer_step`: {RANKS} ranks on this machine, one thread each, "
+        "gloo, float32. Step: "
+        "backward with the exchange of gradients, and the update, on the slowest rank; forward and "
+        "backward compute nothing. "
         "Median (range) of interleaved rounds; ratios are of the same round.",
         "",
-        f"Parameters of a language model: {depth} blocks of width {width}, vocabulary {vocabulary}. Muon has the blocks' "
-        f"matrices, fused AdamW the rest. {' and '.join(SHAMPOO)} (of pytorch-optimizer) have {SQUARE[1]} matrices of "
-        f"{SQUARE[0]} x {SQUARE[0]}: the roots for the sides of 2560 would take minutes per step. Shampoo renews its roots "
+        f"Parameters of a language model: {depth} blocks of width {width}, vocabulary "
+        f"{vocabulary}. Muon has the blocks' "
+        f"matrices, fused AdamW the rest. {' and '.join(SHAMPOO)} (of pytorch-optimizer) have "
+        f"{SQUARE[1]} matrices of "
+        f"{SQUARE[0]} x {SQUARE[0]}: the roots for the sides of 2560 would take minutes per step. "
+        "Shampoo renews its roots "
         "in every step, SOAP its bases in every 10th.",
         "",
-        f"{ZERO}: `parameters_as_bucket_view=True` and the same optimizer; its overlap with DDP does not run on gloo. FSDP2: "
-        "`fully_shard` of every block and the whole with `reshard_after_forward=False`, torch's own collectives; its step has "
-        "the gathering of parameters before forward in it. The plain step and ours run under DistributedDataParallel with "
-        "`gradient_as_bucket_view=True`. The largest difference is of any parameter from the plain step's after the same "
+        f"{ZERO}: `parameters_as_bucket_view=True` and the same optimizer; its overlap with DDP "
+        "does not run on gloo. FSDP2: "
+        "`fully_shard` of every block and the whole with `reshard_after_forward=False`, torch's "
+        "own collectives; its step has "
+        "the gathering of parameters before forward in it. The plain step and ours run under "
+        "DistributedDataParallel with "
+        "`gradient_as_bucket_view=True`. The largest difference is of any parameter from the plain "
+        "step's after the same "
         "steps, relative to that parameter's largest value.",
         "",
     ]
@@ -125,7 +141,9 @@ def load(file: Path) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", nargs="*", choices=tuple(STEPS), default=tuple(STEPS))
     parser.add_argument("--methods", nargs="*", choices=METHODS, default=METHODS)
     parser.add_argument("--rounds", type=int, default=7)
@@ -138,7 +156,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for optimizer in () if options.report else options.only:
         print(optimizer, flush=True)
         rounds = 2 if options.quick else options.rounds
-        results[optimizer] = run(optimizer, rounds=rounds, quick=options.quick, methods=options.methods)
+        results[optimizer] = run(
+            optimizer, rounds=rounds, quick=options.quick, methods=options.methods
+        )
         if not options.quick:
             FILE.write_text(json.dumps(results, indent=1) + "\n")
     text = report(results, machine())

@@ -1,4 +1,6 @@
-"""One rank of `optimizer_step.py`: the methods of one optimizer in turn, round by round. Started by `launch`."""
+"""One rank of `optimizer_step.py`: the methods of one optimizer in turn, round by round. Started by
+`launch`.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ TIMEOUT = timedelta(seconds=600)
 
 
 class Trainer:
-    """A model, its optimizers, and one whole step: backward with the exchange of gradients, and the update."""
+    """A model, its optimizers, and one whole step: backward with the exchange of gradients, and the
+    update.
+    """
 
     def __init__(self, net: nn.Module, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self.net, self.model, self.optimizers = net, model, optimizers
@@ -64,7 +68,9 @@ class Trainer:
     def parameters(self) -> Iterator[Tensor]:
         """Whole parameters, one by one; collective under FSDP2."""
         for parameter in self.model.parameters():
-            yield parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter.detach()
+            yield (
+                parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter.detach()
+            )
 
 
 def nbytes(value: Any) -> int:
@@ -88,7 +94,10 @@ def zero(shapes: Shapes, chosen: Sequence[Part]) -> Trainer:
     net = DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizers = [
         ZeroRedundancyOptimizer(
-            part.parameters(model), part.optimizer_class, parameters_as_bucket_view=True, **part.options
+            part.parameters(model),
+            part.optimizer_class,
+            parameters_as_bucket_view=True,
+            **part.options,
         )
         for part in chosen
     ]
@@ -127,7 +136,9 @@ MAKERS: dict[str, Callable[[Shapes, Sequence[Part]], Trainer]] = {
 
 
 def ready(name: str, shapes: Shapes, chosen: Sequence[Part], warmup: int) -> Trainer | str:
-    """The method after its first steps, or why a peer cannot do these optimizers (alike on all ranks)."""
+    """The method after its first steps, or why a peer cannot do these optimizers (alike on all
+    ranks).
+    """
     try:
         trainer = MAKERS[name](shapes, chosen)
         while trainer.done < warmup:
@@ -147,7 +158,9 @@ def slowest(values: Sequence[float]) -> list[float]:
 
 
 def difference(one: Trainer, other: Trainer) -> float:
-    """The largest difference between any of their parameters, relative to the largest value of that parameter."""
+    """The largest difference between any of their parameters, relative to the largest value of that
+    parameter.
+    """
     worst = 0.0
     for a, b in zip(one.parameters(), other.parameters(), strict=True):
         worst = max(worst, ((a - b).abs().max() / b.abs().max().clamp(min=1e-30)).item())
@@ -176,9 +189,16 @@ def measure(options: dict[str, Any]) -> dict[str, Any]:
     return {
         "seconds": seconds,
         "errors": errors,
-        "state_bytes": {name: slowest([trainer.state_bytes()])[0] for name, trainer in trainers.items()},
-        "notes": {name: [text for one in trainer.adaptive for text in one.said] for name, trainer in trainers.items()},
-        "difference": {name: difference(trainer, trainers[PLAIN]) for name, trainer in others.items()},
+        "state_bytes": {
+            name: slowest([trainer.state_bytes()])[0] for name, trainer in trainers.items()
+        },
+        "notes": {
+            name: [text for one in trainer.adaptive for text in one.said]
+            for name, trainer in trainers.items()
+        },
+        "difference": {
+            name: difference(trainer, trainers[PLAIN]) for name, trainer in others.items()
+        },
         "steps": trainers[PLAIN].done,
     }
 
@@ -195,7 +215,9 @@ def turn(trainer: Trainer, steps: int) -> list[float]:
 
 def _rank(rank: int, ranks: int, store: str, options: dict[str, Any], out: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=TIMEOUT)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=TIMEOUT
+    )
     try:
         result = measure(options)
         if rank == 0:
@@ -206,12 +228,15 @@ def _rank(rank: int, ranks: int, store: str, options: dict[str, Any], out: str) 
 
 
 def launch(options: dict[str, Any], *, ranks: int, timeout: float) -> dict[str, Any]:
-    """Run `measure` on so many ranks. Raises RuntimeError when one fails or `timeout` seconds are over."""
+    """Run `measure` on so many ranks. Raises RuntimeError when one fails or `timeout` seconds are
+    over.
+    """
     context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         store, out = str(Path(folder) / "store"), str(Path(folder) / "result.json")
         processes = [
-            context.Process(target=_rank, args=(rank, ranks, store, options, out), daemon=True) for rank in range(ranks)
+            context.Process(target=_rank, args=(rank, ranks, store, options, out), daemon=True)
+            for rank in range(ranks)
         ]
         for process in processes:
             process.start()
@@ -219,7 +244,9 @@ def launch(options: dict[str, Any], *, ranks: int, timeout: float) -> dict[str, 
         try:
             while any(process.is_alive() for process in processes):
                 if any(process.exitcode for process in processes) or time.monotonic() > end:
-                    raise RuntimeError(f"a rank failed or took too long: {[p.exitcode for p in processes]}")
+                    raise RuntimeError(
+                        f"a rank failed or took too long: {[p.exitcode for p in processes]}"
+                    )
                 time.sleep(0.1)
         finally:
             for process in processes:
@@ -228,5 +255,10 @@ def launch(options: dict[str, Any], *, ranks: int, timeout: float) -> dict[str, 
         if any(process.exitcode for process in processes):
             raise RuntimeError(f"a rank failed: {[process.exitcode for process in processes]}")
         result: dict[str, Any] = json.loads(Path(out).read_text())
-        assert all(math.isfinite(value) for rounds in result["seconds"].values() for pair in rounds for value in pair)
+        assert all(
+            math.isfinite(value)
+            for rounds in result["seconds"].values()
+            for pair in rounds
+            for value in pair
+        )
         return result

@@ -1,4 +1,5 @@
-"""What `strategy="topt"` costs against Lightning's `ddp` when both run the same plan, and how long planning takes.
+"""What `strategy="topt"` costs against Lightning's `ddp` when both run the same plan, and how long
+planning takes.
 
     python -m benchmarks.overhead        # about 6 minutes on 2 cores
 
@@ -12,12 +13,30 @@ import statistics
 
 from benchmarks.common import RESULTS, machine, run_gpt
 
-SMALL = {"layers": 4, "hidden": 256, "heads": 8, "seq_len": 128, "batch_size": 8, "steps": 60, "warmup": 10}
-GPT2 = {"layers": 12, "hidden": 768, "heads": 12, "seq_len": 256, "batch_size": 1, "steps": 5, "warmup": 2}
+SMALL = {
+    "layers": 4,
+    "hidden": 256,
+    "heads": 8,
+    "seq_len": 128,
+    "batch_size": 8,
+    "steps": 60,
+    "warmup": 10,
+}
+GPT2 = {
+    "layers": 12,
+    "hidden": 768,
+    "heads": 12,
+    "seq_len": 256,
+    "batch_size": 1,
+    "steps": 5,
+    "warmup": 2,
+}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
     rounds = parser.parse_args().rounds
     ours, theirs = [], []
@@ -43,8 +62,10 @@ def main() -> None:
     seconds = [run_gpt(strategy="topt", memory_limit="3GiB", **GPT2) for _ in range(3)]
     times = [result["planning_seconds"] for result in seconds]
     lines.append(
-        f"Planning a 12-layer GPT of {seconds[0]['parameters'] / 1e6:.0f} M parameters on 2 ranks (capture, calibration, "
-        f"search of {seconds[0]['points']} plans on the frontier, choice): median **{statistics.median(times):.2f} s** "
+        f"Planning a 12-layer GPT of {seconds[0]['parameters'] / 1e6:.0f} M parameters on 2 ranks "
+        "(capture, calibration, "
+        f"search of {seconds[0]['points']} plans on the frontier, choice): median "
+        f"**{statistics.median(times):.2f} s** "
         f"({min(times):.2f} to {max(times):.2f}) over 3 runs."
     )
     print("\n".join(lines))

@@ -1,7 +1,8 @@
-"""A residual net on crops of scikit-learn's two photographs: from which part of which picture does a crop come?
+"""A residual net on crops of scikit-learn's two photographs: from which part of which picture does
+a crop come?
 
-Each picture is cut into 3 x 4 regions: 24 classes. Training crops lie anywhere in the upper two thirds of a region,
-validation crops in its lower third, so that no pixel is in both.
+Each picture is cut into 3 x 4 regions: 24 classes. Training crops lie anywhere in the upper two
+thirds of a region, validation crops in its lower third, so that no pixel is in both.
 """
 
 from __future__ import annotations
@@ -32,9 +33,12 @@ class Residual(nn.Module):
             nn.Conv2d(outputs, outputs, 3, padding=1, bias=False),
             nn.BatchNorm2d(outputs),
         )
-        self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+        self.shortcut = nn.Sequential(
+            nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
+        )
 
-    def forward(self, x: Tensor) -> Tensor:  # (B, inputs, H, W) -> (B, outputs, H / stride, W / stride)
+    # (B, inputs, H, W) -> (B, outputs, H / stride, W / stride)
+    def forward(self, x: Tensor) -> Tensor:
         return F.relu(self.branch(x) + self.shortcut(x))
 
 
@@ -68,20 +72,30 @@ class CropNet(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         rate, momentum = self.hparams["learning_rate"], self.hparams["momentum"]
-        optimizer = torch.optim.SGD(self.parameters(), lr=rate, momentum=momentum, weight_decay=1e-4)
+        optimizer = torch.optim.SGD(
+            self.parameters(), lr=rate, momentum=momentum, weight_decay=1e-4
+        )
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.hparams["steps"])
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
 
 
 class CropsDataModule(pl.LightningDataModule):
     """Random crops, the same in every run."""
 
-    def __init__(self, batch_size: int = 16, *, training_crops: int = 6144, validation_crops: int = 1200) -> None:
+    def __init__(
+        self, batch_size: int = 16, *, training_crops: int = 6144, validation_crops: int = 1200
+    ) -> None:
         super().__init__()
         self.batch_size, self.sizes = batch_size, (training_crops, validation_crops)
 
     def setup(self, stage: str | None = None) -> None:
-        pictures = [torch.tensor(p).permute(2, 0, 1).float() / 127.5 - 1 for p in load_sample_images().images]
+        pictures = [
+            torch.tensor(p).permute(2, 0, 1).float() / 127.5 - 1
+            for p in load_sample_images().images
+        ]
         generator = torch.Generator().manual_seed(0)
         self.train_data, self.val_data = (
             TensorDataset(*_crops(pictures, size, validation=validation, generator=generator))
@@ -95,7 +109,9 @@ class CropsDataModule(pl.LightningDataModule):
         return DataLoader(self.val_data, batch_size=100)
 
 
-def _crops(pictures: list[Tensor], count: int, *, validation: bool, generator: torch.Generator) -> Batch:
+def _crops(
+    pictures: list[Tensor], count: int, *, validation: bool, generator: torch.Generator
+) -> Batch:
     crops, classes = [], []
     for index in range(count):
         region = index % (len(pictures) * ROWS * COLUMNS)

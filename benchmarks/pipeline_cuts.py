@@ -1,4 +1,6 @@
-"""Cuts of a model into stages by measured seconds of its blocks, for benchmarks that have no search."""
+"""Cuts of a model into stages by measured seconds of its blocks, for benchmarks that have no
+search.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,17 @@ from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, StagePlan
 
 
 def block_seconds(
-    module: nn.Module, loss_of: Callable[[nn.Module], Tensor], blocks: Sequence[str], *, steps: int = 5
+    module: nn.Module,
+    loss_of: Callable[[nn.Module], Tensor],
+    blocks: Sequence[str],
+    *,
+    steps: int = 5,
 ) -> list[float]:
-    """Return the seconds of forward and backward of each block in a step, (blocks,); what follows a block counts with it.
+    """Return the seconds of forward and backward of each block in a step, (blocks,); what follows a
+    block counts with it.
 
-    A block returns a tensor; its backward lasts from when the gradient of that is there to when another block's is.
+    A block returns a tensor; its backward lasts from when the gradient of that is there to when
+    another block's is.
     """
     began: list[tuple[float, int]] = []  # when a pass of a block began, and the block's number
 
@@ -35,7 +43,9 @@ def block_seconds(
     for number, name in enumerate(blocks):
         block = module.get_submodule(name)
         hooks.append(block.register_forward_pre_hook(lambda *_, n=number: mark(n)))
-        hooks.append(block.register_forward_hook(lambda *given, n=number: mark_gradient(n, given[-1])))
+        hooks.append(
+            block.register_forward_hook(lambda *given, n=number: mark_gradient(n, given[-1]))
+        )
     found: list[list[float]] = []
     for _ in range(steps):
         began.clear()
@@ -53,9 +63,11 @@ def block_seconds(
     return [statistics.median(each) for each in zip(*found, strict=True)]
 
 
-def cut(seconds: Sequence[float], weights: Sequence[float], count: int, *, share: float = 1.0) -> list[int]:
-    """Return the first block of each of `count` stages: those with the shortest longest stage, none of which has more than
-    `share` of all weights unless all cuts do.
+def cut(
+    seconds: Sequence[float], weights: Sequence[float], count: int, *, share: float = 1.0
+) -> list[int]:
+    """Return the first block of each of `count` stages: those with the shortest longest stage, none
+    of which has more than `share` of all weights unless all cuts do.
     """
     total = sum(weights)
     best: tuple[Any, list[int]] | None = None
@@ -84,12 +96,18 @@ def plan_of(
 
 def weights_of(module: nn.Module, blocks: Sequence[str]) -> list[float]:
     """Return the elements of the parameters of each block, (blocks,)."""
-    return [float(sum(p.numel() for p in module.get_submodule(name).parameters())) for name in blocks]
+    return [
+        float(sum(p.numel() for p in module.get_submodule(name).parameters())) for name in blocks
+    ]
 
 
 @torch.no_grad()
 def check_blocks(module: nn.Module, blocks: Sequence[str]) -> None:
     """Raise ValueError where parameters are outside of the blocks."""
-    outside = [name for name, _ in module.named_parameters() if not any(name.startswith(f"{b}.") for b in blocks)]
+    outside = [
+        name
+        for name, _ in module.named_parameters()
+        if not any(name.startswith(f"{b}.") for b in blocks)
+    ]
     if outside:
         raise ValueError(f"parameters outside of all blocks: {', '.join(outside)}")

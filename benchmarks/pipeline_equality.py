@@ -1,4 +1,5 @@
-"""Loss, gradients and parameters after an update of pipelines against one process that runs the same microbatches.
+"""Loss, gradients and parameters after an update of pipelines against one process that runs the
+same microbatches.
 
 python -m benchmarks.pipeline_equality                       # groups of 2, 3, 4 and 8 ranks on gloo
 python -m benchmarks.pipeline_equality --only zbv            # these rows alone, put into the table
@@ -88,10 +89,15 @@ def _loss_of(root: nn.Module, part: Any) -> Tensor:
     return loss
 
 
-def _gathered_gradients(engine: Engine, module: nn.Module, names: Sequence[str]) -> dict[str, Tensor]:
-    """The gradients of all ranks, of which several may have the same one: then it has to be the same. A collective call."""
+def _gathered_gradients(
+    engine: Engine, module: nn.Module, names: Sequence[str]
+) -> dict[str, Tensor]:
+    """The gradients of all ranks, of which several may have the same one: then it has to be the
+    same. A collective call.
+    """
     now, split = dict(module.named_parameters()), engine._applied.split_names()
-    # Slices are joined by the ranks of a tensor group, in order of names, the first of which returns the whole tensor.
+    # Slices are joined by the ranks of a tensor group, in order of names, the first of which
+    # returns the whole tensor.
     found = {name: now[name].grad for name in names if now[name].grad is not None}
     whole = _joined(found, split)
     gathered: list[Any] = [None] * dist.get_world_size()
@@ -115,12 +121,22 @@ def _joined(found: Mapping[str, Any], split: Mapping[str, Any]) -> dict[str, Ten
 
 
 def against_one_process(found: Step, model: Model, plan: PipelinePlan) -> Differences:
-    """Return each difference and what it may be; of buffers where one process sees the same microbatches in the same order."""
+    """Return each difference and what it may be; of buffers where one process sees the same
+    microbatches in the same order.
+    """
     expected = one_process(model, plan)
-    limits = {"loss": 0.1 * plan.tolerance, "gradients": plan.tolerance, "parameters": plan.tolerance}
-    compared = {quantity: (value, limits[quantity]) for quantity, value in differences(found, expected).items()}
+    limits = {
+        "loss": 0.1 * plan.tolerance,
+        "gradients": plan.tolerance,
+        "parameters": plan.tolerance,
+    }
+    compared = {
+        quantity: (value, limits[quantity])
+        for quantity, value in differences(found, expected).items()
+    }
     recomputes = "+" in plan.storage  # which updates statistics twice, as torch's checkpoints do
-    if plan.mesh.data_parallel_size == 1 and found.buffers and not recomputes:  # those that are saved
+    # those that are saved
+    if plan.mesh.data_parallel_size == 1 and found.buffers and not recomputes:
         values = {name: expected.buffers[name].float() for name in found.buffers}
         ours = {name: each.float() for name, each in found.buffers.items()}
         compared["buffers"] = largest(ours, values, 1e-3), plan.tolerance
@@ -130,7 +146,10 @@ def against_one_process(found: Step, model: Model, plan: PipelinePlan) -> Differ
 def row(plan: PipelinePlan, names: Sequence[str], found: Mapping[tuple[str, str], Any]) -> str:
     """Return the row of `plan`."""
     cells = " | ".join(cell(found.get((plan.name, name))) for name in names)
-    return f"| {plan.name} | {plan.num_stages} | {plan.mesh.size} | {plan.microbatches} | {cells} | {commit()} |"
+    return (
+        f"| {plan.name} | {plan.num_stages} | {plan.mesh.size} | {plan.microbatches} | {cells} "
+        f"| {commit()} |"
+    )
 
 
 COMPARISON = Comparison(PLANS, MODELS, run_plan, against_one_process, row)

@@ -1,7 +1,7 @@
 """Models of at least eight parts in a row, for pipelines: what `pipeline_equality` compares.
 
-As in `tensor_equality_models`; `blocks` are the units that stages are made of, in the order of their calls. Units that no stage
-names (an embedding, a head) run with the named one before them.
+As in `tensor_equality_models`; `blocks` are the units that stages are made of, in the order of
+their calls. Units that no stage names (an embedding, a head) run with the named one before them.
 """
 
 from __future__ import annotations
@@ -29,21 +29,29 @@ def tokens() -> Part:
 def images() -> Part:
     """Images of 16 x 16 and their classes."""
     generator = torch.Generator().manual_seed(1)
-    return torch.randn((BATCH, 3, 16, 16), generator=generator), torch.randint(8, (BATCH,), generator=generator)
+    return torch.randn((BATCH, 3, 16, 16), generator=generator), torch.randint(
+        8, (BATCH,), generator=generator
+    )
 
 
 def masks() -> Part:
     """Images of 16 x 16 and the class of each of their points."""
     generator = torch.Generator().manual_seed(2)
-    return torch.randn((BATCH, 3, 16, 16), generator=generator), torch.randint(4, (BATCH, 16, 16), generator=generator)
+    return torch.randn((BATCH, 3, 16, 16), generator=generator), torch.randint(
+        4, (BATCH, 16, 16), generator=generator
+    )
 
 
 class GPT(nn.Module):
-    """The byte-level GPT of the console. Tied embeddings: the last stage reads the weights of the first."""
+    """The byte-level GPT of the console. Tied embeddings: the last stage reads the weights of the
+    first.
+    """
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
-        self.net = ByteGPT(num_layers=DEPTH, hidden=32, num_heads=4, seq_len=16, tied_head=True, dropout=dropout)
+        self.net = ByteGPT(
+            num_layers=DEPTH, hidden=32, num_heads=4, seq_len=16, tied_head=True, dropout=dropout
+        )
 
     def forward(self, part: Part) -> Tensor:
         """Return the loss."""
@@ -51,7 +59,9 @@ class GPT(nn.Module):
 
 
 class Residual(nn.Module):
-    """Two convolutions with norms over the microbatch; `stride` halves the image, and then the channels double."""
+    """Two convolutions with norms over the microbatch; `stride` halves the image, and then the
+    channels double.
+    """
 
     def __init__(self, channels: int, stride: int) -> None:
         super().__init__()
@@ -94,7 +104,10 @@ class Convolutions(nn.Module):
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
-        self.first, self.second = nn.Conv2d(inputs, outputs, 3, padding=1), nn.Conv2d(outputs, outputs, 3, padding=1)
+        self.first, self.second = (
+            nn.Conv2d(inputs, outputs, 3, padding=1),
+            nn.Conv2d(outputs, outputs, 3, padding=1),
+        )
         self.norm = nn.GroupNorm(4, outputs)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -103,14 +116,18 @@ class Convolutions(nn.Module):
 
 
 class UNet(nn.Module):
-    """Four levels down and up again; what a level makes on the way down is read on the way up, stages later."""
+    """Four levels down and up again; what a level makes on the way down is read on the way up,
+    stages later.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         widths = (3, 8, 16, 16, 16)
         self.down = nn.ModuleList(map(Convolutions, widths, widths[1:]))
         self.middle = Convolutions(16, 16)
-        self.up = nn.ModuleList([Convolutions(32, 16), Convolutions(32, 16), Convolutions(32, 16), Convolutions(24, 8)])
+        self.up = nn.ModuleList(
+            [Convolutions(32, 16), Convolutions(32, 16), Convolutions(32, 16), Convolutions(24, 8)]
+        )
         self.head = nn.Conv2d(8, 4, 1)
 
     def forward(self, part: Part) -> Tensor:
@@ -146,7 +163,9 @@ def llama() -> nn.Module:
 
 
 def t5() -> nn.Module:
-    """Encoder and decoder of four blocks each: all decoder stages read what the encoder made, and position biases."""
+    """Encoder and decoder of four blocks each: all decoder stages read what the encoder made, and
+    position biases.
+    """
     config = transformers.T5Config(
         vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=DEPTH // 2, num_heads=4, decoder_start_token_id=0,
         dropout_rate=0.0, use_cache=False,
@@ -155,7 +174,9 @@ def t5() -> nn.Module:
 
 
 def _cuts(names: str) -> dict[str, dict[str, Shard]]:
-    """Along a tensor axis: the convolution before the norm by outputs, with it, and the other one by inputs."""
+    """Along a tensor axis: the convolution before the norm by outputs, with it, and the other one
+    by inputs.
+    """
     norms = {f"{name}.{kind}": Shard(0) for name in names.split() for kind in ("weight", "bias")}
     first = {"first.weight": Shard(0), "first.bias": Shard(0), "second.weight": Shard(1)}
     return {"attention": {}, "perceptron": {**first, **norms}, "rest": {}}
@@ -165,14 +186,21 @@ _GPT_BLOCKS = [f"net.blocks.{index}" for index in range(DEPTH)]
 _LEVELS = range(DEPTH // 2)
 MODELS: dict[str, Model] = {
     "GPT": Model(gpt, tokens, _GPT_BLOCKS, SPLIT_MODELS["GPT"].cuts),
-    "Llama": Model(llama, tokens, [f"net.model.layers.{index}" for index in range(DEPTH)], SPLIT_MODELS["Llama"].cuts),
+    "Llama": Model(
+        llama,
+        tokens,
+        [f"net.model.layers.{index}" for index in range(DEPTH)],
+        SPLIT_MODELS["Llama"].cuts,
+    ),
     "T5": Model(
         t5,
         tokens,
         [f"net.{part}.block.{index}" for part in ("encoder", "decoder") for index in _LEVELS],
         SPLIT_MODELS["T5"].cuts,
     ),
-    "ResNet": Model(ResNet, images, [f"blocks.{index}" for index in range(DEPTH)], _cuts("norm1"), by_part=True),
+    "ResNet": Model(
+        ResNet, images, [f"blocks.{index}" for index in range(DEPTH)], _cuts("norm1"), by_part=True
+    ),
     "U-Net": Model(
         UNet,
         masks,

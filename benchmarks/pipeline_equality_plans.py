@@ -1,4 +1,6 @@
-"""The plans that `pipeline_equality` compares with one process: every schedule on every number of ranks, and mixtures."""
+"""The plans that `pipeline_equality` compares with one process: every schedule on every number of
+ranks, and mixtures.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ D2, T2 = ("data", 2), ("tensor", 2)
 
 @dataclass(frozen=True)
 class PipelinePlan(Plan):
-    """A pipeline of `schedule`, `per_rank` stages on each rank of the axis "pipeline"; the rest as in `Plan`.
+    """A pipeline of `schedule`, `per_rank` stages on each rank of the axis "pipeline"; the rest as
+    in `Plan`.
 
     Blocks are dealt out in order, equally many to each stage; the block "" stands in every stage.
     """
@@ -91,7 +94,9 @@ def _mixtures() -> Iterator[PipelinePlan]:
         yield _plan(schedule, 2, T2)
     for schedule in ("1f1b", "zbv"):
         yield _plan(schedule, 4, D2, microbatches=4)
-        yield _plan(schedule, 4, D2, storage="zero1+ zero1", microbatches=4, note=", ZeRO-1 + recomputation")
+        yield _plan(
+            schedule, 4, D2, storage="zero1+ zero1", microbatches=4, note=", ZeRO-1 + recomputation"
+        )
         yield _plan(schedule, 4, T2)
         yield _plan(schedule, 2, D2, T2, storage="zero1+ zero1", note=", ZeRO-1 + recomputation")
 

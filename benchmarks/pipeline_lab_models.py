@@ -1,6 +1,8 @@
-"""Models with large weights and small activations, for pipelines on slow links (BaPipe, arXiv 2012.12544, section 5).
+"""Models with large weights and small activations, for pipelines on slow links (BaPipe, arXiv
+2012.12544, section 5).
 
-A model returns its mean loss of a part of a batch; `BLOCKS` are its parts in order, between which stages may be cut.
+A model returns its mean loss of a part of a batch; `BLOCKS` are its parts in order, between which
+stages may be cut.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ class Convolution(nn.Sequential):
 
     def __init__(self, inputs: int, outputs: int, halves: bool) -> None:
         super().__init__(
-            nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2) if halves else nn.Identity()
+            nn.Conv2d(inputs, outputs, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2) if halves else nn.Identity(),
         )
 
 
@@ -33,9 +37,12 @@ class VGG(nn.Module):
         super().__init__()
         widths = (3, 32, 32, 64, 64, 128)
         self.features = nn.ModuleList(
-            Convolution(a, b, halves=i in (1, 3, 4)) for i, (a, b) in enumerate(itertools.pairwise(widths))
+            Convolution(a, b, halves=i in (1, 3, 4))
+            for i, (a, b) in enumerate(itertools.pairwise(widths))
         )
-        self.classifier = nn.ModuleList(nn.Sequential(nn.Linear(2048, 2048), nn.ReLU()) for _ in range(8))
+        self.classifier = nn.ModuleList(
+            nn.Sequential(nn.Linear(2048, 2048), nn.ReLU()) for _ in range(8)
+        )
         self.head = nn.Linear(2048, 100)
 
     def forward(self, part: Part) -> Tensor:
@@ -80,7 +87,9 @@ class LSTM(nn.Module):
 
 
 class Reader(nn.Module):
-    """One layer of a decoder: an LSTM, and attention over what the encoder made (Wu et al., arXiv 1609.08144)."""
+    """One layer of a decoder: an LSTM, and attention over what the encoder made (Wu et al., arXiv
+    1609.08144).
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -94,7 +103,9 @@ class Reader(nn.Module):
 
 
 class GNMT(nn.Module):
-    """Translation: an encoder and a decoder of LSTM layers; every layer of the decoder reads the encoder's output."""
+    """Translation: an encoder and a decoder of LSTM layers; every layer of the decoder reads the
+    encoder's output.
+    """
 
     def __init__(self, width: int = 640, layers: int = 4) -> None:
         super().__init__()
@@ -126,7 +137,9 @@ def words(count: int) -> Part:
 
 @dataclass(frozen=True)
 class LabModel:
-    """`blocks` in order; `batch` makes so many samples; `samples` are those of a step on all ranks."""
+    """`blocks` in order; `batch` makes so many samples; `samples` are those of a step on all
+    ranks.
+    """
 
     make: Callable[[], nn.Module]
     batch: Callable[[int], Part]
@@ -136,13 +149,22 @@ class LabModel:
 
 MODELS: dict[str, LabModel] = {
     "VGG": LabModel(
-        VGG, images, [*(f"features.{i}" for i in range(5)), *(f"classifier.{i}" for i in range(8)), "head"], 64
+        VGG,
+        images,
+        [*(f"features.{i}" for i in range(5)), *(f"classifier.{i}" for i in range(8)), "head"],
+        64,
     ),
     "LSTM": LabModel(LSTM, words, ["embedding", *(f"layers.{i}" for i in range(8)), "head"], 32),
     "GNMT": LabModel(
         GNMT,
         words,
-        ["source", *(f"encoder.{i}" for i in range(4)), "target", *(f"decoder.{i}" for i in range(4)), "head"],
+        [
+            "source",
+            *(f"encoder.{i}" for i in range(4)),
+            "target",
+            *(f"decoder.{i}" for i in range(4)),
+            "head",
+        ],
         32,
     ),
 }

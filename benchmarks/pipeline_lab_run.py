@@ -37,7 +37,9 @@ def loss_of(model: nn.Module, part: Any) -> Tensor:
 
 
 class Training(NamedTuple):
-    """`step` runs one step with its update; `plan` is that of a pipeline, and `end` comes after the last step."""
+    """`step` runs one step with its update; `plan` is that of a pipeline, and `end` comes after the
+    last step.
+    """
 
     step: Iteration
     plan: ParallelPlan | None = None
@@ -46,7 +48,9 @@ class Training(NamedTuple):
 
 def adamw(module: nn.Module) -> torch.optim.Optimizer:
     """Return the optimizer of what this rank holds."""
-    return torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-4, fused=True)
+    return torch.optim.AdamW(
+        [p for p in module.parameters() if p.requires_grad], lr=1e-4, fused=True
+    )
 
 
 def ddp(model: LabModel, module: nn.Module) -> Training:
@@ -63,7 +67,9 @@ def ddp(model: LabModel, module: nn.Module) -> Training:
 
 
 def weight_seconds(rule: str | None, count: int = 1 << 22) -> float:
-    """Return the seconds of an update of one parameter, and of its prediction in both passes, measured on `count` of them."""
+    """Return the seconds of an update of one parameter, and of its prediction in both passes,
+    measured on `count` of them.
+    """
     module = nn.Linear(count, 1, bias=False)
     module.weight.grad = torch.zeros_like(module.weight)
     optimizer = adamw(module)
@@ -88,7 +94,9 @@ def weight_seconds(rule: str | None, count: int = 1 << 22) -> float:
 def cut_plan(
     model: LabModel, module: nn.Module, options: argparse.Namespace, *, rule: str | None = None
 ) -> ParallelPlan:
-    """Return the plan of a pipeline, cut by seconds of passes and updates that rank 0 measured; `rule` predicts weights."""
+    """Return the plan of a pipeline, cut by seconds of passes and updates that rank 0 measured;
+    `rule` predicts weights.
+    """
     check_blocks(module, model.blocks)
     starts: list[Any] = [None]
     if dist.get_rank() == 0:
@@ -96,19 +104,24 @@ def cut_plan(
         of_passes = block_seconds(module, lambda each: loss_of(each, part), model.blocks)
         weights, of_weight = weights_of(module, model.blocks), weight_seconds(rule)
         seconds = [
-            options.microbatches * own + of_weight * count for own, count in zip(of_passes, weights, strict=True)
+            options.microbatches * own + of_weight * count
+            for own, count in zip(of_passes, weights, strict=True)
         ]
         starts = [cut(seconds, weights, dist.get_world_size(), share=options.share)]
     dist.broadcast_object_list(starts)
     mesh = Mesh((Axis("pipeline", dist.get_world_size(), "inter"),))
-    return plan_of(model.blocks, starts[0], mesh=mesh, schedule="1f1b", microbatches=options.microbatches)
+    return plan_of(
+        model.blocks, starts[0], mesh=mesh, schedule="1f1b", microbatches=options.microbatches
+    )
 
 
 def pipeline(model: LabModel, module: nn.Module, options: argparse.Namespace) -> Training:
     """Return the training in a pipeline that flushes in each step."""
     plan = replace(cut_plan(model, module, options), schedule=options.schedule)
     engine, count = Engine(plan, module, device=CPU), options.microbatches
-    microbatches = list(zip(*(tensor.chunk(count) for tensor in model.batch(model.samples)), strict=True))
+    microbatches = list(
+        zip(*(tensor.chunk(count) for tensor in model.batch(model.samples)), strict=True)
+    )
     engine.apply(example=Example(loss_of, microbatches[0]))
     optimizer = adamw(module)
 
@@ -121,7 +134,9 @@ def pipeline(model: LabModel, module: nn.Module, options: argparse.Namespace) ->
 
 
 def continuous(model: LabModel, module: nn.Module, options: argparse.Namespace) -> Training:
-    """Return the training in a pipeline that never flushes: a step takes in all samples as one minibatch."""
+    """Return the training in a pipeline that never flushes: a step takes in all samples as one
+    minibatch.
+    """
     plan = replace(
         cut_plan(model, module, options, rule=options.prediction),
         **{"schedule": options.schedule, "prediction": options.prediction, "num_microbatches": 1},
@@ -140,9 +155,14 @@ def main() -> None:
     parser.add_argument("--schedule", default="1f1b")
     parser.add_argument("--prediction", default="spectrain")
     parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--share", type=float, default=0.3, help="of all weights that a stage may have")
     parser.add_argument(
-        "--measure", choices=["seconds", "memory"], default="seconds", help="memory: as under a limit, which takes time"
+        "--share", type=float, default=0.3, help="of all weights that a stage may have"
+    )
+    parser.add_argument(
+        "--measure",
+        choices=["seconds", "memory"],
+        default="seconds",
+        help="memory: as under a limit, which takes time",
     )
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--warmup", type=int, default=2)
@@ -179,7 +199,11 @@ def main() -> None:
     if dist.get_rank() == 0:
         peaks, sents = zip(*found, strict=True)
         plan = training.plan
-        stages = None if plan is None else [[b.block for b in stage.blocks if b.block] for stage in plan.stages]
+        stages = (
+            None
+            if plan is None
+            else [[b.block for b in stage.blocks if b.block] for stage in plan.stages]
+        )
         result = {
             "parameters": parameters,
             "step_seconds": seconds,

@@ -1,9 +1,11 @@
-"""Step time of pipelines: the engine with an unmodified module against torch.distributed.pipelining with stages cut by hand.
+"""Step time of pipelines: the engine with an unmodified module against torch.distributed.pipelining
+with stages cut by hand.
 
     python -m benchmarks.pipeline_overhead [--ranks 2 4] [--width 128 384] [--rounds 9]
 
-Both run the same Transformer layers as the same stages under the same schedule, on the same ranks, in turn; forward and
-backward of all microbatches. The median over rounds of the ratio of two neighbours is shown with its quartiles.
+Both run the same Transformer layers as the same stages under the same schedule, on the same ranks,
+in turn; forward and backward of all microbatches. The median over rounds of the ratio of two
+neighbours is shown with its quartiles.
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ SCHEDULES: dict[str, tuple[Any, int]] = {
 }
 SPLIT = ("zero_bubble", "interleaved_zero_bubble", "zbv")
 Step = Callable[[], None]
-Pairs = list[list[tuple[float, float]]]  # by round, ours and theirs: seconds, and those of processors
+# by round, ours and theirs: seconds, and those of processors
+Pairs = list[list[tuple[float, float]]]
 
 
 class Stack(nn.Module):
@@ -74,7 +77,12 @@ def plan_of(schedule: str, *, ranks: int, layers: int, microbatches: int) -> Par
     count = ranks * SCHEDULES[schedule][1]
     size = layers // count
     stages = tuple(
-        StagePlan((*(BlockPlan(f"layers.{i}", config) for i in range(size * s, size * (s + 1))), BlockPlan("", config)))
+        StagePlan(
+            (
+                *(BlockPlan(f"layers.{i}", config) for i in range(size * s, size * (s + 1))),
+                BlockPlan("", config),
+            )
+        )
         for s in range(count)
     )
     return ParallelPlan(mesh, stages, schedule=schedule, num_microbatches=microbatches)
@@ -105,10 +113,17 @@ def _loss(model: nn.Module, part: tuple[Tensor, Tensor]) -> Tensor:
     return F.mse_loss(model(part[0]), part[1])
 
 
-def their_step(layers: Sequence[nn.Module], plan: ParallelPlan, x: Tensor, y: Tensor) -> tuple[Step, nn.Module]:
+def their_step(
+    layers: Sequence[nn.Module], plan: ParallelPlan, x: Tensor, y: Tensor
+) -> tuple[Step, nn.Module]:
     """Return the step of torch's schedule, and its stages on this rank."""
     assert plan.schedule is not None
-    rank, count, kind, places = dist.get_rank(), len(plan.stages), SCHEDULES[plan.schedule][0], places_of(plan)
+    rank, count, kind, places = (
+        dist.get_rank(),
+        len(plan.stages),
+        SCHEDULES[plan.schedule][0],
+        places_of(plan),
+    )
     own, size = [s for s in range(count) if places[s] == rank], len(layers) // count
     parts = {s: nn.Sequential(*layers[size * s : size * (s + 1)]) for s in own}
     stages = [PipelineStage(part, s, count, CPU) for s, part in parts.items()]
@@ -124,18 +139,29 @@ def their_step(layers: Sequence[nn.Module], plan: ParallelPlan, x: Tensor, y: Te
 
 
 def check_equal(module: Stack, held: nn.Module, places: Sequence[int]) -> None:
-    """Raise RuntimeError where gradients differ after a step of each; stage s is on rank ``places[s]``."""
+    """Raise RuntimeError where gradients differ after a step of each; stage s is on rank
+    ``places[s]``.
+    """
     size = len(module.layers) // len(places)
     own = [stage for stage, rank in enumerate(places) if rank == dist.get_rank()]
-    ours = [p for s in own for i in range(size * s, size * (s + 1)) for p in module.layers[i].parameters()]
+    ours = [
+        p
+        for s in own
+        for i in range(size * s, size * (s + 1))
+        for p in module.layers[i].parameters()
+    ]
     for one, other in zip(ours, held.parameters(), strict=True):
         assert one.grad is not None and other.grad is not None
         if not torch.allclose(one.grad, other.grad, rtol=1e-4, atol=1e-6):
             raise RuntimeError(f"gradients differ by {(one.grad - other.grad).abs().max()}")
 
 
-def measure(rank: int, ranks: int, store: str, cases: Sequence[tuple[str, int]], args: Any, results: Any) -> None:
-    """Measure all cases on one rank; rank 0 puts schedule, width and pairs of seconds into `results`."""
+def measure(
+    rank: int, ranks: int, store: str, cases: Sequence[tuple[str, int]], args: Any, results: Any
+) -> None:
+    """Measure all cases on one rank; rank 0 puts schedule, width and pairs of seconds into
+    `results`.
+    """
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     for name, width in cases:
@@ -178,7 +204,9 @@ def measure(rank: int, ranks: int, store: str, cases: Sequence[tuple[str, int]],
 
 
 def timed(step: Step, count: int) -> tuple[float, float]:
-    """Return the seconds of one of `count` steps, all ranks having finished, and those of all ranks' processors."""
+    """Return the seconds of one of `count` steps, all ranks having finished, and those of all
+    ranks' processors.
+    """
     dist.barrier()
     start, used = time.perf_counter(), time.process_time()
     for _ in range(count):
@@ -188,7 +216,9 @@ def timed(step: Step, count: int) -> tuple[float, float]:
     return (time.perf_counter() - start) / count, float(of_all) / count
 
 
-def run_cases(ranks: int, cases: Sequence[tuple[str, int]], args: Any) -> Iterator[tuple[str, int, Pairs]]:
+def run_cases(
+    ranks: int, cases: Sequence[tuple[str, int]], args: Any
+) -> Iterator[tuple[str, int, Pairs]]:
     """Run the cases on so many ranks; yields schedule, width and pairs of seconds."""
     context = mp.get_context("fork")
     results: Any = context.Queue()
@@ -207,15 +237,21 @@ def line(ranks: int, name: str, width: int, pairs: Pairs) -> str:
     """Return a row of the table."""
     ratios = []
     for kind in range(2):
-        low, middle, high = statistics.quantiles([ours[kind] / theirs[kind] for ours, theirs in pairs], n=4)
+        low, middle, high = statistics.quantiles(
+            [ours[kind] / theirs[kind] for ours, theirs in pairs], n=4
+        )
         ratios.append(f"{middle:.3f} ({low:.3f} to {high:.3f})")
-    our_ms, their_ms = (1e3 * statistics.median(wall for wall, _ in each) for each in zip(*pairs, strict=True))
+    our_ms, their_ms = (
+        1e3 * statistics.median(wall for wall, _ in each) for each in zip(*pairs, strict=True)
+    )
     return f"| {name} | {ranks} | {width} | {our_ms:.1f} | {their_ms:.1f} | {' | '.join(ratios)} |"
 
 
 def main() -> None:
     """Measure and write the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--width", type=int, nargs="+", default=[128, 384])
     parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), choices=list(SCHEDULES))
@@ -225,15 +261,22 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--batch", type=int, default=2, help="sequences in a microbatch")
     parser.add_argument("--steps", type=int, default=64, help="tokens of a sequence")
-    parser.add_argument("--alone", choices=["ours", "theirs"], help="run one of them, for a profile")
+    parser.add_argument(
+        "--alone", choices=["ours", "theirs"], help="run one of them, for a profile"
+    )
     parser.add_argument("--profile", help="file for the profile of the last rank")
     parser.add_argument("--out", type=Path, default=RESULTS / "pipeline_overhead.md")
     args = parser.parse_args()
     rows = []
     for ranks in args.ranks:
-        for name, width, pairs in run_cases(ranks, [(n, w) for n in args.schedules for w in args.width], args):
+        for name, width, pairs in run_cases(
+            ranks, [(n, w) for n in args.schedules for w in args.width], args
+        ):
             if args.alone:
-                print(f"{args.alone} {name} {ranks} {width}: {1e3 * statistics.median(p[0][0] for p in pairs):.1f} ms")
+                print(
+                    f"{args.alone} {name} {ranks} {width}: "
+                    f"{1e3 * statistics.median(p[0][0] for p in pairs):.1f} ms"
+                )
                 continue
             rows.append(line(ranks, name, width, pairs))
             print(rows[-1], flush=True)

@@ -1,4 +1,5 @@
-"""Steps of pipelines as the simulator expects them, and as measured: 2 and 4 ranks on one machine and on nodes at 1 Gb/s.
+"""Steps of pipelines as the simulator expects them, and as measured: 2 and 4 ranks on one machine
+and on nodes at 1 Gb/s.
 
 sudo python -m benchmarks.pipeline_predictions            # --rate, --steps, --settings
 """
@@ -17,7 +18,12 @@ from benchmarks.lab import Lab, end_on_signals
 from benchmarks.lab_nodes import LabError
 
 RUN = "benchmarks.pipeline_predictions_run"
-SETTINGS = {"1 node of 2": (1, 2), "1 node of 4": (1, 4), "2 nodes of 1": (2, 1), "4 nodes of 1": (4, 1)}
+SETTINGS = {
+    "1 node of 2": (1, 2),
+    "1 node of 4": (1, 4),
+    "2 nodes of 1": (2, 1),
+    "4 nodes of 1": (4, 1),
+}
 
 
 def errors(row: dict[str, Any]) -> tuple[float, float]:
@@ -42,7 +48,9 @@ def shares(values: Sequence[float]) -> str:
 def main() -> None:
     """Measure and write the table."""
     end_on_signals()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--settings", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
@@ -56,23 +64,34 @@ def main() -> None:
         for row in found:
             rows.append((setting, row))
             print(line(setting, row), flush=True)
-            passes = {kind: [round(1e3 * s, 1) for s in values] for kind, values in row["passes"].items() if values}
-            print(f"    ms of passes {passes}, of a transfer {1e3 * row['transfer']:.2f}", flush=True)
+            passes = {
+                kind: [round(1e3 * s, 1) for s in values]
+                for kind, values in row["passes"].items()
+                if values
+            }
+            print(
+                f"    ms of passes {passes}, of a transfer {1e3 * row['transfer']:.2f}", flush=True
+            )
     of_time, of_bytes = zip(*(map(abs, errors(row)) for _, row in rows), strict=True)
     lines = [
         "# Steps of pipelines simulated and measured",
         "",
-        f"`sudo python -m benchmarks.pipeline_predictions --rate {options.rate} --steps {options.steps}`",
+        f"`sudo python -m benchmarks.pipeline_predictions --rate {options.rate} --steps "
+        f"{options.steps}`",
         "",
         machine(),
         "",
         f"- {len(rows)} runs: |error| of time {shares(of_time)}; of peak bytes {shares(of_bytes)}",
         "",
-        "Eight Transformer layers, one thread per rank, 8 microbatches; forward and backward. Seconds of passes come from",
-        "short runs of another schedule with 4 and 6 microbatches, those of transfers from tensors of the same size sent",
-        "back and forth, bytes from the peaks of the short runs. MiB: of the rank with the most; error: the largest of a rank.",
+        "Eight Transformer layers, one thread per rank, 8 microbatches; forward and backward. "
+        "Seconds of passes come from",
+        "short runs of another schedule with 4 and 6 microbatches, those of transfers from tensors "
+        "of the same size sent",
+        "back and forth, bytes from the peaks of the short runs. MiB: of the rank with the most; "
+        "error: the largest of a rank.",
         "",
-        "| setting | schedule | simulated s | measured s | error | simulated MiB | measured MiB | error |",
+        "| setting | schedule | simulated s | measured s | error | simulated MiB | measured MiB | "
+        "error |",
         "|---" * 8 + "|",
         *(line(setting, row) for setting, row in rows),
     ]

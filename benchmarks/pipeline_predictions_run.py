@@ -1,8 +1,10 @@
-"""Measured steps of pipelines and what the simulator expects of them, on ranks that a launcher started; JSON on rank 0.
+"""Measured steps of pipelines and what the simulator expects of them, on ranks that a launcher
+started; JSON on rank 0.
 
-Seconds of passes are taken from short runs of other schedules (`CALIBRATION`) with fewer microbatches, a clock around every
-pass of a stage; seconds of transfers from tensors of the same size sent back and forth. Bytes of a stage come from the peaks of
-two short runs that hold all their microbatches, of 4 and of 6: with fewer the peak is at another time.
+Seconds of passes are taken from short runs of other schedules (`CALIBRATION`) with fewer
+microbatches, a clock around every pass of a stage; seconds of transfers from tensors of the same
+size sent back and forth. Bytes of a stage come from the peaks of two short runs that hold all their
+microbatches, of 4 and of 6: with fewer the peak is at another time.
 """
 
 from __future__ import annotations
@@ -100,13 +102,19 @@ def clocked() -> Iterator[dict[tuple[str, int], list[float]]]:
 
 @contextmanager
 def arrived() -> Iterator[dict[int, int]]:
-    """Within it the bytes of gradients that wait for backward_weight are taken, by stage of this rank."""
+    """Within it the bytes of gradients that wait for backward_weight are taken, by stage of this
+    rank.
+    """
     found: dict[int, int] = {}
     original = StagePass.backward_input
 
-    def noted(self: StagePass, stage_index: int, microbatch_index: int, *args: Any, **keywords: Any) -> Any:
+    def noted(
+        self: StagePass, stage_index: int, microbatch_index: int, *args: Any, **keywords: Any
+    ) -> Any:
         result = original(self, stage_index, microbatch_index, *args, **keywords)
-        if (state := self._passes.get((stage_index, microbatch_index))) is not None and state.weights is not None:
+        if (
+            state := self._passes.get((stage_index, microbatch_index))
+        ) is not None and state.weights is not None:
             found[stage_index] = state.weights.arrived_bytes
         return result
 
@@ -125,16 +133,25 @@ class Job:
         self.meter = MemoryMeter(CPU)
 
     def run(
-        self, name: str, sizes: Sequence[int], *, microbatches: int, steps: int, clocks: bool = False
+        self,
+        name: str,
+        sizes: Sequence[int],
+        *,
+        microbatches: int,
+        steps: int,
+        clocks: bool = False,
     ) -> dict[str, Any]:
-        """Return this rank's seconds of each step, the peak bytes of all of them, and, with `clocks`, seconds of passes."""
+        """Return this rank's seconds of each step, the peak bytes of all of them, and, with
+        `clocks`, seconds of passes.
+        """
         options = self.options
         starts = [sum(sizes[:stage]) for stage in range(len(sizes))]
         blocks = [f"layers.{index}" for index in range(LAYERS)]
         mesh = Mesh((Axis("pipeline", self.ranks),))
         plan = plan_of(blocks, starts, mesh=mesh, schedule=name, microbatches=microbatches)
         shape = (2, microbatches, options.batch, options.tokens, options.width)
-        parts = list(zip(*torch.randn(shape).unbind(), strict=True))  # the batch is not the pipeline's
+        # the batch is not the pipeline's
+        parts = list(zip(*torch.randn(shape).unbind(), strict=True))
         self.meter.mark_base()
         torch.manual_seed(0)
         module = Stack(options.width)
@@ -183,7 +200,9 @@ def pass_seconds(results: Sequence[dict[str, Any]], kind: str, count: int) -> li
 
 
 def transfer_seconds(nbytes: int, *, repeats: int = 30) -> float:
-    """Return the seconds of a tensor from a rank to the next, while other pairs exchange one as well. A collective call."""
+    """Return the seconds of a tensor from a rank to the next, while other pairs exchange one as
+    well. A collective call.
+    """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     peer = rank ^ 1
     tensor, seconds = torch.zeros(nbytes // 4), []
@@ -225,16 +244,25 @@ def measured(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         rule = SCHEDULES[schedule]
         count = ranks * rule.least_stages
         sizes = uneven[ranks] if uneven else [LAYERS // count] * count
-        costs = calibrated(job, sizes, per_rank=rule.least_stages, splits=rule.splits_backward, nbytes=nbytes)
-        found = gathered(job.run(schedule, sizes, microbatches=options.microbatches, steps=options.steps))
+        costs = calibrated(
+            job, sizes, per_rank=rule.least_stages, splits=rule.splits_backward, nbytes=nbytes
+        )
+        found = gathered(
+            job.run(schedule, sizes, microbatches=options.microbatches, steps=options.steps)
+        )
         made = make_schedule(
-            schedule, num_ranks=ranks, num_microbatches=options.microbatches, stages_per_rank=rule.least_stages
+            schedule,
+            num_ranks=ranks,
+            num_microbatches=options.microbatches,
+            stages_per_rank=rule.least_stages,
         )
         expected = simulate(made, costs)
         yield {
             "case": name,
             "expected_seconds": expected.step_seconds,
-            "seconds": statistics.median(max(each) for each in zip(*(f["seconds"] for f in found), strict=True)),
+            "seconds": statistics.median(
+                max(each) for each in zip(*(f["seconds"] for f in found), strict=True)
+            ),
             "expected_bytes": list(expected.peak_bytes),
             "bytes": [f["peak"] for f in found],
             "passes": {kind: costs.seconds(kind) for kind in KINDS},  # type: ignore[arg-type]
@@ -244,19 +272,27 @@ def measured(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             print(name, flush=True)
 
 
-def calibrated(job: Job, sizes: Sequence[int], *, per_rank: int, splits: bool, nbytes: int) -> StageCosts:
+def calibrated(
+    job: Job, sizes: Sequence[int], *, per_rank: int, splits: bool, nbytes: int
+) -> StageCosts:
     """Return the costs of stages of so many layers, from short runs. A collective call."""
     whole, split = CALIBRATION[per_rank]
     few, more = (gathered(job.run(whole, sizes, microbatches=count, steps=4)) for count in (4, 6))
     results, count = few + more, len(sizes)
     waiting: dict[int, int] = {}
-    seconds = {"forward": pass_seconds(results, "forward", count), "backward": pass_seconds(results, "backward", count)}
+    seconds = {
+        "forward": pass_seconds(results, "forward", count),
+        "backward": pass_seconds(results, "backward", count),
+    }
     if splits:
         results = gathered(job.run(split, sizes, microbatches=4, steps=4))
-        waiting = {stage: nbytes for result in results for stage, nbytes in result["waiting"].items()}
+        waiting = {
+            stage: nbytes for result in results for stage, nbytes in result["waiting"].items()
+        }
         seconds = {kind: pass_seconds(results, kind, count) for kind in KINDS if kind != "backward"}
         seconds["backward"] = [
-            a + b for a, b in zip(seconds["backward_input"], seconds["backward_weight"], strict=True)
+            a + b
+            for a, b in zip(seconds["backward_input"], seconds["backward_weight"], strict=True)
         ]
     seconds_of_edge = transfer_seconds(nbytes)
     edges = {(stage, stage + 1): seconds_of_edge for stage in range(count - 1)}
@@ -264,12 +300,18 @@ def calibrated(job: Job, sizes: Sequence[int], *, per_rank: int, splits: bool, n
     costs = StageCosts(**seconds, transfer_seconds=edges, transfer_bytes=crossing)  # type: ignore[arg-type]
     made = make_schedule(whole, num_ranks=job.ranks, num_microbatches=4, stages_per_rank=per_rank)
     of_stages = stage_bytes(made, few, more)
-    weights = [nbytes + waiting.get(stage, 0) for stage, nbytes in enumerate(of_stages["activation_bytes"])]
+    weights = [
+        nbytes + waiting.get(stage, 0) for stage, nbytes in enumerate(of_stages["activation_bytes"])
+    ]
     return replace(costs, **of_stages, weight_bytes=weights)
 
 
-def stage_bytes(schedule: Schedule, few: Sequence[dict[str, Any]], more: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return bytes of each stage, from peaks of ranks that hold 4 and 6 microbatches of each of their stages."""
+def stage_bytes(
+    schedule: Schedule, few: Sequence[dict[str, Any]], more: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    """Return bytes of each stage, from peaks of ranks that hold 4 and 6 microbatches of each of
+    their stages.
+    """
     static, activation = [0.0] * schedule.num_stages, [0.0] * schedule.num_stages
     for rank in range(schedule.num_ranks):
         stages = schedule.stages_of(rank)

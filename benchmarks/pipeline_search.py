@@ -3,9 +3,10 @@
     python -m benchmarks.pipeline_search                       # two minutes
     python -m benchmarks.pipeline_search --against ../before   # also with the package of another checkout, in turns
 
-Models are GPTs of `topt plan` (float32, AdamW) on the meta device, captured before at two batch sizes. Every run searches from
-the captured step again, in a process that has searched once: data axes, stages x microbatches x schedules, cuts, prices. With
-tensor axes: beside these, alone and under stages; steps on slices are captured then, which is counted by itself.
+Models are GPTs of `topt plan` (float32, AdamW) on the meta device, captured before at two batch
+sizes. Every run searches from the captured step again, in a process that has searched once: data
+axes, stages x microbatches x schedules, cuts, prices. With tensor axes: beside these, alone and
+under stages; steps on slices are captured then, which is counted by itself.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ NODES = {"a100_128x8": ("a100_8x8", 128)}  # clusters with more nodes than those
 
 
 def measure(*case: Any) -> dict[str, Any]:
-    """Search once to load what is loaded once, then five times with and five times without pipelines, here."""
+    """Search once to load what is loaded once, then five times with and five times without
+    pipelines, here.
+    """
     import torch  # noqa: PLC0415
 
     from lightning_topt.cli.tasks.byte_lm import ByteGPT  # noqa: PLC0415
@@ -72,7 +75,12 @@ def measure(*case: Any) -> dict[str, Any]:
     def search(*, pipelines: bool, splits: bool = False) -> tuple[float, Any]:
         wanted = PipelineRequest() if pipelines else None
         split = split_candidates.SplitModel(module, batch, graph, trace) if splits else None
-        given: dict[str, Any] = {"pipelines": wanted, "epsilon": epsilon, "max_seconds": 120.0, "split": split}
+        given: dict[str, Any] = {
+            "pipelines": wanted,
+            "epsilon": epsilon,
+            "max_seconds": 120.0,
+            "split": split,
+        }
         request = SearchRequest(graph, cluster, profile, (devices,), samples, **given)
         captures.clear()
         started = time.process_time()
@@ -84,7 +92,11 @@ def measure(*case: Any) -> dict[str, Any]:
     found = runs[0][1]
     with_splits = [search(pipelines=True, splits=True) for _ in range(3)]
     captured = [len(captures), sum(captures)]
-    both = [p for p in with_splits[0][1].points if p.plan.schedule is not None and p.plan.mesh.tensor_axes]
+    both = [
+        p
+        for p in with_splits[0][1].points
+        if p.plan.schedule is not None and p.plan.mesh.tensor_axes
+    ]
     return {
         "split": [seconds for seconds, _ in with_splits],
         "captured": captured,
@@ -143,8 +155,10 @@ def main() -> None:
         ],
         heads_before=["search"],
         notes=[
-            f"CPU seconds of one process, minimum and median of {RUNS} (3 with tensor axes), without captures",
-            "captures: of steps on slices, and their seconds together, beside the search with tensor axes",
+            f"CPU seconds of one process, minimum and median of {RUNS} (3 with tensor axes), "
+            "without captures",
+            "captures: of steps on slices, and their seconds together, beside the search with "
+            "tensor axes",
             "batch: samples of a step over all ranks x steps of a sample",
         ],
         cases=CASES,

@@ -1,10 +1,11 @@
-"""Prediction rules on simulated stages: the metric that training ends with, against training without a pipeline.
+"""Prediction rules on simulated stages: the metric that training ends with, against training
+without a pipeline.
 
     python -m benchmarks.prediction_accuracy --processes 2      # all runs; those in the results file are not made again
 
-The same samples in the same order, the same learning rate and schedule for all rules of a model; 5 seeds on 4 and 8 stages, 2
-seeds on 16 and 32. 2BW has one update of delay on every number of stages (its minibatches become smaller instead), so it is run
-once, on two stages.
+The same samples in the same order, the same learning rate and schedule for all rules of a model; 5
+seeds on 4 and 8 stages, 2 seeds on 16 and 32. 2BW has one update of delay on every number of stages
+(its minibatches become smaller instead), so it is run once, on two stages.
 """
 
 from __future__ import annotations
@@ -28,8 +29,18 @@ from benchmarks.prediction_models import METRICS, deal, make_task
 
 FILE = RESULTS / "prediction_accuracy.json"
 MODELS = {"transformer": "AdamW", "long transformer": "AdamW", "cnn": "SGD", "lstm": "SGD"}
-RULES = ("none", "pipemare", "stash", "nesterov", "two_versions", "spectrain", "pipeoptim", "multistep")
-OF_LONG = ("two_versions", "spectrain", "multistep")  # rules of the runs that are four times as long, on up to 8 stages
+RULES = (
+    "none",
+    "pipemare",
+    "stash",
+    "nesterov",
+    "two_versions",
+    "spectrain",
+    "pipeoptim",
+    "multistep",
+)
+# rules of the runs that are four times as long, on up to 8 stages
+OF_LONG = ("two_versions", "spectrain", "multistep")
 SEEDS = {1: 5, 2: 5, 4: 5, 8: 5, 16: 2, 32: 2}
 SYNCHRONOUS = "synchronous"
 
@@ -59,7 +70,9 @@ def all_runs() -> Iterator[Run]:
 def _is_run(model: str, rule: str, stages: int) -> bool:
     if model == "long transformer" and (stages > 8 or rule not in (SYNCHRONOUS, *OF_LONG)):
         return False
-    return (rule != "nesterov" or MODELS[model] == "AdamW") and (rule != "two_versions" or stages == 2)
+    return (rule != "nesterov" or MODELS[model] == "AdamW") and (
+        rule != "two_versions" or stages == 2
+    )
 
 
 def train(run: Run) -> dict[str, Any]:
@@ -106,17 +119,25 @@ def keyed(run: Run) -> tuple[str, dict[str, Any]]:
 def values(runs: dict[str, Any], run: Run, what: str) -> list[float]:
     """`what` came out for each seed; infinite where training diverged."""
     found = [runs.get(run._replace(seed=seed).key) for seed in range(SEEDS[run.stages])]
-    return [math.inf if result[what] is None else result[what] for result in found if result is not None]
+    return [
+        math.inf if result[what] is None else result[what] for result in found if result is not None
+    ]
 
 
 def cell(found: list[float], reference: list[float]) -> str:
-    """Median, range and seeds; marked where the median is not above the range of synchronous training."""
+    """Median, range and seeds; marked where the median is not above the range of synchronous
+    training.
+    """
     if not found:
         return ""
     three = (min(found), statistics.median(found), max(found))
     low, middle, high = ("diverged" if math.isinf(x) else f"{x:.3f}" for x in three)
     mark = " *" if reference and three[1] <= max(reference) else ""
-    return f"{middle} ({low} to {high}; {len(found)}){mark}" if len(found) > 1 else f"{middle} (1){mark}"
+    return (
+        f"{middle} ({low} to {high}; {len(found)}){mark}"
+        if len(found) > 1
+        else f"{middle} (1){mark}"
+    )
 
 
 def tables(runs: dict[str, Any]) -> str:
@@ -132,7 +153,10 @@ def tables(runs: dict[str, Any]) -> str:
                 if not _is_run(model, rule, 2 if rule == "two_versions" else 4):
                     continue
                 places = (2,) * 4 if rule == "two_versions" else (4, 8, 16, 32)
-                cells = [cell(values(runs, Run(model, rule, stages, 0), what), reference) for stages in places]
+                cells = [
+                    cell(values(runs, Run(model, rule, stages, 0), what), reference)
+                    for stages in places
+                ]
                 lines.append(f"| {rule} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -161,7 +185,9 @@ The long transformer is the transformer with 4,000 updates instead of 1,000 and 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--report", action="store_true", help="only write the page, of the runs that have been made")
+    parser.add_argument(
+        "--report", action="store_true", help="only write the page, of the runs that have been made"
+    )
     options = parser.parse_args()
     runs: dict[str, Any] = json.loads(FILE.read_text())["runs"] if FILE.exists() else {}
     left = [] if options.report else [run for run in all_runs() if run.key not in runs]
@@ -169,7 +195,10 @@ def main() -> None:
         for key, result in pool.imap_unordered(keyed, left):
             runs[key] = result
             print(key, result, flush=True)
-            FILE.write_text(json.dumps({"command": COMMAND, "machine": machine(), "runs": runs}, indent=1) + "\n")
+            FILE.write_text(
+                json.dumps({"command": COMMAND, "machine": machine(), "runs": runs}, indent=1)
+                + "\n"
+            )
     seconds = sum(result["cpu_seconds"] for result in runs.values())
     counts = {"count": len(runs), "total": sum(1 for _ in all_runs())}
     head = HEAD.format(command=COMMAND, machine=machine(), seconds=seconds, **counts)

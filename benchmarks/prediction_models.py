@@ -1,4 +1,5 @@
-"""Three small models as chains of pieces, which are dealt out to any number of simulated stages, and their tasks.
+"""Three small models as chains of pieces, which are dealt out to any number of simulated stages,
+and their tasks.
 
 Deep and narrow: what prediction is about is the delay of each layer, not its size.
 """
@@ -28,7 +29,9 @@ METRICS = {
 
 
 class Task(NamedTuple):
-    """A model, how it is trained and how it is judged: the metric, and the loss on data that were held out; lower is better."""
+    """A model, how it is trained and how it is judged: the metric, and the loss on data that were
+    held out; lower is better.
+    """
 
     pieces: Callable[[], list[nn.Module]]
     batches: Callable[[int], list[Batch]]  # of a seed
@@ -54,11 +57,19 @@ class Attention(nn.Module):
 
     def __init__(self, block: Block) -> None:
         super().__init__()
-        self.norm, self.query_key_value, self.out = block.attention_norm, block.query_key_value, block.attention_out
+        self.norm, self.query_key_value, self.out = (
+            block.attention_norm,
+            block.query_key_value,
+            block.attention_out,
+        )
         self.num_heads = block.num_heads
 
     def forward(self, x: Tensor) -> Tensor:
-        heads = self.query_key_value(self.norm(x)).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        heads = (
+            self.query_key_value(self.norm(x))
+            .unflatten(-1, (3, self.num_heads, -1))
+            .permute(2, 0, 3, 1, 4)
+        )
         mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
         return x + self.out(mixed.transpose(1, 2).flatten(2))
 
@@ -109,7 +120,9 @@ class Last(nn.Module):
 
 
 def deal(pieces: Sequence[nn.Module], num_stages: int) -> list[nn.Sequential]:
-    """The pieces on stages in order, as evenly as can be; where stages are more than pieces, some stay empty."""
+    """The pieces on stages in order, as evenly as can be; where stages are more than pieces, some
+    stay empty.
+    """
     bounds = [math.ceil(stage * len(pieces) / num_stages) for stage in range(num_stages + 1)]
     return [nn.Sequential(*pieces[low:high]) for low, high in pairwise(bounds)]
 
@@ -131,11 +144,15 @@ class _Text:
         data.setup()
         self.steps = steps
         self.train = torch.stack([data.train_data[i] for i in range(len(data.train_data))])
-        self.held = torch.stack([data.val_data[i] for i in range(0, len(data.val_data), 3)][:1024]).long()
+        self.held = torch.stack(
+            [data.val_data[i] for i in range(0, len(data.val_data), 3)][:1024]
+        ).long()
 
     def batches(self, seed: int) -> list[Batch]:
         order = torch.randperm(len(self.train), generator=torch.Generator().manual_seed(seed))
-        chosen = [self.train[part].long() for part in order[: self.steps * SEQUENCES].split(SEQUENCES)]
+        chosen = [
+            self.train[part].long() for part in order[: self.steps * SEQUENCES].split(SEQUENCES)
+        ]
         return [(tokens[:, :-1], tokens[:, 1:]) for tokens in chosen]
 
     def judge(self, model: nn.Module) -> tuple[float, float]:
@@ -179,7 +196,10 @@ class _Digits:
         generator, found = torch.Generator().manual_seed(seed), []
         for _ in range(self.epochs):
             order = torch.randperm(len(self.images), generator=generator)
-            found += [(self.images[part], self.labels[part]) for part in order[: 42 * IMAGES].split(IMAGES)]
+            found += [
+                (self.images[part], self.labels[part])
+                for part in order[: 42 * IMAGES].split(IMAGES)
+            ]
         return found
 
     def judge(self, model: nn.Module) -> tuple[float, float]:
@@ -190,8 +210,14 @@ class _Digits:
 
 
 def _convolutional() -> list[nn.Module]:
-    head = nn.Sequential(nn.GroupNorm(4, CHANNELS), nn.ReLU(), nn.Flatten(), nn.Linear(64 * CHANNELS, 10))
-    return [nn.Conv2d(1, CHANNELS, 3, padding=1), *(Convolution(CHANNELS) for _ in range(CONVOLUTIONS)), head]
+    head = nn.Sequential(
+        nn.GroupNorm(4, CHANNELS), nn.ReLU(), nn.Flatten(), nn.Linear(64 * CHANNELS, 10)
+    )
+    return [
+        nn.Conv2d(1, CHANNELS, 3, padding=1),
+        *(Convolution(CHANNELS) for _ in range(CONVOLUTIONS)),
+        head,
+    ]
 
 
 def _recurrent() -> list[nn.Module]:

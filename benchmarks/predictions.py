@@ -1,13 +1,15 @@
-"""Predicted and measured seconds and bytes of plans on 2 and 4 ranks, in one node and in two joined by a link.
+"""Predicted and measured seconds and bytes of plans on 2 and 4 ranks, in one node and in two joined
+by a link.
 
     sudo python -m benchmarks.predictions            # --rate, --steps, --only PART-OF-A-SETTING, --techniques
 
-For each setting a job plans a GPT under a memory limit that every plan keeps, and saves the frontier. Under three limits
-between its smallest and its largest plan jobs search and run what they choose; then come uniform plans by name, those with
-compressed gradients from a search that may compress. Plans on meshes with stages or slices are searched by the job that runs
-them, with the batch that gives all plans of a setting the same samples per step. Predictions are made before a job's steps,
-from what was measured of kernels and links alone. Regret: how much slower the chosen plan was than the fastest executed one
-that fits and that it could have been.
+For each setting a job plans a GPT under a memory limit that every plan keeps, and saves the
+frontier. Under three limits between its smallest and its largest plan jobs search and run what they
+choose; then come uniform plans by name, those with compressed gradients from a search that may
+compress. Plans on meshes with stages or slices are searched by the job that runs them, with the
+batch that gives all plans of a setting the same samples per step. Predictions are made before a
+job's steps, from what was measured of kernels and links alone. Regret: how much slower the chosen
+plan was than the fastest executed one that fits and that it could have been.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ SHARES = (0.1, 0.4, 1.0)  # of the way from the smallest plan to the largest
 COMPRESSED = ("topk", "bf16")
 SMALL = {"layers": 8, "hidden": 384, "heads": 6, "seq-len": 128, "batch-size": 4}
 LARGE = {"layers": 5, "hidden": 768, "heads": 12, "seq-len": 128, "batch-size": 4}
-# Plans that the job itself searches, by name: the mesh (data: of the ranks that are left), and what is given beside it.
+# Plans that the job itself searches, by name: the mesh (data: of the ranks that are left), and what
+# is given beside it.
 SEARCHED: dict[str, dict[str, Any]] = {
     "tensor": {"mesh": {"data": 0, "tensor": 2}},
     "stages of slices": {"mesh": {"pipeline": 2, "data": 0, "tensor": 2}},
@@ -45,8 +48,16 @@ SEARCHED: dict[str, dict[str, Any]] = {
     "gpipe": {"mesh": {"pipeline": 2, "data": 0}, "schedule": "gpipe", "num_microbatches": 4},
     "1f1b": {"mesh": {"pipeline": 2, "data": 0}, "schedule": "1f1b", "num_microbatches": 4},
     "1f1b of 4": {"mesh": {"pipeline": 4, "data": 0}, "schedule": "1f1b", "num_microbatches": 8},
-    "interleaved": {"mesh": {"pipeline": 2, "data": 0}, "schedule": "interleaved", "num_microbatches": 4},
-    "zero bubble": {"mesh": {"pipeline": 2, "data": 0}, "schedule": "zero_bubble", "num_microbatches": 4},
+    "interleaved": {
+        "mesh": {"pipeline": 2, "data": 0},
+        "schedule": "interleaved",
+        "num_microbatches": 4,
+    },
+    "zero bubble": {
+        "mesh": {"pipeline": 2, "data": 0},
+        "schedule": "zero_bubble",
+        "num_microbatches": 4,
+    },
     "continuous": {"mesh": {"pipeline": 2, "data": 0}, "schedule": "continuous"},
 }
 Job = Callable[..., dict[str, Any]]
@@ -54,7 +65,9 @@ Job = Callable[..., dict[str, Any]]
 
 @dataclass(frozen=True)
 class Setting:
-    """A model on nodes of so many ranks, and the techniques to run beside what is chosen at the limits."""
+    """A model on nodes of so many ranks, and the techniques to run beside what is chosen at the
+    limits.
+    """
 
     sizes: Mapping[str, int]
     nodes: int
@@ -68,11 +81,21 @@ class Setting:
 
 
 SETTINGS = {
-    "2 ranks, small": Setting(SMALL, 1, 2, ("zero2", "zero3+recompute", "tensor", "1f1b", "continuous")),
-    "2 ranks, large": Setting(LARGE, 1, 2, ("zero1", "zero3", "ddp+recompute", "sequence", "zero bubble")),
-    "4 ranks, small": Setting(SMALL, 1, 4, ("zero1", "zero3", "tensor", "1f1b of 4", "stages of slices")),
-    "2 nodes of 1, small": Setting(SMALL, 2, 1, ("ddp", "ddp, topk", "ddp, bf16", "zero2", "gpipe", "interleaved")),
-    "2 nodes of 2, small": Setting(SMALL, 2, 2, ("hybrid", "hybrid_zero2", "ddp, topk", "tensor", "1f1b")),
+    "2 ranks, small": Setting(
+        SMALL, 1, 2, ("zero2", "zero3+recompute", "tensor", "1f1b", "continuous")
+    ),
+    "2 ranks, large": Setting(
+        LARGE, 1, 2, ("zero1", "zero3", "ddp+recompute", "sequence", "zero bubble")
+    ),
+    "4 ranks, small": Setting(
+        SMALL, 1, 4, ("zero1", "zero3", "tensor", "1f1b of 4", "stages of slices")
+    ),
+    "2 nodes of 1, small": Setting(
+        SMALL, 2, 1, ("ddp", "ddp, topk", "ddp, bf16", "zero2", "gpipe", "interleaved")
+    ),
+    "2 nodes of 2, small": Setting(
+        SMALL, 2, 2, ("hybrid", "hybrid_zero2", "ddp, topk", "tensor", "1f1b")
+    ),
 }
 
 
@@ -107,19 +130,30 @@ def limits_of(frontier: PlanFrontier) -> list[float]:
 
 
 def uniform_of(frontier: PlanFrontier, technique: str) -> PlanPoint:
-    """The plan that has the storage of a preset everywhere, ``ddp+recompute``, or its gradients compressed, ``ddp, topk``."""
+    """The plan that has the storage of a preset everywhere, ``ddp+recompute``, or its gradients
+    compressed, ``ddp, topk``.
+    """
     name, _, exchange = technique.partition(", ")
     name, _, again = name.partition("+")
     preset, found = PRESETS[name], []
     for point in frontier.uniform:
         plan, sent = point.plan, point.plan.gradient_exchange
-        if plan.schedule is not None or plan.mesh.tensor_axes or len(plan.mesh.axes) != 1 + preset.inner:
+        if (
+            plan.schedule is not None
+            or plan.mesh.tensor_axes
+            or len(plan.mesh.axes) != 1 + preset.inner
+        ):
             continue
         named = [block for block in plan.blocks if block.block]
-        storages = {block.config.storage for block in named or plan.blocks}  # the rest keeps ZeRO-2 beside ZeRO-3
+        # the rest keeps ZeRO-2 beside ZeRO-3
+        storages = {block.config.storage for block in named or plan.blocks}
         recomputes = any(block.config.recompute for block in plan.blocks)
         name_sent = "" if sent is None else sent.name
-        if (storages, recomputes, name_sent) == ({preset.storage(plan.mesh)}, bool(again), exchange):
+        if (storages, recomputes, name_sent) == (
+            {preset.storage(plan.mesh)},
+            bool(again),
+            exchange,
+        ):
             found.append(point)
     if not found:
         raise ValueError(f"the frontier has no uniform plan {technique!r}")
@@ -127,7 +161,9 @@ def uniform_of(frontier: PlanFrontier, technique: str) -> PlanPoint:
 
 
 def searched_options(setting: Setting, technique: str) -> dict[str, Any]:
-    """The options of the job that searches and runs `technique` with as many samples per step as all others."""
+    """The options of the job that searches and runs `technique` with as many samples per step as
+    all others.
+    """
     wanted = dict(SEARCHED[technique])
     stale = wanted.get("schedule") == "continuous"
     options: dict[str, Any] = {"memory-limit": ROOM, "allow-staleness": int(stale)}
@@ -141,7 +177,9 @@ def searched_options(setting: Setting, technique: str) -> dict[str, Any]:
     return options
 
 
-def measure(name: str, setting: Setting, job: Job, techniques: Sequence[str]) -> tuple[list[Row], list[float]]:
+def measure(
+    name: str, setting: Setting, job: Job, techniques: Sequence[str]
+) -> tuple[list[Row], list[float]]:
     """Rows of one setting, and the regret at each limit."""
     rows: list[Row] = []
     chosen: dict[float, Row] = {}
@@ -168,7 +206,15 @@ def measure(name: str, setting: Setting, job: Job, techniques: Sequence[str]) ->
             point.plan.save(file := Path(folder) / "plan.yaml")
             result = job(**{"memory-limit": ROOM, "plan": file, **allowed})
             measured = result["step_seconds"], result["peak_bytes"]
-            add(Row(name, technique, point.plan.summary(), (point.step_seconds, point.peak_bytes), measured))
+            add(
+                Row(
+                    name,
+                    technique,
+                    point.plan.summary(),
+                    (point.step_seconds, point.peak_bytes),
+                    measured,
+                )
+            )
     return rows, [*regrets(chosen, rows)]
 
 
@@ -183,12 +229,15 @@ def searched_row(name: str, technique: str, result: Mapping[str, Any]) -> Row:
     """The row of a plan that the job has searched."""
     predicted = result["plan"]["predicted"]
     of_plan = predicted["step_seconds"], predicted["peak_bytes"]
-    return Row(name, technique, result["summary"], of_plan, (result["step_seconds"], result["peak_bytes"]))
+    return Row(
+        name, technique, result["summary"], of_plan, (result["step_seconds"], result["peak_bytes"])
+    )
 
 
 def regrets(chosen: Mapping[float, Row], rows: Sequence[Row]) -> list[float]:
-    """How much slower what is chosen within each limit was than the fastest executed plan that is predicted to fit and computes
-    the same in the same program: plans of a given mesh want one batch for several ranks.
+    """How much slower what is chosen within each limit was than the fastest executed plan that is
+    predicted to fit and computes the same in the same program: plans of a given mesh want one batch
+    for several ranks.
     """
     others = (*SEARCHED, *(f"ddp, {name}" for name in COMPRESSED))
     same = [row for row in rows if row.technique not in others]
@@ -215,20 +264,26 @@ def summary(rows: Sequence[Row], found_regrets: Sequence[float]) -> list[str]:
     for row in rows:
         by_setting.setdefault(row.setting, []).append(row)
     lines = [
-        f"- {len(rows)} plans, {len({row.technique for row in rows} - {'searched'})} techniques beside what is chosen"
+        f"- {len(rows)} plans, {len({row.technique for row in rows} - {'searched'})} techniques "
+        "beside what is chosen"
     ]
     for index, what in enumerate(("time", "bytes")):
         errors = [abs(row.errors[index]) for row in rows]
         median, p90 = np.quantile(errors, (0.5, 0.9))
-        lines.append(f"- |error| of {what}: median {100 * median:.1f} %, 90th percentile {100 * p90:.1f} %")
+        lines.append(
+            f"- |error| of {what}: median {100 * median:.1f} %, 90th percentile {100 * p90:.1f} %"
+        )
     ranks = {
         name: spearman([r.predicted[0] for r in own], [r.measured[0] for r in own])
         for name, own in by_setting.items()
         if len(own) > 2
     }
-    lines.append("- Spearman of times: " + ", ".join(f"{name}: {value:.2f}" for name, value in ranks.items()))
     lines.append(
-        f"- regret at {len(found_regrets)} limits: median {100 * statistics.median(found_regrets):.1f} %, largest "
+        "- Spearman of times: " + ", ".join(f"{name}: {value:.2f}" for name, value in ranks.items())
+    )
+    lines.append(
+        f"- regret at {len(found_regrets)} limits: median "
+        f"{100 * statistics.median(found_regrets):.1f} %, largest "
         f"{100 * max(found_regrets):.1f} %"
     )
     return lines
@@ -246,10 +301,14 @@ def job_of(setting: Setting, lab: Lab | None, steps: Mapping[str, int]) -> Job:
 def main() -> None:
     """Measure and write the table."""
     end_on_signals()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--only", default="", help="settings whose names have this in them; nothing is written")
+    parser.add_argument(
+        "--only", default="", help="settings whose names have this in them; nothing is written"
+    )
     parser.add_argument("--techniques", nargs="*", help="instead of those of a setting")
     options = parser.parse_args()
     rows: list[Row] = []
@@ -281,7 +340,8 @@ def main() -> None:
         "",
         *figures,
         "",
-        "| setting | technique | plan | predicted s | measured s | error | predicted MiB | measured MiB | error |",
+        "| setting | technique | plan | predicted s | measured s | error | predicted MiB | "
+        "measured MiB | error |",
         "|---" * 9 + "|",
         *(row.line() for row in rows),
     ]

@@ -1,4 +1,6 @@
-"""The page of a benchmark that times a search, by this package and, where wanted, by that of another checkout in turns."""
+"""The page of a benchmark that times a search, by this package and, where wanted, by that of
+another checkout in turns.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +27,17 @@ def write_page(
     cells: Callable[[Any, Result], Sequence[str]],
     cells_before: Callable[[Result], Sequence[str]],
 ) -> None:
-    """Measure the `cases` of ``benchmarks.<name>`` and write a row for each of them: `cells` of what this package found, and
-    with ``--against``, a checkout, `cells_before` of what that one did, and whether the frontiers are the same.
+    """Measure the `cases` of ``benchmarks.<name>`` and write a row for each of them: `cells` of
+    what this package found, and with ``--against``, a checkout, `cells_before` of what that one
+    did, and whether the frontiers are the same.
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("--against", type=Path)
     against = parser.parse_args().against
     against = against.resolve() if against else None
-    heads = [*heads, *(f"before: {head}" for head in heads_before), "frontier"] if against else heads
+    heads = (
+        [*heads, *(f"before: {head}" for head in heads_before), "frontier"] if against else heads
+    )
     lines = [
         f"# {title}",
         "",

@@ -2,9 +2,10 @@
 
     python -m benchmarks.selection        # about 3 minutes; one thread
 
-Float32 from N(0, 1). Rounds are interleaved: in each, every method runs once on the same data, after an untimed read that
-leaves the caches alike for all. Figures are medians over rounds, times with the lowest and highest round; a ratio is taken
-within each round, so that a machine that is slower for a while slows both sides.
+Float32 from N(0, 1). Rounds are interleaved: in each, every method runs once on the same data,
+after an untimed read that leaves the caches alike for all. Figures are medians over rounds, times
+with the lowest and highest round; a ratio is taken within each round, so that a machine that is
+slower for a while slows both sides.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ BISECTION, TORCH = "MSTopK, 30 bisections (torch)", "torch.topk of x.abs()"
 
 
 def methods(x: Tensor, residual: Tensor, k: int) -> dict[str, Callable[[], object]]:
-    """What is timed. The feedback adds so little that the residual stays as it is over the rounds."""
+    """What is timed. The feedback adds so little that the residual stays as it is over the
+    rounds.
+    """
     return {
         READ: x.sum,
         OURS: lambda: top_k(x, k),
@@ -77,14 +80,22 @@ def section(numel: int, density: float, seconds: dict[str, list[float]]) -> list
     lines += ["| method | ms, median (lowest to highest) | reads of the data |", "|---|---|---|"]
     for name, values in seconds.items():
         median, low, high = (1e3 * f(values) for f in (statistics.median, min, max))
-        lines.append(f"| {name} | {median:.2f} ({low:.2f} to {high:.2f}) | {ratio(seconds, name, READ):.2f} |")
+        lines.append(
+            f"| {name} | {median:.2f} ({low:.2f} to {high:.2f}) | {ratio(seconds, name, READ):.2f} "
+            "|"
+        )
     bisection, torch_topk = (ratio(seconds, name, OURS) for name in (BISECTION, TORCH))
-    times = f"`top_k`: {bisection:.0f} times as fast as the bisection, {torch_topk:.0f} times as torch.topk."
+    times = (
+        f"`top_k`: {bisection:.0f} times as fast as the bisection, {torch_topk:.0f} times as "
+        "torch.topk."
+    )
     return [*lines, "", times]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--sizes", type=int, nargs="+", default=[10**7, 10**8])
     options = parser.parse_args()
@@ -92,7 +103,13 @@ def main() -> None:
     torch.manual_seed(0)
     warm_up()
     rounds = f"- {options.rounds} interleaved rounds; ratios are medians of those within a round"
-    lines = ["# Selection of the largest entries", "", machine(), "- one thread, float32 from N(0, 1)", rounds]
+    lines = [
+        "# Selection of the largest entries",
+        "",
+        machine(),
+        "- one thread, float32 from N(0, 1)",
+        rounds,
+    ]
     for numel in options.sizes:
         for density in (0.001, 0.01):
             lines += section(numel, density, measure(numel, density, options.rounds))

@@ -1,8 +1,10 @@
-"""Seconds from `Trainer.fit` to the end of the first step: Lightning's `ddp`, `topt` on a new machine, and `topt` again.
+"""Seconds from `Trainer.fit` to the end of the first step: Lightning's `ddp`, `topt` on a new
+machine, and `topt` again.
 
     python -m benchmarks.start           # about 15 minutes on 2 cores
 
-Rounds are interleaved; each is a job of its own (two CPU ranks, one thread each). "New" is a machine without measurements.
+Rounds are interleaved; each is a job of its own (two CPU ranks, one thread each). "New" is a
+machine without measurements.
 """
 
 from __future__ import annotations
@@ -40,16 +42,26 @@ STEPS = 8
 
 
 class Steps(L.Callback):
-    """Writes down, on rank 0, when the first step is over, how long each of them takes, and from which one on a plan runs."""
+    """Writes down, on rank 0, when the first step is over, how long each of them takes, and from
+    which one on a plan runs.
+    """
 
     def __init__(self, out: Path) -> None:
         self.out, self.start, self.begun = out, 0.0, 0.0
-        self.record: dict[str, Any] = {"seconds": None, "steps": [], "losses": [], "plan": None, "from": None}
+        self.record: dict[str, Any] = {
+            "seconds": None,
+            "steps": [],
+            "losses": [],
+            "plan": None,
+            "from": None,
+        }
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         self.begun = time.perf_counter()
 
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         now, record = time.perf_counter(), self.record
         plan = getattr(trainer.strategy, "parallel_plan", None)
         if record["seconds"] is None:
@@ -67,7 +79,11 @@ class Recurrent(L.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.cell, self.head = nn.Embedding(256, 64), nn.LSTMCell(64, 128), nn.Linear(128, 256)
+        self.embed, self.cell, self.head = (
+            nn.Embedding(256, 64),
+            nn.LSTMCell(64, 128),
+            nn.Linear(128, 256),
+        )
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         batch = batch.long()
@@ -76,7 +92,9 @@ class Recurrent(L.LightningModule):
         for step in range(embedded.shape[1]):
             state = self.cell(embedded[:, step], state)
             outputs.append(state[0])
-        return F.cross_entropy(self.head(torch.stack(outputs, 1)).flatten(0, 1), batch[:, 1:].flatten())
+        return F.cross_entropy(
+            self.head(torch.stack(outputs, 1)).flatten(0, 1), batch[:, 1:].flatten()
+        )
 
     def configure_optimizers(self) -> Any:
         return torch.optim.Adam(self.parameters(), lr=1e-3)
@@ -125,13 +143,21 @@ def job(model: str, strategy: str, cache: str) -> dict[str, Any]:
             str(out),
         ]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": cache}
-        subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        subprocess.run(
+            command,
+            env=environment,
+            check=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
         record: dict[str, Any] = json.loads(out.read_text())
         return record
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--model")
     parser.add_argument("--strategy")
@@ -142,7 +168,9 @@ def main() -> None:
         return
     lines = ["# Seconds from `fit` to the end of the first step", "", machine(), ""]
     lines += [
-        "| model | " + " | ".join(SEEN) + " | topt again / ddp | recorded step / ddp's | plan, from step | losses |"
+        "| model | "
+        + " | ".join(SEEN)
+        + " | topt again / ddp | recorded step / ddp's | plan, from step | losses |"
     ]
     lines += ["|---" * (len(SEEN) + 5) + "|"]
     for model in MODELS:
@@ -151,11 +179,16 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as cache:
                 for name in SEEN:
                     found[name].append(job(model, name.partition(",")[0], cache))
-                print(model, {name: round(records[-1]["seconds"], 2) for name, records in found.items()}, flush=True)
+                print(
+                    model,
+                    {name: round(records[-1]["seconds"], 2) for name, records in found.items()},
+                    flush=True,
+                )
         lines.append(_row(model, found))
     lines += [
         "",
-        f"Medians (least to most) of {options.rounds} rounds of {STEPS} steps. The ranks are started in `fit`, also under ddp.",
+        f"Medians (least to most) of {options.rounds} rounds of {STEPS} steps. The ranks are "
+        "started in `fit`, also under ddp.",
     ]
     (RESULTS / "start.md").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
@@ -167,10 +200,15 @@ def _row(model: str, found: dict[str, list[dict[str, Any]]]) -> str:
     first = {name: [record["steps"][0] for record in records] for name, records in found.items()}
     recorded = [again / ddp for again, ddp in zip(first["topt, again"], first["ddp"], strict=True)]
     ours = [record for name in SEEN[1:] for record in found[name]]
-    plans = sorted({f"{record['plan']}, {record['from']}" if record["plan"] else "none yet" for record in ours})
+    plans = sorted(
+        {f"{record['plan']}, {record['from']}" if record["plan"] else "none yet" for record in ours}
+    )
     equal = all(record["losses"] == found["ddp"][0]["losses"] for record in (*ours, *found["ddp"]))
     cells = [spread(values, 2) for values in (*seconds.values(), ratio, recorded)]
-    return f"| {model} | {' | '.join(cells)} | {'; '.join(plans)} | {'equal, bit for bit' if equal else 'differ'} |"
+    return (
+        f"| {model} | {' | '.join(cells)} | {'; '.join(plans)} | "
+        f"{'equal, bit for bit' if equal else 'differ'} |"
+    )
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
-"""Predicted and measured step time and memory of twelve model families that no other benchmark uses.
+"""Predicted and measured step time and memory of twelve model families that no other benchmark
+uses.
 
     python -m benchmarks.strangers                  # 12 families, 7 plans each; about 15 minutes on a quiet machine
     python -m benchmarks.strangers --only vit --only llama
     python -m benchmarks.strangers --quick          # three steps of each plan: memory is as good, times are not
     python -m benchmarks.strangers --fresh          # forget what an interrupted run has measured
 
-Two constants of the cost model were read from these families: the reserve of sharded plans and the LSTM's workspace.
-Two gloo ranks with one thread each, fresh processes for each plan. "limit kept": the smallest `memory_limit` under which
-the plan would have been chosen is its prediction with the default margin; measured bytes must not exceed it.
+Two constants of the cost model were read from these families: the reserve of sharded plans and the
+LSTM's workspace. Two gloo ranks with one thread each, fresh processes for each plan. "limit kept":
+the smallest `memory_limit` under which the plan would have been chosen is its prediction with the
+default margin; measured bytes must not exceed it.
 """
 
 from __future__ import annotations
@@ -61,13 +63,16 @@ def line(row: dict[str, Any]) -> str:
     kept = "" if not row["limited"] else ("yes" if is_kept(row) else "NO")
     memory = f"{mib(row['predicted_bytes'])} | {mib(row['bytes'])} | {100 * memory_error:+.1f} %"
     return (
-        f"| {row['family']} | {row['plan']} | {row['predicted_seconds']:.3f} | {row['seconds']:.3f} | "
+        f"| {row['family']} | {row['plan']} | {row['predicted_seconds']:.3f} | "
+        f"{row['seconds']:.3f} | "
         f"{100 * time_error:+.0f} % | {memory} | {kept} |"
     )
 
 
 def is_kept(row: dict[str, Any]) -> bool:
-    """Whether the measured bytes are within the smallest limit under which the plan could be chosen."""
+    """Whether the measured bytes are within the smallest limit under which the plan could be
+    chosen.
+    """
     return bool(row["bytes"] <= row["predicted_bytes"] * (1 + MARGIN))
 
 
@@ -81,8 +86,10 @@ def summary(rows: list[dict[str, Any]]) -> list[str]:
         for what, unit in (("seconds", "time"), ("bytes", "memory")):
             errors = np.array([row[f"predicted_{what}"] / row[what] - 1 for row in chosen])
             lines.append(
-                f"- {title}, {unit}: median |error| {100 * np.median(abs(errors)):.1f} %, 90th percentile "
-                f"{100 * np.quantile(abs(errors), 0.9):.1f} %, median error {100 * np.median(errors):+.1f} %, Spearman "
+                f"- {title}, {unit}: median |error| {100 * np.median(abs(errors)):.1f} %, 90th "
+                "percentile "
+                f"{100 * np.quantile(abs(errors), 0.9):.1f} %, median error "
+                f"{100 * np.median(errors):+.1f} %, Spearman "
                 f"{spearman([row[f'predicted_{what}'] for row in chosen], [row[what] for row in chosen]):.3f}"
             )
         if limited:
@@ -93,7 +100,10 @@ def summary(rows: list[dict[str, Any]]) -> list[str]:
                 for family in dict.fromkeys(row["family"] for row in chosen)
                 if len(same := [row for row in chosen if row["family"] == family]) > 2
             ]
-            lines.append(f"- Spearman of the times of a family's plans: median {np.median(within or [1.0]):.2f}")
+            lines.append(
+                "- Spearman of the times of a family's plans: median "
+                f"{np.median(within or [1.0]):.2f}"
+            )
     return lines
 
 
@@ -107,13 +117,18 @@ def write(rows: list[dict[str, Any]], path: Path, *, steps: int) -> None:
     """The report."""
     text = ["# Predictions on twelve other model families", "", machine(), ""]
     text += [f"- 2 gloo ranks, one thread each; median of {steps} steps", "", *summary(rows), ""]
-    text += ["| family | plan | predicted s | measured s | error | predicted MiB | measured MiB | error | limit kept |"]
+    text += [
+        "| family | plan | predicted s | measured s | error | predicted MiB | measured MiB | error "
+        "| limit kept |"
+    ]
     text += ["|---|---|---|---|---|---|---|---|---|", *map(line, rows)]
     path.write_text("\n".join(text) + "\n")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", action="append", choices=list(FAMILIES))
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--fresh", action="store_true")
@@ -121,7 +136,9 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     steps, warmup = (2, 2) if options.quick else (7, 3)
-    done: dict[str, Any] = json.loads(STORE.read_text()) if STORE.exists() and not options.fresh else {}
+    done: dict[str, Any] = (
+        json.loads(STORE.read_text()) if STORE.exists() and not options.fresh else {}
+    )
     for family in options.only or FAMILIES:
         key = f"{family} {steps}"
         if key not in done or options.only:

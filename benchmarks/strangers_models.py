@@ -10,7 +10,14 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
-from benchmarks.strangers_sequences import Llama, Mixture, Recognizer, Recommender, Translator, WaveEncoder
+from benchmarks.strangers_sequences import (
+    Llama,
+    Mixture,
+    Recognizer,
+    Recommender,
+    Translator,
+    WaveEncoder,
+)
 from benchmarks.strangers_vision import ConvNext, ConvVae, MobileNet, ResNet, UNet, Vit, images
 
 
@@ -70,7 +77,9 @@ def momentum(parameters: Any) -> torch.optim.Optimizer:
 
 def tokens(*shapes: tuple[int, int]) -> Callable[[int], Sequence[Tensor]]:
     """Batches of random tokens, one tensor per (length, vocabulary)."""
-    return lambda n: tuple(torch.randint(0, vocabulary, (n, length)) for length, vocabulary in shapes)
+    return lambda n: tuple(
+        torch.randint(0, vocabulary, (n, length)) for length, vocabulary in shapes
+    )
 
 
 def clicks(n: int) -> Sequence[Tensor]:
@@ -84,8 +93,12 @@ FAMILIES: dict[str, Family] = {
     "mobilenet": Family(MobileNet, lambda n: images(n, 96, classes=100), 8, momentum),
     "unet": Family(UNet, lambda n: images(n, 64, dense=True, classes=10), 4, adam_foreach),
     "vae": Family(ConvVae, lambda n: images(n, 64), 24, fused_adamw),
-    "recognizer": Family(Recognizer, lambda n: (torch.rand(n, 80, 200), torch.randint(0, 48, (n, 100))), 8, adamw),
-    "wave": Family(WaveEncoder, lambda n: (torch.randn(n, 16000), torch.randint(0, 320, (n, 200))), 6, adamw),
+    "recognizer": Family(
+        Recognizer, lambda n: (torch.rand(n, 80, 200), torch.randint(0, 48, (n, 100))), 8, adamw
+    ),
+    "wave": Family(
+        WaveEncoder, lambda n: (torch.randn(n, 16000), torch.randint(0, 320, (n, 200))), 6, adamw
+    ),
     "translator": Family(Translator, tokens((48, 6000), (64, 6000)), 12, adam_foreach),
     "llama": Family(Llama, tokens((129, 4096)), 8, fused_adamw),
     "mixture": Family(Mixture, tokens((64, 4096), (64, 4096)), 8, adamw),

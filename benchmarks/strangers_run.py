@@ -1,4 +1,6 @@
-"""Predict the plans of one family, and measure each of them in two fresh ranks; a part of `strangers`."""
+"""Predict the plans of one family, and measure each of them in two fresh ranks; a part of
+`strangers`.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ class Case:
 
 @dataclass(frozen=True)
 class Measured:
-    """What two ranks took: the slowest rank's median step, and the peak of each rank above its idle bytes."""
+    """What two ranks took: the slowest rank's median step, and the peak of each rank above its idle
+    bytes.
+    """
 
     step_seconds: float
     peak_bytes: tuple[int, ...]
@@ -66,10 +70,13 @@ class Predicted:
     peak_parts: Mapping[str, float]
 
 
-def predict(rank: int, family: str, cases: Sequence[Case], budget_seconds: float) -> dict[Case, Predicted]:
+def predict(
+    rank: int, family: str, cases: Sequence[Case], budget_seconds: float
+) -> dict[Case, Predicted]:
     """Measure machine and kernels, and predict `cases`. Collective.
 
-    Measured again, at most `_ROUNDS` times, until two measurements in a row predict the first case alike; their mean counts.
+    Measured again, at most `_ROUNDS` times, until two measurements in a row predict the first case
+    alike; their mean counts.
     """
     module, batch = FAMILIES[family].module(), FAMILIES[family].example(rank)
     graph = capture(module, batch)
@@ -82,7 +89,9 @@ def predict(rank: int, family: str, cases: Sequence[Case], budget_seconds: float
         cluster = calibrate(budget_seconds=budget_seconds / 2)
         kernels = measure_kernels(graph, budget_seconds=budget_seconds)
         samples = FAMILIES[family].batch_size
-        rounds.append({case: _explain(case, graph, cluster, profile, kernels, samples) for case in cases})
+        rounds.append(
+            {case: _explain(case, graph, cluster, profile, kernels, samples) for case in cases}
+        )
     last = rounds[-2:]
     return {
         case: Predicted(
@@ -121,8 +130,12 @@ def plan_of(case: Case, graph: OpGraph) -> ParallelPlan:
     return given.of(graph, data_mesh(RANKS))
 
 
-def measure(rank: int, family: str, plan: ParallelPlan, limited: bool, steps: int, warmup: int) -> Measured:
-    """Train `warmup` + `steps` steps in Lightning's order: forward, zero_grad, backward, step. Collective."""
+def measure(
+    rank: int, family: str, plan: ParallelPlan, limited: bool, steps: int, warmup: int
+) -> Measured:
+    """Train `warmup` + `steps` steps in Lightning's order: forward, zero_grad, backward, step.
+    Collective.
+    """
     if limited or plan.saves_memory:  # as the strategy does
         return_freed_memory(CPU)
     module = FAMILIES[family].module()

@@ -1,4 +1,6 @@
-"""Speech, text and tabular families of the prediction benchmark: small faithful versions, written here."""
+"""Speech, text and tabular families of the prediction benchmark: small faithful versions, written
+here.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from torch.nn import functional
 
 
 class Recognizer(nn.Module):
-    """Convolutions and bidirectional LSTMs over filter banks, a label per frame (Graves et al., arXiv 1303.5778)."""
+    """Convolutions and bidirectional LSTMs over filter banks, a label per frame (Graves et al.,
+    arXiv 1303.5778).
+    """
 
     def __init__(self, width: int = 320, layers: int = 3) -> None:
         super().__init__()
@@ -19,7 +23,9 @@ class Recognizer(nn.Module):
             *(nn.Conv2d(32, 32, 3, (2, 1), 1), nn.BatchNorm2d(32), nn.ReLU()),
         )
         sizes = [32 * 20] + [2 * width] * (layers - 1)
-        self.layers = nn.ModuleList(nn.LSTM(size, width, batch_first=True, bidirectional=True) for size in sizes)
+        self.layers = nn.ModuleList(
+            nn.LSTM(size, width, batch_first=True, bidirectional=True) for size in sizes
+        )
         self.norms = nn.ModuleList(nn.LayerNorm(2 * width) for _ in sizes)
         self.head = nn.Linear(2 * width, 48)
 
@@ -49,7 +55,9 @@ class WaveBlock(nn.Module):
 
 
 class WaveEncoder(nn.Module):
-    """Strided convolutions over the waveform, a convolutional position, then attention; masked frames are predicted."""
+    """Strided convolutions over the waveform, a convolutional position, then attention; masked
+    frames are predicted.
+    """
 
     def __init__(self, width: int = 320, depth: int = 6, channels: int = 128) -> None:
         super().__init__()
@@ -57,7 +65,9 @@ class WaveEncoder(nn.Module):
         inputs = [1] + [channels] * (len(strides) - 1)
         self.front = nn.Sequential(
             *(
-                nn.Sequential(nn.Conv1d(size, channels, kernel, stride), nn.GroupNorm(8, channels), nn.GELU())
+                nn.Sequential(
+                    nn.Conv1d(size, channels, kernel, stride), nn.GroupNorm(8, channels), nn.GELU()
+                )
                 for size, (kernel, stride) in zip(inputs, strides, strict=True)
             )
         )
@@ -72,11 +82,15 @@ class WaveEncoder(nn.Module):
         x = x + functional.gelu(self.position(x.transpose(1, 2))).transpose(1, 2)
         for block in self.blocks:
             x = block(x)
-        return functional.cross_entropy(self.head(x).flatten(0, 1), labels[:, : x.shape[1]].flatten())
+        return functional.cross_entropy(
+            self.head(x).flatten(0, 1), labels[:, : x.shape[1]].flatten()
+        )
 
 
 class Translator(nn.Module):
-    """torch's own encoder-decoder transformer with tied embeddings (Vaswani et al., arXiv 1706.03762)."""
+    """torch's own encoder-decoder transformer with tied embeddings (Vaswani et al., arXiv
+    1706.03762).
+    """
 
     def __init__(self, width: int = 256, vocabulary: int = 6000, length: int = 64) -> None:
         super().__init__()
@@ -91,8 +105,12 @@ class Translator(nn.Module):
         source, target = batch
         encoded = self.embed(source) + self.position[: source.shape[1]]
         decoded = self.embed(target[:, :-1]) + self.position[: target.shape[1] - 1]
-        logits = self.head(self.transformer(encoded, decoded, tgt_mask=self.mask, tgt_is_causal=True))
-        return functional.cross_entropy(logits.flatten(0, 1), target[:, 1:].flatten(), label_smoothing=0.1)
+        logits = self.head(
+            self.transformer(encoded, decoded, tgt_mask=self.mask, tgt_is_causal=True)
+        )
+        return functional.cross_entropy(
+            logits.flatten(0, 1), target[:, 1:].flatten(), label_smoothing=0.1
+        )
 
 
 class RmsNorm(nn.Module):
@@ -115,7 +133,10 @@ class LlamaBlock(nn.Module):
         self.q, self.o = nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False)
         self.k, self.v = (nn.Linear(width, groups * size, bias=False) for _ in range(2))
         self.norm1, self.norm2, inner = RmsNorm(width), RmsNorm(width), 8 * width // 3
-        self.gate, self.up = nn.Linear(width, inner, bias=False), nn.Linear(width, inner, bias=False)
+        self.gate, self.up = (
+            nn.Linear(width, inner, bias=False),
+            nn.Linear(width, inner, bias=False),
+        )
         self.down = nn.Linear(inner, width, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -141,7 +162,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Llama(nn.Module):
     """A decoder of Llama's form."""
 
-    def __init__(self, width: int = 384, depth: int = 6, vocabulary: int = 4096, length: int = 128) -> None:
+    def __init__(
+        self, width: int = 384, depth: int = 6, vocabulary: int = 4096, length: int = 128
+    ) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocabulary, width)
         self.blocks = nn.ModuleList(LlamaBlock(width, 6, 2) for _ in range(depth))
@@ -155,11 +178,15 @@ class Llama(nn.Module):
         x = self.embed(tokens[:, :-1])
         for block in self.blocks:
             x = block(x, self.cos[: x.shape[1]], self.sin[: x.shape[1]])
-        return functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), tokens[:, 1:].flatten())
+        return functional.cross_entropy(
+            self.head(self.norm(x)).flatten(0, 1), tokens[:, 1:].flatten()
+        )
 
 
 class Experts(nn.Module):
-    """A switch layer with a fixed capacity per expert (Fedus et al., arXiv 2101.03961), dispatched by one-hot products."""
+    """A switch layer with a fixed capacity per expert (Fedus et al., arXiv 2101.03961), dispatched
+    by one-hot products.
+    """
 
     def __init__(self, width: int, experts: int) -> None:
         super().__init__()
@@ -175,7 +202,8 @@ class Experts(nn.Module):
         place = ((choice.cumsum(dim=0) - 1) * choice).sum(dim=-1)
         kept = (place < capacity).to(x.dtype)
         slots = functional.one_hot(place.long().clamp(max=capacity - 1), capacity).to(x.dtype)
-        dispatch = choice[:, :, None] * slots[:, None] * kept[:, None, None]  # (token, expert, slot)
+        # (token, expert, slot)
+        dispatch = choice[:, :, None] * slots[:, None] * kept[:, None, None]
         inside = torch.einsum("tes,tw->esw", dispatch, x)
         inside = functional.gelu(inside @ self.up) @ self.down
         return torch.einsum("tes,esw->tw", dispatch * gates[:, None, None], inside).view(shape)
@@ -199,7 +227,9 @@ class MixtureBlock(nn.Module):
 class Mixture(nn.Module):
     """A masked language model whose feed-forwards are mixtures of eight experts."""
 
-    def __init__(self, width: int = 256, depth: int = 6, experts: int = 8, vocabulary: int = 4096) -> None:
+    def __init__(
+        self, width: int = 256, depth: int = 6, experts: int = 8, vocabulary: int = 4096
+    ) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocabulary, width)
         self.position = nn.Parameter(torch.randn(128, width) * 0.02)
@@ -215,13 +245,22 @@ class Mixture(nn.Module):
 
 
 class Recommender(nn.Module):
-    """Embeddings of categories, dot products between features, two MLPs (Naumov et al., arXiv 1906.00091)."""
+    """Embeddings of categories, dot products between features, two MLPs (Naumov et al., arXiv
+    1906.00091).
+    """
 
     def __init__(self, tables: int = 12, rows: int = 20000, width: int = 64) -> None:
         super().__init__()
         self.tables = nn.ModuleList(nn.Embedding(rows, width) for _ in range(tables))
         self.bottom = nn.Sequential(
-            *(nn.Linear(13, 512), nn.ReLU(), nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, width), nn.ReLU())
+            *(
+                nn.Linear(13, 512),
+                nn.ReLU(),
+                nn.Linear(512, 256),
+                nn.ReLU(),
+                nn.Linear(256, width),
+                nn.ReLU(),
+            )
         )
         pairs = (tables + 1) * tables // 2
         self.top = nn.Sequential(
@@ -233,7 +272,9 @@ class Recommender(nn.Module):
     def forward(self, batch: Sequence[Tensor]) -> Tensor:
         numbers, categories, clicked = batch
         dense = self.bottom(numbers)
-        features = torch.stack([dense, *(t(categories[:, i]) for i, t in enumerate(self.tables))], dim=1)
+        features = torch.stack(
+            [dense, *(t(categories[:, i]) for i, t in enumerate(self.tables))], dim=1
+        )
         products = (features @ features.transpose(1, 2))[:, self.pairs[0], self.pairs[1]]
         logits = self.top(torch.cat([dense, products], dim=1)).squeeze(1)
         return functional.binary_cross_entropy_with_logits(logits, clicked)

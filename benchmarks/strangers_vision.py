@@ -1,4 +1,6 @@
-"""Vision families of the prediction benchmark: small faithful versions, written here, used by no other benchmark."""
+"""Vision families of the prediction benchmark: small faithful versions, written here, used by no
+other benchmark.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ class ResidualPair(nn.Module):
         self.shortcut = (
             nn.Identity()
             if same
-            else nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+            else nn.Sequential(
+                nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
+            )
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -38,11 +42,16 @@ class ResNet(nn.Module):
     def __init__(self, classes: int = 100) -> None:
         super().__init__()
         self.stem = nn.Sequential(
-            nn.Conv2d(3, 64, 5, 2, 2, bias=False), nn.BatchNorm2d(64), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)
+            nn.Conv2d(3, 64, 5, 2, 2, bias=False),
+            nn.BatchNorm2d(64),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(3, 2, 1),
         )
         widths = [(64, 64, 1), (64, 128, 2), (128, 256, 2), (256, 512, 2)]
         pairs = [(a, b, s) for a, b, s in widths] + [(b, b, 1) for _, b, _ in widths]
-        self.layers = nn.Sequential(*(ResidualPair(*pair) for pair in sorted(pairs, key=lambda p: (p[1], -p[2], p[0]))))
+        self.layers = nn.Sequential(
+            *(ResidualPair(*pair) for pair in sorted(pairs, key=lambda p: (p[1], -p[2], p[0])))
+        )
         self.head = nn.Linear(512, classes)
 
     def forward(self, batch: Sequence[Tensor]) -> Tensor:
@@ -52,7 +61,9 @@ class ResNet(nn.Module):
 
 
 class ConvNextBlock(nn.Module):
-    """Depthwise 7x7, LayerNorm, an inverted bottleneck and a layer scale (Liu et al., arXiv 2201.03545)."""
+    """Depthwise 7x7, LayerNorm, an inverted bottleneck and a layer scale (Liu et al., arXiv
+    2201.03545).
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -70,7 +81,9 @@ class ConvNextBlock(nn.Module):
 class ConvNext(nn.Module):
     """Four stages for 64 x 64 images."""
 
-    def __init__(self, widths: Sequence[int] = (64, 128, 256, 512), depths: Sequence[int] = (2, 2, 4, 2)) -> None:
+    def __init__(
+        self, widths: Sequence[int] = (64, 128, 256, 512), depths: Sequence[int] = (2, 2, 4, 2)
+    ) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, widths[0], 4, 4)
         self.stages = nn.ModuleList(
@@ -95,7 +108,9 @@ class VitBlock(nn.Module):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.attention = nn.MultiheadAttention(width, heads, batch_first=True)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Dropout(0.1), nn.Linear(4 * width, width))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Dropout(0.1), nn.Linear(4 * width, width)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm1(x)
@@ -124,19 +139,30 @@ class Vit(nn.Module):
 
 
 class InvertedResidual(nn.Module):
-    """Expansion, depthwise convolution, squeeze-and-excitation, projection (Howard et al., arXiv 1905.02244)."""
+    """Expansion, depthwise convolution, squeeze-and-excitation, projection (Howard et al., arXiv
+    1905.02244).
+    """
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
         width = 6 * inputs
-        self.expand = nn.Sequential(nn.Conv2d(inputs, width, 1, bias=False), nn.BatchNorm2d(width), nn.Hardswish())
+        self.expand = nn.Sequential(
+            nn.Conv2d(inputs, width, 1, bias=False), nn.BatchNorm2d(width), nn.Hardswish()
+        )
         self.depthwise = nn.Sequential(
-            nn.Conv2d(width, width, 5, stride, 2, groups=width, bias=False), nn.BatchNorm2d(width), nn.Hardswish()
+            nn.Conv2d(width, width, 5, stride, 2, groups=width, bias=False),
+            nn.BatchNorm2d(width),
+            nn.Hardswish(),
         )
         self.squeeze = nn.Sequential(
-            nn.AdaptiveAvgPool2d(1), nn.Conv2d(width, width // 4, 1), nn.ReLU(), nn.Conv2d(width // 4, width, 1)
+            nn.AdaptiveAvgPool2d(1),
+            nn.Conv2d(width, width // 4, 1),
+            nn.ReLU(),
+            nn.Conv2d(width // 4, width, 1),
         )
-        self.project = nn.Sequential(nn.Conv2d(width, outputs, 1, bias=False), nn.BatchNorm2d(outputs))
+        self.project = nn.Sequential(
+            nn.Conv2d(width, outputs, 1, bias=False), nn.BatchNorm2d(outputs)
+        )
         self.same = stride == 1 and inputs == outputs
 
     def forward(self, x: Tensor) -> Tensor:
@@ -150,15 +176,28 @@ class MobileNet(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 24, 3, 2, 1, bias=False), nn.BatchNorm2d(24), nn.Hardswish())
-        widths = [(24, 32, 2), (32, 32, 1), (32, 64, 2), (64, 64, 1), (64, 128, 2), *[(128, 128, 1)] * 3]
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, 24, 3, 2, 1, bias=False), nn.BatchNorm2d(24), nn.Hardswish()
+        )
+        widths = [
+            (24, 32, 2),
+            (32, 32, 1),
+            (32, 64, 2),
+            (64, 64, 1),
+            (64, 128, 2),
+            *[(128, 128, 1)] * 3,
+        ]
         widths += [(128, 192, 2), *[(192, 192, 1)] * 2]
         self.layers = nn.Sequential(*(InvertedResidual(*shape) for shape in widths))
-        self.head = nn.Sequential(nn.Linear(192, 1024), nn.Hardswish(), nn.Dropout(0.2), nn.Linear(1024, 100))
+        self.head = nn.Sequential(
+            nn.Linear(192, 1024), nn.Hardswish(), nn.Dropout(0.2), nn.Linear(1024, 100)
+        )
 
     def forward(self, batch: Sequence[Tensor]) -> Tensor:
         images, labels = batch
-        return functional.cross_entropy(self.head(self.layers(self.stem(images)).mean(dim=(2, 3))), labels)
+        return functional.cross_entropy(
+            self.head(self.layers(self.stem(images)).mean(dim=(2, 3))), labels
+        )
 
 
 def double_convolution(inputs: int, outputs: int) -> nn.Sequential:
@@ -170,11 +209,15 @@ def double_convolution(inputs: int, outputs: int) -> nn.Sequential:
 
 
 class UNet(nn.Module):
-    """Four resolutions with skips (Ronneberger et al., arXiv 1505.04597), for segmentation of 64 x 64 images."""
+    """Four resolutions with skips (Ronneberger et al., arXiv 1505.04597), for segmentation of 64 x
+    64 images.
+    """
 
     def __init__(self, widths: Sequence[int] = (32, 64, 128, 256, 512)) -> None:
         super().__init__()
-        self.downs = nn.ModuleList(double_convolution(a, b) for a, b in zip((3, *widths), widths, strict=False))
+        self.downs = nn.ModuleList(
+            double_convolution(a, b) for a, b in zip((3, *widths), widths, strict=False)
+        )
         pairs = list(zip(widths[:0:-1], widths[-2::-1], strict=True))
         self.ups = nn.ModuleList(nn.ConvTranspose2d(a, b, 2, 2) for a, b in pairs)
         self.joins = nn.ModuleList(double_convolution(2 * b, b) for _, b in pairs)
@@ -193,19 +236,32 @@ class UNet(nn.Module):
 
 
 class ConvVae(nn.Module):
-    """A convolutional variational autoencoder (Kingma & Welling, arXiv 1312.6114) of 64 x 64 images."""
+    """A convolutional variational autoencoder (Kingma & Welling, arXiv 1312.6114) of 64 x 64
+    images.
+    """
 
     def __init__(self, widths: Sequence[int] = (48, 96, 192, 384), latent: int = 256) -> None:
         super().__init__()
-        downs, ups = zip((3, *widths), widths, strict=False), zip(widths[::-1], (*widths[-2::-1], 32), strict=True)
+        downs, ups = (
+            zip((3, *widths), widths, strict=False),
+            zip(widths[::-1], (*widths[-2::-1], 32), strict=True),
+        )
         self.encoder = nn.Sequential(
-            *(nn.Sequential(nn.Conv2d(a, b, 4, 2, 1), nn.BatchNorm2d(b), nn.LeakyReLU(0.2)) for a, b in downs)
+            *(
+                nn.Sequential(nn.Conv2d(a, b, 4, 2, 1), nn.BatchNorm2d(b), nn.LeakyReLU(0.2))
+                for a, b in downs
+            )
         )
         self.inner = widths[-1] * 16
         self.statistics = nn.Linear(self.inner, 2 * latent)
         self.start = nn.Linear(latent, self.inner)
         self.decoder = nn.Sequential(
-            *(nn.Sequential(nn.ConvTranspose2d(a, b, 4, 2, 1), nn.BatchNorm2d(b), nn.LeakyReLU(0.2)) for a, b in ups)
+            *(
+                nn.Sequential(
+                    nn.ConvTranspose2d(a, b, 4, 2, 1), nn.BatchNorm2d(b), nn.LeakyReLU(0.2)
+                )
+                for a, b in ups
+            )
         )
         self.head = nn.Conv2d(32, 3, 3, padding=1)
 

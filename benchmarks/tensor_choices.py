@@ -1,10 +1,12 @@
-"""Where tensor parallelism is the right answer and where it is not: what `topt` chooses, and the best executed plan.
+"""Where tensor parallelism is the right answer and where it is not: what `topt` chooses, and the
+best executed plan.
 
     sudo python -m benchmarks.tensor_choices             # about half an hour on 4 cores; --rounds, --only
 
-Three set-ups of each kind, on CPU ranks with one thread each: ranks of one node here, nodes of the lab with a link between.
-Every plan runs once; those within 15 % of the fastest that keeps the limit then run `--rounds` times more, in turns with the
-chosen plan, each time as a job of its own. Regret: seconds of what was chosen over those of the fastest, round by round.
+Three set-ups of each kind, on CPU ranks with one thread each: ranks of one node here, nodes of the
+lab with a link between. Every plan runs once; those within 15 % of the fastest that keeps the limit
+then run `--rounds` times more, in turns with the chosen plan, each time as a job of its own.
+Regret: seconds of what was chosen over those of the fastest, round by round.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ PLANS = ("ddp", "zero1", "zero3", "zero3+recompute", "tensor")
 
 @dataclass(frozen=True)
 class SetUp:
-    """A `SetUp` is a model, a batch and a cluster; `limit` per rank as a share of what `limit_of` takes, None: no limit."""
+    """A `SetUp` is a model, a batch and a cluster; `limit` per rank as a share of what `limit_of`
+    takes, None: no limit.
+    """
 
     name: str
     options: dict[str, Any]
@@ -72,7 +76,9 @@ SET_UPS = (
 )
 
 
-def run_plan(set_up: SetUp, lab: Lab | None, *, plan: str | None, limit: int | None) -> dict[str, Any] | None:
+def run_plan(
+    set_up: SetUp, lab: Lab | None, *, plan: str | None, limit: int | None
+) -> dict[str, Any] | None:
     """Run one job; None where the plan is refused."""
     options = {
         **set_up.options,
@@ -85,7 +91,9 @@ def run_plan(set_up: SetUp, lab: Lab | None, *, plan: str | None, limit: int | N
     try:
         if lab is None:
             return run_script("tensor_choices_run.py", **options)
-        return lab.run_module("benchmarks.tensor_choices_run", ranks_per_node=set_up.ranks, **options)
+        return lab.run_module(
+            "benchmarks.tensor_choices_run", ranks_per_node=set_up.ranks, **options
+        )
     except (JobFailed, LabError) as error:
         print(f"{set_up.name}: {plan}: {getattr(error, 'output', str(error))[-300:]}", flush=True)
         return None
@@ -96,29 +104,46 @@ def measure(set_up: SetUp, rounds: int) -> list[str]:
     with Lab(set_up.nodes, rate=set_up.rate) if set_up.nodes > 1 else nullcontext() as lab:
         first = {plan: run_plan(set_up, lab, plan=plan, limit=None) for plan in set_up.plans}
         done = {plan: found for plan, found in first.items() if found is not None}
-        limit = None if set_up.limit_of is None else int(set_up.limit * done[set_up.limit_of]["peak_bytes"])
+        limit = (
+            None
+            if set_up.limit_of is None
+            else int(set_up.limit * done[set_up.limit_of]["peak_bytes"])
+        )
         keeping = {plan: f for plan, f in done.items() if limit is None or f["peak_bytes"] <= limit}
         fastest = min(found["step_seconds"] for found in keeping.values())
-        contenders = [plan for plan, found in keeping.items() if found["step_seconds"] <= 1.15 * fastest]
+        contenders = [
+            plan for plan, found in keeping.items() if found["step_seconds"] <= 1.15 * fastest
+        ]
         results: dict[str, list[dict[str, Any]]] = {plan: [] for plan in (*contenders, "topt")}
         for _ in range(rounds):
             for plan, found in results.items():
                 result = run_plan(
-                    set_up, lab, plan=None if plan == "topt" else plan, limit=limit if plan == "topt" else None
+                    set_up,
+                    lab,
+                    plan=None if plan == "topt" else plan,
+                    limit=limit if plan == "topt" else None,
                 )
                 assert result is not None, f"{plan} ran once, and then no more"
                 found.append(result)
-    seconds = {plan: [result["step_seconds"] for result in found] for plan, found in results.items()}
+    seconds = {
+        plan: [result["step_seconds"] for result in found] for plan, found in results.items()
+    }
     best = min(contenders, key=lambda plan: statistics.median(seconds[plan]))
-    regrets = [chosen / other - 1 for chosen, other in zip(seconds["topt"], seconds[best], strict=True)]
-    others = ", ".join(f"{plan} {f['step_seconds']:.3f} s, {mib(f['peak_bytes'])} MiB" for plan, f in done.items())
+    regrets = [
+        chosen / other - 1 for chosen, other in zip(seconds["topt"], seconds[best], strict=True)
+    ]
+    others = ", ".join(
+        f"{plan} {f['step_seconds']:.3f} s, {mib(f['peak_bytes'])} MiB" for plan, f in done.items()
+    )
     ours = results["topt"]
     cells = (
         set_up.name,
         "-" if limit is None else f"{mib(limit)}",
-        f"{ours[-1]['summary']}: {spread(seconds['topt'])} s, {mib(max(r['peak_bytes'] for r in ours))} MiB",
+        f"{ours[-1]['summary']}: {spread(seconds['topt'])} s, "
+        f"{mib(max(r['peak_bytes'] for r in ours))} MiB",
         f"{best.replace('|', '')}: {spread(seconds[best])} s",
-        f"{100 * statistics.median(regrets):.1f} % ({100 * min(regrets):.1f} to {100 * max(regrets):.1f})",
+        f"{100 * statistics.median(regrets):.1f} % ({100 * min(regrets):.1f} to "
+        f"{100 * max(regrets):.1f})",
         others,
     )
     print("| " + " | ".join(cells) + " |", flush=True)
@@ -130,7 +155,9 @@ def main() -> None:
     end_on_signals()
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", default="", help="set-ups whose name contains this; nothing is written then")
+    parser.add_argument(
+        "--only", default="", help="set-ups whose name contains this; nothing is written then"
+    )
     options = parser.parse_args()
     chosen = [set_up for set_up in SET_UPS if options.only in set_up.name]
     rows = [row for set_up in chosen for row in measure(set_up, options.rounds)]
@@ -141,10 +168,14 @@ def main() -> None:
         "",
         machine(),
         "",
-        "One thread per rank. Regret: chosen plan over fastest executed one that keeps the limit, median (range) of the",
-        "rounds. The global batch is the same for all plans of a set-up. A plan that is given with its tensor axis gets one",
-        "batch for the ranks of a tensor group; what is chosen without one keeps a batch for every rank, as ddp has it, and so",
-        "every logged value and every loss: the ranks of a group then run them in joint modules, or in turns (microbatches).",
+        "One thread per rank. Regret: chosen plan over fastest executed one that keeps the limit, "
+        "median (range) of the",
+        "rounds. The global batch is the same for all plans of a set-up. A plan that is given with "
+        "its tensor axis gets one",
+        "batch for the ranks of a tensor group; what is chosen without one keeps a batch for every "
+        "rank, as ddp has it, and so",
+        "every logged value and every loss: the ranks of a group then run them in joint modules, "
+        "or in turns (microbatches).",
         "",
         "| set-up | limit, MiB | chosen | fastest executed | regret | each plan once |",
         "|---|---|---|---|---|---|",

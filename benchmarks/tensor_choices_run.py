@@ -1,4 +1,6 @@
-"""One measured fit for `tensor_choices`: one of three models, a global batch, a plan or a search. Writes JSON on rank 0."""
+"""One measured fit for `tensor_choices`: one of three models, a global batch, a plan or a search.
+Writes JSON on rank 0.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ class Perceptron(L.LightningModule):
     def __init__(self, layers: int, width: int, inner: int) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, inner), nn.GELU(), nn.Linear(inner, width))
+            nn.Sequential(
+                nn.LayerNorm(width), nn.Linear(width, inner), nn.GELU(), nn.Linear(inner, width)
+            )
             for _ in range(layers)
         )
         self.head = nn.Linear(width, 10)
@@ -74,13 +78,19 @@ def made(options: argparse.Namespace) -> tuple[L.LightningModule, Any]:
     """The model and its data, invented: only times and bytes are read."""
     if options.model == "gpt":
         tokens = torch.randint(0, 256, (SAMPLES, options.seq_len + 1))
-        model: L.LightningModule = ByteGPT(options.layers, options.width, options.width // 64, options.seq_len)
+        model: L.LightningModule = ByteGPT(
+            options.layers, options.width, options.width // 64, options.seq_len
+        )
         return model, tokens
     labels = torch.randint(0, 10, (SAMPLES,))
     if options.model == "mlp":
         inputs = torch.randn(SAMPLES, options.width)
-        return Perceptron(options.layers, options.width, 4 * options.width), TensorDataset(inputs, labels)
-    return Convolutions(options.layers, options.width), TensorDataset(torch.randn(SAMPLES, 3, 32, 32), labels)
+        return Perceptron(options.layers, options.width, 4 * options.width), TensorDataset(
+            inputs, labels
+        )
+    return Convolutions(options.layers, options.width), TensorDataset(
+        torch.randn(SAMPLES, 3, 32, 32), labels
+    )
 
 
 def read_plan(text: str | None) -> Any:
@@ -142,7 +152,9 @@ def main() -> None:
         "parameters": sum(p.numel() for p in model.parameters()),
         "summary": strategy.parallel_plan.summary(),
         "reason": strategy.parallel_plan.reason,
-        "predicted_seconds": predicted.step_seconds if (predicted := strategy.parallel_plan.predicted) else None,
+        "predicted_seconds": predicted.step_seconds
+        if (predicted := strategy.parallel_plan.predicted)
+        else None,
         "planning_seconds": strategy.planning_seconds,
         "step_seconds": monitor.measurement.median_step_seconds,
         "peak_bytes": max(p for p in monitor.measurement.peak_bytes_per_rank if p is not None),

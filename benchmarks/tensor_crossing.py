@@ -1,11 +1,13 @@
-"""One tensor axis against three, on eight nodes of one rank joined by slow links, on both sides of where their bytes cross.
+"""One tensor axis against three, on eight nodes of one rank joined by slow links, on both sides of
+where their bytes cross.
 
     sudo python -m benchmarks.tensor_crossing            # about 20 minutes at each rate; --rounds, --rates 1gbit 250mbit
 
-A Transformer layer of width h moves, for T tokens and on each of P = q^3 ranks, 8 (P - 1) / P T h elements on one axis and
-2 (q - 1) / q^3 (16 T h + 12 h^2) on a cube (arXiv 2105.14450), which gathers operands once more in backward: at P = 8 the cube
-moves less for h < T. Rounds are interleaved; each is a job of its own. Both plans are priced by the search, on links and
-kernels measured in the lab: what it expects to be faster is what it would choose.
+A Transformer layer of width h moves, for T tokens and on each of P = q^3 ranks, 8 (P - 1) / P T h
+elements on one axis and 2 (q - 1) / q^3 (16 T h + 12 h^2) on a cube (arXiv 2105.14450), which
+gathers operands once more in backward: at P = 8 the cube moves less for h < T. Rounds are
+interleaved; each is a job of its own. Both plans are priced by the search, on links and kernels
+measured in the lab: what it expects to be faster is what it would choose.
 """
 
 from __future__ import annotations
@@ -27,7 +29,14 @@ CASES: tuple[tuple[int, int, dict[str, Any]], ...] = (
     (256, 1024, {"width": 1024, "seq-len": 32, "global-batch": 8}),
 )
 RUN = "benchmarks.tensor_choices_run"
-COMMON: dict[str, Any] = {"model": "gpt", "layers": 2, "devices": 1, "num-nodes": NODES, "steps": 8, "warmup": 3}
+COMMON: dict[str, Any] = {
+    "model": "gpt",
+    "layers": 2,
+    "devices": 1,
+    "num-nodes": NODES,
+    "steps": 8,
+    "warmup": 3,
+}
 
 
 def row(lab: Lab, rate: str, case: tuple[int, int, dict[str, Any]], rounds: int) -> str:
@@ -37,12 +46,17 @@ def row(lab: Lab, rate: str, case: tuple[int, int, dict[str, Any]], rounds: int)
     for _ in range(rounds):
         for plan, results in found.items():
             results.append(lab.run_module(RUN, ranks_per_node=1, **COMMON, **given, plan=plan))
-    seconds = {plan: [result["step_seconds"] for result in results] for plan, results in found.items()}
-    ratios = [cube / axis for axis, cube in zip(seconds["tensor"], seconds["tensor_3d"], strict=True)]
+    seconds = {
+        plan: [result["step_seconds"] for result in results] for plan, results in found.items()
+    }
+    ratios = [
+        cube / axis for axis, cube in zip(seconds["tensor"], seconds["tensor_3d"], strict=True)
+    ]
     expected = {plan: results[-1]["predicted_seconds"] for plan, results in found.items()}
     by_formula = (16 * tokens * width + 12 * width**2) / 4 / (7 * tokens * width)
     return (
-        f"| {rate} | {tokens} | {width} | {by_formula:.2f} | {spread(seconds['tensor'])} | {spread(seconds['tensor_3d'])} "
+        f"| {rate} | {tokens} | {width} | {by_formula:.2f} | {spread(seconds['tensor'])} | "
+        f"{spread(seconds['tensor_3d'])} "
         f"| {spread(ratios)} | {expected['tensor']:.3f} | {expected['tensor_3d']:.3f} "
         f"| {min(expected, key=lambda plan: expected[plan])} |"
     )
@@ -64,13 +78,16 @@ def main() -> None:
     lines = [
         "# One tensor axis and three",
         "",
-        f"`sudo python -m benchmarks.tensor_crossing --rounds {options.rounds} --rates {' '.join(options.rates)}`",
+        f"`sudo python -m benchmarks.tensor_crossing --rounds {options.rounds} --rates "
+        f"{' '.join(options.rates)}`",
         "",
         machine(),
         "",
-        "GPT of 2 layers on 8 nodes of one rank, one thread each. Seconds per step: median (range).",
+        "GPT of 2 layers on 8 nodes of one rank, one thread each. Seconds per step: median "
+        "(range).",
         "",
-        "| link | tokens T | width h | bytes by formula, cube / axis | one axis | cube | cube / axis | one axis, expected "
+        "| link | tokens T | width h | bytes by formula, cube / axis | one axis | cube | cube / "
+        "axis | one axis, expected "
         "| cube, expected | expected to be faster |",
         "|---|---|---|---|---|---|---|---|---|---|",
         *rows,

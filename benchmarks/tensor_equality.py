@@ -1,4 +1,5 @@
-"""Loss, gradients and parameters after an update under each plan, against one process: every plan, every model.
+"""Loss, gradients and parameters after an update under each plan, against one process: every plan,
+every model.
 
 python -m benchmarks.tensor_equality           # groups of 2, 4 and 8 ranks on gloo; about five minutes
 python -m benchmarks.tensor_equality --only tensor_2d context      # these rows alone, put into the table
@@ -41,7 +42,9 @@ def _precision(plan: Plan) -> AbstractContextManager[Any]:
 
 
 def one_process(model: Model, plan: Plan) -> Outcome:
-    """Return a step of one process on the whole batch; on its parts one after another where the loss is of parts."""
+    """Return a step of one process on the whole batch; on its parts one after another where the
+    loss is of parts.
+    """
     module = made(model, seed=0)
     optimizer = optimizer_of(module)
     parts = plan.mesh.data_parallel_size * plan.microbatches if model.by_part else 1
@@ -61,7 +64,9 @@ def one_process(model: Model, plan: Plan) -> Outcome:
 
 
 def run_plan(rank: int, model: Model, plan: Plan) -> Outcome:
-    """Return the same step under the plan; gradients and parameters are whole on rank 0 only. A collective call."""
+    """Return the same step under the plan; gradients and parameters are whole on rank 0 only. A
+    collective call.
+    """
     module = made(model, seed=rank)  # rank 0's parameters count
     names = [name for name, _ in module.named_parameters()]
     world = dist.get_world_size()
@@ -88,7 +93,8 @@ def run_plan(rank: int, model: Model, plan: Plan) -> Outcome:
     now = dict(module.named_parameters())
     found = {name: now[name].grad for name in names if now[name].grad is not None}
     gradients = {
-        name: value.clone() for name, value in gather_module_state(found, engine._applied.split_names()).items()
+        name: value.clone()
+        for name, value in gather_module_state(found, engine._applied.split_names()).items()
     }
     state = engine.module_state()
     parameters = {name: state[name].clone() for name in names if name in state}
@@ -100,15 +106,22 @@ def run_plan(rank: int, model: Model, plan: Plan) -> Outcome:
 def against_one_process(found: Outcome, model: Model, plan: Plan) -> Differences:
     """Return each difference and what it may be.
 
-    In bfloat16: twice what one process in it differs by from one in float32, since both that are compared round so; at least
-    the distance of two numbers.
+    In bfloat16: twice what one process in it differs by from one in float32, since both that are
+    compared round so; at least the distance of two numbers.
     """
     expected = one_process(model, plan)
-    limits = {"loss": 0.1 * plan.tolerance, "gradients": plan.tolerance, "parameters": plan.tolerance}
+    limits = {
+        "loss": 0.1 * plan.tolerance,
+        "gradients": plan.tolerance,
+        "parameters": plan.tolerance,
+    }
     if plan.bfloat16:
         rounding = differences(expected, one_process(model, replace(plan, bfloat16=False)))
         limits = {quantity: max(2 * value, 2**-8) for quantity, value in rounding.items()}
-    return {quantity: (value, limits[quantity]) for quantity, value in differences(found, expected).items()}
+    return {
+        quantity: (value, limits[quantity])
+        for quantity, value in differences(found, expected).items()
+    }
 
 
 def row(plan: Plan, names: Sequence[str], found: Mapping[tuple[str, str], Any]) -> str:

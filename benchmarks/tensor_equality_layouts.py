@@ -1,4 +1,6 @@
-"""The layouts of `split_layouts.LAYOUTS` of the models of `tensor_equality`: found as a search of plans finds them."""
+"""The layouts of `split_layouts.LAYOUTS` of the models of `tensor_equality`: found as a search of
+plans finds them.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from lightning_topt.techniques.tensor_parallel.split_layouts import SplitLayout
 from lightning_topt.techniques.tensor_parallel.split_prices import SplitPrices
 
 # Only which splits exist matters here, not what they cost.
-_DEVICE = Device("device", 10**10, {"float32": 1e12}, memory_bandwidth=1e12, op_overhead_seconds=1e-6)
+_DEVICE = Device(
+    "device", 10**10, {"float32": 1e12}, memory_bandwidth=1e12, op_overhead_seconds=1e-6
+)
 _CLUSTER = Cluster("layouts", _DEVICE, devices_per_node=64, num_nodes=1, intra=Link(1e-7, 1e11))
 
 
@@ -52,7 +56,8 @@ def layout_blocks(
     storage: Storage,
     recompute: bool,
 ) -> list[BlockPlan]:
-    """Return the blocks of the plan of a model in `layout` along the tensor axes of `mesh`; `batch` is that of all data ranks.
+    """Return the blocks of the plan of a model in `layout` along the tensor axes of `mesh`; `batch`
+    is that of all data ranks.
 
     Raises LayoutRefused where the model cannot run so.
     """
@@ -75,9 +80,15 @@ def layout_blocks(
     ]
 
 
-def _parameters(found: SplitLayout, block: str, blocks: list[str], mesh: Mesh) -> tuple[tuple[str, Placements], ...]:
+def _parameters(
+    found: SplitLayout, block: str, blocks: list[str], mesh: Mesh
+) -> tuple[tuple[str, Placements], ...]:
     def is_here(name: str) -> bool:
-        return name.startswith(f"{block}.") if block else not any(name.startswith(f"{each}.") for each in blocks)
+        return (
+            name.startswith(f"{block}.")
+            if block
+            else not any(name.startswith(f"{each}.") for each in blocks)
+        )
 
     named = [(name, placed) for name, placed in found.placements.items() if is_here(name)]
     return tuple((name.removeprefix(f"{block}."), _on(mesh, placed)) for name, placed in named)
@@ -89,7 +100,9 @@ def _computes(rule: BlockRule, mesh: Mesh) -> dict[str, Any]:
         "inputs": tuple(_on(mesh, placed) for placed in rule.inputs),
         "outputs": tuple(_on(mesh, placed) for placed in rule.outputs),
         "sums": _on(mesh, rule.sums) if rule.sums else (),
-        "gathers": tuple(name for name, gathers in zip(axes, rule.gathers, strict=False) if gathers),
+        "gathers": tuple(
+            name for name, gathers in zip(axes, rule.gathers, strict=False) if gathers
+        ),
     }
 
 
@@ -100,15 +113,22 @@ def _on(mesh: Mesh, along: Placements) -> Placements:
 
 @cache
 def _layout(
-    make: Callable[[], nn.Module], batch: Callable[[], Any], parts: int, layout: str, along: tuple[Axis, ...]
+    make: Callable[[], nn.Module],
+    batch: Callable[[], Any],
+    parts: int,
+    layout: str,
+    along: tuple[Axis, ...],
 ) -> SplitLayout | str:
     """The layout with names as in the model itself; a text says why there is none."""
     model = _split_model(make, batch, parts)
     optimizer = read_optimizer(
-        [torch.optim.Adam(model.module.parameters())], named_parameters=model.module.named_parameters()
+        [torch.optim.Adam(model.module.parameters())],
+        named_parameters=model.module.named_parameters(),
     )
     try:
-        found = model.layout(layout, SplitPrices(_CLUSTER, optimizer, Group(along[-2:][0].size)), along)
+        found = model.layout(
+            layout, SplitPrices(_CLUSTER, optimizer, Group(along[-2:][0].size)), along
+        )
     except ValueError as error:
         return str(error)
     if model.local_graph_of(found, along) is None:
@@ -119,7 +139,9 @@ def _layout(
 
     rules = {inside(name): rule for name, rule in found.rules.items()}
     return SplitLayout(
-        {inside(name): each for name, each in found.placements.items()}, rules, tuple(map(inside, found.left))
+        {inside(name): each for name, each in found.placements.items()},
+        rules,
+        tuple(map(inside, found.left)),
     )
 
 

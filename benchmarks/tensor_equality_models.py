@@ -1,6 +1,7 @@
 """Five small models, and where their parameters may be cut: what `tensor_equality` compares.
 
-A model is a module whose forward takes a part of the batch and returns its mean loss. Sizes divide by 8.
+A model is a module whose forward takes a part of the batch and returns its mean loss. Sizes divide
+by 8.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ Part = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Model:
-    """`blocks` are the repeated modules, by name; `cuts` says along which dim parameters are cut whose name ends so, by what
-    they are part of. `by_part`: its loss is of each part of the batch by itself (statistics of batches).
+    """`blocks` are the repeated modules, by name; `cuts` says along which dim parameters are cut
+    whose name ends so, by what they are part of. `by_part`: its loss is of each part of the batch
+    by itself (statistics of batches).
     """
 
     make: Callable[[], nn.Module]
@@ -93,7 +95,9 @@ class Residual(nn.Module):
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.first, self.second = (nn.Conv2d(channels, channels, 3, padding=1, bias=False) for _ in range(2))
+        self.first, self.second = (
+            nn.Conv2d(channels, channels, 3, padding=1, bias=False) for _ in range(2)
+        )
         self.groups, self.batches = nn.GroupNorm(8, channels), nn.BatchNorm2d(channels)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -160,7 +164,11 @@ MODELS: dict[str, Model] = {
         {
             "attention": {**_both("query_key_value", FUSED), "attention_out.weight": IN},
             "perceptron": {**_both("mlp_in", OUT), "mlp_out.weight": IN},
-            "rest": {"net.embedding.weight": OUT, "net.head.weight": OUT, "net.positions.weight": IN},
+            "rest": {
+                "net.embedding.weight": OUT,
+                "net.head.weight": OUT,
+                "net.positions.weight": IN,
+            },
         },
     ),
     "Llama": Model(

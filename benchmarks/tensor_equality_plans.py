@@ -1,6 +1,8 @@
-"""The plans that `tensor_equality` compares with one process: one list, to which a plan is added by a line.
+"""The plans that `tensor_equality` compares with one process: one list, to which a plan is added by
+a line.
 
-What a line cannot say, such as placements of activations, `change` does to the configuration of every block.
+What a line cannot say, such as placements of activations, `change` does to the configuration of
+every block.
 """
 
 from __future__ import annotations
@@ -25,13 +27,15 @@ Change = Callable[[Model, str, OpConfig], OpConfig]
 
 @dataclass(frozen=True)
 class Plan:
-    """A `Plan` is what `tensor_equality` runs: `axes` by name and size, `storage` of the blocks in turn and then of the rest
-    (presets; "+" recomputes), and the `parts` of the model that are cut along the tensor axes.
+    """A `Plan` is what `tensor_equality` runs: `axes` by name and size, `storage` of the blocks in
+    turn and then of the rest (presets; "+" recomputes), and the `parts` of the model that are cut
+    along the tensor axes.
 
-    On a second tensor axis parameters are cut along the same dim (`second` "same"), or the other one ("other"). `nodes` of
-    the ranks matter to hierarchical exchanges; the first step of an exchange is dense, so the second is compared.
-    `layout` is one of `split_layouts.LAYOUTS`, found for the model; `parts` and `second` have no say then. `tolerance` is that
-    of gradients and parameters; in bfloat16 it is measured.
+    On a second tensor axis parameters are cut along the same dim (`second` "same"), or the other
+    one ("other"). `nodes` of the ranks matter to hierarchical exchanges; the first step of an
+    exchange is dense, so the second is compared. `layout` is one of `split_layouts.LAYOUTS`, found
+    for the model; `parts` and `second` have no say then. `tolerance` is that of gradients and
+    parameters; in bfloat16 it is measured.
     """
 
     name: str
@@ -52,7 +56,9 @@ class Plan:
     def mesh(self) -> Mesh:
         """The mesh of its ranks."""
         crosses = ["inter"] * (self.nodes > 1) + ["intra"] * len(self.axes)
-        return Mesh(tuple(Axis(*axis, scope) for axis, scope in zip(self.axes, crosses, strict=False)))
+        return Mesh(
+            tuple(Axis(*axis, scope) for axis, scope in zip(self.axes, crosses, strict=False))
+        )
 
     @property
     def steps(self) -> int:
@@ -63,12 +69,22 @@ class Plan:
         """Return the plan for `model`. Raises LayoutRefused where it cannot run in the layout."""
         if self.layout:
             presets = self.storage.split()
-            storage, recompute = _storage(presets[-1].rstrip("+"), self.mesh), presets[0].endswith("+")
+            storage, recompute = (
+                _storage(presets[-1].rstrip("+"), self.mesh),
+                presets[0].endswith("+"),
+            )
             found = layout_blocks(
-                model.make, model.batch, layout=self.layout, mesh=self.mesh, storage=storage, recompute=recompute
+                model.make,
+                model.batch,
+                layout=self.layout,
+                mesh=self.mesh,
+                storage=storage,
+                recompute=recompute,
             )
             return ParallelPlan.of_blocks(found, mesh=self.mesh)
-        return ParallelPlan.of_blocks(self.blocks_of(model), mesh=self.mesh, gradient_exchange=self.exchange)
+        return ParallelPlan.of_blocks(
+            self.blocks_of(model), mesh=self.mesh, gradient_exchange=self.exchange
+        )
 
     def blocks_of(self, model: Model) -> list[BlockPlan]:
         """Return the blocks of the plan for `model` without a layout, the block "" last."""
@@ -79,7 +95,9 @@ class Plan:
                 _storage(preset.rstrip("+"), self.mesh), recompute=preset.endswith("+") and bool(name),
                 parameters=self._parameters(model, name),
             )  # fmt: skip
-            blocks.append(BlockPlan(name, config if self.change is None else self.change(model, name, config)))
+            blocks.append(
+                BlockPlan(name, config if self.change is None else self.change(model, name, config))
+            )
         return blocks
 
     def refusal(self, model: Model) -> Refusal | None:
@@ -91,7 +109,9 @@ class Plan:
                 return Refusal(error)
         return None
 
-    def _parameters(self, model: Model, block: str) -> tuple[tuple[str, tuple[Placement, ...]], ...]:
+    def _parameters(
+        self, model: Model, block: str
+    ) -> tuple[tuple[str, tuple[Placement, ...]], ...]:
         mesh = self.mesh
         if not mesh.tensor_axes:
             return ()
@@ -101,12 +121,16 @@ class Plan:
             name for name, _ in inside.named_parameters(remove_duplicate=False)
             if block or not any(name.startswith(f"{each}.") for each in model.blocks)
         ]  # fmt: skip
-        shapes = {name: tuple(p.shape) for name, p in inside.named_parameters(remove_duplicate=False)}
+        shapes = {
+            name: tuple(p.shape) for name, p in inside.named_parameters(remove_duplicate=False)
+        }
         cuts = {end: shard for part in self.parts for end, shard in model.cuts[part].items()}
         found = []
         for name in names:
             full = f"{block}.{name}" if block else name
-            if (cut := next((shard for end, shard in cuts.items() if full.endswith(end)), None)) is not None:
+            if (
+                cut := next((shard for end, shard in cuts.items() if full.endswith(end)), None)
+            ) is not None:
                 found.append((name, self._placements(cut, shapes[name])))
         return tuple(found)
 
@@ -117,7 +141,13 @@ class Plan:
         placements[first] = cut
         size = mesh.shape[first]
         for axis in others:
-            second = cut if self.second == "same" else Shard(1 - cut.dim) if len(shape) >= 2 and cut.dim < 2 else None
+            second = (
+                cut
+                if self.second == "same"
+                else Shard(1 - cut.dim)
+                if len(shape) >= 2 and cut.dim < 2
+                else None
+            )
             along = size * mesh.shape[axis] if second == cut else mesh.shape[axis]
             if second is not None and cut.parts == 1 and shape[second.dim] % along == 0:
                 placements[axis] = second
@@ -175,7 +205,8 @@ PLANS: list[Plan] = [
     Plan("ZeRO levels mixed x tensor 2", [D2, T2], "zero1+ zero3 ddp"),
     Plan("data 2 x tensor 2 + accumulation", [D2, T2], microbatches=2),
     Plan("ZeRO-1 x tensor 2 + clipping", [D2, T2], "zero1", clip=0.5),
-    Plan("ZeRO-2 x tensor 2 + accumulation + clipping", [D2, T2], "zero2", microbatches=2, clip=0.5),
+    Plan("ZeRO-2 x tensor 2 + accumulation + "
+         "clipping", [D2, T2], "zero2", microbatches=2, clip=0.5),
     Plan("data 2 x tensor 4", [D2, T4]),
     Plan("ZeRO-1 x tensor 4", [D2, T4], "zero1"),
     Plan("data 4 x tensor 2 + recomputation", [("data", 4), T2], "ddp+ ddp"),

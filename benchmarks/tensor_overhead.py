@@ -1,9 +1,11 @@
-"""Step time of split Transformer layers: the unmodified module under `SplitMode` against the same layers written by hand.
+"""Step time of split Transformer layers: the unmodified module under `SplitMode` against the same
+layers written by hand.
 
-By hand: local linear layers, one all-reduce after attention and one after the feed-forward part, forward and backward
-(Shoeybi et al., arXiv 1909.08053, section 3). Rounds of both alternate; the median over rounds of the ratio of two neighbours
-is shown with its quartiles: of the time by the clock, in which ranks wait for each other, and of the time that rank 0's thread
-computes, forward and backward.
+By hand: local linear layers, one all-reduce after attention and one after the feed-forward part,
+forward and backward (Shoeybi et al., arXiv 1909.08053, section 3). Rounds of both alternate; the
+median over rounds of the ratio of two neighbours is shown with its quartiles: of the time by the
+clock, in which ranks wait for each other, and of the time that rank 0's thread computes, forward
+and backward.
 
     python -m benchmarks.tensor_overhead [--width 256 768] [--rounds 20] [--layers 4] [--profile]
 """
@@ -72,12 +74,17 @@ class LayerByHand(nn.Module):
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.project = nn.Linear(width, 3 * own), nn.Linear(own, width, bias=False)
         self.up, self.down = nn.Linear(width, 4 * own), nn.Linear(4 * own, width, bias=False)
-        self.project_bias, self.down_bias = nn.Parameter(torch.zeros(width)), nn.Parameter(torch.zeros(width))
+        self.project_bias, self.down_bias = (
+            nn.Parameter(torch.zeros(width)),
+            nn.Parameter(torch.zeros(width)),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         batch, steps, width = x.shape
         qkv = self.qkv(moves.enter(self.norm1(x), self.axes, 0)).chunk(3, dim=-1)
-        q, k, v = (t.view(batch, steps, HEADS // RANKS, width // HEADS).transpose(1, 2) for t in qkv)
+        q, k, v = (
+            t.view(batch, steps, HEADS // RANKS, width // HEADS).transpose(1, 2) for t in qkv
+        )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         mixed = self.project(y.transpose(1, 2).reshape(batch, steps, self.own))
         x = x + (moves.reduce(mixed, self.axes, 0) + self.project_bias)
@@ -98,8 +105,12 @@ def line(width: int, pairs: Sequence[tuple[tuple[float, float], tuple[float, flo
     """Return the row of a width, of pairs of a step on slices and one by hand."""
     cells = []
     for kind in (0, 1):
-        split, hand = (1e3 * statistics.median(pair[which][kind] for pair in pairs) for which in (0, 1))
-        low, middle, high = statistics.quantiles([split[kind] / hand[kind] for split, hand in pairs], n=4)
+        split, hand = (
+            1e3 * statistics.median(pair[which][kind] for pair in pairs) for which in (0, 1)
+        )
+        low, middle, high = statistics.quantiles(
+            [split[kind] / hand[kind] for split, hand in pairs], n=4
+        )
         cells.append(f"{split:.2f} ms | {hand:.2f} ms | {middle:.3f} ({low:.3f} to {high:.3f})")
     return f"| {width} | {' | '.join(cells)} |"
 
@@ -156,10 +167,13 @@ def write_page(rows: Sequence[str], args: argparse.Namespace) -> None:
         f"`python -m benchmarks.tensor_overhead {given}`",
         "",
         machine(),
-        f"- {RANKS} gloo ranks of one thread, {args.layers} Transformer layers, {args.batch} x {args.steps} tokens",
+        f"- {RANKS} gloo ranks of one thread, {args.layers} Transformer layers, {args.batch} x "
+        f"{args.steps} tokens",
         "",
-        "Forward and backward of the unmodified module under `SplitMode`, and of the same layers written with local linear",
-        "layers and explicit all-reduces; the two in turn, ratios of neighbouring rounds: median and quartiles.",
+        "Forward and backward of the unmodified module under `SplitMode`, and of the same layers "
+        "written with local linear",
+        "layers and explicit all-reduces; the two in turn, ratios of neighbouring rounds: median "
+        "and quartiles.",
         "",
         "| width | split | by hand | ratio | split, thread | by hand, thread | ratio, thread |",
         "|---|---|---|---|---|---|---|",
@@ -170,7 +184,9 @@ def write_page(rows: Sequence[str], args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--width", type=int, nargs="+", default=[256, 768])
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--count", type=int, default=5, help="steps in a round")

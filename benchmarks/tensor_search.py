@@ -1,11 +1,13 @@
-"""How long the whole search takes over meshes with and without a tensor axis: CPU seconds, minimum and median.
+"""How long the whole search takes over meshes with and without a tensor axis: CPU seconds, minimum
+and median.
 
     python -m benchmarks.tensor_search                       # two minutes
     python -m benchmarks.tensor_search --against ../before   # also with the package of another checkout, in turns
 
-The model is the GPT of `topt plan` (hidden 1024, 16 heads, float32, AdamW), on the meta device; its whole step is captured
-before, at two batch sizes. Every run searches from the captured step again, in a process that has searched once: candidates for
-splits, captures of a rank's step, prices, chains.
+The model is the GPT of `topt plan` (hidden 1024, 16 heads, float32, AdamW), on the meta device; its
+whole step is captured before, at two batch sizes. Every run searches from the captured step again,
+in a process that has searched once: candidates for splits, captures of a rank's step, prices,
+chains.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ CASES = (
 
 
 def measure(layers: int, devices: int, name: str, samples: int, steps: int) -> dict[str, Any]:
-    """Search once to load what is loaded once, then five times with and five times without tensor axes, here."""
+    """Search once to load what is loaded once, then five times with and five times without tensor
+    axes, here.
+    """
     import torch  # noqa: PLC0415
 
     from lightning_topt.cli.tasks.byte_lm import ByteGPT  # noqa: PLC0415
@@ -122,7 +126,8 @@ def main() -> None:
         ],
         heads_before=["search", "captures"],
         notes=[
-            f"CPU seconds of one process, minimum and median of {RUNS}; captures: how many, and their seconds together (mean)",
+            f"CPU seconds of one process, minimum and median of {RUNS}; captures: how many, and "
+            "their seconds together (mean)",
             "batch: samples of a step over all ranks x steps of a sample",
         ],
         cases=CASES,

@@ -1,10 +1,12 @@
-"""Seconds of training until a validation loss is reached: pipelines that never flush, 1F1B and DDP on nodes joined by 1 Gb/s.
+"""Seconds of training until a validation loss is reached: pipelines that never flush, 1F1B and DDP
+on nodes joined by 1 Gb/s.
 
     sudo python -m benchmarks.time_to_quality            # 4 nodes of one rank; --rounds, --rate, --predictions
 
-An LSTM on bytes of source code under AdamW: the same weights at first, the same samples in the same order, the same learning
-rate. Each training is a fit of a Trainer in a job of its own, one of each in turn; validations are not counted. The loss to be
-reached is the highest of the lowest losses of all trainings, so that all reach it.
+An LSTM on bytes of source code under AdamW: the same weights at first, the same samples in the same
+order, the same learning rate. Each training is a fit of a Trainer in a job of its own, one of each
+in turn; validations are not counted. The loss to be reached is the highest of the lowest losses of
+all trainings, so that all reach it.
 """
 
 from __future__ import annotations
@@ -47,31 +49,47 @@ def draw(found: Mapping[str, Sequence[Points]], target: float) -> None:
     figure.savefig(RESULTS / "time_to_quality.png", dpi=120)
 
 
-def report(found: Mapping[str, Sequence[Points]], parameters: int, options: argparse.Namespace) -> None:
+def report(
+    found: Mapping[str, Sequence[Points]], parameters: int, options: argparse.Namespace
+) -> None:
     """Draw and write the table of the rounds so far."""
-    target = max(min(point[2] for point in points) for several in found.values() for points in several)
+    target = max(
+        min(point[2] for point in points) for several in found.values() for points in several
+    )
     rows = []
     for name, several in found.items():
         seconds = [reached(points, target)[1] for points in several]
-        gains = [reached(other, target)[1] / mine for other, mine in zip(found["ddp"], seconds, strict=True)]
+        gains = [
+            reached(other, target)[1] / mine
+            for other, mine in zip(found["ddp"], seconds, strict=True)
+        ]
         updates = [reached(points, target)[0] for points in several]
         each = [points[-1][1] / points[-1][0] for points in several]
         losses = [min(point[2] for point in points) for points in several]
-        cells = (spread(each), spread(updates, 0), spread(seconds, 1), spread(gains, 2), spread(losses, 3))
+        cells = (
+            spread(each),
+            spread(updates, 0),
+            spread(seconds, 1),
+            spread(gains, 2),
+            spread(losses, 3),
+        )
         rows.append(f"| {name} | {' | '.join(cells)} |")
     draw(found, target)
     (RESULTS / "time_to_quality.json").write_text(json.dumps(found))
     lines = [
         f"# Seconds until a validation loss on {NODES} nodes of one rank",
         "",
-        f"`sudo python -m benchmarks.time_to_quality --rounds {len(found['ddp'])} --rate {options.rate} "
+        f"`sudo python -m benchmarks.time_to_quality --rounds {len(found['ddp'])} --rate "
+        f"{options.rate} "
         f"--steps {options.steps} --width {options.width} --microbatches {options.microbatches} "
         f"--predictions {' '.join(options.predictions)}`",
         "",
         machine(),
         "",
-        f"LSTM of {parameters / 1e6:.1f} M parameters, AdamW (fused), 32 sequences of 16 bytes per update, {options.steps}",
-        f"updates; validation loss to be reached: {target:.3f}. Median (range) over seeds, one training of each plan and seed.",
+        f"LSTM of {parameters / 1e6:.1f} M parameters, AdamW (fused), 32 sequences of 16 bytes per "
+        f"update, {options.steps}",
+        f"updates; validation loss to be reached: {target:.3f}. Median (range) over seeds, one "
+        "training of each plan and seed.",
         "",
         "| plan | seconds per update | updates | seconds | ddp's seconds / these | lowest loss |",
         "|---|---|---|---|---|---|",
@@ -85,9 +103,13 @@ def report(found: Mapping[str, Sequence[Points]], parameters: int, options: argp
 def main() -> None:
     """Measure, and report after each round."""
     end_on_signals()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--more", action="store_true", help="go on from the rounds that are in the results")
+    parser.add_argument(
+        "--more", action="store_true", help="go on from the rounds that are in the results"
+    )
     parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--width", type=int, default=512)
@@ -103,7 +125,9 @@ def main() -> None:
     kept = json.loads((RESULTS / "time_to_quality.json").read_text()) if options.more else {}
     found: dict[str, list[Points]] = {name: kept.get(name, []) for name in plans}
     if any(points[-1][0] != options.steps for several in found.values() for points in several):
-        parser.error(f"the results are of trainings with another number of steps than {options.steps}")
+        parser.error(
+            f"the results are of trainings with another number of steps than {options.steps}"
+        )
     parameters, done = 0, min(map(len, found.values()))
     with Lab(NODES, rate=options.rate) as lab:
         for seed in range(done, options.rounds):

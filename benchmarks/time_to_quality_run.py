@@ -1,4 +1,6 @@
-"""One measured training for `time_to_quality` on ranks that a launcher started; JSON on rank 0: loss over seconds."""
+"""One measured training for `time_to_quality` on ranks that a launcher started; JSON on rank 0:
+loss over seconds.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from lightning_topt import PipelineStrategy
 from lightning_topt.cli.tasks.byte_lm import StdlibBytesDataModule
 from lightning_topt.plugins.ddp_parts import destroy_process_group
 
-SEQ_LEN, SAMPLES, EVERY = 16, 32, 25  # bytes of a sequence, sequences and updates between validations
+# bytes of a sequence, sequences and updates between validations
+SEQ_LEN, SAMPLES, EVERY = 16, 32, 25
 
 
 class Recurrent(nn.Module):
@@ -90,19 +93,25 @@ class Curve(L.Callback):
 
     def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Note the loss."""
-        self.points.append((trainer.global_step, self._seconds, float(trainer.callback_metrics["loss"])))
+        self.points.append(
+            (trainer.global_step, self._seconds, float(trainer.callback_metrics["loss"]))
+        )
         trainer.strategy.barrier()
         self._since = time.perf_counter()
 
 
 def loaders(ranks: int) -> tuple[Any, Any]:
-    """The same samples in the same order whatever the ranks: each has its part of a batch, or the ranks one together."""
+    """The same samples in the same order whatever the ranks: each has its part of a batch, or the
+    ranks one together.
+    """
     data = StdlibBytesDataModule(SEQ_LEN, SAMPLES, max_bytes=2_000_000)
     data.setup()
     train, held = data.train_data, data.val_data
     assert train is not None and held is not None
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(1)).tolist()
-    few = torch.randperm(len(held), generator=torch.Generator().manual_seed(2))[: 4 * SAMPLES].tolist()
+    few = torch.randperm(len(held), generator=torch.Generator().manual_seed(2))[
+        : 4 * SAMPLES
+    ].tolist()
     size = SAMPLES // ranks
     return DataLoader(Subset(train, order), size), DataLoader(Subset(held, few), size)
 
@@ -111,7 +120,9 @@ def main() -> None:
     """Train once."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--plan", choices=["ddp", "1f1b", "continuous", "continuous_overlapped"], required=True)
+    parser.add_argument(
+        "--plan", choices=["ddp", "1f1b", "continuous", "continuous_overlapped"], required=True
+    )
     parser.add_argument("--prediction", default="spectrain")
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--width", type=int, default=512)

@@ -1,9 +1,11 @@
-"""LARS on the parameters of a ResNet-50: its trust ratios computed by every rank, and each by one rank and shared.
+"""LARS on the parameters of a ResNet-50: its trust ratios computed by every rank, and each by one
+rank and shared.
 
     python -m benchmarks.trust_ratios        # about 1 minute on 2 cores
 
-The case of "parallel tensor operators" in arXiv 2010.10458. Only the optimizer runs, on random gradients that are equal on
-all ranks. Rounds are interleaved: in each, every variant has one turn; a turn lasts until the slowest rank is done.
+The case of "parallel tensor operators" in arXiv 2010.10458. Only the optimizer runs, on random
+gradients that are equal on all ranks. Rounds are interleaved: in each, every variant has one turn;
+a turn lasts until the slowest rank is done.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ TRUST_COEFFICIENT = 0.001
 
 
 def resnet50_shapes() -> Iterator[tuple[int, ...]]:
-    """Of every parameter of a ResNet-50 for 1000 classes (He et al., arXiv 1512.03385, Table 1), in torchvision's order."""
+    """Of every parameter of a ResNet-50 for 1000 classes (He et al., arXiv 1512.03385, Table 1), in
+    torchvision's order.
+    """
     yield from ((64, 3, 7, 7), (64,), (64,))
     channels = 64
     for width, blocks in zip((64, 128, 256, 512), (3, 4, 6, 3), strict=True):
@@ -84,7 +88,10 @@ def variants() -> tuple[dict[tuple[str, str], Callable[[], Any]], list[LARS]]:
     sets = [make_parameters() for _ in range(4)]
     loop, whole, shared, sgd = sets
     buffers = [torch.zeros_like(parameter) for parameter in loop]
-    optimizers = [LARS(parameters, trust_coefficient=TRUST_COEFFICIENT, **OPTIONS) for parameters in (whole, shared)]
+    optimizers = [
+        LARS(parameters, trust_coefficient=TRUST_COEFFICIENT, **OPTIONS)
+        for parameters in (whole, shared)
+    ]
     ratios: TrustRatios = share_trust_ratios(optimizers[1])
     plain = torch.optim.SGD(sgd, fused=True, **OPTIONS)
     gradients = [[parameter.grad for parameter in parameters] for parameters in sets]
@@ -135,12 +142,16 @@ def run(*, ranks: int, rounds: int, repeats: int) -> dict[tuple[str, str], list[
     queue = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         arguments = (ranks, str(Path(folder) / "store"), rounds, repeats, queue)
-        processes = [context.Process(target=measure, args=(rank, *arguments)) for rank in range(ranks)]
+        processes = [
+            context.Process(target=measure, args=(rank, *arguments)) for rank in range(ranks)
+        ]
         for process in processes:
             process.start()
         while not queue._reader.poll(1):  # type: ignore[attr-defined]
             if any(process.exitcode for process in processes):
-                raise SystemExit(f"a rank failed: exit codes {[process.exitcode for process in processes]}")
+                raise SystemExit(
+                    f"a rank failed: exit codes {[process.exitcode for process in processes]}"
+                )
         seconds: dict[tuple[str, str], list[float]] = queue.get()
         for process in processes:
             process.join()
@@ -148,7 +159,10 @@ def run(*, ranks: int, rounds: int, repeats: int) -> dict[tuple[str, str], list[
 
 
 def cell(seconds: Sequence[float]) -> str:
-    return f"{1e3 * statistics.median(seconds):.2f} ({1e3 * min(seconds):.2f} to {1e3 * max(seconds):.2f})"
+    return (
+        f"{1e3 * statistics.median(seconds):.2f} ({1e3 * min(seconds):.2f} to "
+        f"{1e3 * max(seconds):.2f})"
+    )
 
 
 def speed_up(before: Sequence[float], after: Sequence[float]) -> str:
@@ -156,20 +170,33 @@ def speed_up(before: Sequence[float], after: Sequence[float]) -> str:
     return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
-def report(seconds: dict[tuple[str, str], list[float]], *, ranks: int, rounds: int, repeats: int, command: str) -> str:
+def report(
+    seconds: dict[tuple[str, str], list[float]],
+    *,
+    ranks: int,
+    rounds: int,
+    repeats: int,
+    command: str,
+) -> str:
     shapes = list(resnet50_shapes())
     number = sum(torch.Size(shape).numel() for shape in shapes)
     rows = [
-        f"| {name} | {cell(seconds[name, RATIOS])} | {cell(seconds[name, STEP])} |" for name in (LOOP, WHOLE, SHARED)
+        f"| {name} | {cell(seconds[name, RATIOS])} | {cell(seconds[name, STEP])} |"
+        for name in (LOOP, WHOLE, SHARED)
     ]
-    gains = [f"{part} {speed_up(seconds[WHOLE, part], seconds[SHARED, part])}" for part in (RATIOS, STEP)]
+    gains = [
+        f"{part} {speed_up(seconds[WHOLE, part], seconds[SHARED, part])}" for part in (RATIOS, STEP)
+    ]
     return "\n".join(
         [
             "# LARS on a ResNet-50's parameters: trust ratios split over ranks",
             "",
-            f"`{command}`: {len(shapes)} tensors of {number / 1e6:.2f} M float32 parameters, {ranks} ranks",
-            f"with one thread each on one machine (gloo on loopback); {rounds} rounds of {repeats} calls, interleaved;",
-            "milliseconds on the slowest rank, median (range). The parameters of the two `LARS` are equal bit for bit in the",
+            f"`{command}`: {len(shapes)} tensors of {number / 1e6:.2f} M float32 parameters, "
+            f"{ranks} ranks",
+            f"with one thread each on one machine (gloo on loopback); {rounds} rounds of {repeats} "
+            "calls, interleaved;",
+            "milliseconds on the slowest rank, median (range). The parameters of the two `LARS` "
+            "are equal bit for bit in the",
             "end.",
             "",
             machine(),
@@ -193,7 +220,9 @@ def main() -> None:
     parser.add_argument("--dry-run", action="store_true", help="print the report, do not write it")
     options = parser.parse_args()
     given = {name: getattr(options, name) for name in ("ranks", "rounds", "repeats")}
-    chosen = [f"--{name} {value}" for name, value in given.items() if value != parser.get_default(name)]
+    chosen = [
+        f"--{name} {value}" for name, value in given.items() if value != parser.get_default(name)
+    ]
     seconds = run(**given)
     command = " ".join(["python -m benchmarks.trust_ratios", *chosen])
     text = report(seconds, **given, command=command)

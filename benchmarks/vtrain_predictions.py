@@ -1,10 +1,12 @@
-"""Predictions of `topt predict` for measured iterations of Megatron GPTs: from a data sheet, and with fitted constants.
+"""Predictions of `topt predict` for measured iterations of Megatron GPTs: from a data sheet, and
+with fitted constants.
 
     python -m benchmarks.vtrain_predictions PATH/a100_megatron_sample.csv [--other PATH/more.csv]
 
-The rows are those of github VIA-Research/vTrain (MIT), `data/ground_truth_single.csv`. Constants are fitted to 40 of them and
-tested on all others, six times; `--other` rows are never fitted to, and predicted with constants that are fitted to all of the
-first file. Nothing here is a model of its own: `lightning_topt.cli.megatron` prices rows with the code of the search.
+The rows are those of github VIA-Research/vTrain (MIT), `data/ground_truth_single.csv`. Constants
+are fitted to 40 of them and tested on all others, six times; `--other` rows are never fitted to,
+and predicted with constants that are fitted to all of the first file. Nothing here is a model of
+its own: `lightning_topt.cli.megatron` prices rows with the code of the search.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.fitted_constants import CONSTANTS, FittedConstants
 
 CLUSTER = Path(__file__).parent.parent / "conf" / "cluster" / "a100_64x8.yaml"
-HEADER = "| constants | rows | mean error | p90 | regret | Kendall's tau |\n|---|---|---|---|---|---|"
+HEADER = (
+    "| constants | rows | mean error | p90 | regret | Kendall's tau |\n|---|---|---|---|---|---|"
+)
 KINDS: dict[str, Callable[[MegatronRow], object]] = {
     "tensor parallel size": lambda row: row.tensor,
     "pipeline parallel size": lambda row: row.pipeline,
@@ -44,7 +48,9 @@ def predictor(cluster: Cluster, rows: Sequence[MegatronRow]) -> Callable[[Megatr
     return lambda row: known[id(row)]
 
 
-def cells(label: str, rows: Sequence[MegatronRow], cluster: Cluster) -> tuple[str, dict[str, float]]:
+def cells(
+    label: str, rows: Sequence[MegatronRow], cluster: Cluster
+) -> tuple[str, dict[str, float]]:
     """A line of the table, and its numbers."""
     found = judge(rows, predictor(cluster, rows))  # type: ignore[arg-type]
     return line(label, len(rows), found), found
@@ -52,17 +58,23 @@ def cells(label: str, rows: Sequence[MegatronRow], cluster: Cluster) -> tuple[st
 
 def line(label: str, rows: int, found: dict[str, float]) -> str:
     """A line of the table."""
-    numbers = f"{found['error']:.1%} | {found['p90']:.1%} | {found['regret']:.1%} | {found['tau']:.2f}"
+    numbers = (
+        f"{found['error']:.1%} | {found['p90']:.1%} | {found['regret']:.1%} | {found['tau']:.2f}"
+    )
     return f"| {label} | {rows} | {numbers} |"
 
 
-def splits(rows: Sequence[MegatronRow], cluster: Cluster) -> tuple[list[str], list[FittedConstants]]:
+def splits(
+    rows: Sequence[MegatronRow], cluster: Cluster
+) -> tuple[list[str], list[FittedConstants]]:
     """A line for each split and their mean, and what was fitted."""
     lines, results, fits = [], [], []
     for seed in range(SPLITS):
         shuffled = random.Random(seed).sample(rows, len(rows))
         fits.append(fit_rows(cluster, shuffled[:FITTED]))
-        text, found = cells(f"fitted to {FITTED} other rows, split {seed}", shuffled[FITTED:], fits[-1].cluster)
+        text, found = cells(
+            f"fitted to {FITTED} other rows, split {seed}", shuffled[FITTED:], fits[-1].cluster
+        )
         lines.append(text)
         results.append(found)
         print(text, flush=True)
@@ -87,7 +99,10 @@ def constants_table(cluster: Cluster, fits: Sequence[FittedConstants]) -> str:
 def by_kind(rows: Sequence[MegatronRow], cluster: Cluster) -> str:
     """Signed and absolute errors by what rows have in common."""
     predict = predictor(cluster, rows)
-    lines = ["| rows with | number | mean of predicted / measured - 1 | mean error |", "|---|---|---|---|"]
+    lines = [
+        "| rows with | number | mean of predicted / measured - 1 | mean error |",
+        "|---|---|---|---|",
+    ]
     for kind, value_of in KINDS.items():
         groups: dict[object, list[float]] = defaultdict(list)
         for row in rows:
@@ -95,13 +110,17 @@ def by_kind(rows: Sequence[MegatronRow], cluster: Cluster) -> str:
             groups[value_of(row)].append(predict(row) / row.seconds - 1)
         for value, errors in sorted(groups.items(), key=str):
             size = statistics.mean(map(abs, errors))
-            lines.append(f"| {kind} {value} | {len(errors)} | {statistics.mean(errors):+.1%} | {size:.1%} |")
+            lines.append(
+                f"| {kind} {value} | {len(errors)} | {statistics.mean(errors):+.1%} | {size:.1%} |"
+            )
     return "\n".join(lines)
 
 
 def main() -> None:
     """Predict, test, and write the results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("path", type=Path, help="CSV of measured iterations")
     parser.add_argument("--other", type=Path, help="CSV of iterations that nothing is fitted to")
     parser.add_argument("--cluster", type=Path, default=CLUSTER, help="a cluster file")
@@ -116,7 +135,10 @@ def main() -> None:
     whole = fit_rows(cluster, rows)
     lines.append(cells("fitted to all rows", rows, whole.cluster)[0])
     if other:
-        for label, constants in (("the file's", cluster), ("fitted to the first file", whole.cluster)):
+        for label, constants in (
+            ("the file's", cluster),
+            ("fitted to the first file", whole.cluster),
+        ):
             lines.append(cells(f"{label}, {options.other.name}", other, constants)[0])
             print(lines[-1], flush=True)
     (RESULTS / "vtrain_predictions.md").write_text(

@@ -1,12 +1,14 @@
-"""Three questions that people ask before they rent machines: the answer of `topt plan`, and what other plans would cost.
+"""Three questions that people ask before they rent machines: the answer of `topt plan`, and what
+other plans would cost.
 
     python -m benchmarks.worked_questions            # some minutes; the page goes to results/worked_questions.md
     python -m benchmarks.worked_questions 2          # the second question alone
 
-All figures are by one cost model, that of the search; nothing was measured. Beside the plan that is chosen stand, for the
-same machines, batch and run: plain DDP and FSDP2 with every block sharded (ZeRO-3), each without and with recomputation of
-all blocks and with the number of micro-batches that is best and fits, and the plan that an expert would write by hand, which
-is a mesh, a schedule and a number of microbatches; its cut and what it recomputes are searched, which flatters it.
+All figures are by one cost model, that of the search; nothing was measured. Beside the plan that is
+chosen stand, for the same machines, batch and run: plain DDP and FSDP2 with every block sharded
+(ZeRO-3), each without and with recomputation of all blocks and with the number of micro-batches
+that is best and fits, and the plan that an expert would write by hand, which is a mesh, a schedule
+and a number of microbatches; its cut and what it recomputes are searched, which flatters it.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ from lightning_topt.plan.search_request import SearchRequest
 
 @dataclass(frozen=True)
 class Question:
-    """A question, the words of the command that answers it, and the words that make an expert's plan of the chosen machines."""
+    """A question, the words of the command that answers it, and the words that make an expert's
+    plan of the chosen machines.
+    """
 
     title: str
     asked: str
@@ -51,14 +55,16 @@ class Question:
 QUESTIONS = (
     Question(
         "Few devices",
-        "Llama 3 8B, 64 sequences of 8,192 tokens per step, on one node of 8 A100: does it fit, and how fast is it?",
+        "Llama 3 8B, 64 sequences of 8,192 tokens per step, on one node of 8 A100: does it fit, "
+        "and how fast is it?",
         ("model=llama3_8b", "cluster=a100_8x8", "device_counts=[8]", "batch_size=64"),
         "tensor 4 x data 2, recomputation as needed",
         ("mesh={data:2,tensor:4}",),
     ),
     Question(
         "Slow network",
-        "GPT-2 XL on 8 nodes of 8 A100 that 25 Gb/s Ethernet joins: what can be had without InfiniBand?",
+        "GPT-2 XL on 8 nodes of 8 A100 that 25 Gb/s Ethernet joins: what can be had without "
+        "InfiniBand?",
         (
             "model=gpt2_xl",
             "cluster=a100_8x8",
@@ -71,7 +77,8 @@ QUESTIONS = (
     ),
     Question(
         "A deadline and a budget",
-        "Llama 3 70B on 300 B tokens within 20 days and 450,000: which machines, how many, for how much?",
+        "Llama 3 70B on 300 B tokens within 20 days and 450,000: which machines, how many, for how "
+        "much?",
         (
             *(
                 "model=llama3_70b",
@@ -100,24 +107,38 @@ def answer(question: Question) -> list[str]:
     searches, request = read_searches(config, asked)
     found, notes = search_all(searches, request, asked)
     estimates = [each.chosen for each in found]
-    objective = asked.objective or default_objective(estimates, asked.limits, given=request.objective)
+    objective = asked.objective or default_objective(
+        estimates, asked.limits, given=request.objective
+    )
     chosen, reason = choose_estimate(estimates, objective=objective, limits=asked.limits)
     seconds = time.process_time() - started, time.perf_counter() - clock
     base = next(
         search
         for scenario, search in searches
-        if (scenario.cluster.name, scenario.devices) == (chosen.scenario.cluster.name, chosen.scenario.devices)
+        if (scenario.cluster.name, scenario.devices)
+        == (chosen.scenario.cluster.name, chosen.scenario.devices)
     )
     rows = [("`topt plan`", chosen)]
     rows += [
-        (name, baseline(base, chosen, asked, level=level)) for name, level in (("DDP", 0), ("FSDP2 everywhere", 3))
+        (name, baseline(base, chosen, asked, level=level))
+        for name, level in (("DDP", 0), ("FSDP2 everywhere", 3))
     ]
     rows.append((f"by hand: {question.expert}", expert(question, chosen, asked)))
-    lines = [f"## {question.title}", "", question.asked, "", "```", f"topt plan {' '.join(question.words)}", "```", ""]
+    lines = [
+        f"## {question.title}",
+        "",
+        question.asked,
+        "",
+        "```",
+        f"topt plan {' '.join(question.words)}",
+        "```",
+        "",
+    ]
     lines += [reason, "", *table(rows, chosen), "", *(f"- {note}" for note in notes)]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     lines.append(
-        f"Captured, searched and chosen in {seconds[0]:.0f} s of CPU ({seconds[1]:.0f} s), {len(searches)} scenario(s); peak "
+        f"Captured, searched and chosen in {seconds[0]:.0f} s of CPU ({seconds[1]:.0f} s), "
+        f"{len(searches)} scenario(s); peak "
         f"of the process so far {format_bytes(peak)}."
     )
     return [*lines, ""]
@@ -128,7 +149,9 @@ def fits(point: PlanPoint, request: SearchRequest) -> bool:
 
 
 def baseline(base: SearchRequest, chosen: Estimate, asked: WhatIf, *, level: int) -> Estimate | str:
-    """The best of plans that treat all blocks alike at this level, over numbers of micro-batches; why there is none."""
+    """The best of plans that treat all blocks alike at this level, over numbers of micro-batches;
+    why there is none.
+    """
     scenario, facts = chosen.scenario, ModelFacts.of(base.graph, base.optimizer, base.cluster)
     best: Estimate | None = None
     least = float("inf")
@@ -137,25 +160,40 @@ def baseline(base: SearchRequest, chosen: Estimate, asked: WhatIf, *, level: int
         if scenario.batch_size % count or batch % scenario.devices:
             break
         mesh = data_mesh(
-            scenario.devices, scope="intra" if scenario.devices <= base.cluster.devices_per_node else "inter"
+            scenario.devices,
+            scope="intra" if scenario.devices <= base.cluster.devices_per_node else "inter",
         )
-        request = dataclasses.replace(base, global_batch_size=batch, split=None, pipelines=None, stale=None, mesh=mesh)
+        request = dataclasses.replace(
+            base, global_batch_size=batch, split=None, pipelines=None, stale=None, mesh=mesh
+        )
         for point in search_plans(request).uniform:
-            if {block.config.storage.level for block in point.plan.blocks if block.block} != {level}:
+            if {block.config.storage.level for block in point.plan.blocks if block.block} != {
+                level
+            }:
                 continue
             least = min(least, point.peak_bytes)
             each = estimate(scenario, point, facts=facts, work=asked.work, accumulate=count)
             if fits(point, base) and (best is None or each.step_seconds < best.step_seconds):
                 best = each
-    return best or f"does not fit: at least {format_bytes(least)} of {format_bytes(base.cluster.device.memory_bytes)}"
+    return (
+        best
+        or f"does not fit: at least {format_bytes(least)} of "
+        f"{format_bytes(base.cluster.device.memory_bytes)}"
+    )
 
 
 def expert(question: Question, chosen: Estimate, asked: WhatIf) -> Estimate | str:
     """What `topt plan` says of the plan that is written by hand, on the chosen machines."""
     scenario = chosen.scenario
-    kept = [w for w in question.words if not w.startswith(("cluster=", "device_counts=", "limits."))]
+    kept = [
+        w for w in question.words if not w.startswith(("cluster=", "device_counts=", "limits."))
+    ]
     data = scenario.devices // 32
-    words = [*kept, f"cluster={scenario.cluster.name}", *(w.replace("DATA", str(data)) for w in question.expert_words)]
+    words = [
+        *kept,
+        f"cluster={scenario.cluster.name}",
+        *(w.replace("DATA", str(data)) for w in question.expert_words),
+    ]
     config = composed(words)
     own = WhatIf.read(config)
     try:
@@ -168,13 +206,24 @@ def expert(question: Question, chosen: Estimate, asked: WhatIf) -> Estimate | st
 
 def table(rows: Sequence[tuple[str, Estimate | str]], chosen: Estimate) -> list[str]:
     with_run = chosen.run is not None
-    names = ["plan", "step", "against the choice", "memory", *(["run", "money"] if with_run else []), "what it is"]
+    names = [
+        "plan",
+        "step",
+        "against the choice",
+        "memory",
+        *(["run", "money"] if with_run else []),
+        "what it is",
+    ]
     lines = [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]
     for name, each in rows:
         if isinstance(each, str):
             lines.append(f"| {name} | {' | '.join([''] * (len(names) - 2))} | {each} |")
             continue
-        cells = [name, format_seconds(each.step_seconds), f"{each.step_seconds / chosen.step_seconds:.2f} x"]
+        cells = [
+            name,
+            format_seconds(each.step_seconds),
+            f"{each.step_seconds / chosen.step_seconds:.2f} x",
+        ]
         cells.append(format_bytes(each.peak_bytes))
         if with_run:
             money = "no price" if each.money is None else format_money(each.money)
@@ -194,9 +243,18 @@ def main() -> None:
             print("\n".join(page), flush=True)
             pages += page
     if len(wanted) == len(QUESTIONS):
-        head = ["# Three worked questions", "", "`python -m benchmarks.worked_questions`", "", machine(), ""]
+        head = [
+            "# Three worked questions",
+            "",
+            "`python -m benchmarks.worked_questions`",
+            "",
+            machine(),
+            "",
+        ]
         doc = (__doc__ or "").split("\n\n")[-1].replace("\n", " ").strip()
-        (RESULTS / "worked_questions.md").write_text("\n".join([*head, doc, "", *pages]).rstrip() + "\n")
+        (RESULTS / "worked_questions.md").write_text(
+            "\n".join([*head, doc, "", *pages]).rstrip() + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Two stages of a CNN on scikit-learn's digits that never wait for an update, two CPU ranks; the module knows nothing of it.
+"""Two stages of a CNN on scikit-learn's digits that never wait for an update, two CPU ranks; the
+module knows nothing of it.
 
 python examples/continuous_pipeline.py
 """
@@ -11,7 +12,12 @@ from lightning_topt.cli.tasks.digits import DigitsCNN, DigitsDataModule
 if __name__ == "__main__":
     strategy = PipelineStrategy(stages=2, schedule="continuous", prediction="multistep")
     trainer = L.Trainer(
-        strategy=strategy, accelerator="cpu", devices=2, max_epochs=2, logger=False, enable_checkpointing=False
+        strategy=strategy,
+        accelerator="cpu",
+        devices=2,
+        max_epochs=2,
+        logger=False,
+        enable_checkpointing=False,
     )
     trainer.fit(DigitsCNN(), datamodule=DigitsDataModule())
     if trainer.is_global_zero:

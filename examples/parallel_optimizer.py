@@ -1,4 +1,5 @@
-"""Two CPU ranks share the optimizer step: an MLP on scikit-learn's digits, each update of which takes a matrix factorisation.
+"""Two CPU ranks share the optimizer step: an MLP on scikit-learn's digits, each update of which
+takes a matrix factorisation.
 
 python examples/parallel_optimizer.py
 """
@@ -14,7 +15,9 @@ from lightning_topt.cli.tasks.digits import DigitsDataModule
 
 
 class SignDescent(torch.optim.Optimizer):
-    """Steps by the orthogonal factor of each gradient matrix: an expensive update that needs whole parameters."""
+    """Steps by the orthogonal factor of each gradient matrix: an expensive update that needs whole
+    parameters.
+    """
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})
@@ -24,7 +27,9 @@ class SignDescent(torch.optim.Optimizer):
         loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             for parameter in (p for p in group["params"] if p.grad is not None):
-                direction = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
+                direction = self.state[parameter].setdefault(
+                    "momentum", torch.zeros_like(parameter)
+                )
                 direction.lerp_(parameter.grad, 0.1)
                 if parameter.dim() == 2:
                     left, _, right = torch.linalg.svd(direction, full_matrices=False)

@@ -11,7 +11,12 @@ from lightning_topt.cli.tasks.digits import DigitsCNN, DigitsDataModule
 if __name__ == "__main__":
     strategy = PipelineStrategy(stages=2, schedule="1f1b", microbatches=4)
     trainer = L.Trainer(
-        strategy=strategy, accelerator="cpu", devices=2, max_epochs=2, logger=False, enable_checkpointing=False
+        strategy=strategy,
+        accelerator="cpu",
+        devices=2,
+        max_epochs=2,
+        logger=False,
+        enable_checkpointing=False,
     )
     trainer.fit(DigitsCNN(), datamodule=DigitsDataModule())
     if trainer.is_global_zero:

@@ -1,4 +1,5 @@
-"""Plan and train: a small GPT on two CPU ranks within a memory limit. The module does not know of it.
+"""Plan and train: a small GPT on two CPU ranks within a memory limit. The module does not know of
+it.
 
 python examples/train.py
 """
@@ -13,8 +14,16 @@ if __name__ == "__main__":
     data = StdlibBytesDataModule(64, 8, max_bytes=1_000_000)
     strategy = AutoParallelStrategy(memory_limit="300MiB", objective="time")
     trainer = L.Trainer(
-        strategy=strategy, accelerator="cpu", devices=2, max_steps=20, logger=False, enable_checkpointing=False
+        strategy=strategy,
+        accelerator="cpu",
+        devices=2,
+        max_steps=20,
+        logger=False,
+        enable_checkpointing=False,
     )
     trainer.fit(model, datamodule=data)
     if trainer.is_global_zero:
-        print(f"loss after 20 steps: {float(trainer.callback_metrics['train_loss']):.2f} nats per byte")
+        print(
+            f"loss after 20 steps: {float(trainer.callback_metrics['train_loss']):.2f} nats per "
+            "byte"
+        )

@@ -1,11 +1,13 @@
 """PyTorch Lightning plugins that make distributed training fast.
 
-    LightningModule + batch -> graph -> costs -> techniques -> frontier -> plan -> execution -> plugins -> cli
+    LightningModule + batch -> graph -> costs -> techniques -> frontier -> plan -> execution ->
+    plugins -> cli
 
-A stage may import what earlier stages produce, never what later ones do; `communication` (the exchange of gradients), `optim`
-(the shared optimizer step), `data` (caches of samples), `schedules` (of pipelines) and `prediction` (of weights in continuous
-ones) stand beside them, `basics` below all. Importing this package registers the strategy names ``"topt"``,
-``"topt_compressed"`` and ``"topt_pipeline"`` with Lightning, with the endings that its ``"ddp"`` has (``"_spawn"``,
+A stage may import what earlier stages produce, never what later ones do; `communication` (the
+exchange of gradients), `optim` (the shared optimizer step), `data` (caches of samples), `schedules`
+(of pipelines) and `prediction` (of weights in continuous ones) stand beside them, `basics` below
+all. Importing this package registers the strategy names ``"topt"``, ``"topt_compressed"`` and
+``"topt_pipeline"`` with Lightning, with the endings that its ``"ddp"`` has (``"_spawn"``,
 ``"_find_unused_parameters_true"``); the classes themselves are imported when they are first used.
 """
 

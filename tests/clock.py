@@ -4,7 +4,9 @@ from __future__ import annotations
 
 
 class Clock:
-    """In place of the module `time`; `now` is in seconds, of which a core works a fraction of `busy`."""
+    """In place of the module `time`; `now` is in seconds, of which a core works a fraction of
+    `busy`.
+    """
 
     def __init__(self, *, busy: float = 1.0) -> None:
         self.now, self.busy = 0.0, busy

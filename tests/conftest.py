@@ -14,7 +14,8 @@ from tests.preloaded import load_for_forks, preloaded_python
 
 
 def pytest_configure() -> None:
-    """Start the one server that all processes of this run share; it imports nothing until it is asked.
+    """Start the one server that all processes of this run share; it imports nothing until it is
+    asked.
 
     Processes that tests spawn (workers of loaders, ranks of ``ddp_spawn``) are its programs too.
     """
@@ -22,13 +23,17 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """A million objects of libraries and tests live as long as the run; ranks are forked from it."""
+    """A million objects of libraries and tests live as long as the run; ranks are forked from
+    it.
+    """
     load_for_forks()
 
 
 @pytest.fixture(autouse=True)
 def seeds_of_lightning_are_forgotten() -> Iterator[None]:
-    """`seed_everything` writes the environment, from which later tests' distributed samplers would take their order."""
+    """`seed_everything` writes the environment, from which later tests' distributed samplers would
+    take their order.
+    """
     yield
     for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
         os.environ.pop(name, None)
@@ -36,7 +41,9 @@ def seeds_of_lightning_are_forgotten() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def compiled_functions_are_forgotten() -> Iterator[None]:
-    """Ranks are forked from a process in which other tests may have compiled: a fit that sees that is not watched."""
+    """Ranks are forked from a process in which other tests may have compiled: a fit that sees that
+    is not watched.
+    """
     yield
     if "torch._dynamo.eval_frame" in sys.modules:
         sys.modules["torch._dynamo.eval_frame"].always_optimize_code_objects.refs.clear()
@@ -44,7 +51,9 @@ def compiled_functions_are_forgotten() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def measurements_are_kept_apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The tests of a session, in whatever process, share measurements of this machine, and leave the user's alone."""
+    """The tests of a session, in whatever process, share measurements of this machine, and leave
+    the user's alone.
+    """
     session = tmp_path_factory.getbasetemp()
     caches = (session.parent if "PYTEST_XDIST_WORKER" in os.environ else session) / "caches"
     caches.mkdir(mode=0o700, exist_ok=True)
@@ -55,7 +64,9 @@ def measurements_are_kept_apart(tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """Let this process compute with one thread, as ranks do, for tests that compare bit for bit with it."""
+    """Let this process compute with one thread, as ranks do, for tests that compare bit for bit
+    with it.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,4 +1,6 @@
-"""The actions of a continuous schedule in one process, stage by stage in an order that ranks could take."""
+"""The actions of a continuous schedule in one process, stage by stage in an order that ranks could
+take.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from lightning_topt.schedules.schedule_order import Edges, run_order
 
 
 class SegmentTwin:
-    """A twin of `count` stages has methods `forward`, `backward` and `update` (stage, minibatch) and a rule for each stage."""
+    """A twin of `count` stages has methods `forward`, `backward` and `update` (stage, minibatch)
+    and a rule for each stage.
+    """
 
     count: int
     lag: int
@@ -24,7 +28,9 @@ class SegmentTwin:
     crossing: dict[tuple[int, int], tuple[Tensor, Tensor]]  # what a stage received, what it made
 
     def segment(self, start: int, stop: int, completes: Callable[[int], bool]) -> None:
-        """Train from one drained state to the next; `completes` tells the last minibatch of each update."""
+        """Train from one drained state to the next; `completes` tells the last minibatch of each
+        update.
+        """
         schedule = continuous_schedule(
             num_ranks=self.count,
             num_minibatches=stop - start,

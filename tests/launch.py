@@ -1,4 +1,6 @@
-"""The one way tests start ranks: processes on gloo with a file store, hard timeouts, errors carried back."""
+"""The one way tests start ranks: processes on gloo with a file store, hard timeouts, errors carried
+back.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_topt.communication.bounded_loss.kernels_loaded import load_kernels as load_datagram_kernels
+from lightning_topt.communication.bounded_loss.kernels_loaded import (
+    load_kernels as load_datagram_kernels,
+)
 from lightning_topt.communication.selection import warm_up
 from lightning_topt.execution.observed_step import forget_meshes
 
@@ -33,7 +37,8 @@ def load_kernels() -> None:
 
 
 def free_port() -> int:
-    """Return a port of this machine on which nobody listens, none of those that the kernel gives to connections.
+    """Return a port of this machine on which nobody listens, none of those that the kernel gives to
+    connections.
 
     Such a one may be another's a moment after it was free.
     """
@@ -46,13 +51,17 @@ def free_port() -> int:
 
 
 def run_ranks(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout_seconds: float = 90, fresh: bool = False
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_seconds: float = 90,
+    fresh: bool = False,
 ) -> list[Any]:
     """Run ``function(rank, *args)`` on `world_size` gloo ranks; the results in rank order.
 
-    Ranks are forked from this process. `fresh` ones are new processes: what this one holds is no part of their memory, and
-    `function` and `args` must pickle. Results must pickle. Raises RuntimeError with the traceback of the first rank that
-    failed, or on timeout.
+    Ranks are forked from this process. `fresh` ones are new processes: what this one holds is no
+    part of their memory, and `function` and `args` must pickle. Results must pickle. Raises
+    RuntimeError with the traceback of the first rank that failed, or on timeout.
     """
     if not fresh:
         load_kernels()
@@ -74,7 +83,10 @@ def run_ranks(
         try:
             while len(results) < world_size:
                 if not queue._reader.poll(timeout_seconds):
-                    raise RuntimeError(f"ranks {sorted(set(range(world_size)) - set(results))} gave no result in time")
+                    raise RuntimeError(
+                        f"ranks {sorted(set(range(world_size)) - set(results))} gave no result in "
+                        "time"
+                    )
                 rank, value, error = queue.get()
                 if error:
                     raise RuntimeError(f"rank {rank} failed:\n{error}")
@@ -90,8 +102,11 @@ def run_ranks(
 
 def _rank(function, rank, world_size, store, queue, connected, timeout_seconds, args):  # type: ignore[no-untyped-def]
     torch.set_num_threads(1)
-    forget_meshes()  # a test in this process may have had a mesh of a fake group: its rank would be taken for this one's
-    gc.freeze()  # a collection would touch, and so copy, every page that the ranks share with the test
+    # a test in this process may have had a mesh of a fake group: its rank would be taken for this
+    # one's
+    forget_meshes()
+    # a collection would touch, and so copy, every page that the ranks share with the test
+    gc.freeze()
     try:
         dist.init_process_group(
             "gloo",
@@ -100,8 +115,10 @@ def _rank(function, rank, world_size, store, queue, connected, timeout_seconds, 
             world_size=world_size,
             timeout=timedelta(seconds=timeout_seconds),
         )
-        connected.wait(timeout_seconds)  # who ends sooner would end the connections that others are making
-        # Plain pickle copies tensors; torch's own queues pass file descriptors, which die with the rank.
+        # who ends sooner would end the connections that others are making
+        connected.wait(timeout_seconds)
+        # Plain pickle copies tensors; torch's own queues pass file descriptors, which die with the
+        # rank.
         queue.put((rank, pickle.dumps(function(rank, *args)), None))
     except BaseException:
         queue.put((rank, None, traceback.format_exc()))

@@ -1,4 +1,6 @@
-"""Small LightningModules that the tests share. Each has `training_step` and `configure_optimizers`; see `batch_for`."""
+"""Small LightningModules that the tests share. Each has `training_step` and `configure_optimizers`;
+see `batch_for`.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,11 @@ class GPTBlock(nn.Module):
         self.heads, self.dropout = heads, dropout
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.act, self.down = nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        self.up, self.act, self.down = (
+            nn.Linear(width, 4 * width),
+            nn.GELU(),
+            nn.Linear(4 * width, width),
+        )
         self.drop = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -37,7 +43,8 @@ class GPTBlock(nn.Module):
         return x + self.drop(self.down(self.act(self.up(self.norm2(x)))))
 
 
-# How Megatron-LM splits a GPTBlock over one axis (arXiv 1909.08053, section 3); what is not named is whole.
+# How Megatron-LM splits a GPTBlock over one axis (arXiv 1909.08053, section 3); what is not named
+# is whole.
 MEGATRON_BLOCK: dict[str, Placement] = {
     "qkv.weight": Shard(0, parts=3),
     "qkv.bias": Shard(0, parts=3),
@@ -70,7 +77,9 @@ class GPT(L.LightningModule):
             self.head.weight = self.tokens.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        x = self.tokens(tokens) + self.positions(
+            torch.arange(tokens.shape[1], device=tokens.device)
+        )
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
@@ -86,12 +95,17 @@ class GPT(L.LightningModule):
 
 
 class ConvNet(L.LightningModule):
-    """Plain chain of leaf modules for images (batch, 1, 8, 8) with labels (batch,), and a torchmetrics accuracy."""
+    """Plain chain of leaf modules for images (batch, 1, 8, 8) with labels (batch,), and a
+    torchmetrics accuracy.
+    """
 
     def __init__(self, channels: int = 8, classes: int = 10) -> None:
         super().__init__()
         self.conv1, self.norm1 = nn.Conv2d(1, channels, 3, padding=1), nn.BatchNorm2d(channels)
-        self.conv2, self.norm2 = nn.Conv2d(channels, 2 * channels, 3, padding=1), nn.BatchNorm2d(2 * channels)
+        self.conv2, self.norm2 = (
+            nn.Conv2d(channels, 2 * channels, 3, padding=1),
+            nn.BatchNorm2d(2 * channels),
+        )
         self.pool, self.act = nn.MaxPool2d(2), nn.ReLU(inplace=True)
         self.hidden, self.head = nn.Linear(2 * channels * 4, 32), nn.Linear(32, classes)
         self.accuracy = torchmetrics.Accuracy("multiclass", num_classes=classes)
@@ -115,7 +129,9 @@ class ConvNet(L.LightningModule):
 
 
 class MLP(L.LightningModule):
-    """Linear and ReLU in a Sequential; a batch is one tensor (batch, widths[0]); `training_step` takes only it."""
+    """Linear and ReLU in a Sequential; a batch is one tensor (batch, widths[0]); `training_step`
+    takes only it.
+    """
 
     def __init__(self, widths: tuple[int, ...] = (16, 64, 32, 8)) -> None:
         super().__init__()
@@ -132,7 +148,9 @@ class MLP(L.LightningModule):
 
 
 class Branching(L.LightningModule):
-    """Python control flow: loops, branches on shapes and on a flag, a module that is never called."""
+    """Python control flow: loops, branches on shapes and on a flag, a module that is never
+    called.
+    """
 
     def __init__(self, width: int = 8, repeats: int = 3, deep: bool = True) -> None:
         super().__init__()
@@ -172,7 +190,10 @@ class DictBatch(L.LightningModule):
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
-        self.width, self.net = width, nn.Sequential(nn.Linear(width, 16), nn.Tanh(), nn.Linear(16, 3))
+        self.width, self.net = (
+            width,
+            nn.Sequential(nn.Linear(width, 16), nn.Tanh(), nn.Linear(16, 3)),
+        )
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         loss = F.cross_entropy(self.net(batch["x"]), batch["y"])
@@ -187,7 +208,9 @@ def batch_for(module: L.LightningModule, batch_size: int = 4) -> Any:
     """A batch of `batch_size` samples on the CPU that fits `module`, equal for equal arguments."""
     generator = torch.Generator().manual_seed(batch_size)
     if isinstance(module, GPT):
-        tokens = torch.randint(0, module.vocab, (batch_size, module.context + 1), generator=generator)
+        tokens = torch.randint(
+            0, module.vocab, (batch_size, module.context + 1), generator=generator
+        )
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     if isinstance(module, ConvNet):
         labels = torch.randint(0, 10, (batch_size,), generator=generator)
@@ -195,12 +218,17 @@ def batch_for(module: L.LightningModule, batch_size: int = 4) -> Any:
     width = module.inputs if isinstance(module, MLP) else module.width
     x = torch.randn(batch_size, width, generator=generator)
     if isinstance(module, DictBatch):
-        return {"x": x, "y": torch.randint(0, 3, (batch_size,), generator=generator), "name": "example"}
+        return {
+            "x": x,
+            "y": torch.randint(0, 3, (batch_size,), generator=generator),
+            "name": "example",
+        }
     return x
 
 
 class Mixture(nn.Module):
-    """A mixture of experts by torch's operators: tokens go to slots of one expert each, as in Shazeer et al., arXiv 1701.06538.
+    """A mixture of experts by torch's operators: tokens go to slots of one expert each, as in
+    Shazeer et al., arXiv 1701.06538.
 
     Weights are (expert, in, out).
     """
@@ -219,12 +247,17 @@ class Mixture(nn.Module):
         capacity, mask = len(flat) // 2, F.one_hot(chosen, self.experts).float()
         place = (mask.cumsum(0) - 1) * mask
         slot = F.one_hot(place.sum(-1).long().clamp(max=capacity - 1), capacity).float()
-        dispatch = (mask * (place < capacity)).unsqueeze(-1) * slot.unsqueeze(1)  # (token, expert, slot)
+        # (token, expert, slot)
+        dispatch = (mask * (place < capacity)).unsqueeze(-1) * slot.unsqueeze(1)
         combine = dispatch * value[:, None, None]
         if self.how == "einsum":
             inputs = torch.einsum("tec,td->ecd", dispatch, flat)
             hidden = F.gelu(torch.einsum("ecd,edf->ecf", inputs, self.up) + self.bias)
-            return torch.einsum("tec,ecd->td", combine, torch.einsum("ecf,efd->ecd", hidden, self.down)).view_as(x)
-        inputs = (dispatch.permute(1, 2, 0).reshape(-1, len(flat)) @ flat).view(self.experts, capacity, self.width)
+            return torch.einsum(
+                "tec,ecd->td", combine, torch.einsum("ecf,efd->ecd", hidden, self.down)
+            ).view_as(x)
+        inputs = (dispatch.permute(1, 2, 0).reshape(-1, len(flat)) @ flat).view(
+            self.experts, capacity, self.width
+        )
         out = torch.bmm(F.gelu(torch.bmm(inputs, self.up) + self.bias), self.down)
         return (combine.flatten(1) @ out.reshape(-1, self.width)).view_as(x)

@@ -1,13 +1,16 @@
-"""A Python whose third-party imports are done: tests start whole programs in a tenth of a second instead of five.
+"""A Python whose third-party imports are done: tests start whole programs in a tenth of a second
+instead of five.
 
-`preloaded_python()` is the path of an executable that takes what ``python`` takes (a script, ``-m``, ``-c``). It hands its
-arguments, environment, folder and open descriptors to a server that has imported torch, lightning and hydra, and ends as the
-program ended. The server forks a process for each program, which then is as new as any: nothing of this repository was
-imported, `__main__`, `sys.path` and the random states are its own. Programs that it starts by `sys.executable` are quick too.
+`preloaded_python()` is the path of an executable that takes what ``python`` takes (a script,
+``-m``, ``-c``). It hands its arguments, environment, folder and open descriptors to a server that
+has imported torch, lightning and hydra, and ends as the program ended. The server forks a process
+for each program, which then is as new as any: nothing of this repository was imported, `__main__`,
+`sys.path` and the random states are its own. Programs that it starts by `sys.executable` are quick
+too.
 
-Three things differ from a new interpreter: the hash seed is the server's, variables that libraries read while they are
-imported have no effect, and a program cannot tell what it imports itself from what was there. Tests of these start
-`sys.executable`.
+Three things differ from a new interpreter: the hash seed is the server's, variables that libraries
+read while they are imported have no effect, and a program cannot tell what it imports itself from
+what was there. Tests of these start `sys.executable`.
 """
 
 from __future__ import annotations
@@ -38,11 +41,34 @@ from typing import Any
 
 ADDRESS = "PRELOADED_PYTHON"
 LIBRARIES = (
-    *("torch", "torch.distributed", "torch.utils.data", "torch.fx.experimental.proxy_tensor", "lightning.pytorch"),
-    *("lightning.pytorch.demos.boring_classes", "torchmetrics", "hydra", "omegaconf", "numpy", "numba", "psutil"),
-    *("rich", "rich.console", "rich.table", "yaml", "xxhash", "matplotlib.pyplot", "sklearn.datasets"),
+    *(
+        "torch",
+        "torch.distributed",
+        "torch.utils.data",
+        "torch.fx.experimental.proxy_tensor",
+        "lightning.pytorch",
+    ),
+    *(
+        "lightning.pytorch.demos.boring_classes",
+        "torchmetrics",
+        "hydra",
+        "omegaconf",
+        "numpy",
+        "numba",
+        "psutil",
+    ),
+    *(
+        "rich",
+        "rich.console",
+        "rich.table",
+        "yaml",
+        "xxhash",
+        "matplotlib.pyplot",
+        "sklearn.datasets",
+    ),
 )
-HIGH = 500  # descriptors of a program are below, where they rest while they are put in their places above
+# descriptors of a program are below, where they rest while they are put in their places above
+HIGH = 500
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 CLIENT = """#!{python} -IS
@@ -70,27 +96,39 @@ if status < 0:
 os._exit(status)
 """
 
-# ---- in the tests -----------------------------------------------------------------------------------------------------
+# ---- in the tests
+# -----------------------------------------------------------------------------------------------------
 
 
 def preloaded_python() -> str:
-    """Return the path of the executable; the first call of a test run starts its server, which all processes share."""
+    """Return the path of the executable; the first call of a test run starts its server, which all
+    processes share.
+    """
     if ADDRESS not in os.environ:
         start_server()
     return os.environ[ADDRESS]
 
 
 def start_server() -> None:
-    """Start a server, which imports when it is first asked and ends with this process, and note where it is."""
+    """Start a server, which imports when it is first asked and ends with this process, and note
+    where it is.
+    """
     folder = tempfile.TemporaryDirectory(prefix="preloaded")
     address, executable = Path(folder.name) / "server", Path(folder.name) / "python"
-    names = {"python": sys.executable, "address": str(address), "high": HIGH, "forwarded": [*map(int, FORWARDED)]}
+    names = {
+        "python": sys.executable,
+        "address": str(address),
+        "high": HIGH,
+        "forwarded": [*map(int, FORWARDED)],
+    }
     executable.write_text(CLIENT.format(**names))
     executable.chmod(0o755)
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     environment.pop("PYTHONPATH", None)
     command = [sys.executable, __file__, str(address), str(executable)]
-    server = subprocess.Popen(command, stdin=subprocess.PIPE, cwd="/", env=environment, start_new_session=True)
+    server = subprocess.Popen(
+        command, stdin=subprocess.PIPE, cwd="/", env=environment, start_new_session=True
+    )
     while not address.exists():
         assert server.poll() is None, "the server of preloaded interpreters did not start"
         time.sleep(0.002)
@@ -104,11 +142,14 @@ def _stop(server: subprocess.Popen[bytes], folder: Any, owner: int) -> None:
         folder.cleanup()
 
 
-# ---- the server -------------------------------------------------------------------------------------------------------
+# ---- the server
+# -------------------------------------------------------------------------------------------------------
 
 
 def serve(address: str) -> list[str] | None:
-    """Fork for each program that is asked for. Returns its arguments in the process that is to run it, None at the end."""
+    """Fork for each program that is asked for. Returns its arguments in the process that is to run
+    it, None at the end.
+    """
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address + ".new")
     listener.listen(128)
@@ -140,7 +181,9 @@ def import_libraries() -> None:
 
 
 def load_for_forks() -> None:
-    """Load what each forked process would load for itself, and leave all there is out of its garbage collections."""
+    """Load what each forked process would load for itself, and leave all there is out of its
+    garbage collections.
+    """
     target = importlib.import_module("numba.core.registry").cpu_target
     target.typing_context.refresh()  # as at the first call of a compiled function
     target.target_context.refresh()
@@ -178,7 +221,9 @@ def _attend(connection: socket.socket, search_path: list[str]) -> list[str]:
             os.kill(program, number)
 
 
-def _become(folder: str, environment: dict[str, str], files: dict[int, int], search_path: list[str]) -> None:
+def _become(
+    folder: str, environment: dict[str, str], files: dict[int, int], search_path: list[str]
+) -> None:
     parked = {number: fcntl.fcntl(file, fcntl.F_DUPFD, HIGH) for number, file in files.items()}
     os.closerange(0, HIGH)
     for number, file in parked.items():
@@ -205,7 +250,9 @@ def run_program(arguments: list[str]) -> None:
     kind = arguments[0] if arguments[0] in ("-m", "-c") else ""
     target, sys.argv = (arguments[1], ["-c", *arguments[2:]]) if kind else (arguments[0], arguments)
     assert not target.startswith("-"), f"the preloaded Python does not know the option {target}"
-    sys.path.insert(0, {"-m": os.getcwd(), "-c": ""}.get(kind, os.path.dirname(os.path.abspath(target))))
+    sys.path.insert(
+        0, {"-m": os.getcwd(), "-c": ""}.get(kind, os.path.dirname(os.path.abspath(target)))
+    )
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     if kind == "-m":
         runpy._run_module_as_main(target)  # type: ignore[attr-defined]

@@ -15,8 +15,9 @@ FOLDER = Path("/dev/shm")
 def shared_files() -> set[str]:
     """Names of the files there, without those that only others hold: tests run beside each other.
 
-    Not others are this process and those that it started, also the ones that live on without a parent. Python's semaphores are
-    left out: its resource tracker removes them, some time after a process was killed.
+    Not others are this process and those that it started, also the ones that live on without a
+    parent. Python's semaphores are left out: its resource tracker removes them, some time after a
+    process was killed.
     """
     names = {name for name in os.listdir(FOLDER) if not name.startswith("sem.")}
     own, others = set(), set()
@@ -39,12 +40,17 @@ def _held(pid: int) -> set[str]:
     process, paths = Path("/proc", str(pid)), []
     with contextlib.suppress(OSError):
         paths += opened(process)
-        paths += [line.split(maxsplit=5)[-1].strip() for line in (process / "maps").read_text().splitlines()]
+        paths += [
+            line.split(maxsplit=5)[-1].strip()
+            for line in (process / "maps").read_text().splitlines()
+        ]
     return {Path(path).name for path in paths if path.startswith(f"{FOLDER}/")}
 
 
 def opened(process: Path) -> Iterator[str]:
-    """What the descriptors of a process (its folder in /proc) are. Raises OSError where it has ended."""
+    """What the descriptors of a process (its folder in /proc) are. Raises OSError where it has
+    ended.
+    """
     for descriptor in (process / "fd").iterdir():
         with contextlib.suppress(OSError):  # closed meanwhile
             yield os.readlink(descriptor)

@@ -1,4 +1,6 @@
-"""The simulator of many replicas: its batched model, optimizer and methods against the plain ones."""
+"""The simulator of many replicas: its batched model, optimizer and methods against the plain
+ones.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +90,9 @@ def test_with_one_rank_and_all_entries_it_is_the_dense_run(text, make, options):
     dense = _train(_method(adam_methods.Mean, 1), text, 1)
     found = _train(_method(make, 1, **options), text, 1)
     exact = "bits" not in options
-    torch.testing.assert_close(found, dense, rtol=1e-3 if exact else 0.1, atol=1e-4 if exact else 1e-3)
+    torch.testing.assert_close(
+        found, dense, rtol=1e-3 if exact else 0.1, atol=1e-4 if exact else 1e-3
+    )
 
 
 @pytest.mark.parametrize("name", [*adam_compression.METHODS, *adam_compression.TRIED])
@@ -96,7 +100,9 @@ def test_every_method_lowers_the_loss(text, name):
     make = {**adam_compression.METHODS, **adam_compression.TRIED}[name]
     method = _method(make, 2, steps=20, runs=2)
     start = batched_losses(MODEL, method.consensus(), text.validation[:8].expand(2, -1, -1))
-    end = batched_losses(MODEL, _train(method, text, 2, steps=20, runs=2), text.validation[:8].expand(2, -1, -1))
+    end = batched_losses(
+        MODEL, _train(method, text, 2, steps=20, runs=2), text.validation[:8].expand(2, -1, -1)
+    )
     assert (end < start - 0.05).all(), (start, end)
     assert 0 < method.traffic <= (1.0 if name == "dense" else 0.7)
 

@@ -13,7 +13,13 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from hydra_plugins.lightning_topt_searchpath import conf_dir
-from lightning_topt import AutoParallelStrategy, CompressedDDPStrategy, LocalSteps, LocalStepsStrategy, PipelineStrategy
+from lightning_topt import (
+    AutoParallelStrategy,
+    CompressedDDPStrategy,
+    LocalSteps,
+    LocalStepsStrategy,
+    PipelineStrategy,
+)
 from lightning_topt.communication import DeMo, PowerSGD, QuantizedSteps, Sign, SparseLoCo, TopK
 from lightning_topt.communication.method_registry import method_classes
 from lightning_topt.costs.cluster import Cluster
@@ -55,7 +61,11 @@ def test_every_experiment_can_be_planned(experiment):
 @pytest.mark.parametrize("strategy", choices("strategy"))
 def test_every_strategy_is_taken_by_the_trainer(strategy):
     config = composed("train", f"strategy={strategy}")
-    strategy = config.strategy if isinstance(config.strategy, str) else instantiate(config.strategy, _convert_="all")
+    strategy = (
+        config.strategy
+        if isinstance(config.strategy, str)
+        else instantiate(config.strategy, _convert_="all")
+    )
     trainer = instantiate(config.trainer, strategy=strategy, logger=False, _convert_="all")
     assert trainer.world_size == (1 if config.strategy == "auto" else 2)
 
@@ -66,19 +76,29 @@ def test_every_gradient_exchange_is_one(exchange):
     strategy = instantiate(config.strategy, _convert_="all")
     local = exchange in ("diloco", "sparse_diloco", "sparse_loco", "quantized_steps")
     assert isinstance(strategy, LocalStepsStrategy if local else CompressedDDPStrategy)
-    assert instantiate(config.trainer, strategy=strategy, logger=False, _convert_="all").world_size == 2
+    assert (
+        instantiate(config.trainer, strategy=strategy, logger=False, _convert_="all").world_size
+        == 2
+    )
 
 
 def test_every_method_of_exchange_has_a_configuration():
     composed_methods = {
-        composed("train", "strategy=topt_compressed", f"gradient_exchange={name}").gradient_exchange.method
+        composed(
+            "train", "strategy=topt_compressed", f"gradient_exchange={name}"
+        ).gradient_exchange.method
         for name in choices("gradient_exchange")
     }
     assert set(method_classes()) == composed_methods
 
 
 def test_gradient_exchange_values_are_overridden_like_any_other():
-    config = composed("train", "strategy=topt_compressed", "gradient_exchange=powersgd", "gradient_exchange.rank=4")
+    config = composed(
+        "train",
+        "strategy=topt_compressed",
+        "gradient_exchange=powersgd",
+        "gradient_exchange.rank=4",
+    )
     assert instantiate(config.strategy).method == PowerSGD(rank=4)
 
 
@@ -92,8 +112,14 @@ def test_every_schedule_is_one(schedule):
 
 def test_every_rule_of_weights_has_a_configuration():
     given = ["strategy=topt_pipeline", "schedule=continuous"]
-    configs = {name: composed("train", *given, f"prediction={name}").strategy for name in choices("prediction")}
-    rules = {name: instantiate(config, _convert_="all").request.plan.prediction for name, config in configs.items()}
+    configs = {
+        name: composed("train", *given, f"prediction={name}").strategy
+        for name in choices("prediction")
+    }
+    rules = {
+        name: instantiate(config, _convert_="all").request.plan.prediction
+        for name, config in configs.items()
+    }
     assert rules.pop("default") is None
     assert {name: rule.name for name, rule in rules.items()} == {name: name for name in PREDICTIONS}
     with pytest.raises(HydraException, match="prediction"):
@@ -120,7 +146,10 @@ def test_measured_means_none():
 
 def test_values_that_yaml_repeats_are_the_constructors():
     """A default is written once; where YAML shows it for orientation, the two must agree."""
-    assert instantiate(composed("train").strategy, _convert_="all").request == AutoParallelStrategy().request
+    assert (
+        instantiate(composed("train").strategy, _convert_="all").request
+        == AutoParallelStrategy().request
+    )
     pipeline = instantiate(composed("train", "strategy=topt_pipeline").strategy, _convert_="all")
     assert pipeline.request == PipelineStrategy().request
     for name, method in (
@@ -140,7 +169,9 @@ def test_values_that_yaml_repeats_are_the_constructors():
 
 
 def test_another_hydra_app_finds_our_groups(tmp_path):
-    (tmp_path / "app.yaml").write_text("defaults:\n  - strategy: topt\n  - cluster: local_cpu\n  - _self_\n")
+    (tmp_path / "app.yaml").write_text(
+        "defaults:\n  - strategy: topt\n  - cluster: local_cpu\n  - _self_\n"
+    )
     with initialize_config_dir(str(tmp_path), version_base="1.3"):
         config = compose("app")
     assert config.strategy._target_ == "lightning_topt.AutoParallelStrategy"

@@ -35,8 +35,12 @@ class Picky(Exception):
         super().__init__(f"{one} {two}")
 
 
-@pytest.mark.parametrize(("error", "kind"), [(ValueError("no plan"), ValueError), (Picky("no", "plan"), RuntimeError)])
-def test_an_error_is_raised_where_the_result_is_asked_for(error: Exception, kind: type[Exception]) -> None:
+@pytest.mark.parametrize(
+    ("error", "kind"), [(ValueError("no plan"), ValueError), (Picky("no", "plan"), RuntimeError)]
+)
+def test_an_error_is_raised_where_the_result_is_asked_for(
+    error: Exception, kind: type[Exception]
+) -> None:
     def fails() -> None:
         raise error
 
@@ -82,14 +86,20 @@ def add(a, b):
 
 
 @pytest.mark.parametrize("isolated", [False, True])
-def test_what_a_copy_compiles_is_kept_for_later_processes(tmp_path: Path, monkeypatch: Any, isolated: bool) -> None:
+def test_what_a_copy_compiles_is_kept_for_later_processes(
+    tmp_path: Path, monkeypatch: Any, isolated: bool
+) -> None:
     name = f"compiles_{isolated}"
     (tmp_path / f"{name}.py").write_text(ADD)
     monkeypatch.syspath_prepend(tmp_path)
     module = importlib.import_module(name)
-    found = ForkedCall(lambda: (module.add(1, 2), sum(module.add.stats.cache_misses.values())), isolated=isolated)
+    found = ForkedCall(
+        lambda: (module.add(1, 2), sum(module.add.stats.cache_misses.values())), isolated=isolated
+    )
     assert found.result() == (3, 1)
-    again = ForkedCall(lambda: (module.add(1, 2), sum(module.add.stats.cache_hits.values())), isolated=isolated)
+    again = ForkedCall(
+        lambda: (module.add(1, 2), sum(module.add.stats.cache_hits.values())), isolated=isolated
+    )
     assert again.result() == (3, 1)
 
 
@@ -105,7 +115,9 @@ def test_a_full_disk_does_not_keep_a_kernel_from_running(tmp_path: Path, monkeyp
     assert add(1, 2) == 3
 
 
-def test_what_an_isolated_copy_writes_reaches_nobody(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_an_isolated_copy_writes_reaches_nobody(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     kept, new = (tmp_path / "kept.txt").open("a"), tmp_path / "new.txt"
     here, there = socket.socketpair()
     here.setblocking(False)

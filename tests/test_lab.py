@@ -1,4 +1,6 @@
-"""The lab of slow links that the benchmarks use. What needs namespaces is skipped where they cannot be made."""
+"""The lab of slow links that the benchmarks use. What needs namespaces is skipped where they cannot
+be made.
+"""
 
 from __future__ import annotations
 
@@ -81,18 +83,29 @@ def script(folder: Path, text: str) -> str:
 
 
 def existing() -> str:
-    names = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
-    return names + subprocess.run(["ip", "-br", "link"], capture_output=True, text=True, check=True).stdout
+    names = subprocess.run(
+        ["ip", "netns", "list"], capture_output=True, text=True, check=True
+    ).stdout
+    return (
+        names
+        + subprocess.run(["ip", "-br", "link"], capture_output=True, text=True, check=True).stdout
+    )
 
 
 def start_and_wait(path: str) -> subprocess.Popen[bytes]:
-    """The lab's command with a job that sleeps; returns when its second node is there and has a process."""
+    """The lab's command with a job that sleeps; returns when its second node is there and has a
+    process.
+    """
     command = [sys.executable, "-m", "benchmarks.lab", "--rate", "", "--", path]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     end = time.monotonic() + 60
     while time.monotonic() < end:
         node = f"topt{process.pid:x}-0n1"
-        found = subprocess.run(["ip", "netns", "pids", node], capture_output=True, text=True, check=False)
+        found = subprocess.run(
+            ["ip", "netns", "pids", node], capture_output=True, text=True, check=False
+        )
         if found.stdout.strip():
             return process
         time.sleep(0.05)
@@ -101,7 +114,8 @@ def start_and_wait(path: str) -> subprocess.Popen[bytes]:
 
 
 @pytest.mark.parametrize(
-    ("run", "arguments"), [(lab.main, ["--", "job.py"]), (network.main, []), (network.main, ["--quick"])]
+    ("run", "arguments"),
+    [(lab.main, ["--", "job.py"]), (network.main, []), (network.main, ["--quick"])],
 )
 def test_without_root_it_says_so_and_stops(run, arguments, monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
@@ -110,7 +124,9 @@ def test_without_root_it_says_so_and_stops(run, arguments, monkeypatch):
         run(arguments)
 
 
-@pytest.mark.parametrize("arguments", [[], ["--nodes", "0", "--", "x.py"], ["--ranks-per-node", "0", "--", "x.py"]])
+@pytest.mark.parametrize(
+    "arguments", [[], ["--nodes", "0", "--", "x.py"], ["--ranks-per-node", "0", "--", "x.py"]]
+)
 def test_wrong_arguments(arguments, capsys):
     with pytest.raises(SystemExit) as ended:
         lab.main(arguments)
@@ -166,7 +182,8 @@ def test_a_flow_takes_the_link(namespaces, tmp_path):
     job = (
         "import os, time; from benchmarks.lab import sent_bytes\n"
         "end = time.monotonic() + 30\n"
-        "while os.environ['RANK'] == '0' and sent_bytes() < 500_000 and time.monotonic() < end: time.sleep(0.01)\n"
+        "while os.environ['RANK'] == '0' and sent_bytes() < 500_000 and time.monotonic() < end: "
+        "time.sleep(0.01)\n"
         "print(sent_bytes())"
     )
     for _ in range(2):  # also after a lab whose last packets the kernel still holds

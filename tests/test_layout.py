@@ -16,18 +16,29 @@ BESIDE = ["communication", "optim", "data", "schedules", "prediction"]  # import
 BELOW = "basics"  # imports nothing of the package
 ALLOWED = {stage: STAGES[: index + 1] + BESIDE for index, stage in enumerate(STAGES)}
 ALLOWED |= {beside: [beside] for beside in BESIDE}
-ALLOWED["optim"] = ["optim", "communication"]  # results are gathered with its collectives, errors are its PeerLostError
+# results are gathered with its collectives, errors are its PeerLostError
+ALLOWED["optim"] = ["optim", "communication"]
 ALLOWED["prediction"] = ["prediction", "schedules"]  # horizons come from schedules
 ALLOWED["frontier"] = ["frontier", "costs"]  # the search knows nothing of models
 ALLOWED = {folder: [*allowed, BELOW] for folder, allowed in ALLOWED.items()} | {BELOW: [BELOW]}
-ONLY_IN = {"lightning": {"plugins", "cli"}, "pytorch_lightning": set(), "hydra": {"cli"}, "omegaconf": {"cli"}}
+ONLY_IN = {
+    "lightning": {"plugins", "cli"},
+    "pytorch_lightning": set(),
+    "hydra": {"cli"},
+    "omegaconf": {"cli"},
+}
 ONLY_IN |= {"torch": set(ALLOWED) - {BELOW}}  # light processes use what is there
 FILES = sorted(PACKAGE.rglob("*.py"))
 MAX_MODULE_LINES, MAX_FUNCTION_LINES = 900, 80
 
 
 def imported(tree: ast.AST) -> set[str]:
-    names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    names = {
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    }
     froms = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     assert all(node.level == 0 for node in froms), "relative import"
     return names | {f"{node.module}.{alias.name}" for node in froms for alias in node.names}
@@ -41,14 +52,18 @@ def violations(path: Path, tree: ast.AST) -> list[str]:
     for name in imported(tree) - {"lightning_topt.__version__"}:
         top, *rest = name.split(".")
         if top == "lightning_topt" and rest[0] not in ALLOWED[stage]:
-            found.append(f"{path.relative_to(ROOT)} imports {name}; {stage} may import {ALLOWED[stage]}")
+            found.append(
+                f"{path.relative_to(ROOT)} imports {name}; {stage} may import {ALLOWED[stage]}"
+            )
         if stage not in ONLY_IN.get(top, ALLOWED):
             found.append(f"{path.relative_to(ROOT)} imports {name}, which is for {ONLY_IN[top]}")
     return found
 
 
 def test_imports_run_one_way():
-    assert [found for path in FILES for found in violations(path, ast.parse(path.read_text()))] == []
+    assert [
+        found for path in FILES for found in violations(path, ast.parse(path.read_text()))
+    ] == []
 
 
 @pytest.mark.parametrize(
@@ -73,13 +88,22 @@ def test_the_check_sees_violations(path, code):
 
 
 def test_sizes():
-    """A module tells one thing whole and a reader can hold it; a function is a step that has a name."""
-    long = [str(path.relative_to(ROOT)) for path in FILES if path.read_text().count("\n") > MAX_MODULE_LINES]
+    """A module tells one thing whole and a reader can hold it; a function is a step that has a
+    name.
+    """
+    long = [
+        str(path.relative_to(ROOT))
+        for path in FILES
+        if path.read_text().count("\n") > MAX_MODULE_LINES
+    ]
     for path in FILES:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 body = node.body[1:] if ast.get_docstring(node) else node.body
-                if node.end_lineno - (body[0].lineno if body else node.lineno) + 1 > MAX_FUNCTION_LINES:
+                if (
+                    node.end_lineno - (body[0].lineno if body else node.lineno) + 1
+                    > MAX_FUNCTION_LINES
+                ):
                     long.append(f"{path.relative_to(ROOT)}:{node.lineno} {node.name}")
     assert long == []
 
@@ -90,17 +114,22 @@ def test_no_import_cycles():
     edges = {}
     for name, path in files.items():
         found = imported(ast.parse(path.read_text()))
-        edges[name] = {n for n in (*found, *(f.rpartition(".")[0] for f in found)) if n in files and n != name}
+        edges[name] = {
+            n for n in (*found, *(f.rpartition(".")[0] for f in found)) if n in files and n != name
+        }
     while leaves := [name for name, targets in edges.items() if not targets & set(edges)]:
         for name in leaves:
             del edges[name]
     assert not edges, f"import cycle among {sorted(edges)}"
 
 
-# A stage is a stage of a pipeline (or of the exchange of one bucket); ZeRO has levels, storage is a placement.
+# A stage is a stage of a pipeline (or of the exchange of one bucket); ZeRO has levels, storage is a
+# placement.
 GONE = re.compile(r"\bzero_stage\b|\bis_sharded\b|ZeRO stage|FAMILIES|\bfamily=")
 
 
 def test_words_that_are_gone():
     of_addresses = ("service.py", "peer_channel.py")  # their families
-    assert [path for path in FILES if GONE.search(path.read_text()) and path.name not in of_addresses] == []
+    assert [
+        path for path in FILES if GONE.search(path.read_text()) and path.name not in of_addresses
+    ] == []

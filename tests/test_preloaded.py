@@ -1,4 +1,6 @@
-"""The preloaded Python runs programs as Python does: arguments, environment, folder, descriptors and how they end."""
+"""The preloaded Python runs programs as Python does: arguments, environment, folder, descriptors
+and how they end.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ if __name__ == "__main__":
 
 
 def run(python, *arguments, **options):
-    return subprocess.run([python, *arguments], capture_output=True, text=True, timeout=60, **options)
+    return subprocess.run(
+        [python, *arguments], capture_output=True, text=True, timeout=60, **options
+    )
 
 
 @pytest.mark.parametrize("way", ["script", "-m", "-c"])
@@ -46,7 +50,14 @@ def test_a_program_sees_what_it_would_see(way, tmp_path):
         options = {"cwd": tmp_path, "env": environment, "input": "typed", "pass_fds": [writer]}
         result = run(python, *program, "a b", str(writer), **options)
         os.close(writer)
-        results.append((result.returncode, result.stdout.replace(str(writer), "N"), result.stderr, os.read(reader, 99)))
+        results.append(
+            (
+                result.returncode,
+                result.stdout.replace(str(writer), "N"),
+                result.stderr,
+                os.read(reader, 99),
+            )
+        )
         os.close(reader)
     assert results[0] == results[1] and results[0][0] == 7 and results[0][3] == b"written"
 
@@ -59,20 +70,32 @@ def test_processes_that_it_spawns_are_quick_too_and_find_its_functions(tmp_path)
 
 def test_warnings_are_filtered_as_told():
     result = run(
-        preloaded_python(), "-Werror::FutureWarning", "-c", "import warnings; warnings.warn('x', FutureWarning)"
+        preloaded_python(),
+        "-Werror::FutureWarning",
+        "-c",
+        "import warnings; warnings.warn('x', FutureWarning)",
     )
     assert result.returncode == 1 and "FutureWarning: x" in result.stderr.splitlines()[-1]
 
 
 def test_errors_and_signals_end_it_as_they_end_python():
     result = run(preloaded_python(), "-c", "import atexit; atexit.register(print, 'bye'); 1 / 0")
-    assert result.returncode == 1 and result.stdout == "bye\n" and "ZeroDivisionError" in result.stderr
-    assert run(preloaded_python(), "-c", "import os; os.kill(os.getpid(), 9)").returncode == -signal.SIGKILL
+    assert (
+        result.returncode == 1 and result.stdout == "bye\n" and "ZeroDivisionError" in result.stderr
+    )
+    assert (
+        run(preloaded_python(), "-c", "import os; os.kill(os.getpid(), 9)").returncode
+        == -signal.SIGKILL
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_who_kills_the_process_kills_the_program(number):
-    command = [preloaded_python(), "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(60)"]
+    command = [
+        preloaded_python(),
+        "-c",
+        "import os, time; print(os.getpid(), flush=True); time.sleep(60)",
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         program = int(process.stdout.readline())

@@ -1,7 +1,8 @@
-"""Entry point of the console script `topt`: answers what needs no Lightning before Lightning is imported.
+"""Entry point of the console script `topt`: answers what needs no Lightning before Lightning is
+imported.
 
-It is a package of its own because `import lightning_topt` imports Lightning, which takes seconds: help, version and shell
-completion import at most Hydra.
+It is a package of its own because `import lightning_topt` imports Lightning, which takes seconds:
+help, version and shell completion import at most Hydra.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ def main() -> None:
 
 
 def _import_without_collection(name: str) -> ModuleType:
-    """Import a module with the garbage collector off: what imports make stays, and looking through it takes a third of their
-    time, and more of every later collection.
+    """Import a module with the garbage collector off: what imports make stays, and looking through
+    it takes a third of their time, and more of every later collection.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -75,14 +76,18 @@ def refuse(sentence: str) -> NoReturn:
 
 
 def complete(request: str) -> None:
-    """Serve Hydra's shell completion: ``install=bash``, ``uninstall=bash``, and ``query=bash`` for the line in COMP_LINE.
+    """Serve Hydra's shell completion: ``install=bash``, ``uninstall=bash``, and ``query=bash`` for
+    the line in COMP_LINE.
 
-    The first word of a line is a command, which Hydra knows nothing of; the rest is completed from the configuration of
-    that command.
+    The first word of a line is a command, which Hydra knows nothing of; the rest is completed from
+    the configuration of that command.
     """
     action, _, shell = request.partition("=")
     if action not in ("install", "uninstall", "query") or shell not in ("bash", "fish", "zsh"):
-        refuse("shell completion takes install=SHELL or uninstall=SHELL, where SHELL is bash, fish or zsh")
+        refuse(
+            "shell completion takes install=SHELL or uninstall=SHELL, where SHELL is bash, fish or "
+            "zsh"
+        )
     command = COMMANDS[0]
     if action == "query":
         application, *words = os.environ.get("COMP_LINE", "").split(" ")
@@ -105,4 +110,6 @@ def _run_hydra(command: str, arguments: list[str]) -> None:
     from hydra_plugins.lightning_topt_searchpath import conf_dir  # noqa: PLC0415
 
     sys.argv = [sys.argv[0], *arguments]
-    hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=command)(lambda config: None)()
+    hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=command)(
+        lambda config: None
+    )()

@@ -1,4 +1,5 @@
-"""Puts lightning_topt's configuration groups on the search path of every Hydra app: ``strategy=topt``, ``cluster=...``.
+"""Puts lightning_topt's configuration groups on the search path of every Hydra app:
+``strategy=topt``, ``cluster=...``.
 
 Hydra imports this module whenever any of its apps starts, so it must not import torch.
 """
@@ -15,7 +16,9 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 
 
 def conf_dir() -> Path:
-    """Return the folder of configuration groups: inside the installed package, or beside it in a checkout."""
+    """Return the folder of configuration groups: inside the installed package, or beside it in a
+    checkout.
+    """
     spec = importlib.util.find_spec("lightning_topt")
     assert spec is not None and spec.origin is not None, "lightning_topt is not installed"
     package = Path(spec.origin).parent
@@ -24,12 +27,15 @@ def conf_dir() -> Path:
 
 
 class LightningToptSearchPath(SearchPathPlugin):
-    """Appends our groups (the app's own come first) and registers the strategy names where Lightning is in use."""
+    """Appends our groups (the app's own come first) and registers the strategy names where
+    Lightning is in use.
+    """
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         """Hydra calls this before it composes a configuration."""
         search_path.append(provider="lightning-topt", path=f"file://{conf_dir()}")
-        # For apps that pass the bare name to a Trainer. Where Lightning is not loaded yet, importing it here would cost
-        # every Hydra app seconds, and `_target_: lightning_topt.AutoParallelStrategy` (conf/strategy) needs no name.
+        # For apps that pass the bare name to a Trainer. Where Lightning is not loaded yet,
+        # importing it here would cost every Hydra app seconds, and `_target_:
+        # lightning_topt.AutoParallelStrategy` (conf/strategy) needs no name.
         if "lightning.pytorch" in sys.modules:
             importlib.import_module("lightning_topt")

@@ -1,1 +1,3 @@
-"""This folder holds what every other may import; nothing in it imports anything of this package, nor torch."""
+"""This folder holds what every other may import; nothing in it imports anything of this package,
+nor torch.
+"""

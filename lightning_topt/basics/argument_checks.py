@@ -1,4 +1,6 @@
-"""Checks of constructors' arguments: each returns the value, or raises ValueError with one sentence that names the argument."""
+"""Checks of constructors' arguments: each returns the value, or raises ValueError with one sentence
+that names the argument.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,18 @@ from lightning_topt.basics.units import parse_bytes
 
 
 def check_whole(value: Any, *, name: str, least: int | None = 1, most: int | None = None) -> int:
-    """Return a whole number of at least `least`, if any, and at most `most`; True and 2.0 are none."""
+    """Return a whole number of at least `least`, if any, and at most `most`; True and 2.0 are
+    none.
+    """
     is_whole = isinstance(value, Integral) and not isinstance(value, bool)
-    if not is_whole or (least is not None and int(value) < least) or (most is not None and int(value) > most):
-        bounds = f"at least {least}, " * (least is not None) + f"at most {most}, " * (most is not None)
+    if (
+        not is_whole
+        or (least is not None and int(value) < least)
+        or (most is not None and int(value) > most)
+    ):
+        bounds = f"at least {least}, " * (least is not None) + f"at most {most}, " * (
+            most is not None
+        )
         raise ValueError(f"{name} is {bounds}a whole number; got {reprlib.repr(value)}")
     return int(value)
 
@@ -37,17 +47,23 @@ def check_size(value: Any, *, name: str, least: int = 1) -> int:
     if is_number and math.isfinite(value) and value == int(value):
         value = int(value)
     elif not isinstance(value, str):
-        raise ValueError(f"{name} is a whole number of bytes or text such as '8GiB'; got {reprlib.repr(value)}")
+        raise ValueError(
+            f"{name} is a whole number of bytes or text such as '8GiB'; got {reprlib.repr(value)}"
+        )
     nbytes = parse_bytes(value, name=name)
     if nbytes < least:
-        raise ValueError(f"{name} is at least {least} byte{'s' * (least != 1)}; got {reprlib.repr(value)}")
+        raise ValueError(
+            f"{name} is at least {least} byte{'s' * (least != 1)}; got {reprlib.repr(value)}"
+        )
     return nbytes
 
 
 def check_flag(value: Any, *, name: str, optional: bool = False) -> bool | None:
     """Return True or False, or None where that is `optional`."""
     if not (isinstance(value, bool) or (optional and value is None)):
-        raise ValueError(f"{name} is True or False{', or None' if optional else ''}; got {reprlib.repr(value)}")
+        raise ValueError(
+            f"{name} is True or False{', or None' if optional else ''}; got {reprlib.repr(value)}"
+        )
     return value
 
 
@@ -66,10 +82,14 @@ def check_text(value: Any, *, name: str) -> str:
 
 
 def check_texts(value: Any, *, name: str) -> tuple[str, ...]:
-    """Return the texts of a list or tuple. A single text is refused: it would be read letter by letter."""
+    """Return the texts of a list or tuple. A single text is refused: it would be read letter by
+    letter.
+    """
     listed = isinstance(value, Sequence) and not isinstance(value, str | bytes)
     if not listed or not all(isinstance(item, str) for item in value):
-        raise ValueError(f"{name} is a list of texts such as ['norm', 'bias']; got {reprlib.repr(value)}")
+        raise ValueError(
+            f"{name} is a list of texts such as ['norm', 'bias']; got {reprlib.repr(value)}"
+        )
     return tuple(value)
 
 

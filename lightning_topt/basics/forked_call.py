@@ -5,11 +5,13 @@
         train_a_step()
     found = call.result()
 
-The copy shares memory until one of the two writes to it, so it starts in milliseconds, whatever the function refers to. It has
-this one thread alone: the function must not use devices, process groups or locks that other threads may hold. POSIX only.
+The copy shares memory until one of the two writes to it, so it starts in milliseconds, whatever the
+function refers to. It has this one thread alone: the function must not use devices, process groups
+or locks that other threads may hold. POSIX only.
 
-An isolated copy may run code of users: it has none of the files, sockets and screens that are open here, and writes no others.
-Only what is kept for later processes is written from there (`writable_files`).
+An isolated copy may run code of users: it has none of the files, sockets and screens that are open
+here, and writes no others. Only what is kept for later processes is written from there
+(`writable_files`).
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ _NICENESS = 5  # training goes first
 class ForkedCall(Generic[T]):
     """Calls `function` in a copy of this process; what it returns, or raises, is pickled.
 
-    `isolated`: what it opens, writes and prints reaches nobody. Raises OSError where no process can be made.
+    `isolated`: what it opens, writes and prints reaches nobody. Raises OSError where no process can
+    be made.
     """
 
     def __init__(self, function: Callable[[], T], *, isolated: bool = False) -> None:
@@ -43,7 +46,8 @@ class ForkedCall(Generic[T]):
         self._read, write = os.pipe()
         parent = os.getpid()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside other threads, from Python 3.12 on
+            # of a fork beside other threads, from Python 3.12 on
+            warnings.simplefilter("ignore", DeprecationWarning)
             try:
                 self._process = os.fork()
             except OSError:
@@ -68,14 +72,19 @@ class ForkedCall(Generic[T]):
     def result(self, *, timeout_seconds: float = 60.0) -> T:
         """Return what the function returned, or raise what it raised.
 
-        Raises TimeoutError after so many seconds without a word from it, RuntimeError where its process was killed.
+        Raises TimeoutError after so many seconds without a word from it, RuntimeError where its
+        process was killed.
         """
         while not self.is_ready():
             if not select.select([self._read], [], [], timeout_seconds)[0]:
                 self.kill()
-                raise TimeoutError(f"a search beside training has not ended within {timeout_seconds:.0f} s")
+                raise TimeoutError(
+                    f"a search beside training has not ended within {timeout_seconds:.0f} s"
+                )
         if not self._data:
-            raise RuntimeError("the process of a search beside training was killed, perhaps for want of memory")
+            raise RuntimeError(
+                "the process of a search beside training was killed, perhaps for want of memory"
+            )
         has_result, value = pickle.loads(bytes(self._data))
         if has_result:
             found: T = value
@@ -97,7 +106,9 @@ class ForkedCall(Generic[T]):
 
 
 def _run_as_child(function: Callable[[], Any], write: int, parent: int, *, isolated: bool) -> None:
-    """Call `function`, send what comes of it, and end without cleaning up what belongs to the parent."""
+    """Call `function`, send what comes of it, and end without cleaning up what belongs to the
+    parent.
+    """
     try:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, signal.SIG_DFL)
@@ -120,7 +131,9 @@ def _run_as_child(function: Callable[[], Any], write: int, parent: int, *, isola
 
 
 def _isolate(keep: int) -> None:
-    """Replace all open files and sockets but `keep` by the null device, and let every write to a file fail."""
+    """Replace all open files and sockets but `keep` by the null device, and let every write to a
+    file fail.
+    """
     nothing = os.open(os.devnull, os.O_RDWR)
     folder = "/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd"
     for number in {0, 1, 2, *map(int, os.listdir(folder))} - {keep, nothing}:

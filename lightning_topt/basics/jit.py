@@ -1,6 +1,8 @@
-"""Kernels are compiled by Numba, without the GIL, and kept on disk where that can be written (a few seconds, once).
+"""Kernels are compiled by Numba, without the GIL, and kept on disk where that can be written (a few
+seconds, once).
 
-Importing Numba takes 0.4 s, so what imports this is loaded where work is large (`importlib.import_module`).
+Importing Numba takes 0.4 s, so what imports this is loaded where work is large
+(`importlib.import_module`).
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def kernel(function: Any) -> Any:
-    """Compile `function` as NumPy computes: without checks of bounds, and division by zero is no error."""
+    """Compile `function` as NumPy computes: without checks of bounds, and division by zero is no
+    error.
+    """
     return compiled(function, boundscheck=False, error_model="numpy")
 
 

@@ -1,4 +1,6 @@
-"""`once_per_object`: what follows from an object alone is worked out once, and forgotten with the object."""
+"""`once_per_object`: what follows from an object alone is worked out once, and forgotten with the
+object.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ Result = TypeVar("Result")
 
 
 def once_per_object(function: Callable[[Subject], Result]) -> Callable[[Subject], Result]:
-    """Return `function` with its results kept by the identity of their subjects: frozen values that are dear to hash.
+    """Return `function` with its results kept by the identity of their subjects: frozen values that
+    are dear to hash.
 
     A result must not refer to its subject, which would live for ever then.
     """

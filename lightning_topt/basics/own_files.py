@@ -1,4 +1,6 @@
-"""Files and folders that belong to this user: what others may have put in their places is neither read nor written."""
+"""Files and folders that belong to this user: what others may have put in their places is neither
+read nor written.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +18,17 @@ class NotOwn(PermissionError):
 
 
 def open_own(path: Path, flags: int = os.O_RDWR | os.O_CREAT) -> int:
-    """Return a descriptor of this user's file at `path`, by default made where there is none, for this user alone.
+    """Return a descriptor of this user's file at `path`, by default made where there is none, for
+    this user alone.
 
-    Raises NotOwn for a link, a file with a second name, one that is no plain file, belongs to somebody else (but root) or that
-    others may write; OSError where it cannot be opened.
+    Raises NotOwn for a link, a file with a second name, one that is no plain file, belongs to
+    somebody else (but root) or that others may write; OSError where it cannot be opened.
     """
     if not is_held(path):
         flags |= os.O_NOFOLLOW
     try:
-        descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)  # a pipe there is not waited for
+        # a pipe there is not waited for
+        descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise _not_own("it is a symbolic link", path) from None
@@ -43,9 +47,11 @@ def open_own(path: Path, flags: int = os.O_RDWR | os.O_CREAT) -> int:
 
 
 def made(folder: Path) -> Path:
-    """Return the folder, which is there now: this user's, and others may not write in it nor put another one in its place.
+    """Return the folder, which is there now: this user's, and others may not write in it nor put
+    another one in its place.
 
-    Raises ValueError where a file has its place, NotOwn where it is not this user's alone, OSError where it cannot be made.
+    Raises ValueError where a file has its place, NotOwn where it is not this user's alone, OSError
+    where it cannot be made.
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True, mode=0o755)
@@ -54,19 +60,25 @@ def made(folder: Path) -> Path:
         file = next((path for path in (folder, *folder.parents) if path.is_file()), None)
         if file is None:
             raise
-        raise ValueError(f"a cache needs a folder, and {file} is a file: give another directory") from error
+        raise ValueError(
+            f"a cache needs a folder, and {file} is a file: give another directory"
+        ) from error
     status = os.lstat(folder)
     if stat.S_ISLNK(status.st_mode):
         raise _not_own("it is a symbolic link", folder)
     _check(status, folder)
-    # The folder around it may be a group's, as all are where the umask is 002; in one like /tmp only owners move things.
+    # The folder around it may be a group's, as all are where the umask is 002; in one like /tmp
+    # only owners move things.
     around = os.stat(folder.parent)
     _check(around, folder.parent, forbidden=0 if around.st_mode & stat.S_ISVTX else stat.S_IWOTH)
     return folder
 
 
-def not_own_reason(status: os.stat_result, *, forbidden: int = OTHERS_WRITE, also_root: bool = True) -> str | None:
-    """Return why a file or folder is not this user's alone, None where it is: its owner, or bits of its mode in `forbidden`.
+def not_own_reason(
+    status: os.stat_result, *, forbidden: int = OTHERS_WRITE, also_root: bool = True
+) -> str | None:
+    """Return why a file or folder is not this user's alone, None where it is: its owner, or bits of
+    its mode in `forbidden`.
 
     Root counts as this user where `also_root`.
     """
@@ -78,7 +90,9 @@ def not_own_reason(status: os.stat_result, *, forbidden: int = OTHERS_WRITE, als
 
 
 def is_held(path: Path) -> bool:
-    """Return whether a path is the link by which the system names a file that some process holds open."""
+    """Return whether a path is the link by which the system names a file that some process holds
+    open.
+    """
     return _HELD in path.parents
 
 

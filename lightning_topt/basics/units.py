@@ -1,8 +1,9 @@
-"""Quantities with units, as people write them, to plain floats and back: bytes, seconds, bytes/s, FLOP/s.
+"""Quantities with units, as people write them, to plain floats and back: bytes, seconds, bytes/s,
+FLOP/s.
 
-``"80GB"`` 8e10 bytes, ``"2GiB"`` 2 * 2**30 bytes, ``"2TB/s"`` 2e12 bytes/s, ``"25Gb/s"`` 3.125e9 bytes/s (b is a bit,
-B a byte), ``"312TFLOP/s"``, ``"5us"``. A bare number is in the base unit. Everything raises ValueError on negative or
-infinite values, unknown units and other types.
+``"80GB"`` 8e10 bytes, ``"2GiB"`` 2 * 2**30 bytes, ``"2TB/s"`` 2e12 bytes/s, ``"25Gb/s"`` 3.125e9
+bytes/s (b is a bit, B a byte), ``"312TFLOP/s"``, ``"5us"``. A bare number is in the base unit.
+Everything raises ValueError on negative or infinite values, unknown units and other types.
 """
 
 from __future__ import annotations
@@ -13,19 +14,32 @@ from collections.abc import Mapping
 
 _DECIMAL = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
-_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_SECONDS = {
+    "s": 1.0,
+    "ms": 1e-3,
+    "us": 1e-6,
+    "µs": 1e-6,
+    "ns": 1e-9,
+    "min": 60.0,
+    "h": 3600.0,
+    "d": 86400.0,
+}
 _BYTES = {prefix + "B": factor for prefix, factor in {**_DECIMAL, **_BINARY}.items()}
 _BANDWIDTH = {
     **{unit + "/s": factor for unit, factor in _BYTES.items()},
     **{prefix + bit: factor / 8 for prefix, factor in _DECIMAL.items() for bit in ("b/s", "bit/s")},
 }
-_FLOPS = {prefix + unit: factor for prefix, factor in _DECIMAL.items() for unit in ("FLOP/s", "FLOPS")}
+_FLOPS = {
+    prefix + unit: factor for prefix, factor in _DECIMAL.items() for unit in ("FLOP/s", "FLOPS")
+}
 _LONGEST = 80  # characters of a quantity: the pattern takes time by the square of them
 _QUANTITY = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([A-Za-zµ/]*)\s*")
 
 
 def parse_bytes(value: int | float | str, *, name: str = "size") -> int:
-    """Convert ``"2GiB"``, ``"80GB"``, ``"512 MB"`` or a number, to bytes (rounded). `name` is used in errors."""
+    """Convert ``"2GiB"``, ``"80GB"``, ``"512 MB"`` or a number, to bytes (rounded). `name` is used
+    in errors.
+    """
     return round(_parse(value, _BYTES, name=name, example="'80GB' or '2GiB'"))
 
 
@@ -61,7 +75,9 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Format what takes minutes, hours or days for people: ``"3.2 h"``, ``"17.4 d"``; less as `format_seconds` does."""
+    """Format what takes minutes, hours or days for people: ``"3.2 h"``, ``"17.4 d"``; less as
+    `format_seconds` does.
+    """
     for unit, factor in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
         if seconds >= 2 * factor:
             return f"{seconds / factor:.1f} {unit}"
@@ -73,14 +89,20 @@ def format_money(amount: float) -> str:
     return f"{amount:,.0f}" if amount >= 100 else f"{amount:.3g}"
 
 
-def _parse(value: int | float | str, units: Mapping[str, float], *, name: str, example: str) -> float:
+def _parse(
+    value: int | float | str, units: Mapping[str, float], *, name: str, example: str
+) -> float:
     if isinstance(value, str):
         match = _QUANTITY.fullmatch(value) if len(value) <= _LONGEST else None
         if not match:
-            raise ValueError(f"{name}: {value[:_LONGEST]!r} is not a quantity; write for instance {example}")
+            raise ValueError(
+                f"{name}: {value[:_LONGEST]!r} is not a quantity; write for instance {example}"
+            )
         number, unit = float(match[1]), match[2]
         if unit and unit not in units:
-            raise ValueError(f"{name}: {value!r} has the unit {unit!r}, which is not known here; write {example}")
+            raise ValueError(
+                f"{name}: {value!r} has the unit {unit!r}, which is not known here; write {example}"
+            )
         result = number * (units[unit] if unit else 1.0)
     elif isinstance(value, int | float) and not isinstance(value, bool):
         result = float(value) if abs(value) < 2**1000 else math.inf

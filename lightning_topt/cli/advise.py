@@ -1,4 +1,6 @@
-"""`topt advise`: which batch, how many devices, what is slow, what is worth allowing. Every number says where it is from."""
+"""`topt advise`: which batch, how many devices, what is slow, what is worth allowing. Every number
+says where it is from.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,11 @@ from lightning_topt.costs.plain_values import parse_json, read_text
 from lightning_topt.costs.sizes import parameter_bytes
 from lightning_topt.plan.advice_bottleneck import advise_bottleneck
 from lightning_topt.plan.advice_data import MeasuredStalls, advise_data
-from lightning_topt.plan.advice_exchange import advise_bounded_loss, advise_compression, advise_servers
+from lightning_topt.plan.advice_exchange import (
+    advise_bounded_loss,
+    advise_compression,
+    advise_servers,
+)
 from lightning_topt.plan.advice_page import Advice, save_advice
 from lightning_topt.plan.advice_scale import advise_batch, advise_devices
 from lightning_topt.plan.choose import fitting_points
@@ -52,16 +58,26 @@ class AdviceOptions:
         """Read and check them. Raises ValueError for what they cannot be."""
         wanted = check_real(config.efficiency, name="efficiency", positive=True)
         if wanted >= 1:
-            raise ValueError(f"efficiency is a share between 0 and 1, such as 0.8; got {config.efficiency}")
-        tail = None if config.exchange_tail is None else check_real(config.exchange_tail, name="exchange_tail")
+            raise ValueError(
+                f"efficiency is a share between 0 and 1, such as 0.8; got {config.efficiency}"
+            )
+        tail = (
+            None
+            if config.exchange_tail is None
+            else check_real(config.exchange_tail, name="exchange_tail")
+        )
         if tail is not None and tail < 1:
-            raise ValueError(f"exchange_tail is at least 1: the slowest exchange over the median one; got {tail}")
+            raise ValueError(
+                f"exchange_tail is at least 1: the slowest exchange over the median one; got {tail}"
+            )
         noise = config.noise_scale
         if noise is not None:
             noise = check_real(noise, name="noise_scale", positive=True)
         elif config.log is not None:
             noise = read_noise_scale(str(config.log), column=str(config.noise_column))
-        return cls(wanted, None if config.stalls is None else read_stalls(str(config.stalls)), noise, tail)
+        return cls(
+            wanted, None if config.stalls is None else read_stalls(str(config.stalls)), noise, tail
+        )
 
 
 def read_stalls(path: str) -> MeasuredStalls:
@@ -73,7 +89,8 @@ def read_stalls(path: str) -> MeasuredStalls:
 
 
 def read_noise_scale(path: str, *, column: str) -> float:
-    """Return the median of the second half of `column` in a ``metrics.csv``, the gradient noise scale in samples.
+    """Return the median of the second half of `column` in a ``metrics.csv``, the gradient noise
+    scale in samples.
 
     Raises ValueError for a file without that column, or without positive numbers in it.
     """
@@ -85,7 +102,8 @@ def read_noise_scale(path: str, *, column: str) -> float:
     columns = list(rows[0]) if rows else []
     if column not in columns:
         raise ValueError(
-            f"log: {path!r} has no column {column!r}, the gradient noise scale in samples, but {', '.join(columns[:8])}: name "
+            f"log: {path!r} has no column {column!r}, the gradient noise scale in samples, but "
+            f"{', '.join(columns[:8])}: name "
             "another with noise_column=, give noise_scale=, or leave out log"
         )
     values = [float(row[column]) for row in rows if row[column]]
@@ -96,13 +114,16 @@ def read_noise_scale(path: str, *, column: str) -> float:
 
 
 def run(config: DictConfig) -> None:
-    """Give advice on what `config` describes; files go to Hydra's run folder. Raises what searching and reading raise."""
+    """Give advice on what `config` describes; files go to Hydra's run folder. Raises what searching
+    and reading raise.
+    """
     pl.seed_everything(config.seed, workers=True)
     options, asked = AdviceOptions.read(config), WhatIf.read(config)
     searches, request = read_searches(config, asked)
     if len(searches) > 1:
         raise ValueError(
-            "topt advise is about one batch_size, seq_len and number of devices, and looks at other batches and fewer devices "
+            "topt advise is about one batch_size, seq_len and number of devices, and looks at "
+            "other batches and fewer devices "
             "by itself; topt plan compares several"
         )
     (at, *_), notes = search_all(searches, request, asked)
@@ -130,12 +151,16 @@ def _limit(at: Found, request: PlanRequest) -> float:
 def _scale(
     at: Found, search: SearchRequest, request: PlanRequest, asked: WhatIf, options: AdviceOptions
 ) -> list[Advice]:
-    """The search again for other batches, and for fewer devices; tensor axes are looked at where the plan has one."""
+    """The search again for other batches, and for fewer devices; tensor axes are looked at where
+    the plan has one.
+    """
     others: list[tuple[Scenario, SearchRequest]] = []
     scenario, sizes = at.scenario, _batches(search)
     search = search if at.chosen.point.plan.mesh.tensor_axes else replace(search, split=None)
     for batch in sizes:
-        others.append((replace(scenario, batch_size=batch), replace(search, global_batch_size=batch)))
+        others.append(
+            (replace(scenario, batch_size=batch), replace(search, global_batch_size=batch))
+        )
     for count in _counts(scenario.devices) if search.mesh is None else []:
         others.append((replace(scenario, devices=count), replace(search, device_counts=(count,))))
     found: list[Found] = []
@@ -162,7 +187,9 @@ def _counts(devices: int) -> list[int]:
     return [count for k, count in enumerate(counts, start=1) if count and count << k == devices]
 
 
-def _exchange(at: Found, search: SearchRequest, request: PlanRequest, options: AdviceOptions) -> list[Advice]:
+def _exchange(
+    at: Found, search: SearchRequest, request: PlanRequest, options: AdviceOptions
+) -> list[Advice]:
     size = float(sum(map(parameter_bytes, search.graph.parameters)))
     points, why = _compressed(at, search, request)
     return [
@@ -172,12 +199,16 @@ def _exchange(at: Found, search: SearchRequest, request: PlanRequest, options: A
     ]
 
 
-def _compressed(at: Found, search: SearchRequest, request: PlanRequest) -> tuple[list[PlanPoint], str]:
+def _compressed(
+    at: Found, search: SearchRequest, request: PlanRequest
+) -> tuple[list[PlanPoint], str]:
     """Uniform plans with whole gradients that fit, compressed or not; why there are none."""
     if search.mesh is not None or at.scenario.devices == 1:
         return [], "it is for gradients that data ranks exchange, on a mesh that is not given"
     candidates = AllowedExchanges.read(True).held(search.optimizer, steps=math.inf, say=False)
-    asked = replace(search, exchanges=candidates, split=None, pipelines=None, stale=None, shards=False)
+    asked = replace(
+        search, exchanges=candidates, split=None, pipelines=None, stale=None, shards=False
+    )
     try:
         found = search_plans(asked)
     except ValueError as error:
@@ -185,4 +216,9 @@ def _compressed(at: Found, search: SearchRequest, request: PlanRequest) -> tuple
     points = [point for point in found.candidates if point.plan.keeps_gradients_whole]
     margin = {"memory_limit": _limit(at, request), "memory_margin": request.memory_margin}
     fits = fitting_points(points, **margin)
-    return fits, "" if fits else "it is for whole gradients, and no plan that keeps these whole fits into memory"
+    return (
+        fits,
+        ""
+        if fits
+        else "it is for whole gradients, and no plan that keeps these whole fits into memory",
+    )

@@ -1,4 +1,6 @@
-"""Reports of `topt calibrate` on its own table: tables for people, and ``calibration.json`` (docs/schemas.md)."""
+"""Reports of `topt calibrate` on its own table: tables for people, and ``calibration.json``
+(docs/schemas.md).
+"""
 
 from __future__ import annotations
 
@@ -32,29 +34,56 @@ def save_calibration(
 
 
 def print_calibration(points: Sequence[CheckedPoint], changes: Sequence[Change] | None) -> None:
-    """Print how far the table is from what was measured again, by constant, and what changed since an earlier one."""
+    """Print how far the table is from what was measured again, by constant, and what changed since
+    an earlier one.
+    """
     console = Console()
     table = _table(
-        "the table against what was measured again", "constant", "points", "median error", "largest", "where"
+        "the table against what was measured again",
+        "constant",
+        "points",
+        "median error",
+        "largest",
+        "where",
     )
     for each in summarize(points):
-        row = each.constant, str(each.points), _percent(each.median), _percent(each.largest), each.at
+        row = (
+            each.constant,
+            str(each.points),
+            _percent(each.median),
+            _percent(each.largest),
+            each.at,
+        )
         table.add_row(*row)
     console.print(table)
     if changes is None:
-        console.print("No calibration of these ranks was kept before, so there is none to compare this one with.")
+        console.print(
+            "No calibration of these ranks was kept before, so there is none to compare this one "
+            "with."
+        )
         return
-    table = _table("since the calibration before", "constant", "before", "now", "largest change", "median", "where")
+    table = _table(
+        "since the calibration before",
+        "constant",
+        "before",
+        "now",
+        "largest change",
+        "median",
+        "where",
+    )
     for change in changes:
         values = f"{change.before:.4g}", f"{change.now:.4g}"
-        shown = (f"{v:.3f}" if change.is_share else _percent(v) for v in (change.largest, change.median))
+        shown = (
+            f"{v:.3f}" if change.is_share else _percent(v) for v in (change.largest, change.median)
+        )
         table.add_row(change.constant, *values, *shown, change.at)
     console.print(table)
     if (found := largest_and_median(changes)) is not None:
         worst, median = found
         where = f" ({worst.at})" if worst.at else ""
         console.print(
-            f"Half of the constants changed by at most {_percent(median)}; the most, {worst.constant}{where}, by "
+            f"Half of the constants changed by at most {_percent(median)}; the most, "
+            f"{worst.constant}{where}, by "
             f"{_percent(worst.largest)}.",
             highlight=False,
         )

@@ -1,4 +1,6 @@
-"""The step that commands look at without training: a batch of the user's data, and the graph of what the model does with it."""
+"""The step that commands look at without training: a batch of the user's data, and the graph of
+what the model does with it.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,9 @@ class NeedsValues(Exception):
 
 @dataclass(frozen=True)
 class ExampleStep:
-    """The graph of a rank's step on `batch`, its samples, and the same step as one that can be split, where that was asked
-    for and the step does not depend on values; `reads_values` says whether it does.
+    """The graph of a rank's step on `batch`, its samples, and the same step as one that can be
+    split, where that was asked for and the step does not depend on values; `reads_values` says
+    whether it does.
     """
 
     graph: OpGraph
@@ -38,8 +41,11 @@ class ExampleStep:
 def example_batches(
     model: pl.LightningModule, datamodule: pl.LightningDataModule, trainer: pl.Trainer
 ) -> tuple[Any, Any | None]:
-    """Return a training batch and one of twice as many samples (None: there is none); `trainer` is the model's from then on."""
-    trainer._data_connector.attach_data(model, datamodule=datamodule)  # the hooks of a batch's transfer ask for it
+    """Return a training batch and one of twice as many samples (None: there is none); `trainer` is
+    the model's from then on.
+    """
+    # the hooks of a batch's transfer ask for it
+    trainer._data_connector.attach_data(model, datamodule=datamodule)
     trainer.strategy.connect(model)
     datamodule.prepare_data()
     datamodule.setup("fit")
@@ -47,16 +53,29 @@ def example_batches(
 
 
 def capture_example(
-    model: pl.LightningModule, datamodule: pl.LightningDataModule, trainer: pl.Trainer, *, splits: bool = False
+    model: pl.LightningModule,
+    datamodule: pl.LightningDataModule,
+    trainer: pl.Trainer,
+    *,
+    splits: bool = False,
 ) -> ExampleStep:
-    """Return the step of `model` on a batch of its data. Raises NeedsValues for a model on the meta device."""
-    return capture_batches(model, example_batches(model, datamodule, trainer), trainer, splits=splits)
+    """Return the step of `model` on a batch of its data. Raises NeedsValues for a model on the meta
+    device.
+    """
+    return capture_batches(
+        model, example_batches(model, datamodule, trainer), trainer, splits=splits
+    )
 
 
 def capture_batches(
-    model: pl.LightningModule, batches: tuple[Any, Any | None], trainer: pl.Trainer, *, splits: bool = False
+    model: pl.LightningModule,
+    batches: tuple[Any, Any | None],
+    trainer: pl.Trainer,
+    *,
+    splits: bool = False,
 ) -> ExampleStep:
-    """Return the step of `model` on what `example_batches` returned, with `splits` as one that can be split too.
+    """Return the step of `model` on what `example_batches` returned, with `splits` as one that can
+    be split too.
 
     Raises NeedsValues for a model on the meta device.
     """
@@ -69,16 +88,23 @@ def capture_batches(
     trace, reads_values = FunctionTrace() if splits else None, False
     traced = {**given, "adapt": None if trace is None else trace.of}
     try:
-        graph, sizes = capture(model, batch, second_batch=second_batch, **traced), batch_sizes(batch, second_batch)
+        graph, sizes = (
+            capture(model, batch, second_batch=second_batch, **traced),
+            batch_sizes(batch, second_batch),
+        )
     except Exception as error:
-        # As it is, for the trainer's own number of ranks: how the step grows with the batch stays unknown.
+        # As it is, for the trainer's own number of ranks: how the step grows with the batch stays
+        # unknown.
         reads_values = may_need_values(error)
         if not reads_values and not isinstance(error, CaptureError):
             raise
         if reads_values and is_on_meta(model):
             raise NeedsValues from error
         if reads_values:
-            trace, graph = None, observe_step(model, batch, forward_context=given["forward_context"])
+            trace, graph = (
+                None,
+                observe_step(model, batch, forward_context=given["forward_context"]),
+            )
         else:
             graph = capture(model, batch, batch_scaling=False, **traced)
         second_batch, sizes = None, (graph.batch_size, graph.batch_size)

@@ -1,4 +1,6 @@
-"""Run a collective function on ranks of this machine without a Trainer; `topt calibrate` and `topt plan` do."""
+"""Run a collective function on ranks of this machine without a Trainer; `topt calibrate` and `topt
+plan` do.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +21,24 @@ Measured = Callable[..., T]  # (device, num_nodes, *arguments), called on every 
 
 
 def run_on_ranks(
-    function: Measured[T], *arguments: Any, accelerator: str, devices: int, threads: int | None = None
+    function: Measured[T],
+    *arguments: Any,
+    accelerator: str,
+    devices: int,
+    threads: int | None = None,
 ) -> T | None:
-    """Return rank 0's result of `function`, called on `devices` new ranks, or on those that torchrun has started.
+    """Return rank 0's result of `function`, called on `devices` new ranks, or on those that
+    torchrun has started.
 
-    A new rank gets as many threads as a rank of Lightning, or `threads`: 1 where this process has computed with several, which
-    a forked rank would wait for. Returns None on ranks of torchrun other than 0. Raises ValueError when the machine lacks the
-    devices.
+    A new rank gets as many threads as a rank of Lightning, or `threads`: 1 where this process has
+    computed with several, which a forked rank would wait for. Returns None on ranks of torchrun
+    other than 0. Raises ValueError when the machine lacks the devices.
     """
     kind = _device_kind(accelerator, devices)
     if dist.is_torchelastic_launched():
-        local_rank, local_world_size = (int(os.environ[name]) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+        local_rank, local_world_size = (
+            int(os.environ[name]) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        )
         num_nodes = int(os.environ["WORLD_SIZE"]) // local_world_size
         return _call(function, kind, local_rank, num_nodes, arguments, init_method="env://")
     with tempfile.TemporaryDirectory() as folder:
@@ -45,9 +54,11 @@ def run_on_ranks(
 
 
 def start_method(kind: str) -> str:
-    """Return how processes are started that use devices of this `kind` (``"cpu"`` or ``"cuda"``): ``"fork"`` or ``"spawn"``."""
-    # CUDA cannot be used in a forked process, nor, in its builds of torch, autograd once this process has used it (for the
-    # capture); on the CPU forking saves seconds of imports.
+    """Return how processes are started that use devices of this `kind` (``"cpu"`` or ``"cuda"``):
+    ``"fork"`` or ``"spawn"``.
+    """
+    # CUDA cannot be used in a forked process, nor, in its builds of torch, autograd once this
+    # process has used it (for the capture); on the CPU forking saves seconds of imports.
     fork = kind == "cpu" and not torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
     return "fork" if fork else "spawn"
 
@@ -57,7 +68,9 @@ def _device_kind(accelerator: str, devices: int) -> str:
         raise ValueError(f"accelerator must be cpu or cuda, got {accelerator!r}")
     kind = "cpu" if accelerator == "cpu" else "cuda"
     if kind == "cuda" and torch.cuda.device_count() < devices:
-        raise ValueError(f"devices={devices}, but this machine has {torch.cuda.device_count()} CUDA device(s)")
+        raise ValueError(
+            f"devices={devices}, but this machine has {torch.cuda.device_count()} CUDA device(s)"
+        )
     return kind
 
 
@@ -81,7 +94,12 @@ def _rank(
 
 
 def _call(
-    function: Measured[T], kind: str, local_rank: int, num_nodes: int, arguments: tuple[Any, ...], **options: Any
+    function: Measured[T],
+    kind: str,
+    local_rank: int,
+    num_nodes: int,
+    arguments: tuple[Any, ...],
+    **options: Any,
 ) -> T | None:
     device = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
     if kind == "cuda":

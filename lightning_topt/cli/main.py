@@ -45,7 +45,8 @@ def main() -> None:
 def run(command: str) -> None:
     """Run a subcommand under Hydra; tracebacks only where they say more than the message."""
     wants_traceback = os.environ.get(FULL_ERROR) not in (None, "", "0")
-    sys.path.append(os.getcwd())  # classes of the user's own (`model._target_=mine.Net`), as `python -m` finds them
+    # classes of the user's own (`model._target_=mine.Net`), as `python -m` finds them
+    sys.path.append(os.getcwd())
     try:
         hydra_main(command, importlib.import_module(f"lightning_topt.cli.{MODULES[command]}").run)
     except Exception as error:
@@ -59,8 +60,9 @@ def run(command: str) -> None:
 def hydra_main(command: str, run: Callable[[DictConfig], None]) -> None:
     """Compose the configuration of `command` from the command line and pass it to `run`.
 
-    Hydra reads its overrides from `sys.argv` and reports errors in its own way unless an environment variable is set.
-    While `run` works both are as the user left them: Lightning starts the other ranks from them.
+    Hydra reads its overrides from `sys.argv` and reports errors in its own way unless an
+    environment variable is set. While `run` works both are as the user left them: Lightning starts
+    the other ranks from them.
     """
     arguments, full_error = sys.argv, os.environ.get(FULL_ERROR)
 
@@ -68,7 +70,10 @@ def hydra_main(command: str, run: Callable[[DictConfig], None]) -> None:
         with _process_state(arguments, full_error):
             run(config)
 
-    with _process_state([arguments[0], *(as_hydra_reads(arguments[2:]) if command == "plan" else arguments[2:])], "1"):
+    with _process_state(
+        [arguments[0], *(as_hydra_reads(arguments[2:]) if command == "plan" else arguments[2:])],
+        "1",
+    ):
         hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=command)(task)()
 
 
@@ -90,37 +95,59 @@ def _set_process_state(arguments: list[str], full_error: str | None) -> None:
 
 
 def _sentence(error: BaseException) -> str | None:
-    """The message of an error that the user can mend; None for all others, whose traceback is needed."""
+    """The message of an error that the user can mend; None for all others, whose traceback is
+    needed.
+    """
     if isinstance(error, InstantiationException) and error.__cause__ is not None:
         place = re.search(r"full_key: (\S+)", str(error))
-        inner = _sentence(error.__cause__) or _wrong_target(error.__cause__, place[1] if place else "model")
+        inner = _sentence(error.__cause__) or _wrong_target(
+            error.__cause__, place[1] if place else "model"
+        )
         return f"{place[1]}: {inner}" if inner and place else inner
     if isinstance(error, InterpolationKeyError):
         return (
-            f"{_one_line(str(error))}; a value that `--cfg job` shows refers to it, as data made for another model does"
+            f"{_one_line(str(error))}; a value that `--cfg job` shows refers to it, as data "
+            "made for another model does"
         )
     if isinstance(error, HydraException | OmegaConfBaseException):
         return _one_line(str(error))
     for_user = isinstance(error, ValueError) and _is_ours(error.__traceback__)
-    return _one_line(str(error)) if for_user or isinstance(error, MisconfigurationException) else None
+    return (
+        _one_line(str(error)) if for_user or isinstance(error, MisconfigurationException) else None
+    )
 
 
 def _wrong_target(error: BaseException, group: str) -> str | None:
-    """Say what is wrong with a `_target_` or its arguments; None where the target's own code failed."""
+    """Say what is wrong with a `_target_` or its arguments; None where the target's own code
+    failed.
+    """
     if isinstance(error, TypeError):  # an argument that the target does not take
-        own = f" (of {group} in `--cfg job`; {group}=own begins without any)" if group in ("model", "data") else ""
+        own = (
+            f" (of {group} in `--cfg job`; {group}=own begins without any)"
+            if group in ("model", "data")
+            else ""
+        )
         return _one_line(str(error)) + own
     missing = error.__cause__
     if isinstance(error, ImportError) and isinstance(missing, ModuleNotFoundError | AttributeError):
         target = re.search(r"'(.*?)'", str(error))
-        looked_for = isinstance(missing, AttributeError) and _innermost(missing.__traceback__).startswith("hydra.")
-        if target and (looked_for or (missing.name and f"{target[1]}.".startswith(f"{missing.name}."))):
-            return f"there is no {target[1]} in this folder or in what is installed ({_one_line(str(missing))})"
+        looked_for = isinstance(missing, AttributeError) and _innermost(
+            missing.__traceback__
+        ).startswith("hydra.")
+        if target and (
+            looked_for or (missing.name and f"{target[1]}.".startswith(f"{missing.name}."))
+        ):
+            return (
+                f"there is no {target[1]} in this folder or in what is installed "
+                f"({_one_line(str(missing))})"
+            )
     return None
 
 
 def _is_ours(trace: TracebackType | None) -> bool:
-    """Whether the innermost frame belongs to this package: then the message was written for the user."""
+    """Whether the innermost frame belongs to this package: then the message was written for the
+    user.
+    """
     return _innermost(trace).startswith("lightning_topt.")
 
 

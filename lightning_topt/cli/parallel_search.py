@@ -1,4 +1,6 @@
-"""Searches that need nothing of one another run in several processes of this machine: in this one, and in helpers beside it."""
+"""Searches that need nothing of one another run in several processes of this machine: in this one,
+and in helpers beside it.
+"""
 
 from __future__ import annotations
 
@@ -24,18 +26,21 @@ Result = TypeVar("Result")
 
 def most_processes(searches: int) -> int:
     """Return how many processes are worth having for so many searches here."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     return max(min(cores, searches, _MOST_PROCESSES), 1)
 
 
 def outcomes_of(
     function: Callable[[Item], Result], items: Sequence[Item], *, processes: int
 ) -> Iterator[tuple[int, Result | ValueError]]:
-    """Start helpers, and return an iterator of the place of each item with what `function` returns for it, or the ValueError
-    that it raises, as they come.
+    """Start helpers, and return an iterator of the place of each item with what `function` returns
+    for it, or the ValueError that it raises, as they come.
 
-    Every process takes the next item when it has done one. What a helper took and did not finish is done here. Helpers are
-    forked where that is safe, else spawned, for which `function` and `items` are pickled; results always are.
+    Every process takes the next item when it has done one. What a helper took and did not finish is
+    done here. Helpers are forked where that is safe, else spawned, for which `function` and `items`
+    are pickled; results always are.
     """
     context: Any = get_context(start_method("cpu"))
     taken, received = context.Value("i", 0), queue.SimpleQueue[tuple[int, Any] | None]()
@@ -79,7 +84,9 @@ def _outcomes(
             helper.join()
 
 
-def _start(context: Any, function: Any, items: Sequence[Any], taken: Any, received: queue.SimpleQueue[Any]) -> Any:
+def _start(
+    context: Any, function: Any, items: Sequence[Any], taken: Any, received: queue.SimpleQueue[Any]
+) -> Any:
     reader, writer = context.Pipe(duplex=False)
     helper = context.Process(target=_help, args=(function, items, taken, writer), daemon=True)
     helper.start()
@@ -89,7 +96,9 @@ def _start(context: Any, function: Any, items: Sequence[Any], taken: Any, receiv
 
 
 def _receive(reader: Connection, received: queue.SimpleQueue[Any]) -> None:
-    """Pass on what a helper sends, and None when it has ended: a pipe that nobody reads would stop it."""
+    """Pass on what a helper sends, and None when it has ended: a pipe that nobody reads would stop
+    it.
+    """
     try:
         with suppress(EOFError, OSError):
             while True:

@@ -1,4 +1,6 @@
-"""`topt plan` finds the frontier of step time and peak memory, and the plan that fits the limits best. No training."""
+"""`topt plan` finds the frontier of step time and peak memory, and the plan that fits the limits
+best. No training.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ from lightning_topt.plugins.searched_plan import choose_for
 def run(config: DictConfig) -> None:
     """Plan what `config` describes; files go to Hydra's run folder.
 
-    Raises ValueError when the strategy is not one that plans, and what capturing and choosing raise.
+    Raises ValueError when the strategy is not one that plans, and what capturing and choosing
+    raise.
     """
     pl.seed_everything(config.seed, workers=True)
     if what_if.is_asked(config):
@@ -36,7 +39,9 @@ def run(config: DictConfig) -> None:
     check_objective(objective)
     example, capture_seconds = setup.capture(splits=meshes.tensor)
     samples = meshes.global_batch_size(example.samples, world_size=trainer.world_size)
-    asked = Asked.of(setup, meshes, example, request, global_batch_size=samples, capture_seconds=capture_seconds)
+    asked = Asked.of(
+        setup, meshes, example, request, global_batch_size=samples, capture_seconds=capture_seconds
+    )
     search = setup.with_costs(asked.request, request)
     if search is None:  # another rank of torchrun goes on
         return

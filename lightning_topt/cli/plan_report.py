@@ -27,11 +27,17 @@ def report_plan(
     notes: Sequence[str],
     ends: bool = True,
 ) -> None:
-    """Write the frontier and the plan to `folder`, and print them; with `ends` the notes and the folder as well."""
+    """Write the frontier and the plan to `folder`, and print them; with `ends` the notes and the
+    folder as well.
+    """
     frontier, plan = planning.frontier, planning.chosen.plan
     points, title = frontier.shown_with(planning.chosen), planning.graph.model
-    explained = explain_plan(search, plan) if plan.mesh.tensor_axes and plan.schedule is None else None
-    whole = whole_sentences(unsplit_operators(search, plan) if explained is None else explained.whole)
+    explained = (
+        explain_plan(search, plan) if plan.mesh.tensor_axes and plan.schedule is None else None
+    )
+    whole = whole_sentences(
+        unsplit_operators(search, plan) if explained is None else explained.whole
+    )
     lines = [*notes, *whole]
     given: dict[str, Any] = {"memory_limit": memory_limit, "title": title}
     save_png(folder / "frontier.png", points, planning.chosen, **given)
@@ -46,7 +52,8 @@ def report_plan(
     console.print(f"{plan.summary()}\n{plan.reason}", highlight=False)
     if plan.mesh.size > plan.mesh.data_parallel_size:
         console.print(
-            f"Ranks of its {'pipelines' if plan.schedule else 'tensor axis'} get the same samples: with batches of "
+            f"Ranks of its {'pipelines' if plan.schedule else 'tensor axis'} get the same samples: "
+            "with batches of "
             f"{plan.batch_size} in the loader a step has {search.global_batch_size}.",
             highlight=False,
         )

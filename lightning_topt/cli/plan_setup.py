@@ -1,4 +1,6 @@
-"""A configuration of `topt plan` becomes a search: a model without memory, its captured step, costs given or measured."""
+"""A configuration of `topt plan` becomes a search: a model without memory, its captured step, costs
+given or measured.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ AskedFor = Callable[..., SearchRequest]  # a request, but for its costs
 
 @dataclass(frozen=True)
 class Measured:
-    """The arguments of a `SearchRequest` that ranks have measured, and the steps on slices that rank 0 has captured for it."""
+    """The arguments of a `SearchRequest` that ranks have measured, and the steps on slices that
+    rank 0 has captured for it.
+    """
 
     costs: Mapping[str, Any]
     captured: Captured | None
@@ -46,7 +50,9 @@ class Measured:
 
 @dataclass
 class PlanSetup:
-    """A `PlanSetup` is what a configuration builds: `model` has no memory until its values are needed."""
+    """A `PlanSetup` is what a configuration builds: `model` has no memory until its values are
+    needed.
+    """
 
     model: pl.LightningModule
     make_model: Callable[[], pl.LightningModule]
@@ -56,14 +62,20 @@ class PlanSetup:
 
     @classmethod
     def of(cls, config: DictConfig) -> PlanSetup:
-        """Return what `config` builds. Raises ValueError when the strategy is not one that plans."""
+        """Return what `config` builds. Raises ValueError when the strategy is not one that
+        plans.
+        """
         datamodule: pl.LightningDataModule = instantiate(config.data)
         make_model: Callable[[], pl.LightningModule] = functools.partial(instantiate, config.model)
         model: pl.LightningModule = build_on_meta(make_model)
         strategy = instantiate(config.strategy, _convert_="all")
         if not isinstance(strategy, AutoParallelStrategy):
-            raise ValueError("topt plan needs strategy=topt: the other strategies have nothing to plan")
-        trainer: pl.Trainer = instantiate(config.trainer, strategy=strategy, logger=False, _convert_="all")
+            raise ValueError(
+                "topt plan needs strategy=topt: the other strategies have nothing to plan"
+            )
+        trainer: pl.Trainer = instantiate(
+            config.trainer, strategy=strategy, logger=False, _convert_="all"
+        )
         return cls(model, make_model, datamodule, strategy, trainer)
 
     @property
@@ -72,8 +84,8 @@ class PlanSetup:
         return self.strategy.request
 
     def capture(self, *, splits: bool) -> tuple[ExampleStep, float]:
-        """Return the captured step, and the seconds it took. Raises ValueError for a model that must be real and is larger than
-        the memory of this machine.
+        """Return the captured step, and the seconds it took. Raises ValueError for a model that
+        must be real and is larger than the memory of this machine.
         """
         start = time.perf_counter()
         try:
@@ -85,22 +97,31 @@ class PlanSetup:
         return example, time.perf_counter() - start
 
     def _check_memory(self, reason: NeedsValues) -> None:
-        size, free = sum(p.nbytes for p in self.model.parameters()), psutil.virtual_memory().available
+        size, free = (
+            sum(p.nbytes for p in self.model.parameters()),
+            psutil.virtual_memory().available,
+        )
         if 2 * size > free:  # parameters and their gradients
             raise ValueError(
-                f"the step reads values of tensors ({reason.__cause__}), so it runs on real weights to be planned; these take "
-                f"{format_bytes(2 * size)} with their gradients, of which this machine has {format_bytes(free)} free: plan a "
+                f"the step reads values of tensors ({reason.__cause__}), so it runs on real "
+                "weights to be planned; these take "
+                f"{format_bytes(2 * size)} with their gradients, of which this machine has "
+                f"{format_bytes(free)} free: plan a "
                 "smaller model of the same kind"
             )
 
     def with_costs(self, asked: AskedFor, request: PlanRequest) -> SearchRequest | None:
-        """Return the request with what the search needs besides the graph: for the cluster of `request`, or measured here; None
-        on ranks of torchrun that have nothing more to do.
+        """Return the request with what the search needs besides the graph: for the cluster of
+        `request`, or measured here; None on ranks of torchrun that have nothing more to do.
         """
         if request.cluster is not None:
-            return self._of_what_holds(asked(cluster=request.cluster, optimizer=self._optimizer), request)
+            return self._of_what_holds(
+                asked(cluster=request.cluster, optimizer=self._optimizer), request
+            )
         accelerator = "cpu" if self.strategy.root_device.type == "cpu" else "cuda"
-        measured = run_on_ranks(_measure, asked, self.model, accelerator=accelerator, devices=self.trainer.num_devices)
+        measured = run_on_ranks(
+            _measure, asked, self.model, accelerator=accelerator, devices=self.trainer.num_devices
+        )
         if measured is None:
             return None
         search = asked(**measured.costs)
@@ -120,8 +141,8 @@ class PlanSetup:
 
 @dataclass(frozen=True)
 class Asked:
-    """An `Asked` is what is searched on one cluster: the request but for its costs, and why splits or stages are left out
-    (None: they are not).
+    """An `Asked` is what is searched on one cluster: the request but for its costs, and why splits
+    or stages are left out (None: they are not).
     """
 
     request: AskedFor
@@ -130,9 +151,16 @@ class Asked:
 
     @classmethod
     def of(
-        cls, setup: PlanSetup, meshes: SearchedMeshes, example: ExampleStep, request: PlanRequest, **given: Any
+        cls,
+        setup: PlanSetup,
+        meshes: SearchedMeshes,
+        example: ExampleStep,
+        request: PlanRequest,
+        **given: Any,
     ) -> Asked:
-        """Return what `meshes` and `request` ask of a captured step; `given` are more arguments of the `SearchRequest`."""
+        """Return what `meshes` and `request` ask of a captured step; `given` are more arguments of
+        the `SearchRequest`.
+        """
         unsplit = meshes.why_not_split(example, request, setup.trainer)
         unstaged = meshes.pipelines.why_not(example, request, setup.trainer)
         asked = functools.partial(
@@ -144,13 +172,17 @@ class Asked:
             split=example.split if meshes.tensor and unsplit is None else None,
             mesh=meshes.mesh,
             pipelines=meshes.pipelines.wanted if unstaged is None else None,
-            stale=stale_weights(meshes.pipelines, request, setup.model) if unstaged is None else None,
+            stale=stale_weights(meshes.pipelines, request, setup.model)
+            if unstaged is None
+            else None,
             **given,
         )
         return cls(asked, unsplit, unstaged)
 
 
-def _measure(device: torch.device, num_nodes: int, asked: AskedFor, module: pl.LightningModule) -> Measured:
+def _measure(
+    device: torch.device, num_nodes: int, asked: AskedFor, module: pl.LightningModule
+) -> Measured:
     """Measure on every rank; steps on slices are captured on one, and measured as the whole one."""
     optimizers, named = make_fake_optimizers(module, device=device)
     optimizer = read_optimizer(optimizers, named_parameters=named, device_type=device.type)
@@ -162,4 +194,7 @@ def _measure(device: torch.device, num_nodes: int, asked: AskedFor, module: pl.L
     kernels: dict[KernelKey, float] = {}
     for graph in (search.graph, *on_rank_0(lambda: local_graphs(search))):
         kernels |= measurements.kernel_seconds(graph)
-    return Measured({**costs, "kernel_seconds": kernels}, None if search.split is None else search.split.captured)
+    return Measured(
+        {**costs, "kernel_seconds": kernels},
+        None if search.split is None else search.split.captured,
+    )

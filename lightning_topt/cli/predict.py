@@ -1,4 +1,6 @@
-"""`topt predict` says what given plans would cost, without a search: rows of a CSV file, a plan of a model, recorded runs."""
+"""`topt predict` says what given plans would cost, without a search: rows of a CSV file, a plan of
+a model, recorded runs.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,13 @@ from lightning_topt.plugins.read_options import read_cluster
 def run(config: DictConfig) -> None:
     """Predict what `config` describes, and print it.
 
-    Raises ValueError for files that cannot be read, options that contradict one another, and plans that cannot be.
+    Raises ValueError for files that cannot be read, options that contradict one another, and plans
+    that cannot be.
     """
     if (config.runs is None) == (config.plan is None):
         raise ValueError(
-            "say what is to be predicted, one of the two: runs=FILE.csv (or a folder with run.json files), or plan=FILE.yaml"
+            "say what is to be predicted, one of the two: runs=FILE.csv (or a folder with run.json "
+            "files), or plan=FILE.yaml"
         )
     cluster, console = _cluster(config), Console()
     if config.plan is not None:
@@ -36,13 +40,20 @@ def run(config: DictConfig) -> None:
         predict_runs(_path(config.runs, "runs"), cluster, save=save, console=console)
     else:
         _refuse(config, ("ranks",), why="of a plan")
-        paths = {name: _path(config[name], name) for name in ("calibrate_on", "out", "save_cluster") if config[name]}
+        paths = {
+            name: _path(config[name], name)
+            for name in ("calibrate_on", "out", "save_cluster")
+            if config[name]
+        }
         predict_rows(_path(config.runs, "runs"), _known(cluster), **paths, console=console)
 
 
 def _cluster(config: DictConfig) -> Cluster | None:
-    if not isinstance(HydraConfig.get().runtime.choices.get("cluster"), str):  # a list, of which Hydra keeps the last
-        raise ValueError("a prediction is for one cluster: give one name, and predict for each of them")
+    # a list, of which Hydra keeps the last
+    if not isinstance(HydraConfig.get().runtime.choices.get("cluster"), str):
+        raise ValueError(
+            "a prediction is for one cluster: give one name, and predict for each of them"
+        )
     if config.cluster_file is None:
         value: Any = None if config.cluster is None else OmegaConf.to_container(config.cluster)
         return read_cluster(value)
@@ -54,7 +65,8 @@ def _cluster(config: DictConfig) -> Cluster | None:
 def _known(cluster: Cluster | None) -> Cluster:
     if cluster is None:
         raise ValueError(
-            "say for which machines: cluster=NAME of the group (topt predict --help lists them), or cluster_file=FILE, such as "
+            "say for which machines: cluster=NAME of the group (topt predict --help lists them), "
+            "or cluster_file=FILE, such as "
             "topt calibrate writes"
         )
     return cluster

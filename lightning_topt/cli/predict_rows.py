@@ -1,4 +1,6 @@
-"""Rows of Megatron runs are predicted on a cluster, whose constants may be fitted to other rows first."""
+"""Rows of Megatron runs are predicted on a cluster, whose constants may be fitted to other rows
+first.
+"""
 
 from __future__ import annotations
 
@@ -37,13 +39,16 @@ def predict_rows(
     larger = cluster_for(used, cluster)
     if larger is not cluster:
         console.print(
-            f"{cluster.name} has {cluster.num_devices} devices: predicted for {larger.num_nodes} such nodes, as the rows need.",
+            f"{cluster.name} has {cluster.num_devices} devices: predicted for {larger.num_nodes} "
+            "such nodes, as the rows need.",
             highlight=False,
         )
     if known is not None and calibrate_on is not None:
         fitted = fit_rows(larger, known)
         _print_constants(larger, fitted, console)
-        accuracy = Accuracy(fitted.error, source=f"the {len(known)} rows of {calibrate_on.name} it was fitted to")
+        accuracy = Accuracy(
+            fitted.error, source=f"the {len(known)} rows of {calibrate_on.name} it was fitted to"
+        )
         larger = replace(fitted.cluster, accuracy=accuracy)
     costs = MegatronCosts(larger)
     priced = [costs.price(row) for row in file.rows]
@@ -59,10 +64,15 @@ def predict_rows(
 
 
 def measured_rows(path: Path) -> list[MegatronRow]:
-    """Return the rows of a file that have measured times. Raises ValueError for a file with fewer than two of them."""
+    """Return the rows of a file that have measured times. Raises ValueError for a file with fewer
+    than two of them.
+    """
     rows = [row for row in read_rows(path, need_times=True).rows if row.seconds is not None]
     if len(rows) < 2:
-        raise ValueError(f"{path} has {len(rows)} rows with a measured time: constants are fitted to at least two")
+        raise ValueError(
+            f"{path} has {len(rows)} rows with a measured time: constants are fitted to at least "
+            "two"
+        )
     return rows
 
 
@@ -76,9 +86,11 @@ def fit_rows(cluster: Cluster, rows: Sequence[MegatronRow]) -> FittedConstants:
     return fit_constants(cluster, predict, [row.seconds for row in rows if row.seconds is not None])
 
 
-def save_predictions(file: RowFile, priced: Sequence[RowCosts], accuracy: Accuracy | None, out: Path) -> None:
-    """Write the rows with ``predicted_seconds``, ``predicted_peak_bytes`` and, where it is known, ``predicted_error``: the
-    share by which nine of ten predictions are wrong at most.
+def save_predictions(
+    file: RowFile, priced: Sequence[RowCosts], accuracy: Accuracy | None, out: Path
+) -> None:
+    """Write the rows with ``predicted_seconds``, ``predicted_peak_bytes`` and, where it is known,
+    ``predicted_error``: the share by which nine of ten predictions are wrong at most.
     """
     added = {
         "predicted_seconds": [each.step_seconds for each in priced],
@@ -90,7 +102,9 @@ def save_predictions(file: RowFile, priced: Sequence[RowCosts], accuracy: Accura
 
 
 def _print_constants(before: Cluster, fitted: FittedConstants, console: Console) -> None:
-    table = Table("constant", "in the file", "fitted", "factor", title=f"Constants of {before.name}")
+    table = Table(
+        "constant", "in the file", "fitted", "factor", title=f"Constants of {before.name}"
+    )
     for column in table.columns[1:]:
         column.justify = "right"
     for constant in CONSTANTS:
@@ -101,16 +115,25 @@ def _print_constants(before: Cluster, fitted: FittedConstants, console: Console)
     console.print(table)
 
 
-def _print_summary(rows: Sequence[MegatronRow], priced: Sequence[RowCosts], console: Console) -> None:
+def _print_summary(
+    rows: Sequence[MegatronRow], priced: Sequence[RowCosts], console: Console
+) -> None:
     shares = [sum(each.seconds[part] for each in priced) for part in _PARTS]
     total = sum(shares) or 1.0
     names = ("forward", "backward", "exchange of gradients and update", "waiting in the pipeline")
-    made = ", ".join(f"{name} {100 * share / total:.0f} %" for name, share in zip(names, shares, strict=True))
+    made = ", ".join(
+        f"{name} {100 * share / total:.0f} %" for name, share in zip(names, shares, strict=True)
+    )
     console.print(f"{len(rows)} rows; of their predicted time: {made}.", highlight=False)
     pairs = [
-        (cost.step_seconds, row.seconds) for cost, row in zip(priced, rows, strict=True) if row.seconds is not None
+        (cost.step_seconds, row.seconds)
+        for cost, row in zip(priced, rows, strict=True)
+        if row.seconds is not None
     ]
     if pairs:
         figure = ErrorFigure.of(*zip(*pairs, strict=True))
         mean = sum(abs(a / b - 1) for a, b in pairs) / len(pairs)
-        console.print(f"Against the times in the file: mean error {100 * mean:.1f} %; {figure}.", highlight=False)
+        console.print(
+            f"Against the times in the file: mean error {100 * mean:.1f} %; {figure}.",
+            highlight=False,
+        )

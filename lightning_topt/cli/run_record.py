@@ -1,4 +1,6 @@
-"""`run.json` holds what a training run planned, predicted, measured and reached. The schema is in docs/schemas.md."""
+"""`run.json` holds what a training run planned, predicted, measured and reached. The schema is in
+docs/schemas.md.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ SCHEMA_VERSION = 1
 def build_record(
     trainer: pl.Trainer, *, measurement: StepMeasurement | None, metrics: Mapping[str, float]
 ) -> dict[str, Any]:
-    """Return the record of a finished fit; `plan` and `predicted` are None under strategies that do not plan."""
+    """Return the record of a finished fit; `plan` and `predicted` are None under strategies that do
+    not plan.
+    """
     plan = getattr(trainer.strategy, "parallel_plan", None)
     predicted = None if plan is None else plan.to_dict()["predicted"]
     measured = None
@@ -62,7 +66,9 @@ def write_record(record: Mapping[str, Any], path: Path) -> None:
 
 
 def print_record(record: Mapping[str, Any], folder: Path) -> None:
-    """Print one table for people: predicted and measured step time and peak memory per device, then the metrics."""
+    """Print one table for people: predicted and measured step time and peak memory per device, then
+    the metrics.
+    """
     predicted, measured = record["predicted"] or {}, record["measured"] or {}
     table = Table(title=_title(record))
     for column in ("", "predicted", "measured", "error"):
@@ -70,7 +76,10 @@ def print_record(record: Mapping[str, Any], folder: Path) -> None:
     seconds = (predicted.get("step_seconds"), measured.get("median_step_seconds"))
     table.add_row("step time (median)", *_cells(*seconds, show=format_seconds))
     for rank, peak in enumerate(measured.get("peak_bytes_per_rank", [])):
-        table.add_row(f"peak memory, rank {rank}", *_cells(predicted.get("peak_bytes"), peak, show=format_bytes))
+        table.add_row(
+            f"peak memory, rank {rank}",
+            *_cells(predicted.get("peak_bytes"), peak, show=format_bytes),
+        )
     for name, value in record["metrics"].items():
         table.add_row(name, "", f"{value:.4f}", "")
     console = Console()
@@ -81,10 +90,15 @@ def print_record(record: Mapping[str, Any], folder: Path) -> None:
 
 
 def _title(record: Mapping[str, Any]) -> str:
-    return f"{record['strategy']} on {record['world_size']} {record['device']} rank(s), {record['global_step']} steps"
+    return (
+        f"{record['strategy']} on {record['world_size']} {record['device']} rank(s), "
+        f"{record['global_step']} steps"
+    )
 
 
-def _cells(predicted: float | None, measured: float | None, *, show: Callable[[float], str]) -> tuple[str, str, str]:
+def _cells(
+    predicted: float | None, measured: float | None, *, show: Callable[[float], str]
+) -> tuple[str, str, str]:
     error = "" if not predicted or not measured else f"{100 * (predicted / measured - 1):+.1f} %"
     return _shown(predicted, show), _shown(measured, show), error
 

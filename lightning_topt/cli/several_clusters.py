@@ -1,4 +1,6 @@
-"""Several clusters at once: each is one choice of the group `cluster`, composed as if it were the only one, or a file."""
+"""Several clusters at once: each is one choice of the group `cluster`, composed as if it were the
+only one, or a file.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ _OWN = re.compile(r"^[+~]*(clusters?)(=|$)")
 
 
 def as_hydra_reads(arguments: Sequence[str]) -> list[str]:
-    """Return the words of a command line with ``cluster=[a,b]`` as ``clusters=[a,b]``: a group of Hydra has one choice.
+    """Return the words of a command line with ``cluster=[a,b]`` as ``clusters=[a,b]``: a group of
+    Hydra has one choice.
 
     The first one is that choice, so that entries of clusters can be overridden.
     """
@@ -32,10 +35,11 @@ def as_hydra_reads(arguments: Sequence[str]) -> list[str]:
 
 
 def read_clusters(names: Sequence[str] | None, *, default: Cluster | None) -> list[Cluster | None]:
-    """Return the clusters of these names (None: `default` alone), in their order; None is the machine that this runs on.
+    """Return the clusters of these names (None: `default` alone), in their order; None is the
+    machine that this runs on.
 
-    Overrides of a cluster's entries (``cluster.device.price_per_hour=2``) hold for each. Raises ClusterError for a file that is
-    none, what Hydra raises for names that are not known.
+    Overrides of a cluster's entries (``cluster.device.price_per_hour=2``) hold for each. Raises
+    ClusterError for a file that is none, what Hydra raises for names that are not known.
     """
     if names is None:
         return [default]

@@ -1,4 +1,6 @@
-"""`topt stalls` says what the wait for data is made of, and what would remove it. No training is kept."""
+"""`topt stalls` says what the wait for data is made of, and what would remove it. No training is
+kept.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,11 @@ from rich.console import Console
 from lightning_topt.basics.units import parse_bandwidth
 from lightning_topt.data.stalls.advice import what_if
 from lightning_topt.data.stalls.loop import Watched
-from lightning_topt.data.stalls.measurement import MeasurementOptions, StallMeasurement, measure_stalls
+from lightning_topt.data.stalls.measurement import (
+    MeasurementOptions,
+    StallMeasurement,
+    measure_stalls,
+)
 from lightning_topt.data.stalls.stall_report import print_report, save_png
 from lightning_topt.plugins.measured_cache import MeasuredCache
 
@@ -52,7 +58,9 @@ def run(config: DictConfig) -> None:
         options=MeasurementOptions(
             seconds=config.seconds,
             memory_bytes=config.memory_bytes,
-            link_bytes_per_second=None if config.link is None else parse_bandwidth(config.link, name="link"),
+            link_bytes_per_second=None
+            if config.link is None
+            else parse_bandwidth(config.link, name="link"),
             cores=config.cores,
             seed=config.seed,
         ),
@@ -78,12 +86,14 @@ def measure(
 ) -> StallMeasurement:
     """Return the measurement of the data module's training loader under the model's training loop.
 
-    `trainer` makes a new Trainer of one device at each call: every run is a fit of one epoch. The model's weights change.
+    `trainer` makes a new Trainer of one device at each call: every run is a fit of one epoch. The
+    model's weights change.
     """
     first: pl.Trainer = trainer()
     if first.world_size > 1:
         raise ValueError(
-            f"topt stalls measures one process, not {first.world_size}: set trainer.devices=1, and cores to its share"
+            f"topt stalls measures one process, not {first.world_size}: set trainer.devices=1, and "
+            "cores to its share"
         )
     datamodule.trainer = first
     datamodule.prepare_data()
@@ -95,12 +105,16 @@ def measure(
             trainer().fit(model, datamodule=datamodule)
 
     with MeasuredCache(options.memory_bytes) as cache:
-        return measure_stalls(loader, train=train, cache=cache, directory=directory, options=options)
+        return measure_stalls(
+            loader, train=train, cache=cache, directory=directory, options=options
+        )
 
 
 @contextmanager
 def serving(datamodule: pl.LightningDataModule, batches: Any) -> Iterator[None]:
-    """Let the data module, set up already, give `batches` as its training loader. Its hooks of a batch's transfer stay."""
+    """Let the data module, set up already, give `batches` as its training loader. Its hooks of a
+    batch's transfer stay.
+    """
     given = {
         "prepare_data": lambda: None,
         "setup": lambda stage: None,

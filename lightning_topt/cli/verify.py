@@ -1,4 +1,5 @@
-"""`topt verify` says whether a plan would run, what each rank would hold and exchange; before there are any ranks. No training.
+"""`topt verify` says whether a plan would run, what each rank would hold and exchange; before there
+are any ranks. No training.
 
 Three looks, each closer than the one before:
 
@@ -27,13 +28,23 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 from torch.optim import Optimizer
 
 from lightning_topt.basics.argument_checks import check_whole
-from lightning_topt.cli.example_step import ExampleStep, NeedsValues, capture_batches, example_batches
+from lightning_topt.cli.example_step import (
+    ExampleStep,
+    NeedsValues,
+    capture_batches,
+    example_batches,
+)
 from lightning_topt.cli.local_ranks import run_on_ranks
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.measured_device import device_memory_bytes
 from lightning_topt.costs.ranks import gather
 from lightning_topt.execution.compare_observed import with_observations
-from lightning_topt.execution.observed_step import CannotRehearseError, Observation, ObservedRun, rehearse_rank
+from lightning_topt.execution.observed_step import (
+    CannotRehearseError,
+    Observation,
+    ObservedRun,
+    rehearse_rank,
+)
 from lightning_topt.execution.pipeline.pipeline_run import Example
 from lightning_topt.execution.verification_report import print_verification
 from lightning_topt.execution.verify_plan import Verification, verify_plan
@@ -47,7 +58,9 @@ from lightning_topt.plugins.read_options import read_cluster, read_plan_option
 
 @dataclass(frozen=True)
 class Subject:
-    """The model that is verified (on the meta device where it can be), a batch, and the captured step where that was asked."""
+    """The model that is verified (on the meta device where it can be), a batch, and the captured
+    step where that was asked.
+    """
 
     make_model: Callable[[], pl.LightningModule]
     model: pl.LightningModule
@@ -62,7 +75,13 @@ class Subject:
         make_model = functools.partial(instantiate, config.model)
         datamodule: pl.LightningDataModule = instantiate(config.data)
         model: pl.LightningModule = build_on_meta(make_model)
-        given = {"strategy": "auto", "devices": 1, "num_nodes": 1, "logger": False, "enable_checkpointing": False}
+        given = {
+            "strategy": "auto",
+            "devices": 1,
+            "num_nodes": 1,
+            "logger": False,
+            "enable_checkpointing": False,
+        }
         trainer: pl.Trainer = instantiate(config.trainer, **given, _convert_="all")
         batches = example_batches(model, datamodule, trainer)
         example = None
@@ -81,7 +100,8 @@ class Subject:
 def run(config: DictConfig) -> None:
     """Verify what `config` describes, print it, and end with exit code 1 unless it would run.
 
-    Raises ValueError for options that contradict one another, PlanError for a plan that cannot be read.
+    Raises ValueError for options that contradict one another, PlanError for a plan that cannot be
+    read.
     """
     pl.seed_everything(config.seed, workers=True)
     cluster = read_cluster(_plain(config.cluster))
@@ -104,7 +124,10 @@ def run(config: DictConfig) -> None:
             seen = _observe_here(plan, subject, config)
         except ProcessRaisedException as error:
             sys.stderr.write(f"{error}\n")
-            problem = f"a step on {config.devices} ranks of this machine failed: {str(error).strip().splitlines()[-1]}"
+            problem = (
+                f"a step on {config.devices} ranks of this machine failed: "
+                f"{str(error).strip().splitlines()[-1]}"
+            )
             verification = replace(verification, problems=(*verification.problems, problem))
         else:
             if seen is None:  # another rank of torchrun goes on
@@ -121,11 +144,13 @@ def _plan(config: DictConfig, subject: Subject, cluster: Cluster | None) -> Para
     plan = read_plan_option(_plain(config.plan))
     if plan is None:
         raise ValueError(
-            "say which plan is to be verified: plan=<file>, or a name such as plan=zero3 with ranks=<number>"
+            "say which plan is to be verified: plan=<file>, or a name such as plan=zero3 with "
+            "ranks=<number>"
         )
     if isinstance(plan, MeshPlan | PipelinePlan):
         raise ValueError(
-            "the splits of a mesh and the stages of a pipeline are found when a fit begins: give the plan that it took, which "
+            "the splits of a mesh and the stages of a pipeline are found when a fit begins: give "
+            "the plan that it took, which "
             "its checkpoints hold, or a plan file, such as topt plan mesh={data:2,tensor:4} writes"
         )
     if isinstance(plan, UniformPlan):
@@ -134,19 +159,27 @@ def _plan(config: DictConfig, subject: Subject, cluster: Cluster | None) -> Para
         if subject.example is not None:
             plan = plan.of(subject.example.graph, mesh)
         elif plan.recompute:
-            raise ValueError("which blocks can be recomputed is known from the captured step: leave out capture=false")
+            raise ValueError(
+                "which blocks can be recomputed is known from the captured step: leave out "
+                "capture=false"
+            )
         else:
             plan = preset_plan(plan.preset, mesh=mesh)
     elif config.ranks is not None and config.ranks != plan.mesh.size:
-        raise ValueError(f"ranks={config.ranks}, but the plan is for {plan.mesh.size}; leave out ranks")
+        raise ValueError(
+            f"ranks={config.ranks}, but the plan is for {plan.mesh.size}; leave out ranks"
+        )
     if config.devices is not None and config.devices != plan.mesh.size:
         raise ValueError(
-            f"devices={config.devices}, but the plan is for {plan.mesh.size} ranks: start {plan.mesh.size}, or verify a plan "
+            f"devices={config.devices}, but the plan is for {plan.mesh.size} ranks: start "
+            f"{plan.mesh.size}, or verify a plan "
             f"by its name (plan=zero3 devices={config.devices})"
         )
     check_whole(config.rank, name="rank", least=0)
     if config.rank >= plan.mesh.size:
-        raise ValueError(f"rank={config.rank}, but the plan has the ranks 0 to {plan.mesh.size - 1}")
+        raise ValueError(
+            f"rank={config.rank}, but the plan has the ranks 0 to {plan.mesh.size - 1}"
+        )
     return plan
 
 
@@ -155,7 +188,9 @@ def _plain(value: Any) -> Any:
 
 
 def _ranks(config: DictConfig, cluster: Cluster | None) -> tuple[int, int]:
-    """The numbers of ranks and nodes that a plan by name is for: as asked, else those started here, else all of the cluster."""
+    """The numbers of ranks and nodes that a plan by name is for: as asked, else those started here,
+    else all of the cluster.
+    """
     ranks, nodes = config.ranks, config.nodes
     if config.devices is not None:
         check_whole(config.devices, name="devices")
@@ -163,14 +198,17 @@ def _ranks(config: DictConfig, cluster: Cluster | None) -> tuple[int, int]:
         ranks = config.devices or (cluster.num_devices if cluster is not None else None)
     if ranks is None:
         raise ValueError(
-            "a plan by name is for any number of ranks: say ranks=<number>, or cluster=<name> for all its devices"
+            "a plan by name is for any number of ranks: say ranks=<number>, or cluster=<name> for "
+            "all its devices"
         )
     if nodes is None:
         nodes = 1 if cluster is None else max(ranks // cluster.devices_per_node, 1)
     check_whole(ranks, name="ranks")
     check_whole(nodes, name="nodes")
     if ranks % nodes:
-        raise ValueError(f"{ranks} ranks cannot be divided over {nodes} nodes: choose numbers that divide")
+        raise ValueError(
+            f"{ranks} ranks cannot be divided over {nodes} nodes: choose numbers that divide"
+        )
     return ranks, nodes
 
 
@@ -192,13 +230,20 @@ def _example(plan: ParallelPlan, subject: Subject) -> Example | None:
 
 
 def _microbatches(plan: ParallelPlan, batch: Any) -> Sequence[Any]:
-    """The microbatches of a plan with stages: parts of a batch, or a batch of each rank, all alike here; else none."""
+    """The microbatches of a plan with stages: parts of a batch, or a batch of each rank, all alike
+    here; else none.
+    """
     if plan.schedule is None:
         return ()
-    return (batch,) * plan.num_microbatches if plan.own_batches else split_batch(batch, plan.num_microbatches).batches
+    return (
+        (batch,) * plan.num_microbatches
+        if plan.own_batches
+        else split_batch(batch, plan.num_microbatches).batches
+    )
 
 
-# ---- closer looks ------------------------------------------------------------------------------------------------------
+# ---- closer looks
+# ------------------------------------------------------------------------------------------------------
 
 
 def _rehearsed(verification: Verification, subject: Subject, *, rank: int) -> Verification:
@@ -214,14 +259,21 @@ def _rehearsed(verification: Verification, subject: Subject, *, rank: int) -> Ve
             forward_context=subject.trainer.precision_plugin.forward_context,
         )
     except CannotRehearseError as error:
-        return replace(verification, notes=(*verification.notes, f"not tried on a fake group: {error}"))
+        return replace(
+            verification, notes=(*verification.notes, f"not tried on a fake group: {error}")
+        )
     except Exception as error:
-        problem = f"the step of rank {rank} {where} failed: {type(error).__name__}: {' '.join(str(error).split())}"
+        problem = (
+            f"the step of rank {rank} {where} failed: {type(error).__name__}: "
+            f"{' '.join(str(error).split())}"
+        )
         return replace(verification, problems=(*verification.problems, problem))
     return with_observations(verification, [seen], where=where)
 
 
-def _observe_here(plan: ParallelPlan, subject: Subject, config: DictConfig) -> list[Observation] | None:
+def _observe_here(
+    plan: ParallelPlan, subject: Subject, config: DictConfig
+) -> list[Observation] | None:
     asked = plan, subject, config.seed
     return run_on_ranks(_observe_rank, *asked, accelerator="cpu", devices=config.devices, threads=1)
 
@@ -235,5 +287,13 @@ def _observe_rank(
     trainer.precision_plugin.convert_module(model)
     context = trainer.precision_plugin.forward_context
     parts = _microbatches(plan, subject.batch)
-    run = ObservedRun(plan, model, subject.batch, _optimizers_of, device=device, forward_context=context, parts=parts)
+    run = ObservedRun(
+        plan,
+        model,
+        subject.batch,
+        _optimizers_of,
+        device=device,
+        forward_context=context,
+        parts=parts,
+    )
     return gather(run.observe())

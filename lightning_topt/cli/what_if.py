@@ -1,4 +1,6 @@
-"""`topt plan` for machines that nobody has yet: clusters, numbers of devices, batches and lengths; time, memory, money."""
+"""`topt plan` for machines that nobody has yet: clusters, numbers of devices, batches and lengths;
+time, memory, money.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ from lightning_topt.plugins.plan_request import PlanRequest
 from lightning_topt.plugins.planning import Planning
 
 _EPSILON = (
-    0.01  # plans that others beat by less than this in time and memory may be left out: predictions are not that good
+    # plans that others beat by less than this in time and memory may be left out: predictions are
+    # not that good
+    0.01
 )
 _SECONDS = 3.0  # of the search of one scenario with one number of micro-batches
 _CHOICES = ("clusters", "batch_size", "seq_len", "accumulate")
@@ -50,8 +54,8 @@ _CHOICES = ("clusters", "batch_size", "seq_len", "accumulate")
 
 @dataclass(frozen=True)
 class WhatIf:
-    """A `WhatIf` is what is asked: choices, what a run takes, and limits; None: as it is. `processes` search (None: one on each
-    core).
+    """A `WhatIf` is what is asked: choices, what a run takes, and limits; None: as it is.
+    `processes` search (None: one on each core).
     """
 
     batch_sizes: tuple[int, ...] | None = None
@@ -81,7 +85,9 @@ class WhatIf:
             _wholes(config.accumulate, name="accumulate"),
             None if config.processes is None else check_whole(config.processes, name="processes"),
             spot,
-            Work(**{k: check_real(v, name=f"work.{k}", positive=True) for k, v in work.items()}) if work else None,
+            Work(**{k: check_real(v, name=f"work.{k}", positive=True) for k, v in work.items()})
+            if work
+            else None,
             Limits(**{name: _limit(name, value) for name, value in limits.items()}),
             config.objective,
         )
@@ -94,20 +100,29 @@ def is_asked(config: DictConfig) -> bool:
     return any(value is not None for value in given) or config.spot is not False or is_new
 
 
-@no_collection()  # but between searches: there are millions of objects, and most of them stay to the end
+# but between searches: there are millions of objects, and most of them stay to the end
+@no_collection()
 def run(config: DictConfig) -> None:
-    """Search every scenario that `config` describes, choose one and report all; files go to Hydra's run folder.
+    """Search every scenario that `config` describes, choose one and report all; files go to Hydra's
+    run folder.
 
-    Raises ValueError for options that contradict one another, and NoPlanFitsError where no scenario keeps the limits.
+    Raises ValueError for options that contradict one another, and NoPlanFitsError where no scenario
+    keeps the limits.
     """
     asked = WhatIf.read(config)
     check_asked(asked.objective or "time", asked.limits, has_work=asked.work is not None)
     searches, request = read_searches(config, asked)
     found, left_out = search_all(searches, request, asked)
     estimates = [each.chosen for each in found]
-    objective = asked.objective or default_objective(estimates, asked.limits, given=request.objective)
+    objective = asked.objective or default_objective(
+        estimates, asked.limits, given=request.objective
+    )
     notes = [*left_out]
-    if objective == "money" and (without := unpriced(estimates)) and len(without) < len({*map(_name, estimates)}):
+    if (
+        objective == "money"
+        and (without := unpriced(estimates))
+        and len(without) < len({*map(_name, estimates)})
+    ):
         notes.append(f"Without a price, and left out of the choice: {', '.join(without)}.")
     folder = Path(HydraConfig.get().runtime.output_dir)
     shown = [estimate for each in found for estimate in each.estimates]
@@ -118,11 +133,15 @@ def run(config: DictConfig) -> None:
         raise
     best = next(each for each in found if each.chosen is chosen)
     (search, *_) = (
-        search for scenario, search in searches if scenario == dataclasses.replace(best.scenario, spot=False)
+        search
+        for scenario, search in searches
+        if scenario == dataclasses.replace(best.scenario, spot=False)
     )
     console = Console()
     _report_best(best, of_microbatches(search, chosen.accumulate), request, folder, notes=notes)
-    save_scenarios(folder, shown, estimates, chosen, limits=asked.limits, reason=reason, notes=notes)
+    save_scenarios(
+        folder, shown, estimates, chosen, limits=asked.limits, reason=reason, notes=notes
+    )
     print_scenarios(estimates, chosen, limits=asked.limits, console=console)
     for line in (reason, *notes, f"run folder: {folder}"):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -132,13 +151,18 @@ def _name(estimate: Any) -> str:
     return str(estimate.scenario.cluster.name)
 
 
-def _report_best(best: Found, search: SearchRequest, request: PlanRequest, folder: Path, *, notes: list[str]) -> None:
+def _report_best(
+    best: Found, search: SearchRequest, request: PlanRequest, folder: Path, *, notes: list[str]
+) -> None:
     best.frontier.save(folder / "frontier.json")
     planning = Planning(best.frontier, best.chosen.point, search.graph)
-    report_plan(planning, search, memory_limit=request.memory_limit, folder=folder, notes=notes, ends=False)
+    report_plan(
+        planning, search, memory_limit=request.memory_limit, folder=folder, notes=notes, ends=False
+    )
     if best.chosen.accumulate > 1:
         Console().print(
-            f"A step has {best.chosen.accumulate} micro-batches: trainer.accumulate_grad_batches={best.chosen.accumulate}.",
+            f"A step has {best.chosen.accumulate} micro-batches: "
+            f"trainer.accumulate_grad_batches={best.chosen.accumulate}.",
             highlight=False,
         )
 
@@ -146,7 +170,8 @@ def _report_best(best: Found, search: SearchRequest, request: PlanRequest, folde
 def search_all(
     searches: Sequence[tuple[Scenario, SearchRequest]], request: PlanRequest, asked: WhatIf
 ) -> tuple[list[Found], list[str]]:
-    """Return what was found for every scenario, and notes on those that are left out; a bar shows how far it is.
+    """Return what was found for every scenario, and notes on those that are left out; a bar shows
+    how far it is.
 
     Raises the first error where no scenario has a plan.
     """
@@ -165,7 +190,9 @@ def search_all(
     found = [outcome for _, outcome in each if not isinstance(outcome, ValueError)]
     if not found:
         raise errors[0][1]
-    return _with_spot(found, asked), [f"Left out: {scenario}: {error}" for scenario, error in errors]
+    return _with_spot(found, asked), [
+        f"Left out: {scenario}: {error}" for scenario, error in errors
+    ]
 
 
 def _search(request: PlanRequest, asked: WhatIf, of: tuple[Scenario, SearchRequest]) -> Found:
@@ -184,27 +211,42 @@ def _search(request: PlanRequest, asked: WhatIf, of: tuple[Scenario, SearchReque
 
 
 def _with_spot(found: list[Found], asked: WhatIf) -> list[Found]:
-    """The same on spot devices as well, or on these alone: plans do not change, prices and failures do."""
+    """The same on spot devices as well, or on these alone: plans do not change, prices and failures
+    do.
+    """
     if asked.spot is False:
         return found
     spot = [
-        each.on_spot(work=asked.work) for each in found if each.scenario.cluster.device.spot_price_per_hour is not None
+        each.on_spot(work=asked.work)
+        for each in found
+        if each.scenario.cluster.device.spot_price_per_hour is not None
     ]
     if asked.spot and not spot:
         name = found[0].scenario.cluster.name
-        raise ValueError(f"spot=true, but the cluster {name!r} has no cluster.device.spot_price_per_hour: give one")
+        raise ValueError(
+            f"spot=true, but the cluster {name!r} has no cluster.device.spot_price_per_hour: give "
+            "one"
+        )
     return spot if asked.spot else [*found, *spot]
 
 
-def read_searches(config: DictConfig, asked: WhatIf) -> tuple[list[tuple[Scenario, SearchRequest]], PlanRequest]:
-    """Return every scenario with its search, and what the user asked of the planner; each length is captured once."""
+def read_searches(
+    config: DictConfig, asked: WhatIf
+) -> tuple[list[tuple[Scenario, SearchRequest]], PlanRequest]:
+    """Return every scenario with its search, and what the user asked of the planner; each length is
+    captured once.
+    """
     searches: list[tuple[Scenario, SearchRequest]] = []
     request: PlanRequest | None = None
     for length in asked.seq_lens or (None,):
         setup = PlanSetup.of(_of_length(config, length))
         clusters = read_clusters(asked.clusters, default=setup.request.cluster)
-        request = dataclasses.replace(setup.request, objective=_plan_objective(setup.request, asked))
-        searches += _on_clusters(config, asked, setup, clusters, length=length or _length_of(config))
+        request = dataclasses.replace(
+            setup.request, objective=_plan_objective(setup.request, asked)
+        )
+        searches += _on_clusters(
+            config, asked, setup, clusters, length=length or _length_of(config)
+        )
     assert request is not None
     return searches, request
 
@@ -224,11 +266,18 @@ def _on_clusters(
     length: int | None,
 ) -> Iterator[tuple[Scenario, SearchRequest]]:
     requests = [dataclasses.replace(setup.request, cluster=cluster) for cluster in clusters]
-    meshes = [SearchedMeshes.read(_counted(config, each.cluster), each, setup.trainer) for each in requests]
+    meshes = [
+        SearchedMeshes.read(_counted(config, each.cluster), each, setup.trainer)
+        for each in requests
+    ]
     example, capture_seconds = setup.capture(splits=any(each.tensor for each in meshes))
     for request, searched in zip(requests, meshes, strict=True):
-        asked_for = Asked.of(setup, searched, example, request, epsilon=_EPSILON, capture_seconds=capture_seconds)
-        search = setup.with_costs(functools.partial(asked_for.request, global_batch_size=example.samples), request)
+        asked_for = Asked.of(
+            setup, searched, example, request, epsilon=_EPSILON, capture_seconds=capture_seconds
+        )
+        search = setup.with_costs(
+            functools.partial(asked_for.request, global_batch_size=example.samples), request
+        )
         if search is None:  # another rank of torchrun goes on
             raise SystemExit(0)
         search = dataclasses.replace(search, max_seconds=_SECONDS)
@@ -251,7 +300,9 @@ def _of_length(config: DictConfig, length: int | None) -> DictConfig:
     if length is None:
         return config
     if "seq_len" not in config.model:
-        raise ValueError("seq_len is that of a model with the entry model.seq_len, which this one does not have")
+        raise ValueError(
+            "seq_len is that of a model with the entry model.seq_len, which this one does not have"
+        )
     changed: DictConfig = config.copy()
     with open_dict(changed):
         changed.model.seq_len = length
@@ -264,14 +315,21 @@ def _length_of(config: DictConfig) -> int | None:
 
 
 def _progress(*, show: bool) -> Progress:
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     return Progress(*columns, disable=not show, transient=True, console=Console(stderr=True))
 
 
 def _wholes(value: Any, *, name: str) -> tuple[int, ...] | None:
     if value is None:
         return None
-    several = list(value) if OmegaConf.is_list(value) or isinstance(value, list | tuple) else [value]
+    several = (
+        list(value) if OmegaConf.is_list(value) or isinstance(value, list | tuple) else [value]
+    )
     if not several:
         raise ValueError(f"{name} is a number or a list of numbers; the list is empty")
     return tuple(dict.fromkeys(check_whole(each, name=name) for each in several))
@@ -280,7 +338,9 @@ def _wholes(value: Any, *, name: str) -> tuple[int, ...] | None:
 def _texts(value: Any) -> tuple[str, ...] | None:
     if value is None:
         return None
-    several = [value] if isinstance(value, str) else list(value) if not isinstance(value, Mapping) else []
+    several = (
+        [value] if isinstance(value, str) else list(value) if not isinstance(value, Mapping) else []
+    )
     if not several or not all(isinstance(each, str) for each in several):
         raise ValueError("clusters are names of cluster files, such as cluster=[a100_8x8,h100_2x8]")
     return tuple(dict.fromkeys(several))

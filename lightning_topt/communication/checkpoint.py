@@ -14,68 +14,94 @@ SIZED = ("residual", "velocity")  # kinds with one element for each of the param
 
 
 class Slices(Protocol):
-    """Parameters of which a rank has a slice, by name; what has as many elements as a parameter is cut like it.
+    """Parameters of which a rank has a slice, by name; what has as many elements as a parameter is
+    cut like it.
 
-    All methods take and give flat tensors; for a parameter that is not cut they give back what they got.
+    All methods take and give flat tensors; for a parameter that is not cut they give back what they
+    got.
     """
 
     @property
     def uncut(self) -> Collection[str]:
-        """Names of the parameters that are whole, and equal on the ranks that have the slices of the others."""
+        """Names of the parameters that are whole, and equal on the ranks that have the slices of
+        the others.
+        """
 
     def numel(self, name: str, own: int) -> int:
         """Return the number of elements of the whole parameter, of which this rank has `own`."""
 
     def whole(self, name: str, own: Tensor) -> Tensor:
-        """Return the whole of all slices, on every rank. A collective call of the ranks that have them."""
+        """Return the whole of all slices, on every rank. A collective call of the ranks that have
+        them.
+        """
 
     def own(self, name: str, whole: Tensor) -> Tensor:
         """Return this rank's slice."""
 
 
 def joined_state(state: State, slices: Slices | None) -> State:
-    """Return the state of whole parameters from that of `slices`. A collective call of the ranks that have them.
+    """Return the state of whole parameters from that of `slices`. A collective call of the ranks
+    that have them.
 
-    Without what depends on the shape of the slices (the factors of PowerSGD, which start at random again).
+    Without what depends on the shape of the slices (the factors of PowerSGD, which start at random
+    again).
     """
     if slices is None:
         return state
     sized = {kind: tensors for kind, tensors in state.items() if kind in SIZED}
     return {
-        kind: {name: slices.whole(name, tensors[name]) for name in sorted(tensors)} for kind, tensors in sized.items()
+        kind: {name: slices.whole(name, tensors[name]) for name in sorted(tensors)}
+        for kind, tensors in sized.items()
     }
 
 
 def cut_state(state: State, slices: Slices | None) -> State:
     """Return the state of this rank's `slices` from that of whole parameters.
 
-    What ranks hold back of an uncut parameter is left out: it is sent whole in each step, so that it stays equal.
+    What ranks hold back of an uncut parameter is left out: it is sent whole in each step, so that
+    it stays equal.
     """
     if slices is None:
         return state
     return {
-        kind: {name: slices.own(name, tensor) for name, tensor in tensors.items() if name not in slices.uncut}
+        kind: {
+            name: slices.own(name, tensor)
+            for name, tensor in tensors.items()
+            if name not in slices.uncut
+        }
         for kind, tensors in state.items()
         if kind in SIZED
     }
 
 
 def gather_state(state: State, *, senders: Sequence[int], group: dist.ProcessGroup) -> list[State]:
-    """Collective call on `group`: on its rank 0 the state of each of `senders` (ranks of it), on CPU; [] elsewhere.
+    """Collective call on `group`: on its rank 0 the state of each of `senders` (ranks of it), on
+    CPU; [] elsewhere.
 
     One tensor at a time: no rank but 0 needs memory for it.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    own = [(kind, name, tensor.shape, tensor.dtype) for kind in state for name, tensor in state[kind].items()]
+    own = [
+        (kind, name, tensor.shape, tensor.dtype)
+        for kind in state
+        for name, tensor in state[kind].items()
+    ]
     everyone: list[list[tuple[str, str, torch.Size, torch.dtype]]] = [[] for _ in range(world_size)]
     dist.all_gather_object(everyone, own, group=group)
     gathered: list[State] = []
-    device = next((tensor.device for tensors in state.values() for tensor in tensors.values()), torch.device("cpu"))
+    device = next(
+        (tensor.device for tensors in state.values() for tensor in tensors.values()),
+        torch.device("cpu"),
+    )
     for sender in senders:
         received: State = {}
         for kind, name, shape, dtype in everyone[sender]:
             if rank == 0:
-                tensor = state[kind][name] if sender == 0 else torch.empty(shape, dtype=dtype, device=device)
+                tensor = (
+                    state[kind][name]
+                    if sender == 0
+                    else torch.empty(shape, dtype=dtype, device=device)
+                )
                 if sender:
                     dist.recv(tensor, group=group, group_src=sender)
                 received.setdefault(kind, {})[name] = tensor.detach().cpu().clone()
@@ -86,11 +112,14 @@ def gather_state(state: State, *, senders: Sequence[int], group: dist.ProcessGro
     return gathered
 
 
-def own_state(saved: Sequence[State], *, position: int, holders: int, numels: Mapping[str, int]) -> State:
-    """Return the state of holder `position` of `holders`, where `saved` has those of as many or other holders.
+def own_state(
+    saved: Sequence[State], *, position: int, holders: int, numels: Mapping[str, int]
+) -> State:
+    """Return the state of holder `position` of `holders`, where `saved` has those of as many or
+    other holders.
 
-    With another number everyone gets the mean: what the model still has to receive on average stays the same. Raises ValueError
-    for unknown parameters or other sizes.
+    With another number everyone gets the mean: what the model still has to receive on average stays
+    the same. Raises ValueError for unknown parameters or other sizes.
     """
     for state in saved:
         for kind, tensors in state.items():
@@ -110,8 +139,11 @@ def own_state(saved: Sequence[State], *, position: int, holders: int, numels: Ma
 def _check_known(tensors: Mapping[str, Tensor], numels: Mapping[str, int], *, sized: bool) -> None:
     for name, tensor in tensors.items():
         if name not in numels:
-            raise ValueError(f"the saved exchange state has a parameter that the model lacks: {name}")
+            raise ValueError(
+                f"the saved exchange state has a parameter that the model lacks: {name}"
+            )
         if sized and tensor.numel() != numels[name]:
             raise ValueError(
-                f"the saved exchange state of {name} has {tensor.numel()} elements, the parameter {numels[name]}"
+                f"the saved exchange state of {name} has {tensor.numel()} elements, the parameter "
+                f"{numels[name]}"
             )

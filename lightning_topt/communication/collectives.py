@@ -1,8 +1,9 @@
 """All-gather and reduce-scatter as fast as each backend allows.
 
-gloo's own `reduce_scatter_tensor` is one all-reduce per rank and its `all_gather_into_tensor` copies too often: for 100 MB on
-two ranks of one machine they took 111 ms and 92 ms, where an exchange of slices with a local sum takes 56 ms and one
-broadcast per slice 28 ms. On every other backend these functions are torch's.
+gloo's own `reduce_scatter_tensor` is one all-reduce per rank and its `all_gather_into_tensor`
+copies too often: for 100 MB on two ranks of one machine they took 111 ms and 92 ms, where an
+exchange of slices with a local sum takes 56 ms and one broadcast per slice 28 ms. On every other
+backend these functions are torch's.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from torch import Tensor
 CHUNK_ELEMENTS = 1 << 20  # received slices of a reduce-scatter at a time: bounds its extra memory
 
 
-_all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its new name in torch 2.13
+# its new name in torch 2.13
+_all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 class Pending:
@@ -41,7 +43,8 @@ def all_gather_into(
 ) -> Any:
     """Concatenate every rank's `local` (n,) into `output` (world size * n,) on every rank.
 
-    `local` may be this rank's slice of `output`. Returns something to `wait` for with `async_op`, else None.
+    `local` may be this rank's slice of `output`. Returns something to `wait` for with `async_op`,
+    else None.
     """
     if dist.get_backend(group) != "gloo":
         return dist.all_gather_into_tensor(output, local, group=group, async_op=async_op)
@@ -50,7 +53,10 @@ def all_gather_into(
     if slices[rank].data_ptr() != local.data_ptr():
         slices[rank].copy_(local.view(-1))
     pending = Pending(
-        [dist.broadcast(slices[owner], group=group, group_src=owner, async_op=True) for owner in range(world_size)]
+        [
+            dist.broadcast(slices[owner], group=group, group_src=owner, async_op=True)
+            for owner in range(world_size)
+        ]
     )
     if async_op:
         return pending
@@ -59,10 +65,11 @@ def all_gather_into(
 
 
 def ring_all_gather(rows: Tensor, local: Tensor, *, group: dist.ProcessGroup | None = None) -> Any:
-    """Return every rank's `local` (n,) in `rows` (world size, n), around a ring: each rank sends only to the next.
+    """Return every rank's `local` (n,) in `rows` (world size, n), around a ring: each rank sends
+    only to the next.
 
-    On a network between nodes each link carries (world size - 1) * n; the trees of `all_gather_into` carry more. Returns
-    something to `wait` for.
+    On a network between nodes each link carries (world size - 1) * n; the trees of
+    `all_gather_into` carry more. Returns something to `wait` for.
     """
     if dist.get_backend(group) == "gloo":
         return dist.all_gather(list(rows), local, group=group, async_op=True)
@@ -76,10 +83,11 @@ def reduce_scatter_into(
     op: Any = dist.ReduceOp.SUM,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Sum (or average, with ``ReduceOp.AVG``) `whole` (world size * n,) over ranks into each rank's `output` (n,).
+    """Sum (or average, with ``ReduceOp.AVG``) `whole` (world size * n,) over ranks into each rank's
+    `output` (n,).
 
-    On gloo the terms are added in rank order, through buffers of `CHUNK_ELEMENTS` per rank. Raises ValueError for another
-    `op` on gloo.
+    On gloo the terms are added in rank order, through buffers of `CHUNK_ELEMENTS` per rank. Raises
+    ValueError for another `op` on gloo.
     """
     if dist.get_backend(group) != "gloo":
         dist.reduce_scatter_tensor(output, whole, op=op, group=group)
@@ -110,14 +118,20 @@ class AllGather:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
     ) -> Any:
         """Gather `input_tensor` of all ranks of `group` into `output_tensor`."""
         return all_gather_into(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
 class ReduceScatter:
-    """`ReduceScatter` is `reduce_scatter_into` in the form that FSDP2's ``set_custom_reduce_scatter`` takes."""
+    """`ReduceScatter` is `reduce_scatter_into` in the form that FSDP2's
+    ``set_custom_reduce_scatter`` takes.
+    """
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return memory for the result."""

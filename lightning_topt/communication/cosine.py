@@ -1,7 +1,9 @@
-"""The cosine transform of tiles of a matrix, as two matrix products (DeMo, arXiv 2411.19870, section 3).
+"""The cosine transform of tiles of a matrix, as two matrix products (DeMo, arXiv 2411.19870,
+section 3).
 
-With D (t, t) the orthonormal DCT-II, ``D[f, i] = sqrt((1 + (f > 0)) / t) * cos(pi * (2 i + 1) * f / (2 t))``, a tile X (h, w)
-becomes D_h X D_w^T, and is found again as D_h^T (...) D_w. Coefficients of one tile lie together, row by row.
+With D (t, t) the orthonormal DCT-II, ``D[f, i] = sqrt((1 + (f > 0)) / t) * cos(pi * (2 i + 1) * f /
+(2 t))``, a tile X (h, w) becomes D_h X D_w^T, and is found again as D_h^T (...) D_w. Coefficients
+of one tile lie together, row by row.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ class Tiles:
 
     @classmethod
     def of_shape(cls, shape: torch.Size, *, limit: int) -> Tiles:
-        """Return tiles of at most `limit` in each dim; more than two dims are a matrix (first dim, rest), fewer one row."""
+        """Return tiles of at most `limit` in each dim; more than two dims are a matrix (first dim,
+        rest), fewer one row.
+        """
         columns = shape[1:].numel() if len(shape) > 1 else shape.numel()
         rows = shape[0] if len(shape) > 1 else 1
         return cls(rows, columns, tile_length(rows, limit), tile_length(columns, limit))
@@ -56,7 +60,11 @@ class Tiles:
         lead, down = flat.shape[:-1], self.rows // self.height
         across = flat.reshape(-1, self.width) @ cosine_matrix(self.width, flat.device).t()
         strips = across.view(-1, self.height, self.columns)
-        both = torch.matmul(cosine_matrix(self.height, flat.device), strips) if self.height > 1 else strips
+        both = (
+            torch.matmul(cosine_matrix(self.height, flat.device), strips)
+            if self.height > 1
+            else strips
+        )
         tiles = both.view(-1, down, self.height, self.columns // self.width, self.width)
         return tiles.transpose(2, 3).reshape(*lead, self.rows * self.columns)
 
@@ -64,7 +72,13 @@ class Tiles:
         """Return matrices (..., n) of coefficients (..., n)."""
         lead, down = coefficients.shape[:-1], self.rows // self.height
         tiles = coefficients.view(-1, down, self.columns // self.width, self.height, self.width)
-        across = tiles.transpose(2, 3).reshape(-1, self.width) @ cosine_matrix(self.width, coefficients.device)
+        across = tiles.transpose(2, 3).reshape(-1, self.width) @ cosine_matrix(
+            self.width, coefficients.device
+        )
         strips = across.view(-1, self.height, self.columns)
-        both = torch.matmul(cosine_matrix(self.height, coefficients.device).t(), strips) if self.height > 1 else strips
+        both = (
+            torch.matmul(cosine_matrix(self.height, coefficients.device).t(), strips)
+            if self.height > 1
+            else strips
+        )
         return both.reshape(*lead, self.rows * self.columns)

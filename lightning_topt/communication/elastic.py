@@ -1,8 +1,9 @@
 """Restarts by torchrun: a part of its store for each attempt.
 
-With ``--max-restarts`` torchrun (torch 2.13, rendezvous c10d) gives every attempt the store of the one before, and gloo then
-connects to the addresses of ranks that are dead: the second attempt never begins. How often a node was restarted is counted
-by each node for itself, so the ranks agree on a name for the attempt instead.
+With ``--max-restarts`` torchrun (torch 2.13, rendezvous c10d) gives every attempt the store of the
+one before, and gloo then connects to the addresses of ranks that are dead: the second attempt never
+begins. How often a node was restarted is counted by each node for itself, so the ranks agree on a
+name for the attempt instead.
 """
 
 from __future__ import annotations
@@ -24,29 +25,43 @@ NAME = "lightning_topt/attempt"
 
 
 def shares_store_between_attempts() -> bool:
-    """Return whether torchrun started this rank, may start it again, and then gives it the same store."""
+    """Return whether torchrun started this rank, may start it again, and then gives it the same
+    store.
+    """
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return shared and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0) > 0
 
 
 def init_attempt(
-    backend: str, *, rank: int, world_size: int, timeout: timedelta, device_id: torch.device | None = None
+    backend: str,
+    *,
+    rank: int,
+    world_size: int,
+    timeout: timedelta,
+    device_id: torch.device | None = None,
 ) -> None:
-    """Make the default process group by torchrun's environment, in a part of its store that no other attempt uses.
+    """Make the default process group by torchrun's environment, in a part of its store that no
+    other attempt uses.
 
     Raises TimeoutError where not all ranks come.
     """
     store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
     own = attempt_store(store, rank=rank, world_size=world_size, timeout=timeout)
-    options: dict[str, Any] = {"rank": rank, "world_size": world_size, "timeout": timeout, "device_id": device_id}
+    options: dict[str, Any] = {
+        "rank": rank,
+        "world_size": world_size,
+        "timeout": timeout,
+        "device_id": device_id,
+    }
     dist.init_process_group(backend, store=own, **options)
 
 
 def attempt_store(store: Store, *, rank: int, world_size: int, timeout: timedelta) -> PrefixStore:
-    """Return the part of `store` of the ranks that call this now, whatever ranks of earlier attempts left in `store`.
+    """Return the part of `store` of the ranks that call this now, whatever ranks of earlier
+    attempts left in `store`.
 
-    Every rank leaves a token. Rank 0 proposes a name for the tokens that it sees, anew when one is replaced, until every rank
-    has found its own token in the proposal. Raises TimeoutError.
+    Every rank leaves a token. Rank 0 proposes a name for the tokens that it sees, anew when one is
+    replaced, until every rank has found its own token in the proposal. Raises TimeoutError.
     """
     token, deadline = secrets.token_hex(8), time.monotonic() + timeout.total_seconds()
     store.set(f"{NAME}/token/{rank}", token)
@@ -58,13 +73,18 @@ def attempt_store(store: Store, *, rank: int, world_size: int, timeout: timedelt
         name, proposed = _proposal(store)
         if len(proposed) == world_size and proposed[rank] == token:
             store.set(f"{NAME}/{name}/joined/{rank}", token)
-            missing = [other for other in range(world_size) if not store.check([f"{NAME}/{name}/joined/{other}"])]
+            missing = [
+                other
+                for other in range(world_size)
+                if not store.check([f"{NAME}/{name}/joined/{other}"])
+            ]
             if not missing and (rank == 0 or store.check([f"{NAME}/{name}/begun"])):
                 store.set(f"{NAME}/{name}/begun", "1")
                 return PrefixStore(f"{NAME}/{name}", store)
         if time.monotonic() > deadline:
             raise TimeoutError(
-                f"rank {rank} waited {timeout.total_seconds():g} s for all {world_size} ranks of this attempt"
+                f"rank {rank} waited {timeout.total_seconds():g} s for all {world_size} ranks of "
+                "this attempt"
             )
         time.sleep(PAUSE_SECONDS)
 

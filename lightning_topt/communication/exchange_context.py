@@ -1,4 +1,6 @@
-"""An exchange runs somewhere: its ranks and device, and how it waits, which its method does not say."""
+"""An exchange runs somewhere: its ranks and device, and how it waits, which its method does not
+say.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ExchangeSettings:
-    """`ExchangeSettings` say how a run waits, checks and treats infinities, whatever the method; alike on all ranks.
+    """`ExchangeSettings` say how a run waits, checks and treats infinities, whatever the method;
+    alike on all ranks.
 
-    - ``nonfinite``: "error" raises FloatingPointError on all ranks; "skip" makes the gradient NaN on all ranks, so that a
-      GradScaler skips the step;
+    - ``nonfinite``: "error" raises FloatingPointError on all ranks; "skip" makes the gradient NaN
+      on all ranks, so that a GradScaler skips the step;
     - ``timeout_seconds``: for every wait on another rank;
     - ``debug``: before each exchange compare all parameters across ranks, bit for bit.
 
@@ -43,7 +46,8 @@ class ExchangeSettings:
 class ExchangeContext:
     """An exchange is made for these ranks and this device.
 
-    `store` is that of the run, with keys of this exchange's own; None where there is none (in tests).
+    `store` is that of the run, with keys of this exchange's own; None where there is none (in
+    tests).
     """
 
     topology: Topology
@@ -59,7 +63,9 @@ def make_node_exchange(context: ExchangeContext) -> NodeExchange:
     assert groups.node_scatter is not None and groups.node_gather is not None
     if context.device.type == "cpu" and topology.ranks_per_node > 1:
         try:
-            return SharedMemoryNodeExchange(groups.node_gather, timeout_seconds=context.timeout_seconds)
+            return SharedMemoryNodeExchange(
+                groups.node_gather, timeout_seconds=context.timeout_seconds
+            )
         except NodeMemoryUnavailable as error:
             log.warning("%s; gradients are exchanged inside the node by collectives", error)
     return CollectiveNodeExchange(

@@ -1,7 +1,9 @@
-"""A method of exchange is a class: its options, their checks, what they cost and how they are described, in one place.
+"""A method of exchange is a class: its options, their checks, what they cost and how they are
+described, in one place.
 
-Methods that average gradients, bucket by bucket, are `GradientMethod`; those of ranks that train alone are `LocalMethod`
-(`local_method`). Each has a folder in `methods`, which `method_registry` finds by itself.
+Methods that average gradients, bucket by bucket, are `GradientMethod`; those of ranks that train
+alone are `LocalMethod` (`local_method`). Each has a folder in `methods`, which `method_registry`
+finds by itself.
 """
 
 from __future__ import annotations
@@ -45,20 +47,29 @@ class ExchangeMethod(ABC):
         """A few words for people: ``"top-k 1 % between nodes"``."""
 
     def as_mapping(self) -> dict[str, Any]:
-        """Return ``{"method": name, option: value, ...}`` of plain values; `method_registry.read_method` reads it."""
+        """Return ``{"method": name, option: value, ...}`` of plain values;
+        `method_registry.read_method` reads it.
+        """
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {"method": self.name} | {n: list(v) if isinstance(v, tuple) else v for n, v in values.items()}
+        return {"method": self.name} | {
+            n: list(v) if isinstance(v, tuple) else v for n, v in values.items()
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
 class GradientMethod(ExchangeMethod):
-    """A method that gives every rank the mean of all ranks' gradients, exactly or nearly, bucket by bucket."""
+    """A method that gives every rank the mean of all ranks' gradients, exactly or nearly, bucket by
+    bucket.
+    """
 
-    is_exact: ClassVar[bool] = False  # all of a gradient arrives in its step: training is that of whole gradients
+    # all of a gradient arrives in its step: training is that of whole gradients
+    is_exact: ClassVar[bool] = False
     process_bytes: ClassVar[int] = 0  # beside tensors on CPUs, for compiled kernels
-    gives_signs: ClassVar[bool] = False  # in place of the mean: the size of a step is the learning rate's alone
+    # in place of the mean: the size of a step is the learning rate's alone
+    gives_signs: ClassVar[bool] = False
 
-    # ---- the exchange ---------------------------------------------------------------------------------------------
+    # ---- the exchange
+    # ---------------------------------------------------------------------------------------------
 
     @abstractmethod
     def make_exchange(self, context: ExchangeContext) -> BucketExchange:
@@ -66,13 +77,16 @@ class GradientMethod(ExchangeMethod):
 
     @abstractmethod
     def work(self, gradients: BucketGradients, topology: Topology) -> Work:
-        """Return the work of a step in which the method compresses (not of its first, dense ones)."""
+        """Return the work of a step in which the method compresses (not of its first, dense
+        ones).
+        """
 
     def num_stages(self, topology: Topology) -> int:
         """Return how many of the exchange's stages use ``groups.world``."""
         return 1
 
-    # ---- what others ask ------------------------------------------------------------------------------------------
+    # ---- what others ask
+    # ------------------------------------------------------------------------------------------
 
     def is_dense_step(self, step: int) -> bool:
         """Return whether step `step` (from 0) sends everything."""
@@ -83,11 +97,15 @@ class GradientMethod(ExchangeMethod):
         return 1.0
 
     def sums_in_nodes(self, topology: Topology) -> bool:
-        """Return whether gradients are summed inside each node first; the state is then the node's."""
+        """Return whether gradients are summed inside each node first; the state is then the
+        node's.
+        """
         return False
 
     def choices(self, topology: Topology) -> tuple[Self, ...]:
-        """Return the method with everything decided that it leaves open on these ranks; () where it cannot run on them."""
+        """Return the method with everything decided that it leaves open on these ranks; () where it
+        cannot run on them.
+        """
         return (self,)
 
     def on(self, topology: Topology) -> Self:
@@ -96,7 +114,8 @@ class GradientMethod(ExchangeMethod):
 
     @property
     def steps_under_adam(self) -> int | None:
-        """Return the least steps of a training with Adam or its kin that ends where it does with whole gradients.
+        """Return the least steps of a training with Adam or its kin that ends where it does with
+        whole gradients.
 
         None: it was measured to end worse.
         """
@@ -111,12 +130,18 @@ class GradientMethod(ExchangeMethod):
         """Raise ValueError where the options say more than a plan fixes."""
         for field in fields(self):
             if field.name in self.not_in_plans and getattr(self, field.name) != field.default:
-                known = ", ".join(each.name for each in fields(self) if each.name not in self.not_in_plans)
-                raise ValueError(f"{field.name} is not part of a plan; its entries for {self.name} are {known}")
+                known = ", ".join(
+                    each.name for each in fields(self) if each.name not in self.not_in_plans
+                )
+                raise ValueError(
+                    f"{field.name} is not part of a plan; its entries for {self.name} are {known}"
+                )
 
     @property
     def exempt_rules(self) -> tuple[str, ...] | None:
-        """The parameters that are always sent whole, as `exempt.exempt_names` reads it; None where it treats all alike."""
+        """The parameters that are always sent whole, as `exempt.exempt_names` reads it; None where
+        it treats all alike.
+        """
         return None
 
     @property
@@ -126,13 +151,17 @@ class GradientMethod(ExchangeMethod):
 
     @property
     def has_momentum(self) -> bool:
-        """Whether the averaged gradient has momentum in it, so that the optimizer must have none."""
+        """Whether the averaged gradient has momentum in it, so that the optimizer must have
+        none.
+        """
         return False
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompressedMethod(GradientMethod):
-    """``dense_steps``: that many first steps send everything (at least 1: DDP lays its buckets anew after the first)."""
+    """``dense_steps``: that many first steps send everything (at least 1: DDP lays its buckets anew
+    after the first).
+    """
 
     dense_steps: int = 1
 
@@ -148,7 +177,8 @@ class CompressedMethod(GradientMethod):
 
 @dataclass(frozen=True, kw_only=True)
 class FeedbackMethod(CompressedMethod):
-    """``error_feedback``: keep what was not sent for later steps; ``exempt``: parameters that are always sent whole.
+    """``error_feedback``: keep what was not sent for later steps; ``exempt``: parameters that are
+    always sent whole.
 
     These are "norm", "bias", "embedding", or any pattern of parameter names (``"head.*"``).
     """
@@ -160,7 +190,8 @@ class FeedbackMethod(CompressedMethod):
     def check(self) -> None:
         super().check()
         check_flag(self.error_feedback, name="error_feedback")
-        object.__setattr__(self, "exempt", check_texts(self.exempt, name="exempt"))  # YAML gives lists
+        # YAML gives lists
+        object.__setattr__(self, "exempt", check_texts(self.exempt, name="exempt"))
 
     @property
     @override
@@ -180,7 +211,9 @@ class FeedbackMethod(CompressedMethod):
 
 @dataclass(frozen=True, kw_only=True)
 class ByNodes(GradientMethod):
-    """``hierarchical``: sum inside each node first (HiTopKComm, arXiv 2010.10458); None: on several nodes of several ranks."""
+    """``hierarchical``: sum inside each node first (HiTopKComm, arXiv 2010.10458); None: on several
+    nodes of several ranks.
+    """
 
     hierarchical: bool | None = None
 
@@ -197,7 +230,9 @@ class ByNodes(GradientMethod):
 
     @override
     def num_stages(self, topology: Topology) -> int:
-        """Return none by nodes: nothing but exempt parameters then goes through a group of all ranks."""
+        """Return none by nodes: nothing but exempt parameters then goes through a group of all
+        ranks.
+        """
         return 0 if self.sums_in_nodes(topology) else 1
 
     @override

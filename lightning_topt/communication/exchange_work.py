@@ -1,8 +1,10 @@
-"""A method's exchange of one bucket takes passes over memory, collectives, and bytes held: its `Work`, seconds left out.
+"""A method's exchange of one bucket takes passes over memory, collectives, and bytes held: its
+`Work`, seconds left out.
 
-Formulas are in the `work` of each method. Their letters: n gradient elements, s bytes of one; W ranks = m nodes x l; b bytes of
-a message. The bytes are those that the exchange itself moves. Collectives run "world" (among all ranks), "node" (inside each
-node) or "across" (among the ranks with equal position in their nodes, all l groups at once).
+Formulas are in the `work` of each method. Their letters: n gradient elements, s bytes of one; W
+ranks = m nodes x l; b bytes of a message. The bytes are those that the exchange itself moves.
+Collectives run "world" (among all ranks), "node" (inside each node) or "across" (among the ranks
+with equal position in their nodes, all l groups at once).
 """
 
 from __future__ import annotations
@@ -13,21 +15,24 @@ from functools import cached_property
 
 from lightning_topt.communication.bucket import BucketLayout
 
-# In bytes of a copy that takes as long, measured on one core at densities of 0.1 to 5 %: passes over the entries (values, and
-# indices to bits and back), and the cache lines that scattered additions touch.
+# In bytes of a copy that takes as long, measured on one core at densities of 0.1 to 5 %: passes
+# over the entries (values, and indices to bits and back), and the cache lines that scattered
+# additions touch.
 PACK_BYTES_PER_ENTRY, DECODE_BYTES_PER_ENTRY = 50, 100
 EXEMPT_PASSES = 10  # packed, looked through, divided, written back
-ENCODE_CALLS, DECODE_CALLS, MATRIX_CALLS = 16, 10, 8  # kernels for one message, one received message, one matrix
+# kernels for one message, one received message, one matrix
+ENCODE_CALLS, DECODE_CALLS, MATRIX_CALLS = 16, 10, 8
 
 
 @dataclass(frozen=True)
 class Work:
     """`Work` is what exchanging the gradients of one bucket takes on each rank.
 
-    `moved` bytes are read and written by `calls` kernels that do `flops`. `collectives` run one after another: (where, op,
-    bytes of the whole tensor), where is "world", "node" or "across"; the all-reduce of `exempt_bytes` over all ranks runs
-    beside the first. `kept_bytes` stay between steps, `buffer_bytes` while the exchange is in flight. Of what goes by datagrams
-    (the op "bounded_loss") the share `tolerance` may be lost.
+    `moved` bytes are read and written by `calls` kernels that do `flops`. `collectives` run one
+    after another: (where, op, bytes of the whole tensor), where is "world", "node" or "across"; the
+    all-reduce of `exempt_bytes` over all ranks runs beside the first. `kept_bytes` stay between
+    steps, `buffer_bytes` while the exchange is in flight. Of what goes by datagrams (the op
+    "bounded_loss") the share `tolerance` may be lost.
     """
 
     moved: float
@@ -76,4 +81,8 @@ class BucketGradients:
         return self._sum(self.sizes, exempt=True)
 
     def _sum(self, values: Sequence[int], *, exempt: bool) -> int:
-        return sum(value for value, is_exempt in zip(values, self.layout.exempt, strict=True) if is_exempt == exempt)
+        return sum(
+            value
+            for value, is_exempt in zip(values, self.layout.exempt, strict=True)
+            if is_exempt == exempt
+        )

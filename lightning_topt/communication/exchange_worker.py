@@ -1,9 +1,10 @@
 """One thread that carries all buckets of an exchange, in order and overlapped.
 
-A bucket's exchange is a generator that yields what it waits for (`bucket.Stages`). While one bucket waits for the network the
-thread starts the next. All ranks must issue the works of one process group in the same order whatever the timing, so each
-stage has its own group and a bucket enters a stage only after the bucket before it has. No collective runs in a callback
-(on gloo those abort the process) and no thread is started per bucket.
+A bucket's exchange is a generator that yields what it waits for (`bucket.Stages`). While one bucket
+waits for the network the thread starts the next. All ranks must issue the works of one process
+group in the same order whatever the timing, so each stage has its own group and a bucket enters a
+stage only after the bucket before it has. No collective runs in a callback (on gloo those abort the
+process) and no thread is started per bucket.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ class _Task:
 class ExchangeWorker:
     """Runs `Stages` one after the other in one daemon thread, which starts with the first.
 
-    A generator that raises FloatingPointError fails alone; after any other error, or a wait longer than `timeout_seconds`,
-    the worker is over: `error` says why, and every future and every later call raises it.
+    A generator that raises FloatingPointError fails alone; after any other error, or a wait longer
+    than `timeout_seconds`, the worker is over: `error` says why, and every future and every later
+    call raises it.
     """
 
     def __init__(self, *, streams: Streams, monitor: PeerMonitor, timeout_seconds: float) -> None:
@@ -61,7 +63,9 @@ class ExchangeWorker:
             if self.error:
                 raise self.error
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="gradient-exchange", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._run, name="gradient-exchange", daemon=True
+                )
                 self._thread.start()
             if not self._in_flight:
                 self._busy_since = perf_counter()
@@ -81,7 +85,8 @@ class ExchangeWorker:
         thread, self._thread = self._thread, None
         if thread is not None:
             self._queue.put(None)
-            if thread is not threading.current_thread():  # where the last reference is dropped there
+            # where the last reference is dropped there
+            if thread is not threading.current_thread():
                 thread.join(timeout=5)
 
     def _run(self) -> None:

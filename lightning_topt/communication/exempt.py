@@ -12,9 +12,11 @@ def exempt_names(module: nn.Module, rules: Sequence[str]) -> frozenset[str]:
     """Return the names of the parameters of `module` that `rules` exempt.
 
     - "bias": parameters of fewer than two dims whose own name contains "bias";
-    - "norm": all other parameters of fewer than two dims (the scales of norms), and all of modules called ...Norm...;
+    - "norm": all other parameters of fewer than two dims (the scales of norms), and all of modules
+      called ...Norm...;
     - "embedding": the tables of ``nn.Embedding`` and ``nn.EmbeddingBag``;
-    - anything else: a pattern of full names (``"head.*"``; * ? [] as in file names). Raises ValueError where none matches.
+    - anything else: a pattern of full names (``"head.*"``; * ? [] as in file names). Raises
+      ValueError where none matches.
     """
     parameters = dict(module.named_parameters())
     owners = {
@@ -35,7 +37,8 @@ def exempt_names(module: nn.Module, rules: Sequence[str]) -> frozenset[str]:
             found = {n for n in parameters if fnmatchcase(n, rule)}
             if not found:
                 raise ValueError(
-                    f"exempt={rule!r} matches no parameter; names look like {', '.join(list(parameters)[:3])}"
+                    f"exempt={rule!r} matches no parameter; names look like "
+                    f"{', '.join(list(parameters)[:3])}"
                 )
         exempt |= found
     return frozenset(exempt)

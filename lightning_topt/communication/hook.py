@@ -1,4 +1,6 @@
-"""The DDP communication hook: gradients of `DistributedDataParallel` averaged by an exchange of one's choice."""
+"""The DDP communication hook: gradients of `DistributedDataParallel` averaged by an exchange of
+one's choice.
+"""
 
 # No `from __future__ import annotations`: DDP compares the annotations of a hook with classes.
 import itertools
@@ -13,7 +15,13 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_topt.communication.agreement import check_equal_options
-from lightning_topt.communication.checkpoint import Slices, cut_state, gather_state, joined_state, own_state
+from lightning_topt.communication.checkpoint import (
+    Slices,
+    cut_state,
+    gather_state,
+    joined_state,
+    own_state,
+)
 from lightning_topt.communication.exchange_context import ExchangeSettings
 from lightning_topt.communication.exchange_method import GradientMethod
 from lightning_topt.communication.module_exchange import ModuleExchange
@@ -30,10 +38,11 @@ _made = itertools.count()  # exchanges are made in the same order on all ranks
 class ExchangeStatistics:
     """Since the last reset; bytes and seconds are sums over `steps` exchanged steps.
 
-    `bytes_sent` is payload that left this node for others (with one node: this rank), `dense_bytes` the same for DDP's own
-    ring all-reduce; `exposed_seconds` is the wait at the end of backward passes, `exchange_seconds` the time with a bucket in
-    flight; `residual_norm` (L2, of this rank, now) is in units of the unscaled gradient; `density` is that of the next step;
-    `details` are more of some methods (`BucketExchange.telemetry`).
+    `bytes_sent` is payload that left this node for others (with one node: this rank), `dense_bytes`
+    the same for DDP's own ring all-reduce; `exposed_seconds` is the wait at the end of backward
+    passes, `exchange_seconds` the time with a bucket in flight; `residual_norm` (L2, of this rank,
+    now) is in units of the unscaled gradient; `density` is that of the next step; `details` are
+    more of some methods (`BucketExchange.telemetry`).
     """
 
     steps: int
@@ -47,13 +56,15 @@ class ExchangeStatistics:
 
 
 class CompressedExchange:
-    """Exchanges the gradients of one DistributedDataParallel module by `method`; made alike on all ranks.
+    """Exchanges the gradients of one DistributedDataParallel module by `method`; made alike on all
+    ranks.
 
-    `topology` comes from the environment if None; `nonfinite`, `timeout_seconds` and `debug` are as in `ExchangeSettings`.
-    Where it is one of several parts of the run, `slices` says of which parameters these have slices; the state that is saved is
-    of whole parameters. `merge` is for parts that have different parameters: a collective call that gives rank 0 the states of
-    all. Set `loss_scale` to the
-    GradScaler's scale before each backward pass. Raises ValueError for a world size that is not nodes x ranks per node.
+    `topology` comes from the environment if None; `nonfinite`, `timeout_seconds` and `debug` are as
+    in `ExchangeSettings`. Where it is one of several parts of the run, `slices` says of which
+    parameters these have slices; the state that is saved is of whole parameters. `merge` is for
+    parts that have different parameters: a collective call that gives rank 0 the states of all. Set
+    `loss_scale` to the GradScaler's scale before each backward pass. Raises ValueError for a world
+    size that is not nodes x ranks per node.
     """
 
     def __init__(
@@ -86,16 +97,20 @@ class CompressedExchange:
     def register(self, ddp: DistributedDataParallel) -> None:
         """Collective call: take over the gradients of `ddp`, once, before its first backward pass.
 
-        Raises TypeError for another wrapper, ValueError where ranks differ in their options or topology.
+        Raises TypeError for another wrapper, ValueError where ranks differ in their options or
+        topology.
         """
         if not isinstance(ddp, DistributedDataParallel):
             raise TypeError(
                 f"gradients of a {type(ddp).__name__} cannot be exchanged compressed: this needs "
-                "torch.nn.parallel.DistributedDataParallel (FSDP shards its gradients by reduce-scatter and has no such hook); "
+                "torch.nn.parallel.DistributedDataParallel (FSDP shards its gradients by "
+                "reduce-scatter and has no such hook); "
                 "wrap the module in DistributedDataParallel"
             )
         if self._module is not None:
-            raise ValueError("this exchange is registered already: make one per DistributedDataParallel module")
+            raise ValueError(
+                "this exchange is registered already: make one per DistributedDataParallel module"
+            )
         check_equal_options(self.method, self.settings, topology=self.topology)
         self._module = ModuleExchange(
             ddp.module,
@@ -113,7 +128,9 @@ class CompressedExchange:
             self.load_state_dict(self._loaded)
 
     def take_over(self, module: nn.Module, *, ignored: Collection[str] = ()) -> None:
-        """Collective call: be ready to `average` the gradients of `module`, which no DDP wraps, but for those `ignored`."""
+        """Collective call: be ready to `average` the gradients of `module`, which no DDP wraps, but
+        for those `ignored`.
+        """
         check_equal_options(self.method, self.settings, topology=self.topology)
         self._module = ModuleExchange(
             module,
@@ -136,7 +153,9 @@ class CompressedExchange:
 
     @property
     def error(self) -> Exception | None:
-        """Why the exchange ended (`PeerLostError`, ...), None while it works; `backward` raises it."""
+        """Why the exchange ended (`PeerLostError`, ...), None while it works; `backward` raises
+        it.
+        """
         return self._module.worker.error if self._module else None
 
     @property
@@ -145,11 +164,15 @@ class CompressedExchange:
         return self._needed().worker.monitor
 
     def step_skipped(self) -> None:
-        """Put back into the residual what was sent: the last step's gradients were thrown away (by a GradScaler)."""
+        """Put back into the residual what was sent: the last step's gradients were thrown away (by
+        a GradScaler).
+        """
         self._needed().put_back()
 
     def check_parameters(self) -> None:
-        """Collective call: raise RuntimeError naming the first parameter that differs between ranks."""
+        """Collective call: raise RuntimeError naming the first parameter that differs between
+        ranks.
+        """
         self._needed().check_parameters()
 
     def statistics(self, *, reset: bool = True) -> ExchangeStatistics:
@@ -179,22 +202,26 @@ class CompressedExchange:
     def state_dict(self) -> dict[str, Any]:
         """Collective call: the state of all ranks, whole on rank 0 (elsewhere `ranks` is empty).
 
-        `ranks` has one entry per rank, per node where hierarchical: kind ("residual", ...) -> parameter name -> tensor.
+        `ranks` has one entry per rank, per node where hierarchical: kind ("residual", ...) ->
+        parameter name -> tensor.
         """
         module = self._needed()
         module.finish_step()
         own = joined_state(module.exchange.state_dict(), self.slices)
         first = self._merge is not None or not self.topology.part  # all parts have the same
-        ranks = gather_state(own, senders=self._holders(), group=module.groups.state) if first else []
+        ranks = (
+            gather_state(own, senders=self._holders(), group=module.groups.state) if first else []
+        )
         if self._merge is not None:
             ranks = self._merge(ranks)
         return {"step": module.step, "method": self.method.name, "ranks": ranks}
 
     def own_state_dict(self) -> dict[str, Any]:
-        """Return this rank's part of `state_dict`: its entry of `ranks` as `state`, and which of the `holders` entries that is.
+        """Return this rank's part of `state_dict`: its entry of `ranks` as `state`, and which of
+        the `holders` entries that is.
 
-        `position` is None, and `state` empty, where another rank of the node, or of another part, has it. Collective
-        where there are slices.
+        `position` is None, and `state` empty, where another rank of the node, or of another part,
+        has it. Collective where there are slices.
         """
         module, holders = self._needed(), self._holders()
         module.finish_step()
@@ -211,7 +238,8 @@ class CompressedExchange:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what rank 0 saved, given to all ranks; on another number of ranks each gets the mean of the residuals.
+        """Take over what rank 0 saved, given to all ranks; on another number of ranks each gets the
+        mean of the residuals.
 
         Raises ValueError for the state of another method or model.
         """
@@ -220,14 +248,19 @@ class CompressedExchange:
             return
         if state["method"] != self.method.name:
             raise ValueError(
-                f"the saved exchange state is of method={state['method']!r}, this exchange has {self.method.name!r}"
+                f"the saved exchange state is of method={state['method']!r}, this exchange has "
+                f"{self.method.name!r}"
             )
         holders, rank = self._holders(), self.topology.rank
         position = self.topology.node if len(holders) < self.topology.world_size else rank
         numels = {name: parameter.numel() for name, parameter in self._module.parameters.items()}
         if self.slices is not None:
             numels = {name: self.slices.numel(name, own) for name, own in numels.items()}
-        ranks = state["ranks"] if self._merge is None else [_known(each, numels) for each in state["ranks"]]
+        ranks = (
+            state["ranks"]
+            if self._merge is None
+            else [_known(each, numels) for each in state["ranks"]]
+        )
         whole = own_state(ranks, position=position, holders=len(holders), numels=numels)
         own = cut_state(whole, self.slices)
         self._module.finish_step()
@@ -244,7 +277,9 @@ class CompressedExchange:
     def _holders(self) -> list[int]:
         """One rank for each separate state."""
         apart = self.method.sums_in_nodes(self.topology)
-        return list(range(0, self.topology.world_size, self.topology.ranks_per_node if apart else 1))
+        return list(
+            range(0, self.topology.world_size, self.topology.ranks_per_node if apart else 1)
+        )
 
     def _needed(self) -> ModuleExchange:
         if self._module is None:
@@ -252,7 +287,9 @@ class CompressedExchange:
         return self._module
 
 
-def _known(state: Mapping[str, Mapping[str, Tensor]], numels: Mapping[str, int]) -> dict[str, dict[str, Tensor]]:
+def _known(
+    state: Mapping[str, Mapping[str, Tensor]], numels: Mapping[str, int]
+) -> dict[str, dict[str, Tensor]]:
     """Return the part of a state that is of these parameters."""
     return {kind: {name: of[name] for name in of if name in numels} for kind, of in state.items()}
 

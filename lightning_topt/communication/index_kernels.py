@@ -1,4 +1,6 @@
-"""Indices of a message (`wire`) on a CPU, compiled by Numba: one pass over them, nothing unpacked into bytes on the way."""
+"""Indices of a message (`wire`) on a CPU, compiled by Numba: one pass over them, nothing unpacked
+into bytes on the way.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ def _kernel(function: Any) -> Any:
 
 @_kernel
 def pack_indices(indices: Any, low_bits: int, lows: Any, words: Any) -> None:
-    """Write ascending `indices` (k,) into the bytes `lows` and the upper bits `words` (uint32), both zeros before."""
+    """Write ascending `indices` (k,) into the bytes `lows` and the upper bits `words` (uint32),
+    both zeros before.
+    """
     for j in range(indices.shape[0]):
         index = indices[j]
         if low_bits == 4:
@@ -32,7 +36,9 @@ def pack_indices(indices: Any, low_bits: int, lows: Any, words: Any) -> None:
 
 @_kernel
 def unpack_indices(lows: Any, words: Any, low_bits: int, indices: Any) -> int:
-    """Write the first k indices of a message into `indices` (k,); return how many there are, at most k."""
+    """Write the first k indices of a message into `indices` (k,); return how many there are, at
+    most k.
+    """
     word: int
     count, k = 0, indices.shape[0]
     for number in range(words.shape[0]):

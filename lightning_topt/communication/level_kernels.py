@@ -1,7 +1,8 @@
-"""`levels` on a CPU, compiled by Numba: a pass over each group in the first-level cache, where torch takes fifteen over all.
+"""`levels` on a CPU, compiled by Numba: a pass over each group in the first-level cache, where
+torch takes fifteen over all.
 
-`levels` (groups * levels each,) float32 and `level_bits`, the same memory as int32, hold numbers of bfloat16. `codes` are
-bytes.
+`levels` (groups * levels each,) float32 and `level_bits`, the same memory as int32, hold numbers of
+bfloat16. `codes` are bytes.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ def _round_level(level_bits: Any, place: int) -> None:
 
 @_kernel
 def _pack_group(unpacked: Any, count: int, bits: int, codes: Any, first: int) -> None:
-    """Codes of one group to bytes from `first`, the first in the lowest bits; those beyond `count` are zeros."""
+    """Codes of one group to bytes from `first`, the first in the lowest bits; those beyond `count`
+    are zeros.
+    """
     each = 8 // bits
     for place in range((count + each - 1) // each):
         byte = np.uint8(0)
@@ -38,7 +41,14 @@ def _pack_group(unpacked: Any, count: int, bits: int, codes: Any, first: int) ->
 
 @_kernel
 def _encode_steps(
-    values: Any, start: int, stop: int, half: Any, levels: Any, level_bits: Any, group: int, out: Any
+    values: Any,
+    start: int,
+    stop: int,
+    half: Any,
+    levels: Any,
+    level_bits: Any,
+    group: int,
+    out: Any,
 ) -> None:
     """Signed steps of the largest magnitude / half."""
     largest = np.float32(0)
@@ -53,7 +63,9 @@ def _encode_steps(
 
 
 @_kernel
-def _encode_signs(values: Any, start: int, stop: int, levels: Any, level_bits: Any, group: int, out: Any) -> None:
+def _encode_signs(
+    values: Any, start: int, stop: int, levels: Any, level_bits: Any, group: int, out: Any
+) -> None:
     """The sign; the level is the mean magnitude."""
     total = np.float32(0)
     for i in range(start, stop):
@@ -65,8 +77,12 @@ def _encode_signs(values: Any, start: int, stop: int, levels: Any, level_bits: A
 
 
 @_kernel
-def _encode_halves(values: Any, start: int, stop: int, levels: Any, level_bits: Any, group: int, out: Any) -> None:
-    """The sign and whether the magnitude is above the mean; levels are the means of those below and above."""
+def _encode_halves(
+    values: Any, start: int, stop: int, levels: Any, level_bits: Any, group: int, out: Any
+) -> None:
+    """The sign and whether the magnitude is above the mean; levels are the means of those below and
+    above.
+    """
     total, count = np.float32(0), np.float32(stop - start)
     for i in range(start, stop):
         total += abs(values[i])
@@ -85,9 +101,15 @@ def _encode_halves(values: Any, start: int, stop: int, levels: Any, level_bits: 
 
 
 @_kernel
-def encode_groups(values: Any, bits: int, size: int, levels: Any, level_bits: Any, codes: Any) -> None:
+def encode_groups(
+    values: Any, bits: int, size: int, levels: Any, level_bits: Any, codes: Any
+) -> None:
     """Write the levels and codes of `values` (n,) in groups of `size`, a multiple of 8."""
-    numel, unpacked, half = values.shape[0], np.zeros(size, np.uint8), np.float32((1 << (bits - 1)) - 1)
+    numel, unpacked, half = (
+        values.shape[0],
+        np.zeros(size, np.uint8),
+        np.float32((1 << (bits - 1)) - 1),
+    )
     for group in range((numel + size - 1) // size):
         start = group * size
         stop = min(start + size, numel)

@@ -1,4 +1,6 @@
-"""The message of a selection whose values travel in few bits: indices as in `wire`, then levels and codes as in `levels`."""
+"""The message of a selection whose values travel in few bits: indices as in `wire`, then levels and
+codes as in `levels`.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,11 @@ HALF_BITS = 16  # bfloat16, without levels
 
 @dataclass(frozen=True)
 class LevelMessage:
-    """A `LevelMessage` is of some of `numel` elements in `bits` each: 1, 2, 4, 8 in groups of `group` values, or 16.
+    """A `LevelMessage` is of some of `numel` elements in `bits` each: 1, 2, 4, 8 in groups of
+    `group` values, or 16.
 
-    `segments` are numbers of values, one after the other (of a parameter each): groups begin anew in each, so that rounding
-    does not depend on what else is in the message.
+    `segments` are numbers of values, one after the other (of a parameter each): groups begin anew
+    in each, so that rounding does not depend on what else is in the message.
     """
 
     numel: int
@@ -49,7 +52,9 @@ class LevelMessage:
             values.append(values[-1] + form.numel)
             nbytes.append(nbytes[-1] + form.nbytes)
         ranges = zip(pairwise(values), pairwise(nbytes), forms, strict=True)
-        return tuple((slice(*of_values), slice(*of_bytes), form) for of_values, of_bytes, form in ranges)
+        return tuple(
+            (slice(*of_values), slice(*of_bytes), form) for of_values, of_bytes, form in ranges
+        )
 
     @property
     def nbytes(self) -> int:
@@ -63,7 +68,9 @@ class LevelMessage:
         return torch.cat([form.round(values[of_values]) for of_values, _, form in self.parts])
 
     def pack(self, values: Tensor, indices: Tensor, *, out: Tensor) -> None:
-        """Write `values` (k,), rounded by this, at ascending `indices` (k,) into `out`, uint8, at least (nbytes,)."""
+        """Write `values` (k,), rounded by this, at ascending `indices` (k,) into `out`, uint8, at
+        least (nbytes,).
+        """
         self.form.pack(values, indices, out=out)
         for of_values, of_bytes, form in self.parts:
             form.encode(values[of_values], out=out[of_bytes])
@@ -75,7 +82,11 @@ class LevelMessage:
     def unpack(self, message: Tensor) -> Unpacked:
         """Read a message, uint8, at least (nbytes,), 4-byte aligned."""
         found = self.form.unpack(message)
-        return Unpacked(True, self.values(message), found.indices) if self.parts and found.finite else found
+        return (
+            Unpacked(True, self.values(message), found.indices)
+            if self.parts and found.finite
+            else found
+        )
 
     def values(self, message: Tensor) -> Tensor:
         """Read the values (k,) of a message, as float32."""
@@ -85,8 +96,15 @@ class LevelMessage:
 
 
 def message_of_share(
-    numel: int, *, compressible: float, density: float, value_dtype: torch.dtype, bits: int | None = None
+    numel: int,
+    *,
+    compressible: float,
+    density: float,
+    value_dtype: torch.dtype,
+    bits: int | None = None,
 ) -> MessageFormat | LevelMessage:
-    """Return the message about `numel` elements that has the share `density` of the `compressible` ones, in `bits` each."""
+    """Return the message about `numel` elements that has the share `density` of the `compressible`
+    ones, in `bits` each.
+    """
     k = max(1, round(density * compressible)) if compressible else 0
     return MessageFormat(numel, k, value_dtype) if bits is None else LevelMessage(numel, (k,), bits)

@@ -4,7 +4,8 @@
     2 bits   the sign, and whether the magnitude is above the group's mean; levels: the mean of those below and of those above
     4, 8     -7 .. 7, -127 .. 127 in steps of the largest magnitude / 7 (/ 127)
 
-What rounding takes away is for the caller's residual. Compiled on a CPU (`level_kernels`), plain torch elsewhere.
+What rounding takes away is for the caller's residual. Compiled on a CPU (`level_kernels`), plain
+torch elsewhere.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ BITS = (1, 2, 4, 8)
 
 @dataclass(frozen=True)
 class LevelFormat:
-    """A `LevelFormat` says how many bytes `numel` values take at `bits` each, in groups of `group`, a multiple of 8."""
+    """A `LevelFormat` says how many bytes `numel` values take at `bits` each, in groups of `group`,
+    a multiple of 8.
+    """
 
     numel: int
     bits: int
@@ -50,7 +53,9 @@ class LevelFormat:
         return self.level_bytes + -(-self.numel * self.bits // 32) * 4
 
     def encode(self, values: Tensor, *, out: Tensor) -> None:
-        """Write `values` (numel,), float32 and finite, into `out` (nbytes,), uint8, 4-byte aligned."""
+        """Write `values` (numel,), float32 and finite, into `out` (nbytes,), uint8, 4-byte
+        aligned.
+        """
         assert self.group % 8 == 0
         out.zero_()
         if out.device.type == "cpu":
@@ -58,12 +63,16 @@ class LevelFormat:
             codes = out[self.level_bytes : self.nbytes].numpy()
             flat = values.contiguous().numpy()
             encode_groups(flat, self.bits, self.group, levels, levels.view(np.int32), codes)
-            out[: self.level_bytes].view(torch.bfloat16)[: levels.size].copy_(torch.from_numpy(levels))
+            out[: self.level_bytes].view(torch.bfloat16)[: levels.size].copy_(
+                torch.from_numpy(levels)
+            )
         else:
             self._encode_torch(values, out)
 
     def _encode_torch(self, values: Tensor, out: Tensor) -> None:
-        rows = torch.nn.functional.pad(values, (0, self.groups * self.group - self.numel)).view(-1, self.group)
+        rows = torch.nn.functional.pad(values, (0, self.groups * self.group - self.numel)).view(
+            -1, self.group
+        )
         levels, codes = self._levels_and_codes(rows)
         out[: self.level_bytes].view(torch.bfloat16)[: levels.numel()].copy_(levels.view(-1))
         packed = _pack(codes.view(-1)[: self.numel], self.bits)
@@ -74,7 +83,10 @@ class LevelFormat:
         count = self.groups * self.levels_each
         levels = message[: self.level_bytes].view(torch.bfloat16)[:count].float()
         if message.device.type == "cpu":
-            result, packed = torch.empty(self.numel), message[self.level_bytes : self.nbytes].numpy()
+            result, packed = (
+                torch.empty(self.numel),
+                message[self.level_bytes : self.nbytes].numpy(),
+            )
             decode_groups(levels.numpy(), packed, self.bits, self.group, result.numpy())
             return result
         return self._decode_torch(levels.view(self.groups, -1), message)
@@ -96,7 +108,9 @@ class LevelFormat:
         return self.decode(message)
 
     def _levels_and_codes(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Levels (groups, levels each), bfloat16, and codes (groups, group), uint8, of values in rows; the last is padded."""
+        """Levels (groups, levels each), bfloat16, and codes (groups, group), uint8, of values in
+        rows; the last is padded.
+        """
         sizes = torch.full((rows.shape[0], 1), self.group, dtype=torch.float32, device=rows.device)
         sizes[-1] = self.numel - (self.groups - 1) * self.group
         magnitudes = rows.abs()

@@ -1,4 +1,6 @@
-"""Methods of ranks that train alone and come together every so many steps: what `OuterSteps` asks of one."""
+"""Methods of ranks that train alone and come together every so many steps: what `OuterSteps` asks
+of one.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,13 @@ from lightning_topt.communication.topology import Topology
 
 @dataclass(frozen=True, kw_only=True)
 class LocalMethod(ExchangeMethod):
-    """A method whose ranks make ``every`` steps of their own optimizers, then one step of the outer one together.
+    """A method whose ranks make ``every`` steps of their own optimizers, then one step of the outer
+    one together.
 
-    The outer optimizer is SGD with Nesterov momentum: ``outer_learning_rate``, ``outer_momentum``. With ``hierarchical`` the
-    ranks of a node train one replica together: their gradients are averaged in every step, and outer steps are between nodes;
-    None: where there are several nodes of several ranks.
+    The outer optimizer is SGD with Nesterov momentum: ``outer_learning_rate``, ``outer_momentum``.
+    With ``hierarchical`` the ranks of a node train one replica together: their gradients are
+    averaged in every step, and outer steps are between nodes; None: where there are several nodes
+    of several ranks.
     """
 
     every: int = 50
@@ -42,8 +46,12 @@ class LocalMethod(ExchangeMethod):
             raise ValueError(f"outer_momentum is at least 0 and below 1; got {self.outer_momentum}")
 
     @abstractmethod
-    def make_mean(self, numel: int, *, device: torch.device, group: dist.ProcessGroup | None) -> MeanOverRanks:
-        """Return what takes the mean over `group` of vectors (numel,): of how far each rank went."""
+    def make_mean(
+        self, numel: int, *, device: torch.device, group: dist.ProcessGroup | None
+    ) -> MeanOverRanks:
+        """Return what takes the mean over `group` of vectors (numel,): of how far each rank
+        went.
+        """
 
     def joins_nodes(self, topology: Topology) -> bool:
         """Return whether the ranks of each node train one replica together."""

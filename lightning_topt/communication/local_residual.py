@@ -1,4 +1,6 @@
-"""The residual of methods where every rank keeps its own, of whole gradients: flat per bucket, found by parameter name."""
+"""The residual of methods where every rank keeps its own, of whole gradients: flat per bucket,
+found by parameter name.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,9 @@ from lightning_topt.communication.bucket import Bucket, BucketLayout
 class LocalResidual:
     """One float32 value per gradient element, not scaled by the loss.
 
-    Kept flat in the layout of the buckets. When DDP lays its buckets anew, a bucket takes its parameters' values along by name;
-    each parameter is in one bucket at a time, so other buckets may be in flight meanwhile.
+    Kept flat in the layout of the buckets. When DDP lays its buckets anew, a bucket takes its
+    parameters' values along by name; each parameter is in one bucket at a time, so other buckets
+    may be in flight meanwhile.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -47,4 +50,6 @@ class LocalResidual:
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Take over `state`; parameters that it lacks start at zero."""
         self._flat.clear()
-        self._by_name = {name: value.to(self.device, torch.float32, copy=True) for name, value in state.items()}
+        self._by_name = {
+            name: value.to(self.device, torch.float32, copy=True) for name, value in state.items()
+        }

@@ -33,11 +33,14 @@ def method_classes() -> Mapping[str, type[ExchangeMethod]]:
 @cache
 def gradient_methods() -> tuple[str, ...]:
     """Return the names of those that average gradients."""
-    return tuple(name for name, kind in method_classes().items() if issubclass(kind, GradientMethod))
+    return tuple(
+        name for name, kind in method_classes().items() if issubclass(kind, GradientMethod)
+    )
 
 
 def read_method(given: ExchangeMethod | str | Mapping[str, Any]) -> ExchangeMethod:
-    """Return a method from itself, its name, or ``{"method": name, option: value, ...}``; without a name it is top-k.
+    """Return a method from itself, its name, or ``{"method": name, option: value, ...}``; without a
+    name it is top-k.
 
     Raises ValueError for a name or an option that there is not, and for options out of range.
     """
@@ -45,26 +48,33 @@ def read_method(given: ExchangeMethod | str | Mapping[str, Any]) -> ExchangeMeth
         return given
     if not isinstance(given, str | Mapping):
         raise ValueError(
-            "a method of exchange is a name, a mapping such as {method: topk, density: 0.01}, or an object such as "
+            "a method of exchange is a name, a mapping such as {method: topk, density: 0.01}, or "
+            "an object such as "
             f"TopK(density=0.01); got {reprlib.repr(given)}"
         )
     options = {"method": given} if isinstance(given, str) else dict(given)
-    name = check_choice(options.pop("method", DEFAULT_METHOD), name="method", allowed=method_classes())
+    name = check_choice(
+        options.pop("method", DEFAULT_METHOD), name="method", allowed=method_classes()
+    )
     kind = method_classes()[name]
     known = [field.name for field in fields(kind)]
     if unknown := [option for option in options if option not in known]:
         raise ValueError(
-            f"method {name!r} has no option {reprlib.repr(unknown[0])}; its options are {', '.join(known) or 'none'}"
+            f"method {name!r} has no option {reprlib.repr(unknown[0])}; its options are "
+            f"{', '.join(known) or 'none'}"
         )
     return kind(**options)
 
 
 def read_gradient_method(given: ExchangeMethod | str | Mapping[str, Any]) -> GradientMethod:
-    """Return what `read_method` gives where it averages gradients. Raises ValueError where it does not."""
+    """Return what `read_method` gives where it averages gradients. Raises ValueError where it does
+    not.
+    """
     method = read_method(given)
     if not isinstance(method, GradientMethod):
         raise ValueError(
-            f"{type(method).__name__} averages parameters that ranks train alone, not gradients: give it to "
+            f"{type(method).__name__} averages parameters that ranks train alone, not gradients: "
+            "give it to "
             f"LocalStepsStrategy, or choose one of {', '.join(gradient_methods())}"
         )
     return method

@@ -14,7 +14,13 @@ from torch.autograd import Variable
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from lightning_topt.communication.agreement import check_equal_parameters
-from lightning_topt.communication.bucket import Bucket, BucketExchange, BucketLayout, NonFiniteGradient, Stages
+from lightning_topt.communication.bucket import (
+    Bucket,
+    BucketExchange,
+    BucketLayout,
+    NonFiniteGradient,
+    Stages,
+)
 from lightning_topt.communication.exchange_context import ExchangeContext, ExchangeSettings
 from lightning_topt.communication.exchange_method import GradientMethod
 from lightning_topt.communication.exchange_worker import ExchangeWorker
@@ -42,9 +48,11 @@ class _Step:
 
 
 class ModuleExchange:
-    """Exchanges the gradients of one module. Making one is a collective call; `name` is unused so far and alike on all ranks.
+    """Exchanges the gradients of one module. Making one is a collective call; `name` is unused so
+    far and alike on all ranks.
 
-    Parameters named in `ignored` are somebody else's; those in `exempt` are sent whole by methods that exempt any.
+    Parameters named in `ignored` are somebody else's; those in `exempt` are sent whole by methods
+    that exempt any.
 
     Methods are called from the training (autograd) thread, except where they say otherwise.
     """
@@ -75,13 +83,20 @@ class ModuleExchange:
             timeout_seconds=timeout_seconds,
         )
         self.exchange = method.make_exchange(
-            ExchangeContext(topology, self.groups, device, timeout_seconds, PrefixStore("exchange", self.store))
+            ExchangeContext(
+                topology, self.groups, device, timeout_seconds, PrefixStore("exchange", self.store)
+            )
         )
         self.streams = make_streams(device)
         members = topology.members
-        monitor = PeerMonitor(self.store, rank=members[topology.rank], world_size=topology.world_size, members=members)
-        self.worker = ExchangeWorker(streams=self.streams, monitor=monitor, timeout_seconds=timeout_seconds)
-        # Also when the module is dropped and at exit: a thread inside torch while the interpreter ends can abort the process.
+        monitor = PeerMonitor(
+            self.store, rank=members[topology.rank], world_size=topology.world_size, members=members
+        )
+        self.worker = ExchangeWorker(
+            streams=self.streams, monitor=monitor, timeout_seconds=timeout_seconds
+        )
+        # Also when the module is dropped and at exit: a thread inside torch while the interpreter
+        # ends can abort the process.
         self._finalizer = weakref.finalize(self, _close, self.worker, self.exchange)
         self.exchange.warm_up()
         self.layouts: dict[int, tuple[list[int], BucketLayout]] = {}
@@ -89,15 +104,27 @@ class ModuleExchange:
         self.current: _Step | None = None
         self.dense_bytes = 0
         self.exposed = 0.0
-        self.waits: list[tuple[Any, Any]] = []  # marks: a backward pass ends, its gradients are there
+        # marks: a backward pass ends, its gradients are there
+        self.waits: list[tuple[Any, Any]] = []
 
-    def submit(self, given: GradBucket | OwnBucket, *, loss_scale: float) -> torch.futures.Future[Tensor]:
-        """Start the exchange of one bucket; the future of its buffer. Raises what ended the exchange."""
+    def submit(
+        self, given: GradBucket | OwnBucket, *, loss_scale: float
+    ) -> torch.futures.Future[Tensor]:
+        """Start the exchange of one bucket; the future of its buffer. Raises what ended the
+        exchange.
+        """
         if given.index() == 0:
             self._begin_step()
         assert self.current is not None
         step = self.current
-        bucket = Bucket(given.index(), given.buffer(), self._layout(given), given.is_last(), self.step, loss_scale)
+        bucket = Bucket(
+            given.index(),
+            given.buffer(),
+            self._layout(given),
+            given.is_last(),
+            self.step,
+            loss_scale,
+        )
         if not self.exchange.prepare(bucket):
             self.worker.drain()
             self.exchange.relayout()
@@ -118,7 +145,8 @@ class ModuleExchange:
         self.current = _Step()
 
     def finish_step(self) -> None:
-        """Wait until the buckets of this step are back; runs at the end of the backward pass, before DDP's own end.
+        """Wait until the buckets of this step are back; runs at the end of the backward pass,
+        before DDP's own end.
 
         Raises here because a future could only hand torch the text of an error.
         """
@@ -135,12 +163,15 @@ class ModuleExchange:
             self.exposed_seconds(reset=False)
         for future in step.futures:
             future.wait()
-        step.futures.clear()  # they have DDP's buckets, of which it makes others after the first step
+        # they have DDP's buckets, of which it makes others after the first step
+        step.futures.clear()
         if not step.finite:
             self.exchange.put_back()
 
     def _guarded(self, bucket: Bucket, step: _Step) -> Stages:
-        """The stages of `bucket`, with what `settings.nonfinite` asks for; in the worker's thread."""
+        """The stages of `bucket`, with what `settings.nonfinite` asks for; in the worker's
+        thread.
+        """
         try:
             return (yield from self.exchange.stages(bucket))
         except NonFiniteGradient as error:
@@ -158,7 +189,8 @@ class ModuleExchange:
             ranks = [self.topology.members[position] for position in positions]
             names = bucket.layout.names
             raise FloatingPointError(
-                f"the gradient on rank {', '.join(map(str, ranks))} has NaN or infinities in a bucket of {len(names)} "
+                f"the gradient on rank {', '.join(map(str, ranks))} has NaN or infinities in a "
+                f"bucket of {len(names)} "
                 f"parameters, {names[0]} to {names[-1]}; with a GradScaler use nonfinite='skip'"
             ) from None
 
@@ -182,7 +214,9 @@ class ModuleExchange:
         return layout
 
     def put_back(self) -> None:
-        """Put back into the residual what the last step sent: that step was thrown away. Twice is once."""
+        """Put back into the residual what the last step sent: that step was thrown away. Twice is
+        once.
+        """
         self.finish_step()
         self.exchange.put_back()
 
@@ -192,7 +226,9 @@ class ModuleExchange:
 
     def exposed_seconds(self, *, reset: bool) -> float:
         """Return how long the training thread waited for gradients since the last reset."""
-        self.exposed += sum(max(0.0, self.streams.seconds_between(start, stop)) for start, stop in self.waits)
+        self.exposed += sum(
+            max(0.0, self.streams.seconds_between(start, stop)) for start, stop in self.waits
+        )
         self.waits.clear()
         seconds = self.exposed
         if reset:

@@ -16,21 +16,31 @@ class NamedTensors:
     """Tensors of one device with their names, seen as one flat float32 vector (n,)."""
 
     def __init__(self, tensors: Named) -> None:
-        pairs = [item if isinstance(item, tuple) else (str(index), item) for index, item in enumerate(tensors)]
+        pairs = [
+            item if isinstance(item, tuple) else (str(index), item)
+            for index, item in enumerate(tensors)
+        ]
         self.tensors = dict(pairs)
         if len(self.tensors) < len(pairs):
             raise ValueError(
-                "two parameters or buffers have the same name: give them as module.named_parameters() does"
+                "two parameters or buffers have the same name: give them as "
+                "module.named_parameters() does"
             )
         devices = {tensor.device for tensor in self.tensors.values()}
         if len(devices) > 1:
-            raise ValueError(f"OuterSteps takes tensors of one device; got {', '.join(sorted(map(str, devices)))}")
+            raise ValueError(
+                "OuterSteps takes tensors of one device; got "
+                f"{', '.join(sorted(map(str, devices)))}"
+            )
         self.numel = sum(tensor.numel() for tensor in self.tensors.values())
 
     def split(self, flat: Tensor) -> dict[str, Tensor]:
         """Return name -> view of `flat` (n,) in the tensor's shape."""
         parts = torch.split(flat, [tensor.numel() for tensor in self.tensors.values()])
-        return {name: part.view(self.tensors[name].shape) for name, part in zip(self.tensors, parts, strict=True)}
+        return {
+            name: part.view(self.tensors[name].shape)
+            for name, part in zip(self.tensors, parts, strict=True)
+        }
 
     def read(self) -> Tensor:
         """Return the tensors, copied to a new flat vector (n,)."""
@@ -50,20 +60,29 @@ class NamedTensors:
         return not sums or bool(torch.stack(sums).isfinite().all()) or all(map(is_finite, tensors))
 
     def load(self, flat: Tensor, state: Mapping[str, Tensor], *, what: str) -> None:
-        """Copy `state`, by name, to `flat` (n,). Raises ValueError where names or shapes are not those of the tensors."""
+        """Copy `state`, by name, to `flat` (n,). Raises ValueError where names or shapes are not
+        those of the tensors.
+        """
         shapes = {name: tensor.shape for name, tensor in self.tensors.items()}
         given = {name: tensor.shape for name, tensor in state.items()}
         if shapes != given:
-            wrong = sorted(name for name in {*shapes, *given} if shapes.get(name) != given.get(name))
-            raise ValueError(f"the saved {what} is of another model: {', '.join(wrong[:3])} differ in name or shape")
+            wrong = sorted(
+                name for name in {*shapes, *given} if shapes.get(name) != given.get(name)
+            )
+            raise ValueError(
+                f"the saved {what} is of another model: {', '.join(wrong[:3])} differ in name or "
+                "shape"
+            )
         for name, part in self.split(flat).items():
             part.copy_(state[name])
 
 
 def averaged_parameters(module: nn.Module, ignored: Collection[str]) -> dict[str, nn.Parameter]:
-    """Return the trained parameters whose gradients DDP averages where it is to ignore the names `ignored`.
+    """Return the trained parameters whose gradients DDP averages where it is to ignore the names
+    `ignored`.
 
-    DDP asks for a parameter of the module itself as ``".scale"`` here, and as ``"scale"`` where it broadcasts values.
+    DDP asks for a parameter of the module itself as ``".scale"`` here, and as ``"scale"`` where it
+    broadcasts values.
     """
     averaged = {
         parameter
@@ -71,9 +90,17 @@ def averaged_parameters(module: nn.Module, ignored: Collection[str]) -> dict[str
         for name, parameter in submodule.named_parameters(recurse=False)
         if parameter.requires_grad and f"{prefix}.{name}" not in ignored
     }
-    return {name: parameter for name, parameter in module.named_parameters() if parameter in averaged}
+    return {
+        name: parameter for name, parameter in module.named_parameters() if parameter in averaged
+    }
 
 
 def equal_parameters(module: nn.Module, ignored: Collection[str]) -> dict[str, nn.Parameter]:
-    """Return the trained parameters that DDP keeps equal on all ranks: it broadcasts them, and averages their gradients."""
-    return {name: parameter for name, parameter in averaged_parameters(module, ignored).items() if name not in ignored}
+    """Return the trained parameters that DDP keeps equal on all ranks: it broadcasts them, and
+    averages their gradients.
+    """
+    return {
+        name: parameter
+        for name, parameter in averaged_parameters(module, ignored).items()
+        if name not in ignored
+    }

@@ -1,4 +1,6 @@
-"""The outer gradient of local steps: how far a rank's parameters went from where all ranks last agreed."""
+"""The outer gradient of local steps: how far a rank's parameters went from where all ranks last
+agreed.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +13,20 @@ from lightning_topt.communication.named_tensors import NamedTensors
 
 
 class OuterGradient:
-    """Elements `start` to `stop` (None: the end) of anchor - parameters, float32, computed where they are read.
+    """Elements `start` to `stop` (None: the end) of anchor - parameters, float32, computed where
+    they are read.
 
-    `anchor` (n,) counts as rounded to the parameters' dtypes: what they lose by that is not how far they went.
+    `anchor` (n,) counts as rounded to the parameters' dtypes: what they lose by that is not how far
+    they went.
     """
 
-    def __init__(self, parameters: NamedTensors, anchor: Tensor, *, start: int = 0, stop: int | None = None) -> None:
+    def __init__(
+        self, parameters: NamedTensors, anchor: Tensor, *, start: int = 0, stop: int | None = None
+    ) -> None:
         self.anchor, self.start = anchor, start
         self.stop = parameters.numel if stop is None else stop
-        self._parts: list[tuple[int, Tensor]] = []  # where each parameter begins, and itself (numel,)
+        # where each parameter begins, and itself (numel,)
+        self._parts: list[tuple[int, Tensor]] = []
         first = 0
         for tensor in parameters.tensors.values():
             if first < self.stop and first + tensor.numel() > start:
@@ -36,7 +43,9 @@ class OuterGradient:
         return self._write(self.start, self.anchor.new_empty(self.numel))
 
     def blocks(self, size: int) -> Iterator[Tensor]:
-        """Yield pieces of `size` elements, the last one perhaps shorter; each takes the memory of the one before."""
+        """Yield pieces of `size` elements, the last one perhaps shorter; each takes the memory of
+        the one before.
+        """
         buffer = self.anchor.new_empty(min(size, self.numel))
         for start in range(self.start, self.stop, size):
             yield self._write(start, buffer[: self.stop - start])

@@ -45,8 +45,8 @@ class WholeMean:
 class EntriesMean:
     """The mean of some entries of each rank, in consecutive parts of (n,).
 
-    A part is its number of elements, all ranks' messages (ranks, bytes) and what reads one of them, when entries are added, in
-    rank order.
+    A part is its number of elements, all ranks' messages (ranks, bytes) and what reads one of them,
+    when entries are added, in rank order.
     """
 
     parts: Sequence[tuple[int, Tensor, Callable[[Tensor], Unpacked]]]
@@ -58,14 +58,18 @@ class EntriesMean:
             for message in messages:
                 _, values, indices = unpack(message)
                 for target, factor in targets:
-                    target[start : start + size].index_add_(0, indices, values, alpha=factor / len(messages))
+                    target[start : start + size].index_add_(
+                        0, indices, values, alpha=factor / len(messages)
+                    )
             start += size
 
 
 class MeanOverRanks(ABC):
-    """The mean of one outer gradient per rank, the same bits on every rank. `bytes_sent`: payload that this rank sent in rings.
+    """The mean of one outer gradient per rank, the same bits on every rank. `bytes_sent`: payload
+    that this rank sent in rings.
 
-    `residual` (n,), float32, is what this rank has not sent yet, saved with the state of the ranks; None where it sends all.
+    `residual` (n,), float32, is what this rank has not sent yet, saved with the state of the ranks;
+    None where it sends all.
     """
 
     residual: Tensor | None = None
@@ -82,7 +86,8 @@ class MeanOverRanks(ABC):
     def send_entries(
         self, chosen: Selection, form: MessageFormat | LevelMessage, *, residual: Tensor
     ) -> tuple[Tensor, Waitable | None]:
-        """Return all ranks' messages (ranks, bytes) of what they chose, in rank order, and what to wait for.
+        """Return all ranks' messages (ranks, bytes) of what they chose, in rank order, and what to
+        wait for.
 
         What rounding takes away from `chosen` goes back to `residual`, out of which it was taken.
         """
@@ -114,8 +119,12 @@ class DenseMean(MeanOverRanks):
         return WholeMean(message)
 
 
-def outer_update(anchor: Tensor, mean: OuterMean, *, momentum: Tensor | None, coefficient: float, rate: float) -> None:
-    """Take one step of SGD on `anchor` (n,) with `mean` as gradient, with Nesterov momentum where there is `momentum` (n,)."""
+def outer_update(
+    anchor: Tensor, mean: OuterMean, *, momentum: Tensor | None, coefficient: float, rate: float
+) -> None:
+    """Take one step of SGD on `anchor` (n,) with `mean` as gradient, with Nesterov momentum where
+    there is `momentum` (n,).
+    """
     if momentum is None:
         mean.add_to((anchor, -rate))
         return
@@ -125,7 +134,8 @@ def outer_update(anchor: Tensor, mean: OuterMean, *, momentum: Tensor | None, co
 
 
 def mean_of_buffers(buffers: NamedTensors, *, group: dist.ProcessGroup | None, wait: Wait) -> int:
-    """Buffers of floating point, such as running statistics, become their mean over ranks, all others those of rank 0.
+    """Buffers of floating point, such as running statistics, become their mean over ranks, all
+    others those of rank 0.
 
     Returns the payload bytes that this rank sent.
     """

@@ -1,6 +1,8 @@
-"""Local steps with an outer optimizer: ranks exchange once in many steps (DiLoCo, arXiv 2311.08105, algorithm 1).
+"""Local steps with an outer optimizer: ranks exchange once in many steps (DiLoCo, arXiv 2311.08105,
+algorithm 1).
 
-Every rank makes `every` steps of its own optimizer; then, with theta the parameters that all ranks last agreed on,
+Every rank makes `every` steps of its own optimizer; then, with theta the parameters that all ranks
+last agreed on,
 
     delta = theta - local parameters;  mean = mean of delta over ranks;  momentum = outer_momentum * momentum + mean
     theta = theta - outer_learning_rate * (mean + outer_momentum * momentum)                 (Nesterov, as torch's SGD)
@@ -26,7 +28,13 @@ from lightning_topt.communication.named_tensors import Named, NamedTensors
 from lightning_topt.communication.node.node_exchange import Waitable
 from lightning_topt.communication.node_replicas import NodeReplicas
 from lightning_topt.communication.outer_gradient import OuterGradient
-from lightning_topt.communication.outer_step import OuterMean, WholeMean, mean_of_buffers, outer_update, take_from_first
+from lightning_topt.communication.outer_step import (
+    OuterMean,
+    WholeMean,
+    mean_of_buffers,
+    outer_update,
+    take_from_first,
+)
 from lightning_topt.communication.peers import GRACE_SECONDS, PeerLostError, PeerMonitor
 from lightning_topt.communication.topology import Topology
 
@@ -36,9 +44,11 @@ _made = itertools.count()  # made in the same order on all ranks
 
 @dataclass(frozen=True)
 class OuterStatistics:
-    """Since the start; bytes are payload of this rank, `dense_bytes` what DDP's ring all-reduce of every step had sent.
+    """Since the start; bytes are payload of this rank, `dense_bytes` what DDP's ring all-reduce of
+    every step had sent.
 
-    `exchange_seconds` includes the wait for slower ranks; `residual_norm` (L2) is 0 where all is sent.
+    `exchange_seconds` includes the wait for slower ranks; `residual_norm` (L2) is 0 where all is
+    sent.
     """
 
     local_steps: int
@@ -50,21 +60,25 @@ class OuterStatistics:
 
 
 class OuterSteps:
-    """Trains a replica per rank and brings them together as `method` says; on a module *without* DistributedDataParallel.
+    """Trains a replica per rank and brings them together as `method` says; on a module *without*
+    DistributedDataParallel.
 
-        outer = OuterSteps(module.named_parameters(), LocalSteps(every=100), buffers=module.named_buffers())
-        for batch in batches:
-            loss(module, batch).backward(); optimizer.step(); optimizer.zero_grad(); outer.after_step()
+        outer = OuterSteps(module.named_parameters(), LocalSteps(every=100),
+        buffers=module.named_buffers()) for batch in batches:
+            loss(module, batch).backward(); optimizer.step(); optimizer.zero_grad();
+            outer.after_step()
         outer.synchronize()
 
-    Made alike on all ranks (a collective call: parameters and buffers of rank 0 go to all). `parameters` and `buffers` are the
-    trained tensors or (name, tensor) pairs, of one device. After an outer step parameters are equal on all ranks bit for bit;
-    buffers of floating point (running statistics) become their mean over ranks, others those of rank 0. The state of the
-    ranks' own optimizers is never exchanged. Outer state is float32: one or two copies of the parameters, and one more where
-    the method has a residual.
+    Made alike on all ranks (a collective call: parameters and buffers of rank 0 go to all).
+    `parameters` and `buffers` are the trained tensors or (name, tensor) pairs, of one device. After
+    an outer step parameters are equal on all ranks bit for bit; buffers of floating point (running
+    statistics) become their mean over ranks, others those of rank 0. The state of the ranks' own
+    optimizers is never exchanged. Outer state is float32: one or two copies of the parameters, and
+    one more where the method has a residual.
 
-    `topology` is that of all ranks, where the method has the ranks of a node train one replica (`LocalMethod.hierarchical`);
-    `average_gradients` then comes between ``backward`` and the optimizer's step. None: each rank is a node.
+    `topology` is that of all ranks, where the method has the ranks of a node train one replica
+    (`LocalMethod.hierarchical`); `average_gradients` then comes between ``backward`` and the
+    optimizer's step. None: each rank is a node.
 
     Raises ValueError for methods that differ between ranks, and without parameters.
     """
@@ -84,9 +98,12 @@ class OuterSteps:
         self.parameters, self.buffers = NamedTensors(parameters), NamedTensors(buffers)
         if not self.parameters.numel:
             raise ValueError(
-                "OuterSteps was given no parameters; an iterator (module.parameters()) can be used only once"
+                "OuterSteps was given no parameters; an iterator (module.parameters()) can be used "
+                "only once"
             )
-        _check_equal(method.as_mapping() | {"number of elements": self.parameters.numel}, group=process_group)
+        _check_equal(
+            method.as_mapping() | {"number of elements": self.parameters.numel}, group=process_group
+        )
         self.monitor = _make_monitor(process_group)
         for tensor in (*self.parameters.tensors.values(), *self.buffers.tensors.values()):
             take_from_first(tensor, group=process_group, wait=self._wait)
@@ -108,7 +125,9 @@ class OuterSteps:
 
     @property
     def residual(self) -> Tensor | None:
-        """The residual (n,) of this rank, or of its shard where a node has one replica; None where all is sent."""
+        """The residual (n,) of this rank, or of its shard where a node has one replica; None where
+        all is sent.
+        """
         return self._mean.residual
 
     @property
@@ -118,7 +137,8 @@ class OuterSteps:
         return list(range(0, dist.get_world_size(self.group), size))
 
     def average_gradients(self) -> None:
-        """Collective call, after ``backward``: average the gradients of this node's ranks; nothing where each trains alone.
+        """Collective call, after ``backward``: average the gradients of this node's ranks; nothing
+        where each trains alone.
 
         Raises PeerLostError where a rank is gone.
         """
@@ -146,10 +166,12 @@ class OuterSteps:
         return due
 
     def synchronize(self) -> None:
-        """Collective call: an outer step now, if there was a local step since the last; for the end of training.
+        """Collective call: an outer step now, if there was a local step since the last; for the end
+        of training.
 
-        Raises FloatingPointError, on all ranks, naming those whose parameters are not finite (all parameters then stay as they
-        are), and PeerLostError where a rank is gone or `timeout_seconds` pass.
+        Raises FloatingPointError, on all ranks, naming those whose parameters are not finite (all
+        parameters then stay as they are), and PeerLostError where a rank is gone or
+        `timeout_seconds` pass.
         """
         if not self.pending_steps:
             return
@@ -187,7 +209,8 @@ class OuterSteps:
         ranks = flags.nonzero().flatten().tolist()
         if ranks:
             raise FloatingPointError(
-                f"the parameters of rank {', '.join(map(str, ranks))} have NaN or infinities after {self.local_steps} local "
+                f"the parameters of rank {', '.join(map(str, ranks))} have NaN or infinities after "
+                f"{self.local_steps} local "
                 "steps: lower the learning rate, clip gradients, or return to a checkpoint"
             )
 
@@ -199,7 +222,9 @@ class OuterSteps:
             if self.monitor.look():
                 raise RuntimeError("another rank reported a failure")
             if time.monotonic() > deadline:
-                raise TimeoutError(f"waited longer than {self.timeout_seconds:g} s for another rank")
+                raise TimeoutError(
+                    f"waited longer than {self.timeout_seconds:g} s for another rank"
+                )
             time.sleep(PAUSE_SECONDS)
         work.wait()
 
@@ -222,10 +247,11 @@ class OuterSteps:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's outer state, by parameter name. Residuals differ between ranks: save one state per rank, or per
-        node where its ranks train one replica (a collective call then).
+        """Return this rank's outer state, by parameter name. Residuals differ between ranks: save
+        one state per rank, or per node where its ranks train one replica (a collective call then).
 
-        Between outer steps the parameters differ as well; `synchronize` first to save one set for all.
+        Between outer steps the parameters differ as well; `synchronize` first to save one set for
+        all.
         """
         state: dict[str, Any] = {"pending_steps": self.pending_steps}
         state |= {"local_steps": self.local_steps, "outer_steps": self.outer_steps}
@@ -236,9 +262,11 @@ class OuterSteps:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave on this rank; load the parameters themselves too, before or after.
+        """Take over what `state_dict` gave on this rank; load the parameters themselves too, before
+        or after.
 
-        Momentum or residual that the state lacks start at zero. Raises ValueError for the state of another model.
+        Momentum or residual that the state lacks start at zero. Raises ValueError for the state of
+        another model.
         """
         for kind, flat in self._flat_state().items():
             flat.zero_()
@@ -246,7 +274,11 @@ class OuterSteps:
                 whole = torch.zeros_like(self.anchor)
                 self.parameters.load(whole, state[kind], what=kind)
                 is_shard = kind == "residual" and self.replicas is not None
-                flat.copy_(whole[self.replicas.start : self.replicas.stop] if is_shard and self.replicas else whole)
+                flat.copy_(
+                    whole[self.replicas.start : self.replicas.stop]
+                    if is_shard and self.replicas
+                    else whole
+                )
         self.pending_steps, self.local_steps = state["pending_steps"], state["local_steps"]
         self.outer_steps = state["outer_steps"]
 
@@ -263,7 +295,8 @@ def _check_equal(options: Mapping[str, Any], *, group: dist.ProcessGroup | None)
         for name, value in theirs.items():
             if value != everyone[0][name]:
                 raise ValueError(
-                    f"all ranks make the same local steps: {name} is {value!r} on rank {rank} and {everyone[0][name]!r} "
+                    f"all ranks make the same local steps: {name} is {value!r} on rank {rank} and "
+                    f"{everyone[0][name]!r} "
                     "on rank 0"
                 )
 

@@ -1,4 +1,6 @@
-"""Buckets of gradients without DDP: filled from parameters that have their whole gradients, and written back."""
+"""Buckets of gradients without DDP: filled from parameters that have their whole gradients, and
+written back.
+"""
 
 from __future__ import annotations
 
@@ -55,22 +57,31 @@ class OwnBuckets:
                     filled = 0
                 parts[-1].append(parameter)
                 filled += parameter.nbytes
-        self.buckets = [_bucket(place, part, is_last=place + 1 == len(parts)) for place, part in enumerate(parts)]
+        self.buckets = [
+            _bucket(place, part, is_last=place + 1 == len(parts))
+            for place, part in enumerate(parts)
+        ]
 
     @torch.no_grad()
     def filled(self) -> Iterator[OwnBucket]:
-        """Yield each bucket with the gradients that parameters have now; zeros for those without."""
+        """Yield each bucket with the gradients that parameters have now; zeros for those
+        without.
+        """
         for bucket in self.buckets:
             for parameter, view in zip(bucket.of_parameters, bucket.views, strict=True):
                 if parameter.grad is None:
                     view.zero_()
                 else:
-                    view.copy_(parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad)
+                    view.copy_(
+                        parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+                    )
             yield bucket
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Give parameters the gradients that are in the buckets now; none where there was none and they are zeros."""
+        """Give parameters the gradients that are in the buckets now; none where there was none and
+        they are zeros.
+        """
         for bucket in self.buckets:
             for parameter, view in zip(bucket.of_parameters, bucket.views, strict=True):
                 if parameter.grad is not None and not parameter.grad.is_sparse:
@@ -80,7 +91,11 @@ class OwnBuckets:
 
 
 def _bucket(place: int, parameters: Sequence[nn.Parameter], *, is_last: bool) -> OwnBucket:
-    flat = parameters[0].new_zeros(sum(parameter.numel() for parameter in parameters), requires_grad=False)
+    flat = parameters[0].new_zeros(
+        sum(parameter.numel() for parameter in parameters), requires_grad=False
+    )
     views = torch.split(flat, [parameter.numel() for parameter in parameters])
-    shaped = tuple(view.view(parameter.shape) for view, parameter in zip(views, parameters, strict=True))
+    shaped = tuple(
+        view.view(parameter.shape) for view, parameter in zip(views, parameters, strict=True)
+    )
     return OwnBucket(place, flat, tuple(parameters), shaped, is_last)

@@ -14,8 +14,8 @@ INSTALLED = ("site-packages", "dist-packages", f"{os.sep}lib{os.sep}python", "<f
 
 
 def process_state(process: int) -> tuple[str, str]:
-    """Return the state of `process` (a letter of /proc: R, S, T, Z, ...) and its start in ticks since boot; both empty without
-    one.
+    """Return the state of `process` (a letter of /proc: R, S, T, Z, ...) and its start in ticks
+    since boot; both empty without one.
     """
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
@@ -25,24 +25,28 @@ def process_state(process: int) -> tuple[str, str]:
 
 
 def process_start(process: int) -> str:
-    """Return when `process` started, in ticks since boot; empty where it has ended, even if its parent does not know yet."""
+    """Return when `process` started, in ticks since boot; empty where it has ended, even if its
+    parent does not know yet.
+    """
     state, started = process_state(process)
     return "" if state in "ZX" else started
 
 
 def own_identity() -> str:
-    """Return this process as text that another one of the machine finds it by: boot, space of process numbers, number,
-    start.
+    """Return this process as text that another one of the machine finds it by: boot, space of
+    process numbers, number, start.
     """
     boot = space = ""
     with contextlib.suppress(OSError):  # another system than Linux
         boot, space = BOOT.read_text().strip(), os.readlink(PROCESS_SPACE)
-    return " ".join((boot or "-", space or "-", str(os.getpid()), process_start(os.getpid()) or "-"))
+    return " ".join(
+        (boot or "-", space or "-", str(os.getpid()), process_start(os.getpid()) or "-")
+    )
 
 
 def fate_of(identity: str) -> str:
-    """Return what became of the process with that `own_identity`: that it has ended or is stopped; empty if neither is
-    known.
+    """Return what became of the process with that `own_identity`: that it has ended or is stopped;
+    empty if neither is known.
     """
     here, there = own_identity().split(), identity.split()
     if len(there) != 4 or there[:2] != here[:2] or "-" in there:
@@ -54,7 +58,9 @@ def fate_of(identity: str) -> str:
 
 
 def position_of_main_thread() -> str:
-    """Return the innermost line of the user's code that the main thread is at, as ``file.py:12 in function``; empty if none."""
+    """Return the innermost line of the user's code that the main thread is at, as ``file.py:12 in
+    function``; empty if none.
+    """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     package = str(Path(__file__).parents[1])
     while frame is not None:

@@ -1,8 +1,10 @@
-"""Residuals are what was not sent yet, per parameter: error feedback with momentum correction and factor masking.
+"""Residuals are what was not sent yet, per parameter: error feedback with momentum correction and
+factor masking.
 
-Units: the gradient without loss scale, averaged over the ranks of a node where the exchange sums them first. The mean over all
-holders of a residual is thus what the model still has to receive, whoever holds it; a change of the world size gives every
-holder that mean. It is kept flat, in the layout of the bucket (or of this rank's shard of it), and saved by parameter name.
+Units: the gradient without loss scale, averaged over the ranks of a node where the exchange sums
+them first. The mean over all holders of a residual is thus what the model still has to receive,
+whoever holds it; a change of the world size gives every holder that mean. It is kept flat, in the
+layout of the bucket (or of this rank's shard of it), and saved by parameter name.
 """
 
 from __future__ import annotations
@@ -39,9 +41,11 @@ class BucketResidual:
     stop: int
     residual: Tensor | None = None  # (stop - start,) float32; None: zeros
     velocity: Tensor | None = None  # (stop - start,) float32; with momentum correction
-    exempt_velocity: Tensor | None = None  # (exempt elements,) of the whole bucket; equal on all ranks
+    # (exempt elements,) of the whole bucket; equal on all ranks
+    exempt_velocity: Tensor | None = None
     spent: bool = False  # all of the residual was sent: it reads as zeros
-    sent: Selection | None = field(default=None, repr=False)  # of the last step, as the others received it
+    # of the last step, as the others received it
+    sent: Selection | None = field(default=None, repr=False)
 
     def begin(self) -> None:
         """Begin a new step: what the last one sent has arrived."""
@@ -50,7 +54,8 @@ class BucketResidual:
         self.spent, self.sent = False, None
 
     def select(self, gradient: Tensor, k: int, *, scale: float) -> Selection:
-        """Add ``scale * gradient`` (stop - start,) and take the `k` largest out: float32 values, indices ascending.
+        """Add ``scale * gradient`` (stop - start,) and take the `k` largest out: float32 values,
+        indices ascending.
 
         Raises NonFiniteError, the residual as before.
         """
@@ -60,7 +65,9 @@ class BucketResidual:
         return chosen
 
     def hold_back_rounding(self, arrived: Tensor) -> None:
-        """Add to the residual what the entries of `select` lost on their way, where `arrived` (k,), float32, of them."""
+        """Add to the residual what the entries of `select` lost on their way, where `arrived` (k,),
+        float32, of them.
+        """
         if self.rule.error_feedback:
             assert self.residual is not None and self.sent is not None
             values, indices = self.sent
@@ -74,7 +81,9 @@ class BucketResidual:
             return Selection(chosen.values.float() * scale, chosen.indices)
         residual, velocity = self._allocated(gradient)
         if rule.selection == "auto":
-            return feedback_top_k(gradient, residual, k, scale=scale, velocity=velocity, momentum=rule.momentum)
+            return feedback_top_k(
+                gradient, residual, k, scale=scale, velocity=velocity, momentum=rule.momentum
+            )
         if not is_finite(gradient):
             raise NonFiniteError("the gradient has NaN or infinities")
         self._accumulate(gradient, scale=scale)
@@ -103,11 +112,12 @@ class BucketResidual:
             self.residual.add_(self.velocity)
 
     def everything(self, gradient: Tensor, *, scale: float) -> Tensor:
-        """Return all that is pending, ``scale * gradient`` (stop - start,) included: sent whole, so the residual reads as
-        zeros.
+        """Return all that is pending, ``scale * gradient`` (stop - start,) included: sent whole, so
+        the residual reads as zeros.
 
-        `gradient` itself where nothing else is pending and `scale` is 1. Factor masking would forget all momentum here, so
-        the velocity is kept: the mean of the velocities is the ordinary momentum of the mean gradient.
+        `gradient` itself where nothing else is pending and `scale` is 1. Factor masking would
+        forget all momentum here, so the velocity is kept: the mean of the velocities is the
+        ordinary momentum of the mean gradient.
         """
         if self.residual is None and not self.rule.momentum:
             return gradient if scale == 1 else gradient.float() * scale
@@ -117,7 +127,9 @@ class BucketResidual:
         return residual
 
     def with_momentum(self, mean: Tensor, *, loss_scale: float) -> Tensor:
-        """Return the packed mean of the exempt parameters, with ordinary momentum where the rest has it."""
+        """Return the packed mean of the exempt parameters, with ordinary momentum where the rest
+        has it.
+        """
         if not self.rule.momentum:
             return mean
         if self.exempt_velocity is None:
@@ -126,7 +138,9 @@ class BucketResidual:
         return (self.exempt_velocity * loss_scale).to(mean.dtype)
 
     def put_back(self) -> None:
-        """Hold back again what the last step sent, which was thrown away (a velocity that was masked stays zero)."""
+        """Hold back again what the last step sent, which was thrown away (a velocity that was
+        masked stays zero).
+        """
         if self.sent is not None and self.residual is not None:
             self.residual.index_add_(0, self.sent.indices, self.sent.values)
         self.spent, self.sent = False, None
@@ -137,7 +151,9 @@ class BucketResidual:
 
 
 class ResidualStore:
-    """The residuals of all buckets of this rank, found again by name when buckets are laid out anew."""
+    """The residuals of all buckets of this rank, found again by name when buckets are laid out
+    anew.
+    """
 
     def __init__(self, rule: FeedbackRule) -> None:
         self.rule = rule
@@ -150,7 +166,9 @@ class ResidualStore:
         return known is None or known.layout is bucket.layout
 
     def open(self, bucket: Bucket, *, start: int, stop: int) -> BucketResidual:
-        """Return what is held back of elements `start` to `stop` of the bucket, at the beginning of a step."""
+        """Return what is held back of elements `start` to `stop` of the bucket, at the beginning of
+        a step.
+        """
         if bucket.index not in self.buckets:
             self.buckets[bucket.index] = self._place(bucket, start, stop)
         entry = self.buckets[bucket.index]
@@ -165,8 +183,14 @@ class ResidualStore:
         entry.residual = self._filled(RESIDUAL, layout, start, zeros, frozenset())
         if self.rule.momentum:
             known = self.unplaced.get(VELOCITY, {})
-            exempt = [name for name, is_exempt in zip(layout.names, layout.exempt, strict=True) if is_exempt]
-            entry.velocity = self._filled(VELOCITY, layout, start, torch.zeros_like(zeros), frozenset(exempt))
+            exempt = [
+                name
+                for name, is_exempt in zip(layout.names, layout.exempt, strict=True)
+                if is_exempt
+            ]
+            entry.velocity = self._filled(
+                VELOCITY, layout, start, torch.zeros_like(zeros), frozenset(exempt)
+            )
             if exempt and all(name in known for name in exempt):
                 entry.exempt_velocity = torch.cat([known[name].to(zeros.device) for name in exempt])
         for tensors in self.unplaced.values():
@@ -186,17 +210,25 @@ class ResidualStore:
         return zeros if found else None
 
     def collect(self, complete: Callable[[BucketResidual, Tensor], Tensor]) -> State:
-        """Return everything by name; `complete` makes a whole bucket (n,) from the elements of this rank."""
+        """Return everything by name; `complete` makes a whole bucket (n,) from the elements of this
+        rank.
+        """
         state: State = {kind: dict(tensors) for kind, tensors in self.unplaced.items()}
         for index in sorted(self.buckets):
             entry = self.buckets[index]
             for kind, flat in ((RESIDUAL, entry.pending()), (VELOCITY, entry.velocity)):
                 if flat is not None:
                     parts = named_parts(entry.layout, complete(entry, flat))
-                    state.setdefault(kind, {}).update({name: part.clone() for name, (_, part) in parts.items()})
+                    state.setdefault(kind, {}).update(
+                        {name: part.clone() for name, (_, part) in parts.items()}
+                    )
             if entry.exempt_velocity is not None:
                 layout = entry.layout
-                exempt = {n: s for n, s, e in zip(layout.names, layout.numels, layout.exempt, strict=True) if e}
+                exempt = {
+                    n: s
+                    for n, s, e in zip(layout.names, layout.numels, layout.exempt, strict=True)
+                    if e
+                }
                 parts_of = entry.exempt_velocity.split_with_sizes(list(exempt.values()))
                 named = {name: part.clone() for name, part in zip(exempt, parts_of, strict=True)}
                 state.setdefault(VELOCITY, {}).update(named)

@@ -1,4 +1,6 @@
-"""Streams are what differs between devices in a thread that exchanges buckets: nothing on CPU, one side stream on CUDA."""
+"""Streams are what differs between devices in a thread that exchanges buckets: nothing on CPU, one
+side stream on CUDA.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ import torch
 
 
 class Streams(ABC):
-    """Orders the worker's operations after the gradient's, and the optimizer's after the worker's."""
+    """Orders the worker's operations after the gradient's, and the optimizer's after the
+    worker's.
+    """
 
     @abstractmethod
     def mark(self) -> Any:
@@ -27,7 +31,9 @@ class Streams(ABC):
 
     @abstractmethod
     def future(self) -> torch.futures.Future[torch.Tensor]:
-        """Return a future whose waiters wait for what the worker had issued when it was completed."""
+        """Return a future whose waiters wait for what the worker had issued when it was
+        completed.
+        """
 
     @abstractmethod
     def seconds_between(self, start: Any, stop: Any) -> float:

@@ -1,4 +1,6 @@
-"""A topology says which ranks share a node, and groups are the process groups that an exchange uses."""
+"""A topology says which ranks share a node, and groups are the process groups that an exchange
+uses.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,11 @@ from lightning_topt.communication.rank_watch import time_limit
 
 @dataclass(frozen=True)
 class Topology:
-    """A topology has `num_nodes` nodes of `ranks_per_node` ranks, numbered node by node; `rank` is this one.
+    """A topology has `num_nodes` nodes of `ranks_per_node` ranks, numbered node by node; `rank` is
+    this one.
 
-    These are all ranks of the run, or one of several equal `parts` of them, each of which exchanges by itself: then `rank` is
-    the position in this rank's part, which is the one with index `part`.
+    These are all ranks of the run, or one of several equal `parts` of them, each of which exchanges
+    by itself: then `rank` is the position in this rank's part, which is the one with index `part`.
     """
 
     num_nodes: int
@@ -32,13 +35,17 @@ class Topology:
             raise ValueError(f"a topology has at least one node and one rank per node; got {self}")
         if not 0 <= self.rank < self.world_size:
             raise ValueError(
-                f"rank {self.rank} is not in a topology of {self.num_nodes} nodes x {self.ranks_per_node} ranks: the world "
+                f"rank {self.rank} is not in a topology of {self.num_nodes} nodes x "
+                f"{self.ranks_per_node} ranks: the world "
                 f"size is nodes x ranks per node ({self.world_size})"
             )
 
     @classmethod
-    def from_environment(cls, *, rank: int, world_size: int, environment: Mapping[str, str] | None = None) -> Topology:
-        """Return what torchrun (LOCAL_WORLD_SIZE) or SLURM (SLURM_NTASKS_PER_NODE, SLURM_NNODES) says; else all on one node.
+    def from_environment(
+        cls, *, rank: int, world_size: int, environment: Mapping[str, str] | None = None
+    ) -> Topology:
+        """Return what torchrun (LOCAL_WORLD_SIZE) or SLURM (SLURM_NTASKS_PER_NODE, SLURM_NNODES)
+        says; else all on one node.
 
         Raises ValueError where `world_size` is not a multiple of the ranks per node.
         """
@@ -46,13 +53,17 @@ class Topology:
         ranks_per_node = world_size
         if "LOCAL_WORLD_SIZE" in environment:
             ranks_per_node = int(environment["LOCAL_WORLD_SIZE"])
-        elif environment.get("SLURM_NTASKS_PER_NODE", "").isdecimal() and "SLURM_PROCID" in environment:
+        elif (
+            environment.get("SLURM_NTASKS_PER_NODE", "").isdecimal()
+            and "SLURM_PROCID" in environment
+        ):
             ranks_per_node = int(environment["SLURM_NTASKS_PER_NODE"])
         elif "SLURM_NNODES" in environment and "SLURM_PROCID" in environment:
             ranks_per_node = max(1, world_size // int(environment["SLURM_NNODES"]))
         if world_size % ranks_per_node:
             raise ValueError(
-                f"a world size of {world_size} is not nodes x {ranks_per_node} ranks per node: start equally many ranks on "
+                f"a world size of {world_size} is not nodes x {ranks_per_node} ranks per node: "
+                "start equally many ranks on "
                 f"every node, or give the exchange its Topology"
             )
         return cls(world_size // ranks_per_node, ranks_per_node, rank)
@@ -68,7 +79,8 @@ class Topology:
         return self.parts[self.part] if self.parts else tuple(range(self.world_size))
 
     def of_part(self, parts: Sequence[Sequence[int]]) -> Topology:
-        """Return the topology of this rank's part of the run; `parts` are the ranks of each, in order.
+        """Return the topology of this rank's part of the run; `parts` are the ranks of each, in
+        order.
 
         Ranks of a part count as of one node each where its nodes do not have equally many.
         """
@@ -93,16 +105,19 @@ class Topology:
         """Raise ValueError unless the topology has `world_size` ranks."""
         if world_size != self.world_size * max(1, len(self.parts)):
             raise ValueError(
-                f"the world size is {world_size}, but the topology has {self.num_nodes} nodes x {self.ranks_per_node} ranks "
+                f"the world size is {world_size}, but the topology has {self.num_nodes} nodes x "
+                f"{self.ranks_per_node} ranks "
                 f"= {self.world_size}"
             )
 
 
 @dataclass(frozen=True)
 class Groups:
-    """Process groups of one exchange, one per stage: within a group all works are issued in bucket order on all ranks.
+    """Process groups of one exchange, one per stage: within a group all works are issued in bucket
+    order on all ranks.
 
-    - ``world``: all ranks of the topology; one group per stage of the method (``BucketExchange.num_stages``);
+    - ``world``: all ranks of the topology; one group per stage of the method
+      (``BucketExchange.num_stages``);
     - ``exempt``: all ranks; the packed exempt parameters;
     - ``state``: all ranks; checks, checkpoints: only used while no bucket is in flight;
     - ``across``: the ranks with this local rank, in node order (hierarchical only);
@@ -118,19 +133,27 @@ class Groups:
 
 
 def own_group(parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-    """Return the one of `parts` (ranks) that this rank is in, as a new group, whose calls end when those of the run must.
+    """Return the one of `parts` (ranks) that this rank is in, as a new group, whose calls end when
+    those of the run must.
 
     A collective call of all ranks, with equal `parts`, in which each rank is once.
     """
     groups = [dist.new_group(list(part), timeout=time_limit()) for part in parts]
-    group: dist.ProcessGroup = next(g for part, g in zip(parts, groups, strict=True) if dist.get_rank() in part)
+    group: dist.ProcessGroup = next(
+        g for part, g in zip(parts, groups, strict=True) if dist.get_rank() in part
+    )
     return group
 
 
-def make_groups(topology: Topology, *, num_stages: int, hierarchical: bool, timeout_seconds: float) -> Groups:
+def make_groups(
+    topology: Topology, *, num_stages: int, hierarchical: bool, timeout_seconds: float
+) -> Groups:
     """Collective call: the groups of one exchange, on the backend of the default group."""
     timeout = timedelta(seconds=timeout_seconds)
-    parts, this = [list(part) for part in topology.parts or (topology.members,)], topology.members[topology.rank]
+    parts, this = (
+        [list(part) for part in topology.parts or (topology.members,)],
+        topology.members[topology.rank],
+    )
 
     def own(groups: list[list[int]]) -> dist.ProcessGroup:
         made: list[dist.ProcessGroup] = [dist.new_group(ranks, timeout=timeout) for ranks in groups]
@@ -140,6 +163,10 @@ def make_groups(topology: Topology, *, num_stages: int, hierarchical: bool, time
     if not hierarchical:
         return Groups(stages, exempt, state)
     size = topology.ranks_per_node
-    nodes = [ranks[start : start + size] for ranks in parts for start in range(0, topology.world_size, size)]
+    nodes = [
+        ranks[start : start + size]
+        for ranks in parts
+        for start in range(0, topology.world_size, size)
+    ]
     across = [ranks[local::size] for ranks in parts for local in range(size)]
     return Groups(stages, exempt, state, own(across), own(nodes), own(nodes))

@@ -1,10 +1,13 @@
-"""The message of one selection: k values and k ascending indices below n, in the fewest bytes that n and k alone allow.
+"""The message of one selection: k values and k ascending indices below n, in the fewest bytes that
+n and k alone allow.
 
-All ranks send the same number of bytes (gloo's all-gather needs that), known from (n, k). Sections, each padded to 4 bytes:
-header (first byte 1: the sender's gradient was not finite) | values | low bits | upper bits. The indices are in the smallest of
+All ranks send the same number of bytes (gloo's all-gather needs that), known from (n, k). Sections,
+each padded to 4 bytes: header (first byte 1: the sender's gradient was not finite) | values | low
+bits | upper bits. The indices are in the smallest of
 - a bitmap: n bits;
-- Elias-Fano (Elias 1974): the low 4, 8 or 16 bits of each index as they are, and the upper ones in unary: bit (upper part + i)
-  is set for the i-th index, at most k + n / 2**low bits. At a density of 1 % that is 9.4 bits per index, 5.6 at 10 %;
+- Elias-Fano (Elias 1974): the low 4, 8 or 16 bits of each index as they are, and the upper ones in
+  unary: bit (upper part + i) is set for the i-th index, at most k + n / 2**low bits. At a density
+  of 1 % that is 9.4 bits per index, 5.6 at 10 %;
 - int32: 4 bytes per index.
 """
 
@@ -29,7 +32,9 @@ def _padded(nbytes: int) -> int:
 
 
 class Unpacked(NamedTuple):
-    """A message: is the sender's gradient finite; float32 values (k,); int64 indices (k,), ascending."""
+    """A message: is the sender's gradient finite; float32 values (k,); int64 indices (k,),
+    ascending.
+    """
 
     finite: bool
     values: Tensor
@@ -66,7 +71,9 @@ class MessageFormat:
         """First byte of the low bits, of the upper bits, and the size of the message."""
         if not self.k:
             return HEADER_BYTES, HEADER_BYTES, HEADER_BYTES
-        low = HEADER_BYTES + (0 if self.value_dtype is None else _padded(self.k * self.value_dtype.itemsize))
+        low = HEADER_BYTES + (
+            0 if self.value_dtype is None else _padded(self.k * self.value_dtype.itemsize)
+        )
         low_bytes, upper_bytes = self._index_bytes(self.low_bits)
         return low, low + low_bytes, low + low_bytes + upper_bytes
 
@@ -76,13 +83,17 @@ class MessageFormat:
         return self.cuts[2]
 
     def round(self, values: Tensor) -> Tensor:
-        """Return what of float32 `values` arrives, in `value_dtype`; never infinite where `values` are not."""
+        """Return what of float32 `values` arrives, in `value_dtype`; never infinite where `values`
+        are not.
+        """
         if self.value_dtype == torch.float16:
             values = values.clamp(-65504.0, 65504.0)
         return values if self.value_dtype is None else values.to(self.value_dtype)
 
     def pack(self, values: Tensor, indices: Tensor, *, out: Tensor) -> None:
-        """Write `values` (k,), rounded by this, at ascending `indices` (k,) into `out`, uint8, at least (nbytes,)."""
+        """Write `values` (k,), rounded by this, at ascending `indices` (k,) into `out`, uint8, at
+        least (nbytes,).
+        """
         low, upper, end = self.cuts
         out[:HEADER_BYTES].zero_()
         if not self.k:
@@ -135,10 +146,17 @@ class MessageFormat:
             return Unpacked(True, values, message[low:upper].view(torch.int32).long())
         if message.device.type != "cpu":
             return Unpacked(True, values, self._unpack_indices(message))
-        indices, words = torch.empty(self.k, dtype=torch.int64), message[upper:end].numpy().view(np.uint32)
-        if unpack_indices(message[low:upper].numpy(), words, self.low_bits, indices.numpy()) < self.k:
+        indices, words = (
+            torch.empty(self.k, dtype=torch.int64),
+            message[upper:end].numpy().view(np.uint32),
+        )
+        if (
+            unpack_indices(message[low:upper].numpy(), words, self.low_bits, indices.numpy())
+            < self.k
+        ):
             raise ValueError(
-                f"a message of {self.k} entries has fewer: it is of another number of elements, or damaged"
+                f"a message of {self.k} entries has fewer: it is of another number of elements, or "
+                "damaged"
             )
         return Unpacked(True, values, indices)
 

@@ -1,1 +1,3 @@
-"""OpGraph and Cluster to CostTable: what every configuration of every block costs, in seconds and bytes."""
+"""OpGraph and Cluster to CostTable: what every configuration of every block costs, in seconds and
+bytes.
+"""

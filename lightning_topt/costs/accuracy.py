@@ -1,8 +1,10 @@
-"""Errors of predictions against what was measured are the figure that stands beside new predictions.
+"""Errors of predictions against what was measured are the figure that stands beside new
+predictions.
 
 error of a run       |predicted / measured - 1|
 median, p90          the error that half of the runs, and nine of ten, stay below; of runs that constants were fitted to, times
-                     sqrt(n / (n - k)) for n runs and k constants (the residuals of a fit are that much too small)
+                     sqrt(n / (n - k)) for n runs and k constants (the residuals of a fit are that
+                     much too small)
 """
 
 from __future__ import annotations
@@ -25,25 +27,33 @@ class ErrorFigure:
     def __post_init__(self) -> None:
         if not (0 <= self.median <= self.p90 and self.runs >= 1):
             raise ValueError(
-                f"an error figure has 0 <= median <= p90 of at least 1 run, got {self.median}, {self.p90}, {self.runs}"
+                f"an error figure has 0 <= median <= p90 of at least 1 run, got {self.median}, "
+                f"{self.p90}, {self.runs}"
             )
 
     @classmethod
-    def of(cls, predicted: Sequence[float], measured: Sequence[float], *, fitted: int = 0) -> ErrorFigure:
-        """Return the figure of predictions by a model of which `fitted` constants are from the same runs."""
+    def of(
+        cls, predicted: Sequence[float], measured: Sequence[float], *, fitted: int = 0
+    ) -> ErrorFigure:
+        """Return the figure of predictions by a model of which `fitted` constants are from the same
+        runs.
+        """
         errors = np.abs(np.asarray(predicted, float) / np.asarray(measured, float) - 1)
         left = max(len(errors) - fitted, 1)
         median, p90 = np.quantile(errors, (0.5, 0.9)) * math.sqrt(len(errors) / left)
         return cls(float(median), float(p90), len(errors))
 
     def __str__(self) -> str:
-        return f"half of {self.runs} runs within {_percent(self.median)}, nine of ten within {_percent(self.p90)}"
+        return (
+            f"half of {self.runs} runs within {_percent(self.median)}, nine of ten within "
+            f"{_percent(self.p90)}"
+        )
 
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Errors of predictions with the constants of a cluster: of seconds of a step, of bytes at its peak (None: not known), and
-    where the runs are from.
+    """Errors of predictions with the constants of a cluster: of seconds of a step, of bytes at its
+    peak (None: not known), and where the runs are from.
     """
 
     seconds: ErrorFigure
@@ -53,11 +63,15 @@ class Accuracy:
     def sentence(self) -> str:
         """Return a line for people."""
         memory = "" if self.bytes is None else f"; peak memory: {self.bytes}"
-        return f"Measured before: step times {self.seconds}{memory}{f' ({self.source})' if self.source else ''}."
+        return (
+            "Measured before: step times "
+            f"{self.seconds}{memory}{f' ({self.source})' if self.source else ''}."
+        )
 
 
 UNKNOWN = (
-    "How far predictions for this cluster are from the truth is not known: no run on it was compared (`topt predict runs=...` "
+    "How far predictions for this cluster are from the truth is not known: no run on it was "
+    "compared (`topt predict runs=...` "
     "with calibrate_on=... or a folder of run.json files does)."
 )
 

@@ -1,8 +1,10 @@
-"""Measure the machine this process runs on: a Cluster whose curves and rates are what programs get here, now.
+"""Measure the machine this process runs on: a Cluster whose curves and rates are what programs get
+here, now.
 
-Every rank of the default process group calls these functions at the same time: ranks of one machine share its memory
-bandwidth and cores, so their rates are those of all of them working together. Results are averaged over ranks and equal
-on all of them. Without a process group one process measures itself. Random generators stay as they are.
+Every rank of the default process group calls these functions at the same time: ranks of one machine
+share its memory bandwidth and cores, so their rates are those of all of them working together.
+Results are averaged over ranks and equal on all of them. Without a process group one process
+measures itself. Random generators stay as they are.
 """
 
 from __future__ import annotations
@@ -55,16 +57,19 @@ def calibrate(
     collectives: Collection[str] = USUAL_COLLECTIVES,
     datagrams: bool = False,
 ) -> Cluster:
-    """Measure device and links, in about `budget_seconds` altogether, 2 s on a busy machine. Collective: every rank calls it.
+    """Measure device and links, in about `budget_seconds` altogether, 2 s on a busy machine.
+    Collective: every rank calls it.
 
-    Half of the time goes to `collectives` of 4 KiB to 64 MiB over all ranks, as many sizes as it allows; the rest to
-    matrix products per dtype, memory bandwidth, the cost of a small operator, and to what an all_reduce hides behind
-    matrix products. Each other kind of group that a mesh of these ranks can have (`mesh_groups`; two ranks have none) takes
-    a sixth of the time more, all groups of a kind at once. Each part is measured in two halves, with all the others between
-    them. Where a time of the halves differs by more than 20 %, that part is measured again, until 1.4 times the time is
-    over; of all rounds the fastest counts, of waits the median (`repetition`). `num_nodes` is how many machines the
-    ranks are on. The least that is measured takes longer than that over slow links. With `datagrams` loss, round trip and
-    rate of these are measured too, which takes a third of the time more.
+    Half of the time goes to `collectives` of 4 KiB to 64 MiB over all ranks, as many sizes as it
+    allows; the rest to matrix products per dtype, memory bandwidth, the cost of a small operator,
+    and to what an all_reduce hides behind matrix products. Each other kind of group that a mesh of
+    these ranks can have (`mesh_groups`; two ranks have none) takes a sixth of the time more, all
+    groups of a kind at once. Each part is measured in two halves, with all the others between them.
+    Where a time of the halves differs by more than 20 %, that part is measured again, until 1.4
+    times the time is over; of all rounds the fastest counts, of waits the median (`repetition`).
+    `num_nodes` is how many machines the ranks are on. The least that is measured takes longer than
+    that over slow links. With `datagrams` loss, round trip and rate of these are measured too,
+    which takes a third of the time more.
 
     Raises ValueError unless the ranks can be spread evenly over that many nodes.
     """
@@ -77,14 +82,19 @@ def calibrate(
     groups = mesh_groups(ranks, devices_per_node=local)
     budgets = {group: (0.45 if group.size == ranks else _GROUP_SHARE) * half for group in groups}
     deadline = start + 1.4 * budget_seconds * (1 + _GROUP_SHARE * (len(groups) - 1))
-    parts: dict[Any, Callable[[], Mapping[Any, float]]] = dict(device_timers(device, budget_seconds=0.35 * half))
+    parts: dict[Any, Callable[[], Mapping[Any, float]]] = dict(
+        device_timers(device, budget_seconds=0.35 * half)
+    )
     with process_groups(groups) as made:
         timers = collective_timers(made, ops=collectives, device=device, budgets=budgets)
         waits = {
             ("wait", group): WaitTimer(found, device=device, budget_seconds=budgets[group] / 4)
             for group, found in made.items()
         }
-        rounds = repeat_parts(parts | timers | waits, seconds_left=lambda: average([deadline - time.perf_counter()])[0])
+        rounds = repeat_parts(
+            parts | timers | waits,
+            seconds_left=lambda: average([deadline - time.perf_counter()])[0],
+        )
     times = {name: fastest(found) for name, found in rounds.items()}
     curves = {key: curve(times[key], wait_seconds=_wait(rounds, key)) for key in timers}
     inter = fit_link(curves, Group(num_nodes, local))
@@ -95,7 +105,9 @@ def calibrate(
         )
     average(
         [0.0]
-    )  # all ranks begin together: that they take memory at the same time costs each a third more, as in a step
+        # all ranks begin together: that they take memory at the same time costs each a third more,
+        # as in a step
+    )
     faults = average([measure_page_faults(device)])[0]
     measured = measured_device(device, times, page_fault_seconds_per_byte=faults)
     return Cluster(
@@ -106,7 +118,9 @@ def calibrate(
         intra=intra,
         inter=inter if num_nodes > 1 else None,
         collectives=curves,
-        overlap=_overlap(device, curves.get(("all_reduce", ranks, 1)), budget_seconds=0.1 * budget_seconds),
+        overlap=_overlap(
+            device, curves.get(("all_reduce", ranks, 1)), budget_seconds=0.1 * budget_seconds
+        ),
         backend=dist.get_backend() if ranks > 1 else ("gloo" if device.type == "cpu" else "nccl"),
         source=f"measured by {ranks} rank(s) with torch {torch.__version__} on {measured.name}",
     )
@@ -120,11 +134,13 @@ def measure_kernels(
     budget_seconds: float = 2.0,
     known: Collection[KernelKey] = (),
 ) -> dict[KernelKey, float]:
-    """Return the seconds of the graph's kernels on `device` at ``graph.batch_size``, those expected to cost most first.
+    """Return the seconds of the graph's kernels on `device` at ``graph.batch_size``, those expected
+    to cost most first.
 
-    Collective: all ranks measure the same kernels at the same time. It ends when `budget_seconds` are over, or up to twice
-    that later, once what is left is expected to be less than a tenth of the step. Left out are kernels that cannot be made
-    outside the model, for which formulas stand in (`estimate_kernel_seconds`), and those that are `known`.
+    Collective: all ranks measure the same kernels at the same time. It ends when `budget_seconds`
+    are over, or up to twice that later, once what is left is expected to be less than a tenth of
+    the step. Left out are kernels that cannot be made outside the model, for which formulas stand
+    in (`estimate_kernel_seconds`), and those that are `known`.
     """
     device = torch.device(device)
     start = time.perf_counter()
@@ -148,7 +164,9 @@ def measure_kernels(
 def _with_datagrams(
     inter: Link, intra: Link, *, num_nodes: int, local: int, budget_seconds: float
 ) -> tuple[Link, Link]:
-    """The links with what was measured of datagrams; in one node, whose ranks have one link, both."""
+    """The links with what was measured of datagrams; in one node, whose ranks have one link,
+    both.
+    """
     if num_nodes * local == 1:
         return inter, intra
     if num_nodes == 1 or local == 1:
@@ -159,16 +177,21 @@ def _with_datagrams(
     return replace(inter, datagrams=between), replace(intra, datagrams=inside)
 
 
-# ---- parts -----------------------------------------------------------------------------------------------------------
+# ---- parts
+# -----------------------------------------------------------------------------------------------------------
 
 
 def _wait(rounds: Mapping[Any, Sequence[Mapping[Any, float]]], key: CurveKey) -> float:
-    """Return what ranks wait for one another before a collective; of messages between two, schedules say it."""
+    """Return what ranks wait for one another before a collective; of messages between two,
+    schedules say it.
+    """
     op, *group = key
     return 0.0 if op == "send_recv" else next(iter(usual(rounds["wait", Group(*group)]).values()))
 
 
-def _overlap(device: torch.device, all_reduce: CollectiveCurve | None, *, budget_seconds: float) -> float:
+def _overlap(
+    device: torch.device, all_reduce: CollectiveCurve | None, *, budget_seconds: float
+) -> float:
     """The mean of two halves; where they disagree, the median of three."""
     half = 0.5 * budget_seconds
     shares = [measure_overlap(device, all_reduce=all_reduce, budget_seconds=half) for _ in range(2)]
@@ -189,7 +212,10 @@ def _by_cost(graph: OpGraph) -> dict[KernelKey, tuple[Kernel, float]]:
             totals[key] = totals.get(key, 0.0) + kernel.count * roofline_seconds(
                 kernel, batch_size=graph.batch_size, device=rough
             )
-    return {key: (kernels[key], totals[key]) for key in sorted(totals, key=lambda key: (-totals[key], key))}
+    return {
+        key: (kernels[key], totals[key])
+        for key in sorted(totals, key=lambda key: (-totals[key], key))
+    }
 
 
 def _try_call(kernel: Kernel, device: torch.device) -> Callable[[], None] | None:

@@ -19,8 +19,9 @@ from lightning_topt.costs.node_types import Device, Link
 
 @dataclass(frozen=True)
 class Change:
-    """A constant `before` and `now` (of a curve: seconds at the size that changed most, `at`), and the largest and the median
-    change of its `points`, without signs. `is_share`: changes are differences of shares, else shares of the value before.
+    """A constant `before` and `now` (of a curve: seconds at the size that changed most, `at`), and
+    the largest and the median change of its `points`, without signs. `is_share`: changes are
+    differences of shares, else shares of the value before.
     """
 
     constant: str
@@ -38,7 +39,9 @@ class Change:
 
 
 def changes_between(before: Cluster, now: Cluster) -> list[Change]:
-    """Return what differs between two calibrations of the same ranks; constants that one of them lacks are left out."""
+    """Return what differs between two calibrations of the same ranks; constants that one of them
+    lacks are left out.
+    """
     return [
         *_device_changes(before.device, now.device),
         *_link_changes("inside nodes", before.intra, now.intra),
@@ -49,13 +52,15 @@ def changes_between(before: Cluster, now: Cluster) -> list[Change]:
 
 
 def largest_and_median(changes: Sequence[Change]) -> tuple[Change, float] | None:
-    """Return the change that is the largest, and the median over constants of their largest ones, without differences of
-    shares; None where nothing is left.
+    """Return the change that is the largest, and the median over constants of their largest ones,
+    without differences of shares; None where nothing is left.
     """
     ratios = [each for each in changes if not each.is_share]
     if not ratios:
         return None
-    return max(ratios, key=lambda each: each.largest), statistics.median(each.largest for each in ratios)
+    return max(ratios, key=lambda each: each.largest), statistics.median(
+        each.largest for each in ratios
+    )
 
 
 def _device_changes(before: Device, now: Device) -> Iterator[Change]:
@@ -74,7 +79,9 @@ def _link_changes(where: str, before: Link | None, now: Link | None) -> Iterator
     first, second = before.datagrams, now.datagrams
     if first is not None and second is not None:
         yield from _ratio(f"rate of datagrams {where}", first.bandwidth, second.bandwidth)
-        yield from _ratio(f"round trip {where}", first.round_trip_seconds, second.round_trip_seconds)
+        yield from _ratio(
+            f"round trip {where}", first.round_trip_seconds, second.round_trip_seconds
+        )
         yield from _share(f"loss of datagrams {where}", first.loss, second.loss)
 
 

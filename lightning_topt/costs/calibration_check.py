@@ -1,4 +1,5 @@
-"""A calibration is checked against itself: what its table says beside what is measured, once more and in other places.
+"""A calibration is checked against itself: what its table says beside what is measured, once more
+and in other places.
 
     constant                    points
     a rate of products          each size that was measured; the table has one rate for all
@@ -6,7 +7,8 @@
     a collective                the sizes of its curve once more, and the means between them, where the table interpolates
     a link                      the curves of groups that it joins; the table has the ring formulas of `communication`
 
-error of a point = |table / measured - 1|, of seconds. Links are asked for groups without a curve alone.
+error of a point = |table / measured - 1|, of seconds. Links are asked for groups without a curve
+alone.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ _GROUP_SHARE = 0.15  # of the time, for each kind of group
 
 @dataclass(frozen=True)
 class CheckedPoint:
-    """Seconds of one point `at` which a constant was looked at, as the table has them and as they were measured."""
+    """Seconds of one point `at` which a constant was looked at, as the table has them and as they
+    were measured.
+    """
 
     constant: str
     at: str
@@ -53,7 +57,9 @@ class CheckedPoint:
 
     @property
     def error(self) -> float:
-        """By how much the table is off, as a share of what was measured; below 0 where it has less."""
+        """By how much the table is off, as a share of what was measured; below 0 where it has
+        less.
+        """
         return self.table / self.measured - 1
 
 
@@ -87,14 +93,17 @@ def summarize(points: Sequence[CheckedPoint]) -> list[CheckedConstant]:
 def check_calibration(
     cluster: Cluster, *, device: torch.device | str = "cpu", budget_seconds: float = 1.5
 ) -> list[CheckedPoint]:
-    """Return what `cluster`, which `calibrate` has measured with these ranks, says beside what is measured now, in about
-    `budget_seconds`. Collective: every rank calls it, and gets the same.
+    """Return what `cluster`, which `calibrate` has measured with these ranks, says beside what is
+    measured now, in about `budget_seconds`. Collective: every rank calls it, and gets the same.
     """
     device, half = torch.device(device), budget_seconds / _ROUNDS
     devices = device_timers(device, budget_seconds=0.5 * half)
     groups = mesh_groups(cluster.num_devices, devices_per_node=cluster.devices_per_node)
     ops = {op for op, *_ in cluster.collectives}
-    budgets = {group: (0.5 if group.size == cluster.num_devices else _GROUP_SHARE) * half for group in groups}
+    budgets = {
+        group: (0.5 if group.size == cluster.num_devices else _GROUP_SHARE) * half
+        for group in groups
+    }
     with process_groups(groups) as made:
         timers = collective_timers(made, ops=ops, device=device, budgets=budgets)
         timers = {key: timer for key, timer in timers.items() if key in cluster.collectives}
@@ -106,7 +115,11 @@ def check_calibration(
     faults = average([measure_page_faults(device)])[0]
     return [
         *_device_points(cluster, times, faults=faults),
-        *(point for key in timers for point in _curve_points(key, cluster.collectives[key], times[key])),
+        *(
+            point
+            for key in timers
+            for point in _curve_points(key, cluster.collectives[key], times[key])
+        ),
         *_link_points(cluster),
     ]
 
@@ -138,7 +151,9 @@ def _device_points(
             yield CheckedPoint(title, "once more", table, again[name])
 
 
-def _curve_points(key: CurveKey, curve: CollectiveCurve, times: Mapping[Any, float]) -> Iterator[CheckedPoint]:
+def _curve_points(
+    key: CurveKey, curve: CollectiveCurve, times: Mapping[Any, float]
+) -> Iterator[CheckedPoint]:
     for size, seconds in sorted(times.items()):
         place = format_bytes(size) + ("" if size in curve.sizes else ", between measured sizes")
         yield CheckedPoint(name_of(key), place, curve.seconds_at(size), seconds)

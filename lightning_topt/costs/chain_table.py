@@ -1,16 +1,20 @@
-"""Costs of a chain of blocks, each under several configurations, in seconds and bytes: what a whole step is made of.
+"""Costs of a chain of blocks, each under several configurations, in seconds and bytes: what a whole
+step is made of.
 
-Blocks run forward in order and backward in reverse. Computation does not wait for the network; exchanges of gradients run
-on one network in the order in which they become ready, beside the backward of earlier blocks. For blocks n = 0 ... N-1
+Blocks run forward in order and backward in reverse. Computation does not wait for the network;
+exchanges of gradients run on one network in the order in which they become ready, beside the
+backward of earlier blocks. For blocks n = 0 ... N-1
 
     step_seconds   when both are done:   computation takes  sum of seconds;  an exchange starts when its block's backward is
-                   over and the one before it has finished; backward passes are the last part of computation, in reverse
+                   over and the one before it has finished; backward passes are the last part of
+                   computation, in reverse
     peak_bytes     the largest of   sum of static  + held of j < n + forward_hump of n + late of j > n     forward of n
                                     sum of static  + held of all                                           forward is over
                                     sum of static  + kept of j < n + hump of n + late of j > n             backward of n
                                     sum of static  + late of all + update_bytes                            the optimizer step
 
-`evaluate` says the same in arrays. The search folds blocks from the last to the first with five numbers (`search_chain`).
+`evaluate` says the same in arrays. The search folds blocks from the last to the first with five
+numbers (`search_chain`).
 """
 
 from __future__ import annotations
@@ -30,18 +34,22 @@ _FORWARD = {"held": "kept", "forward_hump": "hump"}  # what they are where they 
 
 @dataclass(frozen=True, eq=False)
 class BlockCosts:
-    """Costs of one block under each of its `configs`, arrays (config,); plus infinity in `seconds` or `static` forbids.
+    """Costs of one block under each of its `configs`, arrays (config,); plus infinity in `seconds`
+    or `static` forbids.
 
     Args:
         configs: names of the configurations.
-        seconds: computation of the whole step: forward, backward, update, and exchanges that it has to wait for.
+        seconds: computation of the whole step: forward, backward, update, and exchanges that it has
+            to wait for.
         backward: the part of `seconds` during which exchanges of later blocks run: its backward.
         exchange: seconds of the network for its gradients, from when its backward is over.
         static: bytes that are there all the step.
         kept: bytes while later blocks run backward.
-        late: bytes from the end of its backward to the end of the step, and in the next step until its forward: its gradients.
+        late: bytes from the end of its backward to the end of the step, and in the next step until
+            its forward: its gradients.
         hump: peak bytes while it runs backward, above what is listed for it and other blocks.
-        inputs: which layout of its input each configuration takes, an index into the edge before; None: each has its own.
+        inputs: which layout of its input each configuration takes, an index into the edge before;
+            None: each has its own.
         outputs: which layout of its output it leaves, an index into the edge behind.
         held: bytes from its forward to the end of all forwards; None: as `kept`.
         forward_hump: peak bytes while it runs forward, like `hump`; None: as `hump`.
@@ -71,7 +79,9 @@ class BlockCosts:
         every = np.array([self.cost(name) for name in names])
         if not (every > -np.inf).all():
             wrong = names[int((~(every > -np.inf)).any(axis=1).argmax())]
-            raise ValueError(f"{wrong} holds NaN or minus infinity; forbid configurations with plus infinity")
+            raise ValueError(
+                f"{wrong} holds NaN or minus infinity; forbid configurations with plus infinity"
+            )
         allowed = np.isfinite(every) & (every >= 0)
         for name, is_allowed in zip(names, allowed.all(axis=1).tolist(), strict=True):
             if name not in ("seconds", "static") and not is_allowed:
@@ -80,7 +90,9 @@ class BlockCosts:
             raise ValueError("backward is a part of seconds and cannot be more")
 
     def cost(self, name: str) -> Array:
-        """Return the costs (config,) of this name; of `held` and `forward_hump` what stands for them."""
+        """Return the costs (config,) of this name; of `held` and `forward_hump` what stands for
+        them.
+        """
         given: Array | None = getattr(self, name)
         return self.cost(_FORWARD[name]) if given is None else given
 
@@ -108,11 +120,12 @@ class BlockEdge:
 
 @dataclass(frozen=True, eq=False)
 class ChainTable:
-    """A chain: `blocks` are the distinct ones, ``order[n]`` says which of them block n is, in the order of forward.
+    """A chain: `blocks` are the distinct ones, ``order[n]`` says which of them block n is, in the
+    order of forward.
 
-    ``edges[n]`` joins blocks n and n + 1, None costs nothing; no edges at all may be left out. Every plan also pays
-    `fixed_seconds` and `fixed_bytes`, and `update_bytes` while the optimizer steps. `names` of the blocks of the chain are
-    for the answer; left out, they are numbers.
+    ``edges[n]`` joins blocks n and n + 1, None costs nothing; no edges at all may be left out.
+    Every plan also pays `fixed_seconds` and `fixed_bytes`, and `update_bytes` while the optimizer
+    steps. `names` of the blocks of the chain are for the answer; left out, they are numbers.
     """
 
     blocks: tuple[BlockCosts, ...]
@@ -125,17 +138,26 @@ class ChainTable:
 
     def __post_init__(self) -> None:
         if self.names and len(self.names) != len(self.order):
-            raise ValueError(f"{len(self.order)} blocks need {len(self.order)} names, got {len(self.names)}")
+            raise ValueError(
+                f"{len(self.order)} blocks need {len(self.order)} names, got {len(self.names)}"
+            )
         if any(not 0 <= index < len(self.blocks) for index in self.order):
-            raise ValueError(f"order names blocks from 0 to {len(self.blocks) - 1}, got {self.order}")
+            raise ValueError(
+                f"order names blocks from 0 to {len(self.blocks) - 1}, got {self.order}"
+            )
         if self.edges and len(self.edges) != len(self.order) - 1:
-            raise ValueError(f"{len(self.order)} blocks need {len(self.order) - 1} edges, got {len(self.edges)}")
+            raise ValueError(
+                f"{len(self.order)} blocks need {len(self.order) - 1} edges, got {len(self.edges)}"
+            )
         for n, edge in enumerate(self.edges):
             sides = (self.block(n).layouts("outputs"), self.block(n + 1).layouts("inputs"))
             for values in (edge.seconds, edge.bytes) if edge is not None else ():
-                if values.ndim != 2 or any(side.max() >= size for side, size in zip(sides, values.shape, strict=True)):
+                if values.ndim != 2 or any(
+                    side.max() >= size for side, size in zip(sides, values.shape, strict=True)
+                ):
                     raise ValueError(
-                        f"the edge after block {n} has costs of shape {values.shape}, too small for its layouts"
+                        f"the edge after block {n} has costs of shape {values.shape}, too small "
+                        "for its layouts"
                     )
                 if np.isnan(values).any() or np.isneginf(values).any():
                     raise ValueError(f"the edge after block {n} holds NaN or minus infinity")
@@ -149,10 +171,14 @@ class ChainTable:
         return self.edges[n] if self.edges else None
 
     def evaluate(self, plans: NDArray[np.intp]) -> tuple[Array, Array]:
-        """Return (step_seconds, peak_bytes) (n,) of `plans` (n, block): indices of configurations."""
+        """Return (step_seconds, peak_bytes) (n,) of `plans` (n, block): indices of
+        configurations.
+        """
         shape = len(self.order), len(plans)
         chosen = {
-            name: np.array([self.block(n).cost(name)[plans[:, n]] for n in range(shape[0])]).reshape(shape)
+            name: np.array(
+                [self.block(n).cost(name)[plans[:, n]] for n in range(shape[0])]
+            ).reshape(shape)
             for name in (*_COSTS, *_FORWARD)
         }
         seconds, static = chosen["seconds"].sum(axis=0), chosen["static"].sum(axis=0)
@@ -161,7 +187,9 @@ class ChainTable:
                 left, right = self.block(n).layouts("outputs"), self.block(n + 1).layouts("inputs")
                 pairs = left[plans[:, n]], right[plans[:, n + 1]]
                 seconds, static = seconds + edge.seconds[pairs], static + edge.bytes[pairs]
-        step = np.maximum(seconds, self._network_seconds(seconds, chosen["backward"], chosen["exchange"]))
+        step = np.maximum(
+            seconds, self._network_seconds(seconds, chosen["backward"], chosen["exchange"])
+        )
         moving = [
             self._moving_bytes(chosen["kept"], chosen["late"], chosen["hump"]),
             self._moving_bytes(chosen["held"], chosen["late"], chosen["forward_hump"]),
@@ -183,5 +211,7 @@ class ChainTable:
     @staticmethod
     def _moving_bytes(kept: Array, late: Array, hump: Array) -> Array:
         """Return the most bytes (n,) while a block runs, above what is static."""
-        peaks = [kept[:n].sum(axis=0) + hump[n] + late[n + 1 :].sum(axis=0) for n in range(len(hump))]
+        peaks = [
+            kept[:n].sum(axis=0) + hump[n] + late[n + 1 :].sum(axis=0) for n in range(len(hump))
+        ]
         return np.asarray(np.max(peaks, axis=0)) if peaks else np.zeros(hump.shape[1])

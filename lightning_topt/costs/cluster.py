@@ -1,7 +1,9 @@
-"""Cluster, Device, Link: what the cost model knows of the machines, from a data sheet or measured (`calibrate`).
+"""Cluster, Device, Link: what the cost model knows of the machines, from a data sheet or measured
+(`calibrate`).
 
-YAML is a plain mapping, so the files in ``conf/cluster`` are a Hydra config group as well. Sizes may be text with units
-(see `units`). Every rate is what a program achieves, not the peak of the data sheet; each file says how it got there.
+YAML is a plain mapping, so the files in ``conf/cluster`` are a Hydra config group as well. Sizes
+may be text with units (see `units`). Every rate is what a program achieves, not the peak of the
+data sheet; each file says how it got there.
 """
 
 from __future__ import annotations
@@ -51,14 +53,16 @@ __all__ = ["Cluster", "ClusterError", "Device", "Link", "NodeType"]
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes of equal devices; or of several kinds, `nodes` (see `of_nodes`), of which the entries here are the slowest.
+    """Nodes of equal devices; or of several kinds, `nodes` (see `of_nodes`), of which the entries
+    here are the slowest.
 
-    `intra` joins the devices of a node, `inter` the nodes (None with a single node), both per rank: a node's network is
-    shared by its devices. `collectives` are measured curves by (collective, size, stride) of the group, of all groups
-    like it at the same time (`groups.Group`). `overlap` is the share of a gradient exchange that really runs beside
-    computation (0 none, 1 all). `backend` is torch.distributed's (``"nccl"``, ``"gloo"``). `source` says where the
-    numbers are from, `failures` how often devices are lost and what that costs (None: nothing is known of it), `accuracy`
-    how far predictions with them were from what was measured (None: nothing was).
+    `intra` joins the devices of a node, `inter` the nodes (None with a single node), both per rank:
+    a node's network is shared by its devices. `collectives` are measured curves by (collective,
+    size, stride) of the group, of all groups like it at the same time (`groups.Group`). `overlap`
+    is the share of a gradient exchange that really runs beside computation (0 none, 1 all).
+    `backend` is torch.distributed's (``"nccl"``, ``"gloo"``). `source` says where the numbers are
+    from, `failures` how often devices are lost and what that costs (None: nothing is known of it),
+    `accuracy` how far predictions with them were from what was measured (None: nothing was).
     """
 
     name: str
@@ -77,17 +81,22 @@ class Cluster:
 
     @classmethod
     def of_nodes(cls, nodes: Sequence[NodeType], *, intra: Link, **entries: Any) -> Cluster:
-        """Return a cluster of several kinds of nodes, whose ranks are in the order of `nodes`; `entries` are the others of a
-        cluster.
+        """Return a cluster of several kinds of nodes, whose ranks are in the order of `nodes`;
+        `entries` are the others of a cluster.
 
-        Stages of a pipeline run on the devices of their ranks. All else is as if every device was like the slowest, joined
-        as by the slowest `intra`, and as many on a node as divide the devices of each.
+        Stages of a pipeline run on the devices of their ranks. All else is as if every device was
+        like the slowest, joined as by the slowest `intra`, and as many on a node as divide the
+        devices of each.
         """
-        nodes = tuple(node if node.intra else dataclasses.replace(node, intra=intra) for node in nodes)
+        nodes = tuple(
+            node if node.intra else dataclasses.replace(node, intra=intra) for node in nodes
+        )
         return cls(**_common(nodes, intra), nodes=nodes, **entries)
 
     def __post_init__(self) -> None:
-        if self.nodes and any(getattr(self, name) != value for name, value in _common(self.nodes, self.intra).items()):
+        if self.nodes and any(
+            getattr(self, name) != value for name, value in _common(self.nodes, self.intra).items()
+        ):
             raise ClusterError("a cluster of several kinds of nodes is made by Cluster.of_nodes")
         if self.devices_per_node < 1 or self.num_nodes < 1:
             raise ClusterError("devices_per_node and num_nodes must be at least 1")
@@ -100,7 +109,8 @@ class Cluster:
         for op, size, stride in self.collectives:
             if op not in COLLECTIVES or size < 2 or stride < 1:
                 raise ClusterError(
-                    f"collectives: ({shown(op)}, {size}, {stride}) must be one of {COLLECTIVES}, at least 2 ranks, and a "
+                    f"collectives: ({shown(op)}, {size}, {stride}) must be one of {COLLECTIVES}, "
+                    "at least 2 ranks, and a "
                     "stride of at least 1"
                 )
 
@@ -110,7 +120,9 @@ class Cluster:
         return self.devices_per_node * self.num_nodes
 
     def node_of(self, rank: int) -> tuple[int, int]:
-        """Return the kind of the node of a rank, its place in `nodes` (0 without), and the number of the node."""
+        """Return the kind of the node of a rank, its place in `nodes` (0 without), and the number
+        of the node.
+        """
         before = 0
         for kind, node in enumerate(self.nodes):
             if rank < node.count * node.devices_per_node:
@@ -119,7 +131,9 @@ class Cluster:
         return 0, before + rank // self.devices_per_node
 
     def of_kinds(self, kinds: Sequence[int]) -> Cluster:
-        """Return a cluster as slow as the slowest of these kinds of nodes, as one of equal devices."""
+        """Return a cluster as slow as the slowest of these kinds of nodes, as one of equal
+        devices.
+        """
         if not self.nodes:
             return self
         common = _common([self.nodes[kind] for kind in kinds], self.intra)
@@ -147,7 +161,9 @@ class Cluster:
 
     @classmethod
     def from_dict(cls, data: Any) -> Cluster:
-        """Read a mapping such as the files in ``conf/cluster``. Raises ClusterError that names the wrong entry."""
+        """Read a mapping such as the files in ``conf/cluster``. Raises ClusterError that names the
+        wrong entry.
+        """
         try:
             check_plain(data)
             return _cluster(data)
@@ -166,7 +182,9 @@ class Cluster:
         try:
             return cls.from_dict(parse_yaml(read_text(path)))
         except (ValueError, OSError) as error:
-            raise ClusterError(f"cannot read the cluster {shown(str(path))}: {one_line(error)}") from error
+            raise ClusterError(
+                f"cannot read the cluster {shown(str(path))}: {one_line(error)}"
+            ) from error
 
 
 def _common(nodes: Sequence[NodeType], intra: Link) -> dict[str, Any]:

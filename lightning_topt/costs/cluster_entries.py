@@ -1,4 +1,6 @@
-"""The entries of a cluster's YAML file are read one by one, and errors name the entry that is wrong."""
+"""The entries of a cluster's YAML file are read one by one, and errors name the entry that is
+wrong.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ class Entries:
         self.data, self.where, self.known = dict(data), where, set[str]()
 
     def take(self, key: str, parse: Callable[..., Any], default: Any = _REQUIRED) -> Any:
-        """Return the entry `key` as ``parse(value, name=...)`` reads it; `default` where it is left out or null.
+        """Return the entry `key` as ``parse(value, name=...)`` reads it; `default` where it is left
+        out or null.
 
         Raises ClusterError where an entry without a default is missing.
         """
@@ -41,7 +44,9 @@ class Entries:
     def finish(self) -> None:
         """Raise ClusterError for entries that nobody took."""
         if unknown := set(self.data) - self.known:
-            raise ClusterError(f"{self.where}: unknown entries {names(unknown)}; known are {sorted(self.known)}")
+            raise ClusterError(
+                f"{self.where}: unknown entries {names(unknown)}; known are {sorted(self.known)}"
+            )
 
 
 def read_nodes(data: Any, *, name: str) -> tuple[NodeType, ...]:
@@ -50,10 +55,16 @@ def read_nodes(data: Any, *, name: str) -> tuple[NodeType, ...]:
     for index, entry in enumerate(_list(data, name=name)):
         entries = Entries(entry, f"{name}[{index}]")
         sizes = entries.take("devices_per_node", whole), entries.take("count", whole, 1)
-        found.append(NodeType(entries.take("device", read_device), *sizes, entries.take("intra", read_link, None)))
+        found.append(
+            NodeType(
+                entries.take("device", read_device), *sizes, entries.take("intra", read_link, None)
+            )
+        )
         entries.finish()
     if not found:
-        raise ClusterError(f"{name} must list at least one kind of nodes; leave it out where all nodes are equal")
+        raise ClusterError(
+            f"{name} must list at least one kind of nodes; leave it out where all nodes are equal"
+        )
     return tuple(found)
 
 
@@ -89,7 +100,9 @@ def read_accuracy(data: Any, *, name: str) -> Accuracy:
 
 def _error_figure(data: Any, *, name: str) -> ErrorFigure:
     entries = Entries(data, name)
-    figure = ErrorFigure(entries.take("median", number), entries.take("p90", number), entries.take("runs", whole))
+    figure = ErrorFigure(
+        entries.take("median", number), entries.take("p90", number), entries.take("runs", whole)
+    )
     entries.finish()
     return figure
 
@@ -97,7 +110,10 @@ def _error_figure(data: Any, *, name: str) -> ErrorFigure:
 def read_link(data: Any, *, name: str) -> Link:
     """Return the link that the mapping `data` describes; errors call it `name`."""
     entries = Entries(data, name)
-    latency, bandwidth = entries.take("latency_seconds", parse_seconds), entries.take("bandwidth", parse_bandwidth)
+    latency, bandwidth = (
+        entries.take("latency_seconds", parse_seconds),
+        entries.take("bandwidth", parse_bandwidth),
+    )
     link = Link(latency, bandwidth, entries.take("datagrams", _datagrams, None))
     entries.finish()
     return link
@@ -127,14 +143,22 @@ def read_failures(data: Any, *, name: str) -> Failures:
     return failures
 
 
-def read_collectives(data: Any, *, name: str, devices_per_node: int) -> dict[CurveKey, CollectiveCurve]:
-    """Return the measured curves that the list `data` has, by group, on nodes of `devices_per_node`; errors call it `name`."""
+def read_collectives(
+    data: Any, *, name: str, devices_per_node: int
+) -> dict[CurveKey, CollectiveCurve]:
+    """Return the measured curves that the list `data` has, by group, on nodes of
+    `devices_per_node`; errors call it `name`.
+    """
     curves: dict[CurveKey, CollectiveCurve] = {}
     for index, entry in enumerate(_list(data, name=name)):
         entries = Entries(entry, f"{name}[{index}]")
         key = _curve_key(entries, devices_per_node=devices_per_node)
-        sizes = [float(parse_bytes(size, name=entries.where)) for size in entries.take("bytes", _list)]
-        seconds = [parse_seconds(value, name=entries.where) for value in entries.take("seconds", _list)]
+        sizes = [
+            float(parse_bytes(size, name=entries.where)) for size in entries.take("bytes", _list)
+        ]
+        seconds = [
+            parse_seconds(value, name=entries.where) for value in entries.take("seconds", _list)
+        ]
         wait = entries.take("wait_seconds", parse_seconds, 0.0)
         entries.finish()
         curves[key] = CollectiveCurve(tuple(sizes), tuple(seconds), wait)
@@ -142,7 +166,9 @@ def read_collectives(data: Any, *, name: str, devices_per_node: int) -> dict[Cur
 
 
 def _curve_key(entries: Entries, *, devices_per_node: int) -> CurveKey:
-    """The group of a curve; older files have `world_size` ranks packed node by node, and `scope` says where they end."""
+    """The group of a curve; older files have `world_size` ranks packed node by node, and `scope`
+    says where they end.
+    """
     op = entries.take("op", text)
     if "world_size" not in entries.data:
         return op, entries.take("group_size", whole), entries.take("stride", whole, 1)
@@ -150,19 +176,27 @@ def _curve_key(entries: Entries, *, devices_per_node: int) -> CurveKey:
     expected = "intra" if size <= devices_per_node else "inter"
     if scope != expected:
         raise ClusterError(
-            f"{entries.where}: {size} ranks packed on nodes of {devices_per_node} have the scope {expected!r}, not "
-            f"{shown(scope)}; write group_size and stride instead of world_size and scope for other groups"
+            f"{entries.where}: {size} ranks packed on nodes of {devices_per_node} have the scope "
+            f"{expected!r}, not "
+            f"{shown(scope)}; write group_size and stride instead of world_size and scope for "
+            "other groups"
         )
     return op, size, 1
 
 
 def _rates(data: Any, *, name: str) -> dict[str, float]:
     if not isinstance(data, Mapping):
-        raise ClusterError(f"{name} must map dtypes to rates, such as float32: 19.5TFLOP/s; got {shown(data)}")
-    return {text(dtype, name=name): parse_flops(rate, name=f"{name}.{dtype}") for dtype, rate in data.items()}
+        raise ClusterError(
+            f"{name} must map dtypes to rates, such as float32: 19.5TFLOP/s; got {shown(data)}"
+        )
+    return {
+        text(dtype, name=name): parse_flops(rate, name=f"{name}.{dtype}")
+        for dtype, rate in data.items()
+    }
 
 
 def _list(data: Any, *, name: str) -> list[Any]:
-    if not isinstance(data, Sequence) or isinstance(data, str | bytes):  # Hydra's lists are no `list`
+    # Hydra's lists are no `list`
+    if not isinstance(data, Sequence) or isinstance(data, str | bytes):
         raise ClusterError(f"{name} must be a list, got {shown(data)}")
     return list(data)

@@ -1,8 +1,10 @@
-"""Seconds of a collective: a measured curve, with its wait, where the cluster has one, else the formulas below.
+"""Seconds of a collective: a measured curve, with its wait, where the cluster has one, else the
+formulas below.
 
-A group of N ranks (`groups.Group`), V bytes of the whole tensor: the input of reduce_scatter, the output of all_gather, all
-shards of all_to_all together, the message of send_recv. a latency, b bandwidth that one rank gets of a link; d devices per
-node, s stride, g ranks of the group on a node. All groups of a mesh axis work at the same time.
+A group of N ranks (`groups.Group`), V bytes of the whole tensor: the input of reduce_scatter, the
+output of all_gather, all shards of all_to_all together, the message of send_recv. a latency, b
+bandwidth that one rank gets of a link; d devices per node, s stride, g ranks of the group on a
+node. All groups of a mesh axis work at the same time.
 
     equation                                              function            source
     all_reduce      2 (N-1) (a + V / (N b))               ring_seconds        Patarasuk & Yuan, J. Parallel Distrib.
@@ -18,7 +20,8 @@ node, s stride, g ranks of the group on a node. All groups of a mesh axis work a
     g > 1 on a node:   a = max(a_intra, a_inter),                             and the s rings on a node share its network:
                        b = min(b_intra, (d / s) b_inter)                      d times b_inter
 
-torch's gloo does not follow them (its reduce_scatter moves as many bytes as an all_reduce): calibrate there.
+torch's gloo does not follow them (its reduce_scatter moves as many bytes as an all_reduce):
+calibrate there.
 """
 
 from __future__ import annotations
@@ -35,9 +38,10 @@ from lightning_topt.costs.groups import Group
 class Collective:
     """One collective of a training step, of every group like `group` at the same time.
 
-    `during` is the pass in which it starts: ``"forward"``, ``"backward"`` or ``"update"`` (the optimizer's step). `size` are
-    the bytes of the whole tensor, as in `estimate_collective_seconds`. `packed`: it travels together with others of its kind,
-    in as few messages as the code that sends them makes.
+    `during` is the pass in which it starts: ``"forward"``, ``"backward"`` or ``"update"`` (the
+    optimizer's step). `size` are the bytes of the whole tensor, as in
+    `estimate_collective_seconds`. `packed`: it travels together with others of its kind, in as few
+    messages as the code that sends them makes.
     """
 
     during: str
@@ -48,10 +52,11 @@ class Collective:
 
 
 def estimate_collective_seconds(cluster: Cluster, *, op: str, size: float, group: Group) -> float:
-    """Return the seconds of `op` on a tensor of `size` bytes in every group like `group` at the same time.
+    """Return the seconds of `op` on a tensor of `size` bytes in every group like `group` at the
+    same time.
 
-    `size` counts the whole tensor. 0 for one rank or no bytes. Raises ValueError for an unknown `op` and for groups that
-    need more ranks than the cluster has devices.
+    `size` counts the whole tensor. 0 for one rank or no bytes. Raises ValueError for an unknown
+    `op` and for groups that need more ranks than the cluster has devices.
     """
     if op not in COLLECTIVES:
         raise ValueError(f"{op!r} is not one of {COLLECTIVES}")
@@ -67,7 +72,9 @@ def estimate_collective_seconds(cluster: Cluster, *, op: str, size: float, group
 
 
 def estimate_wait_seconds(cluster: Cluster, *, op: str, group: Group) -> float:
-    """Return what `estimate_collective_seconds` has of waiting for ranks that come later: no work for anybody."""
+    """Return what `estimate_collective_seconds` has of waiting for ranks that come later: no work
+    for anybody.
+    """
     curve = cluster.collectives.get((op, group.size, group.stride))
     return 0.0 if curve is None else curve.wait_seconds
 
@@ -76,7 +83,8 @@ def check_world_size(cluster: Cluster, *, world_size: int) -> None:
     """Raise ValueError unless the cluster has at least `world_size` devices."""
     if not 1 <= world_size <= cluster.num_devices:
         raise ValueError(
-            f"{world_size} ranks do not fit the cluster {cluster.name!r} with {cluster.num_devices} devices; "
+            f"{world_size} ranks do not fit the cluster {cluster.name!r} with "
+            f"{cluster.num_devices} devices; "
             "describe a larger cluster or ask for fewer devices"
         )
 
@@ -84,7 +92,8 @@ def check_world_size(cluster: Cluster, *, world_size: int) -> None:
 def bottleneck_link(cluster: Cluster, *, group: Group) -> Link:
     """Return what one rank gets of the slowest link that a ring through `group` crosses.
 
-    `inter` is one rank's share of its node's network, so a node has ``devices_per_node`` times that for its rings.
+    `inter` is one rank's share of its node's network, so a node has ``devices_per_node`` times that
+    for its rings.
     """
     devices = cluster.devices_per_node
     if group.is_inside(devices):
@@ -94,7 +103,10 @@ def bottleneck_link(cluster: Cluster, *, group: Group) -> Link:
         return cluster.inter
     return Link(
         max(cluster.intra.latency_seconds, cluster.inter.latency_seconds),
-        min(cluster.intra.bandwidth, cluster.inter.bandwidth * devices / group.groups_on_node(devices)),
+        min(
+            cluster.intra.bandwidth,
+            cluster.inter.bandwidth * devices / group.groups_on_node(devices),
+        ),
     )
 
 
@@ -108,7 +120,9 @@ def ring_seconds(op: str, *, size: float, ranks: int, link: Link) -> float:
 
 
 def all_to_all_seconds(cluster: Cluster, *, size: float, group: Group) -> float:
-    """Return the formula of all_to_all: every rank sends a part to each other one, those on its node over `intra`."""
+    """Return the formula of all_to_all: every rank sends a part to each other one, those on its
+    node over `intra`.
+    """
     part = size / group.size**2
     near = group.ranks_on_node(cluster.devices_per_node)
     seconds = (near - 1) * (cluster.intra.latency_seconds + part / cluster.intra.bandwidth)

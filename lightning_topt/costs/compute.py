@@ -7,11 +7,12 @@
     T = T + H             where host and device are one     estimate_pass_seconds     `framework` (CPUs)
     T = (T^q + H^q)^(1/q) where the host runs ahead         host_bound_seconds        benchmarks/gpu_cost_model.py
 
-The host issues kernels while the device runs earlier ones: a pass takes as long as the slower of the two, and a little more
-where they are close (q). h is `Device.launch_seconds` on accelerators, `Device.framework_seconds` on CPUs.
-F FLOP/s of the dtype, f FLOPs of a matrix product that runs at half of F (`Device.half_rate_flops`; 0 for what is no product),
-M memory bandwidth in bytes/s, o seconds a kernel costs at least, n kernels and collectives, B batch size per rank, B0 the batch
-size at which the kernel was measured.
+The host issues kernels while the device runs earlier ones: a pass takes as long as the slower of
+the two, and a little more where they are close (q). h is `Device.launch_seconds` on accelerators,
+`Device.framework_seconds` on CPUs. F FLOP/s of the dtype, f FLOPs of a matrix product that runs at
+half of F (`Device.half_rate_flops`; 0 for what is no product), M memory bandwidth in bytes/s, o
+seconds a kernel costs at least, n kernels and collectives, B batch size per rank, B0 the batch size
+at which the kernel was measured.
 """
 
 from __future__ import annotations
@@ -35,9 +36,13 @@ def kernel_key(kernel: Kernel) -> KernelKey:
 
 
 def roofline_seconds(kernel: Kernel, *, batch_size: float, device: Device) -> float:
-    """Return the seconds of one call at `batch_size` samples: bound by arithmetic or by memory, whichever takes longer."""
+    """Return the seconds of one call at `batch_size` samples: bound by arithmetic or by memory,
+    whichever takes longer.
+    """
     flops = max(kernel.flops.at(batch_size), 0.0)
-    arithmetic = (flops + device.half_rate_flops * (flops > 0)) / device.flops_of(kernel_dtype(kernel))
+    arithmetic = (flops + device.half_rate_flops * (flops > 0)) / device.flops_of(
+        kernel_dtype(kernel)
+    )
     traffic = max(kernel.bytes.at(batch_size), 0.0) / device.memory_bandwidth
     return max(arithmetic, traffic) + device.op_overhead_seconds
 
@@ -58,8 +63,8 @@ def estimate_kernel_seconds(
 ) -> float:
     """Return the seconds of one call at `batch_size`.
 
-    `measured` holds seconds by `kernel_key` at `measured_batch_size` samples (None: at `batch_size`); a measurement
-    beats the formula and is scaled by the ratio of the rooflines.
+    `measured` holds seconds by `kernel_key` at `measured_batch_size` samples (None: at
+    `batch_size`); a measurement beats the formula and is scaled by the ratio of the rooflines.
     """
     estimate = roofline_seconds(kernel, batch_size=batch_size, device=device)
     seconds = measured.get(kernel_key(kernel)) if measured else None
@@ -102,14 +107,19 @@ def estimate_pass_seconds(
     measured_batch_size: float | None = None,
     collectives: Sequence[float] = (),
 ) -> float:
-    """Return the seconds of the forward or the backward pass of a block whose kernels are `kernels`, with the host that issues
-    them; `collectives` are the seconds of each of those in the pass, which later kernels wait for.
+    """Return the seconds of the forward or the backward pass of a block whose kernels are
+    `kernels`, with the host that issues them; `collectives` are the seconds of each of those in the
+    pass, which later kernels wait for.
 
     Give whole blocks: a host that is late for one operator may be ahead again at the next.
     """
     kernels = list(kernels)
     seconds = estimate_kernels_seconds(
-        kernels, batch_size=batch_size, device=device, measured=measured, measured_batch_size=measured_batch_size
+        kernels,
+        batch_size=batch_size,
+        device=device,
+        measured=measured,
+        measured_batch_size=measured_batch_size,
     )
     calls = sum(kernel.count for kernel in kernels)
     host = (calls + len(collectives)) * device.launch_seconds
@@ -117,14 +127,17 @@ def estimate_pass_seconds(
     return ahead + calls * device.framework_seconds
 
 
-def host_bound_seconds(device_seconds: float, *, host_seconds: float, sharpness: float = SHARPNESS) -> float:
-    """Return the seconds of work that takes a device `device_seconds`, and a host that runs ahead of it `host_seconds` to
-    issue.
+def host_bound_seconds(
+    device_seconds: float, *, host_seconds: float, sharpness: float = SHARPNESS
+) -> float:
+    """Return the seconds of work that takes a device `device_seconds`, and a host that runs ahead
+    of it `host_seconds` to issue.
     """
     longer = max(device_seconds, host_seconds)
     if longer <= 0:
         return 0.0
-    shares = device_seconds / longer, host_seconds / longer  # so that no power is too small or too large
+    # so that no power is too small or too large
+    shares = device_seconds / longer, host_seconds / longer
     return longer * float(sum(share**sharpness for share in shares) ** (1 / sharpness))
 
 

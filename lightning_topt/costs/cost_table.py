@@ -1,9 +1,13 @@
-"""Every cost the search may ask for, as arrays. Knows neither models nor clusters: the narrow waist before the search.
+"""Every cost the search may ask for, as arrays. Knows neither models nor clusters: the narrow waist
+before the search.
 
-A plan gives every operator one of its configurations. Its costs are vectors that add up over operators and edges:
+A plan gives every operator one of its configurations. Its costs are vectors that add up over
+operators and edges:
 
     step_seconds(plan) = max over paths   p of  sum of seconds[.][config, p]     a path is one chain of work that may be
-                                                                                 the slowest (compute, or the network)
+                                                                                 the slowest
+                                                                                 (compute, or the
+                                                                                 network)
     peak_bytes(plan)   = max over moments m of  sum of bytes[.][config, m]       a moment is one point of the step's
                                                                                  memory timeline
 """
@@ -22,7 +26,9 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class OperatorCosts:
-    """Costs of one operator: `seconds` (config, path) and `bytes` (config, moment); `configs` name the rows."""
+    """Costs of one operator: `seconds` (config, path) and `bytes` (config, moment); `configs` name
+    the rows.
+    """
 
     name: str
     configs: tuple[Any, ...]
@@ -32,7 +38,9 @@ class OperatorCosts:
 
 @dataclass(frozen=True)
 class EdgeCosts:
-    """Costs between two operators: `seconds` (source config, target config, path), `bytes` (…, moment); inf forbids."""
+    """Costs between two operators: `seconds` (source config, target config, path), `bytes` (…,
+    moment); inf forbids.
+    """
 
     source: str
     target: str
@@ -42,7 +50,9 @@ class EdgeCosts:
 
 @dataclass(frozen=True)
 class CostTable:
-    """All operators and edges, plus what every plan pays: `fixed_seconds` (path,), `fixed_bytes` (moment,)."""
+    """All operators and edges, plus what every plan pays: `fixed_seconds` (path,), `fixed_bytes`
+    (moment,).
+    """
 
     operators: tuple[OperatorCosts, ...]
     edges: tuple[EdgeCosts, ...]
@@ -55,19 +65,34 @@ class CostTable:
             raise ValueError("two operators have the same name")
         rows = {operator.name: len(operator.configs) for operator in self.operators}
         for operator in self.operators:
-            _check(operator.name, operator.seconds, (rows[operator.name], *self.fixed_seconds.shape))
+            _check(
+                operator.name, operator.seconds, (rows[operator.name], *self.fixed_seconds.shape)
+            )
             _check(operator.name, operator.bytes, (rows[operator.name], *self.fixed_bytes.shape))
         for edge in self.edges:
             if edge.source not in rows or edge.target not in rows or edge.source == edge.target:
-                raise ValueError(f"edge {edge.source!r} -> {edge.target!r} does not join two operators of the table")
+                raise ValueError(
+                    f"edge {edge.source!r} -> {edge.target!r} does not join two operators of the "
+                    "table"
+                )
             between = (rows[edge.source], rows[edge.target])
-            _check(f"{edge.source} -> {edge.target}", edge.seconds, (*between, *self.fixed_seconds.shape))
-            _check(f"{edge.source} -> {edge.target}", edge.bytes, (*between, *self.fixed_bytes.shape))
+            _check(
+                f"{edge.source} -> {edge.target}",
+                edge.seconds,
+                (*between, *self.fixed_seconds.shape),
+            )
+            _check(
+                f"{edge.source} -> {edge.target}", edge.bytes, (*between, *self.fixed_bytes.shape)
+            )
 
     def evaluate(self, choice: Mapping[str, int] | Sequence[int]) -> tuple[float, float]:
-        """Return (step_seconds, peak_bytes) of the plan that gives each operator the configuration index in `choice`."""
+        """Return (step_seconds, peak_bytes) of the plan that gives each operator the configuration
+        index in `choice`.
+        """
         if not isinstance(choice, Mapping):
-            choice = {operator.name: index for operator, index in zip(self.operators, choice, strict=True)}
+            choice = {
+                operator.name: index for operator, index in zip(self.operators, choice, strict=True)
+            }
         seconds, size = self.fixed_seconds.copy(), self.fixed_bytes.copy()
         for operator in self.operators:
             seconds += operator.seconds[choice[operator.name]]

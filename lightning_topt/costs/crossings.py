@@ -1,7 +1,8 @@
 """The tensors that cross each boundary between blocks, from the operators of a captured step.
 
-As in a run (`graph.step_flow`): units are the blocks, and outside of them the outermost modules that contain none. What units
-return crosses to later units that need it, also through functional operators, which every stage runs by itself.
+As in a run (`graph.step_flow`): units are the blocks, and outside of them the outermost modules
+that contain none. What units return crosses to later units that need it, also through functional
+operators, which every stage runs by itself.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ _Source = tuple[str, TensorSpec]  # what an operator returned
 
 @dataclass(frozen=True)
 class Crossings:
-    """Bytes at the boundary before each block but the first (block,): those sent `forward`, and of these what gradients come
-    back for. `places` is the block of each segment, that before it where it is outside of all.
+    """Bytes at the boundary before each block but the first (block,): those sent `forward`, and of
+    these what gradients come back for. `places` is the block of each segment, that before it where
+    it is outside of all.
     """
 
     forward: tuple[Amount, ...]
@@ -28,7 +30,9 @@ class Crossings:
 
 
 def chain_of(graph: OpGraph) -> tuple[str, ...]:
-    """Return the blocks that run in the forward pass, in order; all that is outside of them belongs to those before."""
+    """Return the blocks that run in the forward pass, in order; all that is outside of them belongs
+    to those before.
+    """
     return tuple(segment.block for segment in graph.timeline if segment.block != ROOT)
 
 
@@ -39,7 +43,9 @@ def find_crossings(graph: OpGraph, segments: Segments) -> Crossings:
     for segment in graph.timeline:
         place += segment.block != ROOT
         places.append(max(place, 0))
-    spans = _spans(graph, {op.name: places[segments.of_op[op.name]] for op in graph.ops}, last=len(blocks) - 1)
+    spans = _spans(
+        graph, {op.name: places[segments.of_op[op.name]] for op in graph.ops}, last=len(blocks) - 1
+    )
     forward, backward = [[Amount()] * len(blocks) for _ in range(2)]
     for (_, spec), (made, needed) in spans.items():
         size = spec_bytes(spec, graph.batch_size)
@@ -50,8 +56,12 @@ def find_crossings(graph: OpGraph, segments: Segments) -> Crossings:
     return Crossings(tuple(forward), tuple(backward), tuple(places))
 
 
-def _spans(graph: OpGraph, place_of: Mapping[str, int], *, last: int) -> dict[_Source, tuple[int, int]]:
-    """The blocks that make and that need last what units return; what the end of the step needs, the last one does."""
+def _spans(
+    graph: OpGraph, place_of: Mapping[str, int], *, last: int
+) -> dict[_Source, tuple[int, int]]:
+    """The blocks that make and that need last what units return; what the end of the step needs,
+    the last one does.
+    """
     ops = {op.name: op for op in graph.ops}
     inside = _inside_units(graph)
     incoming: dict[str, list[tuple[str, TensorSpec]]] = {}
@@ -75,9 +85,15 @@ def _spans(graph: OpGraph, place_of: Mapping[str, int], *, last: int) -> dict[_S
 
 
 def _inside_units(graph: OpGraph) -> dict[str, bool]:
-    """Whether an operator runs inside of a unit: a module around it is a block, or contains none."""
+    """Whether an operator runs inside of a unit: a module around it is a block, or contains
+    none.
+    """
     blocks = {block.name for block in graph.blocks} - {ROOT}
-    around = {".".join(parts[:n]) for parts in (block.split(".") for block in blocks) for n in range(1, len(parts))}
+    around = {
+        ".".join(parts[:n])
+        for parts in (block.split(".") for block in blocks)
+        for n in range(1, len(parts))
+    }
 
     def is_inside(op: Op) -> bool:
         return any(path in blocks or path not in around for path in op.stack if path)
@@ -93,11 +109,18 @@ def spec_bytes(spec: TensorSpec, batch_size: int) -> Amount:
     return Amount(size) if spec.batch_dim is None else Amount(0.0, size / batch_size)
 
 
-def uses_of_parameters(graph: OpGraph, segments: Segments, places: Sequence[int]) -> dict[str, tuple[int, ...]]:
-    """Return the blocks (their places in the chain) whose stage runs an operator with a parameter, in order; the first of a
-    parameter's names counts. Those that none uses are at the place of their block, or at the first.
+def uses_of_parameters(
+    graph: OpGraph, segments: Segments, places: Sequence[int]
+) -> dict[str, tuple[int, ...]]:
+    """Return the blocks (their places in the chain) whose stage runs an operator with a parameter,
+    in order; the first of a parameter's names counts. Those that none uses are at the place of
+    their block, or at the first.
     """
-    names = {alias: parameter.name for parameter in graph.parameters for alias in (parameter.name, *parameter.aliases)}
+    names = {
+        alias: parameter.name
+        for parameter in graph.parameters
+        for alias in (parameter.name, *parameter.aliases)
+    }
     found: dict[str, set[int]] = {}
     for op in graph.ops:
         for name in op.parameters:

@@ -8,10 +8,11 @@
           for C < 2M, else M
     T = M exp(R / M) (exp((tau + C) / M) - 1) T_s / tau            expected_seconds          Daly, the same
 
-r failures per device and second, M mean seconds between failures of any device, C seconds to write a checkpoint (training
-waits), R seconds from a failure to training again, B bytes/s of the store for all ranks together, tau seconds of training
-between two checkpoints, T_s seconds of steps alone, T seconds of the run. Failures are a Poisson process; what was trained
-since the last checkpoint is lost, and one failure stops the run whichever device it hits.
+r failures per device and second, M mean seconds between failures of any device, C seconds to write
+a checkpoint (training waits), R seconds from a failure to training again, B bytes/s of the store
+for all ranks together, tau seconds of training between two checkpoints, T_s seconds of steps alone,
+T seconds of the run. Failures are a Poisson process; what was trained since the last checkpoint is
+lost, and one failure stops the run whichever device it hits.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ class Failures:
 
     Args:
         per_device_hour: failures of a device per hour; 0: none.
-        spot_per_device_hour: the same on spot devices, which their owner takes back; None: as often as others.
+        spot_per_device_hour: the same on spot devices, which their owner takes back; None: as often
+            as others.
         restart_seconds: from a failure to the first step after it, but for reading the checkpoint.
-        checkpoint_bandwidth: bytes per second that all ranks together write to, and read from, the store of checkpoints;
-            None: they take no time.
+        checkpoint_bandwidth: bytes per second that all ranks together write to, and read from, the
+            store of checkpoints; None: they take no time.
 
     Raises ValueError for negative numbers, and a bandwidth of 0.
     """
@@ -49,18 +51,25 @@ class Failures:
 
     def rate(self, *, spot: bool) -> float:
         """Return the failures of a device per hour."""
-        return self.spot_per_device_hour if spot and self.spot_per_device_hour is not None else self.per_device_hour
+        return (
+            self.spot_per_device_hour
+            if spot and self.spot_per_device_hour is not None
+            else self.per_device_hour
+        )
 
     def seconds_between(self, devices: int, *, spot: bool = False) -> float:
-        """Return the mean seconds between failures of any of `devices` devices; infinite without failures."""
+        """Return the mean seconds between failures of any of `devices` devices; infinite without
+        failures.
+        """
         rate = self.rate(spot=spot) * devices
         return 3600.0 / rate if rate > 0 else math.inf
 
 
 @dataclass(frozen=True)
 class RunTime:
-    """The seconds of a run: `step_seconds` of its steps alone, `seconds` with checkpoints, failures and restarts; the interval
-    between checkpoints (seconds of training, infinite: none is written), and how many failures are expected.
+    """The seconds of a run: `step_seconds` of its steps alone, `seconds` with checkpoints, failures
+    and restarts; the interval between checkpoints (seconds of training, infinite: none is written),
+    and how many failures are expected.
     """
 
     step_seconds: float
@@ -99,7 +108,9 @@ def expected_seconds(
     restart_seconds: float,
     seconds_between: float,
 ) -> float:
-    """Return the expected seconds of a run of `step_seconds`; infinite where it would hardly ever reach a checkpoint."""
+    """Return the expected seconds of a run of `step_seconds`; infinite where it would hardly ever
+    reach a checkpoint.
+    """
     if math.isinf(seconds_between):
         return step_seconds
     segment = (interval_seconds + checkpoint_seconds) / seconds_between
@@ -110,11 +121,18 @@ def expected_seconds(
 
 
 def run_time(
-    step_seconds: float, *, failures: Failures | None, devices: int, checkpoint_bytes: float, spot: bool = False
+    step_seconds: float,
+    *,
+    failures: Failures | None,
+    devices: int,
+    checkpoint_bytes: float,
+    spot: bool = False,
 ) -> RunTime:
-    """Return what a run of `step_seconds` seconds of steps takes on `devices` devices, with checkpoints at Daly's interval.
+    """Return what a run of `step_seconds` seconds of steps takes on `devices` devices, with
+    checkpoints at Daly's interval.
 
-    `checkpoint_bytes` are those of one checkpoint of all ranks. Without `failures`, or their rate, nothing is added.
+    `checkpoint_bytes` are those of one checkpoint of all ranks. Without `failures`, or their rate,
+    nothing is added.
     """
     if failures is None or failures.rate(spot=spot) == 0:
         return RunTime(step_seconds, step_seconds)

@@ -1,10 +1,12 @@
-"""The few physical constants of a cluster, fitted to measured steps: rates, latencies and launch times, never a step itself.
+"""The few physical constants of a cluster, fitted to measured steps: rates, latencies and launch
+times, never a step itself.
 
     minimize over x    sum of rho((log(predicted(c exp x) / measured)) / s) + sum of (x_k / w_k)^2        `fit_constants`
 
-c are the cluster's own constants, from its data sheet or measured, x logarithms of factors, s the error that a right model has,
-w_k how far a constant of this kind strays from where it is (CONSTANTS), rho Huber's loss, so that a few odd steps do not
-decide. What the steps say nothing about stays where it is. Gauss-Newton with Levenberg's damping; derivatives are differences.
+c are the cluster's own constants, from its data sheet or measured, x logarithms of factors, s the
+error that a right model has, w_k how far a constant of this kind strays from where it is
+(CONSTANTS), rho Huber's loss, so that a few odd steps do not decide. What the steps say nothing
+about stays where it is. Gauss-Newton with Levenberg's damping; derivatives are differences.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ _STEPS, _DIFFERENCE, _FAR = (
 
 @dataclass(frozen=True)
 class Constant:
-    """One constant: where it is (`part` of a cluster, `entry` of the part), the `width` w, and the value that is `usual` where
-    a file has none.
+    """One constant: where it is (`part` of a cluster, `entry` of the part), the `width` w, and the
+    value that is `usual` where a file has none.
     """
 
     part: str
@@ -43,7 +45,9 @@ class Constant:
     usual: float = 0.0
 
     def of(self, cluster: Cluster) -> float:
-        """Return its value, of rates by dtype the highest; NaN where the cluster has no such part."""
+        """Return its value, of rates by dtype the highest; NaN where the cluster has no such
+        part.
+        """
         part = getattr(cluster, self.part)
         if part is None:
             return math.nan
@@ -51,7 +55,9 @@ class Constant:
         return float(max(value.values()) if isinstance(value, Mapping) else value)
 
     def scaled(self, cluster: Cluster, factor: float) -> Cluster:
-        """Return the cluster with `factor` times the constant, all dtypes alike; with the usual value for 0."""
+        """Return the cluster with `factor` times the constant, all dtypes alike; with the usual
+        value for 0.
+        """
         part: Any = getattr(cluster, self.part)
         value = getattr(part, self.entry)
         if isinstance(value, Mapping):
@@ -76,7 +82,9 @@ CONSTANTS = (
 
 @dataclass(frozen=True)
 class FittedConstants:
-    """A cluster with fitted constants, by what `factors` each has changed, and the errors on the steps they were fitted to."""
+    """A cluster with fitted constants, by what `factors` each has changed, and the errors on the
+    steps they were fitted to.
+    """
 
     cluster: Cluster
     factors: Mapping[str, float]
@@ -84,18 +92,27 @@ class FittedConstants:
 
 
 def fit_constants(
-    cluster: Cluster, predict: Predict, measured: Sequence[float], *, constants: Sequence[Constant] = CONSTANTS
+    cluster: Cluster,
+    predict: Predict,
+    measured: Sequence[float],
+    *,
+    constants: Sequence[Constant] = CONSTANTS,
 ) -> FittedConstants:
     """Return `cluster` with the constants that predict the seconds `measured` best.
 
     Raises ValueError for a cluster of several kinds of nodes, and for fewer than two steps.
     """
     if cluster.nodes:
-        raise ValueError(f"the cluster {cluster.name!r} has several kinds of nodes: constants are fitted for one kind")
+        raise ValueError(
+            f"the cluster {cluster.name!r} has several kinds of nodes: constants are fitted for "
+            "one kind"
+        )
     if len(measured) < 2:
         raise ValueError("constants are fitted to at least two measured steps")
     if cluster.device.launch_seconds == 0 and cluster.backend == "gloo":  # the host is the device
-        constants = [each for each in constants if each.entry not in ("launch_seconds", "half_rate_flops")]
+        constants = [
+            each for each in constants if each.entry not in ("launch_seconds", "half_rate_flops")
+        ]
     used = [each for each in constants if not math.isnan(each.of(cluster))]
 
     def at(factors: Array) -> Cluster:
@@ -104,7 +121,9 @@ def fit_constants(
             found = constant.scaled(found, float(factor))
         return found
 
-    found = least_factors(lambda factors: predict(at(factors)), measured, widths=[each.width for each in used])
+    found = least_factors(
+        lambda factors: predict(at(factors)), measured, widths=[each.width for each in used]
+    )
     fitted = at(found)
     factors = {f"{c.part}.{c.entry}": float(factor) for c, factor in zip(used, found, strict=True)}
     moved = int((np.abs(np.log(found)) > 0.01).sum())
@@ -112,9 +131,14 @@ def fit_constants(
 
 
 def least_factors(
-    predict: Callable[[Array], Sequence[float] | Array], measured: Sequence[float], *, widths: Sequence[float]
+    predict: Callable[[Array], Sequence[float] | Array],
+    measured: Sequence[float],
+    *,
+    widths: Sequence[float],
 ) -> Array:
-    """Return the factors (constant,) with which `predict` comes closest to `measured`, each near 1 by its width."""
+    """Return the factors (constant,) with which `predict` comes closest to `measured`, each near 1
+    by its width.
+    """
     target, scale = np.log(np.asarray(measured, float)), np.asarray(widths, float)
 
     def residuals(x: Array) -> Array:
@@ -132,7 +156,8 @@ def _minimum(residuals: Callable[[Array], Array], widths: Array) -> Array:
     loss = _loss(known, x, widths)
     for _ in range(_STEPS):
         slopes = np.stack(
-            [(residuals(x + step) - known) / _DIFFERENCE for step in _DIFFERENCE * np.eye(len(x))], axis=1
+            [(residuals(x + step) - known) / _DIFFERENCE for step in _DIFFERENCE * np.eye(len(x))],
+            axis=1,
         )
         weights = 1 / np.maximum(np.abs(known) / HUBER, 1.0)
         curvature = (slopes.T * weights) @ slopes + np.diag(widths**-2)

@@ -1,4 +1,6 @@
-"""Measure without a trace: generators and modes of the whole process are afterwards what they were."""
+"""Measure without a trace: generators and modes of the whole process are afterwards what they
+were.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,10 @@ import torch
 def kept_global_state() -> Iterator[None]:
     """Set plain training modes inside; all generators and modes are as before afterwards.
 
-    The states of Python's, NumPy's and torch's default generators (of CUDA: all devices, if it is in use) are put back.
-    Inside, gradients are enabled, inference mode and autocast are off and the default dtype is float32: what is measured
-    does not depend on where it is measured from. Also usable as a decorator.
+    The states of Python's, NumPy's and torch's default generators (of CUDA: all devices, if it is
+    in use) are put back. Inside, gradients are enabled, inference mode and autocast are off and the
+    default dtype is float32: what is measured does not depend on where it is measured from. Also
+    usable as a decorator.
     """
     python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
     # Asking for the state would start CUDA in a process that does not use it.

@@ -1,8 +1,9 @@
 """The phases of a training step in the order of time, and what is alive in them.
 
-Lightning's automatic optimization runs forward, zero_grad, backward, step, so that the last step's gradients are alive in
-forward. Everything in memory is a lifetime: some bytes from one phase to another. Lifetimes add, so those of a block under each
-configuration are all that a search needs to know of memory.
+Lightning's automatic optimization runs forward, zero_grad, backward, step, so that the last step's
+gradients are alive in forward. Everything in memory is a lifetime: some bytes from one phase to
+another. Lifetimes add, so those of a block under each configuration are all that a search needs to
+know of memory.
 
     phase                      segments                what happens
     rebuild_buckets            -                       once, before the second forward: DDP makes new buckets
@@ -40,8 +41,8 @@ BACKWARD = ("gather_backward", "prefetch_backward", "backward", "reduce")
 
 @dataclass(frozen=True)
 class Lifetime:
-    """A `Lifetime` is `bytes` of `kind`, alive from the phase `first` to `last`, both included; never when `last` is
-    earlier.
+    """A `Lifetime` is `bytes` of `kind`, alive from the phase `first` to `last`, both included;
+    never when `last` is earlier.
     """
 
     kind: str
@@ -52,7 +53,8 @@ class Lifetime:
 
 @dataclass(frozen=True, eq=False)
 class Changes:
-    """Lifetimes as arrays (n,): `sizes` that come (below 0: go) at the phases with the indices `places`.
+    """Lifetimes as arrays (n,): `sizes` that come (below 0: go) at the phases with the indices
+    `places`.
 
     These move by `moves` for each segment that their block stands later.
     """
@@ -94,7 +96,10 @@ class Phases:
         """Return `lifetimes` of a block that stands `by` segments later."""
         if by == 0:
             return [*lifetimes]
-        return [Lifetime(e.kind, e.bytes, _shifted(e.first, by), _shifted(e.last, by)) for e in lifetimes]
+        return [
+            Lifetime(e.kind, e.bytes, _shifted(e.first, by), _shifted(e.last, by))
+            for e in lifetimes
+        ]
 
     def before(self, phase: Phase) -> Phase:
         """Return the phase before; `phase` must not be the first."""
@@ -130,7 +135,9 @@ class Phases:
         return Changes(np.array(sizes, float), np.array(places, np.intp), np.array(moves, np.intp))
 
     def add_up_moved(self, changes: Changes, by: int) -> Array:
-        """Return the live bytes in each phase (phase,) of a block that stands `by` segments later."""
+        """Return the live bytes in each phase (phase,) of a block that stands `by` segments
+        later.
+        """
         count = len(self.order) + 1
         steps = np.bincount(changes.places + by * changes.moves, changes.sizes, minlength=count)
         return np.asarray(np.cumsum(steps)[:-1])
@@ -154,7 +161,9 @@ def _shifted(phase: Phase, by: int) -> Phase:
 
 
 def _indices_per_segment(phase: Phase) -> int:
-    """By how many indices the phase of the next segment is later; backward runs from the last segment to the first."""
+    """By how many indices the phase of the next segment is later; backward runs from the last
+    segment to the first.
+    """
     if phase in ONCE:
         return 0
     return len(FORWARD) if phase[0] in FORWARD else -len(BACKWARD)

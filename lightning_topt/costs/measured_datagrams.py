@@ -23,15 +23,18 @@ _made = itertools.count()  # made in the same order on all ranks
 
 
 def measure_datagrams(group: Group, *, budget_seconds: float) -> DatagramPath | None:
-    """Return what one rank gets in groups like `group`, all at the same time; None where datagrams do not get through.
+    """Return what one rank gets in groups like `group`, all at the same time; None where datagrams
+    do not get through.
 
-    The same on all ranks, each of which calls it. The loss is that of the measurement's own traffic, at the rate it found.
+    The same on all ranks, each of which calls it. The loss is that of the measurement's own
+    traffic, at the rate it found.
     """
     store = _get_default_store()
     number = next(_made)
     members = next(ranks for ranks in ranks_of_groups(group, world_size()) if own_rank() in ranks)
     exchange = None
-    with suppress(ConnectionFailedError, OSError, RuntimeError, ValueError):  # the others are told below
+    # the others are told below
+    with suppress(ConnectionFailedError, OSError, RuntimeError, ValueError):
         exchange = connect_over_store(
             PrefixStore(f"lightning_topt/datagrams/{number}/{members[0]}", store),
             rank=members.index(own_rank()),
@@ -58,12 +61,16 @@ def _measured(exchange: BoundedLossExchange, *, budget_seconds: float) -> Datagr
     shortest = float(np.median(small))
     sent = 2 * LARGE_BYTES * (exchange.world_size - 1) / exchange.world_size
     moving = max(float(np.median(large)) - shortest, 0.1 * min(large))
-    round_trip, loss, bandwidth = average([found.round_trip_seconds, found.path_loss, sent / moving])
+    round_trip, loss, bandwidth = average(
+        [found.round_trip_seconds, found.path_loss, sent / moving]
+    )
     return DatagramPath(max(round_trip, 0.0), min(max(loss, 0.0), 0.9), bandwidth)
 
 
 def _seconds(exchange: BoundedLossExchange, bucket: int, nbytes: int) -> float:
     values = np.ones(nbytes // 4, np.float32)
     start = time.perf_counter()
-    exchange.start(bucket, values, out=np.empty_like(values), tolerance=TOLERANCE).wait(CONNECT_SECONDS)
+    exchange.start(bucket, values, out=np.empty_like(values), tolerance=TOLERANCE).wait(
+        CONNECT_SECONDS
+    )
     return time.perf_counter() - start

@@ -1,4 +1,6 @@
-"""Time what one device does while all ranks are at work: matrix products, memory, small operators, the host around kernels."""
+"""Time what one device does while all ranks are at work: matrix products, memory, small operators,
+the host around kernels.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +19,26 @@ from lightning_topt.costs.timing import time_call
 
 _MATRIX_SIZES = {"cpu": (256, 512, 1024), "cuda": (2048, 4096, 8192)}
 _BYTES_MOVED = 1 << 26  # of the memory bandwidth measurement: far more than a cache holds
-# Beside their tensors, training ranks of GPTs of 3 to 50 M parameters kept 4 to 14 MiB: objects of DDP and the optimizer,
-# buffers of gloo, small blocks on the C heap (benchmarks/results/memory_limits.md). torch counts no such bytes on CUDA.
+# Beside their tensors, training ranks of GPTs of 3 to 50 M parameters kept 4 to 14 MiB: objects of
+# DDP and the optimizer, buffers of gloo, small blocks on the C heap
+# (benchmarks/results/memory_limits.md). torch counts no such bytes on CUDA.
 _CPU_PROCESS_BYTES = 9 << 20
 
 Timer = Callable[[], dict[Any, float]]
 
 
 class ProductTimer:
-    """Times products of square matrices by dtype and size: of as many sizes as five calls each take less than five times the
-    budget. The first call finds out which.
+    """Times products of square matrices by dtype and size: of as many sizes as five calls each take
+    less than five times the budget. The first call finds out which.
     """
 
     def __init__(self, device: torch.device, *, budget_seconds: float) -> None:
         self.device = device
-        self.dtypes = [torch.float32, torch.bfloat16, *((torch.float16,) if device.type == "cuda" else ())]
+        self.dtypes = [
+            torch.float32,
+            torch.bfloat16,
+            *((torch.float16,) if device.type == "cuda" else ()),
+        ]
         self._each = budget_seconds / len(self.dtypes)
         self._sizes: dict[torch.dtype, list[int]] = {}
 
@@ -39,51 +46,73 @@ class ProductTimer:
         """Seconds by dtype and size, the same on every rank. Collective."""
         found: dict[Any, float] = {}
         for dtype in self.dtypes:
-            for size in self._sizes.get(dtype, _MATRIX_SIZES["cpu" if self.device.type == "cpu" else "cuda"]):
-                found[str(dtype).removeprefix("torch."), size] = seconds = self._seconds(dtype, size)
+            for size in self._sizes.get(
+                dtype, _MATRIX_SIZES["cpu" if self.device.type == "cpu" else "cuda"]
+            ):
+                found[str(dtype).removeprefix("torch."), size] = seconds = self._seconds(
+                    dtype, size
+                )
                 if (
                     dtype not in self._sizes and seconds * 8 > self._each
                 ):  # the next size has twice the rows and columns
                     break
-            self._sizes.setdefault(dtype, [n for name, n in found if name == str(dtype).removeprefix("torch.")])
+            self._sizes.setdefault(
+                dtype, [n for name, n in found if name == str(dtype).removeprefix("torch.")]
+            )
         return found
 
     def _seconds(self, dtype: torch.dtype, size: int) -> float:
         left, right = (torch.rand(size, size, device=self.device).to(dtype) for _ in range(2))
         product = partial(torch.mm, left, right, out=torch.empty_like(left))
         sizes = len(_MATRIX_SIZES["cpu"])
-        return average([time_call(product, device=self.device, budget_seconds=self._each / sizes)])[0]
+        return average([time_call(product, device=self.device, budget_seconds=self._each / sizes)])[
+            0
+        ]
 
 
 def device_timers(device: torch.device, *, budget_seconds: float) -> dict[str, Timer]:
-    """Return timers of `device`: seconds of products by dtype and size, per byte moved, per small operator, and what the host
-    takes around a kernel. Every rank calls each of them at the same time.
+    """Return timers of `device`: seconds of products by dtype and size, per byte moved, per small
+    operator, and what the host takes around a kernel. Every rank calls each of them at the same
+    time.
     """
 
     def copies() -> dict[Any, float]:
         source = torch.ones(_BYTES_MOVED // 8, device=device)
         target = torch.empty_like(source)
-        copying = time_call(lambda: target.copy_(source), device=device, budget_seconds=0.2 * budget_seconds)
+        copying = time_call(
+            lambda: target.copy_(source), device=device, budget_seconds=0.2 * budget_seconds
+        )
         return {"byte": average([copying / (2 * source.nbytes)])[0]}
 
     def small() -> dict[Any, float]:
         tiny = torch.zeros(1, device=device)
-        overhead = time_call(lambda: tiny.add_(1), device=device, budget_seconds=0.2 * budget_seconds)
+        overhead = time_call(
+            lambda: tiny.add_(1), device=device, budget_seconds=0.2 * budget_seconds
+        )
         return {"call": average([overhead])[0]}
 
     def host() -> dict[Any, float]:
         if device.type != "cpu":
-            return {"launch": average([measure_launch(device, budget_seconds=0.2 * budget_seconds)])[0]}
-        return {"kernel": average([measure_framework(device, budget_seconds=0.2 * budget_seconds)])[0]}
+            return {
+                "launch": average([measure_launch(device, budget_seconds=0.2 * budget_seconds)])[0]
+            }
+        return {
+            "kernel": average([measure_framework(device, budget_seconds=0.2 * budget_seconds)])[0]
+        }
 
     products = ProductTimer(device, budget_seconds=0.6 * budget_seconds)
     return {"products": products, "copies": copies, "small": small, "host": host}
 
 
 def measured_device(
-    device: torch.device, times: Mapping[Any, Mapping[Any, float]], *, page_fault_seconds_per_byte: float
+    device: torch.device,
+    times: Mapping[Any, Mapping[Any, float]],
+    *,
+    page_fault_seconds_per_byte: float,
 ) -> Device:
-    """Return the device with the rates that `times`, of `device_timers`, say; the rate of a dtype is that of its best size."""
+    """Return the device with the rates that `times`, of `device_timers`, say; the rate of a dtype
+    is that of its best size.
+    """
     rates: dict[str, float] = {}
     for (dtype, size), seconds in times["products"].items():
         rates[dtype] = max(rates.get(dtype, 0.0), product_flops(size) / seconds)
@@ -106,7 +135,9 @@ def product_flops(size: int) -> float:
 
 
 def device_memory_bytes(device: torch.device) -> int:
-    """Return what one rank may use, in bytes: the device's memory, or an equal share of the machine's."""
+    """Return what one rank may use, in bytes: the device's memory, or an equal share of the
+    machine's.
+    """
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return int(psutil.virtual_memory().total // world_size())

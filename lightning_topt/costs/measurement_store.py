@@ -1,8 +1,10 @@
-"""The file that keeps measurements of one set-up: read only as this user's own, written whole, merged with other jobs'.
+"""The file that keeps measurements of one set-up: read only as this user's own, written whole,
+merged with other jobs'.
 
     {"version": 1, "setup": {...}, "refreshed": t, "entries": {name: {"time": t, "value": ...}}}
 
-`t` are seconds since 1970. Measuring again is always possible: what goes wrong here costs a warning, never more.
+`t` are seconds since 1970. Measuring again is always possible: what goes wrong here costs a
+warning, never more.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ Entries = dict[str, Entry]
 
 
 def default_directory() -> Path:
-    """Return where measurements of this user are kept: ``lightning_topt/measurements`` in the user's cache directory."""
+    """Return where measurements of this user are kept: ``lightning_topt/measurements`` in the
+    user's cache directory.
+    """
     given = os.environ.get("XDG_CACHE_HOME", "")
     caches = Path(given) if os.path.isabs(given) else Path.home() / ".cache"
     return caches / "lightning_topt" / "measurements"
@@ -53,8 +57,8 @@ def file_name(setup: Mapping[str, Any]) -> str:
 
 
 def load(directory: Path, setup: Mapping[str, Any]) -> Entries:
-    """Return the entries for `setup` that are not older than 30 days; none, with a warning, where they cannot be read or
-    trusted.
+    """Return the entries for `setup` that are not older than 30 days; none, with a warning, where
+    they cannot be read or trusted.
     """
     try:
         with _opened(directory) as folder:
@@ -62,12 +66,17 @@ def load(directory: Path, setup: Mapping[str, Any]) -> Entries:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
-        _warn(f"measurements in {directory} are not used, so this machine is measured again: {error}")
+        _warn(
+            f"measurements in {directory} are not used, so this machine is measured again: {error}"
+        )
         return {}
 
 
-def save(directory: Path, setup: Mapping[str, Any], entries: Entries, *, refreshed: float | None = None) -> None:
-    """Merge `entries` with those in the file for `setup`, of each the newer one; all from before `refreshed` are dropped.
+def save(
+    directory: Path, setup: Mapping[str, Any], entries: Entries, *, refreshed: float | None = None
+) -> None:
+    """Merge `entries` with those in the file for `setup`, of each the newer one; all from before
+    `refreshed` are dropped.
 
     Other jobs may do the same at the same time. A directory that cannot be written costs a warning.
     """
@@ -87,7 +96,9 @@ def save(directory: Path, setup: Mapping[str, Any], entries: Entries, *, refresh
             _replace(folder, setup, {name: merged[name] for name in newest}, limit)
             _remove_old(folder)
     except (OSError, ValueError) as error:
-        _warn(f"measurements cannot be kept in {directory}, so the next start measures again: {error}")
+        _warn(
+            f"measurements cannot be kept in {directory}, so the next start measures again: {error}"
+        )
 
 
 @contextlib.contextmanager
@@ -109,9 +120,13 @@ def _check_own(descriptor: int, name: str) -> os.stat_result:
 
 
 def _read(folder: int, setup: Mapping[str, Any]) -> tuple[Entries, float]:
-    """The entries of the file, and before when everything was dropped. Raises ValueError, OSError for a file not of ours."""
+    """The entries of the file, and before when everything was dropped. Raises ValueError, OSError
+    for a file not of ours.
+    """
     name = file_name(setup)
-    descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+    descriptor = os.open(
+        name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder
+    )
     with open(descriptor, "rb") as file:
         status = _check_own(descriptor, name)
         if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_BYTES:
@@ -122,11 +137,16 @@ def _read(folder: int, setup: Mapping[str, Any]) -> tuple[Entries, float]:
         if data["version"] != VERSION or data["setup"] != dict(setup):
             raise ValueError("it is of another version or set-up")
         oldest = max(_time(data["refreshed"]), time.time() - MAX_AGE_SECONDS)
-        entries = {str(key): Entry(_time(entry["time"]), entry["value"]) for key, entry in data["entries"].items()}
+        entries = {
+            str(key): Entry(_time(entry["time"]), entry["value"])
+            for key, entry in data["entries"].items()
+        }
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise ValueError(f"{name} cannot be read ({type(error).__name__}: {error})") from None
     latest = time.time() + 60  # a clock that was wrong must not keep entries for ever
-    return {key: entry for key, entry in entries.items() if oldest <= entry.time <= latest}, _time(data["refreshed"])
+    return {key: entry for key, entry in entries.items() if oldest <= entry.time <= latest}, _time(
+        data["refreshed"]
+    )
 
 
 def _time(value: Any) -> float:
@@ -136,7 +156,9 @@ def _time(value: Any) -> float:
 
 
 def _replace(folder: int, setup: Mapping[str, Any], entries: Entries, refreshed: float) -> None:
-    """Write a new file beside the old one and give it its name: readers see one or the other, never a part."""
+    """Write a new file beside the old one and give it its name: readers see one or the other, never
+    a part.
+    """
     data = {"version": VERSION, "setup": dict(setup), "refreshed": refreshed}
     data["entries"] = {name: entry._asdict() for name, entry in entries.items()}
     name = file_name(setup)
@@ -157,8 +179,12 @@ def _replace(folder: int, setup: Mapping[str, Any], entries: Entries, refreshed:
 
 @contextlib.contextmanager
 def _locked(folder: int) -> Iterator[None]:
-    """Wait for other writers, but not for ever: without the lock the last writer wins, with a whole file all the same."""
-    descriptor = os.open(".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
+    """Wait for other writers, but not for ever: without the lock the last writer wins, with a whole
+    file all the same.
+    """
+    descriptor = os.open(
+        ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder
+    )
     try:
         deadline = time.monotonic() + _LOCK_SECONDS
         while time.monotonic() < deadline:
@@ -175,11 +201,16 @@ def _locked(folder: int) -> Iterator[None]:
 
 
 def _remove_old(folder: int) -> None:
-    """Files that nobody has written for twice the age of their entries, such as those of containers that are gone."""
+    """Files that nobody has written for twice the age of their entries, such as those of containers
+    that are gone.
+    """
     for name in os.listdir(folder):
         if name.endswith((_SUFFIX, ".tmp")):
             with contextlib.suppress(OSError):
-                if time.time() - os.stat(name, dir_fd=folder, follow_symlinks=False).st_mtime > 2 * MAX_AGE_SECONDS:
+                if (
+                    time.time() - os.stat(name, dir_fd=folder, follow_symlinks=False).st_mtime
+                    > 2 * MAX_AGE_SECONDS
+                ):
                     os.unlink(name, dir_fd=folder)
 
 

@@ -1,12 +1,12 @@
-"""Measurements of this machine that later starts read instead of measuring again, for all ranks the same.
+"""Measurements of this machine that later starts read instead of measuring again, for all ranks the
+same.
 
-measurements = Measurements.open(device=torch.device("cpu"))
-cluster = measurements.cluster()
-kernel_seconds = measurements.kernel_seconds(graph)
-seconds_per_element = measurements.update_seconds([optimizer], named_parameters=module.named_parameters())
+measurements = Measurements.open(device=torch.device("cpu")) cluster = measurements.cluster()
+kernel_seconds = measurements.kernel_seconds(graph) seconds_per_element =
+measurements.update_seconds([optimizer], named_parameters=module.named_parameters())
 
-Rank 0 reads and writes one file per set-up (`describe_setup`) in the user's cache directory. It holds rates, curves and times
-by hashes; no names.
+Rank 0 reads and writes one file per set-up (`describe_setup`) in the user's cache directory. It
+holds rates, curves and times by hashes; no names.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ Progress = Callable[[str], None]
 
 
 class Measurements:
-    """`Measurements` are what was measured in one set-up; every method but `save` is collective over the default process
-    group.
+    """`Measurements` are what was measured in one set-up; every method but `save` is collective
+    over the default process group.
     """
 
     def __init__(
@@ -81,8 +81,10 @@ class Measurements:
             device: what ranks train on.
             num_nodes: how many machines the ranks are on.
             refresh: measure everything again; what is stored is dropped with the next `save`.
-            directory: where the files are; by default ``lightning_topt/measurements`` in the user's cache directory.
-            progress: called on rank 0 with a short line before anything that takes longer than a blink.
+            directory: where the files are; by default ``lightning_topt/measurements`` in the user's
+                cache directory.
+            progress: called on rank 0 with a short line before anything that takes longer than a
+                blink.
 
         A file that is damaged or belongs to another user is not used, with a warning on rank 0.
         """
@@ -91,7 +93,11 @@ class Measurements:
         folder = _directory(directory)
 
         def read() -> Entries:
-            return measurement_store.load(folder, setup) if own_rank() == 0 and folder is not None else {}
+            return (
+                measurement_store.load(folder, setup)
+                if own_rank() == 0 and folder is not None
+                else {}
+            )
 
         stored = from_rank_0(on_all_ranks(read))
         options: dict[str, Any] = {"device": device, "directory": folder, "progress": progress}
@@ -102,35 +108,54 @@ class Measurements:
     @property
     def path(self) -> Path | None:
         """The file of this set-up; None where the user has no directory for it."""
-        return None if self.directory is None else self.directory / measurement_store.file_name(self.setup)
+        return (
+            None
+            if self.directory is None
+            else self.directory / measurement_store.file_name(self.setup)
+        )
 
     def cluster(self) -> Cluster:
-        """Return the cluster as stored, else as `calibrate` measures it now (about 2 s); with `refresh` all collectives and
-        datagrams (about 4 s).
+        """Return the cluster as stored, else as `calibrate` measures it now (about 2 s); with
+        `refresh` all collectives and datagrams (about 4 s).
 
-        What is stored is measured again where one exchange now takes six times as long as it should, or a sixth.
+        What is stored is measured again where one exchange now takes six times as long as it
+        should, or a sixth.
         """
         stored = self._cluster_in(self.entries)
         if stored is not None and _links_are_as_in(stored, self.device):
             return stored
-        again = "" if stored is None else " again, since exchanges take another time than when it was measured"
+        again = (
+            ""
+            if stored is None
+            else " again, since exchanges take another time than when it was measured"
+        )
         self._tell(f"measuring this machine{again} (about 2 s)")
         ops = USUAL_COLLECTIVES if self._refreshed is None else COLLECTIVES
         datagrams = self._refreshed is not None
-        cluster = calibrate(device=self.device, num_nodes=self.setup["num_nodes"], collectives=ops, datagrams=datagrams)
+        cluster = calibrate(
+            device=self.device,
+            num_nodes=self.setup["num_nodes"],
+            collectives=ops,
+            datagrams=datagrams,
+        )
         self._add({self._name("cluster"): cluster.to_dict()})
         return cluster
 
     @property
     def cluster_before(self) -> Cluster | None:
-        """The cluster that was stored, which a `refresh` does not use; None where there was none."""
+        """The cluster that was stored, which a `refresh` does not use; None where there was
+        none.
+        """
         return self._cluster_in(self._dropped)
 
-    def kernel_seconds(self, graph: OpGraph, *, budget_seconds: float = _KERNELS_SECONDS) -> dict[KernelKey, float]:
-        """Return the seconds of the graph's kernels by `kernel_key`, as stored, else as `measure_kernels` measures them now.
+    def kernel_seconds(
+        self, graph: OpGraph, *, budget_seconds: float = _KERNELS_SECONDS
+    ) -> dict[KernelKey, float]:
+        """Return the seconds of the graph's kernels by `kernel_key`, as stored, else as
+        `measure_kernels` measures them now.
 
-        A graph is measured once: kernels that could not be made, or for which there was no time, are left out afterwards
-        too, so that two starts of one program plan with the same numbers.
+        A graph is measured once: kernels that could not be made, or for which there was no time,
+        are left out afterwards too, so that two starts of one program plan with the same numbers.
         """
         names = {kernel_key(k): "" for op in graph.ops for k in (*op.forward, *op.backward)}
         names = {key: self._name("kernel", *key) for key in names}
@@ -140,7 +165,9 @@ class Measurements:
         if graph_name in self.entries or len(found) == len(names):
             return found
         self._tell(f"measuring {len(names) - len(found)} kernels (about {budget_seconds:.0f} s)")
-        measured = measure_kernels(graph, device=self.device, budget_seconds=budget_seconds, known=found)
+        measured = measure_kernels(
+            graph, device=self.device, budget_seconds=budget_seconds, known=found
+        )
         self._add({names[key]: seconds for key, seconds in measured.items()}, save=False)
         found |= measured
         if found:
@@ -151,16 +178,22 @@ class Measurements:
         return found
 
     def update_seconds(
-        self, optimizers: Iterable[Optimizer], *, named_parameters: Iterable[tuple[str, nn.Parameter]]
+        self,
+        optimizers: Iterable[Optimizer],
+        *,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
     ) -> dict[str, float]:
-        """Return the seconds per element of each parameter's update by name, as stored, else measured now
-        (`measure_update_seconds`).
+        """Return the seconds per element of each parameter's update by name, as stored, else
+        measured now (`measure_update_seconds`).
 
-        The optimizers may be those of the training: they stay as they are. Raises OptimizerError for a parameter that is
-        not among `named_parameters`, and for an optimizer that cannot be tried on a copy.
+        The optimizers may be those of the training: they stay as they are. Raises OptimizerError
+        for a parameter that is not among `named_parameters`, and for an optimizer that cannot be
+        tried on a copy.
         """
         kinds = on_all_ranks(lambda: update_kinds(optimizers, named_parameters=named_parameters))
-        found = [self._seconds(self._name("update", kind.key)) if kind.key else None for kind in kinds]
+        found = [
+            self._seconds(self._name("update", kind.key)) if kind.key else None for kind in kinds
+        ]
         missing = [kind for kind, seconds in zip(kinds, found, strict=True) if seconds is None]
         measured = self._measure_updates(missing)
         updates: dict[str, float] = {}
@@ -169,18 +202,32 @@ class Measurements:
         return updates
 
     def save(self) -> None:
-        """Write what was measured, on rank 0, merged with what other jobs have written; a failure costs a warning."""
+        """Write what was measured, on rank 0, merged with what other jobs have written; a failure
+        costs a warning.
+        """
         if own_rank() == 0 and self.directory is not None:
-            measurement_store.save(self.directory, self.setup, self.entries, refreshed=self._refreshed)
+            measurement_store.save(
+                self.directory, self.setup, self.entries, refreshed=self._refreshed
+            )
 
     def _measure_updates(self, kinds: list[UpdateKind]) -> list[float]:
         if not kinds:
             return []
-        self._tell(f"measuring {len(kinds)} kinds of optimizer step (about {_UPDATES_SECONDS:.1f} s)")
+        self._tell(
+            f"measuring {len(kinds)} kinds of optimizer step (about {_UPDATES_SECONDS:.1f} s)"
+        )
         each = _UPDATES_SECONDS / len(kinds)
-        seconds = on_all_ranks(lambda: [measure_kind(kind, device=self.device, budget_seconds=each) for kind in kinds])
+        seconds = on_all_ranks(
+            lambda: [measure_kind(kind, device=self.device, budget_seconds=each) for kind in kinds]
+        )
         seconds = average(seconds)
-        self._add({self._name("update", kind.key): s for kind, s in zip(kinds, seconds, strict=True) if kind.key})
+        self._add(
+            {
+                self._name("update", kind.key): s
+                for kind, s in zip(kinds, seconds, strict=True)
+                if kind.key
+            }
+        )
         return seconds
 
     def _add(self, values: dict[str, Any], *, save: bool = True) -> None:
@@ -204,10 +251,15 @@ class Measurements:
             cluster = None if entry is None else Cluster.from_dict(entry.value)
         except ClusterError:
             return None
-        if cluster is None or (cluster.num_devices, cluster.num_nodes) != (world_size(), self.setup["num_nodes"]):
+        if cluster is None or (cluster.num_devices, cluster.num_nodes) != (
+            world_size(),
+            self.setup["num_nodes"],
+        ):
             return None
         groups = mesh_groups(cluster.num_devices, devices_per_node=cluster.devices_per_node)
-        complete = all(("all_reduce", group.size, group.stride) in cluster.collectives for group in groups)
+        complete = all(
+            ("all_reduce", group.size, group.stride) in cluster.collectives for group in groups
+        )
         return cluster if complete else None  # older measurements have the group of all ranks only
 
     def _tell(self, line: str) -> None:
@@ -223,17 +275,26 @@ def _directory(directory: Path | str | None) -> Path | None:
 
 
 def _links_are_as_in(cluster: Cluster, device: torch.device) -> bool:
-    """Whether one small all_reduce takes about as long as `cluster` says: the same answer on all ranks. Collective."""
+    """Whether one small all_reduce takes about as long as `cluster` says: the same answer on all
+    ranks. Collective.
+    """
     ranks = world_size()
     curve = cluster.collectives.get(("all_reduce", ranks, 1))
     if curve is None:
         return ranks == 1
-    sizes = [s for s, t in zip(curve.sizes, curve.seconds, strict=True) if s <= _CHECK_BYTES and t <= _CHECK_SECONDS]
+    sizes = [
+        s
+        for s, t in zip(curve.sizes, curve.seconds, strict=True)
+        if s <= _CHECK_BYTES and t <= _CHECK_SECONDS
+    ]
     size = max(sizes, default=curve.sizes[0])
     message = torch.ones(max(int(size) // 4, 1), device=device, dtype=torch.float32)
     expected, least, start = curve.seconds_at(size), math.inf, time.perf_counter()
     while True:
-        times = [time_once(lambda: dist.all_reduce(message), device=device) for _ in range(_CHECK_REPEATS)]
+        times = [
+            time_once(lambda: dist.all_reduce(message), device=device)
+            for _ in range(_CHECK_REPEATS)
+        ]
         seconds, waited = average([min(times), time.perf_counter() - start])
         least = min(least, seconds)
         if least <= _CHANGED * expected or waited > _PATIENCE_SECONDS:

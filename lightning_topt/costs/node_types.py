@@ -1,4 +1,6 @@
-"""Device, Link and NodeType of a cluster, and the slowest of several, for all that does not tell nodes from one another."""
+"""Device, Link and NodeType of a cluster, and the slowest of several, for all that does not tell
+nodes from one another.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +14,19 @@ class ClusterError(ValueError):
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator, or the share of a CPU that one rank gets. Its owner may take it back at `spot_price_per_hour`.
+    """One accelerator, or the share of a CPU that one rank gets. Its owner may take it back at
+    `spot_price_per_hour`.
 
-    `flops` is the achieved FLOP/s of matrix products by dtype (``"float32"``); a dtype that is not listed runs at the
-    rate of ``"float32"``. `memory_bandwidth` is in bytes/s, `op_overhead_seconds` what one kernel costs at least,
-    `process_bytes` is what a training rank keeps beside tensors (on CPUs: objects, buffers of libraries), `price_per_hour`
-    in any currency. `page_fault_seconds_per_byte` is what a byte costs that is taken anew from the operating system, which
-    plans under a memory limit do for every tensor on CPUs (`execution.allocator`), `framework_seconds` what a kernel of a
-    step costs beyond itself where the host does not run ahead of the device: modules, autograd, Python (CPUs),
-    `launch_seconds` what the host takes for a kernel of a step where it does (accelerators), `half_rate_flops` the FLOPs of a
-    matrix product that runs at half of the rate in `flops`: smaller ones do not fill the device.
+    `flops` is the achieved FLOP/s of matrix products by dtype (``"float32"``); a dtype that is not
+    listed runs at the rate of ``"float32"``. `memory_bandwidth` is in bytes/s,
+    `op_overhead_seconds` what one kernel costs at least, `process_bytes` is what a training rank
+    keeps beside tensors (on CPUs: objects, buffers of libraries), `price_per_hour` in any currency.
+    `page_fault_seconds_per_byte` is what a byte costs that is taken anew from the operating system,
+    which plans under a memory limit do for every tensor on CPUs (`execution.allocator`),
+    `framework_seconds` what a kernel of a step costs beyond itself where the host does not run
+    ahead of the device: modules, autograd, Python (CPUs), `launch_seconds` what the host takes for
+    a kernel of a step where it does (accelerators), `half_rate_flops` the FLOPs of a matrix product
+    that runs at half of the rate in `flops`: smaller ones do not fill the device.
     """
 
     name: str
@@ -40,8 +45,12 @@ class Device:
     def __post_init__(self) -> None:
         if "float32" not in self.flops:
             raise ClusterError("device.flops needs a rate for float32")
-        if not all(value > 0 for value in (self.memory_bytes, self.memory_bandwidth, *self.flops.values())):
-            raise ClusterError("device: memory_bytes, memory_bandwidth and every rate in flops must be positive")
+        if not all(
+            value > 0 for value in (self.memory_bytes, self.memory_bandwidth, *self.flops.values())
+        ):
+            raise ClusterError(
+                "device: memory_bytes, memory_bandwidth and every rate in flops must be positive"
+            )
 
     def flops_of(self, dtype: str) -> float:
         """Return the FLOP/s of matrix products of `dtype`."""
@@ -50,8 +59,8 @@ class Device:
 
 @dataclass(frozen=True)
 class DatagramPath:
-    """A path carries datagrams at `bandwidth` bytes/s per rank; the share `loss` of them does not arrive, answers take a round
-    trip.
+    """A path carries datagrams at `bandwidth` bytes/s per rank; the share `loss` of them does not
+    arrive, answers take a round trip.
     """
 
     round_trip_seconds: float
@@ -61,13 +70,15 @@ class DatagramPath:
     def __post_init__(self) -> None:
         if not (self.bandwidth > 0 and self.round_trip_seconds >= 0 and 0 <= self.loss < 1):
             raise ClusterError(
-                "datagrams of a link: the bandwidth must be positive, round_trip_seconds at least 0, and loss a share below 1"
+                "datagrams of a link: the bandwidth must be positive, round_trip_seconds at least "
+                "0, and loss a share below 1"
             )
 
 
 @dataclass(frozen=True)
 class Link:
-    """A link is what one rank gets of a network: seconds before the first byte, then bytes per second.
+    """A link is what one rank gets of a network: seconds before the first byte, then bytes per
+    second.
 
     `datagrams` are measured beside that, for gradient exchanges that lose some (`BoundedLoss`).
     """
@@ -78,7 +89,9 @@ class Link:
 
     def __post_init__(self) -> None:
         if not (self.bandwidth > 0 and self.latency_seconds >= 0):
-            raise ClusterError("a link's bandwidth must be positive, and its latency at least 0 seconds")
+            raise ClusterError(
+                "a link's bandwidth must be positive, and its latency at least 0 seconds"
+            )
 
 
 @dataclass(frozen=True)
@@ -96,8 +109,8 @@ class NodeType:
 
 
 def slowest_device(devices: Sequence[Device], counts: Sequence[int]) -> Device:
-    """Return a device that is as slow and as small as the slowest and smallest of `devices`; its price is the mean of so many
-    (`counts`) of each, unknown where one is.
+    """Return a device that is as slow and as small as the slowest and smallest of `devices`; its
+    price is the mean of so many (`counts`) of each, unknown where one is.
     """
     first, *others = devices
     if not others:
@@ -126,8 +139,13 @@ def _mean(prices: Sequence[float | None], counts: Sequence[int]) -> float | None
 
 
 def slowest_link(links: Sequence[Link]) -> Link:
-    """Return a link with the largest latency, loss and round trip and the least bandwidth of `links`."""
-    latency, bandwidth = max(link.latency_seconds for link in links), min(link.bandwidth for link in links)
+    """Return a link with the largest latency, loss and round trip and the least bandwidth of
+    `links`.
+    """
+    latency, bandwidth = (
+        max(link.latency_seconds for link in links),
+        min(link.bandwidth for link in links),
+    )
     paths = [link.datagrams for link in links if link.datagrams is not None]
     slowest = None
     if len(paths) == len(links):

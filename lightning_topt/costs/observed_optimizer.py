@@ -1,4 +1,5 @@
-"""Watch the steps that the user's optimizers take anyway; the profile is that of `read_optimizer`, without a step more.
+"""Watch the steps that the user's optimizers take anyway; the profile is that of `read_optimizer`,
+without a step more.
 
 ```python
 observer = OptimizerObserver([optimizer], named_parameters=module.named_parameters())
@@ -9,10 +10,11 @@ with observer.timing(optimizer):  # any number of later steps
 profile = observer.profile()
 ```
 
-Inside the two contexts `optimizer.step` is replaced on the object by a function that calls it once and watches from call to
-return, except while a closure runs. What comes around the step (unscaling, clipping, a closure that a precision plugin has
-called already) is not seen, and a step that a GradScaler leaves out is not counted. Nothing else of the optimizer is touched,
-and what goes wrong while watching reaches the caller of `profile`, never the training.
+Inside the two contexts `optimizer.step` is replaced on the object by a function that calls it once
+and watches from call to return, except while a closure runs. What comes around the step (unscaling,
+clipping, a closure that a precision plugin has called already) is not seen, and a step that a
+GradScaler leaves out is not counted. Nothing else of the optimizer is touched, and what goes wrong
+while watching reaches the caller of `profile`, never the training.
 """
 
 from __future__ import annotations
@@ -49,21 +51,28 @@ from lightning_topt.graph.collective_ops import is_collective
 from lightning_topt.graph.writes import is_strided, written_tensors
 from lightning_topt.optim.update_rule import BY_PARAMETER, ELEMENTWISE, is_one_of
 
-_BUSY = 0.7  # a step whose thread had the processor for less than this part of the time was kept from it by others
+# a step whose thread had the processor for less than this part of the time was kept from it by
+# others
+_BUSY = 0.7
 # Operators that look at no more than the shape of what they are given.
-_SHAPE_ONLY = {f"aten::{name}_like" for name in ("empty", "zeros", "ones", "full", "rand", "randn")} | {
-    f"aten::new_{name}" for name in ("empty", "empty_strided", "zeros", "ones", "full")
-}
+_SHAPE_ONLY = {
+    f"aten::{name}_like" for name in ("empty", "zeros", "ones", "full", "rand", "randn")
+} | {f"aten::new_{name}" for name in ("empty", "empty_strided", "zeros", "ones", "full")}
 
 _Shape = tuple[int, ...]
 _Operator = OpOverload | HigherOrderOperator
 
 
 class OptimizerObserver:
-    """Watches real steps of `optimizers`, which were built over `named_parameters`; `profile` says what was seen."""
+    """Watches real steps of `optimizers`, which were built over `named_parameters`; `profile` says
+    what was seen.
+    """
 
     def __init__(
-        self, optimizers: Iterable[Optimizer], *, named_parameters: Iterable[tuple[str, nn.Parameter]]
+        self,
+        optimizers: Iterable[Optimizer],
+        *,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
     ) -> None:
         self.optimizers = list(optimizers)
         self._named_parameters = list(named_parameters)
@@ -71,11 +80,15 @@ class OptimizerObserver:
 
     @property
     def collectives(self) -> bool:
-        """Whether a recorded step has communicated: then nobody may change which ranks step which parameters."""
+        """Whether a recorded step has communicated: then nobody may change which ranks step which
+        parameters.
+        """
         return any(seen.collectives for seen in self._seen.values())
 
     def recorded(self, optimizer: Optimizer) -> int:
-        """Return how many steps of `optimizer` were recorded: none that a GradScaler left out, and none of LBFGS."""
+        """Return how many steps of `optimizer` were recorded: none that a GradScaler left out, and
+        none of LBFGS.
+        """
         return self._seen[id(optimizer)].recorded
 
     def timed(self, optimizer: Optimizer) -> int:
@@ -92,21 +105,27 @@ class OptimizerObserver:
     @contextmanager
     def timing(self, optimizer: Optimizer) -> Iterator[None]:
         """Time a step of `optimizer` that is taken inside; nothing waits for a device."""
-        with _watched_step(optimizer, lambda: _Clock(optimizer), self._seen[id(optimizer)].clocks.append):
+        with _watched_step(
+            optimizer, lambda: _Clock(optimizer), self._seen[id(optimizer)].clocks.append
+        ):
             yield
 
     def profile(self, *, op_overhead_seconds: float = 0.0) -> OptimizerProfile:
         """Return the profile of all optimizers, as far as their steps have shown it.
 
-        `OptimizerProfile.update_seconds` adds the device's overhead for each call to the seconds per element. The timed
-        steps contain that overhead already: what is given here is taken off per call, so that it counts once.
+        `OptimizerProfile.update_seconds` adds the device's overhead for each call to the seconds
+        per element. The timed steps contain that overhead already: what is given here is taken off
+        per call, so that it counts once.
 
-        Raises OptimizerError for a parameter that is not among the named ones or has no shape yet, for an optimizer without
-        a recorded step, whose step could not be watched, or that is made for sparse gradients.
+        Raises OptimizerError for a parameter that is not among the named ones or has no shape yet,
+        for an optimizer without a recorded step, whose step could not be watched, or that is made
+        for sparse gradients.
         """
         trained: dict[int, list[_Trained]] = {id(optimizer): [] for optimizer in self.optimizers}
         updates: dict[str, ParameterUpdate] = {}
-        for optimizer, group, parameter, name in updated_parameters(self.optimizers, self._named_parameters):
+        for optimizer, group, parameter, name in updated_parameters(
+            self.optimizers, self._named_parameters
+        ):
             updates[name] = frozen_update(optimizer, parameter)  # stands for now, to keep the order
             if parameter.requires_grad:
                 trained[id(optimizer)].append(_Trained(name, parameter, group))
@@ -117,12 +136,16 @@ class OptimizerObserver:
             found = _probes(optimizer, seen, parameters)
             updates |= {each.name: found[each.name].update(each.parameter) for each in parameters}
             probes |= found
-            seconds |= _seconds_per_element(seen, parameters, found, op_overhead_seconds=op_overhead_seconds)
+            seconds |= _seconds_per_element(
+                seen, parameters, found, op_overhead_seconds=op_overhead_seconds
+            )
         splits = not self.collectives
         return OptimizerProfile(
             name=" + ".join(type(optimizer).__name__ for optimizer in self.optimizers),
-            elementwise=splits and all(is_one_of(optimizer, ELEMENTWISE) for optimizer in self.optimizers),
-            by_parameter=splits and all(is_one_of(optimizer, BY_PARAMETER) for optimizer in self.optimizers),
+            elementwise=splits
+            and all(is_one_of(optimizer, ELEMENTWISE) for optimizer in self.optimizers),
+            by_parameter=splits
+            and all(is_one_of(optimizer, BY_PARAMETER) for optimizer in self.optimizers),
             updates=updates,
             seconds_per_element=seconds,
             probes=probes,
@@ -144,8 +167,12 @@ _W = TypeVar("_W", bound=_Watch)
 
 
 @contextmanager
-def _watched_step(optimizer: Optimizer, make: Callable[[], _W], done: Callable[[_W], None]) -> Iterator[None]:
-    """Inside, each call of `optimizer.step` that returns is given to `done` as watched by what `make` returns."""
+def _watched_step(
+    optimizer: Optimizer, make: Callable[[], _W], done: Callable[[_W], None]
+) -> Iterator[None]:
+    """Inside, each call of `optimizer.step` that returns is given to `done` as watched by what
+    `make` returns.
+    """
     if isinstance(optimizer, optim.LBFGS):  # known by formula
         yield
         return
@@ -206,15 +233,19 @@ def _with_pauses(
 
 @dataclass(eq=False)
 class _Memory:
-    """A storage that a recorded step deals with. Parameters are numbers here: owner None is unknown, or several."""
+    """A storage that a recorded step deals with. Parameters are numbers here: owner None is
+    unknown, or several.
+    """
 
     nbytes: int
     owner: int | None
     shape: _Shape
     itemsize: int
     is_old: bool  # older than the step
-    is_state: bool  # old, but known neither as parameter, gradient nor from `optimizer.state`, and written to
-    pieces: dict[int, int | None] = field(default_factory=dict)  # owners by offset where several share it
+    # old, but known neither as parameter, gradient nor from `optimizer.state`, and written to
+    is_state: bool
+    # owners by offset where several share it
+    pieces: dict[int, int | None] = field(default_factory=dict)
     reference: Any = None
 
 
@@ -228,7 +259,9 @@ class _Use(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _Kept:
-    """A storage that the optimizer keeps outside of `optimizer.state`, and which parameter it was made from."""
+    """A storage that the optimizer keeps outside of `optimizer.state`, and which parameter it was
+    made from.
+    """
 
     reference: Callable[[], torch.UntypedStorage | None]
     parameter: Tensor | None
@@ -247,7 +280,9 @@ class _Work:
 
 
 class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the operators of one step: whose tensors they read and write, and what they allocate."""
+    """Notes the operators of one step: whose tensors they read and write, and what they
+    allocate.
+    """
 
     supports_higher_order_operators = True  # they raise under a mode that does not say so
 
@@ -256,8 +291,12 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.collectives = False
         self.failure: Exception | None = None
         self.optimizer = optimizer
-        self.parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
-        self._group_of = [number for number, group in enumerate(optimizer.param_groups) for _ in group["params"]]
+        self.parameters: list[Tensor] = [
+            p for group in optimizer.param_groups for p in group["params"]
+        ]
+        self._group_of = [
+            number for number, group in enumerate(optimizer.param_groups) for _ in group["params"]
+        ]
         self._sizes = [max(p.numel(), 1) for p in self.parameters]
         self._moved, self._calls = _Shares(self._sizes), _Shares([1] * len(self._sizes))
         self._known: dict[int, _Memory] = {}  # by address
@@ -295,7 +334,9 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return output
 
     def _claim(self) -> None:
-        """Note whose the memory is that exists before the step; a closure that has run since makes new gradients."""
+        """Note whose the memory is that exists before the step; a closure that has run since makes
+        new gradients.
+        """
         numbers = {id(parameter): number for number, parameter in enumerate(self.parameters)}
         for number, parameter in enumerate(self.parameters):
             for tensor in (parameter, parameter.grad):
@@ -307,9 +348,18 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             storage = each.reference()
             if storage is not None:
                 owner = numbers.get(id(each.parameter))
-                self._add(storage, _Memory(storage.nbytes(), owner, each.shape, each.itemsize, True, True))
+                self._add(
+                    storage, _Memory(storage.nbytes(), owner, each.shape, each.itemsize, True, True)
+                )
 
-    def _track(self, tensor: Tensor | None, *, owner: int | None, is_state: bool = False, is_old: bool = True) -> None:
+    def _track(
+        self,
+        tensor: Tensor | None,
+        *,
+        owner: int | None,
+        is_state: bool = False,
+        is_old: bool = True,
+    ) -> None:
         storage = None if tensor is None else _storage(tensor)
         if tensor is None or storage is None:
             return
@@ -332,7 +382,8 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def freed(_: object) -> None:
             del self._known[address]
             memory.reference = None
-            if self._is_on or not memory.is_old:  # a closure replaces gradients: the step gains nothing by it
+            # a closure replaces gradients: the step gains nothing by it
+            if self._is_on or not memory.is_old:
                 self._events.append((memory, -memory.nbytes))
 
         memory.reference = weakref.ref(storage, freed)
@@ -352,8 +403,12 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             owner = memory.owner
         return _Use(storage._cdata, owner, tensor.nbytes)
 
-    def _note(self, func: _Operator, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Share the bytes that one operator reads and writes among the parameters whose tensors they are."""
+    def _note(
+        self, func: _Operator, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        """Share the bytes that one operator reads and writes among the parameters whose tensors
+        they are.
+        """
         inputs: dict[int, Tensor] = {}
         outputs: dict[int, Tensor] = {}
         _collect(args, inputs)
@@ -382,7 +437,11 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         made = 0
         for key, tensor in new.items():
             use = self._use(tensor)
-            if use.address is not None and use.address not in known and use.address not in self._known:
+            if (
+                use.address is not None
+                and use.address not in known
+                and use.address not in self._known
+            ):
                 made += 1
                 owner = makers.get(key, only)
                 self._track(tensor, owner=owner, is_old=False)
@@ -422,7 +481,8 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for number in numbers:
             parameter = self.parameters[number]
             nbytes = moved[number]
-            if not nbytes and parameter.grad is not None:  # by a kernel that no dispatcher sees, or in a compiled step
+            # by a kernel that no dispatcher sees, or in a compiled step
+            if not nbytes and parameter.grad is not None:
                 state = sum(map(_nbytes, states.get(id(parameter), ())))
                 nbytes = float(2 * _nbytes(parameter) + _nbytes(parameter.grad) + 2 * state)
             # Rounded, so that parameters for which the same is done are equal.
@@ -431,7 +491,9 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return work
 
     def kept(self) -> list[_Kept]:
-        """Return the memory that the step has made or written, that lives on, and that nothing else explains."""
+        """Return the memory that the step has made or written, that lives on, and that nothing else
+        explains.
+        """
         kept = self._unexplained()
         if kept:
             gc.collect(1)  # it may be in a cycle of what was the step's own
@@ -448,13 +510,21 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _unexplained(self) -> list[_Kept]:
         explained = {
             storage._cdata
-            for tensor in (*self.parameters, *(p.grad for p in self.parameters), *_of_parameters(self.optimizer))
+            for tensor in (
+                *self.parameters,
+                *(p.grad for p in self.parameters),
+                *_of_parameters(self.optimizer),
+            )
             if tensor is not None and (storage := _storage(tensor)) is not None
         }
         kept = []
         for memory in self._memories:
             storage = memory.reference() if memory.reference is not None else None
-            if storage is None or storage._cdata in explained or (memory.is_old and not memory.is_state):
+            if (
+                storage is None
+                or storage._cdata in explained
+                or (memory.is_old and not memory.is_state)
+            ):
                 continue
             parameter = None if memory.owner is None else self.parameters[memory.owner]
             shape, itemsize = memory.shape, memory.itemsize
@@ -479,15 +549,25 @@ def _kind(func: _Operator) -> _Kind:
         return _Kind(communicates=False, may_write=True, is_view=False, reads_shapes=False)
     communicates, schema = is_collective(func), func._schema
     is_view = torch.Tag.inplace_view in func.tags
-    return _Kind(communicates, communicates or schema.is_mutable, is_view, schema.name in _SHAPE_ONLY)
+    return _Kind(
+        communicates, communicates or schema.is_mutable, is_view, schema.name in _SHAPE_ONLY
+    )
 
 
 def _written(
-    func: _Operator, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: dict[int, Tensor], new: dict[int, Tensor]
+    func: _Operator,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    inputs: dict[int, Tensor],
+    new: dict[int, Tensor],
 ) -> dict[int, Tensor]:
     """The arguments that an operator writes to, by their ids."""
     if isinstance(func, OpOverload):
-        return {id(tensor): tensor for tensor in written_tensors(func, args, kwargs) if id(tensor) in inputs}
+        return {
+            id(tensor): tensor
+            for tensor in written_tensors(func, args, kwargs)
+            if id(tensor) in inputs
+        }
     return {} if new else inputs  # without results it has no other use
 
 
@@ -520,20 +600,28 @@ class _Shares:
 
 
 def _makers(args: tuple[Any, ...], output: Any, uses: Mapping[int, _Use]) -> dict[int, int | None]:
-    """Whose the results of an operator on lists are, by their ids: the i-th comes from the i-th tensor of the first list."""
+    """Whose the results of an operator on lists are, by their ids: the i-th comes from the i-th
+    tensor of the first list.
+    """
     if not isinstance(output, list | tuple) or not args or not isinstance(args[0], list | tuple):
         return {}
     if len(output) != len(args[0]):
         return {}
     return {
-        id(made): uses[id(source)].owner for made, source in zip(output, args[0], strict=True) if id(source) in uses
+        id(made): uses[id(source)].owner
+        for made, source in zip(output, args[0], strict=True)
+        if id(source) in uses
     }
 
 
-def _temporaries(events: Iterable[tuple[int | None, int]], sizes: Mapping[int, int]) -> dict[int, tuple[float, bool]]:
-    """Return bytes of temporaries and whether these add up, for each parameter of one group, of `sizes` elements.
+def _temporaries(
+    events: Iterable[tuple[int | None, int]], sizes: Mapping[int, int]
+) -> dict[int, tuple[float, bool]]:
+    """Return bytes of temporaries and whether these add up, for each parameter of one group, of
+    `sizes` elements.
 
-    The sum, or where temporaries do not add up the largest, is the peak that was seen for the group.
+    The sum, or where temporaries do not add up the largest, is the peak that was seen for the
+    group.
     """
     alive: dict[int | None, int] = defaultdict(int)
     most: dict[int | None, int] = defaultdict(int)
@@ -547,7 +635,8 @@ def _temporaries(events: Iterable[tuple[int | None, int]], sizes: Mapping[int, i
     of_none, total = most.pop(None, 0), sum(sizes.values())
     shares = {number: most[number] + of_none * size / total for number, size in sizes.items()}
     largest, everything = max(map(most.__getitem__, sizes), default=0), sum(shares.values())
-    # In a for-loop the variables of one parameter still hold on while the next one's are made: up to twice the largest.
+    # In a for-loop the variables of one parameter still hold on while the next one's are made: up
+    # to twice the largest.
     adds = peak > 2 * largest or peak - largest > 0.75 * (everything - largest)
     reached = everything if adds else max(shares.values(), default=0.0)
     scale = peak / reached if reached else 0.0
@@ -577,15 +666,26 @@ def _nbytes(tensor: Tensor) -> int:
     return tensor.nbytes if is_strided(tensor) else 0
 
 
-def _state_tensors(optimizer: Any, known: set[int] | None = None) -> Iterator[tuple[Any, list[Tensor]]]:
-    """The keys of `optimizer.state`, parameters as a rule, with their tensors; and of optimizers that this one wraps."""
+def _state_tensors(
+    optimizer: Any, known: set[int] | None = None
+) -> Iterator[tuple[Any, list[Tensor]]]:
+    """The keys of `optimizer.state`, parameters as a rule, with their tensors; and of optimizers
+    that this one wraps.
+    """
     known = set() if known is None else known
     known.add(id(optimizer))
     state = getattr(optimizer, "state", {})
     if id(state) not in known:
         known.add(id(state))
         for key, value in state.items():
-            yield key, list({id(leaf): leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)}.values())
+            yield (
+                key,
+                list(
+                    {
+                        id(leaf): leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)
+                    }.values()
+                ),
+            )
     for value in vars(optimizer).values():
         if isinstance(value, Optimizer) and id(value) not in known:
             yield from _state_tensors(value, known)
@@ -606,7 +706,10 @@ class _Clock:
     """The time of one step, on the wall, of its thread, and of its accelerator."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        device = next((p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu"))
+        device = next(
+            (p.device for group in optimizer.param_groups for p in group["params"]),
+            torch.device("cpu"),
+        )
         self._device = None if device.type in ("cpu", "meta") else device
         self._wall, self._thread = 0.0, 0.0
         self._events: list[torch.Event] = []
@@ -630,7 +733,9 @@ class _Clock:
             self._events.append(event)
 
     def seconds(self, *, waits: bool) -> float:
-        """Return the seconds of the step; `waits` says that it waits for other ranks, which takes time but no processor."""
+        """Return the seconds of the step; `waits` says that it waits for other ranks, which takes
+        time but no processor.
+        """
         if self._events:
             self._events[-1].synchronize()
             pairs = zip(self._events[::2], self._events[1::2], strict=True)
@@ -654,13 +759,21 @@ class _Seen:
         self.clocks: list[_Clock] = []
 
     def add_recording(self, recording: _Recording) -> None:
-        """Take over what one step has shown: its work stands for all later ones, what it keeps is added to what lives on."""
+        """Take over what one step has shown: its work stands for all later ones, what it keeps is
+        added to what lives on.
+        """
         try:
             if recording.failure is not None:
                 raise recording.failure
             self.work = recording.work(is_first=self.recorded == 0)
-            kept = {id(storage): each for each in recording.kept() if (storage := each.reference()) is not None}
-            known = {id(storage): each for each in self.kept if (storage := each.reference()) is not None}
+            kept = {
+                id(storage): each
+                for each in recording.kept()
+                if (storage := each.reference()) is not None
+            }
+            known = {
+                id(storage): each for each in self.kept if (storage := each.reference()) is not None
+            }
             self.kept = list((kept | known).values())
         except Exception as error:  # must not reach the user's step
             self.failure = error
@@ -680,14 +793,20 @@ _States = tuple[tuple[_Shape, float], ...]  # shape and bytes per element of eac
 
 
 def _probes(optimizer: Optimizer, seen: _Seen, parameters: Sequence[_Trained]) -> dict[str, Probe]:
-    """Return what the recorded steps of one optimizer say about each of its trained `parameters`, by name."""
+    """Return what the recorded steps of one optimizer say about each of its trained `parameters`,
+    by name.
+    """
     check_dense(optimizer)
     if isinstance(optimizer, optim.LBFGS):
-        return {each.name: lbfgs_probe(each.group, each.parameter.ndim, each.parameter.dtype) for each in parameters}
+        return {
+            each.name: lbfgs_probe(each.group, each.parameter.ndim, each.parameter.dtype)
+            for each in parameters
+        }
     name = type(optimizer).__name__
     if seen.failure is not None:
         raise OptimizerError(
-            f"a step of {name} could not be watched, so its costs are not known: {seen.failure}. Give the plan explicitly, "
+            f"a step of {name} could not be watched, so its costs are not known: {seen.failure}. "
+            "Give the plan explicitly, "
             "for instance plan='ddp'"
         ) from seen.failure
     if parameters and not seen.recorded:
@@ -702,14 +821,18 @@ def _probes(optimizer: Optimizer, seen: _Seen, parameters: Sequence[_Trained]) -
     return probes
 
 
-def _states(optimizer: Optimizer, seen: _Seen, parameters: Sequence[_Trained]) -> dict[str, _States]:
+def _states(
+    optimizer: Optimizer, seen: _Seen, parameters: Sequence[_Trained]
+) -> dict[str, _States]:
     """Return the tensors that the optimizer keeps for each parameter, in its state or elsewhere."""
     tensors: dict[int, list[Tensor]] = defaultdict(list)
     for key, leaves in _state_tensors(optimizer):
         tensors[id(key)] += leaves
     own: dict[int, list[tuple[_Shape, float]]] = defaultdict(list)
     for each in parameters:
-        own[id(each.parameter)] = [(tuple(t.shape), t.element_size()) for t in tensors[id(each.parameter)]]
+        own[id(each.parameter)] = [
+            (tuple(t.shape), t.element_size()) for t in tensors[id(each.parameter)]
+        ]
     common = 0
     for kept in seen.kept:
         if kept.reference() is None:
@@ -756,14 +879,18 @@ def _probes_of_kind(
 
 
 def _placeholders(ndim: int) -> _Shape:
-    """Stand for the dims of a parameter in the shapes of its state: -1, -2, ..., which no size is."""
+    """Stand for the dims of a parameter in the shapes of its state: -1, -2, ..., which no size
+    is.
+    """
     return tuple(range(-1, -ndim - 1, -1))
 
 
 def _templates(members: Sequence[tuple[_Shape, _States]]) -> list[_States]:
-    """Return the states of parameters of the given shapes with the dims that follow the parameter's in their place.
+    """Return the states of parameters of the given shapes with the dims that follow the parameter's
+    in their place.
 
-    Where dims are equal it cannot be seen which one is followed: one rule that holds for all members is preferred.
+    Where dims are equal it cannot be seen which one is followed: one rule that holds for all
+    members is preferred.
     """
     own = [_follow(states, shape) for shape, states in members]
     for template in dict.fromkeys(own):
@@ -777,9 +904,12 @@ def _follow(states: _States, shape: _Shape) -> _States:
 
 
 def _followed(state: _Shape, shape: _Shape) -> _Shape:
-    """Return the dims of a state tensor, those that are a dim of the parameter replaced by its placeholder."""
+    """Return the dims of a state tensor, those that are a dim of the parameter replaced by its
+    placeholder.
+    """
     dims = _placeholders(len(shape))
-    if state == shape or (math.prod(state) == math.prod(shape) > 1):  # the same elements, perhaps flat
+    # the same elements, perhaps flat
+    if state == shape or (math.prod(state) == math.prod(shape) > 1):
         return dims
     found, unused = list(state), list(range(len(shape)))
 
@@ -801,17 +931,27 @@ def _followed(state: _Shape, shape: _Shape) -> _Shape:
 def _filled(template: _States, shape: _Shape) -> _States:
     """Return the states of a parameter of `shape`."""
     sizes = dict(zip(_placeholders(len(shape)), shape, strict=True))
-    return tuple((tuple(sizes.get(dim, dim) for dim in dims), itemsize) for dims, itemsize in template)
+    return tuple(
+        (tuple(sizes.get(dim, dim) for dim in dims), itemsize) for dims, itemsize in template
+    )
 
 
 def _seconds_per_element(
-    seen: _Seen, parameters: Sequence[_Trained], probes: Mapping[str, Probe], *, op_overhead_seconds: float
+    seen: _Seen,
+    parameters: Sequence[_Trained],
+    probes: Mapping[str, Probe],
+    *,
+    op_overhead_seconds: float,
 ) -> dict[str, float]:
-    """Return the seconds per element, the same for all parameters of one optimizer; none without a timed step."""
+    """Return the seconds per element, the same for all parameters of one optimizer; none without a
+    timed step.
+    """
     updated = [each for each in parameters if each.parameter in seen.work]
     numel = sum(each.parameter.numel() for each in updated)
     if not seen.clocks or not numel:
         return {}
     seconds = statistics.median(clock.seconds(waits=seen.collectives) for clock in seen.clocks)
     calls = sum(probes[each.name].calls for each in updated)
-    return dict.fromkeys((each.name for each in parameters), max(seconds - calls * op_overhead_seconds, 0.0) / numel)
+    return dict.fromkeys(
+        (each.name for each in parameters), max(seconds - calls * op_overhead_seconds, 0.0) / numel
+    )

@@ -1,8 +1,10 @@
-"""A copy of the user's optimizer over other parameters, made so that stepping it cannot reach the original.
+"""A copy of the user's optimizer over other parameters, made so that stepping it cannot reach the
+original.
 
-What the optimizer refers to is copied with it: numbers, lists, objects, optimizers that it wraps, what its functions have
-closed over. Its parameters become those of the trial, its state is empty. A module or a large tensor beside the state
-cannot be copied cheaply and cannot be shared safely: such an optimizer is refused.
+What the optimizer refers to is copied with it: numbers, lists, objects, optimizers that it wraps,
+what its functions have closed over. Its parameters become those of the trial, its state is empty. A
+module or a large tensor beside the state cannot be copied cheaply and cannot be shared safely: such
+an optimizer is refused.
 """
 
 from __future__ import annotations
@@ -31,9 +33,13 @@ class OptimizerError(ValueError):
 
 
 class OptimizerCopy:
-    """An `OptimizerCopy` has `optimizer`, not yet stepped, and the `states` of it and of all optimizers that it wraps."""
+    """An `OptimizerCopy` has `optimizer`, not yet stepped, and the `states` of it and of all
+    optimizers that it wraps.
+    """
 
-    def __init__(self, original: Any, group: Mapping[str, Any], *, parameters: Sequence[Tensor]) -> None:
+    def __init__(
+        self, original: Any, group: Mapping[str, Any], *, parameters: Sequence[Tensor]
+    ) -> None:
         copier = _Copier(group, parameters)
         try:
             self.optimizer: Any = copier.copied(original)
@@ -41,7 +47,8 @@ class OptimizerCopy:
             raise
         except Exception as error:
             raise OptimizerError(
-                f"{type(original).__name__} cannot be copied for a trial step, so what it needs is not known: {error}. "
+                f"{type(original).__name__} cannot be copied for a trial step, so what it needs is "
+                f"not known: {error}. "
                 "Give the plan explicitly, for instance plan='ddp'"
             ) from error
         self.states: list[Any] = copier.states
@@ -87,19 +94,23 @@ class _Copier:
         if id(value) in self.known:
             return self.known[id(value)]
         if isinstance(value, _IMMUTABLE) or (
-            isinstance(value, types.BuiltinFunctionType) and isinstance(value.__self__, types.ModuleType | None)
+            isinstance(value, types.BuiltinFunctionType)
+            and isinstance(value.__self__, types.ModuleType | None)
         ):
             return value
         if isinstance(value, nn.Module):
             raise OptimizerError(
-                f"the optimizer refers to a module ({type(value).__name__}), which a trial step could change, so what it "
+                f"the optimizer refers to a module ({type(value).__name__}), which a trial step "
+                "could change, so what it "
                 "needs is not known. Give the plan explicitly, for instance plan='ddp'"
             )
         if isinstance(value, Tensor | np.ndarray):
             return self._know(value, self._array(value))
         if isinstance(value, types.FunctionType):
             return self._function(value)
-        if isinstance(value, Optimizer) or (hasattr(value, "param_groups") and hasattr(value, "step")):
+        if isinstance(value, Optimizer) or (
+            hasattr(value, "param_groups") and hasattr(value, "step")
+        ):
             return self._optimizer(value)
         return None
 
@@ -109,12 +120,15 @@ class _Copier:
         return copy
 
     def _array(self, value: Any) -> Any:
-        if isinstance(value, nn.Parameter):  # of another group, or one more than the trial has: it gets no gradient
+        # of another group, or one more than the trial has: it gets no gradient
+        if isinstance(value, nn.Parameter):
             return nn.Parameter(torch.zeros(1), requires_grad=False)
         if value.nbytes > _MAX_BYTES:
             raise OptimizerError(
-                f"the optimizer keeps {value.nbytes} bytes beside its state, in a tensor or array of shape "
-                f"{tuple(value.shape)}, so what it needs is not known. Give the plan explicitly, for instance plan='ddp'"
+                f"the optimizer keeps {value.nbytes} bytes beside its state, in a tensor or array "
+                "of shape "
+                f"{tuple(value.shape)}, so what it needs is not known. Give the plan explicitly, "
+                "for instance plan='ddp'"
             )
         if not isinstance(value, Tensor):
             return value.copy()
@@ -123,12 +137,21 @@ class _Copier:
         return value.detach().clone()
 
     def _function(self, function: types.FunctionType) -> types.FunctionType:
-        """The same code; what it has closed over is copied, so that it counts and collects in the copy."""
+        """The same code; what it has closed over is copied, so that it counts and collects in the
+        copy.
+        """
         if not function.__closure__:
             return function
-        cells = [self.known.get(id(cell)) or self._know(cell, types.CellType()) for cell in function.__closure__]
+        cells = [
+            self.known.get(id(cell)) or self._know(cell, types.CellType())
+            for cell in function.__closure__
+        ]
         copy = types.FunctionType(
-            function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(cells)
+            function.__code__,
+            function.__globals__,
+            function.__name__,
+            function.__defaults__,
+            tuple(cells),
         )
         copy.__kwdefaults__ = function.__kwdefaults__
         self._know(function, copy)
@@ -141,7 +164,9 @@ class _Copier:
         return copy
 
     def _optimizer(self, original: Any) -> Any:
-        """The optimizer itself or one that it wraps. `state` and `param_groups` may be those of another, or properties."""
+        """The optimizer itself or one that it wraps. `state` and `param_groups` may be those of
+        another, or properties.
+        """
         cls: Any = type(original)
         copy = self._know(original, cls.__new__(cls))
         own = vars(original)
@@ -155,27 +180,42 @@ class _Copier:
             copy.param_groups = self._groups(own["param_groups"])
         hooks = {name for name in own if name.endswith("_hooks")}
         # Methods on the instance are a scheduler's or a wrapper's; hooks belong to the real run.
-        methods = {name for name, value in own.items() if callable(value) and hasattr(type(original), name)}
+        methods = {
+            name for name, value in own.items() if callable(value) and hasattr(type(original), name)
+        }
         left_out = {"state", "param_groups", "consolidate_state_dict", *hooks, *methods}
-        vars(copy).update({name: self.copied(value) for name, value in own.items() if name not in left_out})
+        vars(copy).update(
+            {name: self.copied(value) for name, value in own.items() if name not in left_out}
+        )
         vars(copy).update({name: OrderedDict() for name in hooks})
         return copy
 
     def _groups(self, groups: list[Any]) -> list[Any]:
-        """One group over the parameters of the trial, with the options of the group that has theirs."""
+        """One group over the parameters of the trial, with the options of the group that has
+        theirs.
+        """
         if id(groups) in self.known:
             return self.known[id(groups)]  # type: ignore[no-any-return]
         copies: list[Any] = self._know(groups, [])
         wanted = {id(parameter) for parameter in self.group["params"]}
         for group in groups:
-            mine = group is self.group or any(id(parameter) in wanted for parameter in group["params"])
+            mine = group is self.group or any(
+                id(parameter) in wanted for parameter in group["params"]
+            )
             if not mine or copies:
                 continue
-            options = {name: value for name, value in group.items() if name not in ("params", "param_names")}
+            options = {
+                name: value
+                for name, value in group.items()
+                if name not in ("params", "param_names")
+            }
             rates = {name: 0.5 for name, value in options.items() if isinstance(value, Tensor)}
             copy = self.known.get(id(group))
             if copy is None:
-                copy = {name: value if name in rates else self.copied(value) for name, value in options.items()}
+                copy = {
+                    name: value if name in rates else self.copied(value)
+                    for name, value in options.items()
+                }
                 self._know(group, copy | rates | {"params": self.parameters})
             copies.append(self.known[id(group)])
         return copies

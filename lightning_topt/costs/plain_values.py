@@ -1,7 +1,9 @@
-"""Plain values from YAML and JSON files that people wrote or changed: bounded in size and depth, and checked by type.
+"""Plain values from YAML and JSON files that people wrote or changed: bounded in size and depth,
+and checked by type.
 
-Everything raises ValueError with one sentence. Values in messages are cut (`shown`): a file of a few hundred bytes can
-stand for gigabytes once aliases are followed, so aliases are refused and nothing is printed whole.
+Everything raises ValueError with one sentence. Values in messages are cut (`shown`): a file of a
+few hundred bytes can stand for gigabytes once aliases are followed, so aliases are refused and
+nothing is printed whole.
 """
 
 from __future__ import annotations
@@ -60,12 +62,21 @@ def parse_yaml(text: str) -> Any:
             if isinstance(event, yaml.AliasEvent):
                 raise ValueError("YAML aliases (*name) are not read here: write the values out")
             nodes += isinstance(event, yaml.NodeEvent)
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(
+                event, yaml.CollectionEndEvent
+            )
             _check_size(nodes, depth)
             if isinstance(event, yaml.ScalarEvent):
                 _check_text(event.value)
         return yaml.load(text, Loader=_LOADER)
-    except (yaml.YAMLError, LookupError, ArithmeticError, RecursionError, AttributeError, TypeError) as error:
+    except (
+        yaml.YAMLError,
+        LookupError,
+        ArithmeticError,
+        RecursionError,
+        AttributeError,
+        TypeError,
+    ) as error:
         # PyYAML's constructors of tagged values (`!!int ''`) raise whatever Python does
         raise ValueError(f"not YAML: {one_line(error)}") from error
 
@@ -92,7 +103,9 @@ def parse_json(text: str) -> Any:
 
 
 def check_plain(data: Any) -> None:
-    """Raise ValueError unless `data` is made of mappings, lists and scalars, of bounded size and depth."""
+    """Raise ValueError unless `data` is made of mappings, lists and scalars, of bounded size and
+    depth.
+    """
     nodes, waiting = 0, [(data, 0)]
     while waiting:
         value, depth = waiting.pop()

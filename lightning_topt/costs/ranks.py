@@ -1,4 +1,6 @@
-"""Numbers and texts that all ranks of the default process group agree on. Without a group one process is alone."""
+"""Numbers and texts that all ranks of the default process group agree on. Without a group one
+process is alone.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,8 @@ def from_rank_0(value: T) -> T:
 
 
 def on_all_ranks(function: Callable[[], T]) -> T:
-    """Return this rank's result of `function`, which calls no collective; where it fails on one rank, all raise. Collective.
+    """Return this rank's result of `function`, which calls no collective; where it fails on one
+    rank, all raise. Collective.
 
     Raises the error itself where it happened, MeasuringError with its text elsewhere.
     """

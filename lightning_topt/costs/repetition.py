@@ -1,4 +1,6 @@
-"""Repeat measurements until they agree: a busy moment of the machine must not decide about a plan."""
+"""Repeat measurements until they agree: a busy moment of the machine must not decide about a
+plan.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,15 @@ Times = Mapping[Any, float]  # seconds by what was measured
 def repeat_parts(
     parts: Mapping[Part, Callable[[], Times]], *, seconds_left: Callable[[], float]
 ) -> dict[Part, list[Times]]:
-    """Return the rounds of every part: measured in two halves, one after all others, and again while the two fastest differ.
+    """Return the rounds of every part: measured in two halves, one after all others, and again
+    while the two fastest differ.
 
-    Two rounds differ when a time in one is more than 20 % above the same time in the other. There are at most five rounds,
-    and no more when `seconds_left` returns less than 0. `fastest` and `usual` make one time of them.
+    Two rounds differ when a time in one is more than 20 % above the same time in the other. There
+    are at most five rounds, and no more when `seconds_left` returns less than 0. `fastest` and
+    `usual` make one time of them.
 
-    All ranks must get the same times and seconds (`ranks.average`), as they then repeat the same parts.
+    All ranks must get the same times and seconds (`ranks.average`), as they then repeat the same
+    parts.
     """
     rounds: dict[Part, list[Times]] = {name: [] for name in parts}
     for _ in range(2):
@@ -43,16 +48,22 @@ def agree(rounds: Sequence[Times]) -> bool:
 
 
 def fastest(rounds: Sequence[Times]) -> dict[Hashable, float]:
-    """Return the least of every time: for work on one device, which other programs can only make slower."""
+    """Return the least of every time: for work on one device, which other programs can only make
+    slower.
+    """
     return _of_each(rounds, min)
 
 
 def usual(rounds: Sequence[Times]) -> dict[Hashable, float]:
-    """Return the median of every time: for what varies by itself, such as how long ranks wait for one another."""
+    """Return the median of every time: for what varies by itself, such as how long ranks wait for
+    one another.
+    """
     return _of_each(rounds, statistics.median)
 
 
-def _of_each(rounds: Sequence[Times], choose: Callable[[list[float]], float]) -> dict[Hashable, float]:
+def _of_each(
+    rounds: Sequence[Times], choose: Callable[[list[float]], float]
+) -> dict[Hashable, float]:
     found: dict[Hashable, list[float]] = {}
     for times in rounds:
         for key, seconds in times.items():

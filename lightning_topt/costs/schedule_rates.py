@@ -1,7 +1,8 @@
 """Rates of schedules turn the seconds and bytes of stages into those of a step (`StageTable`).
 
-P ranks run V stages each, S = P V, with M microbatches. A rank counts as V times its dearest stage. t are the seconds of a
-microbatch in a stage, w those of them that are gradients of parameters, in passes of their own; c those of a transfer into it.
+P ranks run V stages each, S = P V, with M microbatches. A rank counts as V times its dearest stage.
+t are the seconds of a microbatch in a stage, w those of them that are gradients of parameters, in
+passes of their own; c those of a transfer into it.
 
     step = sum of lead + largest load                                                     equals the simulation of equal stages
     gpipe, 1f1b, 1f1b_overlapped            lead t        load (M - 1) t                  always
@@ -9,8 +10,9 @@ microbatch in a stage, w those of them that are gradients of parameters, in pass
     zero_bubble, interleaved_zero_bubble    lead k (t - 2 w)       load M V t - lead      where M >= P, passes take t / 3
     zbv                                     lead k (t - w) / 2     load M V t - lead      where M >= 2 P - 1, passes take t / 3
 
-with k = (P - 1) / (S - 1). 1F1B waits for M - 1 - ceil((M - 1) / P) transfers there and back; the others hide them behind
-passes unless links are the bottleneck. For unequal stages these are estimates: plans are priced by the simulation.
+with k = (P - 1) / (S - 1). 1F1B waits for M - 1 - ceil((M - 1) / P) transfers there and back; the
+others hide them behind passes unless links are the bottleneck. For unequal stages these are
+estimates: plans are priced by the simulation.
 """
 
 from __future__ import annotations
@@ -21,15 +23,17 @@ from functools import lru_cache
 
 from lightning_topt.schedules.make_schedule import SCHEDULES
 
-_WAITING = ("1f1b", "zero_bubble", "interleaved_zero_bubble", "zbv")  # too few in flight to hide transfers
+# too few in flight to hide transfers
+_WAITING = ("1f1b", "zero_bubble", "interleaved_zero_bubble", "zbv")
 
 
 @dataclass(frozen=True)
 class ScheduleRates:
-    """Rates of a schedule: seconds of `lead` and `load` of a second of t; `weights` of the lead that a second of w saves;
-    `sent_load` and `sent_floor` of a second of transfers there and back. ``held[s]`` are the activations that the rank of
-    stage s holds at most, counted in those of this stage; ``waits[s]`` pairs of activations that it holds, and how many of them
-    are there for gradients of parameters alone: no other time is worse than all of these.
+    """Rates of a schedule: seconds of `lead` and `load` of a second of t; `weights` of the lead
+    that a second of w saves; `sent_load` and `sent_floor` of a second of transfers there and back.
+    ``held[s]`` are the activations that the rank of stage s holds at most, counted in those of this
+    stage; ``waits[s]`` pairs of activations that it holds, and how many of them are there for
+    gradients of parameters alone: no other time is worse than all of these.
     """
 
     lead: float
@@ -43,13 +47,17 @@ class ScheduleRates:
 
 
 def fits(name: str, *, num_ranks: int, num_microbatches: int) -> bool:
-    """Return whether there are microbatches enough for the rates of `name` to hold; with fewer the schedule does not pay."""
+    """Return whether there are microbatches enough for the rates of `name` to hold; with fewer the
+    schedule does not pay.
+    """
     least = 2 * num_ranks - 1 if name == "zbv" else num_ranks
     return name in ("gpipe", "1f1b", "1f1b_overlapped") or num_microbatches >= least
 
 
 @lru_cache(maxsize=2**14)
-def rates_of(name: str, *, num_ranks: int, num_microbatches: int, stages_per_rank: int) -> ScheduleRates:
+def rates_of(
+    name: str, *, num_ranks: int, num_microbatches: int, stages_per_rank: int
+) -> ScheduleRates:
     """Return the rates of schedule `name`, of sizes that it takes."""
     ranks, count, stages = num_ranks, num_microbatches, num_ranks * stages_per_rank
     share = (ranks - 1) / (stages - 1) if stages > 1 else 1.0
@@ -65,7 +73,9 @@ def rates_of(name: str, *, num_ranks: int, num_microbatches: int, stages_per_ran
     place = SCHEDULES[name].rank_of_stage(num_ranks=ranks, stages_per_rank=stages_per_rank)
     held = tuple(min(_held(name, rank, ranks, count, stages_per_rank), total) for rank in place)
     waiting = tuple(_waits(name, rank, ranks, most) for rank, most in zip(place, held, strict=True))
-    return ScheduleRates(lead, total - lead, weights, float(waits), float(busy), held, waiting, stages_per_rank)
+    return ScheduleRates(
+        lead, total - lead, weights, float(waits), float(busy), held, waiting, stages_per_rank
+    )
 
 
 def _held(name: str, rank: int, ranks: int, count: int, stages: int) -> int:

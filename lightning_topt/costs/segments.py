@@ -1,5 +1,5 @@
-"""Segments say where on the memory timeline things happen: the segment of every operator, and the segments that use a
-parameter.
+"""Segments say where on the memory timeline things happen: the segment of every operator, and the
+segments that use a parameter.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from lightning_topt.graph.op_graph import Kernel, OpGraph, Parameter
 class Segments:
     """Positions on ``graph.timeline``, from 0.
 
-    `of_op` gives the segment of an operator by name, `of_parameter` the first and last segment that use a parameter
-    (its gradient begins in the backward of the last one and is complete after that of the first one), `of_block` the
-    first and last segment of a block that has any, `every` all of them in order.
+    `of_op` gives the segment of an operator by name, `of_parameter` the first and last segment that
+    use a parameter (its gradient begins in the backward of the last one and is complete after that
+    of the first one), `of_block` the first and last segment of a block that has any, `every` all of
+    them in order.
     """
 
     count: int
@@ -33,8 +34,8 @@ class Segments:
 def locate(graph: OpGraph) -> Segments:
     """Align the operators, which are in execution order, with the timeline's stretches of blocks.
 
-    A parameter that no operator uses counts as used in every segment of its block. Raises ValueError when an operator
-    belongs to a block that the timeline lacks.
+    A parameter that no operator uses counts as used in every segment of its block. Raises
+    ValueError when an operator belongs to a block that the timeline lacks.
     """
     every: dict[str, list[int]] = {}
     for index, segment in enumerate(graph.timeline):
@@ -45,14 +46,20 @@ def locate(graph: OpGraph) -> Segments:
     position = 0
     for op in graph.ops:
         if op.block not in of_block:
-            raise ValueError(f"operator {op.name!r} is in block {op.block!r}, which has no segment on the timeline")
-        own = every[op.block]  # the nearest at or after the operator before, else the nearest one before it
+            raise ValueError(
+                f"operator {op.name!r} is in block {op.block!r}, which has no segment on the "
+                "timeline"
+            )
+        # the nearest at or after the operator before, else the nearest one before it
+        own = every[op.block]
         position = own[min(bisect_left(own, position), len(own) - 1)]
         of_op[op.name] = position
         for name in op.parameters:
             uses.setdefault(name, []).append(position)
     of_parameter = {
-        parameter.name: _span(parameter, uses, of_block.get(parameter.block, (0, max(len(graph.timeline) - 1, 0))))
+        parameter.name: _span(
+            parameter, uses, of_block.get(parameter.block, (0, max(len(graph.timeline) - 1, 0)))
+        )
         for parameter in graph.parameters
     }
     return Segments(len(graph.timeline), of_op, of_parameter, of_block, every)
@@ -60,8 +67,9 @@ def locate(graph: OpGraph) -> Segments:
 
 @dataclass(frozen=True, eq=False)
 class BlockPasses:
-    """`BlockPasses` say where kernels run: ``kernels[i]`` in the direction (0 forward, 1 backward) and segment of each of
-    ``places[i]``, (block, direction, segment): repeated blocks share their kernels.
+    """`BlockPasses` say where kernels run: ``kernels[i]`` in the direction (0 forward, 1 backward)
+    and segment of each of ``places[i]``, (block, direction, segment): repeated blocks share their
+    kernels.
     """
 
     kernels: tuple[tuple[Kernel, ...], ...]
@@ -78,15 +86,18 @@ def passes_of(graph: OpGraph) -> BlockPasses:
     alike: dict[tuple[int, ...], tuple[list[Kernel], list[tuple[str, int, int]]]] = {}
     for place, found in passes.items():
         alike.setdefault(tuple(map(id, found)), (found, []))[1].append(place)
-    return BlockPasses(tuple(tuple(each) for each, _ in alike.values()), tuple(tuple(p) for _, p in alike.values()))
+    return BlockPasses(
+        tuple(tuple(each) for each, _ in alike.values()), tuple(tuple(p) for _, p in alike.values())
+    )
 
 
 @once_per_object
 def blocks_reduced_last(graph: OpGraph) -> frozenset[str]:
     """Return the blocks whose inputs need no gradient, such as embeddings of the batch.
 
-    FSDP2 learns from the gradient of an input that a block's backward is over; without one, the block keeps its whole
-    parameters and gradients until the end of the backward pass. A graph without edges names none.
+    FSDP2 learns from the gradient of an input that a block's backward is over; without one, the
+    block keeps its whole parameters and gradients until the end of the backward pass. A graph
+    without edges names none.
     """
     trainable = {name for p in graph.parameters if p.trainable for name in (p.name, *p.aliases)}
     block_of = {op.name: op.block for op in graph.ops}
@@ -107,8 +118,8 @@ def blocks_reduced_last(graph: OpGraph) -> frozenset[str]:
 
 @once_per_object
 def structures_of(graph: OpGraph) -> dict[str, int]:
-    """Return a number for each named block with one segment; equal where their parameters, the uses of these, and their
-    activations are.
+    """Return a number for each named block with one segment; equal where their parameters, the uses
+    of these, and their activations are.
     """
     segments, parameters = locate(graph), dict[str, list[Parameter]]()
     for parameter in graph.parameters:
@@ -118,7 +129,12 @@ def structures_of(graph: OpGraph) -> dict[str, int]:
     for block, (first, last) in segments.of_block.items():
         if first == last and block:
             shapes = tuple(
-                (p.shape, p.dtype, p.trainable, *(place - first for place in segments.of_parameter[p.name]))
+                (
+                    p.shape,
+                    p.dtype,
+                    p.trainable,
+                    *(place - first for place in segments.of_parameter[p.name]),
+                )
                 for p in parameters.get(block, ())
             )
             at_end = first == 0, first == segments.count - 1  # where neighbours are none
@@ -138,6 +154,10 @@ def tied_blocks(graph: OpGraph) -> frozenset[str]:
     return frozenset(shared)
 
 
-def _span(parameter: Parameter, uses: Mapping[str, list[int]], default: tuple[int, int]) -> tuple[int, int]:
-    indices = [index for name in (parameter.name, *parameter.aliases) for index in uses.get(name, ())]
+def _span(
+    parameter: Parameter, uses: Mapping[str, list[int]], default: tuple[int, int]
+) -> tuple[int, int]:
+    indices = [
+        index for name in (parameter.name, *parameter.aliases) for index in uses.get(name, ())
+    ]
     return (min(indices), max(indices)) if indices else default

@@ -1,7 +1,9 @@
-"""Costs of a chain of blocks whose runs of neighbours are the stages of a pipeline, each under several configurations.
+"""Costs of a chain of blocks whose runs of neighbours are the stages of a pipeline, each under
+several configurations.
 
-A stage takes one of its variants (a device, a level of sharding), a block one configuration. With M microbatches, w how many
-of them a stage holds activations of at most (its schedule says how many), everything else sums over the blocks of a stage:
+A stage takes one of its variants (a device, a level of sharding), a block one configuration. With M
+microbatches, w how many of them a stage holds activations of at most (its schedule says how many),
+everything else sums over the blocks of a stage:
 
     step_seconds   sum over stages of lead  +  the largest load of a stage
                    lead = lead_rate * seconds + constants         what the first microbatch takes on its way through
@@ -10,10 +12,12 @@ of them a stage holds activations of at most (its schedule says how many), every
                                             static + h * kept + g * waiting + the largest hump
                                             static + v * kept + update                  while the optimizer steps
 
-A backward pass in two parts leaves `waiting` bytes between them: of h microbatches that are held, g are there for these alone.
+A backward pass in two parts leaves `waiting` bytes between them: of h microbatches that are held, g
+are there for these alone.
 
-1F1B and GPipe have lead_rate 1, load_rate M - 1; v is 0 but in a pipeline that never flushes (w - 1), which has lead_rate 0,
-load_rate 1. A stage that begins with block n pays for what it receives (`StageLink`).
+1F1B and GPipe have lead_rate 1, load_rate M - 1; v is 0 but in a pipeline that never flushes (w -
+1), which has lead_rate 0, load_rate 1. A stage that begins with block n pays for what it receives
+(`StageLink`).
 """
 
 from __future__ import annotations
@@ -34,7 +38,8 @@ COLUMNS = ("seconds", "once", "static", "kept", "hump")
 
 @dataclass(frozen=True, eq=False)
 class StageBlock:
-    """Costs of one block under each of its `configs`, arrays (config,); plus infinity in `seconds` forbids.
+    """Costs of one block under each of its `configs`, arrays (config,); plus infinity in `seconds`
+    forbids.
 
     Args:
         configs: names of the configurations.
@@ -60,33 +65,46 @@ class StageBlock:
             if value.shape != (len(self.configs),):
                 raise ValueError(f"{name} has shape {value.shape}, expected {(len(self.configs),)}")
             forbids = name == "seconds"
-            if np.isnan(value).any() or (value < 0).any() or not (forbids or np.isfinite(value).all()):
-                raise ValueError(f"{name} must be finite and not negative; forbid configurations with infinite seconds")
+            if (
+                np.isnan(value).any()
+                or (value < 0).any()
+                or not (forbids or np.isfinite(value).all())
+            ):
+                raise ValueError(
+                    f"{name} must be finite and not negative; forbid configurations with infinite "
+                    "seconds"
+                )
 
 
 @dataclass(frozen=True, eq=False)
 class StageChain:
-    """A chain: `blocks` are the distinct ones, ``order[n]`` says which of them block n is. Several tables may share one."""
+    """A chain: `blocks` are the distinct ones, ``order[n]`` says which of them block n is. Several
+    tables may share one.
+    """
 
     blocks: tuple[StageBlock, ...]
     order: tuple[int, ...]
 
     @cached_property
     def costs(self) -> tuple[tuple[tuple[float, ...], ...], ...]:
-        """The costs of each block under each configuration, in the order of `COLUMNS`, as plain numbers."""
+        """The costs of each block under each configuration, in the order of `COLUMNS`, as plain
+        numbers.
+        """
         columns = ([getattr(block, name).tolist() for name in COLUMNS] for block in self.blocks)
         return tuple(tuple(zip(*each, strict=True)) for each in columns)
 
     def __post_init__(self) -> None:
         if not self.order or any(not 0 <= index < len(self.blocks) for index in self.order):
-            raise ValueError(f"a chain has blocks from 0 to {len(self.blocks) - 1}, got {self.order}")
+            raise ValueError(
+                f"a chain has blocks from 0 to {len(self.blocks) - 1}, got {self.order}"
+            )
 
 
 @dataclass(frozen=True, eq=False)
 class StageVariant:
-    """One way for all blocks of a stage: `lead`, `load` and `static` (distinct block,) come on top of those of `chain`;
-    `update` are bytes that the optimizer takes while it steps, `waiting` those of a microbatch between the two parts of its
-    backward.
+    """One way for all blocks of a stage: `lead`, `load` and `static` (distinct block,) come on top
+    of those of `chain`; `update` are bytes that the optimizer takes while it steps, `waiting` those
+    of a microbatch between the two parts of its backward.
     """
 
     chain: StageChain
@@ -105,10 +123,11 @@ class StageVariant:
 
 @dataclass(frozen=True, eq=False)
 class StageLink:
-    """A link is what a stage pays that begins with block n, arrays (block,); the first stage pays nothing.
+    """A link is what a stage pays that begins with block n, arrays (block,); the first stage pays
+    nothing.
 
-    `lead` and `load` are seconds as in the table; its load is at least `floor`, what the link is busy; `kept` are the bytes
-    that it receives, for each microbatch in flight.
+    `lead` and `load` are seconds as in the table; its load is at least `floor`, what the link is
+    busy; `kept` are the bytes that it receives, for each microbatch in flight.
     """
 
     lead: Array
@@ -124,9 +143,9 @@ class StageLink:
 
 @dataclass(frozen=True)
 class StageKind:
-    """A `StageKind` may take one of the `variants` (indices); it receives through a `link` and holds at most `in_flight`
-    microbatches, `in_update` while its optimizer steps; or (h, g), the `waits`: h of them, g of which between the two parts of
-    their backward.
+    """A `StageKind` may take one of the `variants` (indices); it receives through a `link` and
+    holds at most `in_flight` microbatches, `in_update` while its optimizer steps; or (h, g), the
+    `waits`: h of them, g of which between the two parts of their backward.
     """
 
     variants: tuple[int, ...]
@@ -143,9 +162,10 @@ class StageKind:
 
 @dataclass(frozen=True, eq=False)
 class StageTable:
-    """A pipeline to be cut: its `stages` in order, each of at least one block. `shared` (2, first block, end): seconds of load
-    and static bytes that a stage of these blocks pays besides, None: none. Every plan also pays `fixed_seconds` and
-    `fixed_bytes`. Raises ValueError for fewer blocks than stages.
+    """A pipeline to be cut: its `stages` in order, each of at least one block. `shared` (2, first
+    block, end): seconds of load and static bytes that a stage of these blocks pays besides, None:
+    none. Every plan also pays `fixed_seconds` and `fixed_bytes`. Raises ValueError for fewer blocks
+    than stages.
     """
 
     variants: tuple[StageVariant, ...]
@@ -163,16 +183,20 @@ class StageTable:
         if len(orders) != 1:
             raise ValueError("all variants of a stage have the same chain of blocks")
         if not 1 <= len(self.stages) <= len(self.order):
-            raise ValueError(f"{len(self.order)} blocks cannot be cut into {len(self.stages)} stages")
+            raise ValueError(
+                f"{len(self.order)} blocks cannot be cut into {len(self.stages)} stages"
+            )
 
     @property
     def order(self) -> tuple[int, ...]:
         """The place of each block among the distinct ones."""
         return self.variants[0].chain.order
 
-    def evaluate(self, ends: Sequence[int], variants: Sequence[int], configs: Sequence[int]) -> tuple[float, float]:
-        """Return (step_seconds, peak_bytes) of one plan: `ends` (stage,) say before which block each stage ends, `variants`
-        (stage,) and `configs` (block,) are indices.
+    def evaluate(
+        self, ends: Sequence[int], variants: Sequence[int], configs: Sequence[int]
+    ) -> tuple[float, float]:
+        """Return (step_seconds, peak_bytes) of one plan: `ends` (stage,) say before which block
+        each stage ends, `variants` (stage,) and `configs` (block,) are indices.
         """
         lead, load, size, first = 0.0, 0.0, 0.0, 0
         for stage, end, variant in zip(self.stages, ends, variants, strict=True):
@@ -188,8 +212,14 @@ class StageTable:
         *sums, humps = zip(*rows, strict=True)
         seconds, once, static, kept = (float(sum(each)) for each in sums)
         # Nothing of infinity, of a configuration that is forbidden, would be no number.
-        lead = (self.lead_rate * seconds if self.lead_rate else 0.0) + sum(float(variant.lead[kind]) for kind in kinds)
-        load = self.load_rate * seconds + self.once_rate * once + sum(float(variant.load[kind]) for kind in kinds)
+        lead = (self.lead_rate * seconds if self.lead_rate else 0.0) + sum(
+            float(variant.lead[kind]) for kind in kinds
+        )
+        load = (
+            self.load_rate * seconds
+            + self.once_rate * once
+            + sum(float(variant.load[kind]) for kind in kinds)
+        )
         static += sum(float(variant.static[kind]) for kind in kinds)
         if self.shared is not None:
             load, static = np.array([load, static]) + self.shared[:, first, first + len(kinds)]
@@ -198,6 +228,12 @@ class StageTable:
             lead, kept = lead + float(link.lead[first]), kept + float(link.kept[first])
             load = max(load + float(link.load[first]), float(link.floor[first]))
         hump = max(humps)
-        update, waiting = (sum(float(each[kind]) for kind in kinds) for each in (variant.update, variant.waiting))
+        update, waiting = (
+            sum(float(each[kind]) for kind in kinds) for each in (variant.update, variant.waiting)
+        )
         held = max(count * kept + late * waiting for count, late in stage.held)
-        return float(lead), float(load), float(static + max(held + hump, stage.in_update * kept + update))
+        return (
+            float(lead),
+            float(load),
+            float(static + max(held + hump, stage.in_update * kept + update)),
+        )

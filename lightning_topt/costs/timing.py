@@ -27,8 +27,11 @@ def time_once(call: Callable[[], Any], *, device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def time_call(call: Callable[[], Any], *, device: torch.device, budget_seconds: float, max_repeats: int = 100) -> float:
-    """Return the median seconds of a call after one unmeasured one, repeated for about `budget_seconds`, at least three times.
+def time_call(
+    call: Callable[[], Any], *, device: torch.device, budget_seconds: float, max_repeats: int = 100
+) -> float:
+    """Return the median seconds of a call after one unmeasured one, repeated for about
+    `budget_seconds`, at least three times.
 
     Where one call is much shorter than a synchronization, several run between two of them.
     """

@@ -1,4 +1,6 @@
-"""TrainingStep: one step of one rank on given machines, all that the costs of a plan depend on besides the plan."""
+"""TrainingStep: one step of one rank on given machines, all that the costs of a plan depend on
+besides the plan.
+"""
 
 from __future__ import annotations
 
@@ -39,10 +41,12 @@ from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.op_config import Placements
 from lightning_topt.graph.op_graph import Kernel, OpGraph, Parameter
 
-# What a call of a torch function on split tensors takes in Python, with its part of backward: a step of a GPT with 12 layers,
-# 262 calls, took 15 ms more of a CPU core's time, without its collectives.
+# What a call of a torch function on split tensors takes in Python, with its part of backward: a
+# step of a GPT with 12 layers, 262 calls, took 15 ms more of a CPU core's time, without its
+# collectives.
 SPLIT_CALL_SECONDS = 5e-5
-MICROBATCH_NOTE_BYTES = 12_000  # that the ranks of a tensor group exchange of each: random states, what is in a batch
+# that the ranks of a tensor group exchange of each: random states, what is in a batch
+MICROBATCH_NOTE_BYTES = 12_000
 
 
 @dataclass(frozen=True)
@@ -55,24 +59,30 @@ class TrainingStep:
         optimizer: from `read_optimizer`.
         mesh: the ranks.
         batch_size: samples per rank (not the global batch).
-        kernel_seconds: measured seconds of kernels at ``graph.batch_size`` (`measure_kernels`); they beat the formulas.
+        kernel_seconds: measured seconds of kernels at ``graph.batch_size`` (`measure_kernels`);
+            they beat the formulas.
         exchange: how gradients that are whole travel; None: by an all-reduce.
-        returns_memory: the run gives freed memory back at once, as under a memory limit on CPUs (`execution.allocator`), and
-            pays `Device.page_fault_seconds_per_byte` for what it takes anew.
-        split: where parameters are along the tensor axes of `mesh`, by block and name in the block; `graph` is then the step
-            of a rank that holds slices of them.
-        num_microbatches: batches of `batch_size` samples that run one after the other, forward and backward, in a step; their
-            gradients are exchanged once. Each comes from another rank of a tensor group, which broadcasts it.
+        returns_memory: the run gives freed memory back at once, as under a memory limit on CPUs
+            (`execution.allocator`), and pays `Device.page_fault_seconds_per_byte` for what it takes
+            anew.
+        split: where parameters are along the tensor axes of `mesh`, by block and name in the block;
+            `graph` is then the step of a rank that holds slices of them.
+        num_microbatches: batches of `batch_size` samples that run one after the other, forward and
+            backward, in a step; their gradients are exchanged once. Each comes from another rank of
+            a tensor group, which broadcasts it.
         joined_bytes: bytes of parameters that a rank does not hold, but needs for an evaluation.
-        computes: other entries of the configurations of blocks along these axes (`OpConfig`), by block.
+        computes: other entries of the configurations of blocks along these axes (`OpConfig`), by
+            block.
         split_calls: calls of torch functions in the forward of blocks whose parameters are split.
-        in_place: `kernel_seconds` were measured in steps of a run that `returns_memory` too (`graph.step_timer`), so that they
-            contain the taking.
-        joint: modules that run the batches of all ranks of a tensor group, each of which brings one of `batch_size` samples.
-        gradient_views: gradients are views of DDP's buckets, which saves a copy of them; else they are tensors of their own.
+        in_place: `kernel_seconds` were measured in steps of a run that `returns_memory` too
+            (`graph.step_timer`), so that they contain the taking.
+        joint: modules that run the batches of all ranks of a tensor group, each of which brings one
+            of `batch_size` samples.
+        gradient_views: gradients are views of DDP's buckets, which saves a copy of them; else they
+            are tensors of their own.
 
-    Raises ValueError for more ranks than the cluster has devices, a batch smaller than one sample or of a size that the
-    graph says nothing about, and an exchange that these ranks cannot have.
+    Raises ValueError for more ranks than the cluster has devices, a batch smaller than one sample
+    or of a size that the graph says nothing about, and an exchange that these ranks cannot have.
     """
 
     graph: OpGraph
@@ -95,11 +105,15 @@ class TrainingStep:
     def __post_init__(self) -> None:
         check_world_size(self.cluster, world_size=self.mesh.size)
         if self.batch_size < 1:
-            raise ValueError(f"batch_size is the number of samples per rank, at least 1; got {self.batch_size}")
+            raise ValueError(
+                f"batch_size is the number of samples per rank, at least 1; got {self.batch_size}"
+            )
         if not self.graph.batch_scaling and self.batch_size != self.graph.batch_size:
             raise ValueError(
-                f"the step was captured for batches of {self.graph.batch_size} sample(s) and how it grows with them is "
-                f"unknown, so {self.batch_size} per rank cannot be estimated; capture it with batch_scaling=True"
+                f"the step was captured for batches of {self.graph.batch_size} sample(s) and how "
+                "it grows with them is "
+                f"unknown, so {self.batch_size} per rank cannot be estimated; capture it with "
+                "batch_scaling=True"
             )
         _ = self.exchange_model  # raises
 
@@ -131,7 +145,9 @@ class TrainingStep:
 
     @cached_property
     def reduced_last(self) -> frozenset[str]:
-        """Blocks, beside the root, whose inputs need no gradient: what waits for that waits until backward is over."""
+        """Blocks, beside the root, whose inputs need no gradient: what waits for that waits until
+        backward is over.
+        """
         return blocks_reduced_last(self.graph) - {ROOT}
 
     @cached_property
@@ -141,7 +157,9 @@ class TrainingStep:
 
     @cached_property
     def alike(self) -> dict[str, int]:
-        """A number for each block; equal for blocks that cost the same wherever they stand in the chain."""
+        """A number for each block; equal for blocks that cost the same wherever they stand in the
+        chain.
+        """
         return number_alike_blocks(self)
 
     @cached_property
@@ -150,14 +168,26 @@ class TrainingStep:
         return phases_of(self.segments.count)
 
     def on(self, mesh: Mesh) -> TrainingStep:
-        """Return the same step on another mesh of as many ranks; what does not depend on the mesh is not worked out again."""
+        """Return the same step on another mesh of as many ranks; what does not depend on the mesh
+        is not worked out again.
+        """
         other = replace(self, mesh=mesh)
-        for name in ("segments", "reduced_last", "tied", "alike", "phases", "compute", "_parameters"):
+        for name in (
+            "segments",
+            "reduced_last",
+            "tied",
+            "alike",
+            "phases",
+            "compute",
+            "_parameters",
+        ):
             other.__dict__[name] = getattr(self, name)
         return other
 
     def with_batch_size(self, samples: float) -> TrainingStep:
-        """Return the same step with so many samples per rank; what does not depend on them is not worked out again."""
+        """Return the same step with so many samples per rank; what does not depend on them is not
+        worked out again.
+        """
         other = replace(self, batch_size=samples)
         for name in ("segments", "reduced_last", "tied", "phases", "_parameters"):
             other.__dict__[name] = getattr(self, name)
@@ -168,7 +198,8 @@ class TrainingStep:
         """Whether ranks communicate through gloo."""
         return self.cluster.backend == "gloo"
 
-    # ---- seconds ----------------------------------------------------------------------------------------------------
+    # ---- seconds
+    # ----------------------------------------------------------------------------------------------------
 
     @cached_property
     def compute(self) -> dict[str, Array]:
@@ -183,7 +214,11 @@ class TrainingStep:
 
     def _pass_seconds(self, kernels: Sequence[Kernel]) -> float:
         communication = [kernel for kernel in kernels if shown_collective(kernel) is not None]
-        computation = [kernel for kernel in kernels if shown_collective(kernel) is None] if communication else kernels
+        computation = (
+            [kernel for kernel in kernels if shown_collective(kernel) is None]
+            if communication
+            else kernels
+        )
         seconds = estimate_pass_seconds(
             computation,
             batch_size=self.batch_size,
@@ -193,7 +228,9 @@ class TrainingStep:
             collectives=[each for kernel in communication for each in self._shown_seconds(kernel)],
         )
         if self.in_place:
-            kernels = [kernel for kernel in kernels if kernel_key(kernel) not in self.kernel_seconds]
+            kernels = [
+                kernel for kernel in kernels if kernel_key(kernel) not in self.kernel_seconds
+            ]
         return seconds + self.taken_seconds(kernels_bytes(kernels, batch_size=self.batch_size))
 
     def _shown_seconds(self, kernel: Kernel) -> list[float]:
@@ -204,8 +241,8 @@ class TrainingStep:
         return [self.collective_seconds(op, whole, axes=[axis])] * kernel.count
 
     def shown(self, kernel: Kernel) -> tuple[str, float, int] | None:
-        """Return the op, the bytes of the whole tensor and the axis of the mesh of one call along a tensor axis; None for
-        other kernels.
+        """Return the op, the bytes of the whole tensor and the axis of the mesh of one call along a
+        tensor axis; None for other kernels.
         """
         found = shown_collective(kernel)
         if found is None:
@@ -215,44 +252,63 @@ class TrainingStep:
         return op, size * self.mesh.shape[axis] if op == "all_to_all" else size, axis
 
     def taken_seconds(self, size: float) -> float:
-        """Return the seconds to take `size` bytes anew from the operating system; 0 where freed memory is kept."""
-        return size * self.cluster.device.page_fault_seconds_per_byte if self.returns_memory else 0.0
+        """Return the seconds to take `size` bytes anew from the operating system; 0 where freed
+        memory is kept.
+        """
+        return (
+            size * self.cluster.device.page_fault_seconds_per_byte if self.returns_memory else 0.0
+        )
 
     def copy_seconds(self, size: float) -> float:
         """Return the seconds to copy `size` bytes on the device: read and written."""
         return 2 * size / self.cluster.device.memory_bandwidth
 
     def collective_seconds(self, op: str, size: float, *, axes: Iterable[int]) -> float:
-        """Return the seconds of `op` on a tensor of `size` bytes by the groups along `axes` (indices) of the mesh."""
+        """Return the seconds of `op` on a tensor of `size` bytes by the groups along `axes`
+        (indices) of the mesh.
+        """
         axes = tuple(axes)
         if self.mesh.ranks_along(axes) == 1:
             return 0.0
         group = Group(self.mesh.ranks_along(axes), self.mesh.stride(axes))
         return estimate_collective_seconds(self.cluster, op=op, size=size, group=group)
 
-    def collective(self, during: str, op: str, size: float, *, axes: Iterable[int], packed: bool = False) -> Collective:
-        """Return `op` on a tensor of `size` bytes by the groups along `axes` (indices) of the mesh; see `Collective`."""
+    def collective(
+        self, during: str, op: str, size: float, *, axes: Iterable[int], packed: bool = False
+    ) -> Collective:
+        """Return `op` on a tensor of `size` bytes by the groups along `axes` (indices) of the mesh;
+        see `Collective`.
+        """
         axes = tuple(axes)
         group = Group(self.mesh.ranks_along(axes), self.mesh.stride(axes)) if axes else Group(1)
         return Collective(during, op, size, group, packed)
 
     def seconds_of(self, collectives: Iterable[Collective]) -> float:
         """Return the seconds of `collectives` one after another."""
-        return sum(estimate_collective_seconds(self.cluster, op=c.op, size=c.size, group=c.group) for c in collectives)
+        return sum(
+            estimate_collective_seconds(self.cluster, op=c.op, size=c.size, group=c.group)
+            for c in collectives
+        )
 
     def waits_of(self, collectives: Iterable[Collective]) -> float:
         """Return the part of `seconds_of` that is waiting for other ranks."""
         sent = (each for each in collectives if each.size > 0)
-        return sum(estimate_wait_seconds(self.cluster, op=each.op, group=each.group) for each in sent)
+        return sum(
+            estimate_wait_seconds(self.cluster, op=each.op, group=each.group) for each in sent
+        )
 
     def update_seconds(self, parameter: Parameter, *, share: float = 1.0) -> float:
         """Return the seconds of the optimizer on a share of one parameter."""
         device = self.cluster.device
-        return self.optimizer.update_seconds(parameter.name, numel=parameter.numel, device=device, share=share)
+        return self.optimizer.update_seconds(
+            parameter.name, numel=parameter.numel, device=device, share=share
+        )
 
     @cached_property
     def sent_seconds(self) -> float:
-        """Seconds to send what a step needs: rank 0's buffers to all ranks, microbatches to the ranks of a tensor group."""
+        """Seconds to send what a step needs: rank 0's buffers to all ranks, microbatches to the
+        ranks of a tensor group.
+        """
         count, buffers = self.num_microbatches, self.graph.buffer_bytes
         everyone = range(len(self.mesh.axes))
         if self.joint:
@@ -267,19 +323,23 @@ class TrainingStep:
 
     @cached_property
     def host_seconds(self) -> float:
-        """Seconds that microbatches wait for Python, which splits every call, beside their kernels on CPUs.
+        """Seconds that microbatches wait for Python, which splits every call, beside their kernels
+        on CPUs.
 
-        Elsewhere kernels run at the same time. Counted for microbatches, which pay it several times, and for joint modules.
+        Elsewhere kernels run at the same time. Counted for microbatches, which pay it several
+        times, and for joint modules.
         """
         if self.num_microbatches == 1 and not self.joint:
             return 0.0
-        kernels = 0.0 if self.on_gloo else sum(float(times.sum()) for times in self.compute.values())
+        kernels = (
+            0.0 if self.on_gloo else sum(float(times.sum()) for times in self.compute.values())
+        )
         return self.num_microbatches * max(self.split_calls * SPLIT_CALL_SECONDS - kernels, 0.0)
 
     @cached_property
     def accumulation_seconds(self) -> float:
-        """Seconds to add up the gradients of microbatches: read twice and written for each but the first, scaled once. Each
-        takes the memory of its own anew.
+        """Seconds to add up the gradients of microbatches: read twice and written for each but the
+        first, scaled once. Each takes the memory of its own anew.
         """
         if self.num_microbatches == 1:
             return 0.0
@@ -289,9 +349,14 @@ class TrainingStep:
 
 
 def number_alike_blocks(step: TrainingStep) -> dict[str, int]:
-    """Return equal numbers for blocks with one segment each whose parameters, updates, activations and kernels are equal."""
+    """Return equal numbers for blocks with one segment each whose parameters, updates, activations
+    and kernels are equal.
+    """
     numbers: dict[Hashable, int] = {}
-    return {block.name: numbers.setdefault(_signature(step, block.name), len(numbers)) for block in step.graph.blocks}
+    return {
+        block.name: numbers.setdefault(_signature(step, block.name), len(numbers))
+        for block in step.graph.blocks
+    }
 
 
 def _signature(step: TrainingStep, block: str) -> Hashable:

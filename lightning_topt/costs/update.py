@@ -12,7 +12,9 @@ Shares = Mapping[Parameter, float]  # of a parameter that one rank updates
 
 
 def temporary_bytes(step: TrainingStep, shares: Shares) -> tuple[float, float]:
-    """Return the bytes of temporaries of the largest of these parameters, for a for-loop; and of all, for foreach."""
+    """Return the bytes of temporaries of the largest of these parameters, for a for-loop; and of
+    all, for foreach.
+    """
     largest, together = 0.0, 0.0
     for parameter, share in shares.items():
         update = step.optimizer.updates.get(parameter.name)
@@ -25,6 +27,8 @@ def temporary_bytes(step: TrainingStep, shares: Shares) -> tuple[float, float]:
 
 def temporaries_seconds(step: TrainingStep, shares: Shares) -> float:
     """Return the seconds to take the temporaries of these parameters anew."""
-    updates = ((step.optimizer.updates.get(parameter.name), share) for parameter, share in shares.items())
+    updates = (
+        (step.optimizer.updates.get(parameter.name), share) for parameter, share in shares.items()
+    )
     sizes = [update.temporary_bytes * share for update, share in updates if update is not None]
     return step.taken_seconds(sum(size for size in sizes if size >= SMALLEST_BYTES))

@@ -1,6 +1,8 @@
-"""Samples cached in memory and on disk, shared by processes, jobs and nodes; and what waiting for data is made of.
+"""Samples cached in memory and on disk, shared by processes, jobs and nodes; and what waiting for
+data is made of.
 
-Names are imported when they are first used: helper processes use parts of this package and do without torch.
+Names are imported when they are first used: helper processes use parts of this package and do
+without torch.
 """
 
 from __future__ import annotations

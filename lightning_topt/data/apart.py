@@ -1,4 +1,6 @@
-"""A function run in a process of its own: files and connections that a data set opens must not be there when workers fork."""
+"""A function run in a process of its own: files and connections that a data set opens must not be
+there when workers fork.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +15,22 @@ import torch
 
 @dataclass(frozen=True)
 class Failed:
-    """A `Failed` holds what the function raised, or a RuntimeError with its words where the exception itself cannot travel; and
-    its traceback.
+    """A `Failed` holds what the function raised, or a RuntimeError with its words where the
+    exception itself cannot travel; and its traceback.
     """
 
     error: Exception
     trace: str
 
 
-def run_apart(function: Callable[..., Any], *arguments: Any, context: Any, timeout_seconds: float, doing: str) -> Any:
-    """Return the result of ``function(*arguments)``, called in a new process of the multiprocessing `context`, with one thread;
-    `Failed` where it raised.
+def run_apart(
+    function: Callable[..., Any], *arguments: Any, context: Any, timeout_seconds: float, doing: str
+) -> Any:
+    """Return the result of ``function(*arguments)``, called in a new process of the multiprocessing
+    `context`, with one thread; `Failed` where it raised.
 
-    Raises RuntimeError where the process ends without an answer, or gives none in time; `doing` is what the message says of it.
+    Raises RuntimeError where the process ends without an answer, or gives none in time; `doing` is
+    what the message says of it.
     """
     mine, other = context.Pipe(duplex=False)
     process = context.Process(target=_answer, args=(other, function, arguments), daemon=True)
@@ -33,7 +38,9 @@ def run_apart(function: Callable[..., Any], *arguments: Any, context: Any, timeo
     other.close()
     try:
         if not mine.poll(timeout_seconds):
-            raise RuntimeError(f"the process for {doing} gave no result within {timeout_seconds:.0f} s")
+            raise RuntimeError(
+                f"the process for {doing} gave no result within {timeout_seconds:.0f} s"
+            )
         return mine.recv()
     except EOFError:
         raise RuntimeError(f"the process for {doing} was ended") from None
@@ -44,11 +51,14 @@ def run_apart(function: Callable[..., Any], *arguments: Any, context: Any, timeo
 
 
 def _answer(connection: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    torch.set_num_threads(1)  # as in a worker; a forked process must not use the threads that it thinks it has
+    # as in a worker; a forked process must not use the threads that it thinks it has
+    torch.set_num_threads(1)
     try:
         result = function(*arguments)
     except Exception as error:
-        result = Failed(error if _survives(error) else RuntimeError(repr(error)), traceback.format_exc())
+        result = Failed(
+            error if _survives(error) else RuntimeError(repr(error)), traceback.format_exc()
+        )
     connection.send(result)
 
 

@@ -1,4 +1,6 @@
-"""Processes that load a few modules of this package and not torch: quickly there, and of a tenth of the memory."""
+"""Processes that load a few modules of this package and not torch: quickly there, and of a tenth of
+the memory.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-# The package's own __init__ imports torch: the process gets empty packages that only know where their modules lie. What it is
-# to do comes by a pipe that nobody else can read.
+# The package's own __init__ imports torch: the process gets empty packages that only know where
+# their modules lie. What it is to do comes by a pipe that nobody else can read.
 BOOT = """
 import importlib, json, os, sys, types
 line = bytearray()
@@ -39,10 +41,12 @@ def start_light(
     stdout: int | None = None,
     stderr: int | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start ``main(settings)`` of a module of this package, in a new process. Raises OSError where it cannot start.
+    """Start ``main(settings)`` of a module of this package, in a new process. Raises OSError where
+    it cannot start.
 
-    Its standard input stays open until `close_pipes`, or until the end of this process, however it ends: processes forked from
-    this one do not keep it open. `settings` are plain data; `stdout` and `stderr` as `subprocess.Popen` has them.
+    Its standard input stays open until `close_pipes`, or until the end of this process, however it
+    ends: processes forked from this one do not keep it open. `settings` are plain data; `stdout`
+    and `stderr` as `subprocess.Popen` has them.
     """
     start = {
         "settings": settings,
@@ -80,7 +84,9 @@ _started: weakref.WeakSet[subprocess.Popen[bytes]] = weakref.WeakSet()
 
 
 def _let_go() -> None:
-    """In a forked process: the others must see the end of the process that started them, not of this one."""
+    """In a forked process: the others must see the end of the process that started them, not of
+    this one.
+    """
     for process in list(_started):
         close_pipes(process)
     _started.clear()

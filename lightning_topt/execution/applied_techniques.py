@@ -1,4 +1,6 @@
-"""`AppliedTechniques`: what the techniques of the registry did to one module, taken together, and how that is undone."""
+"""`AppliedTechniques`: what the techniques of the registry did to one module, taken together, and
+how that is undone.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def parallel_model(
     root: nn.Module,
     options: RunOptions,
 ) -> ParallelModel:
-    """Return what techniques are to be applied to: `module`, called through `root`, of which the plan places `parameters`."""
+    """Return what techniques are to be applied to: `module`, called through `root`, of which the
+    plan places `parameters`.
+    """
     return ParallelModel(
         module=module,
         mesh=plan.mesh,
@@ -41,7 +45,9 @@ def parallel_model(
 
 
 @contextmanager
-def _entered(contexts: Iterable[Callable[[], AbstractContextManager[Any]]]) -> Generator[None, None, None]:
+def _entered(
+    contexts: Iterable[Callable[[], AbstractContextManager[Any]]],
+) -> Generator[None, None, None]:
     """A context that is within all that `contexts` make, in their order."""
     with ExitStack() as stack:
         for make in contexts:
@@ -51,15 +57,18 @@ def _entered(contexts: Iterable[Callable[[], AbstractContextManager[Any]]]) -> G
 
 @final
 class AppliedTechniques:
-    """An `AppliedTechniques` takes what each technique did in the order of application, and undoes it in the reverse order.
+    """An `AppliedTechniques` takes what each technique did in the order of application, and undoes
+    it in the reverse order.
 
-    `parameters` are those of the module before, by block and name. Methods are collective calls where techniques communicate.
+    `parameters` are those of the module before, by block and name. Methods are collective calls
+    where techniques communicate.
     """
 
     def __init__(self, parameters: Mapping[str, Mapping[str, nn.Parameter]]) -> None:
         self._parameters = parameters
         self._applied: list[Applied] = []
-        self.split: dict[Tensor, SplitTensor] = {}  # how parameters of `parameters` are cut along tensor axes
+        # how parameters of `parameters` are cut along tensor axes
+        self.split: dict[Tensor, SplitTensor] = {}
         self._slices: dict[Tensor, int] = {}
         self._is_joined = False
 
@@ -76,7 +85,8 @@ class AppliedTechniques:
             applied.undo()
         self._applied, self.split, self._slices = [], {}, {}
 
-    # ---- parameters -------------------------------------------------------------------------------------------------
+    # ---- parameters
+    # -------------------------------------------------------------------------------------------------
 
     @property
     def has_shards(self) -> bool:
@@ -94,7 +104,9 @@ class AppliedTechniques:
         return [applied.attach for applied in self._applied]
 
     def slices_of(self, parameter: Tensor) -> int:
-        """Return into how many slices along tensor axes `parameter`, one that the module has now, is cut."""
+        """Return into how many slices along tensor axes `parameter`, one that the module has now,
+        is cut.
+        """
         return self._slices.get(parameter, 1)
 
     def split_names(self) -> dict[str, SplitTensor]:
@@ -119,19 +131,24 @@ class AppliedTechniques:
         for applied in self._applied:
             applied.reshard()
 
-    # ---- steps ------------------------------------------------------------------------------------------------------
+    # ---- steps
+    # ------------------------------------------------------------------------------------------------------
 
     def around_step(self) -> AbstractContextManager[None]:
         """Forward and backward run within it."""
         return _entered(applied.around_step for applied in self._applied)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Within it, backward accumulates gradients and leaves the exchange to a later backward, where that helps."""
+        """Within it, backward accumulates gradients and leaves the exchange to a later backward,
+        where that helps.
+        """
         return _entered(applied.no_sync for applied in self._applied)
 
     @contextmanager
     def around_microbatch(self, is_last: bool) -> Generator[None, None, None]:
-        """Forward and backward of one microbatch of several run within it; the last one's backward exchanges gradients."""
+        """Forward and backward of one microbatch of several run within it; the last one's backward
+        exchanges gradients.
+        """
         with nullcontext() if is_last else self.no_sync(), self.around_step():
             yield
 

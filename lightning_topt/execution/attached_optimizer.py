@@ -1,4 +1,6 @@
-"""An optimizer that follows a plan: its step, and its state in shards or whole, also once the plan is taken back."""
+"""An optimizer that follows a plan: its step, and its state in shards or whole, also once the plan
+is taken back.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_topt.execution.gathered_state import follow_parameters, gather_parameter_states, place_optimizer_state
+from lightning_topt.execution.gathered_state import (
+    follow_parameters,
+    gather_parameter_states,
+    place_optimizer_state,
+)
 from lightning_topt.execution.stored_states import StoredOptimizer
 from lightning_topt.execution.tensor_chunks import chunks_of, rows_of_tensor
 from lightning_topt.optim.full_state import parameters_of
@@ -35,9 +41,9 @@ State = dict[str, Any]
 class AttachedOptimizer:
     """An optimizer that was built over the module, before or after the plan was applied to it.
 
-    `replaced` has the parameter in the place of each original one, `split` says how original ones are cut along tensor axes,
-    `attach` has what techniques do to optimizers. Parameters are counted as ``Optimizer.state_dict`` does. Methods are
-    collective calls, but for `load`.
+    `replaced` has the parameter in the place of each original one, `split` says how original ones
+    are cut along tensor axes, `attach` has what techniques do to optimizers. Parameters are counted
+    as ``Optimizer.state_dict`` does. Methods are collective calls, but for `load`.
     """
 
     def __init__(
@@ -59,8 +65,10 @@ class AttachedOptimizer:
         self._split = {index: how[parameter] for index, parameter in before if parameter in how}
         if self._split and not is_one_of(optimizer, ELEMENTWISE):
             raise ValueError(
-                f"{type(optimizer).__name__} looks at whole parameters (their norms, or rows and columns together), and this "
-                "plan cuts them along tensor axes: use an optimizer that updates elements one by one, such as AdamW or SGD, or "
+                f"{type(optimizer).__name__} looks at whole parameters (their norms, or rows and "
+                "columns together), and this "
+                "plan cuts them along tensor axes: use an optimizer that updates elements one by "
+                "one, such as AdamW or SGD, or "
                 "a plan without tensor axes"
             )
         if replaced.keys() & set(parameters_of(optimizer)):
@@ -71,14 +79,18 @@ class AttachedOptimizer:
         assert len(steps) <= 1, "two techniques share the step of one optimizer"
         self.parallel_step = steps[0] if steps else None
         self._local_step = install_local_step(optimizer)
-        shared = {piece.index for piece in self.parallel_step.pieces} if self.parallel_step else set()
+        shared = (
+            {piece.index for piece in self.parallel_step.pieces} if self.parallel_step else set()
+        )
         self._sharded = [
             index
             for index, parameter in enumerate(parameters_of(optimizer))
             if isinstance(parameter, DTensor) or (index in self._split and index not in shared)
         ]
-        self._kept: dict[int, State] | None = None  # of sharded parameters, once released or on the host
-        self._last: State | None = None  # of an optimizer whose step is shared over slices, once released
+        # of sharded parameters, once released or on the host
+        self._kept: dict[int, State] | None = None
+        # of an optimizer whose step is shared over slices, once released
+        self._last: State | None = None
         self._last_own: State | None = None
 
     def full_state(self) -> State:
@@ -93,16 +105,22 @@ class AttachedOptimizer:
                 return self._plain_state()
             if self.parallel_step is not None and dist.get_rank(self.parallel_step.group) == 0:
                 rest = self.parallel_step.state_dict()
-                shared = gather_parameter_states(rest["state"].items(), self._split, everywhere=self._keeps_whole)
+                shared = gather_parameter_states(
+                    rest["state"].items(), self._split, everywhere=self._keeps_whole
+                )
                 rest = {**rest, "state": shared}
             if not self._keeps_whole:
                 return {}
             rest = self._state_dict() if self.parallel_step is None else rest
-        others = {i: {k: _to_host(v) for k, v in values.items()} for i, values in rest["state"].items()}
+        others = {
+            i: {k: _to_host(v) for k, v in values.items()} for i, values in rest["state"].items()
+        }
         return {**rest, "state": dict(sorted({**others, **whole}.items()))}
 
     def own_state(self) -> State:
-        """Return the ``state_dict`` of what this rank keeps: DTensors, whole tensors, and states of its share of parameters."""
+        """Return the ``state_dict`` of what this rank keeps: DTensors, whole tensors, and states of
+        its share of parameters.
+        """
         if self._last_own is not None:
             return self._last_own
         if hasattr(self.optimizer, "consolidate_state_dict") and self.parallel_step is None:
@@ -112,40 +130,62 @@ class AttachedOptimizer:
             if index not in own and parameter in self.optimizer.state:
                 own[index] = self._chunks(index, self.optimizer.state[parameter])
         pieces = {} if self.parallel_step is None else self.parallel_step.own_states()
-        assert len({piece.index for piece in pieces}) == len(pieces), "a rank has several pieces of one parameter"
+        assert len({piece.index for piece in pieces}) == len(pieces), (
+            "a rank has several pieces of one parameter"
+        )
         for piece, values in pieces.items():
-            whole, split = parameters_of(self.optimizer)[piece.index].shape, self._split.get(piece.index)
-            own[piece.index] = {name: _as_rows(value, piece, whole, split) for name, value in values.items()}
+            whole, split = (
+                parameters_of(self.optimizer)[piece.index].shape,
+                self._split.get(piece.index),
+            )
+            own[piece.index] = {
+                name: _as_rows(value, piece, whole, split) for name, value in values.items()
+            }
         return {"state": own, "param_groups": _groups(self.optimizer)}
 
     def rows_to_read(self, index: int) -> range:
-        """Return which rows of the state of the parameter with this index this rank keeps; all where it keeps a shard."""
+        """Return which rows of the state of the parameter with this index this rank keeps; all
+        where it keeps a shard.
+        """
         pieces = [] if self.parallel_step is None else self.parallel_step.current_pieces()
         of_parameter = [piece for piece in pieces if piece.index == index]
-        own = [p for p in of_parameter if self.parallel_step is not None and p.owner == self.parallel_step.rank]
+        own = [
+            p
+            for p in of_parameter
+            if self.parallel_step is not None and p.owner == self.parallel_step.rank
+        ]
         if not of_parameter:
             return range(num_rows(parameters_of(self.optimizer)[index]))
         return range(own[0].start, own[-1].stop) if own else range(0)
 
     def load(self, state: Mapping[str, Any] | StoredOptimizer) -> None:
-        """Take over a whole state, each rank its part, or a stored one, of which each rank reads its part."""
+        """Take over a whole state, each rank its part, or a stored one, of which each rank reads
+        its part.
+        """
         if isinstance(state, StoredOptimizer):
             state = self.read(state, rows=self.rows_to_read)
         self.optimizer.load_state_dict(place_optimizer_state(self.optimizer, state, self._split))
 
     def read(self, stored: StoredOptimizer, *, rows: Callable[[int], range]) -> State:
-        """Return what a checkpoint folder has of the rows of each parameter's state that ``rows(index)`` says."""
+        """Return what a checkpoint folder has of the rows of each parameter's state that
+        ``rows(index)`` says.
+        """
         return stored.read(parameters_of(self.optimizer), rows=rows, split=self._split)
 
     def to_host(self) -> None:
-        """Take the state off the device for good, each rank its own: `full_state` and `own_state` still return it."""
-        self._kept = {i: {k: _HostShard.of(v) for k, v in values.items()} for i, values in self._shards()}
+        """Take the state off the device for good, each rank its own: `full_state` and `own_state`
+        still return it.
+        """
+        self._kept = {
+            i: {k: _HostShard.of(v) for k, v in values.items()} for i, values in self._shards()
+        }
         self._drop_shards()
         for values in self.optimizer.state.values():
             values.update({k: v.cpu() for k, v in values.items() if isinstance(v, Tensor)})
 
     def release(self) -> None:
-        """Give the optimizer its own step and parameters back, before techniques are undone; its shards are kept here.
+        """Give the optimizer its own step and parameters back, before techniques are undone; its
+        shards are kept here.
 
         What is left to it is a part of the state, so its `state_dict` is refused until `give_back`.
         """
@@ -160,8 +200,12 @@ class AttachedOptimizer:
             self.parallel_step.detach()
         self._kept = dict(self._shards()) if self._kept is None else self._kept
         self._drop_shards()
-        follow_parameters(self.optimizer, {new: original for original, new in self._replaced.items()}, {})
-        if self._kept or (self.parallel_step is not None and dist.get_world_size(self.parallel_step.group) > 1):
+        follow_parameters(
+            self.optimizer, {new: original for original, new in self._replaced.items()}, {}
+        )
+        if self._kept or (
+            self.parallel_step is not None and dist.get_world_size(self.parallel_step.group) > 1
+        ):
             refuse_state_dict(self.optimizer)
 
     def give_back(self) -> None:
@@ -175,14 +219,18 @@ class AttachedOptimizer:
             assert last[0] is not None
             self.optimizer.load_state_dict(last[0])
         else:
-            for index, values in gather_parameter_states(self._shards(), self._split, everywhere=True).items():
+            for index, values in gather_parameter_states(
+                self._shards(), self._split, everywhere=True
+            ).items():
                 self.optimizer.state[parameters[index]] = values
             if self.parallel_step is not None:
                 self.parallel_step.update_pieces([])
         self._sharded, self._kept = [], None
 
     def _plain_state(self) -> State:
-        """As Lightning takes it: optimizers such as torch's ZeroRedundancyOptimizer spread their state by themselves."""
+        """As Lightning takes it: optimizers such as torch's ZeroRedundancyOptimizer spread their
+        state by themselves.
+        """
         if not hasattr(self.optimizer, "consolidate_state_dict"):
             return self._state_dict()
         self.optimizer.consolidate_state_dict()
@@ -195,7 +243,13 @@ class AttachedOptimizer:
             if self._kept is None and parameters[index] in state:
                 yield index, dict(state[parameters[index]])
             elif self._kept is not None and index in self._kept:
-                yield index, {k: v.placed() if isinstance(v, _HostShard) else v for k, v in self._kept[index].items()}
+                yield (
+                    index,
+                    {
+                        k: v.placed() if isinstance(v, _HostShard) else v
+                        for k, v in self._kept[index].items()
+                    },
+                )
 
     def _chunks(self, index: int, values: State) -> State:
         return {name: chunks_of(value, self._split.get(index)) for name, value in values.items()}
@@ -216,15 +270,19 @@ class AttachedOptimizer:
 
 
 class _PartOfState:
-    """Stands in the place of an optimizer's `state_dict`, which would have a part of the state, or mistake it for all."""
+    """Stands in the place of an optimizer's `state_dict`, which would have a part of the state, or
+    mistake it for all.
+    """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.name = type(optimizer).__name__
 
     def __call__(self) -> State:
         raise RuntimeError(
-            f"the state of this {self.name} is spread over ranks since its plan was taken back: save a checkpoint "
-            "(trainer.save_checkpoint, on all ranks), which has it whole; an optimizer that is an attribute of the module is "
+            f"the state of this {self.name} is spread over ranks since its plan was taken back: "
+            "save a checkpoint "
+            "(trainer.save_checkpoint, on all ranks), which has it whole; an optimizer that is an "
+            "attribute of the module is "
             "given all of it after a fit"
         )
 
@@ -244,10 +302,14 @@ def _check_runs_on_shards(optimizer: Optimizer) -> None:
     """Raise UnsplittableOptimizer for a step that is known not to run on DTensors."""
     name, way_out = type(optimizer).__name__, "Choose plan='ddp'"
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise UnsplittableOptimizer(f"this plan shards parameters, which {name} takes for one whole vector", way_out)
+        raise UnsplittableOptimizer(
+            f"this plan shards parameters, which {name} takes for one whole vector", way_out
+        )
     if (op := collective_in_step(optimizer)) is not None:
         raise UnsplittableOptimizer(
-            f"this plan shards parameters, but the step of {name} is shared between ranks already ({op})", way_out
+            f"this plan shards parameters, but the step of {name} is shared between ranks already "
+            f"({op})",
+            way_out,
         )
 
 
@@ -262,7 +324,10 @@ class _HostShard:
     def of(cls, value: Any) -> Any:
         if not isinstance(value, DTensor):
             return _to_host(value)
-        return cls(value.to_local().cpu(), _as_dtensor(torch.empty_like(value.to_local(), device="meta"), value))
+        return cls(
+            value.to_local().cpu(),
+            _as_dtensor(torch.empty_like(value.to_local(), device="meta"), value),
+        )
 
     def placed(self) -> DTensor:
         return _as_dtensor(self.local.to(self.like.device_mesh.device_type), self.like)
@@ -270,7 +335,12 @@ class _HostShard:
 
 def _as_dtensor(local: Tensor, like: DTensor) -> DTensor:
     return DTensor.from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        local,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
     )
 
 
@@ -294,5 +364,7 @@ def _groups(optimizer: Optimizer) -> list[State]:
     for group in optimizer.param_groups:
         indices = list(range(start, start + len(group["params"])))
         start += len(indices)
-        groups.append({**{key: value for key, value in group.items() if key != "params"}, "params": indices})
+        groups.append(
+            {**{key: value for key, value in group.items() if key != "params"}, "params": indices}
+        )
     return groups

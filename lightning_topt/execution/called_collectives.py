@@ -1,7 +1,9 @@
-"""The collectives that a step really calls, seen where torch dispatches them: its own, FSDP2's, and those of DDP's reducer.
+"""The collectives that a step really calls, seen where torch dispatches them: its own, FSDP2's, and
+those of DDP's reducer.
 
-On gloo an all-gather and a reduce-scatter, FSDP2's and those along tensor axes, are exchanges of other kinds
-(`communication.collectives`): each of them is one call here. Calls from other threads (a gradient exchange) are not seen.
+On gloo an all-gather and a reduce-scatter, FSDP2's and those along tensor axes, are exchanges of
+other kinds (`communication.collectives`): each of them is one call here. Calls from other threads
+(a gradient exchange) are not seen.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ class CalledCollectives(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[Collective] = []
         self.during = "forward"
-        self.of_ddp: dist.ProcessGroup | None = None  # the group whose ranks' gradients DDP averages
+        # the group whose ranks' gradients DDP averages
+        self.of_ddp: dist.ProcessGroup | None = None
         self._inside = False
 
     @override
@@ -77,7 +80,9 @@ class CalledCollectives(TorchDispatchMode):
             yield
 
     @contextmanager
-    def as_one(self, op: str, whole: Tensor, group: dist.ProcessGroup) -> Generator[None, None, None]:
+    def as_one(
+        self, op: str, whole: Tensor, group: dist.ProcessGroup
+    ) -> Generator[None, None, None]:
         """Note a call of `op`, and none of those that it is made of."""
         self.note(op, [whole], group)
         self._inside = True
@@ -88,11 +93,18 @@ class CalledCollectives(TorchDispatchMode):
 
 
 @contextmanager
-def _counted(cls: type, op: str, position: int, calls: CalledCollectives) -> Generator[None, None, None]:
+def _counted(
+    cls: type, op: str, position: int, calls: CalledCollectives
+) -> Generator[None, None, None]:
     original: Callable[..., Any] = cls.__call__
 
     def counted(
-        self: Any, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, *args: Any, **kwargs: Any
+        self: Any,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         with calls.as_one(op, (output_tensor, input_tensor)[position], group):
             return original(self, output_tensor, input_tensor, group, *args, **kwargs)
@@ -105,7 +117,9 @@ def _counted(cls: type, op: str, position: int, calls: CalledCollectives) -> Gen
 
 
 @contextmanager
-def _counted_move(name: str, op: str, position: int, calls: CalledCollectives) -> Generator[None, None, None]:
+def _counted_move(
+    name: str, op: str, position: int, calls: CalledCollectives
+) -> Generator[None, None, None]:
     original: Callable[..., Any] = getattr(moves, name)
 
     def counted(output: Tensor, local: Tensor, *, group: dist.ProcessGroup, **kwargs: Any) -> Any:

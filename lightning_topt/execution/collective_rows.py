@@ -1,4 +1,6 @@
-"""Collectives of a step as rows of a table: as the techniques of a plan say, and as they are called."""
+"""Collectives of a step as rows of a table: as the techniques of a plan say, and as they are
+called.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,12 @@ PASSES = ("forward", "backward", "update")
 
 @dataclass(frozen=True)
 class CollectiveRow:
-    """One kind of collective in a step: `count` calls of `op` that start in the pass `during`, on `nbytes` bytes in all.
+    """One kind of collective in a step: `count` calls of `op` that start in the pass `during`, on
+    `nbytes` bytes in all.
 
-    `axis` names the axes of the mesh that the groups of `ranks` ranks lie along, and ``"other"`` where they lie along none.
-    Bytes are those of the whole tensors: what goes into an all-reduce or a reduce-scatter, what comes out of an all-gather.
+    `axis` names the axes of the mesh that the groups of `ranks` ranks lie along, and ``"other"``
+    where they lie along none. Bytes are those of the whole tensors: what goes into an all-reduce or
+    a reduce-scatter, what comes out of an all-gather.
     """
 
     during: str
@@ -39,7 +43,9 @@ class CollectiveRow:
 
 
 def rows_of(collectives: Iterable[Collective], mesh: Mesh) -> tuple[CollectiveRow, ...]:
-    """Return equal collectives as one row each, in the order of passes. Groups of one rank exchange nothing."""
+    """Return equal collectives as one row each, in the order of passes. Groups of one rank exchange
+    nothing.
+    """
     counts: dict[tuple[str, str, Group], list[float]] = defaultdict(lambda: [0, 0.0])
     for each in collectives:
         if each.group.size > 1 and each.size:
@@ -62,17 +68,24 @@ def axis_name(mesh: Mesh, group: Group) -> str:
     return "other"
 
 
-def differences_of_rows(said: Sequence[CollectiveRow], called: Sequence[CollectiveRow]) -> list[str]:
+def differences_of_rows(
+    said: Sequence[CollectiveRow], called: Sequence[CollectiveRow]
+) -> list[str]:
     """Return a sentence for every kind of collective whose count or bytes are not as said."""
     expected, found = ({row.key: row for row in rows} for rows in (said, called))
     sentences = []
     for key in dict.fromkeys((*expected, *found)):
         row, other = expected.get(key), found.get(key)
         if row is None or other is None:
-            one, text = (other, "called, but not expected") if row is None else (row, "expected, but not called")
+            one, text = (
+                (other, "called, but not expected")
+                if row is None
+                else (row, "expected, but not called")
+            )
             sentences.append(f"{one}: {one.count} {text}" if one is not None else "")
         elif (row.count, row.nbytes) != (other.count, other.nbytes):
             sentences.append(
-                f"{row}: {row.count} of {row.nbytes:,} bytes in all expected, {other.count} of {other.nbytes:,} called"
+                f"{row}: {row.count} of {row.nbytes:,} bytes in all expected, {other.count} of "
+                f"{other.nbytes:,} called"
             )
     return sentences

@@ -15,12 +15,16 @@ from lightning_topt.techniques.technique import has_whole_gradients
 _SHOWN = 3  # of each kind
 
 
-def with_observations(verification: Verification, seen: Iterable[Observation], *, where: str) -> Verification:
-    """Return `verification` with what was `seen` of ranks `where` (words): differences are problems, or notes.
+def with_observations(
+    verification: Verification, seen: Iterable[Observation], *, where: str
+) -> Verification:
+    """Return `verification` with what was `seen` of ranks `where` (words): differences are
+    problems, or notes.
 
-    It is a problem that a rank holds more than was said, or calls other collectives; that it holds less is a note, and that DDP
-    packs the same gradients into another number of buckets: that depends on the order in which they become ready. Collectives
-    along tensor axes are added to what is said, where it has none.
+    It is a problem that a rank holds more than was said, or calls other collectives; that it holds
+    less is a note, and that DDP packs the same gradients into another number of buckets: that
+    depends on the order in which they become ready. Collectives along tensor axes are added to what
+    is said, where it has none.
     """
     seen = list(seen)
     verification = _with_tensor_rows(verification, seen[0])
@@ -32,24 +36,42 @@ def with_observations(verification: Verification, seen: Iterable[Observation], *
         for block, kind, said, found in _differing(verification, each):
             text = f"{kind.replace('_', ' ')} of block {block!r}, {format_bytes(said)} expected"
             if found > said:
-                more.append(f"rank {each.rank} {where} holds {found - said:,} bytes more than said: {text}")
+                more.append(
+                    f"rank {each.rank} {where} holds {found - said:,} bytes more than said: {text}"
+                )
             else:
-                less.append(f"rank {each.rank} {where} holds {said - found:,} bytes less than said: {text}")
+                less.append(
+                    f"rank {each.rank} {where} holds {said - found:,} bytes less than said: {text}"
+                )
         if verification.plan.gradient_exchange is None and verification.plan.schedule is None:
             different, repacked = _differences(verification, each)
-            calls += [f"rank {each.rank} {where} calls other collectives: {text}" for text in different]
+            calls += [
+                f"rank {each.rank} {where} calls other collectives: {text}" for text in different
+            ]
             buckets += [f"rank {each.rank} {where} has other buckets: {text}" for text in repacked]
-    problems, notes = [*_shortened(more), *_shortened(calls)], [*_shortened(less), *_shortened(buckets)]
+    problems, notes = (
+        [*_shortened(more), *_shortened(calls)],
+        [*_shortened(less), *_shortened(buckets)],
+    )
     if verification.plan.gradient_exchange is not None:
-        notes.append(f"the gradient exchange works in a thread of its own, so what ranks {where} call was not compared")
+        notes.append(
+            f"the gradient exchange works in a thread of its own, so what ranks {where} call was "
+            "not compared"
+        )
     if verification.plan.schedule is not None:
         notes.append(f"what ranks {where} call and send was not compared: the plan has stages")
     if not problems:
         ranks = f"rank {seen[0].rank}" if len(seen) == 1 else f"all {len(seen)} ranks"
         notes.append(
-            f"{ranks} {where} took a step and did what is said here" if not notes else f"{ranks} {where} took a step"
+            f"{ranks} {where} took a step and did what is said here"
+            if not notes
+            else f"{ranks} {where} took a step"
         )
-    return replace(verification, problems=(*verification.problems, *problems), notes=(*verification.notes, *notes))
+    return replace(
+        verification,
+        problems=(*verification.problems, *problems),
+        notes=(*verification.notes, *notes),
+    )
 
 
 def _with_tensor_rows(verification: Verification, seen: Observation) -> Verification:
@@ -63,12 +85,19 @@ def _with_tensor_rows(verification: Verification, seen: Observation) -> Verifica
     if along_tensor_axes(verification.collectives) and not verification.plan.joint:
         return verification
     # Beside joint modules gradients travel along tensor axes too, which is known.
-    rows = [*verification.collectives, *(row for row in along_tensor_axes(seen.collectives) if row.key not in known)]
-    return replace(verification, collectives=tuple(sorted(rows, key=lambda row: PASSES.index(row.during))))
+    rows = [
+        *verification.collectives,
+        *(row for row in along_tensor_axes(seen.collectives) if row.key not in known),
+    ]
+    return replace(
+        verification, collectives=tuple(sorted(rows, key=lambda row: PASSES.index(row.during)))
+    )
 
 
 def _differences(verification: Verification, seen: Observation) -> tuple[list[str], list[str]]:
-    """Sentences for collectives that differ, and for those that are only packed into other buckets."""
+    """Sentences for collectives that differ, and for those that are only packed into other
+    buckets.
+    """
     said = {row.key: row for row in verification.collectives}
     packed = [
         row
@@ -83,14 +112,22 @@ def _differences(verification: Verification, seen: Observation) -> tuple[list[st
     return differences_of_rows(verification.collectives, rest), repacked
 
 
-def _differing(verification: Verification, seen: Observation) -> Iterator[tuple[str, str, int, int]]:
+def _differing(
+    verification: Verification, seen: Observation
+) -> Iterator[tuple[str, str, int, int]]:
     """Block, kind, bytes said, bytes found."""
     for block, sizes in verification.held.items():
-        for kind, said, found in zip(KINDS, sizes[seen.rank].tolist(), seen.held[block], strict=True):
+        for kind, said, found in zip(
+            KINDS, sizes[seen.rank].tolist(), seen.held[block], strict=True
+        ):
             if said != found and (verification.knows_state or kind != "optimizer_state"):
                 yield block, kind, said, found
 
 
 def _shortened(sentences: list[str]) -> list[str]:
     hidden = len(sentences) - _SHOWN
-    return sentences if hidden <= 0 else [*sentences[:_SHOWN], f"and {hidden} more differences of this kind"]
+    return (
+        sentences
+        if hidden <= 0
+        else [*sentences[:_SHOWN], f"and {hidden} more differences of this kind"]
+    )

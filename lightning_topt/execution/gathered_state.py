@@ -1,7 +1,7 @@
 """States in full form: plain tensors under plain keys, whatever plan the run has.
 
-`gather_*` are collective calls that leave the whole state on rank 0 (CPU tensors) and an empty dict elsewhere; `place_*`
-need no communication: every rank has read the whole state and keeps its part.
+`gather_*` are collective calls that leave the whole state on rank 0 (CPU tensors) and an empty dict
+elsewhere; `place_*` need no communication: every rank has read the whole state and keeps its part.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ State = dict[str, Any]
 
 
 def module_state(module: nn.Module, split: Mapping[str, SplitTensor], *, full: bool) -> State:
-    """Return the state of a module with DTensors, or tensors that are `split`: whole on rank 0, or, not `full`, in shards."""
+    """Return the state of a module with DTensors, or tensors that are `split`: whole on rank 0, or,
+    not `full`, in shards.
+    """
     state = module.state_dict()
     if full:
         return gather_module_state(state, split)
@@ -32,18 +34,28 @@ def module_state(module: nn.Module, split: Mapping[str, SplitTensor], *, full: b
 
 
 def load_module_state(
-    module: nn.Module, state: Mapping[str, Any], split: Mapping[str, SplitTensor] | None, *, strict: bool
+    module: nn.Module,
+    state: Mapping[str, Any],
+    split: Mapping[str, SplitTensor] | None,
+    *,
+    strict: bool,
 ) -> None:
-    """Load a whole `state`, or a stored one, of which the part of this rank is read. `split` None: the module is whole."""
+    """Load a whole `state`, or a stored one, of which the part of this rank is read. `split` None:
+    the module is whole.
+    """
     own = module.state_dict()
     if isinstance(state, StoredModule):
         state = state.read(like=own, split=split)
-    module.load_state_dict(state if split is None else place_module_state(state, own, split), strict=strict)
+    module.load_state_dict(
+        state if split is None else place_module_state(state, own, split), strict=strict
+    )
 
 
 @torch.no_grad()
 def gather_module_state(state: Mapping[str, Any], split: Mapping[str, SplitTensor]) -> State:
-    """Return the full form of a module's `state_dict()` that has DTensors, and slices of the tensors that are `split`."""
+    """Return the full form of a module's `state_dict()` that has DTensors, and slices of the
+    tensors that are `split`.
+    """
     whole: State = {}
     for name, value in state.items():
         full = _full(value, split.get(name))
@@ -55,15 +67,25 @@ def gather_module_state(state: Mapping[str, Any], split: Mapping[str, SplitTenso
 def place_module_state(
     state: Mapping[str, Any], module_state: Mapping[str, Any], split: Mapping[str, SplitTensor]
 ) -> State:
-    """Return the entries of full `state` placed like those of a module's own `module_state`, cut where they are `split`."""
-    return {name: _place_like(_own(value, split.get(name)), module_state.get(name)) for name, value in state.items()}
+    """Return the entries of full `state` placed like those of a module's own `module_state`, cut
+    where they are `split`.
+    """
+    return {
+        name: _place_like(_own(value, split.get(name)), module_state.get(name))
+        for name, value in state.items()
+    }
 
 
 @torch.no_grad()
 def gather_parameter_states(
-    states: Iterable[tuple[int, State]], split: Mapping[int, SplitTensor], *, everywhere: bool = False
+    states: Iterable[tuple[int, State]],
+    split: Mapping[int, SplitTensor],
+    *,
+    everywhere: bool = False,
 ) -> dict[int, State]:
-    """Return the full form of an optimizer's states by parameter index, on rank 0 or `everywhere`; one by one."""
+    """Return the full form of an optimizer's states by parameter index, on rank 0 or `everywhere`;
+    one by one.
+    """
     wanted = everywhere or dist.get_rank() == 0
     whole: dict[int, State] = {}
     for index, values in states:
@@ -77,11 +99,18 @@ def gather_parameter_states(
     return whole
 
 
-def place_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any], split: Mapping[int, SplitTensor]) -> State:
-    """Return the part of full `state` that an optimizer, some of whose parameters are DTensors or `split`, keeps."""
+def place_optimizer_state(
+    optimizer: Optimizer, state: Mapping[str, Any], split: Mapping[int, SplitTensor]
+) -> State:
+    """Return the part of full `state` that an optimizer, some of whose parameters are DTensors or
+    `split`, keeps.
+    """
     parameters = dict(enumerate(parameters_of(optimizer)))
     placed = {
-        index: {key: _place_like(_own(value, split.get(index)), parameters[index]) for key, value in values.items()}
+        index: {
+            key: _place_like(_own(value, split.get(index)), parameters[index])
+            for key, value in values.items()
+        }
         for index, values in state["state"].items()
     }
     return {**state, "state": placed}
@@ -90,7 +119,8 @@ def place_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any], split:
 def follow_parameters(
     optimizer: Optimizer, replaced: Mapping[Tensor, Tensor], split: Mapping[Tensor, SplitTensor]
 ) -> None:
-    """Make an optimizer update the parameters that `replaced` has in place of its own; its state goes with them.
+    """Make an optimizer update the parameters that `replaced` has in place of its own; its state
+    goes with them.
 
     Whole state of those that are `split` is cut.
     """
@@ -112,12 +142,18 @@ def _full(value: Any, split: SplitTensor | None) -> Any:
 
 
 def _own(value: Any, split: SplitTensor | None) -> Any:
-    whole = isinstance(value, Tensor) and split is not None and tuple(value.shape) == split.layout.shape
+    whole = (
+        isinstance(value, Tensor) and split is not None and tuple(value.shape) == split.layout.shape
+    )
     return split.own(value) if whole and split is not None else value
 
 
 def _place_like(value: Any, target: Any) -> Any:
-    if not isinstance(target, DTensor) or not isinstance(value, Tensor) or value.shape != target.shape:
+    if (
+        not isinstance(target, DTensor)
+        or not isinstance(value, Tensor)
+        or value.shape != target.shape
+    ):
         return value  # a wrong shape is load_state_dict's to report
     if isinstance(value, DTensor):
         return value

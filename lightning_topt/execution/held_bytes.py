@@ -1,13 +1,14 @@
-"""Bytes of parameters, gradients and optimizer state that every rank of a plan holds between steps, block by block.
+"""Bytes of parameters, gradients and optimizer state that every rank of a plan holds between steps,
+block by block.
 
 They follow from the placements of the plan alone, for any number of ranks:
 
     a tensor of R rows sharded over N ranks     rank i has rows [i c, min((i + 1) c, R)), c = ceil(R / N): torch.chunk
     optimizer state at ZeRO level 1             rows of the pieces that the rank updates (`optim.assignment`)
 
-Shards are numbered along their axes, the last axis fastest. FSDP2 allocates c rows on every rank: those of them that are no
-rows of the tensor are `padding`. Parameters that are split along tensor axes are given as the slices that one rank has; all
-slices are of equal size.
+Shards are numbered along their axes, the last axis fastest. FSDP2 allocates c rows on every rank:
+those of them that are no rows of the tensor are `padding`. Parameters that are split along tensor
+axes are given as the slices that one rank has; all slices are of equal size.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from lightning_topt.techniques.optimizer_sharding import is_shared, pieces_of
 KINDS = ("parameters", "gradients", "optimizer_state", "padding")
 _PARAMETERS, _GRADIENTS, _STATE, _PADDING = range(len(KINDS))
 Integers = NDArray[np.int64]
-Blocks = Mapping[str, Mapping[str, nn.Parameter]]  # parameters by block and name, under all names of a tied one
+# parameters by block and name, under all names of a tied one
+Blocks = Mapping[str, Mapping[str, nn.Parameter]]
 
 
 def held_bytes(
@@ -40,9 +42,11 @@ def held_bytes(
     optimizers: Sequence[Optimizer] = (),
     profile: OptimizerProfile | None = None,
 ) -> dict[str, Integers]:
-    """Return the bytes that each rank of `mesh` holds of each block (rank, kind); the kinds are those of `KINDS`.
+    """Return the bytes that each rank of `mesh` holds of each block (rank, kind); the kinds are
+    those of `KINDS`.
 
-    `optimizers` are built over the parameters of `blocks`, and `profile` says what they keep; without them there is no state.
+    `optimizers` are built over the parameters of `blocks`, and `profile` says what they keep;
+    without them there is no state.
     """
     held = {block: np.zeros((mesh.size, len(KINDS)), np.int64) for block in blocks}
     for block, parameters in blocks.items():
@@ -52,7 +56,9 @@ def held_bytes(
             if profile is not None and not (shared and is_shared(parameter)):
                 held[block][:, _STATE] += _state(profile, name, parameter, configs[block], mesh)
     if profile is not None:
-        home = {parameter: (block, name) for block in blocks for name, parameter in once(blocks[block])}
+        home = {
+            parameter: (block, name) for block in blocks for name, parameter in once(blocks[block])
+        }
         number, count = numbers_along(mesh, mesh.data_axes)
         for optimizer in optimizers:
             parameters_in_order = parameters_of(optimizer)
@@ -73,12 +79,20 @@ def once(parameters: Mapping[str, nn.Parameter]) -> Iterator[tuple[str, nn.Param
 
 
 def shares_updates(config: OpConfig) -> bool:
-    """Return whether ranks share the update of parameters whose gradients all of them hold (ZeRO level 1)."""
-    return bool(config.storage.sharded_axes("optimizer_state")) and not config.storage.sharded_axes("gradients")
+    """Return whether ranks share the update of parameters whose gradients all of them hold (ZeRO
+    level 1).
+    """
+    return bool(config.storage.sharded_axes("optimizer_state")) and not config.storage.sharded_axes(
+        "gradients"
+    )
 
 
-def shared_pieces(optimizer: Optimizer, blocks: Blocks, configs: Mapping[str, OpConfig], *, ranks: int) -> list[Piece]:
-    """Return the pieces that ranks share the update of one optimizer in; none where every rank updates all that it holds."""
+def shared_pieces(
+    optimizer: Optimizer, blocks: Blocks, configs: Mapping[str, OpConfig], *, ranks: int
+) -> list[Piece]:
+    """Return the pieces that ranks share the update of one optimizer in; none where every rank
+    updates all that it holds.
+    """
     shared: Collection[Tensor] = {
         parameter
         for block, parameters in blocks.items()
@@ -90,7 +104,9 @@ def shared_pieces(optimizer: Optimizer, blocks: Blocks, configs: Mapping[str, Op
 
 
 def numbers_along(mesh: Mesh, axes: Sequence[int]) -> tuple[Integers, int]:
-    """Return the position of each rank along `axes` (indices) together (rank,), and the number of positions."""
+    """Return the position of each rank along `axes` (indices) together (rank,), and the number of
+    positions.
+    """
     ranks, number, count = np.arange(mesh.size), np.zeros(mesh.size, np.int64), 1
     for axis in axes:
         size = mesh.shape[axis]
@@ -99,15 +115,20 @@ def numbers_along(mesh: Mesh, axes: Sequence[int]) -> tuple[Integers, int]:
 
 
 def chunk_rows(parameter: Tensor, index: Integers, *, count: int) -> Integers:
-    """Return the rows of each of the shards `index` of a parameter that is cut into `count`; a scalar has one row."""
+    """Return the rows of each of the shards `index` of a parameter that is cut into `count`; a
+    scalar has one row.
+    """
     rows = parameter.shape[0] if parameter.dim() else 1
     chunk = -(-rows // count)
     return np.clip(rows - index * chunk, 0, chunk)
 
 
 def _add_tensors(held: Integers, parameter: nn.Parameter, config: OpConfig, mesh: Mesh) -> None:
-    row_bytes = parameter.nbytes // max(parameter.shape[0], 1) if parameter.dim() else parameter.nbytes
-    # FSDP2 keeps parameters in shards between steps also at level 2, where it gathers them once for both passes.
+    row_bytes = (
+        parameter.nbytes // max(parameter.shape[0], 1) if parameter.dim() else parameter.nbytes
+    )
+    # FSDP2 keeps parameters in shards between steps also at level 2, where it gathers them once for
+    # both passes.
     axes = config.storage.sharded_axes("gradients")
     index, count = numbers_along(mesh, axes)
     rows = chunk_rows(parameter, index, count=count)
@@ -116,7 +137,9 @@ def _add_tensors(held: Integers, parameter: nn.Parameter, config: OpConfig, mesh
         held[:, _PADDING] += (rows.max() - rows) * row_bytes
 
 
-def _state(profile: OptimizerProfile, name: str, parameter: nn.Parameter, config: OpConfig, mesh: Mesh) -> Integers:
+def _state(
+    profile: OptimizerProfile, name: str, parameter: nn.Parameter, config: OpConfig, mesh: Mesh
+) -> Integers:
     index, count = numbers_along(mesh, config.storage.sharded_axes("gradients"))
     rows, which = np.unique(chunk_rows(parameter, index, count=count), return_inverse=True)
     sizes = [profile.state_bytes_of(name, _with_rows(parameter, int(each))) for each in rows]

@@ -1,4 +1,5 @@
-"""A meter says how many bytes a rank used at its peak, above what it used when idle: one interface for every kind of device.
+"""A meter says how many bytes a rank used at its peak, above what it used when idle: one interface
+for every kind of device.
 
 meter = MemoryMeter(device)
 meter.mark_base(module)  # idle: process group up, module not on the device yet
@@ -35,7 +36,9 @@ class _Probe(Protocol):
 
 
 class _CudaProbe:
-    """Bytes that live tensors occupy on one CUDA device, as torch's caching allocator counts them."""
+    """Bytes that live tensors occupy on one CUDA device, as torch's caching allocator counts
+    them.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -54,9 +57,9 @@ class _CudaProbe:
 class _ProcessProbe:
     """Anonymous resident bytes of this process, as Linux counts them.
 
-    The kernel keeps the peak of all resident pages only. Pages of mapped files (the libraries' code, which comes in as
-    it is first run) and shared pages hold no tensor of ours and hardly change in steady steps: their present size is
-    taken off.
+    The kernel keeps the peak of all resident pages only. Pages of mapped files (the libraries'
+    code, which comes in as it is first run) and shared pages hold no tensor of ours and hardly
+    change in steady steps: their present size is taken off.
     """
 
     def current_bytes(self) -> int | None:
@@ -80,9 +83,9 @@ class _ProcessProbe:
 class MemoryMeter:
     """Peak bytes of this rank on `device`, above the base of the idle rank.
 
-    On CUDA these are bytes of tensors, on CPU resident anonymous bytes of the process, which also count what the C
-    allocator keeps after a free. Where the platform cannot say (no `/proc`, or a sandbox hides it) `peak_bytes` is
-    None, never a guess.
+    On CUDA these are bytes of tensors, on CPU resident anonymous bytes of the process, which also
+    count what the C allocator keeps after a free. Where the platform cannot say (no `/proc`, or a
+    sandbox hides it) `peak_bytes` is None, never a guess.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -97,10 +100,14 @@ class MemoryMeter:
         return self._base_bytes
 
     def mark_base(
-        self, module: nn.Module | None = None, optimizers: Iterable[Optimizer] = (), *, other_bytes: int = 0
+        self,
+        module: nn.Module | None = None,
+        optimizers: Iterable[Optimizer] = (),
+        *,
+        other_bytes: int = 0,
     ) -> None:
-        """Take the present use as the base, without tensors of `module` and `optimizers` that are on the device already, and
-        without `other_bytes` of the training.
+        """Take the present use as the base, without tensors of `module` and `optimizers` that are
+        on the device already, and without `other_bytes` of the training.
         """
         release_free_memory()
         current = self._probe.current_bytes()
@@ -113,7 +120,9 @@ class MemoryMeter:
         self._was_reset = self._probe.reset_peak()
 
     def peak_bytes(self) -> int | None:
-        """Return the highest use since `reset_peak`, less the base; None where it is unknown or nothing was marked."""
+        """Return the highest use since `reset_peak`, less the base; None where it is unknown or
+        nothing was marked.
+        """
         peak = self._probe.peak_bytes()
         if peak is None or self._base_bytes is None or not self._was_reset:
             return None
@@ -121,7 +130,9 @@ class MemoryMeter:
 
 
 def release_free_memory() -> None:
-    """Give back what torch's and the C library's allocators keep of freed memory, so that it counts for nobody."""
+    """Give back what torch's and the C library's allocators keep of freed memory, so that it counts
+    for nobody.
+    """
     gc.collect()
     torch.cuda.empty_cache()  # does nothing where CUDA is not in use
     if sys.platform == "linux":
@@ -130,11 +141,22 @@ def release_free_memory() -> None:
             trim(0)
 
 
-def _training_bytes(module: nn.Module, optimizers: Iterable[Optimizer], device: torch.device) -> int:
-    """Bytes of the storages of parameters, gradients, buffers and optimizer state that are on this kind of device."""
-    tensors = [*module.parameters(), *module.buffers(), *(p.grad for p in module.parameters() if p.grad is not None)]
+def _training_bytes(
+    module: nn.Module, optimizers: Iterable[Optimizer], device: torch.device
+) -> int:
+    """Bytes of the storages of parameters, gradients, buffers and optimizer state that are on this
+    kind of device.
+    """
+    tensors = [
+        *module.parameters(),
+        *module.buffers(),
+        *(p.grad for p in module.parameters() if p.grad is not None),
+    ]
     tensors += [
-        value for optimizer in optimizers for value in tree_leaves(dict(optimizer.state)) if torch.is_tensor(value)
+        value
+        for optimizer in optimizers
+        for value in tree_leaves(dict(optimizer.state))
+        if torch.is_tensor(value)
     ]
     storages = [tensor.untyped_storage() for tensor in tensors if tensor.device.type == device.type]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
@@ -146,4 +168,7 @@ def _status() -> dict[str, int]:
         text = _STATUS.read_text()
     except OSError:
         return {}
-    return {name: int(size) * 1024 for name, size in re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)}
+    return {
+        name: int(size) * 1024
+        for name, size in re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)
+    }

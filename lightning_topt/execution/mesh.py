@@ -21,29 +21,36 @@ def check_world_size(plan: ParallelPlan, world_size: int) -> None:
 
 
 def layout_difference(mesh: Mesh, *, ranks_per_node: int) -> str | None:
-    """Return how the nodes of a run differ from those that `mesh` was made for, as a sentence, or None.
+    """Return how the nodes of a run differ from those that `mesh` was made for, as a sentence, or
+    None.
 
-    A plan runs correctly on any nodes, only at another speed. With a single axis there is nothing to choose between, and
-    its scope is not compared.
+    A plan runs correctly on any nodes, only at another speed. With a single axis there is nothing
+    to choose between, and its scope is not compared.
     """
     if len(mesh.axes) == 1:
         return None
     for index, axis in enumerate(mesh.axes):
-        neighbours = [rank * mesh.stride([index]) for rank in range(axis.size)]  # the group of rank 0
+        # the group of rank 0
+        neighbours = [rank * mesh.stride([index]) for rank in range(axis.size)]
         crosses = len({rank // ranks_per_node for rank in neighbours}) > 1
         if axis.size > 1 and crosses != (axis.scope == "inter"):
             made, here = (
-                ("between nodes", "inside a node") if axis.scope == "inter" else ("inside a node", "between nodes")
+                ("between nodes", "inside a node")
+                if axis.scope == "inter"
+                else ("inside a node", "between nodes")
             )
             return (
-                f"the plan has its axis {axis.name} {made}, and in this run (nodes of {ranks_per_node} ranks) it lies {here}: "
+                f"the plan has its axis {axis.name} {made}, and in this run (nodes of "
+                f"{ranks_per_node} ranks) it lies {here}: "
                 "the plan runs as it is, and another may be faster here"
             )
     return None
 
 
 def say_where_nodes_differ(plan: ParallelPlan, topology: Topology | None) -> None:
-    """Warn on rank 0 where the nodes of this run are not those of the plan; `topology` None: from the environment."""
+    """Warn on rank 0 where the nodes of this run are not those of the plan; `topology` None: from
+    the environment.
+    """
     if dist.get_rank() != 0 or len(plan.mesh.axes) == 1:
         return
     nodes = topology or Topology.from_environment(rank=0, world_size=dist.get_world_size())

@@ -20,7 +20,8 @@ def run_in_turn(
     *,
     around: Callable[[bool], AbstractContextManager[None]],
 ) -> Tensor:
-    """Run forward and backward of every microbatch; gradients are those of the losses' sum with `weights`. Returns losses (n,).
+    """Run forward and backward of every microbatch; gradients are those of the losses' sum with
+    `weights`. Returns losses (n,).
 
     ``around(is_last)`` is the context of each pass.
     """

@@ -1,4 +1,5 @@
-"""Training steps of one rank under a plan, run by the engine and watched: what the rank holds, which collectives it calls.
+"""Training steps of one rank under a plan, run by the engine and watched: what the rank holds,
+which collectives it calls.
 
 where                                     what is real                                         function
 ranks of a process group                  everything                                           ObservedRun.observe
@@ -51,7 +52,9 @@ _STEPS = 3  # DDP packs its buckets anew before the second forward, and sends ho
 
 @dataclass(frozen=True)
 class Observation:
-    """One rank as it was seen: the bytes that it `held` of each block, by `KINDS`, and the collectives of one step."""
+    """One rank as it was seen: the bytes that it `held` of each block, by `KINDS`, and the
+    collectives of one step.
+    """
 
     rank: int
     held: Mapping[str, tuple[int, ...]]
@@ -64,10 +67,11 @@ class CannotRehearseError(RuntimeError):
 
 @dataclass(frozen=True)
 class ObservedRun:
-    """Steps of `module`, which has a `training_step`, on `batch` with the optimizers that `optimizers_of` makes.
+    """Steps of `module`, which has a `training_step`, on `batch` with the optimizers that
+    `optimizers_of` makes.
 
-    `parts` are the microbatches of `batch` under a plan with stages.
-    `mode` is on while it steps (fake tensors), `forward_context` makes a context around forward, such as autocast; `options`
+    `parts` are the microbatches of `batch` under a plan with stages. `mode` is on while it steps
+    (fake tensors), `forward_context` makes a context around forward, such as autocast; `options`
     are those of the engine. The module says and logs nothing any more.
     """
 
@@ -85,14 +89,16 @@ class ObservedRun:
     def observe(self) -> Observation:
         """Run steps as a rank of the plan, and return what the last one showed. A collective call.
 
-        The module then has its own parameters again, unless they are fake. Raises PlanError as `Engine` does, and what the
-        step raises.
+        The module then has its own parameters again, unless they are fake. Raises PlanError as
+        `Engine` does, and what the step raises.
         """
         silence(self.module)
         engine = Engine(self.plan, self.module, device=self.device, options=self.options)
         is_staged = self.plan.schedule is not None
         self.module.train()
-        root = engine.apply(example=Example(self._loss_of_part, self.parts[0]) if is_staged else None)
+        root = engine.apply(
+            example=Example(self._loss_of_part, self.parts[0]) if is_staged else None
+        )
         if isinstance(root, DistributedDataParallel):
             self.calls.of_ddp = root.process_group
         optimizers = self.optimizers_of(self.module)
@@ -152,13 +158,19 @@ class ObservedRun:
             found[block] = [*sizes, 0, _padding(tensors) + _padding(gradients)]
         return found
 
-    def _add_states(self, held: dict[str, list[int]], engine: Engine, optimizers: Sequence[Optimizer]) -> None:
+    def _add_states(
+        self, held: dict[str, list[int]], engine: Engine, optimizers: Sequence[Optimizer]
+    ) -> None:
         blocks = parameters_by_block(self.module, self._names)
-        home: dict[Tensor, str] = {p: block for block, parameters in blocks.items() for p in parameters.values()}
+        home: dict[Tensor, str] = {
+            p: block for block, parameters in blocks.items() for p in parameters.values()
+        }
         for optimizer in optimizers:
             for index, values in engine.optimizer_state(optimizer, full=False)["state"].items():
                 leaves = [_local(leaf) for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
-                held[home[parameters_of(optimizer)[index]]][2] += sum(leaf.nbytes for leaf in leaves)
+                held[home[parameters_of(optimizer)[index]]][2] += sum(
+                    leaf.nbytes for leaf in leaves
+                )
 
     @property
     def _names(self) -> list[str]:
@@ -167,7 +179,9 @@ class ObservedRun:
 
 @contextmanager
 def _forward_is_training_step(module: nn.Module) -> Iterator[None]:
-    """The first call of `module` runs its training step: wrappers around it then gather and reduce for all of that."""
+    """The first call of `module` runs its training step: wrappers around it then gather and reduce
+    for all of that.
+    """
     before = vars(module).get("forward")
 
     def give_back() -> None:
@@ -195,11 +209,14 @@ def _local(tensor: Tensor) -> Tensor:
 def _padding(tensors: Sequence[Tensor]) -> int:
     """Bytes of the memory of shards that are no rows of their tensors."""
     shards = [_local(tensor) for tensor in tensors if isinstance(tensor, DTensor)]
-    storages = {shard.untyped_storage()._cdata: shard.untyped_storage().nbytes() for shard in shards}
+    storages = {
+        shard.untyped_storage()._cdata: shard.untyped_storage().nbytes() for shard in shards
+    }
     return sum(storages.values()) - sum(shard.nbytes for shard in shards)
 
 
-# ---- a fake process group ------------------------------------------------------------------------------------------------
+# ---- a fake process group
+# ------------------------------------------------------------------------------------------------
 
 
 def rehearse_rank(
@@ -212,30 +229,44 @@ def rehearse_rank(
     memory_limit: float = 4 << 30,
     forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Observation:
-    """Run steps of a copy of `module` as `rank` of a fake process group of the plan's size; nothing is sent.
+    """Run steps of a copy of `module` as `rank` of a fake process group of the plan's size; nothing
+    is sent.
 
-    `module` may be on the meta device. Where DDP has a part in the plan, the copy has real memory: whole parameters, gradients
-    and optimizer state. Raises CannotRehearseError where these may be more than `memory_limit` (bytes), where the plan's
-    gradient exchange reads what other ranks send, where the step depends on values of tensors, and within a process group; else
-    what `ObservedRun.observe` raises.
+    `module` may be on the meta device. Where DDP has a part in the plan, the copy has real memory:
+    whole parameters, gradients and optimizer state. Raises CannotRehearseError where these may be
+    more than `memory_limit` (bytes), where the plan's gradient exchange reads what other ranks
+    send, where the step depends on values of tensors, and within a process group; else what
+    `ObservedRun.observe` raises.
     """
     if dist.is_initialized():
-        raise CannotRehearseError("this process is in a process group, and a fake one would take its place")
+        raise CannotRehearseError(
+            "this process is in a process group, and a fake one would take its place"
+        )
     if plan.schedule is not None:
-        raise CannotRehearseError("its stages compute with what other ranks send, and a fake group sends nothing")
+        raise CannotRehearseError(
+            "its stages compute with what other ranks send, and a fake group sends nothing"
+        )
     if plan.joint:
         raise CannotRehearseError(
-            "its joint modules compute with the batches of other ranks, and a fake group sends nothing"
+            "its joint modules compute with the batches of other ranks, and a fake group sends "
+            "nothing"
         )
     if plan.gradient_exchange is not None:
-        raise CannotRehearseError("its gradient exchange reads what other ranks send, and a fake group sends nothing")
+        raise CannotRehearseError(
+            "its gradient exchange reads what other ranks send, and a fake group sends nothing"
+        )
     calls = CalledCollectives()
-    given: dict[str, Any] = {"optimizers_of": optimizers_of, "calls": calls, "forward_context": forward_context}
+    given: dict[str, Any] = {
+        "optimizers_of": optimizers_of,
+        "calls": calls,
+        "forward_context": forward_context,
+    }
     if any(has_whole_gradients(block.config) for block in plan.blocks):
         needed = 4 * sum(parameter.nbytes for parameter in module.parameters())
         if needed > memory_limit:
             raise CannotRehearseError(
-                "torch's DistributedDataParallel reads the memory of its tensors, and whole parameters, gradients and "
+                "torch's DistributedDataParallel reads the memory of its tensors, and whole "
+                "parameters, gradients and "
                 f"optimizer state take about {needed / 2**30:.1f} GiB"
             )
         options = RunOptions(hook=_note_bucket, hook_state=calls)
@@ -251,14 +282,18 @@ def rehearse_rank(
             warnings.simplefilter("ignore")  # all of it comes again in the run itself
             return run.observe()
     except VALUE_NEEDED as error:
-        raise CannotRehearseError("the step depends on values of tensors, and fake ones have none") from error
+        raise CannotRehearseError(
+            "the step depends on values of tensors, and fake ones have none"
+        ) from error
     finally:
         dist.destroy_process_group()
         forget_meshes()
 
 
 def forget_meshes() -> None:
-    """Empty DTensor's caches: a later mesh of the same shape, of another rank, would be taken for that of the rehearsal."""
+    """Empty DTensor's caches: a later mesh of the same shape, of another rank, would be taken for
+    that of the rehearsal.
+    """
     for name in (
         "_clear_sharding_prop_cache",
         "_clear_python_sharding_prop_cache",
@@ -271,7 +306,9 @@ def forget_meshes() -> None:
 
 @contextmanager
 def _own_objects() -> Iterator[None]:
-    """Objects that ranks tell one another are their own: from a fake group comes nothing that could be unpickled."""
+    """Objects that ranks tell one another are their own: from a fake group comes nothing that could
+    be unpickled.
+    """
 
     def gather(object_list: Any, obj: Any, group: Any = None) -> Any:
         object_list[:] = [obj] * len(object_list)

@@ -1,4 +1,6 @@
-"""Reasons why a plan would not run, each as a sentence that says what to do, found without starting anything."""
+"""Reasons why a plan would not run, each as a sentence that says what to do, found without starting
+anything.
+"""
 
 from __future__ import annotations
 
@@ -48,47 +50,68 @@ def model_problems(plan: ParallelPlan, module: nn.Module) -> Iterator[str]:
     """Yield why `plan` is none for `module`, or none that anything runs."""
     configs = configs_of(plan)
     name = type(module).__name__
-    parameters = [(n, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for n, p in module.named_parameters()]
+    parameters = [
+        (n, tuple(p.shape), str(p.dtype).removeprefix("torch."))
+        for n, p in module.named_parameters()
+    ]
     if plan.fingerprint is not None and plan.fingerprint != model_fingerprint(name, parameters):
         yield (
-            f"the plan was made for another model ({plan.model or 'of another kind'}): class name, parameter names, shapes or "
+            f"the plan was made for another model ({plan.model or 'of another kind'}): class name, "
+            "parameter names, shapes or "
             f"dtypes of this {name} differ; make a new plan, or remove 'fingerprint' from the plan"
         )
     if not any(parameter.requires_grad for parameter in module.parameters()):
         yield f"{name} has no trainable parameters, so there is nothing to train"
     yield from _raised(lambda: check_blocks(configs, module, made_for=plan.model))
-    yield from _raised(lambda: check_runs(plan.mesh, configs, plan.gradient_exchange, schedule=plan.schedule))
+    yield from _raised(
+        lambda: check_runs(plan.mesh, configs, plan.gradient_exchange, schedule=plan.schedule)
+    )
     yield from _raised(lambda: check_tied(parameters_by_block(module, configs), configs))
     yield from split_problems(plan, module)
 
 
 def split_problems(plan: ParallelPlan, module: nn.Module) -> Iterator[str]:
-    """Yield which parameters cannot be cut along the tensor axes of the mesh as the plan says, and why."""
-    axes, parameters = TensorAxes.of_mesh(plan.mesh, rank=0), dict(module.named_parameters(remove_duplicate=False))
+    """Yield which parameters cannot be cut along the tensor axes of the mesh as the plan says, and
+    why.
+    """
+    axes, parameters = (
+        TensorAxes.of_mesh(plan.mesh, rank=0),
+        dict(module.named_parameters(remove_duplicate=False)),
+    )
     for name, placements in split_placements(configs_of(plan), plan.mesh).items():
         if name not in parameters:
-            yield f"the plan places a parameter {name!r}, and {type(module).__name__} has none of that name: correct the name"
+            yield (
+                f"the plan places a parameter {name!r}, and {type(module).__name__} has none of "
+                "that name: correct the name"
+            )
             continue
         shape = tuple(parameters[name].shape)
         yield from _raised(lambda: check_split(name, shape, placements, axes))  # noqa: B023  (called at once)
 
 
-def shard_problems(plan: ParallelPlan, blocks: Blocks, optimizers: Sequence[Optimizer]) -> Iterator[str]:
+def shard_problems(
+    plan: ParallelPlan, blocks: Blocks, optimizers: Sequence[Optimizer]
+) -> Iterator[str]:
     """Yield what torch's FSDP2, or one of `optimizers`, cannot do with the shards of a plan."""
     configs = configs_of(plan)
-    sharded = [block for block, config in configs.items() if config.storage.sharded_axes("gradients")]
+    sharded = [
+        block for block, config in configs.items() if config.storage.sharded_axes("gradients")
+    ]
     for block in sharded:
         scalars = [name for name, parameter in once(blocks[block]) if not parameter.dim()]
         if scalars:
             yield (
-                f"the parameter {scalars[0]!r} is a single number, which has no rows to shard: give it one dim, or keep the "
+                f"the parameter {scalars[0]!r} is a single number, which has no rows to shard: "
+                "give it one dim, or keep the "
                 f"gradients of block {block!r} whole (ZeRO level 0 or 1)"
             )
         dtypes = sorted({str(parameter.dtype) for _, parameter in once(blocks[block])})
         if len(dtypes) > 1:
             yield (
-                f"block {block!r} has parameters of {' and '.join(dtypes)}, and torch's FSDP2 shards one dtype together: name "
-                "the modules of each as blocks of their own, or keep their gradients whole (ZeRO level 0 or 1)"
+                f"block {block!r} has parameters of {' and '.join(dtypes)}, and torch's FSDP2 "
+                "shards one dtype together: name "
+                "the modules of each as blocks of their own, or keep their gradients whole (ZeRO "
+                "level 0 or 1)"
             )
     shared = [block for block, config in configs.items() if shares_updates(config)]
     if plan.mesh.data_parallel_size == 1:
@@ -97,46 +120,71 @@ def shard_problems(plan: ParallelPlan, blocks: Blocks, optimizers: Sequence[Opti
         yield from _optimizer_problems(optimizer, sharded=sharded, shared=shared)
 
 
-def _optimizer_problems(optimizer: Optimizer, *, sharded: Sequence[str], shared: Sequence[str]) -> Iterator[str]:
+def _optimizer_problems(
+    optimizer: Optimizer, *, sharded: Sequence[str], shared: Sequence[str]
+) -> Iterator[str]:
     name = type(optimizer).__name__
     if sharded and not is_one_of(optimizer, ELEMENTWISE):
         yield (
-            f"{name} looks at whole parameters, so it cannot update shards: choose ZeRO level 0 or 1 for block "
-            f"{sharded[0]!r}, or an optimizer that updates elements one by one, such as AdamW or SGD"
+            f"{name} looks at whole parameters, so it cannot update shards: choose ZeRO level 0 or "
+            "1 for block "
+            f"{sharded[0]!r}, or an optimizer that updates elements one by one, such as AdamW or "
+            "SGD"
         )
     if shared and not is_one_of(optimizer, BY_PARAMETER):
         yield (
-            f"{name} is not known to update each parameter by itself, so ranks cannot share its step: choose ZeRO "
+            f"{name} is not known to update each parameter by itself, so ranks cannot share its "
+            "step: choose ZeRO "
             f"level 0 for block {shared[0]!r}"
         )
 
 
-def batch_problems(plan: ParallelPlan, *, global_batch_size: int | None, batch_size: int | None) -> Iterator[str]:
-    """Yield why a step's samples cannot be divided among the ranks; `batch_size` are those that one rank gets of the data."""
-    parts = plan.data_parallel_size  # ranks with samples of their own, which a pipeline divides among its microbatches
+def batch_problems(
+    plan: ParallelPlan, *, global_batch_size: int | None, batch_size: int | None
+) -> Iterator[str]:
+    """Yield why a step's samples cannot be divided among the ranks; `batch_size` are those that one
+    rank gets of the data.
+    """
+    # ranks with samples of their own, which a pipeline divides among its microbatches
+    parts = plan.data_parallel_size
     if plan.brings_batches:
-        parts *= plan.mesh.ranks_along(plan.mesh.tensor_axes) if plan.joint else plan.num_microbatches
+        parts *= (
+            plan.mesh.ranks_along(plan.mesh.tensor_axes) if plan.joint else plan.num_microbatches
+        )
     if global_batch_size is not None and global_batch_size % parts:
         low, high = global_batch_size // parts * parts, -(-global_batch_size // parts) * parts
         choose = f"{low} or {high}" if low else f"{high}"
         yield (
-            f"a batch of {global_batch_size} samples cannot be divided evenly over {parts} data-parallel ranks: choose "
+            f"a batch of {global_batch_size} samples cannot be divided evenly over {parts} "
+            "data-parallel ranks: choose "
             f"{choose} samples, or a plan for another number of ranks"
         )
-    elif global_batch_size is not None and batch_size is not None and global_batch_size != batch_size * parts:
+    elif (
+        global_batch_size is not None
+        and batch_size is not None
+        and global_batch_size != batch_size * parts
+    ):
         yield (
-            f"a step of {global_batch_size} samples takes {global_batch_size // parts} on each of {parts} ranks, and the data "
-            f"have batches of {batch_size}: set the batch size of the data to {global_batch_size // parts}"
+            f"a step of {global_batch_size} samples takes {global_batch_size // parts} on each of "
+            f"{parts} ranks, and the data "
+            f"have batches of {batch_size}: set the batch size of the data to "
+            f"{global_batch_size // parts}"
         )
 
 
-def cluster_problems(plan: ParallelPlan, cluster: Cluster, *, needed: float, what: str) -> Iterator[str]:
-    """Yield why `cluster` does not take the plan, whose fullest rank needs so many bytes for `what`."""
+def cluster_problems(
+    plan: ParallelPlan, cluster: Cluster, *, needed: float, what: str
+) -> Iterator[str]:
+    """Yield why `cluster` does not take the plan, whose fullest rank needs so many bytes for
+    `what`.
+    """
     yield from _raised(lambda: check_world_size(cluster, world_size=plan.mesh.size))
     if needed > cluster.device.memory_bytes:
         yield (
-            f"the fullest rank needs {format_bytes(needed)} for {what}, and {cluster.device.name} of the cluster "
-            f"{cluster.name!r} has {format_bytes(cluster.device.memory_bytes)}: shard more, recompute, or use more ranks"
+            f"the fullest rank needs {format_bytes(needed)} for {what}, and {cluster.device.name} "
+            "of the cluster "
+            f"{cluster.name!r} has {format_bytes(cluster.device.memory_bytes)}: shard more, "
+            "recompute, or use more ranks"
         )
 
 
@@ -149,8 +197,14 @@ def graph_problems(plan: ParallelPlan, graph: OpGraph, blocks: Blocks) -> Iterat
         if without and plan.mesh.data_parallel_size > 1:
             way_out = "use strategy=topt_find_unused_parameters_true, or leave it out of the model"
             if configs[block].storage.sharded_axes("gradients"):
-                way_out = f"keep the gradients of block {block!r} whole (ZeRO level 0 or 1), and {way_out}"
-            yield f"the step gives {without[0]!r} no gradient, which only DistributedDataParallel sees, if asked: {way_out}"
+                way_out = (
+                    f"keep the gradients of block {block!r} whole (ZeRO level 0 or 1), and "
+                    f"{way_out}"
+                )
+            yield (
+                f"the step gives {without[0]!r} no gradient, which only DistributedDataParallel "
+                f"sees, if asked: {way_out}"
+            )
 
 
 def find_notes(plan: ParallelPlan, blocks: Blocks, cluster: Cluster | None) -> Iterator[str]:
@@ -159,16 +213,23 @@ def find_notes(plan: ParallelPlan, blocks: Blocks, cluster: Cluster | None) -> I
     few = []
     for block, parameters in blocks.items():
         count = mesh.ranks_along(configs[block].storage.sharded_axes("gradients"))
-        few += [(name, p.shape[0], count) for name, p in once(parameters) if p.dim() and p.shape[0] < count]
+        few += [
+            (name, p.shape[0], count)
+            for name, p in once(parameters)
+            if p.dim() and p.shape[0] < count
+        ]
     if few:
         name, rows, count = few[0]
         others = f" ({len(few) - 1} more parameters likewise)" if len(few) > 1 else ""
         yield (
-            f"{name!r} has {rows} rows for {count} ranks: {count - rows} of them hold none of it, and all of them "
+            f"{name!r} has {rows} rows for {count} ranks: {count - rows} of them hold none of it, "
+            "and all of them "
             f"allocate a row{others}"
         )
     if cluster is not None and mesh.size <= cluster.num_devices:
-        difference = layout_difference(mesh, ranks_per_node=min(cluster.devices_per_node, mesh.size))
+        difference = layout_difference(
+            mesh, ranks_per_node=min(cluster.devices_per_node, mesh.size)
+        )
         if difference:
             yield difference
 

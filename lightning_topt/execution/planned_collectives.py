@@ -1,4 +1,6 @@
-"""The collectives of one step of a plan, from what its techniques say that they cost, for any number of ranks."""
+"""The collectives of one step of a plan, from what its techniques say that they cost, for any
+number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -42,9 +44,9 @@ def planned_collectives(
 ) -> list[Collective]:
     """Return the collectives of one step of `plan`, in no order.
 
-    `blocks` are the parameters of `module`, which need no memory. `graph`, where the step was captured, tells in which order
-    gradients become ready (else: the last parameter's first). Raises ValueError for an exchange of gradients that
-    these ranks cannot have.
+    `blocks` are the parameters of `module`, which need no memory. `graph`, where the step was
+    captured, tells in which order gradients become ready (else: the last parameter's first). Raises
+    ValueError for an exchange of gradients that these ranks cannot have.
     """
     configs = {block.block: block.config for block in plan.blocks}
     step = parameters_only_step(plan, module, blocks, cluster=cluster)
@@ -56,33 +58,52 @@ def planned_collectives(
         for collective in technique.collectives(step, block, config)
     ]
     whole = _whole_gradients(blocks, configs, graph)
-    kinds = [[each for each in whole if (layout_of(each) is not None) == cut] for cut in (False, True)]
+    kinds = [
+        [each for each in whole if (layout_of(each) is not None) == cut] for cut in (False, True)
+    ]
     messages = [
-        *(("all_reduce", bucket_bytes(gradients)) for gradients in (kinds if plan.joint else [whole])),
+        *(
+            ("all_reduce", bucket_bytes(gradients))
+            for gradients in (kinds if plan.joint else [whole])
+        ),
         ("broadcast", [*_updates(blocks, configs, optimizers, ranks=plan.data_parallel_size)]),
     ]
     alone = [each for each in found if not each.packed]
     together = [*dict.fromkeys((each.op, each.group) for each in found if each.packed)]
     for op, sizes in messages:
         if groups := [group for name, group in together if name == op]:
-            if plan.joint and op == "all_reduce":  # those that are whole, among all ranks, come first
+            # those that are whole, among all ranks, come first
+            if plan.joint and op == "all_reduce":
                 together.remove((op, groups[0]))
-            one = next(each for each in found if each.packed and (each.op, each.group) == (op, groups[0]))
+            one = next(
+                each for each in found if each.packed and (each.op, each.group) == (op, groups[0])
+            )
             alone += [replace(one, size=size) for size in sizes]
     if plan.joint:  # buffers are sent before a step, not in it
         return alone
     return [
         *alone,
-        *(step.collective("forward", "broadcast", size, axes=plan.mesh.data_axes) for size in _buffers(module)),
+        *(
+            step.collective("forward", "broadcast", size, axes=plan.mesh.data_axes)
+            for size in _buffers(module)
+        ),
     ]
 
 
 def parameters_only_step(
     plan: ParallelPlan, module: nn.Module, blocks: Blocks, *, cluster: Cluster | None
 ) -> TrainingStep:
-    """Return a step that knows the parameters of `blocks` and no operators: enough to ask for what ranks exchange."""
+    """Return a step that knows the parameters of `blocks` and no operators: enough to ask for what
+    ranks exchange.
+    """
     parameters = tuple(
-        Parameter(name, tuple(each.shape), str(each.dtype).removeprefix("torch."), block, each.requires_grad)
+        Parameter(
+            name,
+            tuple(each.shape),
+            str(each.dtype).removeprefix("torch."),
+            block,
+            each.requires_grad,
+        )
         for block, of_block in blocks.items()
         for name, each in once(of_block)
     )
@@ -92,7 +113,9 @@ def parameters_only_step(
         ops=(),
         edges=(),
         parameters=parameters,
-        blocks=tuple(Block(name, group=index, recomputable=False) for index, name in enumerate(blocks)),
+        blocks=tuple(
+            Block(name, group=index, recomputable=False) for index, name in enumerate(blocks)
+        ),
         step=Step((1, 1)),
         buffer_bytes=sum(buffer.nbytes for buffer in module.buffers()),
         input_bytes=Amount(),
@@ -112,7 +135,9 @@ def parameters_only_step(
 
 
 def cluster_for(mesh: Mesh) -> Cluster:
-    """Return a cluster with the nodes that `mesh` was made for, to be asked about bytes only: its speeds are not known."""
+    """Return a cluster with the nodes that `mesh` was made for, to be asked about bytes only: its
+    speeds are not known.
+    """
     per_node = 1
     for axis in reversed(mesh.axes):
         if axis.scope == "inter":
@@ -122,7 +147,9 @@ def cluster_for(mesh: Mesh) -> Cluster:
     return Cluster("any cluster", device, per_node, mesh.size // per_node, link, link)
 
 
-def _whole_gradients(blocks: Blocks, configs: Mapping[str, OpConfig], graph: OpGraph | None) -> list[Tensor]:
+def _whole_gradients(
+    blocks: Blocks, configs: Mapping[str, OpConfig], graph: OpGraph | None
+) -> list[Tensor]:
     """Those that DDP averages, in the order in which backward makes them."""
     whole = {
         name: each

@@ -1,7 +1,8 @@
 """The part of a tensor that a rank keeps, in the form that torch.distributed.checkpoint takes.
 
-The interface is that of `torch.distributed._checkpointable._Checkpointable`, which DTensor has as well; DTensor divides evenly
-and in one piece. An optimizer step that is shared by its costs does not, and slices along tensor axes may be of several parts.
+The interface is that of `torch.distributed._checkpointable._Checkpointable`, which DTensor has as
+well; DTensor divides evenly and in one piece. An optimizer step that is shared by its costs does
+not, and slices along tensor axes may be of several parts.
 """
 
 from __future__ import annotations
@@ -13,7 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
@@ -50,7 +55,10 @@ class TensorChunks(Tensor):
 
     def _parts(self) -> dict[torch.Size, tuple[Span, ...]]:
         """By the offsets in the whole tensor."""
-        return {torch.Size(span.start for span in spans): spans for spans in itertools.product(*self.spans)}
+        return {
+            torch.Size(span.start for span in spans): spans
+            for spans in itertools.product(*self.spans)
+        }
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
         """Say what is written."""
@@ -85,17 +93,28 @@ class TensorChunks(Tensor):
 def rows_of_tensor(
     local: Tensor, *, rows: range, whole: Sequence[int], split: SplitTensor | None = None
 ) -> TensorChunks:
-    """Return `local`: these `rows` of a tensor of shape `whole` or, where it is `split`, of this rank's slice of it."""
+    """Return `local`: these `rows` of a tensor of shape `whole` or, where it is `split`, of this
+    rank's slice of it.
+    """
     spans = [(Span(0, 0, size),) for size in whole] if split is None else split.spans
-    return TensorChunks(local, spans=[narrowed(spans[0], rows.start, len(rows)), *spans[1:]], whole=whole)
+    return TensorChunks(
+        local, spans=[narrowed(spans[0], rows.start, len(rows)), *spans[1:]], whole=whole
+    )
 
 
 def chunks_of(value: Any, split: SplitTensor | None) -> Any:
-    """Return `value` as the chunks of a whole tensor that it is, where it is a slice, or a shard of one, that is `split`.
+    """Return `value` as the chunks of a whole tensor that it is, where it is a slice, or a shard of
+    one, that is `split`.
 
-    A fake tensor stays what it is: it cannot be of a class more, and there is nothing in it to write.
+    A fake tensor stays what it is: it cannot be of a class more, and there is nothing in it to
+    write.
     """
-    if split is None or not isinstance(value, Tensor) or tuple(value.shape) != split.local_shape or is_fake(value):
+    if (
+        split is None
+        or not isinstance(value, Tensor)
+        or tuple(value.shape) != split.local_shape
+        or is_fake(value)
+    ):
         return value
     if not isinstance(value, DTensor):
         return TensorChunks(value, spans=split.spans, whole=split.layout.shape)

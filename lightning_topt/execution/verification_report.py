@@ -1,4 +1,6 @@
-"""A verification for people: tables of what ranks hold and exchange, then problems, notes and the answer."""
+"""A verification for people: tables of what ranks hold and exchange, then problems, notes and the
+answer.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def print_verification(verification: Verification, *, console: Console) -> None:
         console.print(_messages(verification))
     if verification.peak_bytes is not None:
         console.print(
-            f"peak of a step on the fullest rank, predicted: {format_bytes(verification.peak_bytes)}", highlight=False
+            "peak of a step on the fullest rank, predicted: "
+            f"{format_bytes(verification.peak_bytes)}",
+            highlight=False,
         )
     for note in verification.notes:
         console.print(f"note: {escape(note)}", highlight=False)
@@ -37,7 +41,9 @@ def print_verification(verification: Verification, *, console: Console) -> None:
         console.print(f"[bold red]problem[/]: {escape(problem)}", highlight=False)
     if (hidden := len(verification.problems) - _PROBLEMS) > 0:
         console.print(f"and {hidden} more problems", highlight=False)
-    console.print("[bold green]would run[/]" if verification.would_run else "[bold red]would not run[/]")
+    console.print(
+        "[bold green]would run[/]" if verification.would_run else "[bold red]would not run[/]"
+    )
 
 
 def _table(*columns: str, left: int, caption: str = "") -> Table:
@@ -52,7 +58,9 @@ def _ranks(verification: Verification) -> Table:
     groups, held = verification.equal_ranks(), verification.held_by_rank
     hidden = len(groups) - _ROWS
     caption = f"{hidden} more kinds of ranks, which hold less" if hidden > 0 else ""
-    table = _table("ranks", *(kind.replace("_", " ") for kind in KINDS), "together", left=1, caption=caption)
+    table = _table(
+        "ranks", *(kind.replace("_", " ") for kind in KINDS), "together", left=1, caption=caption
+    )
     for ranks, one in groups[:_ROWS]:
         sizes = held[one].tolist()
         table.add_row(ranges(ranks), *map(format_bytes, (*sizes, sum(sizes))))
@@ -66,7 +74,9 @@ def _blocks(verification: Verification) -> Table:
         alike.setdefault(tuple(held.max(axis=0).tolist()), []).append(block)
     order = sorted(alike, key=lambda sizes: -sum(sizes))
     hidden = len(order) - _ROWS
-    caption = "on the fullest rank of each" + (f"; {hidden} more kinds of blocks are smaller" if hidden > 0 else "")
+    caption = "on the fullest rank of each" + (
+        f"; {hidden} more kinds of blocks are smaller" if hidden > 0 else ""
+    )
     columns = (kind.replace("_", " ") for kind in KINDS)
     table = _table("blocks", *columns, left=1, caption=caption)
     for sizes in order[:_ROWS]:
@@ -79,7 +89,9 @@ def _blocks(verification: Verification) -> Table:
 def _collectives(verification: Verification) -> Table:
     table = _table("pass", "collective", "along", "ranks", "calls", "bytes", left=3)
     for row in verification.collectives:
-        table.add_row(row.during, row.op, row.axis, str(row.ranks), str(row.count), format_bytes(row.nbytes))
+        table.add_row(
+            row.during, row.op, row.axis, str(row.ranks), str(row.count), format_bytes(row.nbytes)
+        )
     return table
 
 
@@ -88,7 +100,9 @@ def _messages(verification: Verification) -> Table:
     caption = "places along the pipeline; of one step" + (f"; {hidden} more" if hidden > 0 else "")
     table = _table("from", "to", "what", "messages", "bytes", left=3, caption=caption)
     for row in sorted(verification.messages, key=lambda row: -row.nbytes)[:_ROWS]:
-        table.add_row(str(row.sender), str(row.receiver), row.what, str(row.count), format_bytes(row.nbytes))
+        table.add_row(
+            str(row.sender), str(row.receiver), row.what, str(row.count), format_bytes(row.nbytes)
+        )
     return table
 
 
@@ -97,4 +111,6 @@ def ranges(ranks: Sequence[int]) -> str:
     starts = [ranks[0], *(after for before, after in pairwise(ranks) if after != before + 1)]
     ends = [*(before for before, after in pairwise(ranks) if after != before + 1), ranks[-1]]
     parts = [str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True)]
-    return ", ".join(parts) if len(parts) <= 4 else f"{', '.join(parts[:3])}, ... ({len(ranks)} ranks)"
+    return (
+        ", ".join(parts) if len(parts) <= 4 else f"{', '.join(parts[:3])}, ... ({len(ranks)} ranks)"
+    )

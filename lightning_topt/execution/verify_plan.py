@@ -1,6 +1,8 @@
-"""Verify a plan before its ranks exist: would it run, what would each rank hold, which collectives would a step call.
+"""Verify a plan before its ranks exist: would it run, what would each rank hold, which collectives
+would a step call.
 
-Nothing is started and nothing allocated: the model may be on the meta device, and the number of ranks is that of the plan.
+Nothing is started and nothing allocated: the model may be on the meta device, and the number of
+ranks is that of the plan.
 
     plan = ParallelPlan.load("plan.yaml")
     with torch.device("meta"):
@@ -11,9 +13,9 @@ Nothing is started and nothing allocated: the model may be on the meta device, a
     verification.collectives                      # of one step
     verification.messages                         # of one step, of a plan with stages (`example=`)
 
-The bytes follow from the placements (`held_bytes`), the collectives from what the techniques say that they cost
-(`planned_collectives`). What operators exchange along tensor axes depends on the code between them: it is learnt from the step
-of a rank (`compare_observed`).
+The bytes follow from the placements (`held_bytes`), the collectives from what the techniques say
+that they cost (`planned_collectives`). What operators exchange along tensor axes depends on the
+code between them: it is learnt from the step of a rank (`compare_observed`).
 """
 
 from __future__ import annotations
@@ -60,12 +62,14 @@ OptimizersOf = Callable[[Any], Sequence[Optimizer]]  # the optimizers of a modul
 class Verification:
     """A `Verification` is what `verify_plan` found out.
 
-    `problems` say, each in a sentence, why the plan would not run, and what to do; without any it would. `notes` say what is
-    worth knowing. `held` are the bytes of each block on each rank (rank, kind), by `KINDS`, empty where the plan does not
-    belong to the model; without optimizers there is no state among them. `collectives` are those of one step, of each rank;
-    along tensor axes once a rank was seen (`with_observations`); of a plan with stages there are `messages` instead.
-    `peak_bytes` are those of a step's peak on the fullest rank, activations included; None where the step was not captured.
-    `knows_state` is false where optimizers do not tell what state they make: then none is among what is held.
+    `problems` say, each in a sentence, why the plan would not run, and what to do; without any it
+    would. `notes` say what is worth knowing. `held` are the bytes of each block on each rank (rank,
+    kind), by `KINDS`, empty where the plan does not belong to the model; without optimizers there
+    is no state among them. `collectives` are those of one step, of each rank; along tensor axes
+    once a rank was seen (`with_observations`); of a plan with stages there are `messages` instead.
+    `peak_bytes` are those of a step's peak on the fullest rank, activations included; None where
+    the step was not captured. `knows_state` is false where optimizers do not tell what state they
+    make: then none is among what is held.
     """
 
     plan: ParallelPlan
@@ -89,14 +93,18 @@ class Verification:
         return zero + sum(self.held.values())
 
     def equal_ranks(self) -> list[tuple[list[int], int]]:
-        """Return the ranks that hold equally much of every block, fullest first, each with one that stands for them."""
+        """Return the ranks that hold equally much of every block, fullest first, each with one that
+        stands for them.
+        """
         if not self.held:
             return []
         blocks = np.concatenate([*self.held.values()], axis=1)
         _, first, group = np.unique(blocks, axis=0, return_index=True, return_inverse=True)
         totals = self.held_by_rank.sum(axis=1)
         order = sorted(range(len(first)), key=lambda index: (-totals[first[index]], first[index]))
-        return [(np.flatnonzero(group.ravel() == index).tolist(), int(first[index])) for index in order]
+        return [
+            (np.flatnonzero(group.ravel() == index).tolist(), int(first[index])) for index in order
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values; ranks that hold equally much of every block are one entry."""
@@ -113,7 +121,8 @@ class Verification:
                     "ranks": ranks,
                     **dict(zip(KINDS, self.held_by_rank[one].tolist(), strict=True)),
                     "blocks": {
-                        block: dict(zip(KINDS, sizes[one].tolist(), strict=True)) for block, sizes in self.held.items()
+                        block: dict(zip(KINDS, sizes[one].tolist(), strict=True))
+                        for block, sizes in self.held.items()
                     },
                 }
                 for ranks, one in self.equal_ranks()
@@ -134,12 +143,14 @@ def verify_plan(
     batch_size: int | None = None,
     example: Example | None = None,
 ) -> Verification:
-    """Return whether `plan` would run on `module`, what each rank would hold, and what ranks would exchange in a step.
+    """Return whether `plan` would run on `module`, what each rank would hold, and what ranks would
+    exchange in a step.
 
     Args:
         module: on any device, ``meta`` included; it is only looked at.
         optimizers_of: makes the optimizers of a module (of a copy of this one with fake tensors).
-        graph: the captured step (`capture`); the memory of activations and unused parameters are known with it.
+        graph: the captured step (`capture`); the memory of activations and unused parameters are
+            known with it.
         cluster: the machines; None: nothing is asked of them.
         global_batch_size: samples of a step on all ranks together.
         batch_size: samples of the batches that a rank gets.
@@ -147,11 +158,16 @@ def verify_plan(
 
     Never raises for a plan that does not run: that is among `Verification.problems`.
     """
-    of_batch = list(batch_problems(plan, global_batch_size=global_batch_size, batch_size=batch_size))
+    of_batch = list(
+        batch_problems(plan, global_batch_size=global_batch_size, batch_size=batch_size)
+    )
     if of_model := list(model_problems(plan, module)):
         return Verification(plan, (*of_model, *of_batch))
     local = _LocalModule.of(plan, module, optimizers_of)
-    problems, notes = [*shard_problems(plan, local.blocks, local.optimizers), *of_batch], [*local.notes]
+    problems, notes = (
+        [*shard_problems(plan, local.blocks, local.optimizers), *of_batch],
+        [*local.notes],
+    )
     if plan.schedule is not None:
         found = _verify_stages(plan, module, local, example, problems=problems, notes=notes)
         return found if cluster is None or not found.held else _on_cluster(found, cluster)
@@ -159,7 +175,9 @@ def verify_plan(
     held = held_bytes(local.blocks, configs_of(plan), plan.mesh, profile=local.profile, **given)
     collectives: tuple[CollectiveRow, ...] = ()
     try:
-        planned = planned_collectives(plan, local.module, local.blocks, cluster=cluster, graph=graph, **given)
+        planned = planned_collectives(
+            plan, local.module, local.blocks, cluster=cluster, graph=graph, **given
+        )
         collectives = rows_of(planned, plan.mesh)
     except ValueError as error:  # an exchange of gradients that these ranks cannot have
         problems.append(str(error))
@@ -186,27 +204,49 @@ def _verify_stages(
 ) -> Verification:
     """Verify a plan with stages, of which `problems` and `notes` are known already."""
     if example is None:
-        missing = "a plan with stages is verified with an example of its steps: verify_plan(example=Example(step, microbatch))"
+        missing = (
+            "a plan with stages is verified with an example of its steps: "
+            "verify_plan(example=Example(step, microbatch))"
+        )
         return Verification(plan, (*problems, missing), tuple(notes))
     try:
         step = StagedStep.of(plan, module, example)
     except ValueError as error:  # a schedule that does not fit, or a step that cannot be cut
         return Verification(plan, (*problems, " ".join(str(error).split())), tuple(notes))
     held = step.held(plan, local.blocks, optimizers=local.optimizers, profile=local.profile)
-    more = [*notes, "the peak of a step is not predicted, nor what data ranks exchange: the plan has stages"]
+    more = [
+        *notes,
+        "the peak of a step is not predicted, nor what data ranks exchange: the plan has stages",
+    ]
     knows_state = local.profile is not None or not local.optimizers
-    return Verification(plan, tuple(problems), tuple(more), held, knows_state=knows_state, messages=step.messages)
+    return Verification(
+        plan, tuple(problems), tuple(more), held, knows_state=knows_state, messages=step.messages
+    )
 
 
-def peak_bytes(plan: ParallelPlan, graph: OpGraph, profile: OptimizerProfile, *, cluster: Cluster | None) -> float:
-    """Return the bytes of a captured step at its peak on the fullest rank, as the cost model has them.
+def peak_bytes(
+    plan: ParallelPlan, graph: OpGraph, profile: OptimizerProfile, *, cluster: Cluster | None
+) -> float:
+    """Return the bytes of a captured step at its peak on the fullest rank, as the cost model has
+    them.
 
     Raises ValueError for a plan with blocks that are no modules of `graph`.
     """
-    blocks = tuple(Block(each.block, group=index, recomputable=False) for index, each in enumerate(plan.blocks))
-    machines = cluster_for(plan.mesh) if cluster is None or plan.mesh.size > cluster.num_devices else cluster
+    blocks = tuple(
+        Block(each.block, group=index, recomputable=False) for index, each in enumerate(plan.blocks)
+    )
+    machines = (
+        cluster_for(plan.mesh)
+        if cluster is None or plan.mesh.size > cluster.num_devices
+        else cluster
+    )
     step = TrainingStep(
-        graph.with_blocks(blocks), machines, profile, plan.mesh, graph.batch_size, exchange=plan.gradient_exchange
+        graph.with_blocks(blocks),
+        machines,
+        profile,
+        plan.mesh,
+        graph.batch_size,
+        exchange=plan.gradient_exchange,
     )
     return float(PlanCosts(step).memory(configs_of(plan)).max())
 
@@ -228,7 +268,10 @@ def _peak(
 
 def _on_cluster(verification: Verification, cluster: Cluster) -> Verification:
     """With the problems that its machines have."""
-    needed, what = float(verification.held_by_rank.sum(axis=1).max()), "parameters, gradients and optimizer state"
+    needed, what = (
+        float(verification.held_by_rank.sum(axis=1).max()),
+        "parameters, gradients and optimizer state",
+    )
     if verification.peak_bytes is not None:
         needed, what = verification.peak_bytes, "a training step"
     problems = cluster_problems(verification.plan, cluster, needed=needed, what=what)
@@ -237,7 +280,9 @@ def _on_cluster(verification: Verification, cluster: Cluster) -> Verification:
 
 @dataclass(frozen=True)
 class _LocalModule:
-    """A copy of a module with fake tensors, as a rank of the tensor axes has it, and its optimizers."""
+    """A copy of a module with fake tensors, as a rank of the tensor axes has it, and its
+    optimizers.
+    """
 
     module: nn.Module
     blocks: Blocks
@@ -246,7 +291,9 @@ class _LocalModule:
     notes: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, plan: ParallelPlan, module: nn.Module, optimizers_of: OptimizersOf | None) -> _LocalModule:
+    def of(
+        cls, plan: ParallelPlan, module: nn.Module, optimizers_of: OptimizersOf | None
+    ) -> _LocalModule:
         local, mode = fake_copy(module)
         placements = split_placements(configs_of(plan), plan.mesh)
         with mode:
@@ -259,5 +306,7 @@ class _LocalModule:
         try:
             profile = read_optimizer(optimizers, named_parameters=local.named_parameters())
         except OptimizerError as error:
-            return cls(local, blocks, optimizers, None, (f"the optimizer state is not known: {error}",))
+            return cls(
+                local, blocks, optimizers, None, (f"the optimizer state is not known: {error}",)
+            )
         return cls(local, blocks, optimizers, profile)

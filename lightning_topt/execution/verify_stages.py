@@ -1,6 +1,8 @@
-"""Verify the stages of a plan before its ranks exist: a step is traced on shapes, and its schedule is run through.
+"""Verify the stages of a plan before its ranks exist: a step is traced on shapes, and its schedule
+is run through.
 
-For any number of ranks: which parameters each keeps, and what it sends. Nothing is started and nothing allocated.
+For any number of ranks: which parameters each keeps, and what it sends. Nothing is started and
+nothing allocated.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ from lightning_topt.schedules.schedule_check import check_schedule
 class MessageRow:
     """A row says that one rank sends another `count` messages of `nbytes` bytes in all in a step.
 
-    `sender` and `receiver` are places along the pipeline axis; `what` is ``"activations"`` or ``"gradients"``.
+    `sender` and `receiver` are places along the pipeline axis; `what` is ``"activations"`` or
+    ``"gradients"``.
     """
 
     sender: int
@@ -43,7 +46,9 @@ class MessageRow:
 
 @dataclass(frozen=True)
 class StagedStep:
-    """A step of a plan with stages: the parameters and buffers of each stage (`layout`), and the messages between ranks."""
+    """A step of a plan with stages: the parameters and buffers of each stage (`layout`), and the
+    messages between ranks.
+    """
 
     layout: StageLayout
     messages: tuple[MessageRow, ...]
@@ -59,8 +64,8 @@ class StagedStep:
     ) -> StagedStep:
         """Return that of `module`, which needs no memory, with microbatches like that of `example`.
 
-        Raises ValueError for a schedule that these ranks cannot have or that would hang with what stages need of one another,
-        and for a step that cannot be cut like this.
+        Raises ValueError for a schedule that these ranks cannot have or that would hang with what
+        stages need of one another, and for a step that cannot be cut like this.
         """
         assert plan.schedule is not None, "a plan without stages"
         schedule = make_schedule(
@@ -69,14 +74,20 @@ class StagedStep:
             num_microbatches=plan.num_microbatches,
             stages_per_rank=plan.stages_per_rank,
         )
-        blocks = [tuple(block.block for block in stage.blocks if block.block) for stage in plan.stages]
+        blocks = [
+            tuple(block.block for block in stage.blocks if block.block) for stage in plan.stages
+        ]
         units = [name for names in blocks for name in names]
-        flow = trace_flow(module, example.step, example.microbatch, units=units, forward_context=forward_context)
+        flow = trace_flow(
+            module, example.step, example.microbatch, units=units, forward_context=forward_context
+        )
         stage_of_call = assign_calls(flow, blocks)
         targets = flow.crossings(stage_of_call)
         crossings = Crossings(targets, {ref: flow.spec(ref) for ref in targets}, stage_of_call)
         check_schedule(schedule, needs=_needs(crossings))
-        layout = StageLayout.of_flow(flow, stage_of_call, module, rank_of_stage=schedule.rank_of_stage)
+        layout = StageLayout.of_flow(
+            flow, stage_of_call, module, rank_of_stage=schedule.rank_of_stage
+        )
         return cls(layout, _messages(schedule, crossings))
 
     def held(
@@ -99,7 +110,9 @@ class StagedStep:
         return held
 
     def _kept(self, blocks: Blocks, place: int) -> dict[str, Mapping[str, nn.Parameter]]:
-        """The parameters that the rank `place` of the pipeline keeps; a tied one is kept under all of its names."""
+        """The parameters that the rank `place` of the pipeline keeps; a tied one is kept under all
+        of its names.
+        """
         names_of: dict[nn.Parameter, list[str]] = defaultdict(list)
         for parameters in blocks.values():
             for name, parameter in parameters.items():
@@ -109,7 +122,10 @@ class StagedStep:
             holders = {rank for name in names for rank in self.layout.holders(name)}
             if not holders or place in holders:
                 kept.add(parameter)
-        return {block: {n: p for n, p in parameters.items() if p in kept} for block, parameters in blocks.items()}
+        return {
+            block: {n: p for n, p in parameters.items() if p in kept}
+            for block, parameters in blocks.items()
+        }
 
 
 def _needs(crossings: Crossings) -> dict[int, list[int]]:
@@ -122,7 +138,10 @@ def _needs(crossings: Crossings) -> dict[int, list[int]]:
 
 
 def _messages(schedule: Schedule, crossings: Crossings) -> tuple[MessageRow, ...]:
-    of_all, sizes = [crossings] * schedule.num_microbatches, defaultdict[tuple[int, int, str], list[int]](list)
+    of_all, sizes = (
+        [crossings] * schedule.num_microbatches,
+        defaultdict[tuple[int, int, str], list[int]](list),
+    )
     for rank in range(schedule.num_ranks):
         for step in around_actions(schedule, of_all, rank=rank):
             for message in step.sends:

@@ -1,14 +1,16 @@
 """Fewer columns: of a boundary between two layers, only those that can still matter and can differ.
 
-For two columns a and b of a boundary, `past` and `future` are lower bounds over all partial plans of how much b is above a
-there, and of how much more b gains than a from there on (along the entries on which each gains most). Then, exactly:
+For two columns a and b of a boundary, `past` and `future` are lower bounds over all partial plans
+of how much b is above a there, and of how much more b gains than a from there on (along the entries
+on which each gains most). Then, exactly:
 
     past[a, b] + future[a, b] >= 0     a never decides: it is left out
     future[a, b] = -future[b, a]       both gain the same: only the larger one counts, they become one
     past[a, b] = -past[b, a]           they differ by a constant so far: one is kept, the other derived where they part
     future[a, b] = d                   a below b + d never decides: in every partial plan it may be set to that (`raises`)
 
-With a column for each point of a step's timeline this leaves a few at each boundary, whatever the depth.
+With a column for each point of a step's timeline this leaves a few at each boundary, whatever the
+depth.
 """
 
 from __future__ import annotations
@@ -29,8 +31,15 @@ def reduce_columns(layers: Sequence[Layer]) -> list[Layer]:
     """Return the same layers with fewer columns at the boundaries between them."""
     reduced, past, future = list(layers), _APART, _futures(layers)
     made: dict[tuple[int, bytes, bytes, bool], Layer] = {}
-    for n in range(1, len(layers)):  # what lies before n is reduced already, what lies behind is not
-        above = _step(reduced[n - 1].values, reduced[n - 1].end, reduced[n - 1].start, past, layers[n - 1].columns)
+    # what lies before n is reduced already, what lies behind is not
+    for n in range(1, len(layers)):
+        above = _step(
+            reduced[n - 1].values,
+            reduced[n - 1].end,
+            reduced[n - 1].start,
+            past,
+            layers[n - 1].columns,
+        )
         keep = _needed(above, future[n], layers[n])
         into, offset_into, out, offset_out = _merge(above, future[n], keep)
         kept = reduced[n - 1] = _redirect_once(made, reduced[n - 1], into, offset_into, after=True)
@@ -40,7 +49,9 @@ def reduce_columns(layers: Sequence[Layer]) -> list[Layer]:
 
 
 def raises(layers: Sequence[Layer]) -> list[Array]:
-    """Return for every boundary (c, c): column a may be set to at least column b plus entry [a, b]; -inf says nothing."""
+    """Return for every boundary (c, c): column a may be set to at least column b plus entry [a, b];
+    -inf says nothing.
+    """
     return [np.where(np.eye(len(table), dtype=bool), -np.inf, table) for table in _futures(layers)]
 
 
@@ -53,9 +64,11 @@ def _futures(layers: Sequence[Layer]) -> list[Array]:
 
 
 def _step(values: Array, own: Rows, other: Rows, known: Array, count: int) -> Array:
-    """Return (count, count): least over transitions and entries i of column a of the largest over entries j of column b of
+    """Return (count, count): least over transitions and entries i of column a of the largest over
+    entries j of column b of
 
-    values[j] - values[i] + known[other[i], other[j]]. Inf where column a has no entry, -inf where b has none.
+    values[j] - values[i] + known[other[i], other[j]]. Inf where column a has no entry, -inf where b
+    has none.
     """
     order = np.argsort(own, kind="stable")
     values, other = values[:, order], other[order]
@@ -87,7 +100,9 @@ def _needed(past: Array, future: Array, after: Layer) -> Rows:
 
 
 def _merge(past: Array, future: Array, keep: Rows) -> tuple[Rows, Array, Rows, Array]:
-    """For every column its new number (-1: none) and what it is above that one, for entries into it and for those out of it."""
+    """For every column its new number (-1: none) and what it is above that one, for entries into it
+    and for those out of it.
+    """
     count = len(past)
     into, out = np.full(count, -1), np.full(count, -1)
     offset_into, offset_out = np.zeros(count), np.zeros(count)
@@ -97,7 +112,10 @@ def _merge(past: Array, future: Array, keep: Rows) -> tuple[Rows, Array, Rows, A
     alone = [a for a in gains if list(gains.values()).count(a) == 1 and gains[a] == a]
     kept = 0
     for a, b in gains.items():
-        same = next((c for c in alone if c < a and out[c] == into[c] >= 0 and past[a, c] == -past[c, a]), None)
+        same = next(
+            (c for c in alone if c < a and out[c] == into[c] >= 0 and past[a, c] == -past[c, a]),
+            None,
+        )
         if b != a:
             into[a], offset_into[a] = into[b], future[b, a]
         elif a in alone and same is not None:
@@ -109,9 +127,16 @@ def _merge(past: Array, future: Array, keep: Rows) -> tuple[Rows, Array, Rows, A
 
 
 def _redirect_once(
-    made: dict[tuple[int, bytes, bytes, bool], Layer], layer: Layer, number: Rows, offset: Array, *, after: bool
+    made: dict[tuple[int, bytes, bytes, bool], Layer],
+    layer: Layer,
+    number: Rows,
+    offset: Array,
+    *,
+    after: bool,
 ) -> Layer:
-    """The layer with other columns after or before it; one object for equal layers that change alike."""
+    """The layer with other columns after or before it; one object for equal layers that change
+    alike.
+    """
     if not offset.any() and (number == np.arange(len(number))).all():
         return layer
     key = id(layer), number.tobytes(), offset.tobytes(), after
@@ -123,7 +148,9 @@ def _redirect_once(
 
 
 def _redirect(layer: Layer, number: Rows, offset: Array) -> Layer:
-    """Entries end in column ``number[end]`` with `offset` added to their values; of several between two columns one is left."""
+    """Entries end in column ``number[end]`` with `offset` added to their values; of several between
+    two columns one is left.
+    """
     rows = np.flatnonzero(number[layer.end] >= 0)
     start, end = layer.start[rows], number[layer.end[rows]]
     values = layer.values[:, rows] + offset[layer.end[rows]]
@@ -131,10 +158,14 @@ def _redirect(layer: Layer, number: Rows, offset: Array) -> Layer:
     cells, first = np.unique(start * columns + end, return_inverse=True)
     if len(cells) < len(rows):
         order = np.argsort(first, kind="stable")
-        values = np.maximum.reduceat(values[:, order], np.searchsorted(first[order], np.arange(len(cells))), axis=1)
+        values = np.maximum.reduceat(
+            values[:, order], np.searchsorted(first[order], np.arange(len(cells))), axis=1
+        )
     else:
         values = values[:, np.argsort(first)]
-    return dataclasses.replace(layer, start=cells // columns, end=cells % columns, values=values, columns=columns)
+    return dataclasses.replace(
+        layer, start=cells // columns, end=cells % columns, values=values, columns=columns
+    )
 
 
 def _flip(layer: Layer, columns: int) -> Layer:

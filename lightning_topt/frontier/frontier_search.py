@@ -1,7 +1,9 @@
-"""`search_frontier` and `search_chain` turn costs into a Frontier: every plan that no other plan beats in both time and memory.
+"""`search_frontier` and `search_chain` turn costs into a Frontier: every plan that no other plan
+beats in both time and memory.
 
-Both make layers (`layers`), take out what no best plan needs, and walk over what is left: by NumPy where that is little, else
-compiled (`wide`). Points have the costs that the table's own `evaluate` gives their plans.
+Both make layers (`layers`), take out what no best plan needs, and walk over what is left: by NumPy
+where that is little, else compiled (`wide`). Points have the costs that the table's own `evaluate`
+gives their plans.
 """
 
 from __future__ import annotations
@@ -17,7 +19,13 @@ from lightning_topt.costs.cost_table import CostTable
 from lightning_topt.frontier.chain_layers import chain_layers
 from lightning_topt.frontier.columns import raises, reduce_columns
 from lightning_topt.frontier.frontier import Frontier, make_frontier
-from lightning_topt.frontier.layers import Layer, choices, without_dead_ends, without_dead_groups, without_dominated
+from lightning_topt.frontier.layers import (
+    Layer,
+    choices,
+    without_dead_ends,
+    without_dead_groups,
+    without_dominated,
+)
 from lightning_topt.frontier.pareto import Array, Rows
 from lightning_topt.frontier.prices import Known, Prices
 from lightning_topt.frontier.relaxed import relax_table
@@ -37,23 +45,24 @@ def search_frontier(
     max_bytes: float = 2.0**29,
     epsilon: float = 0.0,
 ) -> Frontier:
-    """Return every Pareto-minimal plan of `table`: (step_seconds, peak_bytes, choice), by memory ascending.
+    """Return every Pareto-minimal plan of `table`: (step_seconds, peak_bytes, choice), by memory
+    ascending.
 
-    Of plans with equal costs one is kept. Costs are rounded by about an ulp of the total during the search. The frontier is
-    empty when infinite costs forbid every plan.
+    Of plans with equal costs one is kept. Costs are rounded by about an ulp of the total during the
+    search. The frontier is empty when infinite costs forbid every plan.
 
     Args:
         table: operators and edges, any graph.
         max_points: most partial plans that are kept at a time.
-        max_branches: most joint configurations of operators that are told apart at a time; a chain needs the product of two
-            neighbours' numbers of configurations.
+        max_branches: most joint configurations of operators that are told apart at a time; a chain
+            needs the product of two neighbours' numbers of configurations.
         max_seconds: CPU time of this thread after which the search stops, about.
         max_bytes: memory that the search may take, about.
         epsilon: plans may be left out that are better by less than this share in one of both costs.
 
-    A search that is not allowed what it needs returns the best plans it knows: ``exact`` is False then, and ``error_bound``
-    holds (see `Frontier`). Raises ValueError for limits that are not positive, and when an operator has no configuration or
-    a cost of minus infinity.
+    A search that is not allowed what it needs returns the best plans it knows: ``exact`` is False
+    then, and ``error_bound`` holds (see `Frontier`). Raises ValueError for limits that are not
+    positive, and when an operator has no configuration or a cost of minus infinity.
     """
     budget = make_budget(max_points, max_branches, max_seconds, max_bytes, epsilon)
     started = time.perf_counter()
@@ -81,7 +90,8 @@ def search_chain(
     max_bytes: float = 2.0**29,
     epsilon: float = 0.0,
 ) -> Frontier:
-    """Return every Pareto-minimal plan of a chain of blocks, with `search_frontier`'s meaning and limits.
+    """Return every Pareto-minimal plan of a chain of blocks, with `search_frontier`'s meaning and
+    limits.
 
     Partial plans have at most five columns whatever the number of blocks (`chain_layers`).
     """
@@ -96,11 +106,14 @@ def block_names(table: ChainTable) -> tuple[str, ...]:
     return table.names or tuple(str(n) for n in range(len(table.order)))
 
 
-def make_budget(max_points: int, max_branches: int, max_seconds: float, max_bytes: float, epsilon: float) -> Budget:
+def make_budget(
+    max_points: int, max_branches: int, max_seconds: float, max_bytes: float, epsilon: float
+) -> Budget:
     """Return a checked `Budget`. Raises ValueError."""
     if not (max_points >= 1 and max_branches >= 1 and max_seconds > 0 and max_bytes > 0):
         raise ValueError(
-            f"max_points and max_branches must be at least 1 and max_seconds and max_bytes positive, got {max_points}, "
+            "max_points and max_branches must be at least 1 and max_seconds and max_bytes "
+            f"positive, got {max_points}, "
             f"{max_branches}, {max_seconds} and {max_bytes}"
         )
     if not 0 <= epsilon < 1:
@@ -128,9 +141,15 @@ def reduce_layers(layers: Sequence[Layer]) -> list[Layer]:
 
 
 def search_reduced(
-    layers: Sequence[Layer], budget: Budget, *, deadline: float, priced: tuple[Prices, Known] | None = None
+    layers: Sequence[Layer],
+    budget: Budget,
+    *,
+    deadline: float,
+    priced: tuple[Prices, Known] | None = None,
 ) -> tuple[Rows, float]:
-    """Return the transitions of the best plans (n, N), and the error bound; `priced` as in `search_wide`."""
+    """Return the transitions of the best plans (n, N), and the error bound; `priced` as in
+    `search_wide`.
+    """
     lifts = raises(layers)
     if priced is None and budget.epsilon == 0:
         swept = sweep(layers, lifts=lifts, work=min(_SMALL, budget.max_points))
@@ -140,17 +159,27 @@ def search_reduced(
 
 
 def _finish(
-    table: CostTable | ChainTable, plans: Rows, names: tuple[str, ...], error_bound: float, started: float
+    table: CostTable | ChainTable,
+    plans: Rows,
+    names: tuple[str, ...],
+    error_bound: float,
+    started: float,
 ) -> Frontier:
-    seconds, size = evaluate_all(table, plans) if isinstance(table, CostTable) else table.evaluate(plans)
+    seconds, size = (
+        evaluate_all(table, plans) if isinstance(table, CostTable) else table.evaluate(plans)
+    )
     frontier = make_frontier(seconds, size, operators=names, configs=plans, error_bound=error_bound)
     return dataclasses.replace(frontier, search_seconds=time.perf_counter() - started)
 
 
 def evaluate_all(table: CostTable, plans: Rows) -> tuple[Array, Array]:
-    """Return (seconds (n,), bytes (n,)) of `plans` (n, operators), added up in the order of `CostTable.evaluate`."""
+    """Return (seconds (n,), bytes (n,)) of `plans` (n, operators), added up in the order of
+    `CostTable.evaluate`.
+    """
     place = {operator.name: i for i, operator in enumerate(table.operators)}
-    seconds, size = (np.tile(fixed, (len(plans), 1)) for fixed in (table.fixed_seconds, table.fixed_bytes))
+    seconds, size = (
+        np.tile(fixed, (len(plans), 1)) for fixed in (table.fixed_seconds, table.fixed_bytes)
+    )
     for i, operator in enumerate(table.operators):
         seconds += operator.seconds[plans[:, i]]
         size += operator.bytes[plans[:, i]]

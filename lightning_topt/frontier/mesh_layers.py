@@ -1,5 +1,5 @@
-"""Chains of several meshes -> layers of one network: its first decision is the mesh, its groups are those of all chains side
-by side, and the ways through it meet again after the last block.
+"""Chains of several meshes -> layers of one network: its first decision is the mesh, its groups are
+those of all chains side by side, and the ways through it meet again after the last block.
 """
 
 from __future__ import annotations
@@ -10,13 +10,19 @@ from collections.abc import Sequence
 import numpy as np
 
 from lightning_topt.costs.chain_table import ChainTable
-from lightning_topt.frontier.chain_layers import chain_layers, column_count, exact_grids, waiting_layer
+from lightning_topt.frontier.chain_layers import (
+    chain_layers,
+    column_count,
+    exact_grids,
+    waiting_layer,
+)
 from lightning_topt.frontier.layers import Layer
 from lightning_topt.frontier.pareto import Rows
 
 
 def mesh_layers(tables: Sequence[ChainTable]) -> list[Layer]:
-    """Return the layers of `tables`, of which there is at least one; the first layer decides which table a plan is of.
+    """Return the layers of `tables`, of which there is at least one; the first layer decides which
+    table a plan is of.
 
     Chains with fewer blocks than others wait behind that: `blocks_of` leaves that out.
     """
@@ -25,7 +31,9 @@ def mesh_layers(tables: Sequence[ChainTable]) -> list[Layer]:
     chains = [chain_layers(table, grids=(grids[0], grids[1]), columns=columns) for table in tables]
     depth = max(map(len, chains))
     waiting = waiting_layer(columns)
-    chains = [[chain[0], *itertools.repeat(waiting, depth - len(chain)), *chain[1:]] for chain in chains]
+    chains = [
+        [chain[0], *itertools.repeat(waiting, depth - len(chain)), *chain[1:]] for chain in chains
+    ]
     made: dict[tuple[int, ...], Layer] = {}
     before, layers = [1] * len(tables), []
     for n, beside in enumerate(zip(*chains, strict=True)):
@@ -38,7 +46,9 @@ def mesh_layers(tables: Sequence[ChainTable]) -> list[Layer]:
 
 
 def blocks_of(table: ChainTable, decided: Rows) -> Rows:
-    """Return the configurations (n, block) of plans of `table` from what all layers decide (n, N)."""
+    """Return the configurations (n, block) of plans of `table` from what all layers decide (n,
+    N).
+    """
     return decided[:, -2 : -2 - len(table.order) : -1]
 
 

@@ -1,6 +1,7 @@
 """Pareto-minimal rows of a matrix of costs: the array kernels below the algebra.
 
-Symbols: n rows (points), c columns (costs). Row x dominates row y when x <= y in every column and x != y.
+Symbols: n rows (points), c columns (costs). Row x dominates row y when x <= y in every column and x
+!= y.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ _ODD = np.uint64(0x9E3779B97F4A7C15)
 def pareto_rows(costs: Array) -> Rows:
     """Return indices of the Pareto-minimal rows of `costs` (n, c); of equal rows one is kept.
 
-    The order is that of the first column in which rows differ from others when at most two columns matter (ascending),
-    unspecified otherwise.
+    The order is that of the first column in which rows differ from others when at most two columns
+    matter (ascending), unspecified otherwise.
     """
     rows = unique_rows(costs)
     ranks = _distinct_columns(_ranks(costs[rows]))
@@ -32,18 +33,24 @@ def pareto_rows(costs: Array) -> Rows:
 
 
 def pareto_rows_of_few(costs: Array) -> Rows:
-    """Return `pareto_rows` in ascending order; where rows are few, all pairs are compared at once."""
+    """Return `pareto_rows` in ascending order; where rows are few, all pairs are compared at
+    once.
+    """
     if len(costs) > _FEW:
         return np.sort(pareto_rows(costs))
     below = np.ones((len(costs), len(costs)), bool)
     for column in costs.T:
         below &= column[:, None] <= column
     # Of equal rows the first one stays.
-    return np.flatnonzero(~(below & (~below.T | np.tri(len(costs), k=-1, dtype=bool).T)).any(axis=0))
+    return np.flatnonzero(
+        ~(below & (~below.T | np.tri(len(costs), k=-1, dtype=bool).T)).any(axis=0)
+    )
 
 
 def pareto_rows_2(first: Array, second: Array) -> Rows:
-    """Return `pareto_rows` of two columns (n,), sorted by `first` ascending, `second` then descends: sort and sweep."""
+    """Return `pareto_rows` of two columns (n,), sorted by `first` ascending, `second` then
+    descends: sort and sweep.
+    """
     if len(first) <= 4 * _BINS:
         return _sweep(first, second)
     rows = np.flatnonzero(_not_behind(first, second))
@@ -54,7 +61,8 @@ def unique_rows(costs: Array) -> Rows:
     """Return indices of one row out of every set of equal rows of `costs` (n, c)."""
     if len(costs) == 0 or costs.shape[1] == 0:
         return np.arange(min(len(costs), 1))
-    words = (np.ascontiguousarray(costs) + 0.0).view(np.uint64)  # + 0.0 makes -0.0 and 0.0 the same bits
+    # + 0.0 makes -0.0 and 0.0 the same bits
+    words = (np.ascontiguousarray(costs) + 0.0).view(np.uint64)
     digest = np.zeros(len(costs), np.uint64)
     for column in words.T:
         digest = (digest ^ column) * _ODD
@@ -62,7 +70,8 @@ def unique_rows(costs: Array) -> Rows:
     _, rows, group = np.unique(digest, return_index=True, return_inverse=True)
     if np.array_equal(words[rows[group]], words):
         return np.asarray(rows)
-    return np.asarray(np.unique(costs + 0.0, axis=0, return_index=True)[1])  # two different rows had one digest
+    # two different rows had one digest
+    return np.asarray(np.unique(costs + 0.0, axis=0, return_index=True)[1])
 
 
 def _sweep(first: NDArray[np.generic], second: NDArray[np.generic]) -> Rows:
@@ -123,9 +132,14 @@ def _filter(ranks: NDArray[np.unsignedinteger]) -> Rows:
 
 
 def _dominated(
-    candidates: NDArray[np.unsignedinteger], others: NDArray[np.unsignedinteger], *, itself: bool = False
+    candidates: NDArray[np.unsignedinteger],
+    others: NDArray[np.unsignedinteger],
+    *,
+    itself: bool = False,
 ) -> NDArray[np.bool_]:
-    """Return which `candidates` (c, n) have one of `others` (c, m) below or at them in every column."""
+    """Return which `candidates` (c, n) have one of `others` (c, m) below or at them in every
+    column.
+    """
     if not candidates.size:
         return np.zeros(candidates.shape[1], bool)
     below = candidates[0][:, None] >= others[0]

@@ -1,8 +1,8 @@
 """Compiled loops over all layers: prices, cheapest plans, and what crossing plans makes of them.
 
-Plain loops on purpose: whole-array expressions are no faster here and take several times as long to compile. Layers come
-flattened (`prices.Network`): `net` is (transition pointers, source, target, value pointers, values, entry pointers, start,
-end, column pointers, kinds, group pointers).
+Plain loops on purpose: whole-array expressions are no faster here and take several times as long to
+compile. Layers come flattened (`prices.Network`): `net` is (transition pointers, source, target,
+value pointers, values, entry pointers, start, end, column pointers, kinds, group pointers).
 """
 
 from __future__ import annotations
@@ -15,8 +15,12 @@ from lightning_topt.basics.jit import kernel
 
 
 @kernel
-def _spread(net: Any, logs: Any, seconds: Any, size: Any, height: Any, mass: Any, flow: Any) -> None:
-    """Share weights of `seconds` and `size` over all ways through the columns, in proportion to exp of the sum of `logs`."""
+def _spread(
+    net: Any, logs: Any, seconds: Any, size: Any, height: Any, mass: Any, flow: Any
+) -> None:
+    """Share weights of `seconds` and `size` over all ways through the columns, in proportion to exp
+    of the sum of `logs`.
+    """
     _, _, _, _, _, entries, start, end, columns, _, _ = net
     layers = len(entries) - 1
     for c in range(columns[layers + 1]):
@@ -31,7 +35,9 @@ def _spread(net: Any, logs: Any, seconds: Any, size: Any, height: Any, mass: Any
     for n in range(layers):
         for e in range(entries[n], entries[n + 1]):
             a, b = columns[n] + start[e], columns[n + 1] + end[e]
-            flow[e] = mass[a] * np.exp(logs[e] + height[b] - height[a]) if height[b] > -np.inf else 0.0
+            flow[e] = (
+                mass[a] * np.exp(logs[e] + height[b] - height[a]) if height[b] > -np.inf else 0.0
+            )
             mass[b] += flow[e]
 
 
@@ -55,14 +61,22 @@ def _cheapest(net: Any, flow: Any, potential: Any, choice: Any) -> None:
 
 
 @kernel
-def _walk(net: Any, choice: Any, row: int, plans: Any, costs: Any, logs: Any, rate: Any, states: Any) -> None:
-    """Follow the cheapest transitions into ``plans[row]`` and ``costs[row]``; its values raise the `logs` by `rate` (2,)."""
+def _walk(
+    net: Any, choice: Any, row: int, plans: Any, costs: Any, logs: Any, rate: Any, states: Any
+) -> None:
+    """Follow the cheapest transitions into ``plans[row]`` and ``costs[row]``; its values raise the
+    `logs` by `rate` (2,).
+    """
     transitions, _, target, begin, values, entries, start, end, columns, kinds, groups = net
     g = 0
     states[0, 0] = states[0, 1] = 0.0
     for n in range(len(entries) - 1):
         j = choice[groups[n] + g]
-        before, after, at = n % 2, (n + 1) % 2, begin[n] + (j - transitions[n]) * (entries[n + 1] - entries[n])
+        before, after, at = (
+            n % 2,
+            (n + 1) % 2,
+            begin[n] + (j - transitions[n]) * (entries[n + 1] - entries[n]),
+        )
         for c in range(columns[n + 2] - columns[n + 1]):
             states[after, c] = -np.inf
         for e in range(entries[n], entries[n + 1]):
@@ -77,16 +91,34 @@ def _walk(net: Any, choice: Any, row: int, plans: Any, costs: Any, logs: Any, ra
 
 @kernel
 def maximise(
-    net: Any, weights: Any, rates: Any, steps: int, masses: Any, flows: Any, potentials: Any, plans: Any, costs: Any
+    net: Any,
+    weights: Any,
+    rates: Any,
+    steps: int,
+    masses: Any,
+    flows: Any,
+    potentials: Any,
+    plans: Any,
+    costs: Any,
 ) -> None:
-    """Find, for each of `weights` (L, 2), shares over columns for which the cheapest plan is dearest, as far as `steps` find
-    them.
+    """Find, for each of `weights` (L, 2), shares over columns for which the cheapest plan is
+    dearest, as far as `steps` find them.
 
-    Multiplicative weights with `rates` (L, 2). Into `masses` (L, columns), `flows` (L, entries) and `potentials` (L, groups) go
-    the best prices, into `plans` (L * steps, N) and `costs` (L * steps, 2) all plans met.
+    Multiplicative weights with `rates` (L, 2). Into `masses` (L, columns), `flows` (L, entries) and
+    `potentials` (L, groups) go the best prices, into `plans` (L * steps, N) and `costs` (L * steps,
+    2) all plans met.
     """
-    height, mass, flow, logs = np.empty(net[8][-1]), np.empty(net[8][-1]), np.empty(net[5][-1]), np.empty(net[5][-1])
-    potential, choice, states = np.empty(net[10][-1]), np.zeros(net[10][-1], np.int64), np.empty((2, net[8][-1]))
+    height, mass, flow, logs = (
+        np.empty(net[8][-1]),
+        np.empty(net[8][-1]),
+        np.empty(net[5][-1]),
+        np.empty(net[5][-1]),
+    )
+    potential, choice, states = (
+        np.empty(net[10][-1]),
+        np.zeros(net[10][-1], np.int64),
+        np.empty((2, net[8][-1])),
+    )
     for i in range(len(weights)):
         best = -np.inf
         for e in range(len(logs)):
@@ -102,12 +134,23 @@ def maximise(
                     flows[i, e] = flow[e]
                 for g in range(len(potential)):
                     potentials[i, g] = potential[g]
-            _walk(net, choice, i * steps + step, plans, costs, logs, rates[i] / np.sqrt(step + 1.0), states)
+            _walk(
+                net,
+                choice,
+                i * steps + step,
+                plans,
+                costs,
+                logs,
+                rates[i] / np.sqrt(step + 1.0),
+                states,
+            )
 
 
 @kernel
 def _suffixes(net: Any, plan: Any, ahead: Any) -> None:
-    """Into `ahead` (columns,) what every column still gains under `plan` (N,) from its boundary to the end."""
+    """Into `ahead` (columns,) what every column still gains under `plan` (N,) from its boundary to
+    the end.
+    """
     _, _, _, begin, values, entries, start, end, columns, _, _ = net
     layers = len(entries) - 1
     for c in range(columns[layers + 1]):
@@ -126,16 +169,22 @@ def _step(net: Any, n: int, transition: int, states: Any, before: int, after: in
         states[after, c] = -np.inf
     at = begin[n] + transition * (entries[n + 1] - entries[n]) - entries[n]
     for e in range(entries[n], entries[n + 1]):
-        states[after, end[e]] = max(states[after, end[e]], states[before, start[e]] + values[at + e])
+        states[after, end[e]] = max(
+            states[after, end[e]], states[before, start[e]] + values[at + e]
+        )
 
 
 @kernel
-def crossings(net: Any, leaving: Any, plan: Any, other: Any, seconds: Any, size: Any, found: Any, costs: Any) -> int:
-    """Write plans that begin as `plan` (N,), take any two transitions, and end as `other`, unless known ones beat them.
+def crossings(
+    net: Any, leaving: Any, plan: Any, other: Any, seconds: Any, size: Any, found: Any, costs: Any
+) -> int:
+    """Write plans that begin as `plan` (N,), take any two transitions, and end as `other`, unless
+    known ones beat them.
 
-    `leaving` are the transitions by the group that they leave: pointers, and their numbers. Known plans have `seconds`
-    ascending and `size` descending. Into `found` (room, 3) go the layer and its two transitions; returns how many were found.
-    With two equal plans these are its changes in neighbouring layers.
+    `leaving` are the transitions by the group that they leave: pointers, and their numbers. Known
+    plans have `seconds` ascending and `size` descending. Into `found` (room, 3) go the layer and
+    its two transitions; returns how many were found. With two equal plans these are its changes in
+    neighbouring layers.
     """
     transitions, _, target, _, _, entries, _, _, columns, kinds, groups = net
     begin, numbers = leaving

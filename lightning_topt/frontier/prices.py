@@ -1,15 +1,18 @@
-"""Prices: what shows that a partial plan cannot become better than known plans (branch and bound in dynamic programming,
-Morin & Marsten 1976; Lagrangian bounds, Geoffrion 1974).
+"""Prices: what shows that a partial plan cannot become better than known plans (branch and bound in
+dynamic programming, Morin & Marsten 1976; Lagrangian bounds, Geoffrion 1974).
 
-Share a weight r of seconds and s of bytes over the ways through the columns in any proportion: then for every plan
+Share a weight r of seconds and s of bytes over the ways through the columns in any proportion: then
+for every plan
 
     r * step_seconds + s * peak_bytes  >=  the sum of its values, each times the share of its entry
 
-and the least of the right side over all completions of a partial plan is found backwards, layer by layer (`potentials`). The
-plans already known leave a staircase of corners (T, M): a plan that none of them beats or equals has ``step_seconds < T`` and
-``peak_bytes < M`` at some corner. A partial plan is hopeless when at every corner one of L prices shows that it cannot get
-there. Shares maximise the bound for L ratios r : s (multiplicative weights, Arora, Hazan & Kale 2012, section 3, over all
-ways at once: shares are a Gibbs distribution, whose marginals two passes give); the plans met on the way are the first known.
+and the least of the right side over all completions of a partial plan is found backwards, layer by
+layer (`potentials`). The plans already known leave a staircase of corners (T, M): a plan that none
+of them beats or equals has ``step_seconds < T`` and ``peak_bytes < M`` at some corner. A partial
+plan is hopeless when at every corner one of L prices shows that it cannot get there. Shares
+maximise the bound for L ratios r : s (multiplicative weights, Arora, Hazan & Kale 2012, section 3,
+over all ways at once: shares are a Gibbs distribution, whose marginals two passes give); the plans
+met on the way are the first known.
 """
 
 from __future__ import annotations
@@ -32,13 +35,18 @@ _RATIOS = 30
 _STEPS = 100
 _WORK = 3 * 10**8  # multiply-adds that finding prices may take
 _CORNERS = 192
-_ROOM, _GAPS, _ROUNDS, _ENOUGH = 4096, 32, 8, 1024  # changes of a plan, gaps filled in a round, rounds, known plans
-_FAR = 2.0**20  # how far corners at the ends lie out; a gain above it is not told from any larger one
-_TOLERANCE = 2.0**-40  # of the sum of all values: above the rounding of prices, which must not drop a plan
+# changes of a plan, gaps filled in a round, rounds, known plans
+_ROOM, _GAPS, _ROUNDS, _ENOUGH = 4096, 32, 8, 1024
+# how far corners at the ends lie out; a gain above it is not told from any larger one
+_FAR = 2.0**20
+# of the sum of all values: above the rounding of prices, which must not drop a plan
+_TOLERANCE = 2.0**-40
 
 
 def price_kernels() -> Any:
-    """Return the compiled loops over all layers; importing Numba takes 0.4 s, so they are loaded where work is large."""
+    """Return the compiled loops over all layers; importing Numba takes 0.4 s, so they are loaded
+    where work is large.
+    """
     return importlib.import_module("lightning_topt.frontier.price_kernels")
 
 
@@ -49,7 +57,9 @@ def state_kernels() -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Known:
-    """Plans that are known: `costs` (n, 2), seconds ascending and bytes descending, and their transitions `plans` (n, N)."""
+    """Plans that are known: `costs` (n, 2), seconds ascending and bytes descending, and their
+    transitions `plans` (n, N).
+    """
 
     costs: Array
     plans: NDArray[Any]
@@ -63,10 +73,12 @@ class Known:
 
 @dataclass(frozen=True, eq=False)
 class Prices:
-    """L prices: `weights` (L, 2) of a second and a byte; by boundary `masses` (c, L) of columns, and of groups `potentials`
-    (G, L) and `reached` (G, L), the least price from them to the end and from the start to them.
+    """L prices: `weights` (L, 2) of a second and a byte; by boundary `masses` (c, L) of columns,
+    and of groups `potentials` (G, L) and `reached` (G, L), the least price from them to the end and
+    from the start to them.
 
-    `most` (2,) is above the seconds and bytes of every plan, `slack` (L,) above the rounding of any priced plan.
+    `most` (2,) is above the seconds and bytes of every plan, `slack` (L,) above the rounding of any
+    priced plan.
     """
 
     weights: Array
@@ -77,17 +89,25 @@ class Prices:
     slack: Array
 
     def limits(self, known: Known) -> Array:
-        """Return (Q, L) prices of the corners that the known plans leave: a hopeful state's are lower at one of them."""
-        seconds, size = np.append(known.costs[:, 0], self.most[0]), np.append(self.most[1], known.costs[:, 1])
+        """Return (Q, L) prices of the corners that the known plans leave: a hopeful state's are
+        lower at one of them.
+        """
+        seconds, size = (
+            np.append(known.costs[:, 0], self.most[0]),
+            np.append(self.most[1], known.costs[:, 1]),
+        )
         return np.ascontiguousarray(_corners(seconds, size).T @ self.weights.T + self.slack)
 
     def gain(self, known: Known) -> float:
-        """Return by how much any plan could still beat the known ones, at most; see `Bounds.gains`."""
+        """Return by how much any plan could still beat the known ones, at most; see
+        `Bounds.gains`.
+        """
         return float(Bounds(self, known, 0.0).gains(0, np.zeros((1, 2)), np.zeros(1, np.int64))[0])
 
 
 class Bounds:
-    """`Bounds` say which partial plans may become better than the `known` ones, by more than the share `epsilon`.
+    """`Bounds` say which partial plans may become better than the `known` ones, by more than the
+    share `epsilon`.
 
     Boundaries are counted from the first layer, or, `reversed`, from the last.
     """
@@ -95,7 +115,11 @@ class Bounds:
     def __init__(self, prices: Prices, known: Known, epsilon: float) -> None:
         limits = prices.limits(known)
         self.limits = np.where(limits > 0, limits / (1 + epsilon), limits)
-        self._masses, self._potentials, self._others = prices.masses, prices.potentials, prices.reached
+        self._masses, self._potentials, self._others = (
+            prices.masses,
+            prices.potentials,
+            prices.reached,
+        )
 
     @property
     def reversed(self) -> Bounds:
@@ -107,14 +131,16 @@ class Bounds:
         return flipped
 
     def at(self, n: int) -> tuple[Array, Array, Array]:
-        """Return what the kernels take at boundary `n`: masses (c, L), potentials (G, L), limits (Q, L)."""
+        """Return what the kernels take at boundary `n`: masses (c, L), potentials (G, L), limits
+        (Q, L).
+        """
         return self._masses[n], self._potentials[n], self.limits
 
     def gains(self, n: int, states: Array, group: Rows) -> Array:
         """Return (n,) by how much states of boundary `n` could still beat the known plans, at most.
 
-        Gain g: whatever completes a state is beaten or equalled by a known plan that counts as (1 + g) times better (and as
-        (1 + epsilon) times better already).
+        Gain g: whatever completes a state is beaten or equalled by a known plan that counts as (1 +
+        g) times better (and as (1 + epsilon) times better already).
         """
         found = np.empty(len(states))
         state_kernels().gains(states, group, *self.at(n), found)
@@ -122,24 +148,36 @@ class Bounds:
 
 
 def make_prices(layers: Sequence[Layer], *, steps: int | None = None) -> tuple[Prices, Known]:
-    """Return prices for `layers`, each with at least one transition, and the plans met while seeking them.
+    """Return prices for `layers`, each with at least one transition, and the plans met while
+    seeking them.
 
     Fewer `steps` give prices that exclude less.
     """
     net = Network(tuple(layers))
     ratios = np.stack(
-        [np.append(np.geomspace(1 / 64, 64, _RATIOS), [1, 0]), np.append(np.ones(_RATIOS), [0, 1])], axis=1
+        [np.append(np.geomspace(1 / 64, 64, _RATIOS), [1, 0]), np.append(np.ones(_RATIOS), [0, 1])],
+        axis=1,
     )
     weights = ratios / net.units
     rates = 16 / ratios.sum(axis=1, keepdims=True) * weights
     work = len(ratios) * sum(layer.values.size + len(layer.start) * 16 for layer in layers)
     steps = int(np.clip(_WORK / work, 10, _STEPS)) if steps is None else steps
     steps = steps if net.splits else 1
-    masses, flows = np.zeros((len(ratios), net.pointers[0][-1])), np.zeros((len(ratios), net.flat[5][-1]))
+    masses, flows = (
+        np.zeros((len(ratios), net.pointers[0][-1])),
+        np.zeros((len(ratios), net.flat[5][-1])),
+    )
     potentials = np.zeros((len(ratios), net.pointers[1][-1]))
-    plans, costs = np.zeros((len(ratios) * steps, len(layers)), np.int32), np.zeros((len(ratios) * steps, 2))
-    price_kernels().maximise(net.flat, weights, rates, steps, masses, flows, potentials, plans, costs)
-    columns, groups = ([slice(*ends) for ends in itertools.pairwise(where)] for where in net.pointers)
+    plans, costs = (
+        np.zeros((len(ratios) * steps, len(layers)), np.int32),
+        np.zeros((len(ratios) * steps, 2)),
+    )
+    price_kernels().maximise(
+        net.flat, weights, rates, steps, masses, flows, potentials, plans, costs
+    )
+    columns, groups = (
+        [slice(*ends) for ends in itertools.pairwise(where)] for where in net.pointers
+    )
     prices = Prices(
         weights,
         tuple(np.ascontiguousarray(masses[:, where].T) for where in columns),
@@ -167,13 +205,18 @@ def _reached(layers: Sequence[Layer], flows: Array) -> list[Array]:
 
 
 def improve(layers: Sequence[Layer], known: Known, *, gaps: int = _GAPS) -> Known:
-    """Return known plans and what changes of each, and crossings of neighbours, make of them, at the largest `gaps`."""
+    """Return known plans and what changes of each, and crossings of neighbours, make of them, at
+    the largest `gaps`.
+    """
     net = Network(tuple(layers))
     flat, leaving = net.flat, net.leaving
     for _ in range(_ROUNDS):
         some = known.plans[_beside_gaps(known.costs, gaps)]
-        pairs = [(i, o) for i in range(len(some)) for o in range(max(i - 1, 0), min(i + 2, len(some)))]
-        pairs = [(i, o) for i, o in pairs if some[i, 0] == some[o, 0]]  # those of other meshes never meet
+        pairs = [
+            (i, o) for i in range(len(some)) for o in range(max(i - 1, 0), min(i + 2, len(some)))
+        ]
+        # those of other meshes never meet
+        pairs = [(i, o) for i, o in pairs if some[i, 0] == some[o, 0]]
         before, known = known, known.joined(*_crossed(flat, leaving, some, pairs, known))
         if len(known.costs) > _ENOUGH or np.array_equal(known.costs, before.costs):
             break
@@ -188,9 +231,15 @@ def _beside_gaps(costs: Array, count: int) -> Rows:
 
 
 def _crossed(
-    flat: tuple[Any, ...], leaving: tuple[Rows, Rows], some: Rows, pairs: Sequence[tuple[int, int]], known: Known
+    flat: tuple[Any, ...],
+    leaving: tuple[Rows, Rows],
+    some: Rows,
+    pairs: Sequence[tuple[int, int]],
+    known: Known,
 ) -> tuple[Array, NDArray[Any]]:
-    """Costs and transitions of the best crossings of `pairs` of `some` plans, those that no known plan beats."""
+    """Costs and transitions of the best crossings of `pairs` of `some` plans, those that no known
+    plan beats.
+    """
     room, costs, changes = (np.empty((_ROOM, 3), np.int32), np.empty((_ROOM, 2))), [], []
     beaten = np.ascontiguousarray(known.costs.T)
     for i, o in pairs:
@@ -229,7 +278,9 @@ class Network:
     @property
     def pointers(self) -> tuple[Rows, Rows]:
         """The places where the columns and the groups of every boundary begin."""
-        return _pointers(map(len, self.kinds)), _pointers([1, *(layer.groups for layer in self.layers)])
+        return _pointers(map(len, self.kinds)), _pointers(
+            [1, *(layer.groups for layer in self.layers)]
+        )
 
     @property
     def units(self) -> Array:
@@ -269,9 +320,13 @@ class Network:
 
     @property
     def leaving(self) -> tuple[Rows, Rows]:
-        """The transitions of all layers by the group that they leave: where those of each begin, and their numbers."""
+        """The transitions of all layers by the group that they leave: where those of each begin,
+        and their numbers.
+        """
         first = self.pointers[1]
-        group = _join([layer.source + before for layer, before in zip(self.layers, first[:-1], strict=False)])
+        group = _join(
+            [layer.source + before for layer, before in zip(self.layers, first[:-1], strict=False)]
+        )
         order = np.argsort(group, kind="stable")
         return np.searchsorted(group[order], np.arange(first[-1] + 1)), order
 
@@ -285,7 +340,9 @@ def _join(parts: Sequence[Rows]) -> Rows:
 
 
 def _corners(seconds: Array, size: Array) -> Array:
-    """Return (2, at most `_CORNERS`): the staircase of corners, coarser; of a run of corners, the one above them all."""
+    """Return (2, at most `_CORNERS`): the staircase of corners, coarser; of a run of corners, the
+    one above them all.
+    """
     if len(seconds) <= _CORNERS:
         return np.stack([seconds, size])
     inner = np.diff(seconds[:-1]) / np.ptp(seconds[:-1]), -np.diff(size[1:]) / np.ptp(size[1:])

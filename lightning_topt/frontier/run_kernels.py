@@ -17,8 +17,9 @@ _MOST = 1024  # states and decisions of a run that are compared pair by pair
 def states_of_runs(
     shorter: Rows, last: Rows, blocks: Sequence[Array], step: float, most: int
 ) -> tuple[Array, Rows, Rows, Rows, float] | None:
-    """Return the fields of `RunStates` of runs that are run `shorter` (-1: none) and a block `last` (run,); `blocks` are costs
-    (config, 5), infinite seconds forbid. None where a run has so many states that arrays are faster.
+    """Return the fields of `RunStates` of runs that are run `shorter` (-1: none) and a block `last`
+    (run,); `blocks` are costs (config, 5), infinite seconds forbid. None where a run has so many
+    states that arrays are faster.
     """
     allowed = [np.flatnonzero(np.isfinite(block[:, 0])) for block in blocks]
     costs = np.concatenate([block[some] for block, some in zip(blocks, allowed, strict=True)])
@@ -27,7 +28,12 @@ def states_of_runs(
     while True:
         made = np.empty((room, 5)), np.empty(room, np.int64), np.empty(room, np.int64)
         first, errors = np.zeros(len(last) + 1, np.int64), np.empty(len(last))
-        arrays = np.ascontiguousarray(shorter, np.int64), np.ascontiguousarray(last, np.int64), costs, decisions
+        arrays = (
+            np.ascontiguousarray(shorter, np.int64),
+            np.ascontiguousarray(last, np.int64),
+            costs,
+            decisions,
+        )
         size = _make(*arrays, step, most, *made, first, errors)
         if size == -1:
             return None
@@ -39,9 +45,11 @@ def states_of_runs(
 
 
 @kernel
-def _thin(made: Any, count: int, stays: Any, minimal: Any, cells: Any, step: float, most: int) -> float:
-    """Write which of the first `count` of `made` stay: those that none beats (`minimal`), the first of equal ones, and of these
-    the first in each cell; return the width of cells.
+def _thin(
+    made: Any, count: int, stays: Any, minimal: Any, cells: Any, step: float, most: int
+) -> float:
+    """Write which of the first `count` of `made` stay: those that none beats (`minimal`), the first
+    of equal ones, and of these the first in each cell; return the width of cells.
     """
     left = 0
     for i in range(count):
@@ -92,7 +100,9 @@ def _make(
     first: Any,
     errors: Any,
 ) -> int:
-    """Write the states of all runs; return how many, -1 for a run of too many and -2 where there is no room."""
+    """Write the states of all runs; return how many, -1 for a run of too many and -2 where there is
+    no room.
+    """
     size = 0
     made, cells = np.empty((_MOST, 5)), np.empty((_MOST, 5))
     stays, minimal = np.empty(_MOST, np.bool_), np.empty(_MOST, np.bool_)

@@ -1,4 +1,6 @@
-"""The cheapest way to cut a chain into stages, each of which keeps below a load and a size: one dynamic program over stages."""
+"""The cheapest way to cut a chain into stages, each of which keeps below a load and a size: one
+dynamic program over stages.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +14,21 @@ import numpy as np
 
 from lightning_topt.costs.stage_table import StageBlock, StageTable
 from lightning_topt.frontier.pareto import Array, Rows
-from lightning_topt.frontier.stage_states import StageStates, configs_of_run, run_states, runs_of, stage_states
+from lightning_topt.frontier.stage_states import (
+    StageStates,
+    configs_of_run,
+    run_states,
+    runs_of,
+    stage_states,
+)
 
 _SMALL = 2**12  # stages times states up to which compiled code is not worth loading
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A plan of a table without what all plans pay: the sum of leads, the largest load and size; `states` (stage,) of stages
-    that end before the blocks `ends`.
+    """A plan of a table without what all plans pay: the sum of leads, the largest load and size;
+    `states` (stage,) of stages that end before the blocks `ends`.
     """
 
     lead: float
@@ -43,7 +51,9 @@ class StageCuts:
     epsilon: float = 0.0
 
     def cheapest(self, *, size: float = np.inf, load: float = np.inf) -> Cut | None:
-        """Return a plan with the least lead of all whose stages are below `size` bytes and `load` seconds, if there is one."""
+        """Return a plan with the least lead of all whose stages are below `size` bytes and `load`
+        seconds, if there is one.
+        """
         stages, blocks = len(self._stages), self._of.shape[1]
         best = np.full((stages + 1, blocks + 1), np.inf)
         came, chosen = np.full((2, stages, blocks + 1), -1)
@@ -51,7 +61,9 @@ class StageCuts:
         if "numba" in sys.modules or stages * self._costs.shape[1] > _SMALL:
             find = importlib.import_module("lightning_topt.frontier.stage_kernels").cheapest_cuts
         limits = np.array([size, load])
-        find(self._of, self._first, self._costs, self._stages, self._held, limits, best, came, chosen)
+        find(
+            self._of, self._first, self._costs, self._stages, self._held, limits, best, came, chosen
+        )
         if not np.isfinite(best[-1, -1]):
             return None
         end, ends, states = blocks, [], []
@@ -66,7 +78,9 @@ class StageCuts:
 
     @cached_property
     def least_load(self) -> float:
-        """Seconds that the largest load of any plan is not below: that of all blocks, divided evenly."""
+        """Seconds that the largest load of any plan is not below: that of all blocks, divided
+        evenly.
+        """
         table, order = self.table, list(self.table.order)
         of_block = [
             np.array([_least(block, table) for block in variant.chain.blocks]) + variant.load
@@ -81,14 +95,21 @@ class StageCuts:
 
     def decisions(self, cut: Cut) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the variant of each stage and the configuration of each block."""
-        runs, variants, configs, first = runs_of(self.table.order), [], [0] * len(self.table.order), 0
+        runs, variants, configs, first = (
+            runs_of(self.table.order),
+            [],
+            [0] * len(self.table.order),
+            0,
+        )
         for s, (end, place) in enumerate(zip(cut.ends, cut.states, strict=True)):
             group = self._groups[self._stages[s]]
             row = place - int(self._starts[self._stages[s]])
             variant = int(group.variant[row])
             states = run_states(self.table.variants[variant].chain, self.epsilon)
             of_kind: dict[int, list[int]] = {}
-            for kind, config in configs_of_run(states, runs, run=int(runs.of[first, end]), state=int(group.state[row])):
+            for kind, config in configs_of_run(
+                states, runs, run=int(runs.of[first, end]), state=int(group.state[row])
+            ):
                 of_kind.setdefault(kind, []).append(config)
             for n in range(first, end):
                 configs[n] = of_kind[self.table.order[n]].pop()
@@ -96,7 +117,8 @@ class StageCuts:
             first = end
         return tuple(variants), tuple(configs)
 
-    # ---- arrays ------------------------------------------------------------------------------------------------------
+    # ---- arrays
+    # ------------------------------------------------------------------------------------------------------
 
     @cached_property
     def _kinds(self) -> list[tuple[tuple[int, ...], int]]:
@@ -108,12 +130,14 @@ class StageCuts:
 
     @cached_property
     def _stages(self) -> Rows:
-        return np.array([self._kinds.index((stage.variants, stage.link)) for stage in self.table.stages])
+        return np.array(
+            [self._kinds.index((stage.variants, stage.link)) for stage in self.table.stages]
+        )
 
     @cached_property
     def _held(self) -> Array:
-        """Microbatches that are held, and that wait, at each time that may be the worst, and those that are held in the update
-        ([held, waiting, in update], time, stage).
+        """Microbatches that are held, and that wait, at each time that may be the worst, and those
+        that are held in the update ([held, waiting, in update], time, stage).
         """
         stages, most = self.table.stages, max(len(stage.held) for stage in self.table.stages)
         held = [(*stage.held, *stage.held[:1] * (most - len(stage.held))) for stage in stages]
@@ -129,11 +153,16 @@ class StageCuts:
     @cached_property
     def _of(self) -> Rows:
         classes = np.cumsum([0, *(len(group.first) - 1 for group in self._groups)])
-        return np.stack([np.where(g.of >= 0, g.of + c, -1) for g, c in zip(self._groups, classes, strict=False)])
+        return np.stack(
+            [np.where(g.of >= 0, g.of + c, -1) for g, c in zip(self._groups, classes, strict=False)]
+        )
 
     @cached_property
     def _first(self) -> Rows:
-        ends = [group.first[1:] + start for group, start in zip(self._groups, self._starts, strict=False)]
+        ends = [
+            group.first[1:] + start
+            for group, start in zip(self._groups, self._starts, strict=False)
+        ]
         return np.concatenate([[0], *ends]).astype(np.intp)
 
     @cached_property

@@ -11,18 +11,34 @@ from lightning_topt.basics.jit import kernel
 
 @kernel
 def cheapest_cuts(
-    of: Any, first: Any, costs: Any, stages: Any, held: Any, limits: Any, best: Any, came: Any, chosen: Any
+    of: Any,
+    first: Any,
+    costs: Any,
+    stages: Any,
+    held: Any,
+    limits: Any,
+    best: Any,
+    came: Any,
+    chosen: Any,
 ) -> None:
-    """Write into `best` (S + 1, N + 1) the least lead of s stages that end before block j, and into `came` and `chosen` where
-    the last of them begins and which state it has; all three are -1 or infinite where there is none.
+    """Write into `best` (S + 1, N + 1) the least lead of s stages that end before block j, and into
+    `came` and `chosen` where the last of them begins and which state it has; all three are -1 or
+    infinite where there is none.
 
-    `of` (G, N, N + 1), `first` (C + 1,) and `costs` (7, n) are those of `StageStates`, of all groups of stages one after the
-    other; `stages` (S,) are the groups of the stages, `held` ([held, waiting, in update], time, S) their microbatches.
-    `limits`: loads and sizes are below these.
+    `of` (G, N, N + 1), `first` (C + 1,) and `costs` (7, n) are those of `StageStates`, of all
+    groups of stages one after the other; `stages` (S,) are the groups of the stages, `held` ([held,
+    waiting, in update], time, S) their microbatches. `limits`: loads and sizes are below these.
     """
     count = of.shape[1]
     picked = np.empty(len(first) - 1, np.int64)
-    lead, load, static, kept, hump, update = costs[0], costs[1], costs[2], costs[3], costs[4], costs[5]
+    lead, load, static, kept, hump, update = (
+        costs[0],
+        costs[1],
+        costs[2],
+        costs[3],
+        costs[4],
+        costs[5],
+    )
     waiting, times = costs[6], held.shape[1]
     for s in range(len(stages) + 1):
         for j in range(count + 1):
@@ -45,7 +61,9 @@ def cheapest_cuts(
                     for k in range(first[c], first[c + 1]):
                         size = held[2, 0, s] * kept[k] + update[k]
                         for t in range(times):
-                            size = max(size, held[0, t, s] * kept[k] + held[1, t, s] * waiting[k] + hump[k])
+                            size = max(
+                                size, held[0, t, s] * kept[k] + held[1, t, s] * waiting[k] + hump[k]
+                            )
                         size += static[k]
                         if load[k] < limits[1] and size < limits[0]:
                             picked[c] = k

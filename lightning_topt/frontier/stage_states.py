@@ -1,8 +1,10 @@
-"""Stages of a chain before it is cut: for every run of neighbouring blocks the configurations that may matter.
+"""Stages of a chain before it is cut: for every run of neighbouring blocks the configurations that
+may matter.
 
-All that a stage costs sums over its blocks (humps: the largest counts), so runs with equal blocks, in whatever order, have one
-frontier (`RunStates`): it is that of one block less, and one more decision. It does not depend on the schedule, on sharding or
-on transfers, so all tables over one chain share it (`run_states`).
+All that a stage costs sums over its blocks (humps: the largest counts), so runs with equal blocks,
+in whatever order, have one frontier (`RunStates`): it is that of one block less, and one more
+decision. It does not depend on the schedule, on sharding or on transfers, so all tables over one
+chain share it (`run_states`).
 """
 
 from __future__ import annotations
@@ -25,9 +27,11 @@ _SMALL = 2**7  # runs up to which compiled code is not worth loading
 
 @dataclass(frozen=True, eq=False)
 class Runs:
-    """The distinct runs of a chain of N blocks: ``of[i, j]`` is that of blocks i to j - 1 (N, N + 1), -1 where j <= i.
+    """The distinct runs of a chain of N blocks: ``of[i, j]`` is that of blocks i to j - 1 (N, N +
+    1), -1 where j <= i.
 
-    Run r is run ``shorter[r]`` (-1: nothing) and a block ``last[r]``, and has ``counts[r]`` of each distinct one.
+    Run r is run ``shorter[r]`` (-1: nothing) and a block ``last[r]``, and has ``counts[r]`` of each
+    distinct one.
     """
 
     of: Rows
@@ -38,8 +42,9 @@ class Runs:
 
 @dataclass(frozen=True, eq=False)
 class RunStates:
-    """States of all runs one after the other, those of run r from ``first[r]`` to ``first[r + 1]``: `costs` (n, 5), in the
-    order of `COLUMNS`, of a state `parent` (-1: nothing) of the shorter run and the configuration `config` of the last block.
+    """States of all runs one after the other, those of run r from ``first[r]`` to ``first[r + 1]``:
+    `costs` (n, 5), in the order of `COLUMNS`, of a state `parent` (-1: nothing) of the shorter run
+    and the configuration `config` of the last block.
 
     No plan is better than one of these by more than the share `error_bound` in every cost.
     """
@@ -74,7 +79,8 @@ def runs_of(order: tuple[int, ...]) -> Runs:
 
 @lru_cache(maxsize=32)
 def run_states(chain: StageChain, epsilon: float) -> RunStates:
-    """Return the states of all runs of `chain`; `epsilon`: states so near to others in all costs are put together.
+    """Return the states of all runs of `chain`; `epsilon`: states so near to others in all costs
+    are put together.
 
     Costs are rounded to grids on which their sums are exact.
     """
@@ -113,14 +119,20 @@ def _one_by_one(runs: Runs, blocks: Sequence[Array], step: float, most: int) -> 
 
 def _on_grids(chain: StageChain) -> list[Array]:
     """The costs (config, 5) of each distinct block."""
-    blocks = [np.stack([getattr(block, name) for name in COLUMNS], axis=1) for block in chain.blocks]
+    blocks = [
+        np.stack([getattr(block, name) for name in COLUMNS], axis=1) for block in chain.blocks
+    ]
     each = [blocks[kind] for kind in chain.order]
-    grids = np.repeat([exact_grid([part[:, some] for part in each]) for some in (slice(2), slice(2, 5))], [2, 3])
+    grids = np.repeat(
+        [exact_grid([part[:, some] for part in each]) for some in (slice(2), slice(2, 5))], [2, 3]
+    )
     return [np.round(block / grids) * grids for block in blocks]
 
 
 def _extended(before: Array, block: Array) -> tuple[Array, Rows, Rows]:
-    """The states of a run and one more block that no other one beats, their parents and configurations."""
+    """The states of a run and one more block that no other one beats, their parents and
+    configurations.
+    """
     allowed = np.flatnonzero(np.isfinite(block[:, 0]))
     made = before[:, None] + block[allowed]
     made[..., 4] = np.maximum(before[:, None, 4], block[allowed, 4])
@@ -130,8 +142,8 @@ def _extended(before: Array, block: Array) -> tuple[Array, Rows, Rows]:
 
 
 def _thinned(costs: Array, step: float, most: int) -> tuple[Rows, float]:
-    """One of all states in each cell of a logarithmic grid, whose cells are `step` wide, or wider where there are too many;
-    and the width. All, where `step` is 0 and they are not too many.
+    """One of all states in each cell of a logarithmic grid, whose cells are `step` wide, or wider
+    where there are too many; and the width. All, where `step` is 0 and they are not too many.
     """
     rows, width = np.arange(len(costs)), 0.0
     while (width < step and len(rows) > 2) or len(rows) > most:
@@ -142,7 +154,9 @@ def _thinned(costs: Array, step: float, most: int) -> tuple[Rows, float]:
 
 
 def configs_of_run(states: RunStates, runs: Runs, *, run: int, state: int) -> list[tuple[int, int]]:
-    """Return the decisions of a state of a run: (distinct block, configuration) of each of its blocks."""
+    """Return the decisions of a state of a run: (distinct block, configuration) of each of its
+    blocks.
+    """
     found = []
     while state >= 0:
         found.append((int(runs.last[run]), int(states.config[state])))
@@ -152,11 +166,13 @@ def configs_of_run(states: RunStates, runs: Runs, *, run: int, state: int) -> li
 
 @dataclass(frozen=True, eq=False)
 class StageStates:
-    """The states that a kind of stage may have: those of all classes of runs, by lead ascending in each.
+    """The states that a kind of stage may have: those of all classes of runs, by lead ascending in
+    each.
 
-    Class c has the states ``first[c]`` to ``first[c + 1]``. Their `costs` (7, n) are seconds of lead and load, static bytes,
-    those for each microbatch in flight, of the hump, of the update, and of each microbatch that waits; they are `state` (n,) of
-    `variant` (n,). ``of[i, j]`` is the class of blocks i to j - 1, -1 where there is none.
+    Class c has the states ``first[c]`` to ``first[c + 1]``. Their `costs` (7, n) are seconds of
+    lead and load, static bytes, those for each microbatch in flight, of the hump, of the update,
+    and of each microbatch that waits; they are `state` (n,) of `variant` (n,). ``of[i, j]`` is the
+    class of blocks i to j - 1, -1 where there is none.
     """
 
     of: Rows
@@ -167,12 +183,16 @@ class StageStates:
     error_bound: float
 
 
-def stage_states(table: StageTable, variants: tuple[int, ...], link: int, *, epsilon: float = 0.0) -> StageStates:
+def stage_states(
+    table: StageTable, variants: tuple[int, ...], link: int, *, epsilon: float = 0.0
+) -> StageStates:
     """Return the states of stages that take one of `variants` and receive through `link`."""
     runs = runs_of(table.order)
     of, run_of, extras = _classes(table, runs, link)
     parts = [_of_variant(table, variant, run_of, epsilon) for variant in variants]
-    owner, costs, state = (np.concatenate(each) for each in zip(*(part[0] for part in parts), strict=True))
+    owner, costs, state = (
+        np.concatenate(each) for each in zip(*(part[0] for part in parts), strict=True)
+    )
     variant = np.repeat(variants, [len(part[0][0]) for part in parts])
     lead, load, floor, kept, shared_load, shared_static = extras[owner].T
     costs[:, :4] += np.stack([lead, load + shared_load, shared_static, kept], axis=1)
@@ -185,11 +205,15 @@ def stage_states(table: StageTable, variants: tuple[int, ...], link: int, *, eps
 
 
 def _classes(table: StageTable, runs: Runs, link: int) -> tuple[Rows, Rows, Array]:
-    """Runs that receive alike: the class of all of them (N, N + 1), the run of each class, and what it pays besides (c, 6)."""
+    """Runs that receive alike: the class of all of them (N, N + 1), the run of each class, and what
+    it pays besides (c, 6).
+    """
     count = len(table.order)
     first, end = np.nonzero(runs.of >= 0)
     pays = np.zeros((count, 4))
-    pays[1:] = np.stack([getattr(table.links[link], name) for name in ("lead", "load", "floor", "kept")], axis=1)[1:]
+    pays[1:] = np.stack(
+        [getattr(table.links[link], name) for name in ("lead", "load", "floor", "kept")], axis=1
+    )[1:]
     shared = None if table.shared is None else table.shared[:, first, end]
     # One number for each distinct row, in the order of rows: numbers are compared much faster.
     key = runs.of[first, end]
@@ -204,13 +228,19 @@ def _classes(table: StageTable, runs: Runs, link: int) -> tuple[Rows, Rows, Arra
     return of, runs.of[first, end][rows], np.column_stack([pays[first[rows]], *more])
 
 
-def _of_variant(table: StageTable, index: int, run_of: Rows, epsilon: float) -> tuple[tuple[Rows, Array, Rows], float]:
+def _of_variant(
+    table: StageTable, index: int, run_of: Rows, epsilon: float
+) -> tuple[tuple[Rows, Array, Rows], float]:
     """Class, costs and number of the states of all classes under one variant; and their error."""
     variant, runs = table.variants[index], runs_of(table.order)
     states = run_states(variant.chain, epsilon)
     sizes = np.diff(states.first)[run_of]
     owner = np.repeat(np.arange(len(run_of)), sizes)
-    state = np.arange(len(owner)) - np.repeat(np.cumsum(sizes) - sizes, sizes) + states.first[run_of][owner]
+    state = (
+        np.arange(len(owner))
+        - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        + states.first[run_of][owner]
+    )
     seconds, once, static, kept, hump = states.costs[state].T
     more = _constants(variant, runs)[:, run_of[owner]]
     lead = table.lead_rate * seconds + more[0]
@@ -220,6 +250,8 @@ def _of_variant(table: StageTable, index: int, run_of: Rows, epsilon: float) -> 
 
 
 def _constants(variant: StageVariant, runs: Runs) -> Array:
-    """Lead, load, static bytes, those of the update and of what waits (5, run) that a variant adds to its runs."""
+    """Lead, load, static bytes, those of the update and of what waits (5, run) that a variant adds
+    to its runs.
+    """
     rows = variant.lead, variant.load, variant.static, variant.update, variant.waiting
     return np.stack(rows)[:, : runs.counts.shape[1]] @ runs.counts.T

@@ -16,7 +16,9 @@ BLOCK = 16  # kept states that share a lower bound
 
 @kernel
 def _hopeful(priced: Any, limits: Any, hint: int) -> int:
-    """A corner of `limits` (Q, L) below which prices (L,) do not exclude an end, -1 for none; `hint` is tried first."""
+    """A corner of `limits` (Q, L) below which prices (L,) do not exclude an end, -1 for none;
+    `hint` is tried first.
+    """
     i = 0
     for k in range(-1, len(limits)):
         q = hint if k < 0 else k
@@ -33,7 +35,8 @@ def _hopeful(priced: Any, limits: Any, hint: int) -> int:
 
 @kernel
 def gains(states: Any, group: Any, mass: Any, potential: Any, limits: Any, found: Any) -> None:
-    """Write into `found` (n,) the largest over corners of the least over prices of ``limit / price - 1``: what could be gained.
+    """Write into `found` (n,) the largest over corners of the least over prices of ``limit / price
+    - 1``: what could be gained.
 
     Infinite where prices are not positive. `potential` (G, L) is that of the states' boundary.
     """
@@ -59,12 +62,22 @@ def gains(states: Any, group: Any, mass: Any, potential: Any, limits: Any, found
 
 @kernel
 def extend(
-    states: Any, first: Any, layer: Any, bounds: Any, some: Any, after_first: Any, after: Any, parent: Any, via: Any
+    states: Any,
+    first: Any,
+    layer: Any,
+    bounds: Any,
+    some: Any,
+    after_first: Any,
+    after: Any,
+    parent: Any,
+    via: Any,
 ) -> int:
-    """Write the partial plans that transitions from ``some[0]`` to ``some[1]`` make and that are not hopeless; how many.
+    """Write the partial plans that transitions from ``some[0]`` to ``some[1]`` make and that are
+    not hopeless; how many.
 
-    `layer`: transitions sorted by target `begin` (G + 1,), `source`, `values` (T, E), `start`, `end`, `lifts` (.., 2),
-    `lifted_by` (..,). `bounds`: mass (c, L), potential (G, L), limits (Q, L), none to keep all.
+    `layer`: transitions sorted by target `begin` (G + 1,), `source`, `values` (T, E), `start`,
+    `end`, `lifts` (.., 2), `lifted_by` (..,). `bounds`: mass (c, L), potential (G, L), limits (Q,
+    L), none to keep all.
     """
     begin, source, values, start, end, lifts, lifted_by = layer
     mass, potential, limits = bounds
@@ -77,9 +90,13 @@ def extend(
                 for c in range(columns):
                     after[size, c] = -np.inf
                 for e in range(len(start)):
-                    after[size, end[e]] = max(after[size, end[e]], states[k, start[e]] + values[j, e])
+                    after[size, end[e]] = max(
+                        after[size, end[e]], states[k, start[e]] + values[j, e]
+                    )
                 for e in range(len(lifted_by)):
-                    after[size, lifts[e, 0]] = max(after[size, lifts[e, 0]], after[size, lifts[e, 1]] + lifted_by[e])
+                    after[size, lifts[e, 0]] = max(
+                        after[size, lifts[e, 0]], after[size, lifts[e, 1]] + lifted_by[e]
+                    )
                 if len(limits):
                     for i in range(len(priced)):
                         priced[i] = potential[g, i]
@@ -97,11 +114,14 @@ def extend(
 
 
 @kernel
-def minimal(states: Any, first: Any, order: Any, held: Any, floor: Any, kept: Any, counts: Any, most: int) -> None:
-    """Write into `kept` which of `states` (n, c) no other one of their group beats, and into ``counts[1:]`` how many of each.
+def minimal(
+    states: Any, first: Any, order: Any, held: Any, floor: Any, kept: Any, counts: Any, most: int
+) -> None:
+    """Write into `kept` which of `states` (n, c) no other one of their group beats, and into
+    ``counts[1:]`` how many of each.
 
-    In `order`, which has group after group, who beats comes first. Each is compared with at most `most` blocks of those kept,
-    and with the last one, where its equals are.
+    In `order`, which has group after group, who beats comes first. Each is compared with at most
+    `most` blocks of those kept, and with the last one, where its equals are.
     """
     columns, done = states.shape[1], 0
     for g in range(len(first) - 1):
@@ -129,7 +149,9 @@ def minimal(states: Any, first: Any, order: Any, held: Any, floor: Any, kept: An
                 block = size // BLOCK
                 for c in range(columns):
                     held[size, c] = states[k, c]
-                    floor[block, c] = min(floor[block, c], states[k, c]) if size % BLOCK else states[k, c]
+                    floor[block, c] = (
+                        min(floor[block, c], states[k, c]) if size % BLOCK else states[k, c]
+                    )
                 kept[done + size] = k
                 size += 1
         done += size
@@ -137,9 +159,11 @@ def minimal(states: Any, first: Any, order: Any, held: Any, floor: Any, kept: An
 
 
 @kernel
-def hopeful(states: Any, first: Any, mass: Any, potential: Any, limits: Any, kept: Any, counts: Any) -> None:
-    """Write into `kept` which of `states` (n, c) may become better than known plans, and into ``counts[1:]`` how many of each
-    group.
+def hopeful(
+    states: Any, first: Any, mass: Any, potential: Any, limits: Any, kept: Any, counts: Any
+) -> None:
+    """Write into `kept` which of `states` (n, c) may become better than known plans, and into
+    ``counts[1:]`` how many of each group.
     """
     priced = np.empty(mass.shape[1])
     size, hint = 0, 0
@@ -160,17 +184,24 @@ def hopeful(states: Any, first: Any, mass: Any, potential: Any, limits: Any, kep
 
 
 @kernel
-def extend_pairs(states: Any, first: Any, layer: Any, group: int, best: Any, after: Any, parent: Any, via: Any) -> int:
-    """Do `extend` for one group and two columns, (seconds, bytes), without most beaten ones; -1 where there is no room.
+def extend_pairs(
+    states: Any, first: Any, layer: Any, group: int, best: Any, after: Any, parent: Any, via: Any
+) -> int:
+    """Do `extend` for one group and two columns, (seconds, bytes), without most beaten ones; -1
+    where there is no room.
 
-    A first pass keeps the least seconds of every bin of bytes in `best` (bins + 1,), a second one what beats all bins before.
+    A first pass keeps the least seconds of every bin of bytes in `best` (bins + 1,), a second one
+    what beats all bins before.
     """
     begin, source, values, _, _, _, _ = layer
     bins, low, high, size = len(best) - 1, np.inf, -np.inf, 0
     for j in range(begin[group], begin[group + 1]):
         a, b = first[source[j]], first[source[j] + 1]
         if a < b:  # by bytes ascending
-            low, high = min(low, states[a, 1] + values[j, 1]), max(high, states[b - 1, 1] + values[j, 1])
+            low, high = (
+                min(low, states[a, 1] + values[j, 1]),
+                max(high, states[b - 1, 1] + values[j, 1]),
+            )
     scale = (bins - 1) / (high - low) if high > low else 0.0
     for b in range(bins + 1):
         best[b] = np.inf
@@ -194,11 +225,15 @@ def extend_pairs(states: Any, first: Any, layer: Any, group: int, best: Any, aft
 
 
 @kernel
-def join(states: Any, others: Any, some: Any, kinds: Any, seconds: Any, size: Any, found: Any, costs: Any) -> Any:
-    """Write the pairs of ``states[some[0] : some[1]]`` and ``others[some[2] : some[3]]`` that known plans do not beat.
+def join(
+    states: Any, others: Any, some: Any, kinds: Any, seconds: Any, size: Any, found: Any, costs: Any
+) -> Any:
+    """Write the pairs of ``states[some[0] : some[1]]`` and ``others[some[2] : some[3]]`` that known
+    plans do not beat.
 
-    Columns add up; the largest of each of `kinds` (c,) are the seconds and bytes. Known plans have `seconds` ascending and
-    `size` descending. Returns how many were written to `found` (room, 2) and `costs` (room, 2), and the state to go on with.
+    Columns add up; the largest of each of `kinds` (c,) are the seconds and bytes. Known plans have
+    `seconds` ascending and `size` descending. Returns how many were written to `found` (room, 2)
+    and `costs` (room, 2), and the state to go on with.
     """
     count, columns = 0, len(kinds)
     for i in range(some[0], some[1]):

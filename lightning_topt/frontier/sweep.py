@@ -1,4 +1,6 @@
-"""The search in its plainest form, by NumPy: layer after layer all partial plans, without those that others beat."""
+"""The search in its plainest form, by NumPy: layer after layer all partial plans, without those
+that others beat.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +18,21 @@ _PER_COLUMNS = 16  # what comparing more than two columns costs, in passes over 
 def sweep(
     layers: Sequence[Layer], *, lifts: Sequence[Array] | None = None, work: float = np.inf
 ) -> tuple[Array, Rows, Rows] | None:
-    """Return the columns (n, c), groups (n,) and transitions (n, N) of the best plans of every last group; None above `work`.
+    """Return the columns (n, c), groups (n,) and transitions (n, N) of the best plans of every last
+    group; None above `work`.
 
-    `lifts` are those of `columns.raises`. `work` counts the numbers computed, with a charge for every group of a layer.
+    `lifts` are those of `columns.raises`. `work` counts the numbers computed, with a charge for
+    every group of a layer.
     """
     work -= sum(_PER_GROUP * layer.groups + layer.values.size for layer in layers)
     states, group, back = np.zeros((1, 2)), np.zeros(1, np.intp), []
     for n, layer in enumerate(layers):
         counts = np.bincount(group, minlength=int(layer.source.max(initial=0)) + 1)
-        work -= int(counts[layer.source].sum()) * len(layer.start) * (1 if layer.columns == 2 else _PER_COLUMNS)
+        work -= (
+            int(counts[layer.source].sum())
+            * len(layer.start)
+            * (1 if layer.columns == 2 else _PER_COLUMNS)
+        )
         if work < 0:
             return None
         parent, via = pairs(group, layer.source)
@@ -56,7 +64,9 @@ def lifted(states: Array, lift: Array) -> Array:
 
 
 def follow(back: Sequence[tuple[Rows, Rows]], rows: Rows) -> Rows:
-    """Return the transitions (n, N) that led to the states `rows` (n,) after the last layer, by back-pointers."""
+    """Return the transitions (n, N) that led to the states `rows` (n,) after the last layer, by
+    back-pointers.
+    """
     plans = np.empty((len(rows), len(back)), np.intp)
     for n in range(len(back) - 1, -1, -1):
         parent, via = back[n]
@@ -70,5 +80,9 @@ def _minimal(states: Array, group: Rows) -> Rows:
     kept = []
     for rows in np.split(order, np.flatnonzero(np.diff(group[order])) + 1):
         some = states[rows]
-        kept.append(rows[pareto_rows_2(some[:, 1], some[:, 0]) if states.shape[1] == 2 else pareto_rows(some)])
+        kept.append(
+            rows[
+                pareto_rows_2(some[:, 1], some[:, 0]) if states.shape[1] == 2 else pareto_rows(some)
+            ]
+        )
     return np.concatenate(kept) if len(order) else order

@@ -1,4 +1,6 @@
-"""Partial plans that grow layer by layer from one end of a chain of layers, compiled: of every group those that may matter."""
+"""Partial plans that grow layer by layer from one end of a chain of layers, compiled: of every
+group those that may matter.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from lightning_topt.frontier.sweep import follow
 
 _CHUNK = 2**18  # candidates held at once
 _BINS = (256, 8192)
-_COMPARED = (4, 6)  # with more columns than this, where few are beaten, each is compared with this many blocks only
+# with more columns than this, where few are beaten, each is compared with this many blocks only
+_COMPARED = (4, 6)
 
 
 class GiveUpError(Exception):
@@ -28,7 +31,9 @@ class GiveUpError(Exception):
 
 @dataclass(frozen=True, eq=False)
 class States:
-    """Partial plans of a boundary, sorted by group: `costs` (n, c), ``first`` (G + 1,), and where they come from."""
+    """Partial plans of a boundary, sorted by group: `costs` (n, c), ``first`` (G + 1,), and where
+    they come from.
+    """
 
     costs: Array
     first: Rows
@@ -63,7 +68,9 @@ def make_side(layers: Sequence[Layer], *, lifts: Sequence[Array]) -> Side:
 
 
 def make_way_back(layers: Sequence[Layer]) -> Side:
-    """Return the way from the last layer to the first: states are what is still added to every column up to the end."""
+    """Return the way from the last layer to the first: states are what is still added to every
+    column up to the end.
+    """
     before = [(1, 2), *((layer.groups, layer.columns) for layer in layers)]
     flipped = [
         dataclasses.replace(
@@ -82,9 +89,11 @@ def make_way_back(layers: Sequence[Layer]) -> Side:
 
 
 class Walk:
-    """A walk along `side` with at most `cap` states at a time; `bounds` show which may become better than known plans.
+    """A walk along `side` with at most `cap` states at a time; `bounds` show which may become
+    better than known plans.
 
-    `dropped` is what states that were given up could have gained at most, `states` are those after `done` layers.
+    `dropped` is what states that were given up could have gained at most, `states` are those after
+    `done` layers.
     """
 
     def __init__(self, side: Side, bounds: Bounds | None, *, cap: int, deadline: float) -> None:
@@ -95,11 +104,15 @@ class Walk:
         self.done, self.dropped = 0, 0.0
 
     def step(self) -> None:
-        """Take one layer more. Raises GiveUpError at the deadline, and where there are more than `cap` states and no bounds."""
+        """Take one layer more. Raises GiveUpError at the deadline, and where there are more than
+        `cap` states and no bounds.
+        """
         n = self.done
         last = n + 1 == len(self.side.layers)
         bounds = _NONE if self.bounds is None or last else self.bounds.at(n + 1)
-        pairs = self.side.columns[n] == self.side.columns[n + 1] == len(self.side.layers[n].start) == 2
+        pairs = (
+            self.side.columns[n] == self.side.columns[n + 1] == len(self.side.layers[n].start) == 2
+        )
         states = self._extend_pairs(bounds) if pairs else self._extend(bounds)
         self.check_time()
         if len(states.costs) > self.cap and not last:
@@ -124,7 +137,11 @@ class Walk:
 
     def _extend_pairs(self, bounds: tuple[Array, Array, Array]) -> States:
         """One layer between boundaries with two columns."""
-        states, layer, extend = self.states, self.side.arrays[self.done], state_kernels().extend_pairs
+        states, layer, extend = (
+            self.states,
+            self.side.arrays[self.done],
+            state_kernels().extend_pairs,
+        )
         bins = int(np.clip(2 * np.diff(states.first).max(), *_BINS))
         best, parts, counts = np.empty(bins + 1), [], [0]
         room = _room(4 * len(states.costs) + 4096, 2)
@@ -141,8 +158,8 @@ class Walk:
     def _extend(self, bounds: tuple[Array, Array, Array]) -> States:
         """One layer between any boundaries, in chunks of transitions.
 
-        What drops more comes first: with few columns most partial plans are beaten by others, with many columns most show by
-        their prices that they are hopeless.
+        What drops more comes first: with few columns most partial plans are beaten by others, with
+        many columns most show by their prices that they are hopeless.
         """
         states, layer = self.states, self.side.arrays[self.done]
         begin, source = layer[:2]
@@ -152,7 +169,9 @@ class Walk:
         for some in np.split(np.arange(len(source)), np.flatnonzero(np.diff(counts // _CHUNK)) + 1):
             room = _room(int(counts[some[-1]] - (counts[some[0] - 1] if some[0] else 0)), columns)
             first, ends = np.empty(len(begin), np.int64), np.array([some[0], some[-1] + 1])
-            size = state_kernels().extend(states.costs, states.first, layer, priced_first, ends, first, *room)
+            size = state_kernels().extend(
+                states.costs, states.first, layer, priced_first, ends, first, *room
+            )
             after, parent, via = (part[:size] for part in room)
             more = _minimal(States(after, first, parent, via))
             found = more if found is None else _minimal(_joined(found, more))
@@ -165,10 +184,14 @@ _NONE = np.zeros((0, 1)), np.zeros((0, 1)), np.zeros((0, 1))  # bounds that keep
 
 
 def _minimal(states: States) -> States:
-    """Without those that others of their group beat; where there are two columns, by bytes ascending."""
+    """Without those that others of their group beat; where there are two columns, by bytes
+    ascending.
+    """
     costs, first = states.costs, states.first
     if costs.shape[1] == 2:
-        rows = [a + pareto_rows_2(costs[a:b, 1], costs[a:b, 0]) for a, b in itertools.pairwise(first)]
+        rows = [
+            a + pareto_rows_2(costs[a:b, 1], costs[a:b, 0]) for a, b in itertools.pairwise(first)
+        ]
         return states.take(np.concatenate(rows), np.array([0, *map(len, rows)]))
     size = int(np.diff(first).max())
     held, floor = np.empty((size, costs.shape[1])), np.empty((size // 16 + 1, costs.shape[1]))
@@ -179,14 +202,18 @@ def _minimal(states: States) -> States:
 
 
 def _who_beats_first(states: States) -> Rows:
-    """Return an order of the states, group after group, in which those that beat others come before them."""
+    """Return an order of the states, group after group, in which those that beat others come before
+    them.
+    """
     columns = np.ascontiguousarray(states.costs.T)
     if not columns.size:
         return np.zeros(0, np.intp)
     least, spread = columns.min(axis=1, keepdims=True), np.ptp(columns, axis=1)
-    share = 0.5 / len(columns) / np.where(spread > 0, spread, 1.0)  # all columns together are less than one group
+    # all columns together are less than one group
+    share = 0.5 / len(columns) / np.where(spread > 0, spread, 1.0)
     if len(columns) <= _COMPARED[0]:
-        share[1:] *= 0.01  # those like one another come together, so most blocks of them are ruled out at once
+        # those like one another come together, so most blocks of them are ruled out at once
+        share[1:] *= 0.01
     return np.argsort(states.group + share @ (columns - least))
 
 
@@ -204,8 +231,18 @@ def _prepare(layer: Layer, lift: Array) -> tuple[Rows, tuple[Array, ...]]:
     order = np.argsort(layer.target, kind="stable")
     begin = np.searchsorted(layer.target[order], np.arange(layer.groups + 1))
     pairs = np.argwhere(np.isfinite(lift))
-    arrays = (begin, layer.source[order], layer.values[order], layer.start, layer.end, pairs, lift[tuple(pairs.T)])
-    return order, tuple(np.ascontiguousarray(a, np.float64 if a.dtype.kind == "f" else np.int64) for a in arrays)
+    arrays = (
+        begin,
+        layer.source[order],
+        layer.values[order],
+        layer.start,
+        layer.end,
+        pairs,
+        lift[tuple(pairs.T)],
+    )
+    return order, tuple(
+        np.ascontiguousarray(a, np.float64 if a.dtype.kind == "f" else np.int64) for a in arrays
+    )
 
 
 def _room(size: int, columns: int) -> list[NDArray[Any]]:
@@ -215,6 +252,7 @@ def _room(size: int, columns: int) -> list[NDArray[Any]]:
 def _joined(left: States, right: States) -> States:
     order = np.argsort(np.concatenate([left.group, right.group]), kind="stable")
     costs, parent, via = (
-        np.concatenate([getattr(side, name) for side in (left, right)])[order] for name in ("costs", "parent", "via")
+        np.concatenate([getattr(side, name) for side in (left, right)])[order]
+        for name in ("costs", "parent", "via")
     )
     return States(costs, left.first + right.first, parent, via)

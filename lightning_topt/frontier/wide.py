@@ -1,11 +1,14 @@
-"""The search where there is much to do: compiled, pruned by prices, and bounded in points, seconds and memory.
+"""The search where there is much to do: compiled, pruned by prices, and bounded in points, seconds
+and memory.
 
-Two columns (seconds, bytes) are walked through at once. With more, nearly every partial plan is minimal, so sweeps keep at most
-`cap` of them, those that could gain most, and make better plans known for the next, wider one; the first that gives none up is
-exact. A search that ends before has missed at most what the partial plans that it gave up could gain.
+Two columns (seconds, bytes) are walked through at once. With more, nearly every partial plan is
+minimal, so sweeps keep at most `cap` of them, those that could gain most, and make better plans
+known for the next, wider one; the first that gives none up is exact. A search that ends before has
+missed at most what the partial plans that it gave up could gain.
 
-A sweep walks from both ends, since the number of partial plans grows with their length, and joins what meets: the costs of a
-whole plan are two numbers, so no more partial plans of full length have to be held.
+A sweep walks from both ends, since the number of partial plans grows with their length, and joins
+what meets: the costs of a whole plan are two numbers, so no more partial plans of full length have
+to be held.
 """
 
 from __future__ import annotations
@@ -37,8 +40,8 @@ _ROOM = 2**16  # joined plans held at once
 
 @dataclass(frozen=True)
 class Budget:
-    """A `Budget` says what a search may take: partial plans at one time, joint configurations of operators, seconds, bytes; and
-    what it may miss: plans that are less than `epsilon` better.
+    """A `Budget` says what a search may take: partial plans at one time, joint configurations of
+    operators, seconds, bytes; and what it may miss: plans that are less than `epsilon` better.
     """
 
     max_points: int
@@ -58,9 +61,9 @@ def search_wide(
 ) -> tuple[Rows, float]:
     """Return transitions (n, N) and the error bound of the best plans, see `Frontier`.
 
-    `lifts` are those of `columns.raises`; `deadline` is a time of `time.thread_time`. Every layer has transitions. With
-    `priced`, prices of these layers and good known plans, all that may be better is looked at at once, as far as three
-    quarters of the time allow.
+    `lifts` are those of `columns.raises`; `deadline` is a time of `time.thread_time`. Every layer
+    has transitions. With `priced`, prices of these layers and good known plans, all that may be
+    better is looked at at once, as far as three quarters of the time allow.
     """
     columns = max(2, *(layer.columns for layer in layers))
     per_state = 8 * len(layers) + 64 * columns  # back-pointers of all layers, columns of one
@@ -72,16 +75,21 @@ def search_wide(
         except GiveUpError:
             pass
     prices, known = make_prices(layers) if priced is None else priced
-    # Partial plans of two columns are cheap to hold, and whole plans may be so many that pairs are not.
+    # Partial plans of two columns are cheap to hold, and whole plans may be so many that pairs are
+    # not.
     sides = side, make_way_back(layers) if columns > 2 else None
     missed, cap, last = prices.gain(known), _FIRST_CAP, False
     if priced is not None and missed > budget.epsilon:
-        known, dropped = _at_once(sides, prices, known, cap=most, epsilon=budget.epsilon, deadline=deadline)
+        known, dropped = _at_once(
+            sides, prices, known, cap=most, epsilon=budget.epsilon, deadline=deadline
+        )
         missed = min(missed, dropped)
     while missed > budget.epsilon and not last:
         cap, began = min(cap, most), time.thread_time()
         try:
-            known, dropped = _sweep(sides, prices, known, cap=cap, epsilon=budget.epsilon, deadline=deadline)
+            known, dropped = _sweep(
+                sides, prices, known, cap=cap, epsilon=budget.epsilon, deadline=deadline
+            )
             missed = min(missed, dropped)
         except GiveUpError:
             last = True
@@ -105,10 +113,11 @@ def _sweep(
     deadline: float,
     looks_ahead: bool = False,
 ) -> tuple[Known, float]:
-    """Known plans with those found with at most `cap` partial plans at a time, and what others could gain at most.
+    """Known plans with those found with at most `cap` partial plans at a time, and what others
+    could gain at most.
 
-    Raises GiveUpError at the deadline, or, where it `looks_ahead`, once the layers that are left would end behind it even if
-    they took a quarter of the time of the last one.
+    Raises GiveUpError at the deadline, or, where it `looks_ahead`, once the layers that are left
+    would end behind it even if they took a quarter of the time of the last one.
     """
     bounds = Bounds(prices, known, epsilon)
     ahead = Walk(sides[0], bounds, cap=cap, deadline=deadline)
@@ -120,7 +129,10 @@ def _sweep(
             now = time.thread_time()
             if looks_ahead and (left - 1) * (now - began) / 4 > deadline - now:
                 raise GiveUpError
-        if np.dot(*(np.diff(walk.states.first).astype(float) for walk in (ahead, behind))) <= _PAIRS:
+        if (
+            np.dot(*(np.diff(walk.states.first).astype(float) for walk in (ahead, behind)))
+            <= _PAIRS
+        ):
             known = _join(ahead, behind, Network(sides[0].layers).kinds[ahead.done], known)
             return known, _missed(epsilon, ahead.dropped, behind.dropped)
     found = _walk_through(ahead)
@@ -128,18 +140,30 @@ def _sweep(
 
 
 def _at_once(
-    sides: tuple[Side, Side | None], prices: Prices, known: Known, *, cap: int, epsilon: float, deadline: float
+    sides: tuple[Side, Side | None],
+    prices: Prices,
+    known: Known,
+    *,
+    cap: int,
+    epsilon: float,
+    deadline: float,
 ) -> tuple[Known, float]:
-    """Return what `_sweep` does; what is known already, and no bound, where that would take over three quarters of the time."""
+    """Return what `_sweep` does; what is known already, and no bound, where that would take over
+    three quarters of the time.
+    """
     most = 0.25 * time.thread_time() + 0.75 * deadline
     try:
-        return _sweep(sides, prices, known, cap=cap, epsilon=epsilon, deadline=most, looks_ahead=True)
+        return _sweep(
+            sides, prices, known, cap=cap, epsilon=epsilon, deadline=most, looks_ahead=True
+        )
     except GiveUpError:
         return known, np.inf
 
 
 def _missed(epsilon: float, *dropped: float) -> float:
-    """Return how much may be missed: what was dropped counts beside plans that are better by `epsilon` already."""
+    """Return how much may be missed: what was dropped counts beside plans that are better by
+    `epsilon` already.
+    """
     return epsilon + (1 + epsilon) * max(dropped)
 
 
@@ -151,7 +175,8 @@ def _walk_through(walk: Walk) -> Known:
 
 
 def _join(ahead: Walk, behind: Walk, kinds: Rows, known: Known) -> Known:
-    """Known plans with all pairs of a partial plan from the start and one from the end that meet in a group.
+    """Known plans with all pairs of a partial plan from the start and one from the end that meet in
+    a group.
 
     Raises GiveUpError at the deadline.
     """
@@ -164,8 +189,12 @@ def _join(ahead: Walk, behind: Walk, kinds: Rows, known: Known) -> Known:
             ahead.check_time()
             some = np.array([begin, left.first[group + 1], *ends])
             best = np.ascontiguousarray(known.costs.T)
-            count, begin = state_kernels().join(left.costs, right.costs, some, kinds, *best, found, costs)
+            count, begin = state_kernels().join(
+                left.costs, right.costs, some, kinds, *best, found, costs
+            )
             rows = Known(np.zeros((0, 2)), found[:0]).joined(costs[:count], found[:count])
             first, second = ahead.plans(rows.plans[:, 0]), behind.plans(rows.plans[:, 1])
-            known = known.joined(rows.costs, np.concatenate([first, second[:, ::-1]], axis=1).astype(np.int32))
+            known = known.joined(
+                rows.costs, np.concatenate([first, second[:, ::-1]], axis=1).astype(np.int32)
+            )
     return known

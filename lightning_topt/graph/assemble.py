@@ -31,16 +31,26 @@ Sizes = tuple[int, int]  # the two batch sizes
 
 
 def assemble(
-    module: nn.Module, recordings: tuple[Recording, Recording], *, name: str, sizes: Sizes, input_bytes: tuple[int, int]
+    module: nn.Module,
+    recordings: tuple[Recording, Recording],
+    *,
+    name: str,
+    sizes: Sizes,
+    input_bytes: tuple[int, int],
 ) -> OpGraph:
-    """Return the graph of the copy `module` from its recordings at two batch `sizes`; with one size it holds for that alone.
+    """Return the graph of the copy `module` from its recordings at two batch `sizes`; with one size
+    it holds for that alone.
 
     All of it is one block. Raises CaptureError when the recordings differ in more than shapes.
     """
     _check_equal(recordings, sizes)
     first, second = recordings
     runs = {*first.kernel_ops}
-    kept = {index: None for index, op in enumerate(first.ops) if op.forward or op.backward or index in runs}
+    kept = {
+        index: None
+        for index, op in enumerate(first.ops)
+        if op.forward or op.backward or index in runs
+    }
     fit = _Fit(sizes)
     ops = [fit.op(first.ops[index], second.ops[index]) for index in kept]
     return OpGraph(
@@ -54,12 +64,16 @@ def assemble(
         ),
         parameters=tuple(_parameters(module)),
         blocks=(Block("", group=0, recomputable=False),),
-        step=_step(module, recordings, fit, numbers={index: number for number, index in enumerate(kept)}),
+        step=_step(
+            module, recordings, fit, numbers={index: number for number, index in enumerate(kept)}
+        ),
         buffer_bytes=sum(buffer.nbytes for buffer in module.buffers()),
         input_bytes=Amount.fit(sizes, input_bytes),
         batch_scaling=sizes[0] != sizes[1],
         unused=tuple(
-            name for name, p in module.named_parameters() if p.requires_grad and name not in first.with_gradient
+            name
+            for name, p in module.named_parameters()
+            if p.requires_grad and name not in first.with_gradient
         ),
     )
 
@@ -71,7 +85,8 @@ def _check_equal(recordings: tuple[Recording, Recording], sizes: Sizes) -> None:
     for a, b in zip(first, second, strict=False):
         if a != b:
             raise CaptureError(
-                f"training_step runs other operators on {sizes[0]} samples than on {sizes[1]}, first at {a[0]!r} "
+                f"training_step runs other operators on {sizes[0]} samples than on {sizes[1]}, "
+                f"first at {a[0]!r} "
                 f"against {b[0]!r}: the graph must not depend on the batch size. {WAY_OUT}"
             )
     if (
@@ -81,13 +96,16 @@ def _check_equal(recordings: tuple[Recording, Recording], sizes: Sizes) -> None:
         or len(recordings[0].storages) != len(recordings[1].storages)
     ):
         raise CaptureError(
-            f"training_step runs {len(first)} operators on {sizes[0]} samples and {len(second)} on {sizes[1]}, or "
+            f"training_step runs {len(first)} operators on {sizes[0]} samples and {len(second)} on "
+            f"{sizes[1]}, or "
             f"connects them otherwise: the graph must not depend on the batch size. {WAY_OUT}"
         )
 
 
 class _Fit:
-    """Values of the graph from two measurements; what was the same object in both recordings is made once."""
+    """Values of the graph from two measurements; what was the same object in both recordings is
+    made once.
+    """
 
     def __init__(self, sizes: Sizes) -> None:
         self.sizes = sizes
@@ -105,7 +123,9 @@ class _Fit:
     def spec(self, first: Shape, second: Shape) -> TensorSpec:
         key = first, second
         if key not in self._specs:
-            differing = [dim for dim, (m, n) in enumerate(zip(first[0], second[0], strict=True)) if m != n]
+            differing = [
+                dim for dim, (m, n) in enumerate(zip(first[0], second[0], strict=True)) if m != n
+            ]
             self._specs[key] = TensorSpec(first[0], first[1], differing[0] if differing else None)
         return self._specs[key]
 
@@ -116,7 +136,9 @@ class _Fit:
             module=first.stack[-1] if first.stack else "",
             block="",
             parameters=tuple(first.parameters),
-            outputs=tuple(self.spec(a, b) for a, b in zip(first.outputs, second.outputs, strict=True)),
+            outputs=tuple(
+                self.spec(a, b) for a, b in zip(first.outputs, second.outputs, strict=True)
+            ),
             forward=self.kernels(first.forward, second.forward),
             backward=self.kernels(first.backward, second.backward),
             saved_bytes=self.amount(first.saved_bytes, second.saved_bytes),
@@ -131,15 +153,22 @@ class _Fit:
             groups: dict[str, list[Kernel]] = {}
             for text, kernel in calls:
                 groups.setdefault(text, []).append(kernel)
-            self._groups[key] = tuple(replace(group[0], count=len(group)) for group in groups.values())
+            self._groups[key] = tuple(
+                replace(group[0], count=len(group)) for group in groups.values()
+            )
         return self._groups[key]
 
     def _kernel(self, first: Measured, second: Measured) -> tuple[str, Kernel]:
         # Recorders make one object for all equal calls.
         found = self._kernels.get((id(first), id(second)))
         if found is None:
-            flops, size = self.amount(first.flops, second.flops), self.amount(first.bytes, second.bytes)
-            allocated = self.amount(first.allocated + first.workspace, second.allocated + second.workspace)
+            flops, size = (
+                self.amount(first.flops, second.flops),
+                self.amount(first.bytes, second.bytes),
+            )
+            allocated = self.amount(
+                first.allocated + first.workspace, second.allocated + second.workspace
+            )
             text = json.dumps([first.name, first.arguments, flops.per_sample, size.per_sample])
             found = text, Kernel(first.name, first.arguments, flops, size, allocated=allocated)
             self._kernels[id(first), id(second)] = found
@@ -165,10 +194,17 @@ def _parameters(module: nn.Module) -> list[Parameter]:
     ]
 
 
-# ---- the step ------------------------------------------------------------------------------------------------------
+# ---- the step
+# ------------------------------------------------------------------------------------------------------
 
 
-def _step(module: nn.Module, recordings: tuple[Recording, Recording], fit: _Fit, *, numbers: Mapping[int, int]) -> Step:
+def _step(
+    module: nn.Module,
+    recordings: tuple[Recording, Recording],
+    fit: _Fit,
+    *,
+    numbers: Mapping[int, int],
+) -> Step:
     first, second = recordings
     ticks = len(first.kernel_ops)
     indices = {id(storage): index for index, storage in enumerate(first.storages)}
@@ -190,7 +226,9 @@ def _step(module: nn.Module, recordings: tuple[Recording, Recording], fit: _Fit,
     )
 
 
-def _tensor(first: Storage, second: Storage, fit: _Fit, *, names: Sequence[OpRecord], ticks: int) -> StepTensor:
+def _tensor(
+    first: Storage, second: Storage, fit: _Fit, *, names: Sequence[OpRecord], ticks: int
+) -> StepTensor:
     return StepTensor(
         producer=names[first.op].name,
         spec=fit.spec(first.shape, second.shape),
@@ -231,7 +269,9 @@ def _modules(root: nn.Module) -> Iterable[Module]:
             if id(child) not in around
         )
         parameters = tuple(
-            (name, p.shape, p.dtype, p.requires_grad) for name, p in module._parameters.items() if p is not None
+            (name, p.shape, p.dtype, p.requires_grad)
+            for name, p in module._parameters.items()
+            if p is not None
         )
         structure = numbers.setdefault((type(module), parameters, children), len(numbers))
         if path:

@@ -10,8 +10,9 @@ import torch
 class AutogradNodes:
     """Operators by the numbers of autograd nodes.
 
-    An autograd node carries a sequence number, counted up by the thread that makes it. The numbers given out since the
-    last low-level call belong to the operator of this call; so a node of the backward pass finds its operator.
+    An autograd node carries a sequence number, counted up by the thread that makes it. The numbers
+    given out since the last low-level call belong to the operator of this call; so a node of the
+    backward pass finds its operator.
     """
 
     def __init__(self) -> None:
@@ -20,7 +21,9 @@ class AutogradNodes:
         self._between = range(0)
 
     def claim(self, op: int, *, keep_last: bool = False) -> None:
-        """Note that nodes made since the last claim belong to operator `op`; `keep_last` leaves the newest unclaimed."""
+        """Note that nodes made since the last claim belong to operator `op`; `keep_last` leaves the
+        newest unclaimed.
+        """
         until = torch._C._autograd._get_sequence_nr() - keep_last
         for node in range(self._next, until):
             self._ops[node] = op
@@ -31,7 +34,9 @@ class AutogradNodes:
         return default if node is None else self._ops.get(node._sequence_nr(), default)
 
     def begin_backward(self) -> None:
-        """Note that nodes made since the last claim are none of the step's, such as that of a loss divided for accumulation."""
+        """Note that nodes made since the last claim are none of the step's, such as that of a loss
+        divided for accumulation.
+        """
         self._between = range(self._next, torch._C._autograd._get_sequence_nr())
 
     def is_between(self, node: Any) -> bool:

@@ -1,21 +1,23 @@
 """The modules that a plan decides about are a function of the graph.
 
 [Note: choice of blocks] From the root down:
-1. Siblings (children of one module, also in a ModuleList or Sequential) of one structure, that is the same tree of
-   classes, parameter shapes and dtypes, are blocks of one group when at least two of them are eligible and together
-   they are large. Repetitions inside them are not looked at.
-2. Any other eligible module that is called exactly once and is large becomes a block of its own, the outermost first.
-   A module that holds more than half of the parameters or kept activations, or in which rule 1 finds blocks, is opened
-   instead, unless nothing inside it becomes a block.
+1. Siblings (children of one module, also in a ModuleList or Sequential) of one structure, that is
+   the same tree of classes, parameter shapes and dtypes, are blocks of one group when at least two
+   of them are eligible and together they are large. Repetitions inside them are not looked at.
+2. Any other eligible module that is called exactly once and is large becomes a block of its own,
+   the outermost first. A module that holds more than half of the parameters or kept activations, or
+   in which rule 1 finds blocks, is opened instead, unless nothing inside it becomes a block.
 3. All the rest is block "".
 
-Eligible: called through forward, with parameters that no operator outside of it reads and that no module outside of it
-has (tied weights). Large: at least 5 % of the parameter bytes, or at least 10 % of the activation bytes kept for
-backward; without parameters only if recomputing it frees that much.
+Eligible: called through forward, with parameters that no operator outside of it reads and that no
+module outside of it has (tied weights). Large: at least 5 % of the parameter bytes, or at least 10
+% of the activation bytes kept for backward; without parameters only if recomputing it frees that
+much.
 
-Recomputable: called exactly once, its output needs a gradient, it changes no tensor that is older than the call (running
-a module with running statistics or an in-place operator on its input again gives another result), and a second call with
-the same arguments did the same ([Note: second calls] in `second_calls`).
+Recomputable: called exactly once, its output needs a gradient, it changes no tensor that is older
+than the call (running a module with running statistics or an in-place operator on its input again
+gives another result), and a second call with the same arguments did the same ([Note: second calls]
+in `second_calls`).
 """
 
 from __future__ import annotations
@@ -39,9 +41,11 @@ def choose_blocks(
     min_kept_share: float = MIN_KEPT_SHARE,
     max_share: float = MAX_SHARE,
 ) -> tuple[Block, ...]:
-    """Return the blocks of `graph`, ``""`` first, then in the order of their first call; see [Note: choice of blocks].
+    """Return the blocks of `graph`, ``""`` first, then in the order of their first call; see [Note:
+    choice of blocks].
 
-    The shares are those from which a module is large, and above which one is opened. ``graph.with_blocks`` takes the result.
+    The shares are those from which a module is large, and above which one is opened.
+    ``graph.with_blocks`` takes the result.
     """
     chooser = _Chooser(graph, (min_parameter_share, min_kept_share), max_share)
     chooser.open("")
@@ -56,7 +60,8 @@ def choose_blocks(
 
 _CHANGES_BUFFERS = "change tensors that are older than their call, such as statistics of batch norm"
 _DIFFERS = (
-    "do not do the same when they are called again: they count, are called several times, or append to a cache "
+    "do not do the same when they are called again: they count, are called several times, or "
+    "append to a cache "
     "(models of transformers do not with use_cache=False)"
 )
 
@@ -118,14 +123,18 @@ class _Chooser:
                 groups[self.modules[child].structure].append(child)
         chosen: dict[str, Hashable] = {}
         for paths in groups.values():
-            parameters, kept = (sum(shares) for shares in zip(*map(self._shares, paths), strict=True))
+            parameters, kept = (
+                sum(shares) for shares in zip(*map(self._shares, paths), strict=True)
+            )
             if len(paths) > 1 and self._is_large(parameters, kept):
                 chosen.update(dict.fromkeys(paths, paths[0]))
         return chosen
 
     def _has_repetitions(self, path: str) -> bool:
         children = self.children[path]
-        return bool(self._repeated(children)) or any(self._has_repetitions(child) for child in children)
+        return bool(self._repeated(children)) or any(
+            self._has_repetitions(child) for child in children
+        )
 
     def _shares(self, path: str) -> tuple[float, float]:
         """Its share of the parameter bytes and of the kept activation bytes."""
@@ -137,7 +146,9 @@ class _Chooser:
         inside = [self.graph.parameters[index] for index in self._inside[path]]
         if any(not name.startswith(path + ".") for p in inside for name in (p.name, *p.aliases)):
             return False
-        return bool(self.calls[path]) and not any(path not in stack for p in inside for stack in self._readers[p.name])
+        return bool(self.calls[path]) and not any(
+            path not in stack for p in inside for stack in self._readers[p.name]
+        )
 
     @cached_property
     def _inside(self) -> dict[str, dict[int, None]]:
@@ -165,19 +176,26 @@ def may_repeat(call: ModuleCall) -> bool:
 
 
 def why_not_recomputed(graph: OpGraph) -> str | None:
-    """Return which blocks cannot run their forward again in the backward pass, and why, as a clause; None where all can."""
+    """Return which blocks cannot run their forward again in the backward pass, and why, as a
+    clause; None where all can.
+    """
     calls = {call.module: call for call in graph.step.calls}
     reasons: dict[str, list[str]] = defaultdict(list)
     for block in graph.blocks:
         if block.name and not block.recomputable and calls[block.name].needs_grad:
             writes = calls[block.name].writes_outside
             reasons[_CHANGES_BUFFERS if writes else _DIFFERS].append(block.name)
-    clauses = [f"{len(names)} ({names[0]!r}{', ...' if names[1:] else ''}) {why}" for why, names in reasons.items()]
+    clauses = [
+        f"{len(names)} ({names[0]!r}{', ...' if names[1:] else ''}) {why}"
+        for why, names in reasons.items()
+    ]
     return f"of {len(graph.blocks) - 1} blocks, {' and '.join(clauses)}" if clauses else None
 
 
 def block_of(parameter: str, blocks: Container[str]) -> str:
-    """Return the name of the block that the parameter of this name lies in; ``""`` for one in no named block."""
+    """Return the name of the block that the parameter of this name lies in; ``""`` for one in no
+    named block.
+    """
     parts = parameter.split(".")
     for end in range(len(parts), 0, -1):
         if ".".join(parts[:end]) in blocks:

@@ -1,4 +1,6 @@
-"""The operators that one call of a module runs, and the memory that each of them reads, in a form that can be compared."""
+"""The operators that one call of a module runs, and the memory that each of them reads, in a form
+that can be compared.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from lightning_topt.graph.writes import is_strided, written_tensors
 
 
 class Source(NamedTuple):
-    """Memory that an operator reads: `kind` is ``"made"`` by this call, ``"met"`` in it first, or ``"known"`` before.
+    """Memory that an operator reads: `kind` is ``"made"`` by this call, ``"met"`` in it first, or
+    ``"known"`` before.
 
     `place` counts what a call makes or meets, `serial` all memory, `version` the writes to it.
     """
@@ -32,14 +35,17 @@ class Source(NamedTuple):
     offset: int
 
     def equals(self, other: Source) -> bool:
-        """Return whether two calls read the same: memory of their own at the same place, or the very same memory."""
+        """Return whether two calls read the same: memory of their own at the same place, or the
+        very same memory.
+        """
         if self.offset != other.offset:
             return False
         if "made" in (self.kind, other.kind):
             return (self.kind, self.place) == (other.kind, other.place)
         if (self.serial, self.version) == (other.serial, other.version):
             return True
-        return self.kind == other.kind == "met" and self.place == other.place  # constants that every call writes anew
+        # constants that every call writes anew
+        return self.kind == other.kind == "met" and self.place == other.place
 
 
 @dataclass
@@ -82,7 +88,9 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             self._open.pop()
 
-    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Run `func` and note what it reads and writes."""
         kwargs = kwargs or {}
         if func._schema.name in QUERIES:  # made by some calls of a module and not by others
@@ -106,7 +114,9 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _note(self, func: OpOverload, args: Any, kwargs: dict[str, Any]) -> None:
         tensors: list[Tensor] = []
         operator = func, freeze((args, tuple(kwargs.items())), tensors)
-        has_effects = is_collective(func) or any(isinstance(v, torch.Generator) for v in (*args, *kwargs.values()))
+        has_effects = is_collective(func) or any(
+            isinstance(v, torch.Generator) for v in (*args, *kwargs.values())
+        )
         for call in self._open:
             call.operators.append(operator)
             call.sources.append([self._source(call, tensor) for tensor in tensors])
@@ -115,7 +125,9 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _source(self, call: CallTrace, tensor: Tensor) -> Source:
         serial = self._serial(tensor, "met")
         kind, place = call.own.get(serial, ("known", 0))
-        return Source(kind, place, serial, self._versions.get(serial, 0), int(tensor.storage_offset()))
+        return Source(
+            kind, place, serial, self._versions.get(serial, 0), int(tensor.storage_offset())
+        )
 
     def _serial(self, tensor: Tensor, kind: str) -> int:
         """The number of the memory of `tensor`; `kind` is noted for memory that is new."""

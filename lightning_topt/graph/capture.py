@@ -1,4 +1,6 @@
-"""LightningModule + example batch -> OpGraph: `training_step`, forward and backward, on tensors without memory."""
+"""LightningModule + example batch -> OpGraph: `training_step`, forward and backward, on tensors
+without memory.
+"""
 
 from __future__ import annotations
 
@@ -37,32 +39,36 @@ def capture(
     like: OpGraph | None = None,
     one_recording: bool = False,
 ) -> OpGraph:
-    """Return the operator graph of one training step of `module`, a LightningModule with automatic optimization.
+    """Return the operator graph of one training step of `module`, a LightningModule with automatic
+    optimization.
 
-    ``module.training_step(batch, 0)`` and the backward pass of its loss run on fake tensors (shapes without memory) at
-    two batch sizes; what differs between the two runs scales with the batch. `module`, its trainer and the random
-    number generators are left as they were; `batch` is only looked at. Any Python control flow is followed as this one
-    step takes it.
+    ``module.training_step(batch, 0)`` and the backward pass of its loss run on fake tensors (shapes
+    without memory) at two batch sizes; what differs between the two runs scales with the batch.
+    `module`, its trainer and the random number generators are left as they were; `batch` is only
+    looked at. Any Python control flow is followed as this one step takes it.
 
     Args:
         batch: what `training_step` takes; tensors anywhere inside. One sample is captured as two.
         second_batch: a batch of another size; None doubles dimension 0 of every tensor of `batch`.
         forward_context: makes a context around `training_step`, such as autocast.
-        device: the type of device that will train. It decides which kernels run and what autocast casts; a type other
-            than ``"cpu"`` needs such a device in this machine, but none of its memory.
-        batch_scaling: whether to learn how amounts grow with the batch. False captures one step of `batch` as it is, of
-            any structure, and the graph holds for batches of its size only.
-        adapt: is called with every copy of `module` that runs, on fake tensors, may change it, and returns a context around its
-            forward, inside of `forward_context`.
-        like: the graph of the same module without `adapt`: its blocks are taken, and what it says of second calls.
-        one_recording: of fake tensors, at a large batch size, instead of two where that tells as much; for `like` that
-            `is_told_by_one`.
+        device: the type of device that will train. It decides which kernels run and what autocast
+            casts; a type other than ``"cpu"`` needs such a device in this machine, but none of its
+            memory.
+        batch_scaling: whether to learn how amounts grow with the batch. False captures one step of
+            `batch` as it is, of any structure, and the graph holds for batches of its size only.
+        adapt: is called with every copy of `module` that runs, on fake tensors, may change it, and
+            returns a context around its forward, inside of `forward_context`.
+        like: the graph of the same module without `adapt`: its blocks are taken, and what it says
+            of second calls.
+        one_recording: of fake tensors, at a large batch size, instead of two where that tells as
+            much; for `like` that `is_told_by_one`.
 
     Raises:
-        CaptureError: the step depends on values of tensors or uses an operator without a shape-only implementation
-            (`needs_values` is then true, and `observe_step` may help); it runs other operators on a larger batch, returns no
-            loss, has no trainable parameter or lazy ones, or the module optimizes manually. The message names the operator,
-            the line and a way out.
+        CaptureError: the step depends on values of tensors or uses an operator without a shape-only
+            implementation (`needs_values` is then true, and `observe_step` may help); it runs other
+            operators on a larger batch, returns no loss, has no trainable parameter or lazy ones,
+            or the module optimizes manually. The message names the operator, the line and a way
+            out.
         ValueError: this machine has no such `device`, or the options contradict one another.
         Exception: whatever `training_step` itself raises; see `may_need_values`.
     """
@@ -98,19 +104,30 @@ def is_told_by_one(
     forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     device: torch.device | str = "cpu",
 ) -> bool:
-    """Return whether one recording of a step tells all that `like` says, which `capture` made of two, given the same."""
+    """Return whether one recording of a step tells all that `like` says, which `capture` made of
+    two, given the same.
+    """
     if not like.batch_scaling:
         return False
     with no_trace(module), torch.compiler.set_stance("force_eager"), no_collection():
-        return _from_one_recording(StepRun(module, forward_context, torch.device(device)), batch, like) == like
+        return (
+            _from_one_recording(StepRun(module, forward_context, torch.device(device)), batch, like)
+            == like
+        )
 
 
-def _capture_two_sizes(step: StepRun, batch: Any, second_batch: Any | None, like: OpGraph | None) -> OpGraph:
+def _capture_two_sizes(
+    step: StepRun, batch: Any, second_batch: Any | None, like: OpGraph | None
+) -> OpGraph:
     sizes = batch_sizes(batch, second_batch)
     # Each run: a batch, its samples, and how many to make of them.
-    small, large = (batch, sizes[0]), (batch, sizes[0]) if second_batch is None else (second_batch, sizes[1])
+    small, large = (
+        (batch, sizes[0]),
+        (batch, sizes[0]) if second_batch is None else (second_batch, sizes[1]),
+    )
     if sizes[0] == 1:
-        # A dimension of size one is special to operators (views instead of copies): capture larger batches.
+        # A dimension of size one is special to operators (views instead of copies): capture larger
+        # batches.
         small, sizes = large, (2, 4)
     unlike: set[Hashable] = set()
     copied, first, first_bytes = step.record(small[0], samples=(small[1], sizes[0]), unlike=unlike)
@@ -133,9 +150,13 @@ def _from_one_recording(step: StepRun, batch: Any, like: OpGraph) -> OpGraph | N
         copied, recording, _ = step.record(batch, samples=many, unlike=set(), resizes=True)
         recordings = recording_at(recording, 0), recording_at(recording, 1)
     except Exception:
-        return None  # torch refuses some large sizes, and errors of the step itself are told of a batch that users know
+        # torch refuses some large sizes, and errors of the step itself are told of a batch that
+        # users know
+        return None
     small, large = (int(like.input_bytes.at(size)) for size in sizes)
-    graph = assemble(copied, recordings, name=type(step.module).__name__, sizes=sizes, input_bytes=(small, large))
+    graph = assemble(
+        copied, recordings, name=type(step.module).__name__, sizes=sizes, input_bytes=(small, large)
+    )
     return _as_in(like, graph)
 
 
@@ -148,37 +169,53 @@ def _finish(
     samples: tuple[int, int] = (1, 1),
     like: OpGraph | None = None,
 ) -> OpGraph:
-    """The graph with what second calls of its modules did, cut into the blocks that are chosen where nobody says otherwise."""
+    """The graph with what second calls of its modules did, cut into the blocks that are chosen
+    where nobody says otherwise.
+    """
     if like is not None:
         return _as_in(like, graph)
     calls = Counter(call.module for call in graph.step.calls)
-    candidates = [call.module for call in graph.step.calls if calls[call.module] == 1 and may_repeat(call)]
+    candidates = [
+        call.module for call in graph.step.calls if calls[call.module] == 1 and may_repeat(call)
+    ]
     repetitions = recording.repetitions
-    found = find_repeatable(step, batch, candidates=candidates, samples=samples, repetitions=repetitions)
+    found = find_repeatable(
+        step, batch, candidates=candidates, samples=samples, repetitions=repetitions
+    )
     graph = _marked(graph, found)
     return graph.with_blocks(choose_blocks(graph))
 
 
 def _as_in(like: OpGraph, graph: OpGraph) -> OpGraph:
-    return _marked(graph, {m.path for m in like.step.modules if m.repeatable}).with_blocks(like.blocks)
+    return _marked(graph, {m.path for m in like.step.modules if m.repeatable}).with_blocks(
+        like.blocks
+    )
 
 
 def _marked(graph: OpGraph, repeatable: Collection[str]) -> OpGraph:
-    modules = tuple(dataclasses.replace(m, repeatable=m.path in repeatable) for m in graph.step.modules)
+    modules = tuple(
+        dataclasses.replace(m, repeatable=m.path in repeatable) for m in graph.step.modules
+    )
     return dataclasses.replace(graph, step=dataclasses.replace(graph.step, modules=modules))
 
 
 def _check(module: nn.Module) -> None:
     if not getattr(module, "automatic_optimization", True):
         raise CaptureError(
-            f"{type(module).__name__} optimizes manually (automatic_optimization=False): its training_step decides "
+            f"{type(module).__name__} optimizes manually (automatic_optimization=False): its "
+            "training_step decides "
             f"when backward passes and optimizer steps run, and a plan cannot. {WAY_OUT}"
         )
     if not any(parameter.requires_grad for parameter in module.parameters()):
-        raise CaptureError(f"{type(module).__name__} has no trainable parameters, so there is nothing to plan")
+        raise CaptureError(
+            f"{type(module).__name__} has no trainable parameters, so there is nothing to plan"
+        )
 
 
 def _check_device(device: torch.device) -> None:
     # Without the device autograd does not raise, it ends the process.
     if device.type != "cpu" and not torch.get_device_module(device).is_available():
-        raise ValueError(f"a capture for {device.type!r} needs such a device in this machine; capture for 'cpu' here")
+        raise ValueError(
+            f"a capture for {device.type!r} needs such a device in this machine; capture for 'cpu' "
+            "here"
+        )

@@ -1,4 +1,6 @@
-"""Collectives inside a training step: a capture on fake tensors runs on one rank, so none of them may wait for others."""
+"""Collectives inside a training step: a capture on fake tensors runs on one rank, so none of them
+may wait for others.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from torch.library import Library
 
 from lightning_topt.graph.operators import Kernel
 
-# Stands for a collective call along a tensor axis of a mesh, by its index among them, in the step of a rank that is looked at.
+# Stands for a collective call along a tensor axis of a mesh, by its index among them, in the step
+# of a rank that is looked at.
 LIBRARY = Library("topt", "DEF")  # type: ignore[no-untyped-call]
 LIBRARY.define("collective_(Tensor(a!) tensor, str op, int axis) -> ()")  # type: ignore[no-untyped-call]
 LIBRARY.impl(  # type: ignore[no-untyped-call]
@@ -28,20 +31,28 @@ def is_collective(func: OpOverload) -> bool:
 
 
 def skip_collective(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return what `func` returns, but send nothing: outputs stay as they are, and the work is finished."""
+    """Return what `func` returns, but send nothing: outputs stay as they are, and the work is
+    finished.
+    """
     if func.namespace != "c10d":  # functional collectives have shape-only kernels
         return func(*args, **kwargs)
-    results = [_finished() if "Work" in str(result.type) else args[0] for result in func._schema.returns]
+    results = [
+        _finished() if "Work" in str(result.type) else args[0] for result in func._schema.returns
+    ]
     return results[0] if len(results) == 1 else tuple(results) or None
 
 
 def show_collective(tensor: Tensor, *, op: str, axis: int) -> None:
-    """Let a capture see that ranks along tensor axis `axis` run `op`, on `tensor`: the larger one of what is given and got."""
+    """Let a capture see that ranks along tensor axis `axis` run `op`, on `tensor`: the larger one
+    of what is given and got.
+    """
     torch.ops.topt.collective_(tensor, op, axis)
 
 
 def shown_collective(kernel: Kernel) -> tuple[str, int] | None:
-    """Return the op and the tensor axis of a collective that `show_collective` let a capture see; None for other kernels."""
+    """Return the op and the tensor axis of a collective that `show_collective` let a capture see;
+    None for other kernels.
+    """
     if kernel.name != SEEN:
         return None
     _, op, axis = kernel.arguments["args"]

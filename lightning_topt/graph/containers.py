@@ -1,9 +1,11 @@
-"""Names, attributes and containers that user code can reach, all that Python code can leave behind, are saved and put back.
+"""Names, attributes and containers that user code can reach, all that Python code can leave behind,
+are saved and put back.
 
-[Note: what is saved] From the roots: built-in containers, instances of classes from user files, modules of torch, the
-globals of user files, the classes in them with their attributes, and the closures, defaults and attributes of their
-functions. Every one is saved shallowly, whatever is inside by itself. Left alone: instances of library classes, data
-sets, loaders and samplers, and every object that owns a thread or a lock: it may change by itself meanwhile.
+[Note: what is saved] From the roots: built-in containers, instances of classes from user files,
+modules of torch, the globals of user files, the classes in them with their attributes, and the
+closures, defaults and attributes of their functions. Every one is saved shallowly, whatever is
+inside by itself. Left alone: instances of library classes, data sets, loaders and samplers, and
+every object that owns a thread or a lock: it may change by itself meanwhile.
 """
 
 from __future__ import annotations
@@ -32,7 +34,11 @@ MAX_VISITS = 100_000
 MAX_ITEMS = 10_000  # of a container whose items are looked into
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 PATHS = ("purelib", "platlib", "stdlib")
-FOLDERS = {*(sysconfig.get_path(name) for name in PATHS), PACKAGE, os.path.dirname(os.path.dirname(torch.__file__))}
+FOLDERS = {
+    *(sysconfig.get_path(name) for name in PATHS),
+    PACKAGE,
+    os.path.dirname(os.path.dirname(torch.__file__)),
+}
 LIBRARIES = tuple(os.path.join(folder, "") for folder in FOLDERS if folder)
 ATOMS = (str, bytes, int, float, complex, type(None), Tensor, np.ndarray, torch.dtype, torch.device)
 ON_THEIR_OWN = (threading.Thread, type(threading.Lock()), type(threading.RLock()), queue.Queue)
@@ -61,7 +67,9 @@ class SavedContainers:
 
     def _visit(self, value: Any) -> Iterable[Any]:
         if isinstance(value, dict):
-            return self._save(value, [*_base(value).items(value)], _restore_dict, dict.values(value))
+            return self._save(
+                value, [*_base(value).items(value)], _restore_dict, dict.values(value)
+            )
         if isinstance(value, (list, collections.deque)):
             return self._save(value, [*value], _restore_sequence, value)
         if isinstance(value, set):
@@ -71,8 +79,15 @@ class SavedContainers:
         if isinstance(value, types.CellType):
             return self._visit_cell(value)
         if isinstance(value, (types.MethodType, functools.partial)):
-            return (value.__func__, value.__self__) if isinstance(value, types.MethodType) else (value.func,)
-        if isinstance(value, (types.FunctionType, functools._lru_cache_wrapper, staticmethod, classmethod, property)):
+            return (
+                (value.__func__, value.__self__)
+                if isinstance(value, types.MethodType)
+                else (value.func,)
+            )
+        if isinstance(
+            value,
+            (types.FunctionType, functools._lru_cache_wrapper, staticmethod, classmethod, property),
+        ):
             return self._visit_function(value)
         if isinstance(value, types.ModuleType):
             return self._visit(vars(value)) if is_users(value.__name__) else ()
@@ -84,7 +99,11 @@ class SavedContainers:
         self, target: Any, saved: Any, restore: Callable[[Any, Any], None], inside: Iterable[Any]
     ) -> Iterable[Any]:
         self._undo.append(functools.partial(restore, target, saved))
-        return [item for item in inside if not isinstance(item, ATOMS)] if len(saved) <= MAX_ITEMS else ()
+        return (
+            [item for item in inside if not isinstance(item, ATOMS)]
+            if len(saved) <= MAX_ITEMS
+            else ()
+        )
 
     def _visit_cell(self, cell: types.CellType) -> Iterable[Any]:
         try:
@@ -101,11 +120,17 @@ class SavedContainers:
             return (value.__func__,)
         if isinstance(value, functools._lru_cache_wrapper):
             if is_users(value.__module__):
-                self._undo.append(functools.partial(_forget_calls, value, value.cache_info().misses))
+                self._undo.append(
+                    functools.partial(_forget_calls, value, value.cache_info().misses)
+                )
             return (value.__wrapped__,)
         if not is_users(value.__module__):
             return ()
-        found = [*self._visit(value.__dict__), *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        found = [
+            *self._visit(value.__dict__),
+            *(value.__defaults__ or ()),
+            *(value.__kwdefaults__ or {}).values(),
+        ]
         return [*found, *(value.__closure__ or ()), value.__globals__]
 
     def _visit_class(self, cls: type) -> Iterable[Any]:
@@ -120,28 +145,36 @@ class SavedContainers:
             return ()
         of_user = is_users(type(value).__module__)
         attributes = getattr(value, "__dict__", None)
-        if not isinstance(attributes, dict) or not (of_user or isinstance(value, (nn.Module, *NAMESPACES))):
+        if not isinstance(attributes, dict) or not (
+            of_user or isinstance(value, (nn.Module, *NAMESPACES))
+        ):
             return ()
         if any(isinstance(item, ON_THEIR_OWN) for item in attributes.values()):
             return ()
         if isinstance(value, nn.Module):
             for parameter in value._parameters.values():
                 if parameter is not None:
-                    self._undo.append(functools.partial(_restore_gradient, parameter, parameter.grad))
+                    self._undo.append(
+                        functools.partial(_restore_gradient, parameter, parameter.grad)
+                    )
         return [*self._visit(attributes), *((type(value),) if of_user else ())]
 
     def _visit_generator(self, value: Any) -> Iterable[Any]:
         if isinstance(value, torch.Generator):
             self._undo.append(functools.partial(value.set_state, value.get_state()))
         elif isinstance(value, np.random.Generator):
-            self._undo.append(functools.partial(setattr, value.bit_generator, "state", value.bit_generator.state))
+            self._undo.append(
+                functools.partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+            )
         else:
             self._undo.append(functools.partial(value.set_state, value.get_state()))
         return ()
 
 
 def roots_of(module: nn.Module) -> Iterator[Any]:
-    """Return where user code of a LightningModule may leave something: itself, its trainer, callbacks and data module."""
+    """Return where user code of a LightningModule may leave something: itself, its trainer,
+    callbacks and data module.
+    """
     yield module
     yield from {type(submodule) for submodule in module.modules()}
     trainer = getattr(module, "_trainer", None)
@@ -152,7 +185,9 @@ def roots_of(module: nn.Module) -> Iterator[Any]:
 
 
 def is_users(name: Any) -> bool:
-    """Return whether the Python module `name`, as ``__module__`` has it, is of the user, not installed."""
+    """Return whether the Python module `name`, as ``__module__`` has it, is of the user, not
+    installed.
+    """
     return isinstance(name, str) and _is_users(name)  # of classes in C it may be a descriptor
 
 
@@ -172,7 +207,9 @@ def _is_users(name: str) -> bool:
 
 
 def is_installed(file: str) -> bool:
-    """Return whether `file` is of Python, of this package, or of one that was installed, in any folder of the path."""
+    """Return whether `file` is of Python, of this package, or of one that was installed, in any
+    folder of the path.
+    """
     file = os.path.abspath(file)
     if file.startswith(LIBRARIES):
         return True
@@ -183,10 +220,14 @@ def is_installed(file: str) -> bool:
 
 @functools.cache
 def _installed_in(folder: str) -> frozenset[str]:
-    """The files and folders that ``pip install --target`` has put there; others beside them may be the user's."""
+    """The files and folders that ``pip install --target`` has put there; others beside them may be
+    the user's.
+    """
     records = Path(folder).glob("*.dist-info/RECORD")
     return frozenset(
-        line.partition(",")[0].partition("/")[0] for each in records for line in each.open(encoding="utf-8")
+        line.partition(",")[0].partition("/")[0]
+        for each in records
+        for line in each.open(encoding="utf-8")
     )
 
 

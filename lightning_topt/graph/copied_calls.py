@@ -1,4 +1,6 @@
-"""This is what a recorder notes for a call that is left out: see [Note: calls left out] in `observed_calls`."""
+"""This is what a recorder notes for a call that is left out: see [Note: calls left out] in
+`observed_calls`.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,17 @@ from lightning_topt.graph.recording import COPIED, OpRecord
 
 
 def begin_copy(recorder: Recorder, copied: CopiedCall) -> None:
-    """Note that a call begins which is left out: one operator for each of its results stands for it."""
+    """Note that a call begins which is left out: one operator for each of its results stands for
+    it.
+    """
     recorder.nodes.claim(recorder.current)
     record, stack = recorder.recording, recorder.stack()
     record.edges[COPIED, len(record.copies)] = (), ""
     record.copies.append(copied)
-    record.ops += [OpRecord(f"{copied.path}:copied_{k}", "copied", stack) for k in range(len(copied.model.results))]
+    record.ops += [
+        OpRecord(f"{copied.path}:copied_{k}", "copied", stack)
+        for k in range(len(copied.model.results))
+    ]
     for number in copied.claims:
         if (given := copied.inputs[number]) is not None:
             given.saved = True
@@ -34,8 +41,12 @@ def end_copy(recorder: Recorder, copied: CopiedCall, results: list[Tensor]) -> N
     recorder.nodes.claim(recorder.current)
 
 
-def backward_of_copy(recorder: Recorder, copied: CopiedCall, gradient: Tensor, made: Tensor | None) -> None:
-    """Note the backward pass of such a call, which was given `gradient` and `made` that of its input."""
+def backward_of_copy(
+    recorder: Recorder, copied: CopiedCall, gradient: Tensor, made: Tensor | None
+) -> None:
+    """Note the backward pass of such a call, which was given `gradient` and `made` that of its
+    input.
+    """
     if not recorder.is_backward or copied.backward_tick is not None:
         raise Surprise(copied.model.key)
     record = recorder.recording

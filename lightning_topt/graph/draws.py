@@ -1,4 +1,6 @@
-"""Random numbers: which operators draw them, and how they are drawn again without the tensors they belong to."""
+"""Random numbers: which operators draw them, and how they are drawn again without the tensors they
+belong to.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,25 @@ from lightning_topt.graph.step_flow import Draw, LeafSpec
 
 SEEDED = torch.Tag.nondeterministic_seeded
 # How many numbers these draw depends on the values of their tensors.
-BY_VALUE = {"rrelu_with_noise", "poisson", "binomial", "_standard_gamma", "_sample_dirichlet", "multinomial"}
-PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+BY_VALUE = {
+    "rrelu_with_noise",
+    "poisson",
+    "binomial",
+    "_standard_gamma",
+    "_sample_dirichlet",
+    "multinomial",
+}
+PLAIN = (
+    bool,
+    int,
+    float,
+    str,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
 
 
 def draw_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Draw | None:
@@ -26,13 +45,24 @@ def draw_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     values = [*args, *kwargs.values()]
     if any(isinstance(value, torch.Generator) for value in values):
         return Draw(func, (), (), problem="numbers from a generator of its own")
-    if name in BY_VALUE or any(not isinstance(value, (*PLAIN, Tensor, list, tuple)) for value in values):
-        return Draw(func, (), (), problem=f"numbers whose count depends on the values of its tensors ({func})")
-    return Draw(func, tuple(map(_spec, args)), tuple((key, _spec(value)) for key, value in kwargs.items()))
+    if name in BY_VALUE or any(
+        not isinstance(value, (*PLAIN, Tensor, list, tuple)) for value in values
+    ):
+        return Draw(
+            func,
+            (),
+            (),
+            problem=f"numbers whose count depends on the values of its tensors ({func})",
+        )
+    return Draw(
+        func, tuple(map(_spec, args)), tuple((key, _spec(value)) for key, value in kwargs.items())
+    )
 
 
 def draw_again(draws: Sequence[Draw], device: torch.device) -> None:
-    """Draw the same numbers on `device` and throw them away: the generator is then as after the operators themselves."""
+    """Draw the same numbers on `device` and throw them away: the generator is then as after the
+    operators themselves.
+    """
     if not draws:
         return
     with torch.no_grad():
@@ -61,7 +91,9 @@ def _is_off(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             return kwargs.get(name, default)
         return args[where[name]] if where[name] < len(args) else default
 
-    if given("dropout_p", 1.0) == 0.0 or (func._schema.name.endswith("_rnn") and given("dropout", 0.0) == 0.0):
+    if given("dropout_p", 1.0) == 0.0 or (
+        func._schema.name.endswith("_rnn") and given("dropout", 0.0) == 0.0
+    ):
         return True
     return given("training", True) is False or given("train", True) is False
 

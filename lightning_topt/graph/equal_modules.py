@@ -1,4 +1,6 @@
-"""Modules that must behave alike: equal classes, shapes and plain attributes all the way down, and nothing else inside."""
+"""Modules that must behave alike: equal classes, shapes and plain attributes all the way down, and
+nothing else inside.
+"""
 
 from __future__ import annotations
 
@@ -30,16 +32,22 @@ class NotPlain(Exception):
 
 
 def find_equal(root: nn.Module) -> dict[str, int]:
-    """Return a key for every module below `root`, by path, that has children and at least two equals.
+    """Return a key for every module below `root`, by path, that has children and at least two
+    equals.
 
-    Modules of equal keys differ in nothing but the memory of their parameters and buffers, which no other module has, and
-    have no hooks. What their forward reads from elsewhere is not looked at.
+    Modules of equal keys differ in nothing but the memory of their parameters and buffers, which no
+    other module has, and have no hooks. What their forward reads from elsewhere is not looked at.
     """
     if any(
-        getattr(torch_module, name) for name in vars(torch_module) if name.startswith("_global_") and "hooks" in name
+        getattr(torch_module, name)
+        for name in vars(torch_module)
+        if name.startswith("_global_") and "hooks" in name
     ):
         return {}
-    tensors = (*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False))
+    tensors = (
+        *root.named_parameters(remove_duplicate=False),
+        *root.named_buffers(remove_duplicate=False),
+    )
     owners = Counter(_address(tensor) for _, tensor in tensors if _is_dense(tensor))
     times = Counter(id(m) for _, m in root.named_modules(remove_duplicate=False))
     numbers: dict[Hashable, int] = {}
@@ -68,9 +76,11 @@ def find_equal(root: nn.Module) -> dict[str, int]:
 
 
 def state_of(module: nn.Module) -> Hashable | None:
-    """Return what decides how a module that `find_equal` found behaves now and may have changed meanwhile; None if unknown.
+    """Return what decides how a module that `find_equal` found behaves now and may have changed
+    meanwhile; None if unknown.
 
-    Equal for modules that behave alike: plain attributes, hooks, which parameters are trained, and how they are split.
+    Equal for modules that behave alike: plain attributes, hooks, which parameters are trained, and
+    how they are split.
     """
     try:
         return tuple(
@@ -88,12 +98,15 @@ def state_of(module: nn.Module) -> Hashable | None:
 def identity_of(module: nn.Module) -> Any:
     """Return which objects a module consists of."""
     return [
-        [id(value) for name, value in (*vars(m).items(), *_named(m)) if name not in SKIPPED] for m in module.modules()
+        [id(value) for name, value in (*vars(m).items(), *_named(m)) if name not in SKIPPED]
+        for m in module.modules()
     ]
 
 
 def surroundings_of(module: nn.Module) -> Any:
-    """Return the globals that the code of a module's classes can read and write, tensors by identity."""
+    """Return the globals that the code of a module's classes can read and write, tensors by
+    identity.
+    """
     return describe_surroundings({type(m) for m in module.modules()})
 
 
@@ -106,7 +119,16 @@ def _own_key(module: nn.Module, owners: Counter[int]) -> Hashable:
             if not _is_dense(tensor) or owners[_address(tensor)] > 1:
                 raise NotPlain
             is_parameter = isinstance(tensor, nn.Parameter)
-            tensors.append((name, tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad, is_parameter))
+            tensors.append(
+                (
+                    name,
+                    tensor.shape,
+                    tensor.stride(),
+                    tensor.dtype,
+                    tensor.requires_grad,
+                    is_parameter,
+                )
+            )
         else:
             tensors.append((name,))
     return type(module), tuple(tensors), _attributes(module)
@@ -114,7 +136,9 @@ def _own_key(module: nn.Module, owners: Counter[int]) -> Hashable:
 
 def _attributes(module: nn.Module) -> Hashable:
     return tuple(
-        (name, _token(value, 0)) for name, value in vars(module).items() if name not in SKIPPED and "_hooks" not in name
+        (name, _token(value, 0))
+        for name, value in vars(module).items()
+        if name not in SKIPPED and "_hooks" not in name
     )
 
 
@@ -131,12 +155,20 @@ def _token(value: Any, depth: int) -> Hashable:
     if isinstance(value, (set, frozenset)):
         return type(value), frozenset(_token(item, depth + 1) for item in value)
     if type(value) in (dict, OrderedDict):
-        return type(value), tuple((_token(k, depth + 1), _token(v, depth + 1)) for k, v in value.items())
-    if isinstance(value, FUNCTIONS) or (isinstance(value, types.FunctionType) and not value.__closure__):
+        return type(value), tuple(
+            (_token(k, depth + 1), _token(v, depth + 1)) for k, v in value.items()
+        )
+    if isinstance(value, FUNCTIONS) or (
+        isinstance(value, types.FunctionType) and not value.__closure__
+    ):
         return "function", id(value)
     cls: Any = type(value)
     attributes = getattr(value, "__dict__", None)
-    if isinstance(value, (Tensor, nn.Module)) or not isinstance(attributes, dict) or not _is_of_python(cls):
+    if (
+        isinstance(value, (Tensor, nn.Module))
+        or not isinstance(attributes, dict)
+        or not _is_of_python(cls)
+    ):
         raise NotPlain
     return cls, tuple((name, _token(item, depth + 1)) for name, item in attributes.items())
 
@@ -144,7 +176,10 @@ def _token(value: Any, depth: int) -> Hashable:
 @functools.cache
 def _is_of_python(cls: type) -> bool:
     """Whether all that instances of `cls` hold is in their attributes."""
-    files = [getattr(sys.modules.get(base.__module__), "__file__", None) or "" for base in cls.__mro__[:-1]]
+    files = [
+        getattr(sys.modules.get(base.__module__), "__file__", None) or ""
+        for base in cls.__mro__[:-1]
+    ]
     return all(file.endswith(".py") for file in files) and not hasattr(cls, "__slots__")
 
 

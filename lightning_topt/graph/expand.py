@@ -1,6 +1,8 @@
-"""A recording in which calls were left out becomes the recording of the whole step: what models did is copied under new names.
+"""A recording in which calls were left out becomes the recording of the whole step: what models did
+is copied under new names.
 
-Ticks and operators get new numbers: where one tick stood for a call, there are as many as the model took.
+Ticks and operators get new numbers: where one tick stood for a call, there are as many as the model
+took.
 """
 
 from __future__ import annotations
@@ -11,14 +13,26 @@ from collections.abc import Iterator, Mapping
 from lightning_topt.graph.kernels import Measured
 from lightning_topt.graph.observed_backward import ObservedBackward, check_alone
 from lightning_topt.graph.observed_calls import CopiedCall, Surprise, rename
-from lightning_topt.graph.recording import COPIED, Call, OpRecord, Recording, Shape, Storage, changed
+from lightning_topt.graph.recording import (
+    COPIED,
+    Call,
+    OpRecord,
+    Recording,
+    Shape,
+    Storage,
+    changed,
+)
 
 
 def expand(recording: Recording) -> Recording:
-    """Return the whole recording. Raises Surprise where calls that were left out cannot have done what their models did."""
+    """Return the whole recording. Raises Surprise where calls that were left out cannot have done
+    what their models did.
+    """
     if not recording.copies:
         return recording
-    backwards = {id(model): ObservedBackward(recording, model) for pair in recording.models for model in pair}
+    backwards = {
+        id(model): ObservedBackward(recording, model) for pair in recording.models for model in pair
+    }
     for first, second in recording.models:
         if backwards[id(first)].facts != backwards[id(second)].facts:
             raise Surprise(second.key)
@@ -26,15 +40,23 @@ def expand(recording: Recording) -> Recording:
 
 
 class _Expansion:
-    """`new` has the new storages by the identity of the old ones; those that a copy has of its model are in `inside`."""
+    """`new` has the new storages by the identity of the old ones; those that a copy has of its
+    model are in `inside`.
+    """
 
     def __init__(self, recording: Recording, backwards: dict[int, ObservedBackward]) -> None:
         self.old, self.copies, self.backwards = recording, recording.copies, backwards
-        self.by_op = {copied.first_op + k: copied for copied in self.copies for k in range(len(copied.results))}
+        self.by_op = {
+            copied.first_op + k: copied
+            for copied in self.copies
+            for k in range(len(copied.results))
+        }
         check_alone(recording, self.by_op)
         self.ticks, self.ops = self._new_ticks(), self._new_ops()
         self.new = {id(storage): changed(storage, parts=()) for storage in recording.storages}
-        self.inside: list[dict[int, Storage]] = [self._copies_of_storages(copied) for copied in self.copies]
+        self.inside: list[dict[int, Storage]] = [
+            self._copies_of_storages(copied) for copied in self.copies
+        ]
 
     def whole(self) -> Recording:
         """Return the recording with all copies in their places."""
@@ -58,11 +80,14 @@ class _Expansion:
             measured_at=old.measured_at,
         )
 
-    # ---- numbers -----------------------------------------------------------------------------------------------------
+    # ---- numbers
+    # -----------------------------------------------------------------------------------------------------
 
     def _new_ticks(self) -> list[int]:
         """The new number of every old tick, and of the end."""
-        length = {copied.tick: copied.model.ticks[1] - copied.model.ticks[0] for copied in self.copies}
+        length = {
+            copied.tick: copied.model.ticks[1] - copied.model.ticks[0] for copied in self.copies
+        }
         for copied in self.copies:
             backward = self.backwards[id(copied.model)]
             assert copied.backward_tick is not None
@@ -74,7 +99,9 @@ class _Expansion:
         return [*numbers, now]
 
     def _new_ops(self) -> list[int]:
-        """The new number of every old operator; those that stand for a result get that of the model's operator."""
+        """The new number of every old operator; those that stand for a result get that of the
+        model's operator.
+        """
         numbers: list[int] = []
         now = start = 0
         for index in range(len(self.old.ops)):
@@ -100,10 +127,13 @@ class _Expansion:
             self.ticks[copied.backward_tick] - backward.start,
         )
 
-    # ---- storages ----------------------------------------------------------------------------------------------------
+    # ---- storages
+    # ----------------------------------------------------------------------------------------------------
 
     def _copies_of_storages(self, copied: CopiedCall) -> dict[int, Storage]:
-        """Return what the copy made, by the identity of what the model made; its results are those of the recording."""
+        """Return what the copy made, by the identity of what the model made; its results are those
+        of the recording.
+        """
         model, backward = copied.model, self.backwards[id(copied.model)]
         op, forward_shift, backward_shift = self._shifts(copied)
         inside: dict[int, Storage] = {}
@@ -124,7 +154,8 @@ class _Expansion:
                 op=storage.op + op,
                 died=died,
                 saved_by=None if storage.saved_by is None else storage.saved_by + op,
-                gradient_of=storage.gradient_of and rename(storage.gradient_of, model.path, copied.path),
+                gradient_of=storage.gradient_of
+                and rename(storage.gradient_of, model.path, copied.path),
                 parts=(),
             )
         for result, storage in zip(model.results, copied.results, strict=True):
@@ -137,13 +168,19 @@ class _Expansion:
     def _move(self, storage: Storage) -> None:
         """New numbers for a storage of the recording."""
         new = self.new[id(storage)]
-        new.born, new.made, new.op = self.ticks[storage.born], self.ticks[storage.made], self.ops[storage.op]
+        new.born, new.made, new.op = (
+            self.ticks[storage.born],
+            self.ticks[storage.made],
+            self.ops[storage.op],
+        )
         new.died = storage.died if storage.died == math.inf else self.ticks[int(storage.died)]
         new.saved_by = None if storage.saved_by is None else self.ops[storage.saved_by]
         new.parts = tuple(self.new[id(part)] for part in storage.parts)
 
     def _join(self, copied: CopiedCall, inside: dict[int, Storage]) -> None:
-        """Tell apart what the copy's single ticks hold together: when its results were made, and what was let go of when."""
+        """Tell apart what the copy's single ticks hold together: when its results were made, and
+        what was let go of when.
+        """
         model, backward = copied.model, self.backwards[id(copied.model)]
         op, forward_shift, backward_shift = self._shifts(copied)
         assert copied.backward_tick is not None and model.gradient is not None
@@ -162,7 +199,9 @@ class _Expansion:
             if (mine is None) != (theirs is None):
                 raise Surprise(model.key)
             if mine is not None and theirs is not None and mine.died == copied.backward_tick + 1:
-                self.new[id(mine)].died = self.ticks[copied.backward_tick] + backward.release(theirs)
+                self.new[id(mine)].died = self.ticks[copied.backward_tick] + backward.release(
+                    theirs
+                )
         theirs = backward.input_gradient
         if theirs is not None and copied.input_gradient is not None:
             new = self.new[id(copied.input_gradient)]
@@ -183,7 +222,9 @@ class _Expansion:
             model, backward = copied.model, self.backwards[id(copied.model)]
             forward = self.old.storages[slice(*model.storages)]
             places.setdefault(copied.storage, []).extend(inside[id(s)] for s in forward)
-            places.setdefault(copied.backward_storage, []).extend(inside[id(s)] for s in backward.made)
+            places.setdefault(copied.backward_storage, []).extend(
+                inside[id(s)] for s in backward.made
+            )
             own.update(id(s) for s in (*copied.results, copied.input_gradient))
         found: list[Storage] = []
         for index in range(len(self.old.storages) + 1):
@@ -192,7 +233,8 @@ class _Expansion:
                 found.append(self.new[id(self.old.storages[index])])
         return found
 
-    # ---- the rest ----------------------------------------------------------------------------------------------------
+    # ---- the rest
+    # ----------------------------------------------------------------------------------------------------
 
     def _operators(self) -> list[OpRecord]:
         found: list[OpRecord] = []
@@ -237,7 +279,10 @@ class _Expansion:
     def _inner_calls(self, copied: CopiedCall, inside: Mapping[int, Storage]) -> Iterator[Call]:
         model, shift = copied.model, self._shifts(copied)[1]
         inputs = zip(model.inputs, copied.inputs, strict=True)
-        known = {**inside, **{id(a): self.new[id(b)] for a, b in inputs if a is not None and b is not None}}
+        known = {
+            **inside,
+            **{id(a): self.new[id(b)] for a, b in inputs if a is not None and b is not None},
+        }
         for call in self.old.calls[slice(*model.calls)]:
             yield changed(
                 call,
@@ -269,10 +314,17 @@ class _Expansion:
         if copied is None:
             return slice(tick, tick + 1)
         backward = self.backwards[id(copied.model)]
-        return slice(*copied.model.ticks) if tick == copied.tick else slice(backward.start, backward.end)
+        return (
+            slice(*copied.model.ticks)
+            if tick == copied.tick
+            else slice(backward.start, backward.end)
+        )
 
     def _writes(self) -> list[tuple[int, int]]:
-        writes = [(self.ticks[tick], born if born < 0 else self.ticks[born]) for tick, born in self.old.writes]
+        writes = [
+            (self.ticks[tick], born if born < 0 else self.ticks[born])
+            for tick, born in self.old.writes
+        ]
         for copied in self.copies:
             start, end = copied.model.ticks
             shift = self._shifts(copied)[1]

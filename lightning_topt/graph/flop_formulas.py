@@ -1,4 +1,5 @@
-"""The FLOPs of low-level operator calls: the formulas of torch.utils.flop_counter, and those that it lacks.
+"""The FLOPs of low-level operator calls: the formulas of torch.utils.flop_counter, and those that
+it lacks.
 
 2 per multiply-add, as there.
 """
@@ -18,7 +19,9 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: 
     return int(sdpa_flop_count(query.shape, key.shape, value.shape))  # type: ignore[no-untyped-call]
 
 
-def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> int:
+def _attention_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+) -> int:
     shapes = grad.shape, query.shape, key.shape, value.shape
     return int(sdpa_backward_flop_count(*shapes))  # type: ignore[no-untyped-call]
 
@@ -27,7 +30,9 @@ def _matrix_vector(matrix: Tensor, vector: Tensor, *args: Any, **kwargs: Any) ->
     return 2 * matrix.numel()
 
 
-def _add_matrix_vector(start: Tensor, matrix: Tensor, vector: Tensor, *args: Any, **kwargs: Any) -> int:
+def _add_matrix_vector(
+    start: Tensor, matrix: Tensor, vector: Tensor, *args: Any, **kwargs: Any
+) -> int:
     return 2 * matrix.numel()
 
 
@@ -36,7 +41,8 @@ def _add_matrices(start: Tensor, left: Tensor, right: Tensor, *args: Any, **kwar
 
 
 def _product_of_groups(left: Tensor, right: Tensor, *args: Any, **kwargs: Any) -> int:
-    groups = left.shape[0] if left.ndim == 3 and right.ndim == 2 else 1  # each has some of the columns
+    # each has some of the columns
+    groups = left.shape[0] if left.ndim == 3 and right.ndim == 2 else 1
     return 2 * left.numel() // groups * right.shape[-1]
 
 
@@ -65,8 +71,11 @@ def _extra_formulas() -> dict[Any, Callable[..., int]]:
         "mkldnn_rnn_layer_backward": _rnn_layer_backward,
     }
     aten = torch.ops.aten
-    return {getattr(aten, name): formula for name, formula in formulas.items() if hasattr(aten, name)}
+    return {
+        getattr(aten, name): formula for name, formula in formulas.items() if hasattr(aten, name)
+    }
 
 
-# By operator, all overloads alike; a formula takes the call's arguments, and what the call returned as `out_val`.
+# By operator, all overloads alike; a formula takes the call's arguments, and what the call returned
+# as `out_val`.
 FLOPS: dict[Any, Callable[..., int]] = {**_extra_formulas(), **flop_registry}

@@ -1,4 +1,6 @@
-"""The readers of a flow are calls of units and the end of the step: while it is recorded, they collect what they need."""
+"""The readers of a flow are calls of units and the end of the step: while it is recorded, they
+collect what they need.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ class FlowReader:
     leaves: list[Any] = field(default_factory=list)
 
     def unit_call(self, rewritten: Collection[TensorRef]) -> UnitCall:
-        """Return the call as the flow has it; `rewritten` are the results, of all calls, that the step writes to later."""
+        """Return the call as the flow has it; `rewritten` are the results, of all calls, that the
+        step writes to later.
+        """
         leaves = (
             replace(leaf, is_rewritten=True) if TensorRef(self.index, number) in rewritten else leaf
             for number, leaf in enumerate(self.leaves)
@@ -54,10 +58,13 @@ class FlowReader:
 
 
 def leaf_spec(unit: str, tensor: Tensor, same_as: int | None) -> LeafSpec:
-    """Return the shape and kind of a tensor that a call of `unit` returned; `same_as`: the number of the same one before it."""
+    """Return the shape and kind of a tensor that a call of `unit` returned; `same_as`: the number
+    of the same one before it.
+    """
     if not is_strided(tensor):
         raise CaptureError(
-            f"block {unit!r} returns a tensor with layout {tensor.layout}, which cannot pass from stage to stage; give a "
+            f"block {unit!r} returns a tensor with layout {tensor.layout}, which cannot pass from "
+            "stage to stage; give a "
             "plan without a pipeline, or a block that contains what reads it"
         )
     stride = tensor.stride()

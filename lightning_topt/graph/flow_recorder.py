@@ -1,4 +1,6 @@
-"""`FlowRecorder`: a dispatch mode that watches a step run on a copy, and notes what its calls of units need of one another."""
+"""`FlowRecorder`: a dispatch mode that watches a step run on a copy, and notes what its calls of
+units need of one another.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         units: paths of the named blocks.
     """
 
-    def __init__(self, module: nn.Module, batch: Iterable[Tensor], *, units: Collection[str]) -> None:
+    def __init__(
+        self, module: nn.Module, batch: Iterable[Tensor], *, units: Collection[str]
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.metrics: list[str] = []
         self.in_metric = False  # what it reads of the batch only the last stage reads
@@ -84,16 +88,20 @@ class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if is_strided(tensor):
                 self._origins.begin(tensor, Origin(varies=True, is_batch=True))
 
-    # ---- operators ---------------------------------------------------------------------------------------------------
+    # ---- operators
+    # ---------------------------------------------------------------------------------------------------
 
-    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func is DEVICE_OF:
             return func(*args)
         inputs = [tensor for tensor in tensors_in((args, kwargs)) if is_strided(tensor)]
         if is_collective(func):
             raise CaptureError(
-                f"the step calls {func}, in which ranks that run other stages would not take part.\n{line_of_caller()}"
+                f"the step calls {func}, in which ranks that run other stages would not take "
+                f"part.\n{line_of_caller()}"
                 "Give a plan without a pipeline."
             )
         if func is READS_A_VALUE and (value := self._value(inputs[0])) is not None:
@@ -103,7 +111,8 @@ class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **kwargs)
         self.running = None
         self._note_buffers(inputs)
-        if self._at >= 0 and not is_view(func):  # autograd repeats views of an old base where a view is written to
+        # autograd repeats views of an old base where a view is written to
+        if self._at >= 0 and not is_view(func):
             self._consume(self._calls[self._at], inputs)
         for tensor in written_tensors(func, args, kwargs):
             self._write(tensor, inputs)
@@ -119,8 +128,11 @@ class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if (buffer := self._origins.memory(tensor).buffer) is not None:
                 self._read_first.setdefault(buffer, self._at if self._at >= 0 else len(self._calls))
 
-    def _follow_buffers(self, func: OpOverload, inputs: Iterable[Tensor], outputs: Iterable[Tensor]) -> None:
-        is_norm = "batch_norm" in func._schema.name  # in training it changes its averages and computes without them
+    def _follow_buffers(
+        self, func: OpOverload, inputs: Iterable[Tensor], outputs: Iterable[Tensor]
+    ) -> None:
+        # in training it changes its averages and computes without them
+        is_norm = "batch_norm" in func._schema.name
         names = {name for tensor in inputs for name in self._buffers_in(tensor, itself=not is_norm)}
         for tensor in outputs if names else ():
             if self._origins.memory(tensor).buffer is None:
@@ -160,7 +172,9 @@ class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return None
         self._consume(self._end, [tensor])
         self._value_read = self._value_read or line_of_caller()
-        return torch.zeros((), dtype=tensor.dtype).tolist() if isinstance(tensor, FakeTensor) else None
+        return (
+            torch.zeros((), dtype=tensor.dtype).tolist() if isinstance(tensor, FakeTensor) else None
+        )
 
     def values(self, tensor: Tensor) -> Tensor | None:
         """Return a tensor as which `tensor` reads outside of operators; None to let it be read."""
@@ -169,15 +183,18 @@ class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._value(tensor)
         return torch.zeros(tensor.shape, dtype=tensor.dtype)
 
-    # ---- calls of units ----------------------------------------------------------------------------------------------
+    # ---- calls of units
+    # ----------------------------------------------------------------------------------------------
 
     def _call(self, path: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self._at >= 0 or self not in _active():
             return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
         if self._value_read:
             raise CaptureError(
-                f"the step reads the value of a tensor before its last block has run, and stages of a pipeline know only "
-                f"the shapes of what others compute.\n{self._value_read}Move this to the end of the step, or into a block, or "
+                "the step reads the value of a tensor before its last block has run, and stages "
+                "of a pipeline know only "
+                f"the shapes of what others compute.\n{self._value_read}Move this to the end of "
+                "the step, or into a block, or "
                 "give a plan without a pipeline."
             )
         if self._has_gradients and not torch.is_grad_enabled():
@@ -199,7 +216,9 @@ class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._returned(call, result)
 
     def _returned(self, call: FlowReader, result: Any) -> Any:
-        """Note what a call returned; return the same with other tensor objects: what is seen inside of it stays known apart."""
+        """Note what a call returned; return the same with other tensor objects: what is seen inside
+        of it stays known apart.
+        """
         leaves, call.structure = tree_flatten(result)
         seen: dict[int, int] = {}
         for number, leaf in enumerate(leaves):
@@ -215,11 +234,13 @@ class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             is_older = self._origins.memory(leaf).made_in != call.index
             leaves[number] = leaf[...]
             self._origins.begin(
-                leaves[number], Origin({ref}, leaf=ref, varies=True, alias_call=call.index if is_older else -1)
+                leaves[number],
+                Origin({ref}, leaf=ref, varies=True, alias_call=call.index if is_older else -1),
             )
         return tree_unflatten(leaves, call.structure)
 
-    # ---- needs -------------------------------------------------------------------------------------------------------
+    # ---- needs
+    # -------------------------------------------------------------------------------------------------------
 
     def need_at_end(self, value: Any) -> None:
         """Note that the end of the step needs the tensors in `value`."""
@@ -242,16 +263,26 @@ class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._bonds.setdefault((call, at), reason)
 
     def finish(self, result: Any, module: nn.Module) -> None:
-        """Note what the step returned, and left in attributes of modules that no unit contains; call it at the end."""
+        """Note what the step returned, and left in attributes of modules that no unit contains;
+        call it at the end.
+        """
         self.need_at_end(result)
-        self._read_out.update(*(self._buffers_in(tensor) for tensor in _leaves(result) if is_strided(tensor)))
+        self._read_out.update(
+            *(self._buffers_in(tensor) for tensor in _leaves(result) if is_strided(tensor))
+        )
         named = ((name, buffer) for name, buffer in module.named_buffers() if is_strided(buffer))
-        self._replaced = {name for name, buffer in named if self._origins.memory(buffer).buffer is None}
+        self._replaced = {
+            name for name, buffer in named if self._origins.memory(buffer).buffer is None
+        }
         units = {path for path, _ in self._units}
         for path, submodule in module.named_modules():
             if path in units:
                 continue
-            left = [v for name, v in vars(submodule).items() if name not in UNSEEN and isinstance(v, CONTAINERS)]
+            left = [
+                v
+                for name, v in vars(submodule).items()
+                if name not in UNSEEN and isinstance(v, CONTAINERS)
+            ]
             known = (t for t in tensors_in(left) if is_strided(t) and self._origins.knows(t))
             self.need_at_end([t for t in known if not self._origins.hidden_in(t)])
         self._note_host_draws()
@@ -259,7 +290,9 @@ class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if (first := self._read_first.get(name, last)) < last:
                 is_after = last == len(self._calls) - 1 and name not in self._calls[last].writes
                 second = BETWEEN if is_after else last
-                self._bonds.setdefault((first, second), f"reads buffer {name!r} in the next step as it is changed")
+                self._bonds.setdefault(
+                    (first, second), f"reads buffer {name!r} in the next step as it is changed"
+                )
 
     def _note_host_draws(self) -> None:
         if _host_draws() == self._host_state:
@@ -272,7 +305,9 @@ class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def flow(self) -> StepFlow:
         """Return the flow of the step."""
         calls = tuple(call.unit_call(self._rewritten) for call in self._calls)
-        bonds = tuple(Bond(a, len(calls) if b < 0 else b, why) for (a, b), why in sorted(self._bonds.items()))
+        bonds = tuple(
+            Bond(a, len(calls) if b < 0 else b, why) for (a, b), why in sorted(self._bonds.items())
+        )
         return StepFlow(
             calls,
             frozenset(self._end.needs),

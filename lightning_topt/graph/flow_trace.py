@@ -1,9 +1,11 @@
-"""A training step on fake tensors -> `StepFlow`: which calls of units it makes, and what each of them needs of earlier ones.
+"""A training step on fake tensors -> `StepFlow`: which calls of units it makes, and what each of
+them needs of earlier ones.
 
-[Note: values] Parameters, buffers and the batch are fake at first. Where this fails the batch is real: what is computed of the
-batch alone then has values, so that Python code may read them, as it does on every rank, and the flow holds for this batch
-alone. Values that come from units cannot be read before the last call, since stages without them could not follow; after it
-they read as zero here.
+[Note: values] Parameters, buffers and the batch are fake at first. Where this fails the batch is
+real: what is computed of the batch alone then has values, so that Python code may read them, as it
+does on every rank, and the flow holds for this batch alone. Values that come from units cannot be
+read before the last call, since stages without them could not follow; after it they read as zero
+here.
 """
 
 from __future__ import annotations
@@ -42,20 +44,32 @@ def trace_flow(
     device: torch.device | str = "cpu",
     forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> StepFlow:
-    """Return the flow of ``run(module, batch)``, which runs on a copy of `module` without memory; nothing is left behind.
+    """Return the flow of ``run(module, batch)``, which runs on a copy of `module` without memory;
+    nothing is left behind.
 
     Args:
-        run: the step: calls a method of the module that it is given, not of `module`, and returns what that returns.
+        run: the step: calls a method of the module that it is given, not of `module`, and returns
+            what that returns.
         batch: one microbatch, on `device`; it is copied.
         units: paths of the named blocks, none of them inside of another.
         device: where the step will run.
-        forward_context: makes a context around `run`, such as autocast. Whether gradients are computed is as at the call.
+        forward_context: makes a context around `run`, such as autocast. Whether gradients are
+            computed is as at the call.
 
-    Raises CaptureError where the step cannot be run by stages or on fake tensors, naming the line or the unit, and whatever
-    the step itself raises; ValueError for units that are not there or inside of one another.
+    Raises CaptureError where the step cannot be run by stages or on fake tensors, naming the line
+    or the unit, and whatever the step itself raises; ValueError for units that are not there or
+    inside of one another.
     """
     check_units(module, units)
-    attempt = partial(_attempt, module, run, batch, units=units, device=torch.device(device), context=forward_context)
+    attempt = partial(
+        _attempt,
+        module,
+        run,
+        batch,
+        units=units,
+        device=torch.device(device),
+        context=forward_context,
+    )
     try:
         return attempt(has_values=False)
     except Exception:
@@ -80,7 +94,8 @@ def _attempt(
                 own_batch = fake_batch(batch, samples=(1, 1), device=device)
         recorder = FlowRecorder(copied, list(tensors_in(own_batch)), units=units)
         _record_logs(copied, recorder)
-        torch.set_autocast_cache_enabled(False)  # a cast kept from one unit to the next would be a tensor that it hides
+        # a cast kept from one unit to the next would be a tensor that it hides
+        torch.set_autocast_cache_enabled(False)
         try:
             with recorder, _Readable(recorder), context():
                 result = run(copied, own_batch)
@@ -115,7 +130,8 @@ def _explained(error: Exception, recorder: FlowRecorder) -> CaptureError | None:
     place = f"inside of block {unit!r}" if unit else "between blocks"
     text = str(explained).rsplit("\n", 1)[0]
     return CaptureError(
-        f"{text}\nThis is {place}, and stages of a pipeline know the shapes of each other's tensors only. {ADVICE}"
+        f"{text}\nThis is {place}, and stages of a pipeline know the shapes of each other's "
+        f"tensors only. {ADVICE}"
     )
 
 

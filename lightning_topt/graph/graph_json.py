@@ -1,4 +1,6 @@
-"""The parts of an operator graph as JSON values: what repeats, kernels and shapes, is written once and referred to by index."""
+"""The parts of an operator graph as JSON values: what repeats, kernels and shapes, is written once
+and referred to by index.
+"""
 
 from __future__ import annotations
 
@@ -35,25 +37,40 @@ def encode_parts(graph: Mapping[str, Any]) -> dict[str, Any]:
             "modules": [list(_fields(module).values()) for module in step.modules],
             "workspaces": [[position, _amount(amount)] for position, amount in step.workspaces],
         },
-        "kernels": [{**_fields(k), **_amounts(k, "flops", "bytes", "allocated")} for k in table.kernels.values()],
+        "kernels": [
+            {**_fields(k), **_amounts(k, "flops", "bytes", "allocated")}
+            for k in table.kernels.values()
+        ],
         "specs": [list(_fields(spec).values()) for spec in table.specs],
     }
 
 
 def decode_parts(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of an OpGraph from what `encode_parts` returned. Raises ValueError on another version."""
+    """Return the fields of an OpGraph from what `encode_parts` returned. Raises ValueError on
+    another version.
+    """
     if data.get("version") != VERSION:
-        raise ValueError(f"this graph was not written by version {VERSION} of the format; capture it again")
-    specs = [TensorSpec(tuple(shape), dtype, batch_dim) for shape, dtype, batch_dim in data["specs"]]
-    kernels = [Kernel(**{**k, **_read_amounts(k, "flops", "bytes", "allocated")}) for k in data["kernels"]]
+        raise ValueError(
+            f"this graph was not written by version {VERSION} of the format; capture it again"
+        )
+    specs = [
+        TensorSpec(tuple(shape), dtype, batch_dim) for shape, dtype, batch_dim in data["specs"]
+    ]
+    kernels = [
+        Kernel(**{**k, **_read_amounts(k, "flops", "bytes", "allocated")}) for k in data["kernels"]
+    ]
     return {
         **{name: data.get(name) for name in PLAIN},
         "input_bytes": Amount(*data["input_bytes"]),
         "unused": tuple(data["unused"]),
-        "parameters": tuple(Parameter(**_tuples(p, "shape", "aliases")) for p in data["parameters"]),
+        "parameters": tuple(
+            Parameter(**_tuples(p, "shape", "aliases")) for p in data["parameters"]
+        ),
         "blocks": tuple(Block(**block) for block in data["blocks"]),
         "ops": tuple(_read_op(op, specs, kernels) for op in data["ops"]),
-        "edges": tuple(TensorEdge(source, target, specs[spec]) for source, target, spec in data["edges"]),
+        "edges": tuple(
+            TensorEdge(source, target, specs[spec]) for source, target, spec in data["edges"]
+        ),
         "step": _read_step(data["step"], specs),
     }
 
@@ -84,7 +101,13 @@ class _Table:
         }
 
     def tensor(self, tensor: StepTensor) -> list[Any]:
-        return list({**_fields(tensor), **_amounts(tensor, "bytes"), "spec": self.spec(tensor.spec)}.values())
+        return list(
+            {
+                **_fields(tensor),
+                **_amounts(tensor, "bytes"),
+                "spec": self.spec(tensor.spec),
+            }.values()
+        )
 
 
 def _fields(value: Any) -> dict[str, Any]:
@@ -108,10 +131,17 @@ def _tuples(data: Mapping[str, Any], *names: str) -> dict[str, Any]:
 
 
 def _read_op(data: Mapping[str, Any], specs: list[TensorSpec], kernels: list[Kernel]) -> Op:
-    calls = {name: tuple(kernels[index] for index in data[name]) for name in ("forward", "backward")}
+    calls = {
+        name: tuple(kernels[index] for index in data[name]) for name in ("forward", "backward")
+    }
     outputs = tuple(specs[index] for index in data["outputs"])
     return Op(
-        **{**_tuples(data, "parameters", "stack"), **_read_amounts(data, "saved_bytes"), **calls, "outputs": outputs}
+        **{
+            **_tuples(data, "parameters", "stack"),
+            **_read_amounts(data, "saved_bytes"),
+            **calls,
+            "outputs": outputs,
+        }
     )
 
 
@@ -121,7 +151,8 @@ def _read_step(data: Mapping[str, Any], specs: list[TensorSpec]) -> Step:
         order=tuple(data["order"]),
         backward_start=data["backward_start"],
         tensors=tuple(
-            StepTensor(producer, specs[spec], Amount(*size), *rest) for producer, spec, size, *rest in data["tensors"]
+            StepTensor(producer, specs[spec], Amount(*size), *rest)
+            for producer, spec, size, *rest in data["tensors"]
         ),
         calls=tuple(
             ModuleCall(module, first, end, tuple(inputs), tuple(outputs), *rest)

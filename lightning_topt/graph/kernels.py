@@ -1,4 +1,5 @@
-"""Low-level operator calls: what they cost, how they are written down, how they are made again on a device.
+"""Low-level operator calls: what they cost, how they are written down, how they are made again on a
+device.
 
 quantity    rule                                                                         source
 flops       2 per multiply-add of matrix products, convolutions, attention; otherwise 0  `flop_formulas`
@@ -33,11 +34,27 @@ UNDECLARED_VIEWS = {"aten::_unsafe_view", "aten::unsafe_split", "aten::unsafe_sp
 # Read from their first argument only the rows that they return.
 LOOKUPS = {"aten::embedding", "aten::index_select", "aten::gather", "aten::index"}
 # Change only those elements of their first argument that the last one is for.
-SCATTERS = {f"aten::{name}_" for name in ("scatter", "scatter_add", "scatter_reduce", "index_add", "index_copy")}
+SCATTERS = {
+    f"aten::{name}_"
+    for name in ("scatter", "scatter_add", "scatter_reduce", "index_add", "index_copy")
+}
 # Overwrite their first argument, or look at its shape only.
 UNREAD = {
-    *("aten::fill_", "aten::zero_", "aten::copy_", "aten::bernoulli_", "aten::uniform_", "aten::normal_"),
-    *("aten::ones_like", "aten::zeros_like", "aten::full_like", "aten::rand_like", "aten::randn_like"),
+    *(
+        "aten::fill_",
+        "aten::zero_",
+        "aten::copy_",
+        "aten::bernoulli_",
+        "aten::uniform_",
+        "aten::normal_",
+    ),
+    *(
+        "aten::ones_like",
+        "aten::zeros_like",
+        "aten::full_like",
+        "aten::rand_like",
+        "aten::randn_like",
+    ),
     *("aten::new_zeros", "aten::new_ones", "aten::new_full"),
 }
 # oneDNN's convolutions, which hold copies of their arguments while they run.
@@ -75,7 +92,9 @@ def is_view(func: OpOverload) -> bool:
 
 
 def freeze(value: Any, tensors: list[Tensor]) -> Frozen:
-    """Return `value` as nested tuples which are equal only for equal calls; its tensors are appended to `tensors`."""
+    """Return `value` as nested tuples which are equal only for equal calls; its tensors are
+    appended to `tensors`.
+    """
     if isinstance(value, Tensor):
         if value.layout is not torch.strided:
             return ("opaque", f"{value.layout} tensor")
@@ -111,7 +130,9 @@ def thaw(value: Frozen) -> Any:
 
 
 def encode_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the arguments of a low-level call as a JSON value: tensors by shape, stride (elements) and dtype, no values."""
+    """Return the arguments of a low-level call as a JSON value: tensors by shape, stride (elements)
+    and dtype, no values.
+    """
     return {
         "args": [thaw(freeze(value, [])) for value in args],
         "kwargs": {name: thaw(freeze(value, [])) for name, value in kwargs.items()},
@@ -119,14 +140,20 @@ def encode_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def measure(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Measured:
-    """Return the FLOPs and bytes of the call ``func(*args, **kwargs)`` that returned `out`; a collective computes nothing."""
+    """Return the FLOPs and bytes of the call ``func(*args, **kwargs)`` that returned `out`; a
+    collective computes nothing.
+    """
     if is_collective(func):
         return Measured(str(func), {"args": [], "kwargs": {}}, 0.0, 0.0)
     formula = FLOPS.get(func._overloadpacket)
     flops = float(formula(*args, **kwargs, out_val=out)) if formula else 0.0
     given: list[Tensor] = []
     freeze((args, tuple(kwargs.values())), given)
-    size, allocated, workspace = float(_bytes(func, given[:], out)), float(_allocated(given, out)), 0.0
+    size, allocated, workspace = (
+        float(_bytes(func, given[:], out)),
+        float(_allocated(given, out)),
+        0.0,
+    )
     if _on_cpu(given):
         workspace = float(_workspace(func, args, given, out))
         allocated += float(_copied_again(func, args, given, out))
@@ -134,9 +161,11 @@ def measure(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out
 
 
 def hidden_bytes(func: OpOverload, args: tuple[Any, ...]) -> float:
-    """Return the bytes that the call's last result has on a device and does not have in shapes: the workspace of oneDNN's LSTM.
+    """Return the bytes that the call's last result has on a device and does not have in shapes: the
+    workspace of oneDNN's LSTM.
 
-    8 floats per step, sample and hidden unit stay resident after forward (320 units, 800 steps of samples).
+    8 floats per step, sample and hidden unit stay resident after forward (320 units, 800 steps of
+    samples).
     """
     if func._schema.name != "aten::mkldnn_rnn_layer":
         return 0.0
@@ -148,26 +177,34 @@ def _workspace(func: OpOverload, args: tuple[Any, ...], given: list[Tensor], out
     name = func._schema.name
     if name in REORDERED:
         is_backward = name.endswith("backward")
-        transposed, results = args[7 if is_backward else 6], [] if is_backward else list(_tensors(out))
-        # The result too where its channels do not fill the layout's blocks, and of a transposed convolution.
+        transposed, results = (
+            args[7 if is_backward else 6],
+            [] if is_backward else list(_tensors(out)),
+        )
+        # The result too where its channels do not fill the layout's blocks, and of a transposed
+        # convolution.
         copied = [t for t in results if transposed or t.shape[1] % _CHANNEL_BLOCK]
         return sum(map(_blocked, [t for t in given if t.ndim > 1] + copied))
     if name in ("aten::mkldnn_rnn_layer", "aten::mkldnn_rnn_layer_backward"):
         x, w_input, w_hidden = args[:3]
         copies = 4.0 * (w_input.numel() + w_hidden.numel())
-        rest = 4.0 * math.prod(x.shape[:2]) * (5 * w_hidden.shape[1] + 2 * x.shape[2])  # what only backward touches
+        # what only backward touches
+        rest = 4.0 * math.prod(x.shape[:2]) * (5 * w_hidden.shape[1] + 2 * x.shape[2])
         return float(copies + rest if name.endswith("backward") else copies)
     return 0.0
 
 
 def _copied_again(func: OpOverload, args: tuple[Any, ...], given: list[Tensor], out: Any) -> float:
-    """Bytes that a convolution takes and gives back before or after its `_workspace`: oneDNN copies all tensors for each pass.
+    """Bytes that a convolution takes and gives back before or after its `_workspace`: oneDNN copies
+    all tensors for each pass.
 
     Counted as page faults: forward is one pass, backward one for the input and one for the weight.
     """
     name = func._schema.name
     if name == "aten::convolution":
-        return sum(_blocked(t) for t in _tensors(out) if not (args[6] or t.shape[1] % _CHANNEL_BLOCK))
+        return sum(
+            _blocked(t) for t in _tensors(out) if not (args[6] or t.shape[1] % _CHANNEL_BLOCK)
+        )
     if name == "aten::convolution_backward" and all(args[10][:2]):
         return sum(_blocked(t) for t in given if t.ndim > 1)
     return 0.0
@@ -180,20 +217,25 @@ def _blocked(tensor: Tensor) -> int:
 
 
 def make_call(kernel: Kernel, device: torch.device | str) -> Callable[[], None]:
-    """Return a function that makes the call of `kernel` on `device`, on tensors of the same shape, stride and dtype.
+    """Return a function that makes the call of `kernel` on `device`, on tensors of the same shape,
+    stride and dtype.
 
-    Floating-point tensors are uniform in [0, 1), all others zero, which is a valid index and mask. A call with random
-    numbers uses the device's generator. Raises ValueError when the operator is not known here, might misread invented
-    values (see `is_replayable`), or has an argument that cannot be made again; the function raises it when the operator
-    does not exist for `device`.
+    Floating-point tensors are uniform in [0, 1), all others zero, which is a valid index and mask.
+    A call with random numbers uses the device's generator. Raises ValueError when the operator is
+    not known here, might misread invented values (see `is_replayable`), or has an argument that
+    cannot be made again; the function raises it when the operator does not exist for `device`.
     """
     namespace, name, overload = kernel.name.split(".")
     try:
         func = getattr(getattr(getattr(torch.ops, namespace), name), overload)
     except AttributeError:
-        raise ValueError(f"operator {kernel.name} is unknown in this process; import the library it is from") from None
+        raise ValueError(
+            f"operator {kernel.name} is unknown in this process; import the library it is from"
+        ) from None
     if not is_replayable(func):
-        raise ValueError(f"operator {kernel.name} is not called on invented arguments, which it might misread")
+        raise ValueError(
+            f"operator {kernel.name} is not called on invented arguments, which it might misread"
+        )
     target = torch.device(device)
     args = [_revive(value, target) for value in kernel.arguments["args"]]
     kwargs = {key: _revive(value, target) for key, value in kernel.arguments["kwargs"].items()}
@@ -230,7 +272,9 @@ _RANDOM_ELEMENTS = 1 << 16
 
 
 def _random_tensor(shape: list[int], stride: list[int], dtype: str, device: torch.device) -> Tensor:
-    size = 0 if 0 in shape else 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+    size = (
+        0 if 0 in shape else 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+    )
     element = getattr(torch, dtype)
     if element.is_floating_point:
         # Random numbers cost more than most kernels take to read them: a block of them is repeated.
@@ -254,7 +298,11 @@ def _bytes(func: OpOverload, read: list[Tensor], out: Any) -> int:
 
 def _allocated(given: list[Tensor], out: Any) -> int:
     old = {tensor.untyped_storage()._cdata for tensor in given}
-    new = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in _tensors(out) if _is_strided(t)}
+    new = {
+        t.untyped_storage()._cdata: t.untyped_storage().nbytes()
+        for t in _tensors(out)
+        if _is_strided(t)
+    }
     return sum(size for storage, size in new.items() if storage not in old)
 
 
@@ -268,7 +316,11 @@ def _is_strided(tensor: Tensor) -> bool:
 
 def _touched(tensor: Tensor) -> int:
     """Bytes of `tensor` in memory; an expanded dimension is there once."""
-    sizes = [size for size, step in zip(tensor.shape, tensor.stride(), strict=True) if step != 0 or size == 0]
+    sizes = [
+        size
+        for size, step in zip(tensor.shape, tensor.stride(), strict=True)
+        if step != 0 or size == 0
+    ]
     return math.prod(sizes) * tensor.element_size()
 
 

@@ -1,4 +1,6 @@
-"""The memory that is alive while a step is recorded, by address; its end is noted when the last tensor lets go of it."""
+"""The memory that is alive while a step is recorded, by address; its end is noted when the last
+tensor lets go of it.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +16,27 @@ from lightning_topt.graph.writes import is_strided
 
 
 class LiveStorages:
-    """Storages of `recording`, made after the tensors `outside`, which are held so that no address of theirs is used again."""
+    """Storages of `recording`, made after the tensors `outside`, which are held so that no address
+    of theirs is used again.
+    """
 
     def __init__(self, recording: Recording, outside: Iterable[Tensor]) -> None:
         self._recording = recording
         self._live: dict[int, Storage] = {}
         self._references: dict[int, Any] = {}
         self._outside = list(outside)
-        self._outside_ids = {tensor.untyped_storage()._cdata for tensor in self._outside if is_strided(tensor)}
+        self._outside_ids = {
+            tensor.untyped_storage()._cdata for tensor in self._outside if is_strided(tensor)
+        }
 
     def forget(self) -> None:
         """Let go of the tensors that were there before, and of all that is noted of live ones."""
         self._outside, self._live, self._references = [], {}, {}
 
     def of(self, tensor: Tensor) -> Storage | None:
-        """Return the storage of `tensor`; None for what is older than the recording or not strided."""
+        """Return the storage of `tensor`; None for what is older than the recording or not
+        strided.
+        """
         return self._live.get(tensor.untyped_storage()._cdata) if is_strided(tensor) else None
 
     def within(self, value: Any) -> list[Storage]:

@@ -1,7 +1,8 @@
 """A mesh of ranks: named axes, and which ranks form the groups along each of them.
 
-Ranks are numbered row by row, the last axis fastest, as in torch's `DeviceMesh`. A group along an axis is every `stride`-th
-rank, where the stride is the number of ranks of all later axes together: on two nodes of four devices the mesh
+Ranks are numbered row by row, the last axis fastest, as in torch's `DeviceMesh`. A group along an
+axis is every `stride`-th rank, where the stride is the number of ranks of all later axes together:
+on two nodes of four devices the mesh
 
     data_replicate 2 x data_shard 4      groups along data_shard      (0 1 2 3) (4 5 6 7)          stride 1, inside a node
                                          groups along data_replicate  (0 4) (1 5) (2 6) (3 7)      stride 4, between nodes
@@ -18,13 +19,15 @@ import numpy as np
 
 SCOPES = ("intra", "inter")  # inside a node, between nodes
 DATA_AXES = ("data", "data_replicate", "data_shard")  # the batch is split along these
-TENSOR_AXES = ("tensor", "tensor_rows", "tensor_columns", "tensor_tokens")  # operators are split along these
+# operators are split along these
+TENSOR_AXES = ("tensor", "tensor_rows", "tensor_columns", "tensor_tokens")
 PIPELINE_AXES = ("pipeline",)  # the stages of a model are spread along these
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One direction of a mesh: `size` ranks; `scope` says whether its groups lie inside a node or cross nodes.
+    """One direction of a mesh: `size` ranks; `scope` says whether its groups lie inside a node or
+    cross nodes.
 
     Raises ValueError for a name that is no identifier, a size below 1 or another scope.
     """
@@ -35,22 +38,30 @@ class Axis:
 
     def __post_init__(self) -> None:
         if not self.name.isidentifier():
-            raise ValueError(f"the name of an axis is an identifier such as 'data', got {self.name!r}")
+            raise ValueError(
+                f"the name of an axis is an identifier such as 'data', got {self.name!r}"
+            )
         if type(self.size) is not int or self.size < 1:
             raise ValueError(f"axis {self.name!r}: size must be at least 1, got {self.size!r}")
         if self.scope not in SCOPES:
-            raise ValueError(f"axis {self.name!r}: scope must be one of {SCOPES}, got {self.scope!r}")
+            raise ValueError(
+                f"axis {self.name!r}: scope must be one of {SCOPES}, got {self.scope!r}"
+            )
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """The axes of a plan, outermost first. Raises ValueError when there is none or a name repeats."""
+    """The axes of a plan, outermost first. Raises ValueError when there is none or a name
+    repeats.
+    """
 
     axes: tuple[Axis, ...]
 
     def __post_init__(self) -> None:
         if not self.axes or len(set(self.names)) != len(self.axes):
-            raise ValueError(f"a mesh has at least one axis, and no two with the same name; got {self.names}")
+            raise ValueError(
+                f"a mesh has at least one axis, and no two with the same name; got {self.names}"
+            )
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -84,7 +95,9 @@ class Mesh:
 
     @cached_property
     def pipeline_size(self) -> int:
-        """Number of ranks that run the stages of one model one after the other; 1 without a pipeline axis."""
+        """Number of ranks that run the stages of one model one after the other; 1 without a
+        pipeline axis.
+        """
         return self.ranks_along(self.pipeline_axes)
 
     @cached_property
@@ -93,7 +106,9 @@ class Mesh:
         return math.prod(self.shape[index] for index in self.data_axes)
 
     def data_rank(self, rank: int) -> int:
-        """Return which part of the global batch `rank` gets: its position along the data axes, row by row."""
+        """Return which part of the global batch `rank` gets: its position along the data axes, row
+        by row.
+        """
         return self._position(rank, self.data_axes)
 
     def pipeline_rank(self, rank: int) -> int:
@@ -111,14 +126,20 @@ class Mesh:
         return position
 
     def groups_along(self, axes: Sequence[int]) -> list[list[int]]:
-        """Return the ranks of each group along `axes` (indices), in order; without axes every rank is alone."""
+        """Return the ranks of each group along `axes` (indices), in order; without axes every rank
+        is alone.
+        """
         ranks = np.arange(self.size).reshape(self.shape)
         others = [axis for axis in range(len(self.axes)) if axis not in axes]
-        rows: list[list[int]] = ranks.transpose(*others, *axes).reshape(-1, self.ranks_along(axes)).tolist()
+        rows: list[list[int]] = (
+            ranks.transpose(*others, *axes).reshape(-1, self.ranks_along(axes)).tolist()
+        )
         return rows
 
     def stride(self, axes: Iterable[int]) -> int:
-        """Return the distance between neighbours of a group along `axes` (indices): the ranks of all axes after the last."""
+        """Return the distance between neighbours of a group along `axes` (indices): the ranks of
+        all axes after the last.
+        """
         return math.prod(self.shape[max(axes, default=len(self.shape)) + 1 :])
 
     def ranks_along(self, axes: Iterable[int]) -> int:
@@ -131,6 +152,12 @@ def data_mesh(size: int, *, scope: str = "intra") -> Mesh:
     return Mesh((Axis("data", size, scope),))
 
 
-def hybrid_mesh(replicate: int, shard: int, *, scopes: tuple[str, str] = ("inter", "intra")) -> Mesh:
-    """Return the mesh of hybrid sharding: copies of the model along the first axis, pieces of it along the second."""
-    return Mesh((Axis("data_replicate", replicate, scopes[0]), Axis("data_shard", shard, scopes[1])))
+def hybrid_mesh(
+    replicate: int, shard: int, *, scopes: tuple[str, str] = ("inter", "intra")
+) -> Mesh:
+    """Return the mesh of hybrid sharding: copies of the model along the first axis, pieces of it
+    along the second.
+    """
+    return Mesh(
+        (Axis("data_replicate", replicate, scopes[0]), Axis("data_shard", shard, scopes[1]))
+    )

@@ -14,11 +14,13 @@ T = TypeVar("T", bound=nn.Module)
 
 
 def build_on_meta(make: Callable[[], T]) -> T:
-    """Return the module that `make` makes, with parameters and buffers on the meta device where its constructor allows it.
+    """Return the module that `make` makes, with parameters and buffers on the meta device where its
+    constructor allows it.
 
-    A constructor that reads the value of a tensor (`item`, `tolist`, `numpy`, a branch on it) or mixes devices raises there:
-    it runs again with real tensors, from the same state of the random number generators. Raises what it then raises.
-    ``is_on_meta`` says which of the two happened; a module on meta can be captured, but runs no real step.
+    A constructor that reads the value of a tensor (`item`, `tolist`, `numpy`, a branch on it) or
+    mixes devices raises there: it runs again with real tensors, from the same state of the random
+    number generators. Raises what it then raises. ``is_on_meta`` says which of the two happened; a
+    module on meta can be captured, but runs no real step.
     """
     with random_states():
         try:

@@ -1,4 +1,6 @@
-"""Deep copies of modules that are made to run once: what they share with the original, what is adapted."""
+"""Deep copies of modules that are made to run once: what they share with the original, what is
+adapted.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ class TensorCopies(TorchFunctionMode):
 
 
 def filled_copy(module: T) -> T:
-    """Return a deep copy with memory of its own on the CPU: the values of `module`, zeros where it is on the meta device."""
+    """Return a deep copy with memory of its own on the CPU: the values of `module`, zeros where it
+    is on the meta device.
+    """
     return copy_module(module, _Filled(torch.device("cpu")), fake=False)
 
 
@@ -66,18 +70,21 @@ class _Filled(TensorCopies):
 
 
 def copy_module(module: T, copies: TensorCopies, *, fake: bool) -> T:
-    """Return a deep copy of `module` with its tensors converted by `copies`, which logs and prints nothing.
+    """Return a deep copy of `module` with its tensors converted by `copies`, which logs and prints
+    nothing.
 
-    The trainer, data sets and any attribute that cannot be copied are shared. Iterators that cannot be copied are
-    replaced: what they yield to a copy would be lost. With `fake` metrics and synchronized batch normalization, which need
-    values, do without them. Raises CaptureError for lazy parameters without a shape.
+    The trainer, data sets and any attribute that cannot be copied are shared. Iterators that cannot
+    be copied are replaced: what they yield to a copy would be lost. With `fake` metrics and
+    synchronized batch normalization, which need values, do without them. Raises CaptureError for
+    lazy parameters without a shape.
     """
     memo: dict[int, Any] = {id(value): value for value in _shared(module)}
     for submodule in module.modules():
         for name, tensor in (*submodule._parameters.items(), *submodule._buffers.items()):
             if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
                 raise CaptureError(
-                    f"{type(submodule).__name__} has a lazy parameter {name!r} without a shape; run one batch through "
+                    f"{type(submodule).__name__} has a lazy parameter {name!r} without a shape; "
+                    "run one batch through "
                     "the module before it is planned"
                 )
             if tensor is not None and id(tensor) not in memo:
@@ -97,7 +104,9 @@ def copy_module(module: T, copies: TensorCopies, *, fake: bool) -> T:
 
 
 class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
-    """Normalizes over the batch of one rank, which computes as much; statistics are not exchanged."""
+    """Normalizes over the batch of one rank, which computes as much; statistics are not
+    exchanged.
+    """
 
     def _check_input_dim(self, input: Tensor) -> None:
         pass
@@ -114,18 +123,33 @@ def _shared(module: nn.Module) -> Iterator[Any]:
 def _is_shared(cls: type) -> bool:
     if issubclass(cls, nn.Module):
         return False
-    of_lightning = any(base.__name__ in SHARED_BASES and "lightning" in base.__module__ for base in cls.__mro__)
+    of_lightning = any(
+        base.__name__ in SHARED_BASES and "lightning" in base.__module__ for base in cls.__mro__
+    )
     return of_lightning or issubclass(cls, (Dataset, DataLoader, Sampler))
 
 
 def _plain_copy(module: nn.Module, memo: Mapping[int, Any]) -> nn.Module | None:
-    """Return what `copy.deepcopy` would make of a module whose attributes are plain values, in a tenth of its time; else None.
+    """Return what `copy.deepcopy` would make of a module whose attributes are plain values, in a
+    tenth of its time; else None.
 
     `memo` has the copies of its tensors and children.
     """
     cls: Any = type(module)
-    own = getattr(cls, "__deepcopy__", None), cls.__reduce_ex__, cls.__reduce__, cls.__getstate__, cls.__setstate__
-    if own != (None, object.__reduce_ex__, object.__reduce__, nn.Module.__getstate__, nn.Module.__setstate__):
+    own = (
+        getattr(cls, "__deepcopy__", None),
+        cls.__reduce_ex__,
+        cls.__reduce__,
+        cls.__getstate__,
+        cls.__setstate__,
+    )
+    if own != (
+        None,
+        object.__reduce_ex__,
+        object.__reduce__,
+        nn.Module.__getstate__,
+        nn.Module.__setstate__,
+    ):
         return None
     attributes: dict[str, Any] = {}
     for name, value in vars(module).items():
@@ -134,8 +158,14 @@ def _plain_copy(module: nn.Module, memo: Mapping[int, Any]) -> nn.Module | None:
             attributes[name] = value
         elif kind is OrderedDict and not value:
             attributes[name] = OrderedDict()
-        elif name in REGISTRIES and kind is dict and all(v is None or id(v) in memo for v in value.values()):
-            attributes[name] = {key: memo[id(item)] if item is not None else None for key, item in value.items()}
+        elif (
+            name in REGISTRIES
+            and kind is dict
+            and all(v is None or id(v) in memo for v in value.values())
+        ):
+            attributes[name] = {
+                key: memo[id(item)] if item is not None else None for key, item in value.items()
+            }
         elif kind is set and all(type(item) is str for item in value):
             attributes[name] = set(value)
         elif kind is tuple and all(type(item) in ATOMS for item in value):
@@ -148,7 +178,9 @@ def _plain_copy(module: nn.Module, memo: Mapping[int, Any]) -> nn.Module | None:
 
 
 def _deepcopy(module: T, memo: dict[int, Any]) -> T:
-    """Do `copy.deepcopy`; where it fails, again with every attribute that cannot be copied left as it is."""
+    """Do `copy.deepcopy`; where it fails, again with every attribute that cannot be copied left as
+    it is.
+    """
     try:
         return copy.deepcopy(module, dict(memo))
     except Exception:
@@ -177,14 +209,17 @@ class _UsedUp:
 
     def __next__(self) -> Any:
         raise CaptureError(
-            "the training step takes what a generator of the module yields, and a capture would use it up. " + WAY_OUT
+            "the training step takes what a generator of the module yields, and a capture would "
+            "use it up. " + WAY_OUT
         )
 
     send = close = __next__
 
 
 def _generator_like(generator: torch.Generator) -> torch.Generator:
-    """A copy with the same state. `copy.deepcopy` would set a fake one, which fails without saying so."""
+    """A copy with the same state. `copy.deepcopy` would set a fake one, which fails without saying
+    so.
+    """
     made = torch.Generator(device=generator.device)
     made.set_state(generator.get_state())
     return made
@@ -192,7 +227,9 @@ def _generator_like(generator: torch.Generator) -> torch.Generator:
 
 @contextmanager
 def _reducers() -> Iterator[None]:
-    """Let `copy.deepcopy` share modules of Python, locks and process groups, and replace generators, wherever they are."""
+    """Let `copy.deepcopy` share modules of Python, locks and process groups, and replace
+    generators, wherever they are.
+    """
 
     def share(value: Any) -> str:
         return "shared"  # a string means that the object is its own copy

@@ -27,11 +27,13 @@ _AUTOCAST_DEVICES = ("cpu", "cuda")
 
 @contextmanager
 def no_trace(module: nn.Module, *roots: Any) -> Iterator[None]:
-    """Put back, at the end: random states, modes of torch, and what user code can reach from `module` and `roots`.
+    """Put back, at the end: random states, modes of torch, and what user code can reach from
+    `module` and `roots`.
 
-    These are the random states of torch (of every device in use), NumPy and Python, and generators that the module owns;
-    whether gradients are computed, the default dtype and autocast; attributes, lists, dicts, sets, hooks and gradients
-    (see [Note: what is saved] in `graph.containers`). `print` without a file and `logging` are silent meanwhile.
+    These are the random states of torch (of every device in use), NumPy and Python, and generators
+    that the module owns; whether gradients are computed, the default dtype and autocast;
+    attributes, lists, dicts, sets, hooks and gradients (see [Note: what is saved] in
+    `graph.containers`). `print` without a file and `logging` are silent meanwhile.
     """
     with random_states(), _modes_of_torch(), kept_objects(*roots_of(module), *roots):
         yield
@@ -39,7 +41,9 @@ def no_trace(module: nn.Module, *roots: Any) -> Iterator[None]:
 
 @contextmanager
 def kept_objects(*roots: Any) -> Iterator[None]:
-    """Put back, at the end, what user code can reach from `roots`; `print` and `logging` are silent meanwhile."""
+    """Put back, at the end, what user code can reach from `roots`; `print` and `logging` are silent
+    meanwhile.
+    """
     saved = SavedContainers(roots)
     with _silence():
         try:
@@ -50,7 +54,9 @@ def kept_objects(*roots: Any) -> Iterator[None]:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Collect no garbage: a collection takes long, and would end the life of tensors in cycles at no moment of the step."""
+    """Collect no garbage: a collection takes long, and would end the life of tensors in cycles at
+    no moment of the step.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -77,7 +83,10 @@ def random_states() -> Iterator[None]:
 @contextmanager
 def _modes_of_torch() -> Iterator[None]:
     gradients, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
-    casts = {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _AUTOCAST_DEVICES}
+    casts = {
+        kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        for kind in _AUTOCAST_DEVICES
+    }
     caches = torch.is_autocast_cache_enabled()
     try:
         yield
@@ -92,7 +101,9 @@ def _modes_of_torch() -> Iterator[None]:
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """Let `print` to the standard output and `logging` do nothing; a debugger, which writes to its file, can be used."""
+    """Let `print` to the standard output and `logging` do nothing; a debugger, which writes to its
+    file, can be used.
+    """
     own_print, disabled = builtins.print, logging.root.manager.disable
 
     def quiet(*args: Any, file: Any = None, **kwargs: Any) -> None:

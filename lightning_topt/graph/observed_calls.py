@@ -1,12 +1,14 @@
-"""Calls of equal modules while a step is recorded: two are run and compared, the others are left out.
+"""Calls of equal modules while a step is recorded: two are run and compared, the others are left
+out.
 
-[Note: calls left out] A call is left out when it must do what two calls before it did: its module equals theirs
-(`equal_modules`), its arguments have their shapes, strides and plain values, the modes of torch, the globals of the user's
-files and the modules around it are theirs, and both of them ran the same operators on their arguments, their parameters and
-tensors of their own; wrote to nothing else but buffers of their own; drew nothing from Python's or NumPy's generators; left
-attributes and globals as they were; and left no tensor but their results and what autograd saves. What they did in the
-backward pass is compared when it is over. Wherever something turns out otherwise, the step is recorded again without
-leaving calls of such modules out (`Surprise`).
+[Note: calls left out] A call is left out when it must do what two calls before it did: its module
+equals theirs (`equal_modules`), its arguments have their shapes, strides and plain values, the
+modes of torch, the globals of the user's files and the modules around it are theirs, and both of
+them ran the same operators on their arguments, their parameters and tensors of their own; wrote to
+nothing else but buffers of their own; drew nothing from Python's or NumPy's generators; left
+attributes and globals as they were; and left no tensor but their results and what autograd saves.
+What they did in the backward pass is compared when it is over. Wherever something turns out
+otherwise, the step is recorded again without leaving calls of such modules out (`Surprise`).
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ class Surprise(Exception):
 
 @dataclass(frozen=True)
 class Result:
-    """A tensor that a call returned: its storage, which operator of the call made it, and how to make one like it."""
+    """A tensor that a call returned: its storage, which operator of the call made it, and how to
+    make one like it.
+    """
 
     storage: Any  # the Storage
     op: int  # counted from the first one of the call, as are all numbers of operators here
@@ -50,11 +54,12 @@ class Result:
 
 @dataclass(eq=False)
 class ObservedCall:
-    """A call that was run. Pairs are first and end, into the recording's operators, ticks, storages and calls.
+    """A call that was run. Pairs are first and end, into the recording's operators, ticks, storages
+    and calls.
 
-    `reads`: (source, operator, shape) in the order of time, where a negative source -1 - k is input k. `packed` are the
-    inputs that autograd saved, `claims` the operators that were the first to ask for them, `casts` the identities of
-    storages that autocast keeps until its context ends.
+    `reads`: (source, operator, shape) in the order of time, where a negative source -1 - k is input
+    k. `packed` are the inputs that autograd saved, `claims` the operators that were the first to
+    ask for them, `casts` the identities of storages that autocast keeps until its context ends.
     """
 
     path: str
@@ -92,7 +97,11 @@ class ObservedCall:
 
     def cast(self, tensor: Tensor, storage: Storage | None) -> None:
         """Note that `tensor` was cast; autocast keeps a parameter's cast."""
-        if storage is not None and tensor.untyped_storage()._cdata in self.own and torch.is_autocast_cache_enabled():
+        if (
+            storage is not None
+            and tensor.untyped_storage()._cdata in self.own
+            and torch.is_autocast_cache_enabled()
+        ):
             self.casts.add(id(storage))
 
     def write(self, tensor: Tensor, storage: Storage | None) -> None:
@@ -110,7 +119,9 @@ class ObservedCall:
 
 @dataclass(eq=False)
 class CopiedCall:
-    """A call that was left out and did what `model` did: an operator per result and a tick per direction stand for it."""
+    """A call that was left out and did what `model` did: an operator per result and a tick per
+    direction stand for it.
+    """
 
     path: str
     outer: tuple[str, ...]  # the modules around it
@@ -136,7 +147,9 @@ def forward_facts(recording: Recording, call: ObservedCall) -> Any:
     results = {id(result.storage) for result in call.results}
 
     def place(storage: Storage) -> Any:
-        return own.get(id(storage), ("input", [number for number, s in enumerate(call.inputs) if s is storage]))
+        return own.get(
+            id(storage), ("input", [number for number, s in enumerate(call.inputs) if s is storage])
+        )
 
     return (
         [operator_facts(o, call, o.forward) for o in recording.ops[slice(*call.ops)]],
@@ -147,7 +160,13 @@ def forward_facts(recording: Recording, call: ObservedCall) -> Any:
             for s in recording.storages[slice(*call.storages)]
         ],
         [
-            (strip(c.path, call.path), c.enter - tick, c.exit - tick, [*map(place, c.inputs)], [*map(place, c.outputs)])
+            (
+                strip(c.path, call.path),
+                c.enter - tick,
+                c.exit - tick,
+                [*map(place, c.inputs)],
+                [*map(place, c.outputs)],
+            )
             for c in recording.calls[slice(*call.calls)]
         ],
         [c.needs_grad for c in recording.calls[slice(*call.calls)]],
@@ -162,7 +181,9 @@ def forward_facts(recording: Recording, call: ObservedCall) -> Any:
 
 
 def operator_facts(op: OpRecord, call: ObservedCall, kernels: list[Measured]) -> Any:
-    """Return what operators of two calls must have in common; kernels are one object where they are equal."""
+    """Return what operators of two calls must have in common; kernels are one object where they are
+    equal.
+    """
     names = [strip(name, call.path) for name in (op.name, *op.stack[call.depth :], *op.parameters)]
     return names, op.kind, op.outputs, [id(kernel) for kernel in kernels], op.saved_bytes
 
@@ -171,11 +192,21 @@ def _storage_facts(storage: Storage, call: ObservedCall) -> Any:
     op, tick = call.ops[0], call.ticks[0]
     died = storage.died - tick if storage.died <= call.ticks[1] else None
     saved_by = None if storage.saved_by is None else storage.saved_by - op
-    return storage.bytes, storage.born - tick, storage.op - op, storage.shape, storage.saved, saved_by, died
+    return (
+        storage.bytes,
+        storage.born - tick,
+        storage.op - op,
+        storage.shape,
+        storage.saved,
+        saved_by,
+        died,
+    )
 
 
 def strip(name: str, path: str) -> str:
-    """Return `name` from the module at `path` on; the names of modules around it stay as they are."""
+    """Return `name` from the module at `path` on; the names of modules around it stay as they
+    are.
+    """
     if name.startswith(path) and name[len(path) : len(path) + 1] in ("", ".", ":"):
         return "*" + name[len(path) :]
     return name
@@ -188,7 +219,9 @@ def rename(name: str, model: str, copied: str) -> str:
 
 
 def flatten(value: Any) -> tuple[Any, list[Tensor]]:
-    """Return the structure of arguments or of a result, and its tensors; None for a structure that is not plain."""
+    """Return the structure of arguments or of a result, and its tensors; None for a structure that
+    is not plain.
+    """
     tensors: list[Tensor] = []
     try:
         return _structure(value, tensors), tensors

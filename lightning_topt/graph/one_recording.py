@@ -1,9 +1,10 @@
 """One recording of a step on fake tensors stands for two of other batch sizes.
 
-[Note: one recording] Its batch is `PRIME` times as large as the first. A size that is a multiple of `PRIME` follows the batch
-then, one of its square twice, and all others do not; strides, counts and bytes likewise. What this cannot tell (a part of a
-batch, a batch and one more) is `Unclear`. That other operators run on a batch as large is not found here: it is asked of the
-step without changes (`capture.is_told_by_one`), for which two recordings are there.
+[Note: one recording] Its batch is `PRIME` times as large as the first. A size that is a multiple of
+`PRIME` follows the batch then, one of its square twice, and all others do not; strides, counts and
+bytes likewise. What this cannot tell (a part of a batch, a batch and one more) is `Unclear`. That
+other operators run on a batch as large is not found here: it is asked of the step without changes
+(`capture.is_told_by_one`), for which two recordings are there.
 """
 
 from __future__ import annotations
@@ -95,13 +96,17 @@ class _Resized:
 
 
 def recording_at(recording: Recording, place: int) -> Recording:
-    """Return the whole `recording` as if it had been made with ``TIMES[place]`` batches. Raises Unclear."""
+    """Return the whole `recording` as if it had been made with ``TIMES[place]`` batches. Raises
+    Unclear.
+    """
     times, measured = TIMES[place], recording.measured_at
     saved: Counter[int] = Counter()
     saved_now: Counter[int] = Counter()
     new: dict[int, Storage] = {}
     for storage in recording.storages:
-        resized = changed(storage, bytes=number_at(times, storage.bytes), shape=shape_at(times, storage.shape))
+        resized = changed(
+            storage, bytes=number_at(times, storage.bytes), shape=shape_at(times, storage.shape)
+        )
         new[id(storage)] = resized
         if storage.saved_by is not None:
             saved[storage.saved_by] += storage.bytes
@@ -119,7 +124,11 @@ def recording_at(recording: Recording, place: int) -> Recording:
         for index, op in enumerate(recording.ops)
     ]
     calls = [
-        changed(call, inputs=[new[id(storage)] for storage in call.inputs], outputs=[new[id(s)] for s in call.outputs])
+        changed(
+            call,
+            inputs=[new[id(storage)] for storage in call.inputs],
+            outputs=[new[id(s)] for s in call.outputs],
+        )
         for call in recording.calls
     ]
     return changed(
@@ -128,5 +137,7 @@ def recording_at(recording: Recording, place: int) -> Recording:
         edges={pair: shape_at(times, shape) for pair, shape in recording.edges.items()},
         storages=[*new.values()],
         calls=calls,
-        kernels=[None if kernel is None else measured[id(kernel)][place] for kernel in recording.kernels],
+        kernels=[
+            None if kernel is None else measured[id(kernel)][place] for kernel in recording.kernels
+        ],
     )

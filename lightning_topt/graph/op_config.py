@@ -1,8 +1,8 @@
-"""A configuration says how an operator or a block of them is placed on the axes of a mesh: as it computes, and as it rests
-between steps.
+"""A configuration says how an operator or a block of them is placed on the axes of a mesh: as it
+computes, and as it rests between steps.
 
-A placement per axis, named as in torch's DTensor. Along the data axes of a mesh the ZeRO levels (Rajbhandari et al., arXiv
-1910.02054, section 5) are values of `Storage`:
+A placement per axis, named as in torch's DTensor. Along the data axes of a mesh the ZeRO levels
+(Rajbhandari et al., arXiv 1910.02054, section 5) are values of `Storage`:
 
     level   parameters    gradients     optimizer_state
     0       Replicate     Replicate     Replicate          data parallel
@@ -10,7 +10,8 @@ A placement per axis, named as in torch's DTensor. Along the data axes of a mesh
     2       Replicate     Shard(0)      Shard(0)
     3       Shard(0)      Shard(0)      Shard(0)
 
-Sharded along the last data axis only, and replicated along the others, levels 2 and 3 are hybrid sharding.
+Sharded along the last data axis only, and replicated along the others, levels 2 and 3 are hybrid
+sharding.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ class Replicate:
 
 @dataclass(frozen=True)
 class Shard:
-    """Every rank of the axis holds one slice along `dim`; of `parts` equal parts of it, one slice each (queries, keys and
-    values in one matrix).
+    """Every rank of the axis holds one slice along `dim`; of `parts` equal parts of it, one slice
+    each (queries, keys and values in one matrix).
     """
 
     dim: int = 0
@@ -58,23 +59,27 @@ _SHARD = re.compile(r"shard\(([0-9]{1,3})(?:, ?parts=([1-9][0-9]{0,3}))?\)")
 
 
 def parse_placement(text: object) -> Placement:
-    """Read ``"replicate"``, ``"partial"``, ``"shard(0)"`` or ``"shard(0, parts=3)"``. Raises ValueError on anything else."""
+    """Read ``"replicate"``, ``"partial"``, ``"shard(0)"`` or ``"shard(0, parts=3)"``. Raises
+    ValueError on anything else.
+    """
     if text == "replicate":
         return Replicate()
     if text == "partial":
         return Partial()
     if isinstance(text, str) and (found := _SHARD.fullmatch(text)):
         return Shard(int(found[1]), int(found[2] or 1))
-    raise ValueError(f"{reprlib.repr(text)} is not a placement; write 'replicate', 'partial' or 'shard(0)'")
+    raise ValueError(
+        f"{reprlib.repr(text)} is not a placement; write 'replicate', 'partial' or 'shard(0)'"
+    )
 
 
 @dataclass(frozen=True)
 class Storage:
-    """A `Storage` says where parameters, their gradients and the optimizer's state rest between steps: a placement per axis of
-    the mesh.
+    """A `Storage` says where parameters, their gradients and the optimizer's state rest between
+    steps: a placement per axis of the mesh.
 
-    Raises ValueError where the three do not name equally many axes, one is partial, or a tensor would be sharded along an
-    axis along which one derived from it is whole.
+    Raises ValueError where the three do not name equally many axes, one is partial, or a tensor
+    would be sharded along an axis along which one derived from it is whole.
     """
 
     parameters: Placements
@@ -84,12 +89,15 @@ class Storage:
     def __post_init__(self) -> None:
         order = (self.parameters, self.gradients, self.optimizer_state)
         if len({len(placements) for placements in order}) != 1:
-            raise ValueError(f"a storage has one placement per axis for each of its three tensors, got {self}")
+            raise ValueError(
+                f"a storage has one placement per axis for each of its three tensors, got {self}"
+            )
         for along in zip(*order, strict=True):
             sharded = [isinstance(placement, Shard) for placement in along]
             if sharded != sorted(sharded) or Partial() in along:
                 raise ValueError(
-                    "sharded parameters need sharded gradients, and those a sharded optimizer state, along each axis, and "
+                    "sharded parameters need sharded gradients, and those a sharded optimizer "
+                    "state, along each axis, and "
                     f"none of them may be partial; got {self}"
                 )
 
@@ -99,7 +107,8 @@ class Storage:
 
     @classmethod
     def zero(cls, level: int, *, axes: int = 1, over: Iterable[int] | None = None) -> Storage:
-        """Return the storage of a ZeRO level on a mesh of `axes` axes, sharded along the axes `over` (None: all).
+        """Return the storage of a ZeRO level on a mesh of `axes` axes, sharded along the axes
+        `over` (None: all).
 
         Raises ValueError for a level other than 0, 1, 2 and 3.
         """
@@ -108,8 +117,8 @@ class Storage:
         return _zero_storage(level, axes, frozenset(range(axes) if over is None else over))
 
     def sharded_axes(self, kind: str) -> tuple[int, ...]:
-        """Return the indices of the axes along which `kind` (``"parameters"``, ``"gradients"``, ``"optimizer_state"``) is
-        sharded.
+        """Return the indices of the axes along which `kind` (``"parameters"``, ``"gradients"``,
+        ``"optimizer_state"``) is sharded.
         """
         return self._sharded_axes[kind]
 
@@ -117,7 +126,11 @@ class Storage:
     def _sharded_axes(self) -> dict[str, tuple[int, ...]]:
         kinds = ("parameters", "gradients", "optimizer_state")
         return {
-            kind: tuple(index for index, placement in enumerate(getattr(self, kind)) if isinstance(placement, Shard))
+            kind: tuple(
+                index
+                for index, placement in enumerate(getattr(self, kind))
+                if isinstance(placement, Shard)
+            )
             for kind in kinds
         }
 
@@ -138,9 +151,10 @@ class Storage:
 class OpConfig:
     """One way to place an operator, or a block whose operators are alike, on a mesh.
 
-    `storage` says where parameters, gradients and optimizer state rest. `inputs`, `outputs` and `parameters` say how the
-    operator computes: a placement per axis for each tensor; without any, as data parallelism has it (activations split
-    along dim 0 over the data axes, parameters whole). `recompute`: the forward runs again in the backward pass.
+    `storage` says where parameters, gradients and optimizer state rest. `inputs`, `outputs` and
+    `parameters` say how the operator computes: a placement per axis for each tensor; without any,
+    as data parallelism has it (activations split along dim 0 over the data axes, parameters whole).
+    `recompute`: the forward runs again in the backward pass.
     """
 
     storage: Storage
@@ -166,7 +180,14 @@ class OpConfig:
         return self._hash
 
     @classmethod
-    def zero(cls, level: int, *, recompute: bool = False, axes: int = 1, over: Iterable[int] | None = None) -> OpConfig:
+    def zero(
+        cls,
+        level: int,
+        *,
+        recompute: bool = False,
+        axes: int = 1,
+        over: Iterable[int] | None = None,
+    ) -> OpConfig:
         """Return the configuration of a ZeRO level; see `Storage.zero`."""
         return _stored(Storage.zero(level, axes=axes, over=over), recompute)
 
@@ -175,7 +196,9 @@ class OpConfig:
 @lru_cache(maxsize=1024)
 def _zero_storage(level: int, axes: int, along: frozenset[int]) -> Storage:
     def placed(needed: int) -> Placements:
-        return tuple(Shard(0) if level >= needed and axis in along else Replicate() for axis in range(axes))
+        return tuple(
+            Shard(0) if level >= needed and axis in along else Replicate() for axis in range(axes)
+        )
 
     return Storage(placed(3), placed(2), placed(1))
 

@@ -39,14 +39,16 @@ __all__ = [
 
 @dataclass(frozen=True)
 class OpGraph:
-    """One training step of `model`: operators, who feeds whom, parameters, blocks and the tensors it makes.
+    """One training step of `model`: operators, who feeds whom, parameters, blocks and the tensors
+    it makes.
 
-    `ops` are in execution order; `step` says when their kernels run and how long every tensor lives.
-    `buffer_bytes` are the module's buffers, `input_bytes` the batch. `batch_scaling` says whether amounts are known for
-    other batches than those of `batch_size` samples; without it they are constants, and `batch_size` may be 1 for a batch
-    whose size is unknown. `unused` are the trainable parameters that the step gave no gradient. `whole_model`: the step is that
-    of one rank, whose parameters are slices of those of the model with this fingerprint. Raises ValueError when the parts
-    contradict.
+    `ops` are in execution order; `step` says when their kernels run and how long every tensor
+    lives. `buffer_bytes` are the module's buffers, `input_bytes` the batch. `batch_scaling` says
+    whether amounts are known for other batches than those of `batch_size` samples; without it they
+    are constants, and `batch_size` may be 1 for a batch whose size is unknown. `unused` are the
+    trainable parameters that the step gave no gradient. `whole_model`: the step is that of one
+    rank, whose parameters are slices of those of the model with this fingerprint. Raises ValueError
+    when the parts contradict.
     """
 
     model: str
@@ -72,7 +74,9 @@ class OpGraph:
             raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
         for edge in self.edges:
             if edge.source not in known or edge.target not in known:
-                raise ValueError(f"edge {edge.source!r} -> {edge.target!r} names an operator that does not exist")
+                raise ValueError(
+                    f"edge {edge.source!r} -> {edge.target!r} names an operator that does not exist"
+                )
         items: list[Op | Parameter] = [*self.ops, *self.parameters]
         for item in items:
             if item.block not in blocks:
@@ -88,24 +92,31 @@ class OpGraph:
 
     @cached_property
     def timeline(self) -> tuple[Segment, ...]:
-        """The memory of the step, block by block in forward order; the backward pass runs through it in reverse."""
+        """The memory of the step, block by block in forward order; the backward pass runs through
+        it in reverse.
+        """
         return segments(self.step, [block.name for block in self.blocks])
 
     def with_blocks(self, blocks: Iterable[Block]) -> OpGraph:
-        """Return the same step with `blocks` to decide about: operators and parameters go to the outermost block around them.
+        """Return the same step with `blocks` to decide about: operators and parameters go to the
+        outermost block around them.
 
-        `blocks` are block ``""`` and modules that are not inside one another. Raises ValueError where one of them is no
-        module of this graph.
+        `blocks` are block ``""`` and modules that are not inside one another. Raises ValueError
+        where one of them is no module of this graph.
         """
         chosen = tuple(blocks)
         names = {block.name for block in chosen}
         if unknown := names - {"", *(module.path for module in self.step.modules)}:
             raise ValueError(
-                f"{sorted(unknown)[0]!r} is not a module of {self.model}; blocks are modules by their paths"
+                f"{sorted(unknown)[0]!r} is not a module of {self.model}; blocks are modules by "
+                "their paths"
             )
         return replace(
             self,
-            ops=tuple(_moved(op, next((path for path in op.stack if path in names), "")) for op in self.ops),
+            ops=tuple(
+                _moved(op, next((path for path in op.stack if path in names), ""))
+                for op in self.ops
+            ),
             parameters=tuple(_moved(p, next(_around(p.name, names), "")) for p in self.parameters),
             blocks=chosen,
         )
@@ -132,8 +143,12 @@ class OpGraph:
 
 
 def model_fingerprint(model: str, parameters: Iterable[tuple[str, tuple[int, ...], str]]) -> str:
-    """Return a short hash of a model's class name and its parameters: name, shape and dtype (``"float32"``) of each."""
-    text = json.dumps([model, sorted((name, list(shape), dtype) for name, shape, dtype in parameters)])
+    """Return a short hash of a model's class name and its parameters: name, shape and dtype
+    (``"float32"``) of each.
+    """
+    text = json.dumps(
+        [model, sorted((name, list(shape), dtype) for name, shape, dtype in parameters)]
+    )
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -144,4 +159,8 @@ def _moved(item: Any, block: str) -> Any:
 def _around(name: str, paths: Container[str]) -> Iterator[str]:
     """The modules of `paths` that parameter `name` is in, outermost first."""
     parts = name.split(".")[:-1]
-    return (path for path in (".".join(parts[:count]) for count in range(1, len(parts) + 1)) if path in paths)
+    return (
+        path
+        for path in (".".join(parts[:count]) for count in range(1, len(parts) + 1))
+        if path in paths
+    )

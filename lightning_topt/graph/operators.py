@@ -1,4 +1,6 @@
-"""The operators of a training step, what they run and read, and the blocks they are grouped in: frozen values."""
+"""The operators of a training step, what they run and read, and the blocks they are grouped in:
+frozen values.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,9 @@ from lightning_topt.graph.quantities import NOTHING, Amount, TensorSpec
 class Kernel:
     """Identical low-level operator calls: `count` calls of `name` with `arguments`.
 
-    `arguments` is a JSON value from which the call can be made again on a device (see `kernels.encode_arguments`).
-    `flops`, `bytes` (read and written) and `allocated` (bytes of new tensors, and of what
-    it takes inside) are those of one call.
+    `arguments` is a JSON value from which the call can be made again on a device (see
+    `kernels.encode_arguments`). `flops`, `bytes` (read and written) and `allocated` (bytes of new
+    tensors, and of what it takes inside) are those of one call.
     """
 
     name: str
@@ -31,7 +33,9 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter under the first name it is met by; tied weights list their other names in `aliases`."""
+    """A parameter under the first name it is met by; tied weights list their other names in
+    `aliases`.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -53,10 +57,11 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Op:
-    """A leaf module call (`kind` is its class name) or a functional operator between modules (`kind` ``"aten.add"``).
+    """A leaf module call (`kind` is its class name) or a functional operator between modules
+    (`kind` ``"aten.add"``).
 
-    `module` is the innermost module that ran it, `block` the block (see `Block`) it belongs to, `stack` all the modules
-    around it, outermost first; the last one is `module`.
+    `module` is the innermost module that ran it, `block` the block (see `Block`) it belongs to,
+    `stack` all the modules around it, outermost first; the last one is `module`.
     """
 
     name: str
@@ -82,10 +87,12 @@ class TensorEdge:
 
 @dataclass(frozen=True)
 class Block:
-    """The unit a plan decides about: a module called once per step, or ``""`` for everything outside such modules.
+    """The unit a plan decides about: a module called once per step, or ``""`` for everything
+    outside such modules.
 
-    Blocks with equal `group` are repetitions of one structure. `recomputable` says whether its forward may run again in
-    the backward pass (a module whose call was captured exactly once and whose output needs gradients).
+    Blocks with equal `group` are repetitions of one structure. `recomputable` says whether its
+    forward may run again in the backward pass (a module whose call was captured exactly once and
+    whose output needs gradients).
     """
 
     name: str

@@ -1,9 +1,11 @@
-"""`Provenance`: from which calls of units the tensors of a step come, through functional operators only.
+"""`Provenance`: from which calls of units the tensors of a step come, through functional operators
+only.
 
-[Note: origins] Every tensor object has an `Origin`; views share that of their base. All tensors on one memory belong to one
-`Memory`. A call that returns a tensor which is older than itself (its argument, or a view of it) begins another origin on the
-same memory: on a stage that does not run the call the two are different tensors. Where one of them is then written to, the
-others are out of date there, so what reads them is bound to the stage of that call. The same holds for memory that is
+[Note: origins] Every tensor object has an `Origin`; views share that of their base. All tensors on
+one memory belong to one `Memory`. A call that returns a tensor which is older than itself (its
+argument, or a view of it) begins another origin on the same memory: on a stage that does not run
+the call the two are different tensors. Where one of them is then written to, the others are out of
+date there, so what reads them is bound to the stage of that call. The same holds for memory that is
 made inside a call and read outside without being returned.
 """
 
@@ -22,8 +24,9 @@ from lightning_topt.graph.step_flow import TensorRef
 class Origin:
     """An `Origin` says of what a tensor is made.
 
-    `refs` are outputs of calls and `reads` parameters that functional operators made it of; `parameter` is its name if it is
-    one. `bonds` are calls on whose stage its readers must be, with the reason. `varies`: it depends on more than constants.
+    `refs` are outputs of calls and `reads` parameters that functional operators made it of;
+    `parameter` is its name if it is one. `bonds` are calls on whose stage its readers must be, with
+    the reason. `varies`: it depends on more than constants.
     """
 
     refs: set[TensorRef] = field(default_factory=set)
@@ -47,7 +50,9 @@ class Memory:
 
 
 class Provenance:
-    """Knows the origin of every tensor that it was shown; it keeps them alive, so that none is mistaken for another."""
+    """Knows the origin of every tensor that it was shown; it keeps them alive, so that none is
+    mistaken for another.
+    """
 
     def __init__(self) -> None:
         self._origins: dict[int, Origin] = {}
@@ -67,7 +72,9 @@ class Provenance:
         return tensor.untyped_storage()._cdata in self._memories
 
     def origin(self, tensor: Tensor) -> Origin:
-        """Return the origin of `tensor`; that of the last tensor on its memory for one that came without an operator."""
+        """Return the origin of `tensor`; that of the last tensor on its memory for one that came
+        without an operator.
+        """
         if (found := self._origins.get(id(tensor))) is None:
             origins = self.memory(tensor).origins
             found = self.begin(tensor, origins[-1] if origins else Origin())
@@ -82,8 +89,12 @@ class Provenance:
             memory.origins.append(origin)
         return origin
 
-    def made(self, outputs: Iterable[Tensor], inputs: list[Tensor], *, inside: int, varies: bool) -> None:
-        """Note that an operator inside call `inside` (-1: a functional one) made `outputs` of `inputs`."""
+    def made(
+        self, outputs: Iterable[Tensor], inputs: list[Tensor], *, inside: int, varies: bool
+    ) -> None:
+        """Note that an operator inside call `inside` (-1: a functional one) made `outputs` of
+        `inputs`.
+        """
         joined: Origin | None = None
         by_storage = {tensor.untyped_storage()._cdata: tensor for tensor in reversed(inputs)}
         for tensor in outputs:
@@ -119,19 +130,23 @@ class Provenance:
         origin.is_batch = only_batch and origin.varies
 
     def hidden_in(self, tensor: Tensor) -> tuple[int, str] | None:
-        """Return the call that made `tensor` and did not return it, with the reason for a bond; None for other tensors."""
+        """Return the call that made `tensor` and did not return it, with the reason for a bond;
+        None for other tensors.
+        """
         origin = self.origin(tensor)
         if origin.made_in < 0 or not origin.varies:
             return None
         return (
             origin.made_in,
-            "hands on a tensor without returning it (by attribute, hook or torch.autograd.grad), which is read",
+            "hands on a tensor without returning it (by attribute, hook or torch.autograd.grad), "
+            "which is read",
         )
 
     def written(self, tensor: Tensor, sources: list[Tensor], *, inside: int) -> list[TensorRef]:
         """Note a write to `tensor`; return the outputs of calls that have its memory.
 
-        Inside of a call all that is older becomes out of date, the call's own results begin anew (see `begin`).
+        Inside of a call all that is older becomes out of date, the call's own results begin anew
+        (see `begin`).
         """
         memory, origin = self.memory(tensor), self.origin(tensor)
         if inside >= 0 and memory.made_in == inside:
@@ -141,7 +156,11 @@ class Provenance:
             self.join(origin, sources, inside=inside)
         for other in memory.origins:
             if inside >= 0:
-                other.bonds.setdefault(inside, "writes in place to a tensor that it was given, and the old one is read")
+                other.bonds.setdefault(
+                    inside, "writes in place to a tensor that it was given, and the old one is read"
+                )
             elif other is not origin and (call := max(origin.alias_call, other.alias_call)) >= 0:
-                other.bonds.setdefault(call, "returns its own argument, which is then written to and read")
+                other.bonds.setdefault(
+                    call, "returns its own argument, which is then written to and read"
+                )
         return [other.leaf for other in memory.origins if other.leaf is not None]

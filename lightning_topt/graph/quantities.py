@@ -32,7 +32,9 @@ NOTHING = Amount()
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape and dtype (``"float32"``) of a tensor at the captured batch size; `batch_dim` scales with it."""
+    """Shape and dtype (``"float32"``) of a tensor at the captured batch size; `batch_dim` scales
+    with it.
+    """
 
     shape: tuple[int, ...]
     dtype: str

@@ -1,4 +1,6 @@
-"""Records one forward and backward pass: a dispatch mode below autograd, hooks on modules, hooks on saved tensors."""
+"""Records one forward and backward pass: a dispatch mode below autograd, hooks on modules, hooks on
+saved tensors.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ SUM_OF_GRADIENTS, CAST = "aten::add", "aten::_to_copy"
 
 @contextmanager
 def entered(mode: TorchDispatchMode) -> Iterator[None]:
-    """Enter `mode`, and at the end leave it, wherever it is by then: user code may have entered modes that it has not left."""
+    """Enter `mode`, and at the end leave it, wherever it is by then: user code may have entered
+    modes that it has not left.
+    """
     mode.__enter__()  # type: ignore[no-untyped-call]
     try:
         yield
@@ -69,7 +73,9 @@ class CallWatch(Protocol):
         """A call begins."""
 
     def leave(self, call: Call, kwargs: Any) -> None:
-        """The innermost call under way ends, perhaps by an exception; its keywords are known now."""
+        """The innermost call under way ends, perhaps by an exception; its keywords are known
+        now.
+        """
 
     def operator(self, func: OpOverload, values: Iterable[Any], tensors: Iterable[Tensor]) -> None:
         """An operator runs with the arguments `values`, the `tensors` among them."""
@@ -86,14 +92,17 @@ class _Frame:
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Enter it inside the fake mode, run the forward pass, then the backward pass within `backward`; see `recording`.
+    """Enter it inside the fake mode, run the forward pass, then the backward pass within
+    `backward`; see `recording`.
 
     Args:
         module: the copy that will run; hooks are put on its submodules and its parameters.
         outside: further tensors that exist before the pass (the batch).
-        resizes: the mode of a pass on `PRIME` batches, whose kernels are measured at other sizes too (see `one_recording`).
-        live: `module` is the one that trains, in a step of its own (see `step_observer`): nothing is changed or put back,
-            collectives are real, and what runs beside the step's operators, such as DDP's buckets, is left out.
+        resizes: the mode of a pass on `PRIME` batches, whose kernels are measured at other sizes
+            too (see `one_recording`).
+        live: `module` is the one that trains, in a step of its own (see `step_observer`): nothing
+            is changed or put back, collectives are real, and what runs beside the step's operators,
+            such as DDP's buckets, is left out.
     """
 
     def __init__(
@@ -107,18 +116,24 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.recording = Recording()
         self.failed: OpOverload | None = None
-        self.problem: Exception | None = None  # of a live recording, which ends there; the step goes on
+        # of a live recording, which ends there; the step goes on
+        self.problem: Exception | None = None
         self._resizes, self._live = resizes, live
         self.supports_higher_order_operators = live
         self._handles: list[RemovableHandle] = []
-        self._reduced: Any = None  # the autograd node whose gradient is complete, and goes to DDP's buckets
+        # the autograd node whose gradient is complete, and goes to DDP's buckets
+        self._reduced: Any = None
         self.is_backward, self.is_on, self.current = False, False, 0
         self.calls: CallWatch | None = None
         outside = list(outside)
-        self.memory = LiveStorages(self.recording, [*module.parameters(), *module.buffers(), *outside])
+        self.memory = LiveStorages(
+            self.recording, [*module.parameters(), *module.buffers(), *outside]
+        )
         self.observed: ObservedCall | None = None
         self._parameters = {
-            p.untyped_storage()._cdata: name for name, p in reversed(list(module.named_parameters())) if is_strided(p)
+            p.untyped_storage()._cdata: name
+            for name, p in reversed(list(module.named_parameters()))
+            if is_strided(p)
         }
         self._measured: dict[Frozen, Measured] = {}
         self._counts: Counter[str] = Counter()
@@ -127,15 +142,20 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._unclaimed: list[Storage] = []
         self._hook(module)
 
-    # ---- life cycle --------------------------------------------------------------------------------------------------
+    # ---- life cycle
+    # --------------------------------------------------------------------------------------------------
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Wrap the forward pass. Of a copy the tensors that autograd saves are recorded; a live step saves in its own way."""
+        """Wrap the forward pass. Of a copy the tensors that autograd saves are recorded; a live
+        step saves in its own way.
+        """
         with ExitStack() as stack:
             stack.enter_context(entered(self))
             if not self._live:
-                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor))
+                stack.enter_context(
+                    torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+                )
             self.is_on = True
             stack.callback(setattr, self, "is_on", False)
             yield
@@ -165,15 +185,21 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         for submodule, path in paths.items():
             enter, leave = partial(self._enter, path), partial(self._exit, path)
-            self._handles.append(submodule.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
+            self._handles.append(
+                submodule.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
+            )
             self._handles.append(submodule.register_forward_hook(leave, with_kwargs=True))
 
     def _hook_all_modules(self, paths: Mapping[nn.Module, str]) -> None:
-        """See the calls of live modules by hooks for all modules: theirs would be copied with them, and change what torch runs.
+        """See the calls of live modules by hooks for all modules: theirs would be copied with them,
+        and change what torch runs.
 
         What goes wrong ends the recording, not the step.
         """
-        thread, known = threading.get_ident(), {id(submodule): path for submodule, path in paths.items()}
+        thread, known = (
+            threading.get_ident(),
+            {id(submodule): path for submodule, path in paths.items()},
+        )
 
         def is_seen(module: nn.Module) -> bool:
             is_live = self.problem is None and self.is_on and not self.is_backward
@@ -237,7 +263,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tensors, call = list(tensors_in(output)), frame.call
         # Hooks for all modules see keywords at the end of a call alone, perhaps with more in them.
         if kwargs and self._live:
-            call.inputs = [storage for storage in self.memory.within((args, kwargs)) if storage.made < call.enter]
+            call.inputs = [
+                storage
+                for storage in self.memory.within((args, kwargs))
+                if storage.made < call.enter
+            ]
         if self.calls is not None:
             self.calls.leave(call, kwargs)
         call.exit, call.outputs = len(self.recording.kernel_ops), self.memory.within(tensors)
@@ -265,18 +295,25 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     storage.gradient_of = name
                     todo += storage.parts
 
-    # ---- operators ---------------------------------------------------------------------------------------------------
+    # ---- operators
+    # ---------------------------------------------------------------------------------------------------
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Say that compiled functions stay compiled under this mode; else they would be skipped for good."""
+        """Say that compiled functions stay compiled under this mode; else they would be skipped for
+        good.
+        """
         return True
 
-    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Run `func` and record it."""
         kwargs = kwargs or {}
         if isinstance(func, HigherOrderOperator):  # seen by live recordings alone
-            self.problem = self.problem or NotImplementedError(f"{func} calls functions, which are not seen")
+            self.problem = self.problem or NotImplementedError(
+                f"{func} calls functions, which are not seen"
+            )
             return func(*args, **kwargs)
         if func._schema.name in QUERIES:
             device = fake_device(func, args)  # autograd asks for it all the time
@@ -311,9 +348,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _is_beside(self, func: OpOverload) -> bool:
-        """Whether an operator of the backward pass is none of the recorded step's: DDP's, a loss scaler's, a logger's."""
+        """Whether an operator of the backward pass is none of the recorded step's: DDP's, a loss
+        scaler's, a logger's.
+        """
         node = torch._C._current_autograd_node()
-        # Without a node DDP copies what came out of its buckets; before the first one, only the gradient of the loss is made.
+        # Without a node DDP copies what came out of its buckets; before the first one, only the
+        # gradient of the loss is made.
         if node is None:
             has_begun = len(self.recording.kernel_ops) > self.recording.backward_start
             return func._schema.name != "aten::ones_like" or has_begun
@@ -355,24 +395,34 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return len(self.recording.ops) - 1
 
     def names_since(self, count: int) -> tuple[str, ...]:
-        """Return the operators that ran since there were `count`: that of the leaf module under way, else new ones."""
+        """Return the operators that ran since there were `count`: that of the leaf module under
+        way, else new ones.
+        """
         op = self._frames[-1].op if self._frames else None
-        return tuple(op.name for op in (self.recording.ops[count:] if op is None else [self.recording.ops[op]]))
+        return tuple(
+            op.name
+            for op in (self.recording.ops[count:] if op is None else [self.recording.ops[op]])
+        )
 
     def stack(self) -> tuple[str, ...]:
         """Return the modules whose calls are under way, outermost first."""
         return tuple(frame.call.path for frame in self._frames)
 
-    # ---- kernels and memory ------------------------------------------------------------------------------------------
+    # ---- kernels and memory
+    # ------------------------------------------------------------------------------------------
 
-    def _record_kernel(self, index: int, func: OpOverload, args: Any, kwargs: Any, out: Any) -> None:
+    def _record_kernel(
+        self, index: int, func: OpOverload, args: Any, kwargs: Any, out: Any
+    ) -> None:
         tensors: list[Tensor] = []
         key = (func, freeze(args, tensors), freeze(tuple(kwargs.items()), tensors))
         kernel = self._measured.get(key)
         if kernel is None:
             kernel = self._measured[key] = measure(func, args, kwargs, out)
             if self._resizes is not None:
-                self.recording.measured_at[id(kernel)] = measure_at_sizes(func, args, kwargs, out, self._resizes)
+                self.recording.measured_at[id(kernel)] = measure_at_sizes(
+                    func, args, kwargs, out, self._resizes
+                )
         record, op, tick = self.recording, self.recording.ops[index], len(self.recording.kernel_ops)
         if func._schema.name not in ALLOCATIONS:
             (op.backward if self.is_backward else op.forward).append(kernel)
@@ -384,15 +434,20 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._read(index, tensors, sources)
             self._write(index, func, args, kwargs)
         outputs = list(tensors_in(out))
-        # [Note: sums of gradients] Without a dispatch mode autograd adds in place when nobody else holds the first
-        # gradient and it is no view. Counting the sum from the next tick on, when the parts may be gone, is the same.
+        # [Note: sums of gradients] Without a dispatch mode autograd adds in place when nobody else
+        # holds the first gradient and it is no view. Counting the sum from the next tick on, when
+        # the parts may be gone, is the same.
         born = tick + 1 if is_sum and not args[0]._is_view() else tick
         for tensor in outputs:
             self.memory.track(tensor, born=born, op=index, parts=tuple(sources) if is_sum else ())
         if self.observed is not None and func._schema.name == CAST:
             self.observed.cast(args[0], self.memory.of(out))
         # A live tensor has all of its bytes.
-        if not self._live and (hidden := hidden_bytes(func, args)) and (last := self.memory.of(outputs[-1])):
+        if (
+            not self._live
+            and (hidden := hidden_bytes(func, args))
+            and (last := self.memory.of(outputs[-1]))
+        ):
             last.bytes += int(hidden)
         if not self.is_backward and not op.outputs:
             op.outputs = [shape_of(tensor) for tensor in outputs]
@@ -418,7 +473,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.observed.write(tensor, storage)
             if self.calls is not None:
                 self.calls.write(tensor)
-            self.recording.writes.append((len(self.recording.kernel_ops), storage.born if storage else OUTSIDE))
+            self.recording.writes.append(
+                (len(self.recording.kernel_ops), storage.born if storage else OUTSIDE)
+            )
             if storage is not None:
                 storage.op, storage.shape = index, shape_of(tensor)
 
@@ -429,7 +486,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not self.is_backward and not storage.saved:
                 storage.saved = True
                 self._unclaimed.append(storage)
-        # A node is made before its operator runs, so a new number says that the operator is still to come.
+        # A node is made before its operator runs, so a new number says that the operator is still
+        # to come.
         if self.nodes.are_claimed:
             self._claim_saved(self.current)
         return tensor

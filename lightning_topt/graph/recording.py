@@ -1,6 +1,8 @@
-"""A recording is what one run of a training step left behind: operators, calls of modules, lifetimes of memory. Plain values.
+"""A recording is what one run of a training step left behind: operators, calls of modules,
+lifetimes of memory. Plain values.
 
-Time is counted in kernels: tick t is the moment after the t-th low-level call that computes something.
+Time is counted in kernels: tick t is the moment after the t-th low-level call that computes
+something.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ COPIED = -2  # source of an edge that stands for those of a call left out
 
 
 def changed(value: T, **changes: Any) -> T:
-    """Return what `dataclasses.replace` does, in a fifth of its time: nothing is checked or made anew."""
+    """Return what `dataclasses.replace` does, in a fifth of its time: nothing is checked or made
+    anew.
+    """
     made = object.__new__(type(value))
     made.__dict__ = value.__dict__ | changes
     return made
@@ -27,7 +31,9 @@ def changed(value: T, **changes: Any) -> T:
 
 @dataclass(eq=False)
 class Storage:
-    """Memory of one tensor and its views: live at ticks ``born <= t < died``, made or last written by operator `op`."""
+    """Memory of one tensor and its views: live at ticks ``born <= t < died``, made or last written
+    by operator `op`.
+    """
 
     bytes: int
     born: int
@@ -72,10 +78,11 @@ class Call:
 class Recording:
     """A whole step.
 
-    By tick: `kernel_ops` the operator, `kernels` its kernel, None for a call left out. `writes`: (tick, birth) of every
-    tensor changed in place. `with_gradient`: names of the parameters that the backward pass gave a gradient. `copies` are
-    calls left out and `models` what was run instead (see `observed_calls`); `repetitions` are the models by the paths of the
-    modules whose calls were left out. `measured_at`: kernels at other sizes, by identity (see `one_recording`).
+    By tick: `kernel_ops` the operator, `kernels` its kernel, None for a call left out. `writes`:
+    (tick, birth) of every tensor changed in place. `with_gradient`: names of the parameters that
+    the backward pass gave a gradient. `copies` are calls left out and `models` what was run instead
+    (see `observed_calls`); `repetitions` are the models by the paths of the modules whose calls
+    were left out. `measured_at`: kernels at other sizes, by identity (see `one_recording`).
     """
 
     ops: list[OpRecord] = field(default_factory=list)
@@ -94,8 +101,14 @@ class Recording:
     measured_at: dict[int, tuple[Measured, ...]] = field(default_factory=dict)
 
     def sequence(self) -> Sequence[tuple[object, ...]]:
-        """Return what two runs must have in common to be compared: every operator and the names of its kernels."""
+        """Return what two runs must have in common to be compared: every operator and the names of
+        its kernels.
+        """
         return [
-            (op.name, tuple(kernel.name for kernel in op.forward), tuple(kernel.name for kernel in op.backward))
+            (
+                op.name,
+                tuple(kernel.name for kernel in op.forward),
+                tuple(kernel.name for kernel in op.backward),
+            )
             for op in self.ops
         ]

@@ -1,4 +1,6 @@
-"""Leaves calls of equal modules out of a recording on fake tensors: see [Note: calls left out] in `observed_calls`."""
+"""Leaves calls of equal modules out of a recording on fake tensors: see [Note: calls left out] in
+`observed_calls`.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +17,32 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lightning_topt.graph.copied_calls import backward_of_copy, begin_copy, end_copy
 from lightning_topt.graph.equal_modules import identity_of, state_of, surroundings_of
 from lightning_topt.graph.fake import Like, empty_fake
-from lightning_topt.graph.observed_calls import CopiedCall, ObservedCall, Result, flatten, forward_facts, rebuild
+from lightning_topt.graph.observed_calls import (
+    CopiedCall,
+    ObservedCall,
+    Result,
+    flatten,
+    forward_facts,
+    rebuild,
+)
 from lightning_topt.graph.op_config import LAYOUT
 from lightning_topt.graph.record import Recorder
 from lightning_topt.graph.recording import Recording, Storage
 
 Key = tuple[Hashable, Hashable]  # of the module, of the call
 SCALAR: Like = (), (), torch.float32, torch.device("cpu")
-_LocalTensors = torch._C.DisableTorchFunction  # shapes as they are recorded: for user code split tensors look whole
+# shapes as they are recorded: for user code split tensors look whole
+_LocalTensors = torch._C.DisableTorchFunction
 
 
 class RepeatedCalls:
-    """Watches the calls of modules in `root`, a fake copy; those of equal keys, by path in `modules`, may be alike."""
+    """Watches the calls of modules in `root`, a fake copy; those of equal keys, by path in
+    `modules`, may be alike.
+    """
 
-    def __init__(self, root: nn.Module, mode: FakeTensorMode, *, modules: Mapping[str, Hashable]) -> None:
+    def __init__(
+        self, root: nn.Module, mode: FakeTensorMode, *, modules: Mapping[str, Hashable]
+    ) -> None:
         self.modules = modules
         self._mode, self._root = mode, root
         self._models: dict[Key, ObservedCall] = {}  # run twice
@@ -65,7 +79,9 @@ class RepeatedCalls:
                 result = forward(*args, **kwargs)
             finally:
                 recorder.observed = None
-            is_left = (surroundings_of(module), _drawn()) == before and flatten((args, kwargs))[0] == structure
+            is_left = (surroundings_of(module), _drawn()) == before and flatten((args, kwargs))[
+                0
+            ] == structure
             is_left &= state_of(module) == state and identity_of(module) == identity
             with _LocalTensors():
                 if _close(recorder, observed, result, tensors) and is_left:
@@ -74,7 +90,9 @@ class RepeatedCalls:
 
         return run
 
-    def _compare(self, recording: Recording, observed: ObservedCall, key: Key, surroundings: Any) -> None:
+    def _compare(
+        self, recording: Recording, observed: ObservedCall, key: Key, surroundings: Any
+    ) -> None:
         facts = forward_facts(recording, observed)
         if key in self._first and self._first[key][1] == facts:
             self._models[key] = observed
@@ -83,7 +101,9 @@ class RepeatedCalls:
         else:
             self._first[key] = observed, facts
 
-    def _copy(self, model: ObservedCall, path: str, tensors: list[Tensor], recorder: Recorder) -> Any:
+    def _copy(
+        self, model: ObservedCall, path: str, tensors: list[Tensor], recorder: Recorder
+    ) -> Any:
         record = recorder.recording
         inputs = [recorder.memory.of(tensor) for tensor in tensors]
         copied = CopiedCall(
@@ -102,7 +122,9 @@ class RepeatedCalls:
         made = make_results(model, self._mode)
         held = [tensors[number].untyped_storage() for number in model.packed]
         held += [
-            t.untyped_storage() for t, result in zip(made, model.results, strict=True) if result.saved_by is not None
+            t.untyped_storage()
+            for t, result in zip(made, model.results, strict=True)
+            if result.saved_by is not None
         ]
         leaf = [tensor for tensor in tensors if tensor.requires_grad]
         (k,) = (k for k, result in enumerate(model.results) if result.requires_grad)
@@ -117,7 +139,9 @@ class RepeatedCalls:
 
 
 class _LeftOut(torch.autograd.Function):
-    """Stands for a call in the autograd graph: holds what the call would hold, and gives a gradient of the right shape."""
+    """Stands for a call in the autograd graph: holds what the call would hold, and gives a gradient
+    of the right shape.
+    """
 
     @staticmethod
     def forward(
@@ -151,7 +175,9 @@ def _like(tensor: Tensor) -> Like:
 
 
 def _call_key(structure: Any, tensors: list[Tensor], recorder: Recorder) -> Hashable | None:
-    """Return what calls have in common that may be alike; None for a call that cannot be compared."""
+    """Return what calls have in common that may be alike; None for a call that cannot be
+    compared.
+    """
     if structure is None or sum(tensor.requires_grad for tensor in tensors) > 1:
         return None
     facts: list[Hashable] = []
@@ -161,10 +187,26 @@ def _call_key(structure: Any, tensors: list[Tensor], recorder: Recorder) -> Hash
             return None
         storage = recorder.memory.of(tensor)
         number = numbers.setdefault(tensor.untyped_storage()._cdata, len(numbers))
-        shape = tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset(), tensor.dtype, tensor.device
+        shape = (
+            tuple(tensor.shape),
+            tuple(tensor.stride()),
+            tensor.storage_offset(),
+            tensor.dtype,
+            tensor.device,
+        )
         is_saved = None if storage is None else storage.saved
         layout = vars(tensor).get(LAYOUT)
-        facts.append((shape, number, tensor.requires_grad, tensor.is_leaf, tensor._is_view(), is_saved, layout))
+        facts.append(
+            (
+                shape,
+                number,
+                tensor.requires_grad,
+                tensor.is_leaf,
+                tensor._is_view(),
+                is_saved,
+                layout,
+            )
+        )
     if len(numbers) != len(tensors):
         return None
     key = structure, tuple(facts), _modes()
@@ -193,7 +235,9 @@ def _modes() -> Hashable:
     )
 
 
-def _open(recorder: Recorder, path: str, key: Key, module: nn.Module, tensors: list[Tensor]) -> ObservedCall:
+def _open(
+    recorder: Recorder, path: str, key: Key, module: nn.Module, tensors: list[Tensor]
+) -> ObservedCall:
     record = recorder.recording
     buffers = {t.untyped_storage()._cdata for t in module.buffers()}
     return ObservedCall(
@@ -221,7 +265,13 @@ def _close(recorder: Recorder, call: ObservedCall, result: Any, given: list[Tens
     call.current = recorder.current - call.ops[0]
     call.structure, tensors = flatten(result)
     made = record.storages[slice(*call.storages)]
-    if call.structure is None or not tensors or not made or not call.is_like_others or call.current < 0:
+    if (
+        call.structure is None
+        or not tensors
+        or not made
+        or not call.is_like_others
+        or call.current < 0
+    ):
         return False
     for tensor in tensors:
         storage = recorder.memory.of(tensor)
@@ -229,7 +279,9 @@ def _close(recorder: Recorder, call: ObservedCall, result: Any, given: list[Tens
             return False
         call.results.append(_result(tensor, storage, call.ops[0]))
     for number, storage in enumerate(call.inputs):
-        claimed = storage is not None and storage.saved_by is not None and storage.saved_by >= call.ops[0]
+        claimed = (
+            storage is not None and storage.saved_by is not None and storage.saved_by >= call.ops[0]
+        )
         call.claims[number] = storage.saved_by - call.ops[0] if claimed else None  # type: ignore[union-attr, operator]
     results = {id(result.storage) for result in call.results}
     alive = [s for s in made if s.died == float("inf") and id(s) not in results]
@@ -253,7 +305,9 @@ def _note_input_gradient(call: ObservedCall, like: Like, gradient: Tensor) -> No
 
 
 def _is_whole(tensor: Tensor, storage: Storage) -> bool:
-    return not tensor._is_view() and tensor.layout is torch.strided and tensor.nbytes == storage.bytes
+    return (
+        not tensor._is_view() and tensor.layout is torch.strided and tensor.nbytes == storage.bytes
+    )
 
 
 def _result(tensor: Tensor, storage: Storage, first_op: int) -> Result:

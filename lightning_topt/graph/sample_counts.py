@@ -13,10 +13,12 @@ from lightning_topt.graph.structures import map_tensors, tensors_in
 
 
 def batch_sizes(batch: Any, second_batch: Any | None) -> tuple[int, int]:
-    """Return the samples in the two batches; where there is no second one, it is taken to be twice as large.
+    """Return the samples in the two batches; where there is no second one, it is taken to be twice
+    as large.
 
-    With two batches the batch size is whatever differs between their tensors, in any dimension; with one it is the size
-    of dimension 0, which all tensors that have one must share. Raises CaptureError with advice otherwise.
+    With two batches the batch size is whatever differs between their tensors, in any dimension;
+    with one it is the size of dimension 0, which all tensors that have one must share. Raises
+    CaptureError with advice otherwise.
     """
     leaves = list(tensors_in(batch))
     if not leaves:
@@ -25,16 +27,26 @@ def batch_sizes(batch: Any, second_batch: Any | None) -> tuple[int, int]:
         sizes = {tensor.shape[0] for tensor in leaves if tensor.dim()}
         if len(sizes) != 1 or 0 in sizes:
             raise CaptureError(
-                f"the tensors of the batch have no common size in dimension 0 (they are {_shapes(leaves)}), so the "
-                f"batch size is unknown. Pass a second batch of another size: capture(..., second_batch=...). {WAY_OUT}"
+                "the tensors of the batch have no common size in dimension 0 (they are "
+                f"{_shapes(leaves)}), so the "
+                "batch size is unknown. Pass a second batch of another size: capture(..., "
+                f"second_batch=...). {WAY_OUT}"
             )
         size = sizes.pop()
         return size, 2 * size
     others = list(tensors_in(second_batch))
-    if len(others) != len(leaves) or any(a.dim() != b.dim() for a, b in zip(leaves, others, strict=True)):
-        raise CaptureError(f"the two batches differ in more than their sizes: {_shapes(leaves)} and {_shapes(others)}")
+    if len(others) != len(leaves) or any(
+        a.dim() != b.dim() for a, b in zip(leaves, others, strict=True)
+    ):
+        raise CaptureError(
+            f"the two batches differ in more than their sizes: {_shapes(leaves)} and "
+            f"{_shapes(others)}"
+        )
     pairs = {
-        (m, n) for a, b in zip(leaves, others, strict=True) for m, n in zip(a.shape, b.shape, strict=True) if m != n
+        (m, n)
+        for a, b in zip(leaves, others, strict=True)
+        for m, n in zip(a.shape, b.shape, strict=True)
+        if m != n
     }
     if len(pairs) != 1:
         raise CaptureError(

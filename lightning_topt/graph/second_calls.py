@@ -1,15 +1,18 @@
-"""Modules whose second call does what the first did may run their forward again in the backward pass.
+"""Modules whose second call does what the first did may run their forward again in the backward
+pass.
 
-[Note: second calls] A forward pass runs on a fresh copy. When it is over, as in a backward pass, every candidate is called
-again with the arguments of its first call, the last one first. Its forward may be recomputed if this call
-- runs the same operators on the same memory: tensors that the call makes count as the same when they are made at the same
-  place; a tensor left by the first call, or memory that was written to meanwhile, does not;
-- leaves attributes, arguments and the globals of its file as they were, where a new tensor of the same shape counts as the
-  same (a loss that each call stores);
+[Note: second calls] A forward pass runs on a fresh copy. When it is over, as in a backward pass,
+every candidate is called again with the arguments of its first call, the last one first. Its
+forward may be recomputed if this call
+- runs the same operators on the same memory: tensors that the call makes count as the same when
+  they are made at the same place; a tensor left by the first call, or memory that was written to
+  meanwhile, does not;
+- leaves attributes, arguments and the globals of its file as they were, where a new tensor of the
+  same shape counts as the same (a loss that each call stores);
 - draws no random numbers but those of torch's default generators, which a recomputation sets back;
 - talks to no other rank, and raises nothing.
-Candidates inside of a candidate that passes are called by it: of them only what they leave behind is looked at. Where it
-does not pass they are called by themselves.
+Candidates inside of a candidate that passes are called by it: of them only what they leave behind
+is looked at. Where it does not pass they are called by themselves.
 """
 
 from __future__ import annotations
@@ -42,9 +45,11 @@ def find_repeatable(
     samples: tuple[int, int],
     repetitions: Mapping[str, ObservedCall] | None = None,
 ) -> set[str]:
-    """Return the `candidates`, paths of modules, whose second call does what the first did; see [Note: second calls].
+    """Return the `candidates`, paths of modules, whose second call does what the first did; see
+    [Note: second calls].
 
-    `repetitions` are calls that are left out, by the paths of their modules: what is found for their models holds for them.
+    `repetitions` are calls that are left out, by the paths of their modules: what is found for
+    their models holds for them.
     """
     left_out, wanted = repetitions or {}, list(candidates)
     if not wanted:
@@ -57,7 +62,11 @@ def find_repeatable(
             for path, model in left_out.items():
                 vars(copied.get_submodule(path))["forward"] = _left_out(model, prepared.mode, trace)
             run = _Run()
-            calls = {path: _Candidate(copied.get_submodule(path)) for path in wanted if not _around(path, left_out)}
+            calls = {
+                path: _Candidate(copied.get_submodule(path))
+                for path in wanted
+                if not _around(path, left_out)
+            }
             for candidate in calls.values():
                 candidate.watch(trace, run)
             with step.forward_context(), trace:
@@ -95,7 +104,9 @@ def _left_out(model: ObservedCall, mode: FakeTensorMode, trace: Trace) -> Callab
 
 
 def _repeat(candidates: list[_Candidate], trace: Trace) -> None:
-    """Call the outermost of `candidates` again, the last one first; those inside of one only where it does not pass."""
+    """Call the outermost of `candidates` again, the last one first; those inside of one only where
+    it does not pass.
+    """
     numbers = {*map(id, candidates)}
     nested = {id(inner) for outer in candidates for inner in outer.inside}
     for candidate in reversed(candidates):
@@ -114,7 +125,9 @@ def _repeat(candidates: list[_Candidate], trace: Trace) -> None:
 
 @dataclass(eq=False)
 class _Run:
-    """The first calls in the order of time, those under way, and whether the forward pass is over."""
+    """The first calls in the order of time, those under way, and whether the forward pass is
+    over.
+    """
 
     order: list[_Candidate] = field(default_factory=list)
     under_way: list[_Candidate] = field(default_factory=list)
@@ -123,7 +136,9 @@ class _Run:
 
 @dataclass(eq=False)
 class _Candidate:
-    """A module, its first call and the candidates called inside; `calls` by a second call around it, what it `leaves`."""
+    """A module, its first call and the candidates called inside; `calls` by a second call around
+    it, what it `leaves`.
+    """
 
     module: nn.Module
     args: tuple[Any, ...] = ()
@@ -181,12 +196,17 @@ class _Candidate:
 
 
 class _Surroundings:
-    """The autocast that `torch.utils.checkpoint` sets back before it calls again; fake tensors draw no random numbers."""
+    """The autocast that `torch.utils.checkpoint` sets back before it calls again; fake tensors draw
+    no random numbers.
+    """
 
     def __init__(self) -> None:
         uses_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         kinds = ("cpu", "cuda") if uses_cuda else ("cpu",)
-        self.casts = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+        self.casts = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in kinds
+        ]
 
     @contextmanager
     def again(self) -> Iterator[None]:

@@ -14,7 +14,9 @@ VALUE_NEEDED = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 def silence(module: nn.Module) -> None:
-    """Let `log`, `log_dict`, `print`, `optimizers`, `lr_schedulers`, `manual_backward` and loggers of a copy do nothing."""
+    """Let `log`, `log_dict`, `print`, `optimizers`, `lr_schedulers`, `manual_backward` and loggers
+    of a copy do nothing.
+    """
     silent = _Silent()
     for name in ("log", "log_dict", "print", "manual_backward"):
         if hasattr(module, name):
@@ -24,15 +26,21 @@ def silence(module: nn.Module) -> None:
             vars(module)[name] = silent
     # Loggers are properties, which only a class can replace.
     cls = type(module)
-    loggers = {name: value for name, value in (("logger", silent), ("loggers", [silent])) if hasattr(cls, name)}
+    loggers = {
+        name: value
+        for name, value in (("logger", silent), ("loggers", [silent]))
+        if hasattr(cls, name)
+    }
     if loggers:
         module.__class__ = type(cls.__name__, (cls,), {**loggers, "__module__": cls.__module__})
 
 
 def quiet_metric(module: nn.Module, *, forgive: bool) -> None:
-    """Keep a torchmetrics metric from checking values and from waiting for other ranks; do nothing to other modules.
+    """Keep a torchmetrics metric from checking values and from waiting for other ranks; do nothing
+    to other modules.
 
-    `forgive`: let it give zero from the first time on that it depends on values; gradients do not depend on metrics.
+    `forgive`: let it give zero from the first time on that it depends on values; gradients do not
+    depend on metrics.
     """
     if not is_metric(module):
         return
@@ -51,11 +59,15 @@ def runs_metrics(module: nn.Module) -> bool:
 def is_metric(module: nn.Module, names: tuple[str, ...] = ("Metric",)) -> bool:
     """Return whether `module` is a metric of torchmetrics, or another of its classes in `names`."""
     bases = type(module).__mro__
-    return any(base.__name__ in names and base.__module__.startswith("torchmetrics") for base in bases)
+    return any(
+        base.__name__ in names and base.__module__.startswith("torchmetrics") for base in bases
+    )
 
 
 def _forgive(metric: nn.Module) -> None:
-    """Let a metric give zero from the first time on that it depends on values; gradients do not depend on metrics."""
+    """Let a metric give zero from the first time on that it depends on values; gradients do not
+    depend on metrics.
+    """
     given_up: list[bool] = []
 
     def forgiving(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -73,7 +85,9 @@ def _forgive(metric: nn.Module) -> None:
 
 
 class _Silent:
-    """Stands for a logger, an optimizer or a scheduler: every attribute and call gives itself and does nothing."""
+    """Stands for a logger, an optimizer or a scheduler: every attribute and call gives itself and
+    does nothing.
+    """
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

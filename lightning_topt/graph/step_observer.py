@@ -1,4 +1,5 @@
-"""Watch one real training step of a live module, and return its operator graph. Nothing runs that would not run anyway.
+"""Watch one real training step of a live module, and return its operator graph. Nothing runs that
+would not run anyway.
 
     observer = StepObserver(module, batch)
     with observer.forward():
@@ -7,16 +8,20 @@
         loss.backward()
     graph = observer.graph()
 
-A dispatch mode sees every operator with its real arguments, and hooks see calls of modules (`record`). What runs beside the
-step (DDP's buckets, a loss scaler) is left out. The graph is the one that `capture` makes on fake tensors, for batches of this
-size; only which operator saved a tensor for backward is not known, since the step saves them in its own way.
+A dispatch mode sees every operator with its real arguments, and hooks see calls of modules
+(`record`). What runs beside the step (DDP's buckets, a loss scaler) is left out. The graph is the
+one that `capture` makes on fake tensors, for batches of this size; only which operator saved a
+tensor for backward is not known, since the step saves them in its own way.
 
-[Note: pure calls] A module may run its forward again in the backward pass if its call, as it was seen,
-- read no tensor but its arguments, parameters, buffers, what it made itself, and constants that nobody writes to in the step;
+[Note: pure calls] A module may run its forward again in the backward pass if its call, as it was
+seen,
+- read no tensor but its arguments, parameters, buffers, what it made itself, and constants that
+  nobody writes to in the step;
 - wrote to nothing that is older than the call (`ModuleCall.writes_outside`);
-- drew from no generator but torch's default ones, which a recomputation sets back, and talked to no other rank;
-- left its arguments, the attributes of its modules and the globals of their files as they were. A tensor in the place of one of
-  the same shape counts as unchanged (a loss that each call stores).
+- drew from no generator but torch's default ones, which a recomputation sets back, and talked to no
+  other rank;
+- left its arguments, the attributes of its modules and the globals of their files as they were. A
+  tensor in the place of one of the same shape counts as unchanged (a loss that each call stores).
 """
 
 from __future__ import annotations
@@ -53,7 +58,8 @@ _REGISTRIES = frozenset(["_parameters", "_buffers", "_modules"])
 
 
 class StepObserver:
-    """Watches one training step of `module` with the arguments `batch`; `name` is that of the model in the graph.
+    """Watches one training step of `module` with the arguments `batch`; `name` is that of the model
+    in the graph.
 
     Whatever goes wrong in watching never reaches the step: `graph` says so afterwards.
     """
@@ -62,11 +68,15 @@ class StepObserver:
         self.module, self.name = module, name or type(module).__name__
         leaves = list(tensors_in(batch))
         self._samples = common_size(batch)
-        self._input_bytes = sum(t.nbytes if is_strided(t) else t.numel() * t.element_size() for t in leaves)
+        self._input_bytes = sum(
+            t.nbytes if is_strided(t) else t.numel() * t.element_size() for t in leaves
+        )
         self._state = ModuleState(module)
         self._has_loss = False
         self._recorder = Recorder(module, leaves, live=True)
-        self._calls = _CallPurity(self._recorder.memory, [*module.parameters(), *leaves], module.buffers())
+        self._calls = _CallPurity(
+            self._recorder.memory, [*module.parameters(), *leaves], module.buffers()
+        )
         self._recorder.calls = self._calls
 
     @contextmanager
@@ -87,17 +97,20 @@ class StepObserver:
         self._recorder.close()
 
     def graph(self, *, changed: Iterable[str] | None = None) -> OpGraph:
-        """Return the graph of the step that is over, with the blocks that are chosen where nobody says otherwise.
+        """Return the graph of the step that is over, with the blocks that are chosen where nobody
+        says otherwise.
 
-        `changed` are paths of modules whose attributes a step leaves changed, where a later step has shown them; None: those
-        that this one did.
+        `changed` are paths of modules whose attributes a step leaves changed, where a later step
+        has shown them; None: those that this one did.
 
         Raises CaptureError where the step was not seen whole.
         """
         recording, problem = self._recorder.recording, self._recorder.problem
         self.close()
         if problem is not None:
-            raise CaptureError(f"watching the step failed ({type(problem).__name__}: {problem})") from problem
+            raise CaptureError(
+                f"watching the step failed ({type(problem).__name__}: {problem})"
+            ) from problem
         if not self._has_loss or len(recording.kernel_ops) <= recording.backward_start:
             raise CaptureError("the step had no backward pass from a loss that needs gradients")
         graph = assemble(
@@ -116,20 +129,29 @@ class StepObserver:
             if calls[call.module] == 1
             and may_repeat(call)
             and call.module not in impure
-            and not any(path == call.module or path.startswith(f"{call.module}.") for path in changed)
+            and not any(
+                path == call.module or path.startswith(f"{call.module}.") for path in changed
+            )
         }
-        modules = tuple(dataclasses.replace(m, repeatable=m.path in pure) for m in graph.step.modules)
+        modules = tuple(
+            dataclasses.replace(m, repeatable=m.path in pure) for m in graph.step.modules
+        )
         graph = dataclasses.replace(graph, step=dataclasses.replace(graph.step, modules=modules))
         return graph.with_blocks(choose_blocks(graph))
 
 
 def observe_step(
-    module: nn.Module, batch: Any, *, forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    module: nn.Module,
+    batch: Any,
+    *,
+    forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> OpGraph:
-    """Run one real step of a copy of `module` on the CPU, and return its graph, for batches of the size of `batch`.
+    """Run one real step of a copy of `module` on the CPU, and return its graph, for batches of the
+    size of `batch`.
 
-    For commands, in a process of their own: the copy is silent, but its code runs, and may leave traces in this process.
-    Raises CaptureError where the step was not seen whole, and whatever the step itself raises.
+    For commands, in a process of their own: the copy is silent, but its code runs, and may leave
+    traces in this process. Raises CaptureError where the step was not seen whole, and whatever the
+    step itself raises.
     """
     copied = filled_copy(module)
     observer = StepObserver(copied, (batch := copied_batch(batch)))
@@ -145,7 +167,8 @@ def observe_step(
 
 
 class ModuleState:
-    """The attributes of each part of `module`, and the globals of the files that their classes are in, at one moment.
+    """The attributes of each part of `module`, and the globals of the files that their classes are
+    in, at one moment.
 
     Nothing is copied or called: values are described (`python_state`), tensors by their shapes.
     """
@@ -157,9 +180,21 @@ class ModuleState:
     def changed(self) -> set[str]:
         """Return the paths of the modules that have changed since."""
         now, files = _attributes_of(self._module), _files_of(self._module)
-        paths = {path for path in self._parts.keys() | now.keys() if self._parts.get(path) != now.get(path)}
-        classes = {name for name, (cls, state) in files.items() if self._files.get(name, (cls, None))[1] != state}
-        return paths | {path for path, part in self._module.named_modules() if _class_name(type(part)) in classes}
+        paths = {
+            path
+            for path in self._parts.keys() | now.keys()
+            if self._parts.get(path) != now.get(path)
+        }
+        classes = {
+            name
+            for name, (cls, state) in files.items()
+            if self._files.get(name, (cls, None))[1] != state
+        }
+        return paths | {
+            path
+            for path, part in self._module.named_modules()
+            if _class_name(type(part)) in classes
+        }
 
 
 def _class_name(cls: type) -> str:
@@ -171,7 +206,9 @@ def _attributes_of(module: nn.Module) -> dict[str, Any]:
     for path, part in module.named_modules():
         if path:  # the root is no block, and Lightning keeps its own notes there
             own = {
-                name: value for name, value in vars(part).items() if name not in _REGISTRIES and "_hooks" not in name
+                name: value
+                for name, value in vars(part).items()
+                if name not in _REGISTRIES and "_hooks" not in name
             }
             found[path] = describe([own])
     return found
@@ -184,8 +221,8 @@ def _files_of(module: nn.Module) -> dict[str, tuple[type, Any]]:
 
 @dataclasses.dataclass(eq=False)
 class _Open:
-    """A call under way: how its arguments looked, where the generators of Python and NumPy were, and the storages of this step
-    that it read though they are older than the call.
+    """A call under way: how its arguments looked, where the generators of Python and NumPy were,
+    and the storages of this step that it read though they are older than the call.
     """
 
     call: Call
@@ -196,24 +233,33 @@ class _Open:
 
 
 class _CallPurity:
-    """See [Note: pure calls]: what calls read and do beside their arguments, while they are recorded.
+    """See [Note: pure calls]: what calls read and do beside their arguments, while they are
+    recorded.
 
-    `known` tensors may be read by anybody and are not written to in a step that a plan suits; `buffers` may be written to.
+    `known` tensors may be read by anybody and are not written to in a step that a plan suits;
+    `buffers` may be written to.
     """
 
-    def __init__(self, memory: LiveStorages, known: Iterable[Tensor], buffers: Iterable[Tensor]) -> None:
+    def __init__(
+        self, memory: LiveStorages, known: Iterable[Tensor], buffers: Iterable[Tensor]
+    ) -> None:
         self._memory = memory
         self._known = {tensor.untyped_storage()._cdata for tensor in known if is_strided(tensor)}
-        self._buffers = {tensor.untyped_storage()._cdata for tensor in buffers if is_strided(tensor)} - self._known
+        self._buffers = {
+            tensor.untyped_storage()._cdata for tensor in buffers if is_strided(tensor)
+        } - self._known
         self._open: list[_Open] = []
         self._impure: set[str] = set()
-        self._read: dict[int, set[str]] = {}  # paths of the calls that read memory older than the step, by its address
+        # paths of the calls that read memory older than the step, by its address
+        self._read: dict[int, set[str]] = {}
         self._written: set[int] = set()
         self._held: list[Any] = []  # so that no address is used twice
 
     def impure(self) -> set[str]:
         """Return the paths of the modules whose calls may not run again."""
-        return self._impure.union(*(paths for address, paths in self._read.items() if address in self._written))
+        return self._impure.union(
+            *(paths for address, paths in self._read.items() if address in self._written)
+        )
 
     def enter(self, call: Call, module: nn.Module, args: Any) -> None:
         """A call begins."""
@@ -228,7 +274,8 @@ class _CallPurity:
         path = ended.call.path
         if ended.arguments is not None and ended.arguments() != ended.before:
             self._impure.add(path)
-        if any(not isinstance(value, _PLAIN) for value in kwargs.values()):  # how they looked before is not known
+        # how they looked before is not known
+        if any(not isinstance(value, _PLAIN) for value in kwargs.values()):
             self._impure.add(path)
         if ended.drawn is not None and ended.drawn != _drawn():
             self._impure.update(each.call.path for each in (ended, *self._open))

@@ -1,18 +1,21 @@
-"""Whether a training step changed anything but tensors, buffers, logs and metrics, seen from outside while it ran once.
+"""Whether a training step changed anything but tensors, buffers, logs and metrics, seen from
+outside while it ran once.
 
 watch = PurityWatch(module)
 ...                                  # training_step, once
 watch.change()                       # "attribute 'count' of Net changed"; None for a pure step
 
-Nothing is copied and no code of the user is called: what is reachable is looked at shallowly, object by object, before and
-after: which objects it holds, numbers and strings by value, arrays and generators by their contents, tensors by identity and
-version. What cannot be compared counts as changed.
+Nothing is copied and no code of the user is called: what is reachable is looked at shallowly,
+object by object, before and after: which objects it holds, numbers and strings by value, arrays and
+generators by their contents, tensors by identity and version. What cannot be compared counts as
+changed.
 
-[Note: what is watched] From the module: attributes of all its parts but metrics and what Lightning keeps there, containers and
-objects in them; of the code that a step may run, as far as names tell, closures, defaults, attributes of classes, and the
-globals that it names in files of the user; attributes of the data module and of callbacks. Values of parameters and buffers are
-free to change, which buffer it is too. So are torch's default generators, but not Python's and NumPy's. What only writes to
-screens and loggers is not looked at, nor what is ours.
+[Note: what is watched] From the module: attributes of all its parts but metrics and what Lightning
+keeps there, containers and objects in them; of the code that a step may run, as far as names tell,
+closures, defaults, attributes of classes, and the globals that it names in files of the user;
+attributes of the data module and of callbacks. Values of parameters and buffers are free to change,
+which buffer it is too. So are torch's default generators, but not Python's and NumPy's. What only
+writes to screens and loggers is not looked at, nor what is ours.
 """
 
 from __future__ import annotations
@@ -54,21 +57,58 @@ MAX_ITEMS = 100_000
 MAX_BYTES = 1 << 28  # of an array whose contents are compared
 
 _ATOMS: tuple[type, ...] = (
-    *(str, bytes, bool, int, float, complex, type(None), type(...), range, slice, np.generic, np.dtype),
+    *(
+        str,
+        bytes,
+        bool,
+        int,
+        float,
+        complex,
+        type(None),
+        type(...),
+        range,
+        slice,
+        np.generic,
+        np.dtype,
+    ),
     *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format),
 )
 # Cannot change, or have nothing that a step depends on.
 _SETTLED: tuple[Any, ...] = (
     *(enum.Enum, re.Pattern, decimal.Decimal, uuid.UUID, pathlib.PurePath),
     *(datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo),
-    *(types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.CodeType),
-    *(types.MethodWrapperType, types.GetSetDescriptorType, types.MemberDescriptorType, types.ClassMethodDescriptorType),
+    *(
+        types.BuiltinFunctionType,
+        types.MethodDescriptorType,
+        types.WrapperDescriptorType,
+        types.CodeType,
+    ),
+    *(
+        types.MethodWrapperType,
+        types.GetSetDescriptorType,
+        types.MemberDescriptorType,
+        types.ClassMethodDescriptorType,
+    ),
     *(operator.attrgetter, operator.itemgetter, operator.methodcaller),
-    *(weakref.ref, types.GenericAlias, typing.TypeVar, type(threading.Lock()), type(threading.RLock())),
+    *(
+        weakref.ref,
+        types.GenericAlias,
+        typing.TypeVar,
+        type(threading.Lock()),
+        type(threading.RLock()),
+    ),
     *(logging.Logger, logging.Handler, torch.Stream, torch.Event, np.ufunc, type(np.asarray)),
     *(torch._ops.OpOverload, torch._ops.OpOverloadPacket),
 )
-_BUFFERS = (bytearray, memoryview, array, mmap.mmap, ctypes.Array, ctypes._SimpleCData, ctypes.Structure)
+_BUFFERS = (
+    bytearray,
+    memoryview,
+    array,
+    mmap.mmap,
+    ctypes.Array,
+    ctypes._SimpleCData,
+    ctypes.Structure,
+)
 _CONTAINERS = (list, tuple, set, frozenset, collections.deque)
 _CALLABLES = (types.MethodType, functools.partial, property, staticmethod, classmethod)
 _SCREENS = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
@@ -104,7 +144,9 @@ Entry = tuple[str, Any]  # what to call it, what it is
 
 
 class _Scope(NamedTuple):
-    """A class of a module, or a file: of its names those count that code asks for; `done` have been looked at."""
+    """A class of a module, or a file: of its names those count that code asks for; `done` have been
+    looked at.
+    """
 
     name: str
     values: Any
@@ -131,7 +173,9 @@ class PurityWatch:
             while self._todo and len(self._seen) <= MAX_OBJECTS:
                 self._visit(*self._todo.popleft())
             if self._todo:
-                self._note_unknown(f"more than {MAX_OBJECTS} objects can be reached, too many to compare")
+                self._note_unknown(
+                    f"more than {MAX_OBJECTS} objects can be reached, too many to compare"
+                )
                 self._todo.clear()
             for scope in self._scopes:
                 if new := self._names - scope.done:
@@ -140,14 +184,19 @@ class PurityWatch:
 
     def _watch_trainer(self, trainer: Any) -> None:
         """Watch the user's own attributes there, but not what is in them."""
-        for value in (getattr(trainer, "datamodule", None), *(getattr(trainer, "callbacks", None) or ())):
+        for value in (
+            getattr(trainer, "datamodule", None),
+            *(getattr(trainer, "callbacks", None) or ()),
+        ):
             if value is not None and is_users(type(value).__module__):
                 skipped = _names_of_lightning(type(value))
                 self._watch(functools.partial(_of_object, value, skipped))
         self._todo.clear()
 
     def change(self) -> str | None:
-        """Return what has changed since, or what cannot be compared, as a clause; None where nothing has."""
+        """Return what has changed since, or what cannot be compared, as a clause; None where
+        nothing has.
+        """
         for read, before in self._before:
             after = list(self._held(read()))
             if (name := _difference(before, after)) is not None:
@@ -160,7 +209,9 @@ class PurityWatch:
     def _watch(self, read: Callable[[], Iterator[Entry]]) -> None:
         """Note what `read` gives now, and go on with what is in it."""
         entries = list(read())
-        self._todo += [entry for entry in entries if not issubclass(type(entry[1]), (*_ATOMS, Tensor, _Hash))]
+        self._todo += [
+            entry for entry in entries if not issubclass(type(entry[1]), (*_ATOMS, Tensor, _Hash))
+        ]
         self._before.append((read, list(self._held(entries))))
 
     def _held(self, entries: Any) -> Iterator[Entry]:
@@ -171,7 +222,8 @@ class PurityWatch:
         is_free = id(tensor) in self._own or tensor.is_inference()
         return _Held(weakref.ref(tensor), None if is_free else tensor._version)
 
-    # ---- what is inside --------------------------------------------------------------------------------------------------
+    # ---- what is inside
+    # --------------------------------------------------------------------------------------------------
 
     def _visit(self, name: str, value: Any) -> None:
         kind = type(value)  # `isinstance` may ask the object for its class
@@ -192,7 +244,9 @@ class PurityWatch:
                 self._note_unknown(f"{name} holds more than {MAX_ITEMS} items, too many to compare")
             self._watch(read)
             self._visit_attributes(value, kind)
-        elif kind.__module__.partition(".")[0] not in _LOGS and all(value is not each for each in _SCREENS):
+        elif kind.__module__.partition(".")[0] not in _LOGS and all(
+            value is not each for each in _SCREENS
+        ):
             self._visit_object(name, value, kind)
 
     def _visit_module(self, module: nn.Module) -> None:
@@ -202,7 +256,9 @@ class PurityWatch:
             for cls in type(module).__mro__:
                 if id(cls) not in self._seen and is_users(cls.__module__):
                     self._seen[id(cls)] = cls
-                    self._scopes.append(_Scope(f"attribute {{!r}} of class {cls.__name__}", cls, set()))
+                    self._scopes.append(
+                        _Scope(f"attribute {{!r}} of class {cls.__name__}", cls, set())
+                    )
 
     def _visit_class(self, cls: type) -> None:
         """All code of a class that a step may use."""
@@ -213,7 +269,11 @@ class PurityWatch:
     def _visit_function(self, function: Any) -> None:
         if type(function) is functools._lru_cache_wrapper:
             if is_users(function.__module__):
-                self._watch(lambda: iter([(f"the cache of {function.__qualname__}", tuple(function.cache_info()))]))
+                self._watch(
+                    lambda: iter(
+                        [(f"the cache of {function.__qualname__}", tuple(function.cache_info()))]
+                    )
+                )
                 self._todo.append((function.__qualname__, function.__wrapped__))
             return
         if is_users(function.__module__):
@@ -224,10 +284,16 @@ class PurityWatch:
             self._watch(functools.partial(_of_function, function))
 
     def _visit_object(self, name: str, value: Any, kind: type) -> None:
-        is_iterator = issubclass(kind, (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType))
-        outside = kind.__module__.partition(".")[0] in _OUTSIDE or issubclass(kind, (threading.Thread, io.IOBase))
+        is_iterator = issubclass(
+            kind, (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
+        )
+        outside = kind.__module__.partition(".")[0] in _OUTSIDE or issubclass(
+            kind, (threading.Thread, io.IOBase)
+        )
         if is_iterator or outside or not _is_of_python(kind):
-            self._note_unknown(f"{name} holds a {kind.__module__}.{kind.__qualname__}, which cannot be compared")
+            self._note_unknown(
+                f"{name} holds a {kind.__module__}.{kind.__qualname__}, which cannot be compared"
+            )
             return
         self._visit_attributes(value, kind)
         self._todo.append((f"class {kind.__name__}", kind))
@@ -251,7 +317,11 @@ def _is_same(old: Any, new: Any) -> bool:
     if old is new:
         return True
     if isinstance(old, _Held):
-        return isinstance(new, _Held) and old.tensor() is new.tensor() is not None and old.version == new.version
+        return (
+            isinstance(new, _Held)
+            and old.tensor() is new.tensor() is not None
+            and old.version == new.version
+        )
     kind = type(old)
     if kind is not type(new):
         return False
@@ -262,7 +332,8 @@ def _is_same(old: Any, new: Any) -> bool:
     return is_plain and (bool(old == new) or (old != old and new != new))
 
 
-# ---- readers: each gives the entries of one object, without code of the user ---------------------------------------------
+# ---- readers: each gives the entries of one object, without code of the user
+# ---------------------------------------------
 
 
 def _of_module(module: nn.Module, skipped: frozenset[str]) -> Iterator[Entry]:
@@ -273,7 +344,10 @@ def _of_module(module: nn.Module, skipped: frozenset[str]) -> Iterator[Entry]:
             for name, item in value.items():
                 yield f"{name!r} of {type(module).__name__}", item
                 if isinstance(item, Tensor):
-                    yield f"requires_grad of {name!r} of {type(module).__name__}", item.requires_grad
+                    yield (
+                        f"requires_grad of {name!r} of {type(module).__name__}",
+                        item.requires_grad,
+                    )
         else:
             yield f"attribute {key!r} of {type(module).__name__}", value
 
@@ -309,7 +383,9 @@ def _globals_of(function: types.FunctionType, names: frozenset[str]) -> Iterator
 @functools.cache
 def _names_in(code: types.CodeType) -> frozenset[str]:
     """The globals and attributes that code names."""
-    inner = (_names_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
+    inner = (
+        _names_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)
+    )
     return frozenset(code.co_names).union(*inner)
 
 
@@ -333,7 +409,9 @@ def _generators() -> Iterator[Entry]:
 
 
 def _reader_of(name: str, value: Any, kind: type) -> Callable[[], Iterator[Entry]] | None:
-    """What reads a container, or the contents of something that has no other way; None for all else."""
+    """What reads a container, or the contents of something that has no other way; None for all
+    else.
+    """
     if issubclass(kind, dict):
         return functools.partial(_items, name, value)
     if issubclass(kind, _CONTAINERS):
@@ -358,11 +436,17 @@ def _contents_of(value: Any, kind: type) -> Callable[[Any], Any] | None:
 
 def _array(value: np.ndarray[Any, Any]) -> Any:
     data = value if value.flags.c_contiguous else np.ascontiguousarray(value)
-    return value.shape, str(value.dtype), xxhash.xxh3_64_intdigest(data.reshape(-1).view(np.uint8).data)
+    return (
+        value.shape,
+        str(value.dtype),
+        xxhash.xxh3_64_intdigest(data.reshape(-1).view(np.uint8).data),
+    )
 
 
 def _items(name: str, value: dict[Any, Any]) -> Iterator[Entry]:
-    base: Any = collections.OrderedDict if issubclass(type(value), collections.OrderedDict) else dict
+    base: Any = (
+        collections.OrderedDict if issubclass(type(value), collections.OrderedDict) else dict
+    )
     for key, item in itertools.islice(base.items(value), MAX_ITEMS):
         yield name, key
         yield name, item
@@ -420,19 +504,37 @@ def _attributes(value: Any) -> dict[str, Any]:
 def _slots(cls: type) -> tuple[Any, ...]:
     """The descriptors of values that instances hold beside their dictionary."""
     found = (vars(base).values() for base in cls.__mro__ if base is not object)
-    return tuple(each for values in found for each in values if isinstance(each, types.MemberDescriptorType))
+    return tuple(
+        each for values in found for each in values if isinstance(each, types.MemberDescriptorType)
+    )
 
 
 def _is_of_python(cls: type) -> bool:
-    """Whether all that instances of `cls` hold is in their dictionary and slots: nothing was added by a language below."""
-    return cls.__basicsize__ <= _Plain.__basicsize__ + _SLOT_BYTES * len(_slots(cls)) and not cls.__itemsize__
+    """Whether all that instances of `cls` hold is in their dictionary and slots: nothing was added
+    by a language below.
+    """
+    return (
+        cls.__basicsize__ <= _Plain.__basicsize__ + _SLOT_BYTES * len(_slots(cls))
+        and not cls.__itemsize__
+    )
 
 
 def _names_of_lightning(cls: type) -> frozenset[str]:
     """Names of attributes in which Lightning keeps its own things on a module of this class."""
     packages = ("lightning.", "pytorch_lightning.", "lightning_fabric.")
-    bases = (base for base in cls.__mro__ if base.__module__.startswith(packages) and "__init__" in vars(base))
-    found: set[str] = {"_trainer", "_fabric", "_hparams_initial", "_log_hyperparams", "_device", "_dtype"}
+    bases = (
+        base
+        for base in cls.__mro__
+        if base.__module__.startswith(packages) and "__init__" in vars(base)
+    )
+    found: set[str] = {
+        "_trainer",
+        "_fabric",
+        "_hparams_initial",
+        "_log_hyperparams",
+        "_device",
+        "_dtype",
+    }
     for base in bases:
         if ".demos." not in base.__module__:
             found.update(vars(base)["__init__"].__code__.co_names)

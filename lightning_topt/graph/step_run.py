@@ -1,4 +1,6 @@
-"""One training step on a copy of the module: how it is called, what it must return, how it is recorded."""
+"""One training step on a copy of the module: how it is called, what it must return, how it is
+recorded.
+"""
 
 from __future__ import annotations
 
@@ -40,10 +42,11 @@ class Prepared:
 
 @dataclass(frozen=True)
 class StepRun:
-    """A training step of `module`: `forward_context` makes a context around it, `device` is the type that trains.
+    """A training step of `module`: `forward_context` makes a context around it, `device` is the
+    type that trains.
 
-    `adapt` may change the copy that is recorded before anything looks at it, and returns a context around its forward, inside
-    of the other.
+    `adapt` may change the copy that is recorded before anything looks at it, and returns a context
+    around its forward, inside of the other.
     """
 
     module: nn.Module
@@ -57,7 +60,9 @@ class StepRun:
 
     @contextmanager
     def prepared(self, batch: Any, *, samples: tuple[int, int] = (1, 1)) -> Iterator[Prepared]:
-        """Give a copy of the module and of `batch` resized (see `fake_batch`), under whose modes a step can run."""
+        """Give a copy of the module and of `batch` resized (see `fake_batch`), under whose modes a
+        step can run.
+        """
         with torch.enable_grad():
             copied, mode = fake_copy(self.module, device=self.device)
             with mode:
@@ -73,15 +78,19 @@ class StepRun:
     ) -> tuple[nn.Module, Recording, int]:
         """Return the copy that ran, what it did with `batch`, and the bytes of this batch.
 
-        With `unlike` calls of equal modules are left out and copied afterwards, but for those whose keys it holds; keys of
-        modules that turn out to differ are added. One that `resizes` is of `PRIME` batches (see `one_recording`).
+        With `unlike` calls of equal modules are left out and copied afterwards, but for those whose
+        keys it holds; keys of modules that turn out to differ are added. One that `resizes` is of
+        `PRIME` batches (see `one_recording`).
 
-        Raises CaptureError, with `needs_values` where real tensors would help, or whatever the step itself raises.
+        Raises CaptureError, with `needs_values` where real tensors would help, or whatever the step
+        itself raises.
         """
         while unlike is not None and len(unlike) <= MAX_SURPRISES:
             recorder: list[Recorder] = []
             try:
-                copied, recording, size = self._record_once(batch, samples, unlike, recorder, resizes)
+                copied, recording, size = self._record_once(
+                    batch, samples, unlike, recorder, resizes
+                )
                 return copied, expand(recording), size  # when all tensors of the step are gone
             except Surprise as surprise:
                 unlike.add(surprise.key)
@@ -105,7 +114,9 @@ class StepRun:
                 inner = nullcontext() if self.adapt is None else self.adapt(copied)
                 calls = None
                 if unlike is not None:
-                    alike = {path: key for path, key in self._equal_modules.items() if key not in unlike}
+                    alike = {
+                        path: key for path, key in self._equal_modules.items() if key not in unlike
+                    }
                     calls = RepeatedCalls(copied, prepared.mode, modules=alike)
                 mode = prepared.mode if resizes else None
                 recorders.append(recorder := Recorder(copied, leaves, resizes=mode))
@@ -130,31 +141,46 @@ class StepRun:
 
 
 def _nbytes(tensor: Tensor) -> int:
-    return tensor.nbytes if tensor.layout is torch.strided else tensor.numel() * tensor.element_size()
+    return (
+        tensor.nbytes if tensor.layout is torch.strided else tensor.numel() * tensor.element_size()
+    )
 
 
 def call_training_step(module: Any, batch: Any) -> Any:
-    """Return what ``module.training_step`` makes of `batch`, called with the arguments that Lightning gives it."""
+    """Return what ``module.training_step`` makes of `batch`, called with the arguments that
+    Lightning gives it.
+    """
     parameters = inspect.signature(module.training_step).parameters
     if "dataloader_iter" in parameters:
-        raise CaptureError(f"training_step(dataloader_iter) fetches its own batches, unknown before it runs. {WAY_OUT}")
-    positional = [name for name, p in parameters.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        raise CaptureError(
+            "training_step(dataloader_iter) fetches its own batches, unknown before it runs. "
+            f"{WAY_OUT}"
+        )
+    positional = [
+        name
+        for name, p in parameters.items()
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
     rest = any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
     takes_index = rest or len(positional) > 1 or "batch_idx" in positional
     return module.training_step(batch, 0) if takes_index else module.training_step(batch)
 
 
 def loss_of(output: Any) -> Tensor:
-    """Return the loss in what `training_step` returned. Raises CaptureError where there is none to differentiate."""
+    """Return the loss in what `training_step` returned. Raises CaptureError where there is none to
+    differentiate.
+    """
     loss = output.get("loss") if isinstance(output, dict) else output
     if not isinstance(loss, Tensor):
         raise CaptureError(
-            f"training_step returned {type(output).__name__} without a loss; for a capture it has to return the loss "
+            f"training_step returned {type(output).__name__} without a loss; for a capture it has "
+            "to return the loss "
             f"tensor, or a dict with it under 'loss'. {WAY_OUT}"
         )
     if not loss.requires_grad or loss.numel() != 1:
         raise CaptureError(
-            "the loss that training_step returned must be one number that depends on trainable parameters; it has "
+            "the loss that training_step returned must be one number that depends on trainable "
+            "parameters; it has "
             f"shape {tuple(loss.shape)} and requires_grad={loss.requires_grad}"
         )
     return loss

@@ -1,7 +1,9 @@
-"""The tensors of a training step, when each is alive, and the calls of modules they pass through: frozen values.
+"""The tensors of a training step, when each is alive, and the calls of modules they pass through:
+frozen values.
 
-A *position* counts the kernels of the step, forward and then backward: position p is the moment at which the p-th of them
-runs. An interval ``first <= p < end`` includes its first position and not its end.
+A *position* counts the kernels of the step, forward and then backward: position p is the moment at
+which the p-th of them runs. An interval ``first <= p < end`` includes its first position and not
+its end.
 """
 
 from __future__ import annotations
@@ -37,8 +39,8 @@ class StepTensor:
 class ModuleCall:
     """One forward call of `module` at the positions ``first <= p < end``.
 
-    `inputs` and `outputs` index the step's tensors; parameters, buffers and the batch are not among them. `writes_outside`:
-    it changed a tensor that is older than the call.
+    `inputs` and `outputs` index the step's tensors; parameters, buffers and the batch are not among
+    them. `writes_outside`: it changed a tensor that is older than the call.
     """
 
     module: str
@@ -54,8 +56,9 @@ class ModuleCall:
 class Module:
     """A submodule by its path; a parent comes before its children.
 
-    Modules of equal `structure` have the same tree of classes, parameter shapes and dtypes. `repeatable`: a second call
-    with the arguments of the first did the same and left nothing behind; False where this was not tried.
+    Modules of equal `structure` have the same tree of classes, parameter shapes and dtypes.
+    `repeatable`: a second call with the arguments of the first did the same and left nothing
+    behind; False where this was not tried.
     """
 
     path: str
@@ -65,11 +68,12 @@ class Module:
 
 @dataclass(frozen=True)
 class Step:
-    """A `Step` says what happened when: `order` is the index of the operator (in ``graph.ops``) whose kernel runs at each
-    position.
+    """A `Step` says what happened when: `order` is the index of the operator (in ``graph.ops``)
+    whose kernel runs at each position.
 
-    The backward pass starts at position `backward_start`. `workspaces` are bytes that kernels take inside, at their
-    positions. `batch_sizes` are the two at which the step ran, equal where it ran at one only: amounts are exact there.
+    The backward pass starts at position `backward_start`. `workspaces` are bytes that kernels take
+    inside, at their positions. `batch_sizes` are the two at which the step ran, equal where it ran
+    at one only: amounts are exact there.
     """
 
     batch_sizes: tuple[int, int]
@@ -81,16 +85,23 @@ class Step:
     workspaces: tuple[tuple[int, Amount], ...] = ()
 
     def is_kept(self, tensor: StepTensor) -> bool:
-        """Return whether `tensor` was made in the forward pass and is alive when the backward pass starts."""
+        """Return whether `tensor` was made in the forward pass and is alive when the backward pass
+        starts.
+        """
         return tensor.first < self.backward_start < tensor.end and tensor.gradient_of is None
 
     def check(self, operators: Container[str], *, count: int) -> None:
-        """Raise ValueError where positions or names contradict; `operators` are the names of the graph's `count` ones."""
+        """Raise ValueError where positions or names contradict; `operators` are the names of the
+        graph's `count` ones.
+        """
         end = len(self.order) + 1
         if any(not 0 <= index < count for index in self.order):
             raise ValueError("the step runs a kernel of an operator that does not exist")
         for tensor in self.tensors:
-            if tensor.producer not in operators or (tensor.saved_by or tensor.producer) not in operators:
+            if (
+                tensor.producer not in operators
+                or (tensor.saved_by or tensor.producer) not in operators
+            ):
                 raise ValueError(f"{tensor} names an operator that does not exist")
             if not 0 <= tensor.first <= tensor.end <= end:
                 raise ValueError(f"{tensor} is alive outside of the step's {end - 1} positions")

@@ -1,4 +1,5 @@
-"""Time every operator of a real training step in place, with its own arguments and the caches as the step leaves them.
+"""Time every operator of a real training step in place, with its own arguments and the caches as
+the step leaves them.
 
     timer = StepTimer(device)
     with timer:
@@ -7,8 +8,9 @@
         loss.backward()
     timer.seconds()
 
-Kernels are named as in an `OpGraph`, so that a search looks them up (`costs.compute.kernel_key`). On CPUs a call takes from its
-beginning to its end; on CUDA the device's time between two events counts.
+Kernels are named as in an `OpGraph`, so that a search looks them up (`costs.compute.kernel_key`).
+On CPUs a call takes from its beginning to its end; on CUDA the device's time between two events
+counts.
 """
 
 from __future__ import annotations
@@ -29,13 +31,17 @@ from lightning_topt.graph.kernels import ALLOCATIONS, QUERIES, encode_arguments,
 
 
 class StepTimer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode that times operators on `device`; enter it around the forward and the backward pass of one or more steps."""
+    """A mode that times operators on `device`; enter it around the forward and the backward pass of
+    one or more steps.
+    """
 
     supports_higher_order_operators = True
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Say that compiled functions stay compiled under this mode; else they would be skipped for good."""
+        """Say that compiled functions stay compiled under this mode; else they would be skipped for
+        good.
+        """
         return True
 
     def __init__(self, device: torch.device) -> None:
@@ -44,7 +50,9 @@ class StepTimer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._times: dict[Any, list[Any]] = {}
         self._names: dict[Any, tuple[str, str]] = {}
 
-    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Run `func` between two looks at the clock."""
         kwargs = kwargs or {}
         if isinstance(func, HigherOrderOperator):
@@ -69,7 +77,9 @@ class StepTimer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _key(self, func: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
-        """What tells calls of one kernel from others; its name is made once, before it may change its arguments."""
+        """What tells calls of one kernel from others; its name is made once, before it may change
+        its arguments.
+        """
         tensors: list[Tensor] = []
         key = func, freeze(args, tensors), freeze(tuple(kwargs.items()), tensors)
         if key not in self._times:
@@ -78,12 +88,18 @@ class StepTimer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return key
 
     def seconds(self) -> Mapping[tuple[str, str], float]:
-        """Return the median seconds of each kernel's calls, by its name and the JSON text of its arguments."""
+        """Return the median seconds of each kernel's calls, by its name and the JSON text of its
+        arguments.
+        """
         if not self._on_host and self._times:
             torch.cuda.synchronize()
         found: dict[tuple[str, str], float] = {}
         for key, times in self._times.items():
             if times:
-                calls = times if self._on_host else [first.elapsed_time(last) / 1e3 for first, last in times]
+                calls = (
+                    times
+                    if self._on_host
+                    else [first.elapsed_time(last) / 1e3 for first, last in times]
+                )
                 found[self._names[key]] = statistics.median(calls)
         return found

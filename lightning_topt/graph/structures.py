@@ -1,4 +1,6 @@
-"""The tensors of a batch: in mappings, sequences, dataclasses, packed sequences and objects, nested in any way."""
+"""The tensors of a batch: in mappings, sequences, dataclasses, packed sequences and objects, nested
+in any way.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,11 @@ def _nothing(_: Any) -> bool:
     return False
 
 
-def map_tensors(value: Any, function: Callable[[Any], Any], *, also: Callable[[Any], bool] = _nothing) -> Any:
-    """Return a copy of a batch with `function` applied to the tensors in mappings, sequences, dataclasses and objects.
+def map_tensors(
+    value: Any, function: Callable[[Any], Any], *, also: Callable[[Any], bool] = _nothing
+) -> Any:
+    """Return a copy of a batch with `function` applied to the tensors in mappings, sequences,
+    dataclasses and objects.
 
     It is applied as well to values for which `also` holds.
     """
@@ -30,7 +35,9 @@ def map_tensors(value: Any, function: Callable[[Any], Any], *, also: Callable[[A
         return function(value)
     if isinstance(value, PackedSequence):
         # Its constructor would permute again what is sorted already.
-        return tuple.__new__(type(value), [map_tensors(item, function, also=also) for item in value])
+        return tuple.__new__(
+            type(value), [map_tensors(item, function, also=also) for item in value]
+        )
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(map_tensors(item, function, also=also) for item in value))
     if isinstance(value, collections.deque):
@@ -53,7 +60,9 @@ def map_tensors(value: Any, function: Callable[[Any], Any], *, also: Callable[[A
 
 def copied_batch(batch: Any) -> Any:
     """Return `batch` with copies of its tensors."""
-    return map_tensors(batch, lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad))
+    return map_tensors(
+        batch, lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    )
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -73,7 +82,8 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def _fields(value: Any) -> dict[str, Any]:
-    """Attributes of a dataclass; of another object those that hold tensors or move to devices as it does.
+    """Attributes of a dataclass; of another object those that hold tensors or move to devices as it
+    does.
 
     An object may know the whole program: what it refers to otherwise is not a part of the batch.
     """
@@ -81,7 +91,9 @@ def _fields(value: Any) -> dict[str, Any]:
         return {}
     if dataclasses.is_dataclass(value):
         return {
-            field.name: getattr(value, field.name) for field in dataclasses.fields(value) if hasattr(value, field.name)
+            field.name: getattr(value, field.name)
+            for field in dataclasses.fields(value)
+            if hasattr(value, field.name)
         }
     attributes = dict(getattr(value, "__dict__", {}))
     for cls in type(value).__mro__:
@@ -89,7 +101,11 @@ def _fields(value: Any) -> dict[str, Any]:
         for name in (slots,) if isinstance(slots, str) else slots:
             if name not in ("__dict__", "__weakref__") and hasattr(value, name):
                 attributes[name] = getattr(value, name)
-    return {key: item for key, item in attributes.items() if isinstance(item, CONTAINERS) or _is_part(item)}
+    return {
+        key: item
+        for key, item in attributes.items()
+        if isinstance(item, CONTAINERS) or _is_part(item)
+    }
 
 
 def _is_part(value: Any) -> bool:

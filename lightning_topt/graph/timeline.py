@@ -1,4 +1,6 @@
-"""The memory of a step, block by block: a function of its tensors and of which modules are blocks."""
+"""The memory of a step, block by block: a function of its tensors and of which modules are
+blocks.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ Stretch = tuple[str, int, int, ModuleCall | None]  # block, first position, end 
 
 @dataclass(frozen=True)
 class Segment:
-    """A contiguous stretch of the forward pass that belongs to one block, with its memory on one device, in bytes.
+    """A contiguous stretch of the forward pass that belongs to one block, with its memory on one
+    device, in bytes.
 
     Parameters, their gradients, buffers and the batch are not in these numbers.
 
@@ -32,9 +35,10 @@ class Segment:
     backward_peak  highest live memory during its backward, minus the `kept` of the segments up to and including it; the
                    gradient of its output is in it
 
-    Live memory is thus a sum: ``sum(kept of earlier segments) + forward_peak`` in the forward pass of a segment,
-    ``sum(kept of earlier segments and its own) + backward_peak`` in its backward pass. Recomputing an earlier segment
-    replaces that segment's `kept` by its `output`; during its own backward a recomputed segment has all of its `kept`.
+    Live memory is thus a sum: ``sum(kept of earlier segments) + forward_peak`` in the forward pass
+    of a segment, ``sum(kept of earlier segments and its own) + backward_peak`` in its backward
+    pass. Recomputing an earlier segment replaces that segment's `kept` by its `output`; during its
+    own backward a recomputed segment has all of its `kept`.
     """
 
     block: str
@@ -46,18 +50,24 @@ class Segment:
 
 @dataclass(frozen=True, eq=False)
 class StepPart:
-    """A part of the memory of a step: shares of its `tensors` (tensor,), and `workspaces` as of `Step`."""
+    """A part of the memory of a step: shares of its `tensors` (tensor,), and `workspaces` as of
+    `Step`.
+    """
 
     tensors: Array
     workspaces: Sequence[tuple[int, Amount]]
 
 
-def segments(step: Step, blocks: Iterable[str], *, part: StepPart | None = None) -> tuple[Segment, ...]:
-    """Return the forward pass of `step` (or of `part` of it) cut at the calls of the modules `blocks`, in forward order; all
-    else is block ``""``.
+def segments(
+    step: Step, blocks: Iterable[str], *, part: StepPart | None = None
+) -> tuple[Segment, ...]:
+    """Return the forward pass of `step` (or of `part` of it) cut at the calls of the modules
+    `blocks`, in forward order; all else is block ``""``.
     """
     stretches = _stretches(step, set(blocks) - {""})
-    small, large = (_sizes(StepMemory(step, size, part=part), stretches) for size in step.batch_sizes)
+    small, large = (
+        _sizes(StepMemory(step, size, part=part), stretches) for size in step.batch_sizes
+    )
     return tuple(
         Segment(block, *(Amount.fit(step.batch_sizes, values) for values in zip(a, b, strict=True)))
         for (block, *_), a, b in zip(stretches, small, large, strict=True)
@@ -66,7 +76,9 @@ def segments(step: Step, blocks: Iterable[str], *, part: StepPart | None = None)
 
 @dataclass(frozen=True, eq=False)
 class _Columns:
-    """The tensors of a step as arrays (tensor,): their bytes, fixed and per sample, and their lives."""
+    """The tensors of a step as arrays (tensor,): their bytes, fixed and per sample, and their
+    lives.
+    """
 
     fixed: Array
     per_sample: Array
@@ -78,7 +90,9 @@ class _Columns:
 @once_per_object
 def _columns(step: Step) -> _Columns:
     tensors = step.tensors
-    sizes = np.array([(tensor.bytes.fixed, tensor.bytes.per_sample) for tensor in tensors], float).reshape(-1, 2)
+    sizes = np.array(
+        [(tensor.bytes.fixed, tensor.bytes.per_sample) for tensor in tensors], float
+    ).reshape(-1, 2)
     lives = np.array([(tensor.first, tensor.end) for tensor in tensors], np.int64).reshape(-1, 2)
     counted = np.array([tensor.gradient_of is None for tensor in tensors], bool)
     return _Columns(sizes[:, 0], sizes[:, 1], lives[:, 0], lives[:, 1], counted)
@@ -91,13 +105,21 @@ class StepMemory:
         self.step, self._tensors, workspaces = step, _columns(step), step.workspaces
         fixed, per_sample = self._tensors.fixed, self._tensors.per_sample
         if part is not None:
-            fixed, per_sample, workspaces = fixed * part.tensors, per_sample * part.tensors, tuple(part.workspaces)
+            fixed, per_sample, workspaces = (
+                fixed * part.tensors,
+                per_sample * part.tensors,
+                tuple(part.workspaces),
+            )
         self.bytes = np.rint(fixed + per_sample * batch_size).astype(np.int64)
-        self._workspaces = [(position, round(amount.at(batch_size))) for position, amount in workspaces]
+        self._workspaces = [
+            (position, round(amount.at(batch_size))) for position, amount in workspaces
+        ]
 
     @cached_property
     def live(self) -> Indices:
-        """Bytes live at each position (positions,), with workspaces, without gradients of parameters."""
+        """Bytes live at each position (positions,), with workspaces, without gradients of
+        parameters.
+        """
         positions, tensors = len(self.step.order), self._tensors
         change = np.zeros(positions + 2, dtype=np.int64)
         sizes = np.where(tensors.counted, self.bytes, 0)
@@ -121,13 +143,21 @@ class StepMemory:
         return total
 
     def kept(self, first: int, end: int) -> int:
-        """Return the bytes made at ``first <= position < end`` of the forward pass and live when the backward pass starts."""
+        """Return the bytes made at ``first <= position < end`` of the forward pass and live when
+        the backward pass starts.
+        """
         return int(self._kept_until[end] - self._kept_until[first])
 
     def output(self, call: ModuleCall) -> int:
-        """Return the bytes that stay when `call` is recomputed: its kept outputs, and its inputs that nothing else keeps."""
+        """Return the bytes that stay when `call` is recomputed: its kept outputs, and its inputs
+        that nothing else keeps.
+        """
         tensors = self.step.tensors
-        own = [i for i in call.outputs if self.step.is_kept(tensors[i]) and tensors[i].first >= call.first]
+        own = [
+            i
+            for i in call.outputs
+            if self.step.is_kept(tensors[i]) and tensors[i].first >= call.first
+        ]
         inputs = [i for i in call.inputs if not self.step.is_kept(tensors[i])]
         return int(self.bytes[[*own, *inputs]].sum())
 
@@ -154,7 +184,8 @@ def _backward_peaks(memory: StepMemory, stretches: list[Stretch]) -> dict[int, i
     for index, (_, first, end, _) in enumerate(stretches):
         stretch_of_op[order[first:end]] = index
     own = stretch_of_op[order[start:]]
-    # An operator that only made views in forward has no position there; its backward is beside that of its neighbour.
+    # An operator that only made views in forward has no position there; its backward is beside that
+    # of its neighbour.
     last = np.maximum.accumulate(np.where(own >= 0, np.arange(len(own)), -1))
     current = np.where(last >= 0, own[last], len(stretches) - 1)
     peaks = np.zeros(len(stretches), np.int64)
@@ -168,7 +199,10 @@ def _stretches(step: Step, blocks: set[str]) -> list[Stretch]:
     position = 0
     for call in step.calls:
         if call.module in blocks and call.first >= position:  # not inside another call of a block
-            stretches += [("", position, call.first, None), (call.module, call.first, call.end, call)]
+            stretches += [
+                ("", position, call.first, None),
+                (call.module, call.first, call.end, call),
+            ]
             position = call.end
     stretches.append(("", position, step.backward_start, None))
     return [stretch for stretch in stretches if stretch[1] < stretch[2]]

@@ -17,13 +17,21 @@ BATCH_NORMS = {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miope
 
 
 def is_strided(tensor: Tensor) -> bool:
-    """Return whether `tensor` is plain memory, not sparse, nested with offsets, or made for one library."""
+    """Return whether `tensor` is plain memory, not sparse, nested with offsets, or made for one
+    library.
+    """
     return tensor.layout is torch.strided
 
 
-def written_tensors(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the strided tensors among the arguments that ``func(*args, **kwargs)`` may write to."""
-    written = [args[i] if i < len(args) else kwargs.get(name) for i, name in _written_arguments(func)]
+def written_tensors(
+    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[Tensor]:
+    """Return the strided tensors among the arguments that ``func(*args, **kwargs)`` may write
+    to.
+    """
+    written = [
+        args[i] if i < len(args) else kwargs.get(name) for i, name in _written_arguments(func)
+    ]
     if func._schema.name in BATCH_NORMS and args[5]:
         written += args[3:5]
     if is_collective(func):

@@ -1,6 +1,8 @@
-"""The parallel optimizer step: work that is the same on all ranks is split, and its results are gathered.
+"""The parallel optimizer step: work that is the same on all ranks is split, and its results are
+gathered.
 
-optimizer -> update_rule, make_shares -> choose_pieces (does it pay?) -> install_parallel_step -> checkpoints as before
+optimizer -> update_rule, make_shares -> choose_pieces (does it pay?) -> install_parallel_step ->
+checkpoints as before
 """
 
 from lightning_topt.optim.lamb import LAMB

@@ -1,4 +1,6 @@
-"""The step of one optimizer over a fit: plain and measured at first, then shared between ranks where that pays."""
+"""The step of one optimizer over a fit: plain and measured at first, then shared between ranks
+where that pays.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +35,9 @@ TRIAL_STEPS = 4  # of what was decided, the first of which warms up
 class Sharing:
     """`Sharing` is what all optimizers of a fit have in common.
 
-    `group`: the ranks, and the timeout of every wait. `reduced`: the parameters whose gradients are equal on all of them; only
-    these are shared. `always`: every group, from the first step, without measuring. `node`: the ranks through the memory of
-    their one machine.
+    `group`: the ranks, and the timeout of every wait. `reduced`: the parameters whose gradients are
+    equal on all of them; only these are shared. `always`: every group, from the first step, without
+    measuring. `node`: the ranks through the memory of their one machine.
     """
 
     group: dist.ProcessGroup
@@ -46,20 +48,28 @@ class Sharing:
 
 
 class AdaptiveStep:
-    """Replaces ``optimizer.step`` during a fit, from `start` to `finish`; `decisions` has one entry per group once decided.
+    """Replaces ``optimizer.step`` during a fit, from `start` to `finish`; `decisions` has one entry
+    per group once decided.
 
-    The first steps are plain and measured (`UpdateCosts`). Then groups whose update is worth it are shared: a `ParallelStep`
-    does them, for good if `TRIAL_STEPS` of it are faster than the plain ones were. Where none is, a LARS is tried in the same
-    way with its norms shared (`trust_ratios`: no parameter travels; `shares_ratios`). When parameters are added to groups or
-    leave them, the next step decides again from what is known: seconds of parameters that were never measured are estimated
-    from the others'.
+    The first steps are plain and measured (`UpdateCosts`). Then groups whose update is worth it are
+    shared: a `ParallelStep` does them, for good if `TRIAL_STEPS` of it are faster than the plain
+    ones were. Where none is, a LARS is tried in the same way with its norms shared (`trust_ratios`:
+    no parameter travels; `shares_ratios`). When parameters are added to groups or leave them, the
+    next step decides again from what is known: seconds of parameters that were never measured are
+    estimated from the others'.
     """
 
-    # What learning-rate schedulers leave on a step that they have wrapped, to see that it is called.
+    # What learning-rate schedulers leave on a step that they have wrapped, to see that it is
+    # called.
     _wrapped_by_lr_sched = True
 
     def __init__(
-        self, optimizer: Optimizer, *, rule: UpdateRule, sharing: Sharing, say: Callable[[str], None] = print
+        self,
+        optimizer: Optimizer,
+        *,
+        rule: UpdateRule,
+        sharing: Sharing,
+        say: Callable[[str], None] = print,
     ) -> None:
         self.optimizer, self.sharing, self.say = optimizer, sharing, say
         self.decisions: list[Decision] = []
@@ -67,7 +77,8 @@ class AdaptiveStep:
         self._own_step: Any = None  # what the instance has as `step`, of a scheduler for instance
         self._step: Callable[..., Any] = optimizer.step
         self._known: tuple[int, ...] = ()
-        # Parameters per group where nothing is shared: small models' steps take less time than looking at every parameter.
+        # Parameters per group where nothing is shared: small models' steps take less time than
+        # looking at every parameter.
         self._declined: list[int] | None = None
         self._decided = self._installed = False
         self._costs = UpdateCosts(optimizer, rule=rule)
@@ -89,13 +100,16 @@ class AdaptiveStep:
             self.optimizer.step = self._own_step  # type: ignore[method-assign]
 
     def finish(self) -> None:
-        """Collective call where a group is shared: the whole state on every rank, and the optimizer's own step again."""
+        """Collective call where a group is shared: the whole state on every rank, and the
+        optimizer's own step again.
+        """
         self._unshare_ratios()
         self._unshare()
         self._leave()
 
     def __call__(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """One step. `closure` runs the forward and backward pass (and clipping) on whole gradients first.
+        """One step. `closure` runs the forward and backward pass (and clipping) on whole gradients
+        first.
 
         Raises PeerLostError when a rank is gone or late beyond the timeout of the group.
         """
@@ -137,7 +151,8 @@ class AdaptiveStep:
             return self._measured(kwargs)
         return (self._step if self.parallel is None else self.parallel)(**kwargs)
 
-    # ---- the first steps ------------------------------------------------------------------------------------------
+    # ---- the first steps
+    # ------------------------------------------------------------------------------------------
 
     def _measured(self, kwargs: dict[str, Any]) -> Any:
         """A plain step, in pieces where it is timed by kind; after the last of them, decide."""
@@ -156,7 +171,9 @@ class AdaptiveStep:
             self._trial_seconds = []
 
     def _try_ratios(self) -> None:
-        if isinstance(self.optimizer, LARS) and self.sharing.reduced.issuperset(parameters_of(self.optimizer)):
+        if isinstance(self.optimizer, LARS) and self.sharing.reduced.issuperset(
+            parameters_of(self.optimizer)
+        ):
             share_trust_ratios(self.optimizer, group=self.sharing.group)
             self.shares_ratios, self._trial_seconds = True, []
 
@@ -164,7 +181,8 @@ class AdaptiveStep:
         """A step of what was decided; after the last of them, go on so or without."""
         outputs: list[Any] = []
         step = self._step if self.parallel is None else self.parallel
-        dist.barrier(group=self.sharing.group)  # that one rank is late in the step is not what sharing costs
+        # that one rank is late in the step is not what sharing costs
+        dist.barrier(group=self.sharing.group)
         trial_seconds.append(time_step(self.optimizer, lambda: outputs.append(step(**kwargs))))
         if len(trial_seconds) == TRIAL_STEPS:
             mine = [self._costs.step_seconds(), statistics.median(trial_seconds[1:])]
@@ -176,7 +194,10 @@ class AdaptiveStep:
 
     def _judge(self, plain_seconds: float, shared_seconds: float) -> None:
         faster = is_faster(plain_seconds, shared_seconds)
-        times = f"a step takes {1e3 * shared_seconds:.2f} ms with them shared, {1e3 * plain_seconds:.2f} without"
+        times = (
+            f"a step takes {1e3 * shared_seconds:.2f} ms with them shared, "
+            f"{1e3 * plain_seconds:.2f} without"
+        )
         if self.parallel is None:
             if not faster:
                 self._unshare_ratios()
@@ -185,7 +206,9 @@ class AdaptiveStep:
             groups = [decision.group for decision in self.decisions if decision.shared]
             self.say(f"groups {groups}: not shared after all; {times}")
             reason = f"not shared after a trial: {times}"
-            self.decisions = [replace(d, pays=False, shared=False, reason=reason) for d in self.decisions]
+            self.decisions = [
+                replace(d, pays=False, shared=False, reason=reason) for d in self.decisions
+            ]
             self._unshare()
             self._refused = True
             self._try_ratios()
@@ -204,7 +227,8 @@ class AdaptiveStep:
             unshare_trust_ratios(self.optimizer)
         self.shares_ratios = False
 
-    # ---- what is shared -------------------------------------------------------------------------------------------
+    # ---- what is shared
+    # -------------------------------------------------------------------------------------------
 
     def _share(self, pieces: Sequence[Piece]) -> None:
         """Collective call: from this step on, `pieces` are those of the parallel step."""
@@ -224,8 +248,13 @@ class AdaptiveStep:
             self.optimizer.step = self  # type: ignore[method-assign]
 
     def _worthwhile_pieces(self) -> list[Piece]:
-        """Return the pieces of groups for which sharing takes less time, by the seconds measured."""
-        parameters, world_size = parameters_of(self.optimizer), dist.get_world_size(self.sharing.group)
+        """Return the pieces of groups for which sharing takes less time, by the seconds
+        measured.
+        """
+        parameters, world_size = (
+            parameters_of(self.optimizer),
+            dist.get_world_size(self.sharing.group),
+        )
         shares = self._shares(self._costs.seconds())
         if self._gather is None:
             self._gather = measure_gather(
@@ -235,7 +264,10 @@ class AdaptiveStep:
                 pieces=assign_pieces(shares, world_size=world_size),
                 node=self.sharing.node,
             )
-        sent_bytes = {share.index: _sent_bytes(parameters[share.index], self.sharing.gather_dtype) for share in shares}
+        sent_bytes = {
+            share.index: _sent_bytes(parameters[share.index], self.sharing.gather_dtype)
+            for share in shares
+        }
         pieces, self.decisions = choose_pieces(
             shares, sent_bytes=sent_bytes, world_size=world_size, gather=self._gather
         )
@@ -245,7 +277,15 @@ class AdaptiveStep:
         """Return the pieces of all groups, in proportion to the work that is expected."""
         shares = self._shares(self._costs.expected_work())
         self.decisions = [
-            Decision(group, False, nan, nan, nan, f"group {group}: shared from the first step on, as told", True)
+            Decision(
+                group,
+                False,
+                nan,
+                nan,
+                nan,
+                f"group {group}: shared from the first step on, as told",
+                True,
+            )
             for group in sorted({share.group for share in shares})
         ]
         return assign_pieces(shares, world_size=dist.get_world_size(self.sharing.group))
@@ -254,7 +294,11 @@ class AdaptiveStep:
         """Those of parameters that may be shared, the same on all ranks."""
         parameters = parameters_of(self.optimizer)
         shares = self._costs.shares(seconds, is_whole=self.parallel is None)
-        return [s for s in shares if parameters[s.index] in self.sharing.reduced and parameters[s.index].numel()]
+        return [
+            s
+            for s in shares
+            if parameters[s.index] in self.sharing.reduced and parameters[s.index].numel()
+        ]
 
 
 def is_faster(plain_seconds: float, shared_seconds: float) -> bool:
@@ -264,4 +308,6 @@ def is_faster(plain_seconds: float, shared_seconds: float) -> bool:
 
 def _sent_bytes(parameter: Tensor, dtype: torch.dtype | None) -> int:
     """Return the bytes that travel of it in a step: none without a gradient."""
-    return 0 if parameter.grad is None else parameter.numel() * sent_dtype(parameter, dtype).itemsize
+    return (
+        0 if parameter.grad is None else parameter.numel() * sent_dtype(parameter, dtype).itemsize
+    )

@@ -1,9 +1,11 @@
-"""An assignment says who updates what: shares of the optimizer's work are balanced by cost and by bytes at once.
+"""An assignment says who updates what: shares of the optimizer's work are balanced by cost and by
+bytes at once.
 
-Parameters that stay whole go by longest processing time first (Graham, 1969: at most 4/3 - 1/(3P) times the best for one
-criterion), to the rank whose larger load, of cost or of bytes, stays smallest. Those that may be cut then fill the ranks up
-to one level, as runs of neighbouring rows, so that there are few cuts. Everything is computed from its arguments alone, in
-the same order: ranks with equal arguments get equal pieces.
+Parameters that stay whole go by longest processing time first (Graham, 1969: at most 4/3 - 1/(3P)
+times the best for one criterion), to the rank whose larger load, of cost or of bytes, stays
+smallest. Those that may be cut then fill the ranks up to one level, as runs of neighbouring rows,
+so that there are few cuts. Everything is computed from its arguments alone, in the same order:
+ranks with equal arguments get equal pieces.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from itertools import accumulate
 from lightning_topt.optim.pieces import Piece
 
 _SAME_RATIO = 1.25  # shares whose seconds per byte differ by less lie in one run
-_SMALL_RUN = 0.01  # runs with less of the cost and of the bytes than this are not worth cuts of their own
+# runs with less of the cost and of the bytes than this are not worth cuts of their own
+_SMALL_RUN = 0.01
 _SNAP = 0.005  # of a rank's part of a run: a cut this near to the end of a parameter moves there
 _BISECTIONS = 60
 
@@ -26,9 +29,10 @@ _BISECTIONS = 60
 class Share:
     """The work and memory of one parameter.
 
-    `index` is that of `Piece`. `rows`: where it may be cut. `nbytes`: what its owner keeps for it alone (its state).
-    `cost_seconds`: one update of all of it. `splittable`: its rows may have different owners. Parameters of one `group`
-    are cut together, so that a group's parameters are spread over all ranks.
+    `index` is that of `Piece`. `rows`: where it may be cut. `nbytes`: what its owner keeps for it
+    alone (its state). `cost_seconds`: one update of all of it. `splittable`: its rows may have
+    different owners. Parameters of one `group` are cut together, so that a group's parameters are
+    spread over all ranks.
     """
 
     index: int
@@ -60,7 +64,9 @@ class Loads:
         self.bytes[owner] += nbytes * rows / share.rows
 
     def least_after(self, share: Share) -> int:
-        """Return the rank whose larger load would be smallest with the share; then the smaller sum, then the first."""
+        """Return the rank whose larger load would be smallest with the share; then the smaller sum,
+        then the first.
+        """
         cost, nbytes = self.fractions(share)
 
         def after(rank: int) -> tuple[float, float, int]:
@@ -77,8 +83,8 @@ class Loads:
 def assign_pieces(shares: Sequence[Share], *, world_size: int) -> list[Piece]:
     """Return an owner for every row of every share, sorted by parameter and row.
 
-    The largest load of any rank, of cost or of bytes (each as a fraction of its total), is kept small: a list scheduling
-    bound for whole shares, and to a row for those that may be cut.
+    The largest load of any rank, of cost or of bytes (each as a fraction of its total), is kept
+    small: a list scheduling bound for whole shares, and to a row for those that may be cut.
     """
     assert world_size >= 1 and len({share.index for share in shares}) == len(shares)
     assert all(s.rows >= 1 and s.nbytes >= 0 and 0 <= s.cost_seconds < math.inf for s in shares)
@@ -91,23 +97,30 @@ def assign_pieces(shares: Sequence[Share], *, world_size: int) -> list[Piece]:
         pieces.append(Piece(share.index, 0, share.rows, owner))
     runs = _runs([share for share in shares if share.splittable and share.rows > 1], loads)
     for position, run in enumerate(runs):
-        # What comes after is spread alike, so that later runs also make up for the whole rows of earlier ones.
+        # What comes after is spread alike, so that later runs also make up for the whole rows of
+        # earlier ones.
         rest = [share for later in runs[position:] for share in later]
         pieces += _cut(run, fill_up(rest, loads), loads)
     return sorted(pieces)
 
 
 def fill_up(shares: Sequence[Share], loads: Loads) -> list[float]:
-    """Return the fraction of `shares`, taken as one mass, for each rank, so that the largest load is as small as it can be."""
+    """Return the fraction of `shares`, taken as one mass, for each rank, so that the largest load
+    is as small as it can be.
+    """
     cost, nbytes = _sums(shares, loads)
     if cost == nbytes == 0:
         return [1 / len(loads.cost)] * len(loads.cost)
 
     def taken(level: float) -> list[float]:
         rooms = ((level - c, level - b) for c, b in zip(loads.cost, loads.bytes, strict=True))
-        return [max(0.0, min(c / cost if cost else math.inf, b / nbytes if nbytes else math.inf)) for c, b in rooms]
+        return [
+            max(0.0, min(c / cost if cost else math.inf, b / nbytes if nbytes else math.inf))
+            for c, b in rooms
+        ]
 
-    low, high = 0.0, loads.level() + max(cost, nbytes)  # at `high`, the fullest rank could take everything
+    # at `high`, the fullest rank could take everything
+    low, high = 0.0, loads.level() + max(cost, nbytes)
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
         low, high = (low, middle) if sum(taken(middle)) >= 1 else (middle, high)
@@ -116,18 +129,27 @@ def fill_up(shares: Sequence[Share], loads: Loads) -> list[float]:
 
 
 def _runs(shares: Sequence[Share], loads: Loads) -> list[list[Share]]:
-    """Shares that are cut together, heaviest first: of one group and with about the same seconds per byte."""
+    """Shares that are cut together, heaviest first: of one group and with about the same seconds
+    per byte.
+    """
     groups: dict[int, list[Share]] = defaultdict(list)
     for share in shares:
         groups[share.group].append(share)
-    runs = [sorted(run, key=lambda share: share.index) for group in groups.values() for run in _alike(group, loads)]
+    runs = [
+        sorted(run, key=lambda share: share.index)
+        for group in groups.values()
+        for run in _alike(group, loads)
+    ]
     return sorted(runs, key=lambda run: (-_weight(run, loads), run[0].index))
 
 
 def _alike(shares: Sequence[Share], loads: Loads) -> Iterator[list[Share]]:
     run: list[Share] = []
     rest: list[Share] = []
-    ratios = {share.index: share.cost_seconds / share.nbytes if share.nbytes else math.inf for share in shares}
+    ratios = {
+        share.index: share.cost_seconds / share.nbytes if share.nbytes else math.inf
+        for share in shares
+    }
     for share in sorted(shares, key=lambda share: (ratios[share.index], share.index)):
         if run and ratios[share.index] > _SAME_RATIO * ratios[run[0].index]:
             if _weight(run, loads) >= _SMALL_RUN:
@@ -136,7 +158,11 @@ def _alike(shares: Sequence[Share], loads: Loads) -> Iterator[list[Share]]:
                 rest += run
             run = []
         run.append(share)
-    yield from (part for part in ((run + rest,) if _weight(run, loads) < _SMALL_RUN else (run, rest)) if part)
+    yield from (
+        part
+        for part in ((run + rest,) if _weight(run, loads) < _SMALL_RUN else (run, rest))
+        if part
+    )
 
 
 def _weight(shares: Sequence[Share], loads: Loads) -> float:
@@ -150,7 +176,9 @@ def _sums(shares: Sequence[Share], loads: Loads) -> tuple[float, float]:
 
 
 def _cut(run: Sequence[Share], fractions: Sequence[float], loads: Loads) -> list[Piece]:
-    """The rows of `run` in order: the first for rank 0, then for rank 1, ... , as many as `fractions` says."""
+    """The rows of `run` in order: the first for rank 0, then for rank 1, ... , as many as
+    `fractions` says.
+    """
     sizes = _sizes(run)
     total, last = math.fsum(sizes), len(fractions) - 1
     bounds = [total * bound for bound in accumulate(fractions)]
@@ -160,7 +188,11 @@ def _cut(run: Sequence[Share], fractions: Sequence[float], loads: Loads) -> list
         start, per_row = 0, size / share.rows
         while start < share.rows:
             left = share.rows - start
-            rows = left if owner == last else _rows_within(bounds[owner] - reached, per_row, left, snap)
+            rows = (
+                left
+                if owner == last
+                else _rows_within(bounds[owner] - reached, per_row, left, snap)
+            )
             if rows:
                 pieces.append(Piece(share.index, start, start + rows, owner))
                 loads.add(share, owner=owner, rows=rows)
@@ -170,7 +202,9 @@ def _cut(run: Sequence[Share], fractions: Sequence[float], loads: Loads) -> list
 
 
 def _sizes(run: Sequence[Share]) -> list[float]:
-    """Return what is cut evenly: bytes, so that memory is exact and cost nearly; without any, cost; without that, rows."""
+    """Return what is cut evenly: bytes, so that memory is exact and cost nearly; without any, cost;
+    without that, rows.
+    """
     for sizes in ([float(share.nbytes) for share in run], [share.cost_seconds for share in run]):
         if any(sizes):
             return sizes
@@ -178,7 +212,9 @@ def _sizes(run: Sequence[Share]) -> list[float]:
 
 
 def _rows_within(room: float, per_row: float, left: int, snap: float) -> int:
-    """Return how many of `left` rows fit into `room`, to the nearest row; none or all where that is within `snap`."""
+    """Return how many of `left` rows fit into `room`, to the nearest row; none or all where that is
+    within `snap`.
+    """
     if room >= left * per_row - snap:
         return left
     return 0 if room < snap else round(room / per_row)

@@ -13,17 +13,24 @@ from lightning_topt.optim.pieces import Piece
 
 
 def check_can_be_split(optimizer: Optimizer) -> None:
-    """Raise ValueError for an optimizer that is sharded already, that moves parameters outside of its step, has no hooks around
-    it, or a parameter twice.
+    """Raise ValueError for an optimizer that is sharded already, that moves parameters outside of
+    its step, has no hooks around it, or a parameter twice.
     """
     name = type(optimizer).__name__
     if hasattr(optimizer, "consolidate_state_dict"):
         raise ValueError(f"{name} shards its state already; use one way of sharding")
-    if not getattr(type(optimizer).step, "hooked", False) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
-        raise ValueError(f"{name} does not call torch.optim.Optimizer.__init__; a parallel step needs its step hooks")
-    if callable(getattr(optimizer, "eval", None)) and callable(getattr(optimizer, "train", None)):  # schedule-free ones
+    if not getattr(type(optimizer).step, "hooked", False) or not hasattr(
+        optimizer, "_optimizer_step_pre_hooks"
+    ):
         raise ValueError(
-            f"{name} moves parameters in train() and eval() by states that only one rank would have: keep its state whole "
+            f"{name} does not call torch.optim.Optimizer.__init__; a parallel step needs its step "
+            "hooks"
+        )
+    # schedule-free ones
+    if callable(getattr(optimizer, "eval", None)) and callable(getattr(optimizer, "train", None)):
+        raise ValueError(
+            f"{name} moves parameters in train() and eval() by states that only one rank would "
+            "have: keep its state whole "
             "(plan='ddp', no ParallelOptimizerStep)"
         )
     parameters = parameters_of(optimizer)
@@ -42,4 +49,6 @@ def check_agreement(
     for rank, theirs in enumerate(everyone):
         for first, other in zip(everyone[0], theirs, strict=False):
             if first != other:
-                raise ValueError(f"ranks disagree on what is split: rank 0 has {first}, rank {rank} has {other}")
+                raise ValueError(
+                    f"ranks disagree on what is split: rank 0 has {first}, rank {rank} has {other}"
+                )

@@ -8,12 +8,16 @@ from torch.optim import Optimizer
 
 
 class Counters:
-    """The numbers of an optimizer and its groups before a step, to give each of several calls the same start."""
+    """The numbers of an optimizer and its groups before a step, to give each of several calls the
+    same start.
+    """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self.attributes = {
-            k: v for k, v in vars(optimizer).items() if isinstance(v, int | float) and type(v) is not bool
+            k: v
+            for k, v in vars(optimizer).items()
+            if isinstance(v, int | float) and type(v) is not bool
         }
         self.options = [
             {
@@ -29,7 +33,11 @@ class Counters:
         """Set them back, tensors in place; what is new since then goes."""
         vars(self.optimizer).update(self.attributes)
         for group, options in zip(self.optimizer.param_groups, self.options, strict=True):
-            for key in [k for k, v in group.items() if isinstance(v, Tensor | int | float) and k not in options]:
+            for key in [
+                k
+                for k, v in group.items()
+                if isinstance(v, Tensor | int | float) and k not in options
+            ]:
                 del group[key]
             for key, value in options.items():
                 if isinstance(value, Tensor) and isinstance(group[key], Tensor):

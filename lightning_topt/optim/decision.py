@@ -1,7 +1,9 @@
-"""The decision says when sharing the optimizer's step pays: what it saves against what gathering the parameters costs.
+"""The decision says when sharing the optimizer's step pays: what it saves against what gathering
+the parameters costs.
 
-PTO (arXiv 2010.10458): t_op (1 - 1/P) > t_all-gather. Here with the busiest rank's real part of t_op instead of 1/P, for
-every parameter group. All numbers are the slowest rank's, so that all ranks decide alike.
+PTO (arXiv 2010.10458): t_op (1 - 1/P) > t_all-gather. Here with the busiest rank's real part of
+t_op instead of 1/P, for every parameter group. All numbers are the slowest rank's, so that all
+ranks decide alike.
 """
 
 from __future__ import annotations
@@ -24,13 +26,16 @@ from lightning_topt.optim.step_costs import slowest_of_ranks
 _SMALL_ELEMENTS = 256
 _LARGE_ELEMENTS = 1 << 20  # per rank, float32: well above what is packed
 _SAMPLE_BYTES = 64 << 20  # of the real parameters
-_REPEATS = 5  # of the large gather, after one that is not counted; the small one is repeated more often
+# of the large gather, after one that is not counted; the small one is repeated more often
+_REPEATS = 5
 _SMALL_REPEATS = 15
 
 
 @dataclass(frozen=True)
 class GatherCost:
-    """Seconds until all ranks have n bytes of parameters: `latency_seconds` + n * `seconds_per_byte`."""
+    """Seconds until all ranks have n bytes of parameters: `latency_seconds` + n *
+    `seconds_per_byte`.
+    """
 
     latency_seconds: float
     seconds_per_byte: float
@@ -38,7 +43,9 @@ class GatherCost:
 
 @dataclass(frozen=True)
 class GroupCost:
-    """One parameter group: bytes to gather, seconds of its update on every rank, and on the busiest rank when shared."""
+    """One parameter group: bytes to gather, seconds of its update on every rank, and on the busiest
+    rank when shared.
+    """
 
     group: int
     sent_bytes: int
@@ -48,7 +55,9 @@ class GroupCost:
 
 @dataclass(frozen=True)
 class Decision:
-    """Whether sharing the update of a parameter group `pays`, whether it is `shared`, and the `reason` in a sentence."""
+    """Whether sharing the update of a parameter group `pays`, whether it is `shared`, and the
+    `reason` in a sentence.
+    """
 
     group: int
     pays: bool
@@ -67,14 +76,19 @@ def measure_gather(
     pieces: Sequence[Piece] = (),
     node: NodeRows | None = None,
 ) -> GatherCost:
-    """Time gathers between the ranks of `group`, which all call this: a tiny one and a large one, of test tensors.
+    """Time gathers between the ranks of `group`, which all call this: a tiny one and a large one,
+    of test tensors.
 
-    Or, better, the large one is of up to 64 MiB of the real `parameters`, as `pieces` will send them: they must be equal on
-    all ranks (as under DDP), and stay what they are. The slowest rank counts. `node` as for `PieceGather`.
+    Or, better, the large one is of up to 64 MiB of the real `parameters`, as `pieces` will send
+    them: they must be equal on all ranks (as under DDP), and stay what they are. The slowest rank
+    counts. `node` as for `PieceGather`.
     """
     world_size = dist.get_world_size(group)
     small = _rows(world_size, _SMALL_ELEMENTS, device), _piece_per_rank(world_size)
-    sample = _sample(parameters, pieces) or (_rows(world_size, _LARGE_ELEMENTS, device), _piece_per_rank(world_size))
+    sample = _sample(parameters, pieces) or (
+        _rows(world_size, _LARGE_ELEMENTS, device),
+        _piece_per_rank(world_size),
+    )
     latency = _time_gather(*small, group=group, device=device, repeats=_SMALL_REPEATS, node=node)
     elapsed = _time_gather(*sample, group=group, device=device, repeats=_REPEATS, node=node)
     latency, elapsed = slowest_of_ranks([latency, elapsed], device=device, group=group)
@@ -89,8 +103,12 @@ def _piece_per_rank(world_size: int) -> list[Piece]:
     return [Piece(0, rank, rank + 1, rank) for rank in range(world_size)]
 
 
-def _sample(parameters: Sequence[Tensor], pieces: Sequence[Piece]) -> tuple[list[Tensor], list[Piece]] | None:
-    """Every n-th parameter that has pieces, so many that the bytes stay within `_SAMPLE_BYTES` (but at least one)."""
+def _sample(
+    parameters: Sequence[Tensor], pieces: Sequence[Piece]
+) -> tuple[list[Tensor], list[Piece]] | None:
+    """Every n-th parameter that has pieces, so many that the bytes stay within `_SAMPLE_BYTES` (but
+    at least one).
+    """
     indices = sorted({piece.index for piece in pieces})
     if not indices:
         return None
@@ -131,11 +149,17 @@ def _synchronize(device: torch.device) -> None:
 
 
 def group_costs(
-    shares: Sequence[Share], pieces: Sequence[Piece], *, sent_bytes: Mapping[int, int], world_size: int
+    shares: Sequence[Share],
+    pieces: Sequence[Piece],
+    *,
+    sent_bytes: Mapping[int, int],
+    world_size: int,
 ) -> list[GroupCost]:
-    """Return the costs of every group of `shares` when they are split into `pieces`; `sent_bytes` by parameter index.
+    """Return the costs of every group of `shares` when they are split into `pieces`; `sent_bytes`
+    by parameter index.
 
-    Groups make up for each other's imbalance, so the busiest rank's time is attributed in proportion to their updates.
+    Groups make up for each other's imbalance, so the busiest rank's time is attributed in
+    proportion to their updates.
     """
     by_index = {share.index: share for share in shares}
     busy = [0.0] * world_size
@@ -152,11 +176,14 @@ def group_costs(
     return costs
 
 
-def decide(costs: Sequence[GroupCost], *, world_size: int, gather: GatherCost, always: bool = False) -> list[Decision]:
-    """Decide for each group whether it is faster to share its update: seconds saved on the busiest rank > seconds to gather.
+def decide(
+    costs: Sequence[GroupCost], *, world_size: int, gather: GatherCost, always: bool = False
+) -> list[Decision]:
+    """Decide for each group whether it is faster to share its update: seconds saved on the busiest
+    rank > seconds to gather.
 
-    The latency, which all groups pay together, is attributed by bytes. With `always` all are shared, whatever it costs;
-    with one rank none is.
+    The latency, which all groups pay together, is attributed by bytes. With `always` all are
+    shared, whatever it costs; with one rank none is.
     """
     total = sum(cost.sent_bytes for cost in costs)
     decisions = []
@@ -171,15 +198,21 @@ def decide(costs: Sequence[GroupCost], *, world_size: int, gather: GatherCost, a
     return decisions
 
 
-def _reason(cost: GroupCost, gather_seconds: float, *, world_size: int, pays: bool, shared: bool) -> str:
+def _reason(
+    cost: GroupCost, gather_seconds: float, *, world_size: int, pays: bool, shared: bool
+) -> str:
     if world_size == 1:
         return f"group {cost.group}: not shared, there is only one rank"
-    verdict = "shared" if pays else "shared as told although it does not pay" if shared else "not shared"
+    verdict = (
+        "shared" if pays else "shared as told although it does not pay" if shared else "not shared"
+    )
     gain = cost.update_seconds - cost.shared_seconds - gather_seconds
     effect = "saves" if pays else "costs" if shared else "would cost"
     return (
-        f"group {cost.group}: {verdict}; its update takes {_ms(cost.update_seconds)} on every rank, "
-        f"{_ms(cost.shared_seconds)} on the busiest of {world_size} when shared, and gathering {cost.sent_bytes / 1e6:.1f} MB "
+        f"group {cost.group}: {verdict}; its update takes {_ms(cost.update_seconds)} on every "
+        "rank, "
+        f"{_ms(cost.shared_seconds)} on the busiest of {world_size} when shared, and gathering "
+        f"{cost.sent_bytes / 1e6:.1f} MB "
         f"takes {_ms(gather_seconds)}: {effect} {_ms(abs(gain))} per step"
     )
 
@@ -196,10 +229,12 @@ def choose_pieces(
     gather: GatherCost,
     always: bool = False,
 ) -> tuple[list[Piece], list[Decision]]:
-    """Return the pieces of the parameters whose groups are worth sharing, and a decision for every group, sorted.
+    """Return the pieces of the parameters whose groups are worth sharing, and a decision for every
+    group, sorted.
 
-    What one group gains depends on which others fill up the ranks with it: the group that loses most is left out until all
-    that remain gain. Arguments that are equal on all ranks (`slowest_of_ranks`) give equal pieces.
+    What one group gains depends on which others fill up the ranks with it: the group that loses
+    most is left out until all that remain gain. Arguments that are equal on all ranks
+    (`slowest_of_ranks`) give equal pieces.
     """
     remaining = list(shares)
     declined: list[Decision] = []
@@ -210,7 +245,9 @@ def choose_pieces(
         losing = [decision for decision in decisions if not decision.shared]
         if not losing:
             return pieces, sorted(decisions + declined, key=lambda decision: decision.group)
-        worst = min(losing, key=lambda d: (d.update_seconds - d.shared_seconds - d.gather_seconds, d.group))
+        worst = min(
+            losing, key=lambda d: (d.update_seconds - d.shared_seconds - d.gather_seconds, d.group)
+        )
         declined.append(worst)
         remaining = [share for share in remaining if share.group != worst.group]
     return [], sorted(declined, key=lambda decision: decision.group)

@@ -1,8 +1,10 @@
-"""Optimizer state that is spread over ranks: its full form, and the part of a full form that a rank keeps.
+"""Optimizer state that is spread over ranks: its full form, and the part of a full form that a rank
+keeps.
 
-A rank keeps the state of an own piece under a tensor that stands for the piece in the optimizer, its *key*: the parameter
-itself where the piece is all of it. What a piece of several rows has in the shape of its rows is cut with the rows; anything
-else (a step count) is equal on all owners of the parameter.
+A rank keeps the state of an own piece under a tensor that stands for the piece in the optimizer,
+its *key*: the parameter itself where the piece is all of it. What a piece of several rows has in
+the shape of its rows is cut with the rows; anything else (a step count) is equal on all owners of
+the parameter.
 """
 
 from __future__ import annotations
@@ -34,15 +36,19 @@ class _Outline:
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """Return the parameters in the order in which pieces and ``Optimizer.state_dict`` count them."""
+    """Return the parameters in the order in which pieces and ``Optimizer.state_dict`` count
+    them.
+    """
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 @torch.no_grad()
 def keep_own_state(optimizer: Optimizer, pieces: Sequence[Piece], *, keys: Keys) -> None:
-    """Cut whole state, kept under the parameters, down to this rank's pieces; state that is cut already stays.
+    """Cut whole state, kept under the parameters, down to this rank's pieces; state that is cut
+    already stays.
 
-    `keys` has the tensor that stands for each own piece. Parameters without pieces keep their state.
+    `keys` has the tensor that stands for each own piece. Parameters without pieces keep their
+    state.
     """
     parameters = parameters_of(optimizer)
     by_index = _by_index(pieces)
@@ -57,32 +63,48 @@ def keep_own_state(optimizer: Optimizer, pieces: Sequence[Piece], *, keys: Keys)
 
 
 def check_cut_state(optimizer: Optimizer, *, keys: Keys) -> None:
-    """Raise ValueError where state of rows is neither of their shape nor a single value: its rule may not be cut."""
+    """Raise ValueError where state of rows is neither of their shape nor a single value: its rule
+    may not be cut.
+    """
     parameters = parameters_of(optimizer)
-    cut = {piece: key for piece, key in keys.items() if not is_whole(piece, parameters[piece.index])}
+    cut = {
+        piece: key for piece, key in keys.items() if not is_whole(piece, parameters[piece.index])
+    }
     for piece, key in cut.items():
         for leaf in tree_leaves(dict(optimizer.state.get(key, {}))):
             if isinstance(leaf, Tensor) and leaf.numel() > 1 and leaf.shape != key.shape:
                 raise ValueError(
-                    f"{type(optimizer).__name__} keeps state of shape {tuple(leaf.shape)} for rows of shape "
-                    f"{tuple(key.shape)} of parameter {piece.index}: it is not an update of single elements; split it by "
+                    f"{type(optimizer).__name__} keeps state of shape {tuple(leaf.shape)} for rows "
+                    "of shape "
+                    f"{tuple(key.shape)} of parameter {piece.index}: it is not an update of single "
+                    "elements; split it by "
                     'whole parameters (declare the rule "parameters")'
                 )
 
 
 def gather_state_dict(
-    optimizer: Optimizer, pieces: Sequence[Piece], *, keys: Keys, group: dist.ProcessGroup | None = None
+    optimizer: Optimizer,
+    pieces: Sequence[Piece],
+    *,
+    keys: Keys,
+    group: dist.ProcessGroup | None = None,
 ) -> State:
-    """Return the full state, as the optimizer's own ``state_dict`` writes it, on rank 0 of `group`; elsewhere {}.
+    """Return the full state, as the optimizer's own ``state_dict`` writes it, on rank 0 of `group`;
+    elsewhere {}.
 
-    Collective call. Tensors travel one by one and arrive on the CPU, so that no device holds more than one extra tensor.
+    Collective call. Tensors travel one by one and arrive on the CPU, so that no device holds more
+    than one extra tensor.
     """
     whole = dict(whole_states(optimizer, pieces, keys=keys, group=group, to=0))
     return state_dict_of(optimizer, pieces, whole) if dist.get_rank(group) == 0 else {}
 
 
-def state_dict_of(optimizer: Optimizer, pieces: Sequence[Piece], whole: Mapping[int, State]) -> State:
-    """Return what the ``state_dict`` of the optimizer's class returns with `whole` states of parameters that have pieces."""
+def state_dict_of(
+    optimizer: Optimizer, pieces: Sequence[Piece], whole: Mapping[int, State]
+) -> State:
+    """Return what the ``state_dict`` of the optimizer's class returns with `whole` states of
+    parameters that have pieces.
+    """
     parameters, spread = parameters_of(optimizer), {piece.index for piece in pieces}
     state = optimizer.state
     full = copy.copy(state)
@@ -109,16 +131,23 @@ def whole_states(
     group: dist.ProcessGroup | None = None,
     to: int | None = None,
 ) -> Iterator[tuple[int, State]]:
-    """Yield (index of a parameter with pieces, its whole state) on rank `to` in CPU memory, or on all ranks where it lives.
+    """Yield (index of a parameter with pieces, its whole state) on rank `to` in CPU memory, or on
+    all ranks where it lives.
 
-    Collective: all ranks exhaust the iterator; ranks that receive nothing get nothing. Parameters that no owner has state
-    of are left out.
+    Collective: all ranks exhaust the iterator; ranks that receive nothing get nothing. Parameters
+    that no owner has state of are left out.
     """
     parameters, rank = parameters_of(optimizer), dist.get_rank(group)
-    own = {piece: dict(optimizer.state[key]) for piece, key in keys.items() if key in optimizer.state}
+    own = {
+        piece: dict(optimizer.state[key]) for piece, key in keys.items() if key in optimizer.state
+    }
     outlines: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(outlines, {piece: tree_map(_outline, state) for piece, state in own.items()}, group=group)
-    everyone: dict[Piece, Any] = {piece: outline for of_rank in outlines for piece, outline in of_rank.items()}
+    dist.all_gather_object(
+        outlines, {piece: tree_map(_outline, state) for piece, state in own.items()}, group=group
+    )
+    everyone: dict[Piece, Any] = {
+        piece: outline for of_rank in outlines for piece, outline in of_rank.items()
+    }
     for index, of_parameter in sorted(_by_index(pieces).items()):
         known = [piece in everyone for piece in of_parameter]
         if not any(known):
@@ -126,7 +155,10 @@ def whole_states(
         assert all(known), f"state of some rows of parameter {index} only"
         move = _Move(group, to, parameters[index].device)
         parts = [
-            [move(outline, leaf, piece.owner) for outline, leaf in _leaf_pairs(everyone[piece], own.get(piece))]
+            [
+                move(outline, leaf, piece.owner)
+                for outline, leaf in _leaf_pairs(everyone[piece], own.get(piece))
+            ]
             for piece in of_parameter
         ]
         if to is None or rank == to:
@@ -141,8 +173,8 @@ def exact_parameters(
     exact: Mapping[Piece, Tensor],
     group: dist.ProcessGroup | None = None,
 ) -> dict[int, Tensor]:
-    """Return the parameters whose `rounded` pieces have exact values at their owners (`exact`), by index, on rank 0 in CPU
-    memory.
+    """Return the parameters whose `rounded` pieces have exact values at their owners (`exact`), by
+    index, on rank 0 in CPU memory.
 
     Collective call; {} elsewhere.
     """
@@ -175,7 +207,11 @@ class _Move:
         if self.to is not None and rank not in (self.to, owner):
             return None
         travels_on = "cpu" if dist.get_backend(self.group) == "gloo" else self.device
-        buffer = torch.empty(outline.shape, dtype=outline.dtype, device=travels_on) if leaf is None else leaf
+        buffer = (
+            torch.empty(outline.shape, dtype=outline.dtype, device=travels_on)
+            if leaf is None
+            else leaf
+        )
         buffer = buffer.detach().to(travels_on).contiguous()
         if self.to is None:
             dist.broadcast(buffer, group=self.group, group_src=owner)
@@ -188,7 +224,10 @@ class _Move:
 
 
 def _joined(
-    parts: Sequence[Sequence[Any]], everyone: Mapping[Piece, Any], pieces: Sequence[Piece], like: Tensor
+    parts: Sequence[Sequence[Any]],
+    everyone: Mapping[Piece, Any],
+    pieces: Sequence[Piece],
+    like: Tensor,
 ) -> State:
     """The state of a whole parameter from the leaves of its pieces."""
     outlines = [tree_leaves(everyone[piece]) for piece in pieces]
@@ -217,21 +256,27 @@ def _outline(leaf: Any) -> Any:
 
 
 def _part(state: Mapping[Any, Any], parameter: Tensor, *, piece: Piece, key: Tensor) -> State:
-    """The state of `piece`, apart from the memory of the `state` of the whole parameter where rows are cut."""
+    """The state of `piece`, apart from the memory of the `state` of the whole parameter where rows
+    are cut.
+    """
 
     def cut(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return copy.deepcopy(leaf)
         if leaf.dim() == 0 or leaf.shape != parameter.shape:
             return leaf.clone()
-        return torch.empty_like(key, dtype=leaf.dtype, device=leaf.device).copy_(leaf[piece.start : piece.stop])
+        return torch.empty_like(key, dtype=leaf.dtype, device=leaf.device).copy_(
+            leaf[piece.start : piece.stop]
+        )
 
     whole = is_whole(piece, parameter)
     return dict(tree_map((lambda leaf: laid_out(leaf, key)) if whole else cut, dict(state)))
 
 
 def laid_out(leaf: Any, like: Tensor) -> Any:
-    """Return `leaf` with the strides of the parameter that it belongs to: fused kernels take equal ones for granted."""
+    """Return `leaf` with the strides of the parameter that it belongs to: fused kernels take equal
+    ones for granted.
+    """
     if not isinstance(leaf, Tensor) or leaf.shape != like.shape or leaf.stride() == like.stride():
         return leaf
     return torch.empty_like(like, dtype=leaf.dtype, device=leaf.device).copy_(leaf)
@@ -239,7 +284,10 @@ def laid_out(leaf: Any, like: Tensor) -> Any:
 
 def _to_host(state: Mapping[Any, Any]) -> State:
     return dict(
-        tree_map(lambda leaf: leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf, dict(state))
+        tree_map(
+            lambda leaf: leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf,
+            dict(state),
+        )
     )
 
 

@@ -1,8 +1,9 @@
 """Updated rows from their owners to all ranks.
 
-A large piece is broadcast in place, small ones of one owner travel together; all messages are under way at once. On gloo
-one broadcast per owner is faster than its all-gather (`communication.collectives`). CPU ranks of one node read each other's
-memory instead (`communication.node.rows`).
+A large piece is broadcast in place, small ones of one owner travel together; all messages are under
+way at once. On gloo one broadcast per owner is faster than its all-gather
+(`communication.collectives`). CPU ranks of one node read each other's memory instead
+(`communication.node.rows`).
 """
 
 from __future__ import annotations
@@ -20,20 +21,30 @@ from lightning_topt.communication.node.rows import NodeRows
 from lightning_topt.communication.peers import PeerLostError
 from lightning_topt.optim.pieces import Piece, check_pieces, rows_of
 
-SMALL_BYTES = 1 << 20  # below this, a broadcast costs latency rather than bandwidth: such pieces travel together
-PACK_BYTES = 8 << 20  # small pieces travel in packs of about this size: packing one overlaps with sending another
+# below this, a broadcast costs latency rather than bandwidth: such pieces travel together
+SMALL_BYTES = 1 << 20
+# small pieces travel in packs of about this size: packing one overlaps with sending another
+PACK_BYTES = 8 << 20
 
 
 def sent_dtype(parameter: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """Return how values of `parameter` travel: as `dtype` where it is narrower than the parameter's own floating-point type."""
-    narrower = dtype is not None and parameter.is_floating_point() and dtype.itemsize < parameter.element_size()
+    """Return how values of `parameter` travel: as `dtype` where it is narrower than the parameter's
+    own floating-point type.
+    """
+    narrower = (
+        dtype is not None
+        and parameter.is_floating_point()
+        and dtype.itemsize < parameter.element_size()
+    )
     return dtype if narrower and dtype is not None else parameter.dtype
 
 
 def packed(
     pieces: Sequence[Piece], parameters: Sequence[Tensor], *, dtype: torch.dtype | None = None
 ) -> Iterator[list[Piece]]:
-    """Yield the pieces of each message: large ones alone, small ones of one owner and kind together."""
+    """Yield the pieces of each message: large ones alone, small ones of one owner and kind
+    together.
+    """
     packs: dict[tuple[Any, ...], list[list[Piece]]] = {}
     filled: dict[tuple[Any, ...], int] = {}
     for piece in pieces:
@@ -69,13 +80,17 @@ class _Planned:
             return _Message(self.owner, self.pieces, rows, first.view(-1), None, self.copied)
         sizes = [part.numel() for part in rows]
         buffer = torch.empty(sum(sizes), dtype=self.dtype, device=first.device)
-        parts = [part.view(own.shape) for part, own in zip(torch.split(buffer, sizes), rows, strict=True)]
+        parts = [
+            part.view(own.shape) for part, own in zip(torch.split(buffer, sizes), rows, strict=True)
+        ]
         return _Message(self.owner, self.pieces, rows, buffer, parts, self.copied)
 
 
 @dataclass(frozen=True)
 class _Message:
-    """One broadcast: `buffer` is the memory of its only piece, or `parts` are the views (of each piece) into it."""
+    """One broadcast: `buffer` is the memory of its only piece, or `parts` are the views (of each
+    piece) into it.
+    """
 
     owner: int
     pieces: list[Piece]
@@ -86,7 +101,9 @@ class _Message:
 
     def fill(self, sources: Mapping[Piece, Tensor]) -> None:
         if self.parts is not None:
-            values = [sources.get(piece, rows) for piece, rows in zip(self.pieces, self.rows, strict=True)]
+            values = [
+                sources.get(piece, rows) for piece, rows in zip(self.pieces, self.rows, strict=True)
+            ]
             torch._foreach_copy_(self.parts, values)
 
     def unpack(self, rank: int) -> None:
@@ -112,8 +129,10 @@ class PendingGather:
                 work.wait()
             except RuntimeError as error:
                 raise PeerLostError(
-                    f"rank {self._rank} did not receive what rank {message.owner} of its group updated: a rank is gone, or "
-                    f"slower than the timeout of the process group; parameters are half updated, go back to a checkpoint: "
+                    f"rank {self._rank} did not receive what rank {message.owner} of its group "
+                    "updated: a rank is gone, or "
+                    "slower than the timeout of the process group; parameters are half updated, "
+                    "go back to a checkpoint: "
                     f"{error}"
                 ) from error
             message.unpack(self._rank)
@@ -122,10 +141,11 @@ class PendingGather:
 class PieceGather:
     """Sends the rows of every piece from its owner to the other ranks of `group`.
 
-    With `dtype` (``torch.bfloat16``), wider floating-point values travel in it and all ranks, the owner too, hold the rounded
-    values afterwards. `sources` has what this rank sends where it is not the rows themselves: rounded or scattered ones.
-    Buffers for what is packed or rounded live from `start` to `wait`: kept, they would be as large as all small parameters.
-    Raises ValueError for pieces that do not cover their parameters. `node`: the ranks of `group` through memory, for
+    With `dtype` (``torch.bfloat16``), wider floating-point values travel in it and all ranks, the
+    owner too, hold the rounded values afterwards. `sources` has what this rank sends where it is
+    not the rows themselves: rounded or scattered ones. Buffers for what is packed or rounded live
+    from `start` to `wait`: kept, they would be as large as all small parameters. Raises ValueError
+    for pieces that do not cover their parameters. `node`: the ranks of `group` through memory, for
     parameters on the CPU.
     """
 
@@ -148,7 +168,9 @@ class PieceGather:
 
     @torch.no_grad()
     def start(self, indices: Collection[int] | None = None) -> PendingGather:
-        """Begin to send the pieces of the parameters `indices` (default: of all); the same ones on all ranks."""
+        """Begin to send the pieces of the parameters `indices` (default: of all); the same ones on
+        all ranks.
+        """
         messages = [planned.begin() for planned in self._planned(indices)]
         works = self._read_from_memory(messages) if self.node else map(self._broadcast, messages)
         return PendingGather(list(zip(messages, works, strict=True)), rank=self.rank)
@@ -157,9 +179,13 @@ class PieceGather:
         if message.owner == self.rank:
             message.fill(self.sources)
         try:
-            return dist.broadcast(message.buffer, group=self.group, group_src=message.owner, async_op=True)
+            return dist.broadcast(
+                message.buffer, group=self.group, group_src=message.owner, async_op=True
+            )
         except RuntimeError as error:
-            raise PeerLostError(f"rank {self.rank} cannot reach the other ranks of its group: {error}") from error
+            raise PeerLostError(
+                f"rank {self.rank} cannot reach the other ranks of its group: {error}"
+            ) from error
 
     def _read_from_memory(self, messages: Sequence[_Message]) -> list[Any]:
         """One operation, which all messages wait for."""
@@ -176,10 +202,18 @@ class PieceGather:
         self.start(indices).wait()
 
     def _planned(self, indices: Collection[int] | None) -> list[_Planned]:
-        """The messages, planned again when other parameters are sent or a parameter has got other memory."""
+        """The messages, planned again when other parameters are sent or a parameter has got other
+        memory.
+        """
         chosen = None if indices is None else frozenset(indices)
         pieces = [piece for piece in self.pieces if chosen is None or piece.index in chosen]
-        state = chosen, [self.parameters[index].data_ptr() for index in dict.fromkeys(piece.index for piece in pieces)]
+        state = (
+            chosen,
+            [
+                self.parameters[index].data_ptr()
+                for index in dict.fromkeys(piece.index for piece in pieces)
+            ],
+        )
         if self._planned_for != state:
             self._planned_for, self._plan = state, list(self._in_turns(pieces))
         return self._plan
@@ -190,7 +224,9 @@ class PieceGather:
         for together in packed(pieces, self.parameters, dtype=self.dtype):
             dtype = sent_dtype(self.parameters[together[0].index], self.dtype)
             by_owner.setdefault(together[0].owner, []).append(self._plan_of(together, dtype))
-        in_turns = chain.from_iterable(zip_longest(*(by_owner[owner] for owner in sorted(by_owner))))
+        in_turns = chain.from_iterable(
+            zip_longest(*(by_owner[owner] for owner in sorted(by_owner)))
+        )
         return (message for message in in_turns if message is not None)
 
     def _plan_of(self, pieces: list[Piece], dtype: torch.dtype) -> _Planned:

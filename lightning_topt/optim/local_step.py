@@ -1,8 +1,9 @@
 """The step of an optimizer over sharded parameters (DTensors), on the local tensors.
 
-The update of a shard is the shard of the update where every element is updated by itself. The optimizer then needs no
-DTensor at work: it is spared their dispatch (about 40 us per call on a CPU), and parameters that are whole, or sharded on
-different meshes, may be in one group, also for its fused and foreach forms, which take tensors of one kind only.
+The update of a shard is the shard of the update where every element is updated by itself. The
+optimizer then needs no DTensor at work: it is spared their dispatch (about 40 us per call on a
+CPU), and parameters that are whole, or sharded on different meshes, may be in one group, also for
+its fused and foreach forms, which take tensors of one kind only.
 """
 
 from __future__ import annotations
@@ -23,12 +24,15 @@ State = dict[str, Any]
 
 
 class LocalStep:
-    """Replaces ``optimizer.step`` by one that sees local tensors and their state in the place of DTensors.
+    """Replaces ``optimizer.step`` by one that sees local tensors and their state in the place of
+    DTensors.
 
-    Outside of the update, parameters and their state are DTensors: for users, hooks of the optimizer and checkpoints.
+    Outside of the update, parameters and their state are DTensors: for users, hooks of the
+    optimizer and checkpoints.
     """
 
-    # What learning-rate schedulers leave on a step that they have wrapped, to see that it is called.
+    # What learning-rate schedulers leave on a step that they have wrapped, to see that it is
+    # called.
     _wrapped_by_lr_sched = True
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -36,11 +40,14 @@ class LocalStep:
         self.step: Callable[..., Any] = optimizer.step
         self._original = optimizer.__dict__.get("step")
         self._stand_ins: dict[Tensor, nn.Parameter] = {}
-        self._outside: dict[Tensor, State] = {}  # the state of DTensors while the optimizer is at work
+        # the state of DTensors while the optimizer is at work
+        self._outside: dict[Tensor, State] = {}
         self._groups: list[tuple[dict[str, Any], list[Tensor]]] = []
 
     def __call__(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """One step. `closure` runs the forward and backward pass (and clipping) on DTensors first."""
+        """One step. `closure` runs the forward and backward pass (and clipping) on DTensors
+        first.
+        """
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # as a scheduler's wrapper would
         loss = None
         if closure is not None:
@@ -57,17 +64,23 @@ class LocalStep:
         state = self.optimizer.state
         for group in self.optimizer.param_groups:
             self._groups.append((group, group["params"]))
-            group["params"] = [self._stand_in(p) if isinstance(p, DTensor) else p for p in group["params"]]
+            group["params"] = [
+                self._stand_in(p) if isinstance(p, DTensor) else p for p in group["params"]
+            ]
         for parameter, key in self._stand_ins.items():
             self._outside[parameter] = state.pop(parameter, {})
             if self._outside[parameter]:
-                state[key] = {name: _local(value) for name, value in self._outside[parameter].items()}
+                state[key] = {
+                    name: _local(value) for name, value in self._outside[parameter].items()
+                }
 
     def _stand_in(self, parameter: DTensor) -> nn.Parameter:
         local = _local(parameter)
         key = self._stand_ins.get(parameter)
         if key is None:
-            key = self._stand_ins[parameter] = nn.Parameter(local, requires_grad=parameter.requires_grad)
+            key = self._stand_ins[parameter] = nn.Parameter(
+                local, requires_grad=parameter.requires_grad
+            )
         elif key.data_ptr() != local.data_ptr():
             key.data = local
         key.requires_grad_(parameter.requires_grad)
@@ -88,11 +101,18 @@ class LocalStep:
             elif before:
                 state[parameter] = before
         self._groups = []
-        if len(self._stand_ins) > len(parameters_of(self.optimizer)):  # parameters have left the groups
-            self._stand_ins = {p: key for p, key in self._stand_ins.items() if p in set(parameters_of(self.optimizer))}
+        # parameters have left the groups
+        if len(self._stand_ins) > len(parameters_of(self.optimizer)):
+            self._stand_ins = {
+                p: key
+                for p, key in self._stand_ins.items()
+                if p in set(parameters_of(self.optimizer))
+            }
 
     def detach(self) -> None:
-        """Give the optimizer its own step again; whoever wrapped this one since calls through to it."""
+        """Give the optimizer its own step again; whoever wrapped this one since calls through to
+        it.
+        """
         self._stand_ins.clear()
         if self.optimizer.__dict__.get("step") is self:
             del self.optimizer.__dict__["step"]
@@ -101,7 +121,8 @@ class LocalStep:
 
 
 def install_local_step(optimizer: Optimizer) -> LocalStep | None:
-    """Make ``optimizer.step`` update local tensors, if it has DTensors and is known to update each element by itself.
+    """Make ``optimizer.step`` update local tensors, if it has DTensors and is known to update each
+    element by itself.
 
     `LocalStep.detach` undoes it. None for any other optimizer, which is left as it is.
     """
@@ -119,7 +140,9 @@ def _local(value: Any) -> Any:
 
 
 def local_parameters(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Return, for each of `parameters` with a gradient, a tensor in the same memory whose gradient is the local one."""
+    """Return, for each of `parameters` with a gradient, a tensor in the same memory whose gradient
+    is the local one.
+    """
     found = []
     for parameter in parameters:
         if isinstance(parameter, DTensor) and parameter.grad is not None:
@@ -132,7 +155,9 @@ def local_parameters(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _as_shards(local: State, before: State, parameter: Tensor, key: Tensor) -> State:
-    """The `local` state of a shard as DTensors; those of `before` where their memory is still in use."""
+    """The `local` state of a shard as DTensors; those of `before` where their memory is still in
+    use.
+    """
     assert isinstance(parameter, DTensor)
 
     def placed(name: str, value: Any) -> Any:

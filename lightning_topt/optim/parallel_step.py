@@ -1,8 +1,10 @@
-"""The parallel step: every rank updates its pieces of the parameters and receives the others from their owners.
+"""The parallel step: every rank updates its pieces of the parameters and receives the others from
+their owners.
 
-Gradients are equal on all ranks (DDP), so an optimizer that sees this rank's pieces only does exactly its share of the work
-and makes state for that share alone (Rajbhandari et al., arXiv 1910.02054, section 5.1, P_os; Xu et al., arXiv 2004.13336).
-Equal to the plain step for every optimizer that treats each parameter by itself (whole pieces), or each element (rows).
+Gradients are equal on all ranks (DDP), so an optimizer that sees this rank's pieces only does
+exactly its share of the work and makes state for that share alone (Rajbhandari et al., arXiv
+1910.02054, section 5.1, P_os; Xu et al., arXiv 2004.13336). Equal to the plain step for every
+optimizer that treats each parameter by itself (whole pieces), or each element (rows).
 """
 
 from __future__ import annotations
@@ -32,18 +34,21 @@ from lightning_topt.optim.piece_keys import PieceKeys
 from lightning_topt.optim.pieces import Piece, check_pieces
 from lightning_topt.optim.step_hooks import asked_once, inside_hooks
 
-_REPLACED = ("step", "state_dict", "load_state_dict", "consolidate_state_dict")  # on the optimizer, while installed
+# on the optimizer, while installed
+_REPLACED = ("step", "state_dict", "load_state_dict", "consolidate_state_dict")
 
 
 class ParallelStep:
     """Replaces ``optimizer.step`` by one that updates this rank's pieces and gathers all of them.
 
-    Parameters without a piece are updated on every rank; parameters without a gradient are not sent. Hooks of the optimizer
-    see whole groups and, after the step, gathered parameters. `exchange` is called once the own pieces are updated;
-    whoever replaces it gathers in another way.
+    Parameters without a piece are updated on every rank; parameters without a gradient are not
+    sent. Hooks of the optimizer see whole groups and, after the step, gathered parameters.
+    `exchange` is called once the own pieces are updated; whoever replaces it gathers in another
+    way.
     """
 
-    # What learning-rate schedulers leave on a step that they have wrapped, to see that it is called.
+    # What learning-rate schedulers leave on a step that they have wrapped, to see that it is
+    # called.
     _wrapped_by_lr_sched = True
 
     def __init__(
@@ -62,7 +67,9 @@ class ParallelStep:
         self.step: Callable[..., Any] = optimizer.step
         self.exchange: Callable[[], None] = self.gather
         self.active: list[int] = []  # parameters that had a gradient in the last step
-        self._original = {name: optimizer.__dict__[name] for name in _REPLACED if name in optimizer.__dict__}
+        self._original = {
+            name: optimizer.__dict__[name] for name in _REPLACED if name in optimizer.__dict__
+        }
         self._removed = False
         self._consolidated: State | None = None
         self._checked_state = False
@@ -76,7 +83,9 @@ class ParallelStep:
         check_pieces(pieces, parameters, world_size=dist.get_world_size(self.group))
         self.parameters, self.pieces = parameters, sorted(pieces)
         # what stands for own pieces in the optimizer
-        self.own = PieceKeys(parameters, self.pieces, rank=self.rank, gather_dtype=self.gather_dtype)
+        self.own = PieceKeys(
+            parameters, self.pieces, rank=self.rank, gather_dtype=self.gather_dtype
+        )
         self._gather = PieceGather(
             parameters,
             self.pieces,
@@ -89,10 +98,11 @@ class ParallelStep:
         self._consolidated, self._checked_state = None, False
 
     def __call__(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """One step. `closure` runs the forward and backward pass (and clipping) on whole gradients first.
+        """One step. `closure` runs the forward and backward pass (and clipping) on whole gradients
+        first.
 
-        Raises PeerLostError when a rank is gone or late beyond the timeout of the group, and ValueError for sparse gradients
-        of parameters that are cut into rows.
+        Raises PeerLostError when a rank is gone or late beyond the timeout of the group, and
+        ValueError for sparse gradients of parameters that are cut into rows.
         """
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # as a scheduler's wrapper would
         loss = None
@@ -114,18 +124,28 @@ class ParallelStep:
 
     def _narrow(self) -> None:
         """Leave the own pieces alone in the groups, with their rows of the gradients."""
-        self.active = [index for index, parameter in enumerate(self.parameters) if parameter.grad is not None]
+        self.active = [
+            index for index, parameter in enumerate(self.parameters) if parameter.grad is not None
+        ]
         self.own.refresh()
         for group in self.optimizer.param_groups:
             names = group.get("param_names")
-            self._narrowed.append((group, {"params": group["params"]} | ({"param_names": names} if names else {})))
-            kept = [self.own.of_parameter.get(parameter, [parameter]) for parameter in group["params"]]
+            self._narrowed.append(
+                (group, {"params": group["params"]} | ({"param_names": names} if names else {}))
+            )
+            kept = [
+                self.own.of_parameter.get(parameter, [parameter]) for parameter in group["params"]
+            ]
             group["params"] = [key for keys in kept for key in keys]
             if names:
-                group["param_names"] = [name for name, keys in zip(names, kept, strict=True) for _ in keys]
+                group["param_names"] = [
+                    name for name, keys in zip(names, kept, strict=True) for _ in keys
+                ]
 
     def exact_parameters(self) -> dict[Tensor, Tensor]:
-        """Collective call: what stands behind parameters that are gathered rounded, in CPU memory on rank 0, elsewhere {}."""
+        """Collective call: what stands behind parameters that are gathered rounded, in CPU memory
+        on rank 0, elsewhere {}.
+        """
         rounded = [piece for piece in self.pieces if self.own.is_rounded(piece)]
         for piece in rounded:
             self.own.follow(piece)
@@ -154,7 +174,9 @@ class ParallelStep:
         self.start_gather().wait()
 
     def current_pieces(self) -> list[Piece]:
-        """Return the pieces, counted as the optimizer counts its parameters now (groups may have grown since)."""
+        """Return the pieces, counted as the optimizer counts its parameters now (groups may have
+        grown since).
+        """
         return list(self._counted_now().values())
 
     def _current_keys(self) -> Mapping[Piece, Tensor]:
@@ -167,13 +189,20 @@ class ParallelStep:
         return {piece: replace(piece, index=now[self.parameters[piece.index]]) for piece in kept}
 
     def update_pieces(self, pieces: Sequence[Piece]) -> None:
-        """Move the state to the owners of `pieces`, which count the parameters of the groups as they are now.
+        """Move the state to the owners of `pieces`, which count the parameters of the groups as
+        they are now.
 
-        Collective call. Exact values behind rounded rows are not moved: owners go on from the rounded ones. Raises
-        ValueError as `check_pieces` and when ranks disagree.
+        Collective call. Exact values behind rounded rows are not moved: owners go on from the
+        rounded ones. Raises ValueError as `check_pieces` and when ranks disagree.
         """
-        check_pieces(pieces, parameters_of(self.optimizer), world_size=dist.get_world_size(self.group))
-        old, keys, parameters = self.current_pieces(), self._current_keys(), parameters_of(self.optimizer)
+        check_pieces(
+            pieces, parameters_of(self.optimizer), world_size=dist.get_world_size(self.group)
+        )
+        old, keys, parameters = (
+            self.current_pieces(),
+            self._current_keys(),
+            parameters_of(self.optimizer),
+        )
         for index, state in whole_states(self.optimizer, old, keys=keys, group=self.group):
             for piece, key in keys.items():
                 if piece.index == index:
@@ -184,23 +213,32 @@ class ParallelStep:
         self._use(pieces)
 
     def own_states(self) -> dict[Piece, State]:
-        """Return the states of this rank's pieces, which count parameters as the groups do now; in the optimizer's memory."""
+        """Return the states of this rank's pieces, which count parameters as the groups do now; in
+        the optimizer's memory.
+        """
         state = self.optimizer.state
-        return {piece: dict(state[key]) for piece, key in self._current_keys().items() if key in state}
+        return {
+            piece: dict(state[key]) for piece, key in self._current_keys().items() if key in state
+        }
 
     def consolidate_state_dict(self) -> None:
-        """Collective call: bring the whole state to rank 0 of the group, for its next `state_dict`."""
+        """Collective call: bring the whole state to rank 0 of the group, for its next
+        `state_dict`.
+        """
         self._consolidated = gather_state_dict(
             self.optimizer, self.current_pieces(), keys=self._current_keys(), group=self.group
         )
 
     def state_dict(self) -> State:
-        """Return the unsharded optimizer's ``state_dict``, in CPU memory, on rank 0 after `consolidate_state_dict`."""
+        """Return the unsharded optimizer's ``state_dict``, in CPU memory, on rank 0 after
+        `consolidate_state_dict`.
+        """
         if self._removed and not self.pieces:
             return type(self.optimizer).state_dict(self.optimizer)
         if not self._consolidated:
             raise RuntimeError(
-                "the state of this optimizer is spread over ranks: call optimizer.consolidate_state_dict() on all ranks "
+                "the state of this optimizer is spread over ranks: call "
+                "optimizer.consolidate_state_dict() on all ranks "
                 "after the last step, then optimizer.state_dict() on rank 0"
             )
         return self._consolidated
@@ -213,7 +251,9 @@ class ParallelStep:
         foreign = {piece.index for piece in pieces} - own
         indices = [index for group in state_dict["param_groups"] for index in group["params"]]
         dropped = {saved for index, saved in enumerate(indices) if index in foreign}
-        kept = {index: state for index, state in state_dict["state"].items() if index not in dropped}
+        kept = {
+            index: state for index, state in state_dict["state"].items() if index not in dropped
+        }
         type(self.optimizer).load_state_dict(self.optimizer, {**state_dict, "state": kept})
         keep_own_state(self.optimizer, pieces, keys=keys)
 
@@ -223,13 +263,24 @@ class ParallelStep:
         self.detach()
 
     def detach(self) -> None:
-        """Give the optimizer its own methods again, its state left in pieces: `consolidate_state_dict` still gathers it."""
+        """Give the optimizer its own methods again, its state left in pieces:
+        `consolidate_state_dict` still gathers it.
+        """
         self._removed = True  # whoever wrapped a method since calls through to the original
         for name in _REPLACED:
-            if getattr(self.optimizer.__dict__.get(name), "__self__", self.optimizer.__dict__.get(name)) is self:
+            if (
+                getattr(
+                    self.optimizer.__dict__.get(name), "__self__", self.optimizer.__dict__.get(name)
+                )
+                is self
+            ):
                 del self.optimizer.__dict__[name]
         self.optimizer.__dict__.update(
-            {name: value for name, value in self._original.items() if name not in self.optimizer.__dict__}
+            {
+                name: value
+                for name, value in self._original.items()
+                if name not in self.optimizer.__dict__
+            }
         )
 
 
@@ -241,12 +292,14 @@ def install_parallel_step(
     gather_dtype: torch.dtype | None = None,
     node: NodeRows | None = None,
 ) -> ParallelStep:
-    """Make ``optimizer.step`` update this rank's `pieces` and gather all of them; `ParallelStep.remove` undoes it.
+    """Make ``optimizer.step`` update this rank's `pieces` and gather all of them;
+    `ParallelStep.remove` undoes it.
 
-    Collective call on `group`. With `gather_dtype` (``torch.bfloat16``) wider parameters hold rounded values on all ranks,
-    and owners keep the exact values that they update. State that the optimizer has is cut to the pieces. Saving needs
-    ``optimizer.consolidate_state_dict()`` on all ranks first. `node` has the ranks of `group` where they share a machine:
-    parameters on the CPU are then gathered through its memory. Raises ValueError for pieces that do not cover their
+    Collective call on `group`. With `gather_dtype` (``torch.bfloat16``) wider parameters hold
+    rounded values on all ranks, and owners keep the exact values that they update. State that the
+    optimizer has is cut to the pieces. Saving needs ``optimizer.consolidate_state_dict()`` on all
+    ranks first. `node` has the ranks of `group` where they share a machine: parameters on the CPU
+    are then gathered through its memory. Raises ValueError for pieces that do not cover their
     parameters, when ranks disagree, and for an optimizer that is sharded already.
     """
     step = ParallelStep(optimizer, pieces=pieces, group=group, gather_dtype=gather_dtype, node=node)

@@ -1,7 +1,7 @@
 """Pieces of parameters: what one rank updates and the others receive.
 
-A parameter that is updated whole is one piece; one whose rule treats every element by itself may be cut anywhere along its
-first dim, so that every piece is a contiguous block of rows.
+A parameter that is updated whole is one piece; one whose rule treats every element by itself may be
+cut anywhere along its first dim, so that every piece is a contiguous block of rows.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from torch import Tensor
 
 @dataclass(frozen=True, order=True)
 class Piece:
-    """Rows [`start`, `stop`) of the parameter with number `index`, updated by rank `owner` of the group.
+    """Rows [`start`, `stop`) of the parameter with number `index`, updated by rank `owner` of the
+    group.
 
-    `index` counts the parameters of one optimizer in the order of its groups, as ``Optimizer.state_dict`` does; a parameter
-    without dims is one row.
+    `index` counts the parameters of one optimizer in the order of its groups, as
+    ``Optimizer.state_dict`` does; a parameter without dims is one row.
     """
 
     index: int
@@ -37,7 +38,9 @@ def is_whole(piece: Piece, parameter: Tensor) -> bool:
 
 
 def rows_of(tensor: Tensor, piece: Piece) -> Tensor:
-    """Return the view of `tensor` (shaped like the parameter, or a parameter) that `piece` covers: (stop - start, ...)."""
+    """Return the view of `tensor` (shaped like the parameter, or a parameter) that `piece` covers:
+    (stop - start, ...).
+    """
     tensor = tensor.detach()
     return tensor if is_whole(piece, tensor) else tensor[piece.start : piece.stop]
 
@@ -50,7 +53,9 @@ def check_pieces(pieces: Sequence[Piece], parameters: Sequence[Tensor], *, world
     reached: dict[int, int] = {}
     for piece in sorted(pieces):
         if not 0 <= piece.index < len(parameters) or not 0 <= piece.owner < world_size:
-            raise ValueError(f"{piece} is not of {len(parameters)} parameters on {world_size} ranks")
+            raise ValueError(
+                f"{piece} is not of {len(parameters)} parameters on {world_size} ranks"
+            )
         if piece.start != reached.get(piece.index, 0) or piece.stop <= piece.start:
             raise ValueError(f"{piece} overlaps another piece of its parameter, or leaves rows out")
         reached[piece.index] = piece.stop

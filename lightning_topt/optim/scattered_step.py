@@ -1,7 +1,9 @@
-"""All optimizers of a module on gradients that are reduce-scattered: gradient exchange and update are one (ZeRO 1, fused).
+"""All optimizers of a module on gradients that are reduce-scattered: gradient exchange and update
+are one (ZeRO 1, fused).
 
-Reduce-scatter, update of the own rows, gather of the parameters: the gather stands in for the second half of an all-reduce,
-so sharing the update sends nothing more (Rajbhandari et al., arXiv 1910.02054, section 7.1).
+Reduce-scatter, update of the own rows, gather of the parameters: the gather stands in for the
+second half of an all-reduce, so sharing the update sends nothing more (Rajbhandari et al., arXiv
+1910.02054, section 7.1).
 """
 
 from __future__ import annotations
@@ -22,10 +24,12 @@ from lightning_topt.optim.update_rule import UpdateRule
 
 
 class ScatteredStep:
-    """Shares the steps of `optimizers`, which update all trained parameters of `ddp`, from its third backward pass or so on.
+    """Shares the steps of `optimizers`, which update all trained parameters of `ddp`, from its
+    third backward pass or so on.
 
-    Made on all ranks before the first backward pass (a collective call); `begin_when_ready` between steps. Arguments are as for
-    `ReduceScatterExchange` and `install_parallel_step`; `rules` has the `update_rule` of every optimizer.
+    Made on all ranks before the first backward pass (a collective call); `begin_when_ready` between
+    steps. Arguments are as for `ReduceScatterExchange` and `install_parallel_step`; `rules` has the
+    `update_rule` of every optimizer.
     """
 
     def __init__(
@@ -38,10 +42,14 @@ class ScatteredStep:
         gather_dtype: torch.dtype | None = None,
         node: NodeRows | None = None,
     ) -> None:
-        by_parameter = [o for o, rule in zip(optimizers, rules, strict=True) if rule == "parameters"]
+        by_parameter = [
+            o for o, rule in zip(optimizers, rules, strict=True) if rule == "parameters"
+        ]
         uncut = [parameter for optimizer in by_parameter for parameter in parameters_of(optimizer)]
         self.optimizers, self.gather_dtype, self.node = list(optimizers), gather_dtype, node
-        self.exchange = ReduceScatterExchange(ddp, uncut=uncut, timeout_seconds=timeout_seconds, node=node)
+        self.exchange = ReduceScatterExchange(
+            ddp, uncut=uncut, timeout_seconds=timeout_seconds, node=node
+        )
         self.steps: list[ParallelStep] = []
 
     def gradients(self, optimizer: Optimizer) -> ScatteredGradients:
@@ -49,7 +57,8 @@ class ScatteredStep:
         return ScatteredGradients(self.exchange, optimizers=[optimizer])
 
     def begin_when_ready(self) -> bool:
-        """Share what comes, once DDP's buckets are final (a collective call then); return whether that was now.
+        """Share what comes, once DDP's buckets are final (a collective call then); return whether
+        that was now.
 
         Not inside of a step, whose closure runs the backward pass: state is cut to pieces here.
         """
@@ -69,7 +78,9 @@ class ScatteredStep:
         return True
 
     def finish(self) -> None:
-        """Collective call: gradients are all-reduced again, every rank has the whole state, optimizers are as they were."""
+        """Collective call: gradients are all-reduced again, every rank has the whole state,
+        optimizers are as they were.
+        """
         self.exchange.end()
         for step in self.steps:
             step.remove()

@@ -1,8 +1,9 @@
 """The costs of one parameter's update are measured in the first real steps of the run.
 
-A measured step is a full and correct one: it is made of several calls of ``optimizer.step``, each on the parameters of one
-kind (equal shape, dtype and group), and what counts calls (numbers in the groups and on the optimizer) is set back between
-them. `update_rule.calls_may_repeat` says where that is right; elsewhere `estimate_seconds` spreads the time of plain steps.
+A measured step is a full and correct one: it is made of several calls of ``optimizer.step``, each
+on the parameters of one kind (equal shape, dtype and group), and what counts calls (numbers in the
+groups and on the optimizer) is set back between them. `update_rule.calls_may_repeat` says where
+that is right; elsewhere `estimate_seconds` spreads the time of plain steps.
 """
 
 from __future__ import annotations
@@ -32,12 +33,16 @@ Work = Literal["elements", "matrices"]
 
 
 def parameter_kinds(optimizer: Optimizer) -> list[list[int]]:
-    """Return the indices of all parameters, those of one group, shape, dtype and presence of a gradient together."""
+    """Return the indices of all parameters, those of one group, shape, dtype and presence of a
+    gradient together.
+    """
     kinds: dict[tuple[Any, ...], list[int]] = defaultdict(list)
     index = 0
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
-            kinds[number, tuple(parameter.shape), parameter.dtype, parameter.grad is None].append(index)
+            kinds[number, tuple(parameter.shape), parameter.dtype, parameter.grad is None].append(
+                index
+            )
             index += 1
     return list(kinds.values())
 
@@ -52,13 +57,19 @@ def time_step(optimizer: Optimizer, step: Step) -> float:
     return perf_counter() - start
 
 
-def measure_step(optimizer: Optimizer, step: Step, *, kinds: Sequence[Sequence[int]]) -> dict[int, float]:
-    """Do one step of `optimizer`, one call of `step` (its own, without closure) per kind; seconds by parameter index.
+def measure_step(
+    optimizer: Optimizer, step: Step, *, kinds: Sequence[Sequence[int]]
+) -> dict[int, float]:
+    """Do one step of `optimizer`, one call of `step` (its own, without closure) per kind; seconds
+    by parameter index.
 
-    `kinds` are sets of parameter indices that cover all parameters once; members of one kind are taken to cost the same.
-    Only right where `update_rule.calls_may_repeat`. Afterwards the optimizer is as after one call for everything.
+    `kinds` are sets of parameter indices that cover all parameters once; members of one kind are
+    taken to cost the same. Only right where `update_rule.calls_may_repeat`. Afterwards the
+    optimizer is as after one call for everything.
     """
-    assert sorted(index for kind in kinds for index in kind) == list(range(len(parameters_of(optimizer))))
+    assert sorted(index for kind in kinds for index in kind) == list(
+        range(len(parameters_of(optimizer)))
+    )
     counters = Counters(optimizer)
     seconds: dict[int, float] = {}
     for number, kind in enumerate(kinds):
@@ -70,22 +81,32 @@ def measure_step(optimizer: Optimizer, step: Step, *, kinds: Sequence[Sequence[i
     return seconds
 
 
-def combine(by_kind: Sequence[Mapping[int, float]], *, whole_seconds: Sequence[float]) -> list[float]:
-    """Return the seconds by parameter index: medians of several `measure_step`, scaled to the median of plain steps,
-    `whole_seconds`.
+def combine(
+    by_kind: Sequence[Mapping[int, float]], *, whole_seconds: Sequence[float]
+) -> list[float]:
+    """Return the seconds by parameter index: medians of several `measure_step`, scaled to the
+    median of plain steps, `whole_seconds`.
 
-    One call for all parameters is cheaper than one per kind (foreach, launches); only the proportions are the kinds'.
+    One call for all parameters is cheaper than one per kind (foreach, launches); only the
+    proportions are the kinds'.
     """
     assert by_kind and whole_seconds
-    medians = [statistics.median(measured[index] for measured in by_kind) for index in range(len(by_kind[0]))]
+    medians = [
+        statistics.median(measured[index] for measured in by_kind)
+        for index in range(len(by_kind[0]))
+    ]
     return _spread(medians, statistics.median(whole_seconds))
 
 
-def estimate_seconds(optimizer: Optimizer, *, work: Work, whole_seconds: Sequence[float]) -> list[float]:
-    """Return the seconds by parameter index where the calls of a step cannot be told apart: the median of plain steps, spread.
+def estimate_seconds(
+    optimizer: Optimizer, *, work: Work, whole_seconds: Sequence[float]
+) -> list[float]:
+    """Return the seconds by parameter index where the calls of a step cannot be told apart: the
+    median of plain steps, spread.
 
-    `work` "elements": in proportion to elements. "matrices": a matrix (m, n), from flattening all dims but the first, weighs
-    max(m, n) min(m, n)^2 elements more, as an orthogonalisation does (Muon). Parameters without gradient cost nothing.
+    `work` "elements": in proportion to elements. "matrices": a matrix (m, n), from flattening all
+    dims but the first, weighs max(m, n) min(m, n)^2 elements more, as an orthogonalisation does
+    (Muon). Parameters without gradient cost nothing.
     """
     weights = []
     for parameter in parameters_of(optimizer):
@@ -105,7 +126,8 @@ def _spread(weights: Sequence[float], total: float) -> list[float]:
 def slowest_of_ranks(
     values: Sequence[float], *, device: torch.device, group: dist.ProcessGroup | None = None
 ) -> list[float]:
-    """Return the `values` (seconds) of that rank of `group` whose sum is largest, on all ranks: they decide alike from them.
+    """Return the `values` (seconds) of that rank of `group` whose sum is largest, on all ranks:
+    they decide alike from them.
 
     Not the maximum of each value: the sum of maxima of noisy values is more than any rank takes.
     """
@@ -119,14 +141,21 @@ def slowest_of_ranks(
 
 
 def make_shares(optimizer: Optimizer, *, rule: UpdateRule, seconds: Sequence[float]) -> list[Share]:
-    """Return the shares of all parameters that have elements: `seconds` by index, bytes of state as they are now.
+    """Return the shares of all parameters that have elements: `seconds` by index, bytes of state as
+    they are now.
 
-    So not before the first step. A parameter that has no state yet is taken to keep as much per byte of its own as the
-    others do.
+    So not before the first step. A parameter that has no state yet is taken to keep as much per
+    byte of its own as the others do.
     """
     parameters = parameters_of(optimizer)
-    groups = [number for number, group in enumerate(optimizer.param_groups) for _ in group["params"]]
-    states = {index: _state_bytes(optimizer, p) for index, p in enumerate(parameters) if p in optimizer.state}
+    groups = [
+        number for number, group in enumerate(optimizer.param_groups) for _ in group["params"]
+    ]
+    states = {
+        index: _state_bytes(optimizer, p)
+        for index, p in enumerate(parameters)
+        if p in optimizer.state
+    }
     known = sum(parameters[index].nbytes for index in states)
     per_byte = sum(states.values()) / known if known else 0.0
     return [
@@ -144,7 +173,11 @@ def make_shares(optimizer: Optimizer, *, rule: UpdateRule, seconds: Sequence[flo
 
 
 def _state_bytes(optimizer: Optimizer, parameter: Tensor) -> int:
-    return sum(leaf.nbytes for leaf in tree_leaves(dict(optimizer.state[parameter])) if isinstance(leaf, Tensor))
+    return sum(
+        leaf.nbytes
+        for leaf in tree_leaves(dict(optimizer.state[parameter]))
+        if isinstance(leaf, Tensor)
+    )
 
 
 @contextmanager
@@ -154,9 +187,14 @@ def _only(optimizer: Optimizer, kept: Sequence[int]) -> Iterator[None]:
     for group in optimizer.param_groups:
         keep = [index + i in wanted for i in range(len(group["params"]))]
         index += len(keep)
-        lists: dict[str, list[Any]] = {key: group[key] for key in ("params", "param_names") if key in group}
+        lists: dict[str, list[Any]] = {
+            key: group[key] for key in ("params", "param_names") if key in group
+        }
         saved.append((group, lists))
-        group |= {key: [v for v, k in zip(values, keep, strict=True) if k] for key, values in lists.items()}
+        group |= {
+            key: [v for v, k in zip(values, keep, strict=True) if k]
+            for key, values in lists.items()
+        }
     try:
         yield
     finally:

@@ -1,4 +1,6 @@
-"""Work done between an optimizer's hooks and its update, so that hooks see the groups as their user made them."""
+"""Work done between an optimizer's hooks and its update, so that hooks see the groups as their user
+made them.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from torch.optim import Optimizer
 def inside_hooks(
     optimizer: Optimizer, *, enter: Callable[[], None], leave: Callable[[], None]
 ) -> Generator[None, None, None]:
-    """Within it, `enter` runs after the optimizer's other hooks before a step, and `leave` before its hooks after it.
+    """Within it, `enter` runs after the optimizer's other hooks before a step, and `leave` before
+    its hooks after it.
 
     Once each: a step that calls the step of its base class runs the hooks once more inside.
     """
@@ -43,14 +46,17 @@ def inside_hooks(
 
 
 def asked_once(loss: Any, *, name: str) -> Callable[[], Any]:
-    """Return the closure of a step whose forward and backward pass are over. It raises ValueError when it is asked again."""
+    """Return the closure of a step whose forward and backward pass are over. It raises ValueError
+    when it is asked again.
+    """
     asked = False
 
     def closure() -> Any:
         nonlocal asked
         if asked:
             raise ValueError(
-                f"{name} asks its closure again in one step, and this step is shared between ranks: keep it whole "
+                f"{name} asks its closure again in one step, and this step is shared between "
+                "ranks: keep it whole "
                 "(plan='ddp', no ParallelOptimizerStep)"
             )
         asked = True

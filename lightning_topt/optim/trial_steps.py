@@ -1,4 +1,6 @@
-"""Steps of a copy of the user's optimizer on small tensors, to see what one parameter's update depends on."""
+"""Steps of a copy of the user's optimizer on small tensors, to see what one parameter's update
+depends on.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,10 @@ _MAX_DIM = 160  # thresholds on sizes (Adafactor's "factor from 128 on") are usu
 _MAX_KERNEL_DIM = 3  # dims after the second
 _MAX_GROUPS = 8
 _MIN_STEPS, _MAX_STEPS = 4, 50
-_SCALE = 0.1  # of trial parameters: small, so that rounding of the parameter hides little of its change
-_RELATIVE, _ULPS = 1e-3, 8.0  # two results are the same within this part of the change, and this many roundings
+# of trial parameters: small, so that rounding of the parameter hides little of its change
+_SCALE = 0.1
+# two results are the same within this part of the change, and this many roundings
+_RELATIVE, _ULPS = 1e-3, 8.0
 _SEED = 20101
 _CURVATURE = 1e3  # of the loss of a trial: large, so that gradients show how far a step moved
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"})
@@ -38,8 +42,8 @@ class CollectiveInStep(TrialError):
 
 @dataclass(frozen=True)
 class Sketch:
-    """A `Sketch` says what is tried: the options of each group and the shapes of a few of its parameters; and for how many
-    steps.
+    """A `Sketch` says what is tried: the options of each group and the shapes of a few of its
+    parameters; and for how many steps.
     """
 
     options: tuple[dict[str, Any], ...]
@@ -55,9 +59,11 @@ class Sketch:
 
 @dataclass(frozen=True)
 class Outcome:
-    """After the last step: each tried parameter, its state, what the optimizer keeps per group, and for all of them.
+    """After the last step: each tried parameter, its state, what the optimizer keeps per group, and
+    for all of them.
 
-    `closure_calls`: how often one call asked its closure, at most. `moves_first`: parameters had changed when it did.
+    `closure_calls`: how often one call asked its closure, at most. `moves_first`: parameters had
+    changed when it did.
     """
 
     parameters: dict[int, Tensor]
@@ -68,20 +74,27 @@ class Outcome:
     moves_first: bool = False
 
 
-Select = Callable[[Tensor], Tensor]  # the rows of a tensor shaped like a trial parameter that are tried
+# the rows of a tensor shaped like a trial parameter that are tried
+Select = Callable[[Tensor], Tensor]
 
 
 def make_sketch(optimizer: Optimizer) -> Sketch:
-    """Return two parameters of each number of dims in each group (of more than eight, eight different ones), in their real
-    shapes up to a size, and as many steps as the largest integer option (below 50) plus one: methods that start or refresh
-    something every so many steps have that number among their options.
+    """Return two parameters of each number of dims in each group (of more than eight, eight
+    different ones), in their real shapes up to a size, and as many steps as the largest integer
+    option (below 50) plus one: methods that start or refresh something every so many steps have
+    that number among their options.
     """
     groups = optimizer.param_groups
     if len(groups) > _MAX_GROUPS:
-        groups = list({repr(_options_of(group, without=("lr", "initial_lr"))): group for group in groups}.values())
+        groups = list(
+            {
+                repr(_options_of(group, without=("lr", "initial_lr"))): group for group in groups
+            }.values()
+        )
     groups = groups[:_MAX_GROUPS]
     options = [_options_of(group) for group in groups]
-    numbers = [v for o in options for v in o.values() if type(v) is int and v < _MAX_STEPS]  # larger ones are sizes
+    # larger ones are sizes
+    numbers = [v for o in options for v in o.values() if type(v) is int and v < _MAX_STEPS]
     device = next((p.device for group in groups for p in group["params"]), torch.device("cpu"))
     return Sketch(
         options=tuple({**o, **_nonzero_rate(o)} for o in options),
@@ -92,7 +105,9 @@ def make_sketch(optimizer: Optimizer) -> Sketch:
 
 
 def _options_of(group: Mapping[str, Any], *, without: Sequence[str] = ()) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", "param_names", *without)}
+    return {
+        key: value for key, value in group.items() if key not in ("params", "param_names", *without)
+    }
 
 
 def _nonzero_rate(options: Mapping[str, Any]) -> dict[str, float]:
@@ -107,8 +122,12 @@ def _trial_shapes(parameters: Sequence[Tensor]) -> tuple[torch.Size, ...]:
     by_dims: dict[int, list[torch.Size]] = defaultdict(list)
     for parameter in parameters:
         limits = (_MAX_DIM, _MAX_DIM, *[_MAX_KERNEL_DIM] * parameter.dim())
-        by_dims[parameter.dim()].append(torch.Size(min(d, m) for d, m in zip(parameter.shape, limits, strict=False)))
-    return tuple(shape for shapes in by_dims.values() for shape in (max(shapes, key=_numel), shapes[-1]))
+        by_dims[parameter.dim()].append(
+            torch.Size(min(d, m) for d, m in zip(parameter.shape, limits, strict=False))
+        )
+    return tuple(
+        shape for shapes in by_dims.values() for shape in (max(shapes, key=_numel), shapes[-1])
+    )
 
 
 def _numel(shape: torch.Size) -> int:
@@ -123,11 +142,13 @@ def run_trial(
     select: Select | None = None,
     calls: Sequence[Sequence[int]] | None = None,
 ) -> Outcome:
-    """Step a copy of `optimizer` over the `chosen` trial parameters (all), or over `select`-ed rows of them.
+    """Step a copy of `optimizer` over the `chosen` trial parameters (all), or over `select`-ed rows
+    of them.
 
-    `calls`: instead of one call per step, one for each of these sets of parameters, all from the same `Counters`. A step that
-    takes a closure gets one (`_Closure`). The user's optimizer, its parameters and the random generators stay as they are.
-    Raises TrialError when the copy cannot be made or stepped, CollectiveInStep where it communicates.
+    `calls`: instead of one call per step, one for each of these sets of parameters, all from the
+    same `Counters`. A step that takes a closure gets one (`_Closure`). The user's optimizer, its
+    parameters and the random generators stay as they are. Raises TrialError when the copy cannot be
+    made or stepped, CollectiveInStep where it communicates.
     """
     devices = [sketch.device] if sketch.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.enable_grad():
@@ -145,21 +166,30 @@ def run_trial(
                 present = {i: parameters[i] for i in call}
                 _set_parameters(clone, sketch, present)
                 closure = _Closure(
-                    [(p, select(gradients[i]).clone()) for i, p in present.items()], device=sketch.device
+                    [(p, select(gradients[i]).clone()) for i, p in present.items()],
+                    device=sketch.device,
                 )
                 closure()
                 _step(clone, closure)
-                asked, moves_first = max(asked, closure.calls - 1), moves_first or closure.found_moved
+                asked, moves_first = (
+                    max(asked, closure.calls - 1),
+                    moves_first or closure.found_moved,
+                )
         _set_parameters(clone, sketch, parameters)
         groups = [_options_of(group) for group in clone.param_groups]
         states = {i: dict(clone.state.get(parameter, {})) for i, parameter in parameters.items()}
         tried = {i: p.detach() for i, p in parameters.items()}
-        return Outcome(tried, states, groups, _shared(clone), closure_calls=asked, moves_first=moves_first)
+        return Outcome(
+            tried, states, groups, _shared(clone), closure_calls=asked, moves_first=moves_first
+        )
 
 
 def _shared(clone: Optimizer) -> dict[str, Any]:
     state = {str(key): value for key, value in clone.state.items() if not isinstance(key, Tensor)}
-    return {**state, **{key: value for key, value in vars(clone).items() if type(value) in (int, float)}}
+    return {
+        **state,
+        **{key: value for key, value in vars(clone).items() if type(value) in (int, float)},
+    }
 
 
 def initial_parameters(sketch: Sketch) -> list[Tensor]:
@@ -173,12 +203,18 @@ def _draw(sketch: Sketch, number: int) -> list[Tensor]:
     return [torch.randn(shape, generator=generator).to(sketch.device) for shape in shapes]
 
 
-def _copy(optimizer: Optimizer, sketch: Sketch, parameters: Mapping[int, nn.Parameter]) -> Optimizer:
+def _copy(
+    optimizer: Optimizer, sketch: Sketch, parameters: Mapping[int, nn.Parameter]
+) -> Optimizer:
     clone: Optimizer = type(optimizer).__new__(type(optimizer))
     memo: dict[int, Any] = {id(optimizer): clone}
     # Methods on the instance are a scheduler's or a wrapper's; hooks belong to the real run.
     hooks = {name for name in vars(optimizer) if name.endswith("_hooks")}
-    methods = {name for name, value in vars(optimizer).items() if callable(value) and hasattr(type(optimizer), name)}
+    methods = {
+        name
+        for name, value in vars(optimizer).items()
+        if callable(value) and hasattr(type(optimizer), name)
+    }
     left_out = {"state", "param_groups", "consolidate_state_dict", *hooks, *methods}
     try:
         kept = {k: copy.deepcopy(v, memo) for k, v in vars(optimizer).items() if k not in left_out}
@@ -192,18 +228,26 @@ def _copy(optimizer: Optimizer, sketch: Sketch, parameters: Mapping[int, nn.Para
     return clone
 
 
-def _set_parameters(clone: Optimizer, sketch: Sketch, parameters: Mapping[int, nn.Parameter]) -> None:
+def _set_parameters(
+    clone: Optimizer, sketch: Sketch, parameters: Mapping[int, nn.Parameter]
+) -> None:
     for number, group in enumerate(clone.param_groups):
-        group["params"] = [parameters[i] for i, g in enumerate(sketch.groups_of) if g == number and i in parameters]
+        group["params"] = [
+            parameters[i] for i, g in enumerate(sketch.groups_of) if g == number and i in parameters
+        ]
 
 
 class _Closure:
-    """Returns a loss, with `gradients` that follow parameters where a step moves these in between, and counts its `calls`.
+    """Returns a loss, with `gradients` that follow parameters where a step moves these in between,
+    and counts its `calls`.
 
-    `found_moved`: parameters had changed at the second of them, the first by the step; the trial makes one itself.
+    `found_moved`: parameters had changed at the second of them, the first by the step; the trial
+    makes one itself.
     """
 
-    def __init__(self, gradients: Sequence[tuple[nn.Parameter, Tensor]], *, device: torch.device) -> None:
+    def __init__(
+        self, gradients: Sequence[tuple[nn.Parameter, Tensor]], *, device: torch.device
+    ) -> None:
         self.calls, self.found_moved, self._device = 0, False, device
         self._given = [(p, p.detach().clone(), gradient) for p, gradient in gradients]
 
@@ -238,8 +282,8 @@ def _step(clone: Optimizer, closure: _Closure) -> None:
 
 
 def same(value: Any, twin: Any, *, change: float | None = None) -> bool:
-    """Return whether two results are equal to rounding; `change`: how far the parameter has moved (else the value's own
-    size).
+    """Return whether two results are equal to rounding; `change`: how far the parameter has moved
+    (else the value's own size).
     """
     if not isinstance(value, Tensor) or not isinstance(twin, Tensor):
         if isinstance(value, float) and isinstance(twin, float):
@@ -253,7 +297,10 @@ def same(value: Any, twin: Any, *, change: float | None = None) -> bool:
         return False
     value, twin = value.double(), twin.double()
     largest = float(value.abs().max())
-    allowed = _RELATIVE * (largest if change is None else change) + _ULPS * torch.finfo(torch.float32).eps * largest
+    allowed = (
+        _RELATIVE * (largest if change is None else change)
+        + _ULPS * torch.finfo(torch.float32).eps * largest
+    )
     return bool((value - twin).abs().max() <= allowed)
 
 
@@ -264,5 +311,6 @@ def _same_structure(value: Any, twin: Any) -> bool:
         return value.keys() == twin.keys() and all(same(v, twin[k]) for k, v in value.items())
     if isinstance(value, list | tuple):
         return len(value) == len(twin) and all(map(same, value, twin))
-    # Of other objects every trial makes its own: not held against it, since what they do shows in the parameters.
+    # Of other objects every trial makes its own: not held against it, since what they do shows in
+    # the parameters.
     return type(value).__module__ != "builtins" or bool(value == twin)

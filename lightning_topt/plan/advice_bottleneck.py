@@ -1,4 +1,5 @@
-"""Advice on bottlenecks: each resource of the machines twice as fast, one at a time, and the same plan priced again.
+"""Advice on bottlenecks: each resource of the machines twice as fast, one at a time, and the same
+plan priced again.
 
     gain of a resource = T(plan) / T(plan, resource twice as fast) - 1
 
@@ -41,7 +42,11 @@ def _device(change: Callable[[Device], Device]) -> Callable[[Cluster], Cluster]:
 
 def _of_nodes(cluster: Cluster, **changed: object) -> Cluster:
     common = {"nodes", "intra", "device", "devices_per_node", "num_nodes"}
-    rest = {f.name: getattr(cluster, f.name) for f in dataclasses.fields(cluster) if f.name not in common}
+    rest = {
+        f.name: getattr(cluster, f.name)
+        for f in dataclasses.fields(cluster)
+        if f.name not in common
+    }
     given: dict[str, object] = {"nodes": cluster.nodes, "intra": cluster.intra, **rest, **changed}
     return Cluster.of_nodes(**given)  # type: ignore[arg-type]
 
@@ -54,16 +59,24 @@ def _intra(cluster: Cluster) -> Cluster:
     intra, curves = _faster_link(cluster.intra), _faster_curves(cluster, inside=True)
     if not cluster.nodes:
         return replace(cluster, intra=intra, collectives=curves)
-    nodes = [replace(node, intra=_faster_link(node.intra or cluster.intra)) for node in cluster.nodes]
+    nodes = [
+        replace(node, intra=_faster_link(node.intra or cluster.intra)) for node in cluster.nodes
+    ]
     return _of_nodes(cluster, nodes=nodes, intra=intra, collectives=curves)
 
 
 def _inter(cluster: Cluster) -> Cluster:
     assert cluster.inter is not None
-    return replace(cluster, inter=_faster_link(cluster.inter), collectives=_faster_curves(cluster, inside=False))
+    return replace(
+        cluster,
+        inter=_faster_link(cluster.inter),
+        collectives=_faster_curves(cluster, inside=False),
+    )
 
 
-def _faster_curves(cluster: Cluster, *, inside: bool) -> Mapping[tuple[str, int, int], CollectiveCurve]:
+def _faster_curves(
+    cluster: Cluster, *, inside: bool
+) -> Mapping[tuple[str, int, int], CollectiveCurve]:
     return {
         key: replace(curve, seconds=tuple(seconds / FASTER for seconds in curve.seconds))
         if Group(*key[1:]).is_inside(cluster.devices_per_node) == inside
@@ -83,7 +96,9 @@ def _host(device: Device) -> Device:
 
 RESOURCES: Mapping[str, Callable[[Cluster], Cluster]] = {
     "arithmetic of the device": _device(_arithmetic),
-    "memory bandwidth of the device": _device(lambda d: replace(d, memory_bandwidth=d.memory_bandwidth * FASTER)),
+    "memory bandwidth of the device": _device(
+        lambda d: replace(d, memory_bandwidth=d.memory_bandwidth * FASTER)
+    ),
     "host (launching kernels)": _device(_host),
     "links inside nodes": _intra,
     "network between nodes": _inter,
@@ -91,21 +106,30 @@ RESOURCES: Mapping[str, Callable[[Cluster], Cluster]] = {
 
 
 def seconds_on(request: SearchRequest, plan: ParallelPlan, cluster: Cluster) -> float:
-    """Return the seconds of a step of `plan`, one that `search_plans(request)` found, on another cluster of as many devices;
-    from formulas alone, without measured kernels.
+    """Return the seconds of a step of `plan`, one that `search_plans(request)` found, on another
+    cluster of as many devices; from formulas alone, without measured kernels.
     """
-    return price_plan(replace(request, cluster=cluster, kernel_seconds={}), plan).predicted.step_seconds
+    return price_plan(
+        replace(request, cluster=cluster, kernel_seconds={}), plan
+    ).predicted.step_seconds
 
 
 def gains(request: SearchRequest, plan: ParallelPlan, cluster: Cluster) -> dict[str, float]:
-    """Return how many more steps per second (0.1: 10 %) each resource brings that is twice as fast, on `cluster`."""
+    """Return how many more steps per second (0.1: 10 %) each resource brings that is twice as fast,
+    on `cluster`.
+    """
     base = seconds_on(request, plan, cluster)
-    names = [name for name in RESOURCES if name != "network between nodes" or cluster.inter is not None]
+    names = [
+        name for name in RESOURCES if name != "network between nodes" or cluster.inter is not None
+    ]
     return {name: base / seconds_on(request, plan, RESOURCES[name](cluster)) - 1 for name in names}
 
 
-def advise_bottleneck(request: SearchRequest, at: Estimate, frontier: PlanFrontier, *, limit: float) -> list[Advice]:
-    """Return where the plan `at` is slow, and where once that is mended; what twice the memory would bring.
+def advise_bottleneck(
+    request: SearchRequest, at: Estimate, frontier: PlanFrontier, *, limit: float
+) -> list[Advice]:
+    """Return where the plan `at` is slow, and where once that is mended; what twice the memory
+    would bring.
 
     `limit` are the bytes that a device may use.
     """
@@ -122,16 +146,35 @@ def _speed(request: SearchRequest, at: Estimate) -> list[Advice]:
         {"twice as fast": name, "gain": first[name], f"gain after {slow}": second[name]}
         for name in sorted(first, key=lambda name: -first[name])
     ]
-    bubble = "" if plan.schedule is None else " Waits of its stages for one another shrink with the slowest of them."
+    bubble = (
+        ""
+        if plan.schedule is None
+        else " Waits of its stages for one another shrink with the slowest of them."
+    )
     if first[slow] < _LITTLE:
-        sentence = f"No resource alone is a bottleneck: twice as fast, none brings {100 * _LITTLE:.0f} %.{bubble}"
+        sentence = (
+            "No resource alone is a bottleneck: twice as fast, none brings "
+            f"{100 * _LITTLE:.0f} %.{bubble}"
+        )
     else:
         sentence = (
-            f"The {slow}: twice as fast it brings {100 * first[slow]:.0f} % more steps per second. Next: the {following}, "
+            f"The {slow}: twice as fast it brings {100 * first[slow]:.0f} % more steps per second. "
+            f"Next: the {following}, "
             f"{100 * second[following]:.0f} % after that.{bubble}"
         )
     inputs = {"T": seconds_on(request, plan, cluster), "cluster": cluster.name}
-    return [Advice("bottleneck", sentence, first[slow], "of the steps per second", _FORMULA, inputs, MODEL, rows)]
+    return [
+        Advice(
+            "bottleneck",
+            sentence,
+            first[slow],
+            "of the steps per second",
+            _FORMULA,
+            inputs,
+            MODEL,
+            rows,
+        )
+    ]
 
 
 def _memory(at: Estimate, frontier: PlanFrontier, limit: float) -> Advice:
@@ -145,7 +188,8 @@ def _memory(at: Estimate, frontier: PlanFrontier, limit: float) -> Advice:
     brings = f"{100 * gain:.0f} % more steps per second" if gain >= _LITTLE else "nothing"
     return Advice(
         "bottleneck",
-        f"Memory: twice as much brings {brings}; the plan takes {format_bytes(at.peak_bytes)} of {format_bytes(limit)}.",
+        f"Memory: twice as much brings {brings}; the plan takes {format_bytes(at.peak_bytes)} of "
+        f"{format_bytes(limit)}.",
         gain,
         "of the steps per second",
         "gain = T / T(fastest plan within twice the memory) - 1",

@@ -1,11 +1,13 @@
-"""Advice on data, from what `topt stalls` measured: whether training waits for them, and the least cache worth having.
+"""Advice on data, from what `topt stalls` measured: whether training waits for them, and the least
+cache worth having.
 
     equation                                                        function            source
     step of a job = max(T, B / rate of the loader)                  advise_data         the slower of the two
     x* = (D / S - N / R) / (D / S - D / C), R = min(P, G)           least_share         DS-Analyzer, arXiv 2007.06775 (derived)
 
-D bytes of all samples, S bytes/s of their source, C those of the cache, N samples, P and G samples per second of preparation
-and of the device. The advice itself plays the loader through (`data/stalls/model.py`), as its stages share cores.
+D bytes of all samples, S bytes/s of their source, C those of the cache, N samples, P and G samples
+per second of preparation and of the device. The advice itself plays the loader through
+(`data/stalls/model.py`), as its stages share cores.
 """
 
 from __future__ import annotations
@@ -23,13 +25,18 @@ from lightning_topt.data.stalls.stall_costs import SetUp, StallCosts
 from lightning_topt.plan.advice_page import Advice
 from lightning_topt.plan.scenarios import Estimate
 
-_SOURCE = "Mohan et al., Analyzing and Mitigating Data Stalls in DNN Training, arXiv 2007.06775, section 3"
+_SOURCE = (
+    "Mohan et al., Analyzing and Mitigating Data Stalls in DNN Training, arXiv 2007.06775, "
+    "section 3"
+)
 _RUN = "run `topt stalls` with the same model and data, and give its stalls.json as stalls="
 
 
 @dataclass(frozen=True)
 class MeasuredStalls:
-    """`MeasuredStalls` are what `stalls.json` holds of a loader: costs and set-up, of one process."""
+    """`MeasuredStalls` are what `stalls.json` holds of a loader: costs and set-up, of one
+    process.
+    """
 
     costs: StallCosts
     setup: SetUp
@@ -38,10 +45,14 @@ class MeasuredStalls:
     def read(cls, data: Any) -> MeasuredStalls:
         """Read the values of a ``stalls.json``. Raises ValueError for others."""
         try:
-            costs: dict[str, Any] = {k: math.inf if v is None else v for k, v in dict(data["costs"]).items()}
+            costs: dict[str, Any] = {
+                k: math.inf if v is None else v for k, v in dict(data["costs"]).items()
+            }
             return cls(StallCosts(**costs), SetUp(**data["set_up"]))
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"stalls is a stalls.json that `topt stalls` wrote, and this is none: {error}") from error
+            raise ValueError(
+                f"stalls is a stalls.json that `topt stalls` wrote, and this is none: {error}"
+            ) from error
 
     @property
     def samples_per_second(self) -> float:
@@ -50,8 +61,12 @@ class MeasuredStalls:
         return self.costs.batch_size / batch_seconds(self.costs, fast)
 
 
-def least_share(data_bytes: float, *, source: float, cache: float, samples: int, rate: float) -> float:
-    """Return x*, the least share of the samples in a cache at which fetching is not slower than `rate` samples per second."""
+def least_share(
+    data_bytes: float, *, source: float, cache: float, samples: int, rate: float
+) -> float:
+    """Return x*, the least share of the samples in a cache at which fetching is not slower than
+    `rate` samples per second.
+    """
     fetch, hit, goal = data_bytes / source, data_bytes / cache, samples / rate
     return min(max((fetch - goal) / (fetch - hit), 0.0), 1.0) if fetch > hit else 0.0
 
@@ -60,7 +75,9 @@ def advise_data(at: Estimate, stalls: MeasuredStalls | None) -> list[Advice]:
     """Return whether the plan `at` would wait for its data, and what cache is worth having."""
     if stalls is None:
         return [
-            Advice("data", f"Whether training waits for data is not known: {_RUN}.", source=_SOURCE),
+            Advice(
+                "data", f"Whether training waits for data is not known: {_RUN}.", source=_SOURCE
+            ),
             Advice("cache", f"The least useful cache is not known: {_RUN}.", source=_SOURCE),
         ]
     return [_loader(at, stalls), _cache(at, stalls)]
@@ -77,7 +94,8 @@ def _loader(at: Estimate, stalls: MeasuredStalls) -> Advice:
     says = "is fast enough" if ratio <= 1 else f"is too slow: steps take {ratio:.2f} times as long"
     return Advice(
         "data",
-        f"A loader as measured {says}; it delivers {given:.4g} samples per second, a rank of the plan takes {taken:.4g}.",
+        f"A loader as measured {says}; it delivers {given:.4g} samples per second, a rank of the "
+        f"plan takes {taken:.4g}.",
         max(ratio, 1.0),
         "times the step",
         "max(T, b / rate) / T",
@@ -103,7 +121,9 @@ def _cache(at: Estimate, stalls: MeasuredStalls) -> Advice:
     }
     by_formula = None
     if math.isfinite(costs.link_bytes_per_second) and data > 0:
-        by_formula = least_share(data, source=inputs["S"], cache=inputs["C"], samples=inputs["N"], rate=inputs["R"])
+        by_formula = least_share(
+            data, source=inputs["S"], cache=inputs["C"], samples=inputs["N"], rate=inputs["R"]
+        )
     says = (
         "No cache is worth having"
         if share == 0

@@ -1,4 +1,6 @@
-"""Advice: a number with its formula, what went into it and where the formula is from; as Markdown and as JSON."""
+"""Advice: a number with its formula, what went into it and where the formula is from; as Markdown
+and as JSON.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ class Advice:
     Args:
         topic: of what, such as ``"batch size"``.
         advice: one sentence for people.
-        value, unit: the number it is about; None where there is none, and `advice` says what is missing.
+        value, unit: the number it is about; None where there is none, and `advice` says what is
+            missing.
         formula: how the value follows from `inputs`.
         inputs: names and values.
         source: of the formula.
@@ -39,7 +42,11 @@ class Advice:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON; an infinite number is None."""
-        plain = {**vars(self), "value": _finite(self.value), "inputs": {k: _finite(v) for k, v in self.inputs.items()}}
+        plain = {
+            **vars(self),
+            "value": _finite(self.value),
+            "inputs": {k: _finite(v) for k, v in self.inputs.items()},
+        }
         plain["table"] = [{key: _finite(value) for key, value in row.items()} for row in self.table]
         return plain
 
@@ -49,7 +56,9 @@ def _finite(value: Any) -> Any:
 
 
 def to_markdown(advice: Sequence[Advice], *, title: str, notes: Sequence[str] = ()) -> str:
-    """Return a page: a heading for each topic, the sentence, then formula, inputs, source and table."""
+    """Return a page: a heading for each topic, the sentence, then formula, inputs, source and
+    table.
+    """
     lines = [f"# {title}", "", *(line for note in notes for line in (note, ""))]
     topics = dict.fromkeys(each.topic for each in advice)
     for topic in topics:
@@ -65,14 +74,19 @@ def _section(each: Advice) -> list[str]:
     if each.formula:
         lines.append(f"- formula: `{each.formula}`")
     if each.inputs:
-        lines.append("- inputs: " + ", ".join(f"{name} = {shown_number(value)}" for name, value in each.inputs.items()))
+        lines.append(
+            "- inputs: "
+            + ", ".join(f"{name} = {shown_number(value)}" for name, value in each.inputs.items())
+        )
     if each.source:
         lines.append(f"- source: {each.source}")
     lines.append("")
     if each.table:
         names = list(each.table[0])
         lines += [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]
-        lines += [f"| {' | '.join(shown_number(row.get(name)) for name in names)} |" for row in each.table]
+        lines += [
+            f"| {' | '.join(shown_number(row.get(name)) for name in names)} |" for row in each.table
+        ]
         lines.append("")
     return lines
 
@@ -88,7 +102,9 @@ def shown_number(value: Any) -> str:
     return f"{value:.3g}"
 
 
-def save_advice(folder: Path, advice: Sequence[Advice], *, title: str, notes: Sequence[str] = ()) -> str:
+def save_advice(
+    folder: Path, advice: Sequence[Advice], *, title: str, notes: Sequence[str] = ()
+) -> str:
     """Write `advice.md` and `advice.json`; return the Markdown."""
     text = to_markdown(advice, title=title, notes=notes)
     (folder / "advice.md").write_text(text, encoding="utf-8")

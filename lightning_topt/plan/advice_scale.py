@@ -7,8 +7,8 @@
     G <= (1 + R - alpha) / (alpha R)                most_devices            solved for G
     R <= (1 - alpha) / (alpha G - 1)                largest_overhead        solved for R
 
-B samples of a step, T(B) its seconds, N the gradient noise scale in samples, G devices, T_c seconds of computation of the whole
-batch on one device, T_o those in which a device does not compute.
+B samples of a step, T(B) its seconds, N the gradient noise scale in samples, G devices, T_c seconds
+of computation of the whole batch on one device, T_o those in which a device does not compute.
 """
 
 from __future__ import annotations
@@ -29,17 +29,27 @@ def efficiency(devices: float, *, overhead_ratio: float) -> float:
 
 
 def most_devices(wanted: float, *, overhead_ratio: float) -> float:
-    """Return the most devices at which efficiency is at least `wanted`; infinite without overhead."""
-    return math.inf if overhead_ratio <= 0 else (1 + overhead_ratio - wanted) / (wanted * overhead_ratio)
+    """Return the most devices at which efficiency is at least `wanted`; infinite without
+    overhead.
+    """
+    return (
+        math.inf
+        if overhead_ratio <= 0
+        else (1 + overhead_ratio - wanted) / (wanted * overhead_ratio)
+    )
 
 
 def largest_overhead(wanted: float, *, devices: int) -> float:
-    """Return the largest ratio of overhead to computation at which `devices` devices are `wanted` efficient."""
+    """Return the largest ratio of overhead to computation at which `devices` devices are `wanted`
+    efficient.
+    """
     return (1 - wanted) / (wanted * devices - 1) if wanted * devices > 1 else math.inf
 
 
 def overhead_ratio(each: Estimate) -> float:
-    """Return R of a plan: what it takes beside computation, over the computation of the whole batch on one device."""
+    """Return R of a plan: what it takes beside computation, over the computation of the whole batch
+    on one device.
+    """
     compute = compute_seconds(each)
     return max(each.step_seconds - compute, 0.0) / (each.scenario.devices * compute)
 
@@ -52,7 +62,9 @@ def compute_seconds(each: Estimate) -> float:
 
 
 def advise_batch(found: Sequence[Estimate], *, noise_scale: float | None = None) -> list[Advice]:
-    """Return advice on the batch from the best plan of each candidate, all on as many devices of one cluster."""
+    """Return advice on the batch from the best plan of each candidate, all on as many devices of
+    one cluster.
+    """
     best = max(found, key=lambda each: each.samples_per_second)
     enough = min(
         (e for e in found if e.samples_per_second >= (1 - NEARLY) * best.samples_per_second),
@@ -63,13 +75,22 @@ def advise_batch(found: Sequence[Estimate], *, noise_scale: float | None = None)
         Advice(
             "batch size",
             f"{batch} samples per step: {enough.samples_per_second:.4g} samples per second, within "
-            f"{100 * NEARLY:.0f} % of the most, {best.samples_per_second:.4g} at {best.scenario.batch_size}.",
+            f"{100 * NEARLY:.0f} % of the most, {best.samples_per_second:.4g} at "
+            f"{best.scenario.batch_size}.",
             float(batch),
             "samples",
-            "min B with B / T(B) >= 0.95 max over B of B / T(B), T(B) the step of the fastest plan that fits",
-            {"devices": enough.scenario.devices, "cluster": enough.scenario.cluster.name, "T(B)": enough.step_seconds},
+            "min B with B / T(B) >= 0.95 max over B of B / T(B), T(B) the step of the fastest plan "
+            "that fits",
+            {
+                "devices": enough.scenario.devices,
+                "cluster": enough.scenario.cluster.name,
+                "T(B)": enough.step_seconds,
+            },
             f"{ZOU}, section 3 (recalled); T(B): {MODEL}",
-            [_batch_row(each, noise_scale) for each in sorted(found, key=lambda e: e.scenario.batch_size)],
+            [
+                _batch_row(each, noise_scale)
+                for each in sorted(found, key=lambda e: e.scenario.batch_size)
+            ],
         )
     ]
     return [*advice, _noise_advice(found, noise_scale)]
@@ -97,7 +118,8 @@ def _noise_advice(found: Sequence[Estimate], noise_scale: float | None) -> Advic
     if noise_scale is None:
         return Advice(
             "batch size",
-            "Which batch reaches a loss first is not known without the gradient noise scale: give log=, a metrics.csv with it.",
+            "Which batch reaches a loss first is not known without the gradient noise scale: give "
+            "log=, a metrics.csv with it.",
             formula=formula,
             source=_NOISE,
         )
@@ -105,7 +127,8 @@ def _noise_advice(found: Sequence[Estimate], noise_scale: float | None) -> Advic
     batch = soonest.scenario.batch_size
     return Advice(
         "batch size",
-        f"{batch} samples per step reach a loss soonest, at a gradient noise scale of {noise_scale:,.0f} samples; they take "
+        f"{batch} samples per step reach a loss soonest, at a gradient noise scale of "
+        f"{noise_scale:,.0f} samples; they take "
         f"{100 * batch / noise_scale:.0f} % more samples than tiny batches.",
         float(batch),
         "samples",
@@ -116,10 +139,14 @@ def _noise_advice(found: Sequence[Estimate], noise_scale: float | None) -> Advic
 
 
 def advise_devices(found: Sequence[Estimate], *, at: Estimate, wanted: float) -> list[Advice]:
-    """Return advice on the number of devices: from the overhead of the plan `at`, and from the best plan for each number."""
+    """Return advice on the number of devices: from the overhead of the plan `at`, and from the best
+    plan for each number.
+    """
     ratio = overhead_ratio(at)
     most = most_devices(wanted, overhead_ratio=ratio)
-    count = "any number of devices" if math.isinf(most) else f"at most {max(int(most), 1)} device(s)"
+    count = (
+        "any number of devices" if math.isinf(most) else f"at most {max(int(most), 1)} device(s)"
+    )
     devices = at.scenario.devices
     by_ratio = Advice(
         "number of devices",
@@ -158,13 +185,16 @@ def _searched_devices(found: Sequence[Estimate], wanted: float) -> Advice:
             "samples per second": each.samples_per_second,
             "efficiency": of(each),
             "R": overhead_ratio(each),
-            "money per 1000 samples": None if each.money_per_sample is None else 1000 * each.money_per_sample,
+            "money per 1000 samples": None
+            if each.money_per_sample is None
+            else 1000 * each.money_per_sample,
         }
         for each in sorted(found, key=lambda each: each.scenario.devices)
     ]
     return Advice(
         "number of devices",
-        f"With the best plan for each number, {most.scenario.devices} devices are the most of those looked at that keep "
+        f"With the best plan for each number, {most.scenario.devices} devices are the most of "
+        "those looked at that keep "
         f"{wanted:g} of the speed per device of {first.scenario.devices}.",
         float(most.scenario.devices),
         "devices",

@@ -1,11 +1,14 @@
-"""PlanCosts -> ChainTable: the blocks of a model as a chain, for one configuration of the block ``""`` around them.
+"""PlanCosts -> ChainTable: the blocks of a model as a chain, for one configuration of the block
+``""`` around them.
 
-A block's bytes in each phase (see `costs.lifetimes`) become a few numbers: what is there all the step, what while later blocks
-run forward and while they run backward, what before and after these, and the peaks while it runs. What it has in phases of
-other blocks above these (a buffer that the next block still needs) is charged to the block that runs then, at the most that any
-configuration has. Buffers of sharded blocks live until the next sharded block: blocks with whole gradients between them are
-charged the largest (`Choices.between`). So the table is an upper bound of what blocks keep, and equal to it where they do not
-differ in that; plans that are found are evaluated by `PlanCosts` again.
+A block's bytes in each phase (see `costs.lifetimes`) become a few numbers: what is there all the
+step, what while later blocks run forward and while they run backward, what before and after these,
+and the peaks while it runs. What it has in phases of other blocks above these (a buffer that the
+next block still needs) is charged to the block that runs then, at the most that any configuration
+has. Buffers of sharded blocks live until the next sharded block: blocks with whole gradients
+between them are charged the largest (`Choices.between`). So the table is an upper bound of what
+blocks keep, and equal to it where they do not differ in that; plans that are found are evaluated by
+`PlanCosts` again.
 """
 
 from __future__ import annotations
@@ -20,7 +23,15 @@ from numpy.typing import NDArray
 
 from lightning_topt.costs.chain_table import BlockCosts, ChainTable
 from lightning_topt.costs.cost_table import Array
-from lightning_topt.costs.lifetimes import BACKWARD, FORWARD, FORWARD_OVER, ONCE, REBUILD, UPDATE, Phase
+from lightning_topt.costs.lifetimes import (
+    BACKWARD,
+    FORWARD,
+    FORWARD_OVER,
+    ONCE,
+    REBUILD,
+    UPDATE,
+    Phase,
+)
 from lightning_topt.costs.sizes import ROOT
 from lightning_topt.frontier.mesh_frontier import search_meshes
 from lightning_topt.graph.op_config import OpConfig
@@ -31,10 +42,11 @@ from lightning_topt.techniques.technique import Neighbours, Technique
 
 @dataclass(frozen=True)
 class BlockBytes:
-    """Bytes of a block under each of its configurations: (config,) each, and `own` (config, phase of its segment).
+    """Bytes of a block under each of its configurations: (config,) each, and `own` (config, phase
+    of its segment).
 
-    `beside` are the phases of others in which a configuration has more than static + held or static + kept between its passes,
-    or than static + late outside them, with the most that any has.
+    `beside` are the phases of others in which a configuration has more than static + held or static
+    + kept between its passes, or than static + late outside them, with the most that any has.
     """
 
     static: Array
@@ -47,21 +59,27 @@ class BlockBytes:
 
 @dataclass(frozen=True, eq=False)
 class Choices:
-    """Configurations that the blocks of a model may have beside one another; what chains of them share."""
+    """Configurations that the blocks of a model may have beside one another; what chains of them
+    share.
+    """
 
     costs: PlanCosts
     configs: Mapping[str, Sequence[OpConfig]]
 
     @cached_property
     def positions(self) -> tuple[str, ...]:
-        """The block that is decided about at each position of the chain; ``""`` where there is none."""
+        """The block that is decided about at each position of the chain; ``""`` where there is
+        none.
+        """
         spans = self.costs.step.segments.of_block
         homes = {spans[name][0]: name for name in self.configs if name != ROOT and name in spans}
         return tuple(homes.get(k, ROOT) for k in range(self.costs.step.segments.count))
 
     @cached_property
     def most(self) -> dict[str, OpConfig]:
-        """The plan that shares the least of the work of the update, but shares it: the most that blocks keep together."""
+        """The plan that shares the least of the work of the update, but shares it: the most that
+        blocks keep together.
+        """
         return {
             name: min(configs, key=lambda config: (config.storage.level == 0, config.storage.level))
             for name, configs in self.configs.items()
@@ -69,13 +87,17 @@ class Choices:
 
     @cached_property
     def rarer(self) -> dict[Technique, set[str]]:
-        """The techniques that only other plans than `most` have, and the blocks that may have them."""
+        """The techniques that only other plans than `most` have, and the blocks that may have
+        them.
+        """
         found: dict[Technique, set[str]] = {}
         usual = {t for config in self.most.values() for t in self.costs.techniques(config)}
         of_list: dict[int, set[Technique]] = {}
         for name, configs in self.configs.items():
             if id(configs) not in of_list:
-                of_list[id(configs)] = {t for config in configs for t in self.costs.techniques(config)} - usual
+                of_list[id(configs)] = {
+                    t for config in configs for t in self.costs.techniques(config)
+                } - usual
             for technique in of_list[id(configs)]:
                 found.setdefault(technique, set()).add(name)
         return found
@@ -124,7 +146,9 @@ class Choices:
                 configs = self.configs[block]
                 key = self.costs.timed_alike[block], id(configs)
                 if key not in known:
-                    known[key] = np.array([self.costs.block_times(block, config).sum(axis=1) for config in configs]).T
+                    known[key] = np.array(
+                        [self.costs.block_times(block, config).sum(axis=1) for config in configs]
+                    ).T
                 found[home] = known[key]
         return found
 
@@ -132,60 +156,84 @@ class Choices:
     def own(self) -> NDArray[np.intp]:
         """The indices of the phases of each segment (segment, phase)."""
         position = self.costs.step.phases.position
-        return np.array([[position[kind, k] for kind in FORWARD + BACKWARD] for k in range(len(self.positions))])
+        return np.array(
+            [[position[kind, k] for kind in FORWARD + BACKWARD] for k in range(len(self.positions))]
+        )
 
     def neighbours(self, block: str, config: OpConfig) -> Neighbours:
-        """Return the blocks beside `block` where all are sharded, if it is; for the root one that it has in any case."""
+        """Return the blocks beside `block` where all are sharded, if it is; for the root one that
+        it has in any case.
+        """
         if not config.storage.sharded_axes("gradients"):
             return Neighbours()
         beside = self._uniform_neighbours[block]
-        if block == ROOT and beside.following is not None and any(map(_is_whole, self.configs[beside.following])):
+        if (
+            block == ROOT
+            and beside.following is not None
+            and any(map(_is_whole, self.configs[beside.following]))
+        ):
             return replace(beside, following=None)
         return beside
 
     def block_memory(self, block: str, config: OpConfig) -> Array:
         """Return the bytes of a block in each phase (phase,).
 
-        Where sharded and whole gradients mix, the buffer of its updated parameters is its own: a sum over all blocks, as if
-        all had one, would be far above what most plans have.
+        Where sharded and whole gradients mix, the buffer of its updated parameters is its own: a
+        sum over all blocks, as if all had one, would be far above what most plans have.
         """
         size = self.costs.block_memory(block, config, self.neighbours(block, config))
         if self.mixes:
             size = size.copy()
-            size[self.costs.step.phases.position[UPDATE]] += self.costs.temporaries(block, config)[2]
+            size[self.costs.step.phases.position[UPDATE]] += self.costs.temporaries(block, config)[
+                2
+            ]
         return size
 
     def split_by_first(self) -> tuple[Choices, ...]:
-        """Return the choices in which the block that is gathered first is sharded, and those in which it is not: until it is
-        gathered the buffer of a sharded root lives.
+        """Return the choices in which the block that is gathered first is sharded, and those in
+        which it is not: until it is gathered the buffer of a sharded root lives.
         """
         first = self._uniform_neighbours[ROOT].following
         if first is None:
             return (self,)
-        halves = ([config for config in self.configs[first] if _is_whole(config) == whole] for whole in (False, True))
-        return tuple(replace(self, configs={**self.configs, first: half}) for half in halves if half)
+        halves = (
+            [config for config in self.configs[first] if _is_whole(config) == whole]
+            for whole in (False, True)
+        )
+        return tuple(
+            replace(self, configs={**self.configs, first: half}) for half in halves if half
+        )
 
     @cached_property
     def between(self) -> Array:
-        """The bytes (phase,) that a block with whole gradients has beside it of sharded ones, above what these have where all
-        are sharded: the largest buffer of a block before it, and of one after it.
+        """The bytes (phase,) that a block with whole gradients has beside it of sharded ones, above
+        what these have where all are sharded: the largest buffer of a block before it, and of one
+        after it.
         """
         phases, found = self.costs.step.phases, np.zeros((2, len(self.costs.step.phases.order)))
         if not self.mixes:
             return np.asarray(found[0])
         segment = phases.segment
         for home, block in self._ends:
-            sharded = (config for config in self.configs[block] if not _is_whole(config) and not config.recompute)
+            sharded = (
+                config
+                for config in self.configs[block]
+                if not _is_whole(config) and not config.recompute
+            )
             for config in sharded:
                 usual = self.costs.block_memory(block, config, self._uniform_neighbours[block])
                 more = self.costs.block_memory(block, config) - usual
-                for side, of_others in enumerate((segment > home, (segment >= 0) & (segment < home))):
+                for side, of_others in enumerate(
+                    (segment > home, (segment >= 0) & (segment < home))
+                ):
                     found[side] = np.maximum(found[side], np.where(of_others, more, 0.0))
         return np.asarray(found.sum(axis=0))
 
     @property
     def _ends(self) -> list[tuple[int, str]]:
-        """The first and the last position of blocks that are alike: those before and after all others."""
+        """The first and the last position of blocks that are alike: those before and after all
+        others.
+        """
         ends: dict[Hashable, list[tuple[int, str]]] = {}
         for home, block in enumerate(self.positions):
             if block:
@@ -223,15 +271,23 @@ class Choices:
         own, once = segment == home, (segment == -1) & ~over
         later, outside = ((segment > home) & forward) | over, ~own & ~over & (segment <= home)
         backward = (segment > home) & ~forward
-        # New buckets are as large as all gradients: what blocks with whole gradients have beside one another then is exact.
+        # New buckets are as large as all gradients: what blocks with whole gradients have beside
+        # one another then is exact.
         listed = once & ~((places == phases.position[REBUILD]) & self._whole)
         sides = [outside & ~once & forward, outside & ~once & ~forward]
-        most = np.max([size[:, listed].max(axis=1), *(size[:, s].min(axis=1) for s in sides if s.any())], axis=0)
+        most = np.max(
+            [size[:, listed].max(axis=1), *(size[:, s].min(axis=1) for s in sides if s.any())],
+            axis=0,
+        )
         between = [
-            size[:, some].min(axis=1) if some.any() else np.full(len(configs), np.inf) for some in (later, backward)
+            size[:, some].min(axis=1) if some.any() else np.full(len(configs), np.inf)
+            for some in (later, backward)
         ]
         static = np.minimum(most, np.min(between, axis=0))
-        late, held, kept = most - static, *(np.where(np.isfinite(each), each - static, 0.0) for each in between)
+        late, held, kept = (
+            most - static,
+            *(np.where(np.isfinite(each), each - static, 0.0) for each in between),
+        )
         listed_then = np.select([later, backward], [held[:, None], kept[:, None]], late[:, None])
         above = np.where(own, 0.0, size - static[:, None] - listed_then).max(axis=0)
         beside = {phases.order[index]: float(above[index]) for index in np.flatnonzero(above >= 1)}
@@ -245,13 +301,18 @@ def _is_whole(config: OpConfig) -> bool:
 def _moved(numbers: BlockBytes, by: int) -> BlockBytes:
     if by == 0:
         return numbers
-    beside = {phase if phase in ONCE else (phase[0], phase[1] + by): size for phase, size in numbers.beside.items()}
+    beside = {
+        phase if phase in ONCE else (phase[0], phase[1] + by): size
+        for phase, size in numbers.beside.items()
+    }
     return replace(numbers, beside=beside)
 
 
 @dataclass(frozen=True, eq=False)
 class Chain:
-    """Plans that give the block ``""`` the configuration `root`, and every other block one of those of `choices`."""
+    """Plans that give the block ``""`` the configuration `root`, and every other block one of those
+    of `choices`.
+    """
 
     choices: Choices
     root: OpConfig
@@ -262,14 +323,19 @@ class Chain:
         return self.choices.costs
 
     def batch(self, rows: Rows) -> PlanBatch:
-        """Return plans: `rows` (n, position) hold indices into the configurations of the block at each position."""
+        """Return plans: `rows` (n, position) hold indices into the configurations of the block at
+        each position.
+        """
         configs = {
-            name: (several[:1] if name != ROOT else [self.root]) for name, several in self.choices.configs.items()
+            name: (several[:1] if name != ROOT else [self.root])
+            for name, several in self.choices.configs.items()
         }
         configs |= {block: self.choices.configs[block] for block in self.choices.positions if block}
         home = {block: k for k, block in enumerate(self.choices.positions) if block}
         nowhere = np.zeros(len(rows), np.intp)
-        plans = np.stack([rows[:, home[name]] if name in home else nowhere for name in configs], axis=1)
+        plans = np.stack(
+            [rows[:, home[name]] if name in home else nowhere for name in configs], axis=1
+        )
         return PlanBatch(self.costs, configs, plans)
 
     @cached_property
@@ -288,7 +354,9 @@ class Chain:
             key = kind, own[k].tobytes(), root[k].tobytes(), between[k].tobytes()
             if key not in seen:
                 columns = self._columns(k, own[k], root[k], between[k])
-                seen[key] = distinct.setdefault(tuple(column.tobytes() for column in columns.values()), len(blocks))
+                seen[key] = distinct.setdefault(
+                    tuple(column.tobytes() for column in columns.values()), len(blocks)
+                )
                 if seen[key] == len(blocks):
                     block = self.choices.positions[k]
                     configs = tuple(self.choices.configs[block]) if block else (self.root,)
@@ -299,7 +367,9 @@ class Chain:
             tuple(order),
             fixed_seconds=self.costs.plan_seconds({**self.choices.most, ROOT: self.root}),
             fixed_bytes=always,
-            update_bytes=max(float(beside[self.costs.step.phases.position[phase]]) for phase in ONCE),
+            update_bytes=max(
+                float(beside[self.costs.step.phases.position[phase]]) for phase in ONCE
+            ),
         )
 
     @property
@@ -307,15 +377,18 @@ class Chain:
         """Bytes of the root and of what all blocks keep together (phase,)."""
         step, usual = self.costs.step, {**self.choices.most, ROOT: self.root}
         own = {RESULTS} if self.choices.mixes else set()
-        together = step.phases.add_up(each for each in self.costs.plan_lifetimes(usual) if each.kind not in own)
+        together = step.phases.add_up(
+            each for each in self.costs.plan_lifetimes(usual) if each.kind not in own
+        )
         for technique, blocks in self.choices.rarer.items():
             if technique not in self.costs.techniques(self.root):
                 together = together + step.phases.add_up(technique.plan_lifetimes(step, blocks))
         return together + self.choices.block_memory(ROOT, self.root)
 
     def _columns(self, k: int, beside: Array, root: Array, between: Array) -> dict[str, Any]:
-        """The costs of the block at position `k`, by their names in `BlockCosts` (config,), `beside` others (phase,), with what
-        is `between` sharded ones (phase,) where it is whole, and the times of the `root` there (3,).
+        """The costs of the block at position `k`, by their names in `BlockCosts` (config,),
+        `beside` others (phase,), with what is `between` sharded ones (phase,) where it is whole,
+        and the times of the `root` there (3,).
 
         On grids, nanoseconds and bytes, on which those of equal blocks are equal.
         """
@@ -324,9 +397,13 @@ class Chain:
             listed_beside = self.choices.beside[self.choices.own[k]]
             own = (beside + np.maximum(between - listed_beside, 0.0))[None]
         else:
-            whole = np.array([_is_whole(config) for config in self.choices.configs[self.choices.positions[k]]])
+            whole = np.array(
+                [_is_whole(config) for config in self.choices.configs[self.choices.positions[k]]]
+            )
             own = numbers.own + beside + np.where(whole[:, None], between, 0.0)
-        humps = np.maximum(np.stack([own[:, : len(FORWARD)].max(axis=1), own[:, len(FORWARD) :].max(axis=1)]), 0.0)
+        humps = np.maximum(
+            np.stack([own[:, : len(FORWARD)].max(axis=1), own[:, len(FORWARD) :].max(axis=1)]), 0.0
+        )
         if numbers is None:
             times, listed = root[:, None], np.zeros((4, 1))
         else:
@@ -334,10 +411,18 @@ class Chain:
             listed = np.stack([numbers.static, numbers.kept, numbers.late, numbers.held])
         seconds = zip(("seconds", "backward", "exchange"), np.round(times, 9), strict=True)
         sizes = np.round(np.concatenate([listed, humps]))
-        return dict([*seconds, *zip(("static", "kept", "late", "held", "forward_hump", "hump"), sizes, strict=True)])
+        return dict(
+            [
+                *seconds,
+                *zip(
+                    ("static", "kept", "late", "held", "forward_hump", "hump"), sizes, strict=True
+                ),
+            ]
+        )
 
 
-NO_BOUND = 1e9  # where a search that was given up can state no relative error; files hold no infinities
+# where a search that was given up can state no relative error; files hold no infinities
+NO_BOUND = 1e9
 
 
 @dataclass(frozen=True)
@@ -348,9 +433,11 @@ class FoundPlans:
     error_bound: float
 
 
-def search_chains(chains: Sequence[Chain], *, max_seconds: float, epsilon: float = 0.0) -> FoundPlans:
-    """Return the plans that no plan of any of `chains` beats in both seconds and bytes, as far as `max_seconds` allow, or by
-    the share `epsilon`.
+def search_chains(
+    chains: Sequence[Chain], *, max_seconds: float, epsilon: float = 0.0
+) -> FoundPlans:
+    """Return the plans that no plan of any of `chains` beats in both seconds and bytes, as far as
+    `max_seconds` allow, or by the share `epsilon`.
     """
     candidates = [(chain, lambda chain=chain: chain.table) for chain in chains]
     found = search_meshes(candidates, max_seconds=max_seconds, epsilon=epsilon)

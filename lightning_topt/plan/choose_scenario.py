@@ -1,4 +1,6 @@
-"""Choosing one of the estimates of several scenarios, within limits of time and money, and saying why."""
+"""Choosing one of the estimates of several scenarios, within limits of time and money, and saying
+why.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ _NEEDS_WORK = ("duration",)
 
 @dataclass(frozen=True)
 class Limits:
-    """`Limits` say what may be chosen: a run of at most so many seconds and so much money, steps of at most so many seconds, at
-    least so many samples per second; None: any.
+    """`Limits` say what may be chosen: a run of at most so many seconds and so much money, steps of
+    at most so many seconds, at least so many samples per second; None: any.
     """
 
     deadline: float | None = None
@@ -25,12 +27,16 @@ class Limits:
     samples_per_second: float | None = None
 
     def excess(self, each: Estimate) -> float:
-        """Return by how much the worst of the limits is missed: 1 where all are kept, 2 where one is exceeded twofold."""
+        """Return by how much the worst of the limits is missed: 1 where all are kept, 2 where one
+        is exceeded twofold.
+        """
         found = [1.0]
         if self.deadline is not None and each.run is not None:
             found.append(each.run.seconds / max(self.deadline, 1e-9))
         if self.budget is not None:
-            found.append(float("inf") if each.money is None else each.money / max(self.budget, 1e-9))
+            found.append(
+                float("inf") if each.money is None else each.money / max(self.budget, 1e-9)
+            )
         if self.step_seconds is not None:
             found.append(each.step_seconds / max(self.step_seconds, 1e-9))
         if self.samples_per_second is not None:
@@ -52,17 +58,26 @@ class Limits:
 
 
 def check_asked(objective: str, limits: Limits, *, has_work: bool) -> None:
-    """Raise ValueError for an unknown objective, and for one or a limit that needs the work of a run."""
+    """Raise ValueError for an unknown objective, and for one or a limit that needs the work of a
+    run.
+    """
     check_objective(objective, allowed=SCENARIO_OBJECTIVES)
-    needs = [name for name, value in (("deadline", limits.deadline), ("budget", limits.budget)) if value is not None]
+    needs = [
+        name
+        for name, value in (("deadline", limits.deadline), ("budget", limits.budget))
+        if value is not None
+    ]
     if not has_work and (needs or objective in _NEEDS_WORK):
         asked = f"limits.{needs[0]}" if needs else f"objective={objective}"
-        raise ValueError(f"{asked} is about a whole run: say what it takes, for instance work.tokens=300e9")
+        raise ValueError(
+            f"{asked} is about a whole run: say what it takes, for instance work.tokens=300e9"
+        )
 
 
 def default_objective(estimates: Sequence[Estimate], limits: Limits, *, given: str) -> str:
-    """Return what is minimised where nobody said: money of a run where prices are known, unless there is a budget, which is
-    spent for a short run; the most samples per second of several scenarios; else `given`.
+    """Return what is minimised where nobody said: money of a run where prices are known, unless
+    there is a budget, which is spent for a short run; the most samples per second of several
+    scenarios; else `given`.
     """
     if any(each.run is not None for each in estimates):
         priced = any(each.money is not None for each in estimates)
@@ -71,11 +86,13 @@ def default_objective(estimates: Sequence[Estimate], limits: Limits, *, given: s
     return "throughput" if several and given == "time" else given
 
 
-def choose_estimate(estimates: Sequence[Estimate], *, objective: str, limits: Limits) -> tuple[Estimate, str]:
+def choose_estimate(
+    estimates: Sequence[Estimate], *, objective: str, limits: Limits
+) -> tuple[Estimate, str]:
     """Return the best of `estimates` within `limits`, and why it is.
 
-    Raises ValueError where prices are needed and no cluster has any, NoPlanFitsError where nothing keeps the limits: the
-    nearest is named.
+    Raises ValueError where prices are needed and no cluster has any, NoPlanFitsError where nothing
+    keeps the limits: the nearest is named.
     """
     assert estimates
     if objective == "money" or limits.budget is not None:
@@ -102,7 +119,10 @@ def _cost(objective: str) -> Callable[[Estimate], tuple[float, float]]:
         "devices": lambda each: (each.scenario.devices, each.step_seconds),
         "throughput": lambda each: (-each.samples_per_second, each.peak_bytes),
         "money": lambda each: (money(each), each.step_seconds),
-        "duration": lambda each: (each.run.seconds if each.run else each.step_seconds, each.money or 0.0),
+        "duration": lambda each: (
+            each.run.seconds if each.run else each.step_seconds,
+            each.money or 0.0,
+        ),
     }
     return by[objective]
 
@@ -130,11 +150,22 @@ def in_words(each: Estimate) -> str:
 
 
 def _why(
-    chosen: Estimate, kept: Sequence[Estimate], all_of_them: Sequence[Estimate], *, objective: str, limits: Limits
+    chosen: Estimate,
+    kept: Sequence[Estimate],
+    all_of_them: Sequence[Estimate],
+    *,
+    objective: str,
+    limits: Limits,
 ) -> str:
     words = limits.in_words()
     verb = "finishes" if len(kept) == 1 else "finish"
-    within = f" that {verb} {words}" if limits.deadline or limits.budget else f" {words}" if words else ""
+    within = (
+        f" that {verb} {words}"
+        if limits.deadline or limits.budget
+        else f" {words}"
+        if words
+        else ""
+    )
     count = "the only one" if len(kept) == 1 else f"{_SUPERLATIVES[objective]} of {len(kept)}"
     left = len(all_of_them) - len(kept)
     parts = [
@@ -159,8 +190,10 @@ def _interruptions(each: Estimate) -> str:
     run = each.run
     assert run is not None
     return (
-        f"{run.failures:.1f} failures expected, a checkpoint of {format_seconds(run.checkpoint_seconds)} every "
-        f"{format_duration(run.interval_seconds)}, together {100 * run.overhead:.1f} % more than the steps"
+        f"{run.failures:.1f} failures expected, a checkpoint of "
+        f"{format_seconds(run.checkpoint_seconds)} every "
+        f"{format_duration(run.interval_seconds)}, together {100 * run.overhead:.1f} % more than "
+        "the steps"
     )
 
 
@@ -170,7 +203,8 @@ def _why_none(estimates: Sequence[Estimate], limits: Limits) -> str:
     count = "the plan" if len(estimates) == 1 else f"none of {len(estimates)} plans"
     verb = f"does not {what[:-2] if what == 'finishes' else 'run'}" if len(estimates) == 1 else what
     return (
-        f"{count} {verb} {limits.in_words()}: the nearest is {nearest.scenario} with {in_words(nearest)}; allow more, or give "
+        f"{count} {verb} {limits.in_words()}: the nearest is {nearest.scenario} with "
+        f"{in_words(nearest)}; allow more, or give "
         "other clusters, device_counts or batch sizes"
     )
 
@@ -178,11 +212,16 @@ def _why_none(estimates: Sequence[Estimate], limits: Limits) -> str:
 def _why_no_price(each: Estimate) -> str:
     name = "spot_price_per_hour" if each.scenario.spot else "price_per_hour"
     return (
-        f"the cluster {each.scenario.cluster.name!r} has no price: set cluster.device.{name} (of one device; +cluster.device. "
+        f"the cluster {each.scenario.cluster.name!r} has no price: set cluster.device.{name} (of "
+        "one device; +cluster.device. "
         "where the file has no such entry), or leave out objective=money and limits.budget"
     )
 
 
 def unpriced(estimates: Iterable[Estimate]) -> list[str]:
     """Return the names of clusters without a price, each once."""
-    return [*dict.fromkeys(e.scenario.cluster.name for e in estimates if e.scenario.price_per_hour is None)]
+    return [
+        *dict.fromkeys(
+            e.scenario.cluster.name for e in estimates if e.scenario.price_per_hour is None
+        )
+    ]

@@ -1,4 +1,6 @@
-"""The explanation of a plan for people: with a tensor axis its blocks, and what is not split; with stages each of these."""
+"""The explanation of a plan for people: with a tensor axis its blocks, and what is not split; with
+stages each of these.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,14 @@ from lightning_topt.techniques.explain import BlockExplanation, TensorCollective
 from lightning_topt.techniques.tensor_parallel.whole_operators import WholeOperator
 
 _ROWS, _OPERATORS = 8, 5
-_COLUMNS = ("blocks", "operators", "of these, tensor axis", "update", "data axes", "memory at the peak")
+_COLUMNS = (
+    "blocks",
+    "operators",
+    "of these, tensor axis",
+    "update",
+    "data axes",
+    "memory at the peak",
+)
 
 
 def print_explanation(explained: PlanExplanation, *, console: Console) -> None:
@@ -33,7 +42,9 @@ def print_stages(stages: Sequence[StageExplanation], *, console: Console) -> Non
     table = Table(
         *columns,
         *(("misses",) if is_stale else ()),
-        caption=f"{caption}; misses: updates that forward passes are too early for" if is_stale else caption,
+        caption=f"{caption}; misses: updates that forward passes are too early for"
+        if is_stale
+        else caption,
         caption_justify="left",
     )
     for column in table.columns[3:]:
@@ -54,20 +65,26 @@ def print_stages(stages: Sequence[StageExplanation], *, console: Console) -> Non
 
 
 def whole_sentences(operators: Sequence[WholeOperator]) -> list[str]:
-    """Return what is not split with its share of time and memory, first all of it, then by function; nothing for none."""
+    """Return what is not split with its share of time and memory, first all of it, then by
+    function; nothing for none.
+    """
     if not operators:
         return []
     shown, rest = operators[:_OPERATORS], operators[_OPERATORS:]
     lines = [f"Not split, the same on every rank of the tensor axis: {_shares(operators)}."]
     lines += [
-        f"- {each.function} ({_calls(each.calls)}, first in {each.module or 'the model itself'}; {each.why}): {_shares([each])}"
+        f"- {each.function} ({_calls(each.calls)}, first in {each.module or 'the model itself'}; "
+        f"{each.why}): {_shares([each])}"
         for each in shown
     ]
     return lines + ([f"- {len(rest)} other functions: {_shares(rest)}"] if rest else [])
 
 
 def _shares(operators: Sequence[WholeOperator]) -> str:
-    seconds, size = sum(each.share_of_seconds for each in operators), sum(each.share_of_bytes for each in operators)
+    seconds, size = (
+        sum(each.share_of_seconds for each in operators),
+        sum(each.share_of_bytes for each in operators),
+    )
     return f"{100 * seconds:.1f} % of the operators' time, {100 * size:.1f} % of the activations"
 
 
@@ -80,14 +97,19 @@ def _blocks(explained: PlanExplanation, console: Console) -> None:
     alike: dict[Hashable, list[str]] = {}
     for name, block in explained.blocks.items():
         alike.setdefault((_cells(block), _exchanged(block.collectives)), []).append(name)
-    order = sorted(alike.values(), key=lambda names: -len(names) * sum(explained.blocks[names[0]].seconds.values()))
+    order = sorted(
+        alike.values(),
+        key=lambda names: -len(names) * sum(explained.blocks[names[0]].seconds.values()),
+    )
     hidden = len(order) - _ROWS
     caption = f"each block; {hidden} more kinds of blocks take less" if hidden > 0 else "each block"
     table = Table(*_COLUMNS, caption=caption, caption_justify="left")
     for column in table.columns[1:]:
         column.justify = "right"
     titles = [
-        f"{_shown(names[0])} ... {_shown(names[-1])} ({len(names)})" if names[1:] else _shown(names[0])
+        f"{_shown(names[0])} ... {_shown(names[-1])} ({len(names)})"
+        if names[1:]
+        else _shown(names[0])
         for names in order
     ]
     for title, names in zip(titles[:_ROWS], order, strict=False):
@@ -95,7 +117,9 @@ def _blocks(explained: PlanExplanation, console: Console) -> None:
     console.print(table)
     for title, names in zip(titles[:_ROWS], order, strict=False):
         if exchanged := _exchanged(explained.blocks[names[0]].collectives):
-            console.print(f"{title} along the tensor axis: {exchanged}", highlight=False, markup=False)
+            console.print(
+                f"{title} along the tensor axis: {exchanged}", highlight=False, markup=False
+            )
 
 
 def _shown(block: str) -> str:
@@ -114,4 +138,6 @@ def _cells(block: BlockExplanation) -> tuple[str, ...]:
 
 
 def _exchanged(collectives: Sequence[TensorCollective]) -> str:
-    return ", ".join(f"{each.during} {each.calls} {each.op} ({format_bytes(each.bytes)})" for each in collectives)
+    return ", ".join(
+        f"{each.during} {each.calls} {each.op} ({format_bytes(each.bytes)})" for each in collectives
+    )

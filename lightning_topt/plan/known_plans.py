@@ -1,13 +1,16 @@
-"""`KnownPlans` tells of a chain, before it is searched, whether any of its plans can be better than plans that are known.
+"""`KnownPlans` tells of a chain, before it is searched, whether any of its plans can be better than
+plans that are known.
 
-A plan that none of the known ones beats takes less time than some known plan, and fewer bytes than the next larger one: it
-lies below a corner (T, M). For any price l of a byte and any lower bounds t, m of its seconds and bytes it would be that
-t + l m < T + l M. Both are sums over blocks, so the least of t + l m over all plans is found block by block; where it is not
-below T + l M for one l, no plan lies below that corner.
+A plan that none of the known ones beats takes less time than some known plan, and fewer bytes than
+the next larger one: it lies below a corner (T, M). For any price l of a byte and any lower bounds
+t, m of its seconds and bytes it would be that t + l m < T + l M. Both are sums over blocks, so the
+least of t + l m over all plans is found block by block; where it is not below T + l M for one l, no
+plan lies below that corner.
 
     seconds >= fixed + sum of seconds                       also with + exchange - backward of each, the network's time
     bytes   >= fixed + sum of static + what moves while     a block runs backward or forward (see `ChainTable`), the first and
-                                                            the last of each distinct one; forward is over; the optimizer steps
+                                                            the last of each distinct one; forward
+                                                            is over; the optimizer steps
 """
 
 from __future__ import annotations
@@ -30,7 +33,9 @@ _SIZES = ("kept", "hump", "held", "forward_hump", "late")
 
 @dataclass(frozen=True, eq=False)
 class KnownPlans:
-    """Costs of plans (n, [seconds, bytes]); those that others beat are left out: seconds ascend, bytes descend."""
+    """Costs of plans (n, [seconds, bytes]); those that others beat are left out: seconds ascend,
+    bytes descend.
+    """
 
     costs: Array
 
@@ -48,7 +53,9 @@ class KnownPlans:
         return cls(costs[np.concatenate([[True], least[1:] < least[:-1]])] if len(costs) else costs)
 
     def scaled(self, share: float) -> KnownPlans:
-        """Return these with `share` of their costs; a share below 1 leaves out what is better by less than that."""
+        """Return these with `share` of their costs; a share below 1 leaves out what is better by
+        less than that.
+        """
         if share == 1:
             return self
         if share not in self._scaled:
@@ -60,28 +67,41 @@ class KnownPlans:
         return {}
 
     def may_gain(self, table: ChainTable) -> bool:
-        """Return whether some plan of the chain may be one that no known plan beats; False is certain."""
+        """Return whether some plan of the chain may be one that no known plan beats; False is
+        certain.
+        """
         if not table.order:
             return True
         bound = _Bound(table)
-        return all(self.may_gain_above(bound.fewest_bytes, p, bound.least(p)) for p in (self.few_prices, self.prices))
+        return all(
+            self.may_gain_above(bound.fewest_bytes, p, bound.least(p))
+            for p in (self.few_prices, self.prices)
+        )
 
     def may_gain_above(self, fewest_bytes: float, prices: Array, least: Array) -> bool:
-        """Return whether a plan of at least so many bytes may be one that no known plan beats, where no plan has less than
-        `least` of seconds + price * bytes (price,) at `prices`, the first of which is 0.
+        """Return whether a plan of at least so many bytes may be one that no known plan beats,
+        where no plan has less than `least` of seconds + price * bytes (price,) at `prices`, the
+        first of which is 0.
         """
         if not len(self.costs) or fewest_bytes < self.costs[-1, 1] or least[0] < self.costs[0, 0]:
             return True
         corners, some = self._corners(prices)
-        rows = np.flatnonzero((some > least[1::_FIRST]).all(axis=1))  # few prices rule out nearly all
+        # few prices rule out nearly all
+        rows = np.flatnonzero((some > least[1::_FIRST]).all(axis=1))
         return bool((corners[rows] > least[1:]).all(axis=1).any())
 
     def _corners(self, prices: Array) -> tuple[Array, Array]:
-        """The costs of the corners (corner, price) at all prices but the first, and at every so many-th of these."""
+        """The costs of the corners (corner, price) at all prices but the first, and at every so
+        many-th of these.
+        """
         if id(prices) not in self._known_corners:
             seconds, sizes = self.costs.T
             corners = seconds[1:, None] + prices[1:] * sizes[:-1, None]
-            self._known_corners[id(prices)] = prices, corners, np.ascontiguousarray(corners[:, ::_FIRST])
+            self._known_corners[id(prices)] = (
+                prices,
+                corners,
+                np.ascontiguousarray(corners[:, ::_FIRST]),
+            )
         return self._known_corners[id(prices)][1:]
 
     @cached_property
@@ -98,12 +118,15 @@ class KnownPlans:
         """Prices of a byte: none, then those between the slopes of the known plans and beyond."""
         steps = np.diff(self.costs, axis=0)
         slopes = -steps[:, 0] / steps[:, 1] if len(steps) else np.ones(1)
-        return np.concatenate([np.zeros(1), np.geomspace(slopes.min() / 4, slopes.max() * 4, _PRICES)])
+        return np.concatenate(
+            [np.zeros(1), np.geomspace(slopes.min() / 4, slopes.max() * 4, _PRICES)]
+        )
 
 
 class _Bound:
-    """Bounds of the plans of a chain in several ways: while a block runs, the first and the last of each distinct one; when
-    forward is over; in the update. Symbols: B distinct blocks, C configurations, W ways.
+    """Bounds of the plans of a chain in several ways: while a block runs, the first and the last of
+    each distinct one; when forward is over; in the update. Symbols: B distinct blocks, C
+    configurations, W ways.
     """
 
     def __init__(self, table: ChainTable) -> None:
@@ -112,15 +135,21 @@ class _Bound:
         self._more[-1] = table.update_bytes
         sizes, seconds = zip(*map(_costs_of, table.blocks), strict=True)
         most = max(len(block.configs) for block in table.blocks)
-        self._sizes, self._seconds = (np.stack([_filled(each, most) for each in some]) for some in (sizes, seconds))
+        self._sizes, self._seconds = (
+            np.stack([_filled(each, most) for each in some]) for some in (sizes, seconds)
+        )
 
     def least(self, prices: Array) -> Array:
         """Return (price,) of which no plan's seconds + price * bytes are less."""
         # (B, size, network or not, price), of whatever configuration
-        priced = (self._seconds[:, None, :, None] + prices[:, None] * self._sizes[:, :, None, None]).min(axis=-1)
+        priced = (
+            self._seconds[:, None, :, None] + prices[:, None] * self._sizes[:, :, None, None]
+        ).min(axis=-1)
         priced = np.minimum(priced, _FAR).reshape(self._counts.shape[1], -1)
         total = (self._counts @ priced).reshape(len(self._counts), 2, len(prices))
-        fixed = self.table.fixed_seconds + prices * (self.table.fixed_bytes + self._more[:, None, None])
+        fixed = self.table.fixed_seconds + prices * (
+            self.table.fixed_bytes + self._more[:, None, None]
+        )
         return np.asarray((total + fixed).max(axis=(0, 1)))
 
     @property
@@ -131,14 +160,20 @@ class _Bound:
 
 
 def _counts(table: ChainTable) -> Array:
-    """The number of blocks of each kind that count with each of `_SIZES` (W, B * size); the last way is the update."""
+    """The number of blocks of each kind that count with each of `_SIZES` (W, B * size); the last
+    way is the update.
+    """
     order, kinds = np.array(table.order), len(table.blocks)
     places = (np.flatnonzero(order == index) for index in set(table.order))
     positions = sorted({int(end) for of_block in places for end in (of_block[0], of_block[-1])})
     found = np.zeros((2 * len(positions) + 2, kinds, len(_SIZES)))
     for n, position in enumerate(positions):
-        earlier, later = (np.bincount(part, minlength=kinds) for part in (order[:position], order[position + 1 :]))
-        for row, (before, peak) in zip((2 * n, 2 * n + 1), (("kept", "hump"), ("held", "forward_hump")), strict=True):
+        earlier, later = (
+            np.bincount(part, minlength=kinds) for part in (order[:position], order[position + 1 :])
+        )
+        for row, (before, peak) in zip(
+            (2 * n, 2 * n + 1), (("kept", "hump"), ("held", "forward_hump")), strict=True
+        ):
             found[row, :, _SIZES.index(before)] += earlier
             found[row, order[position], _SIZES.index(peak)] += 1
             found[row, :, _SIZES.index("late")] += later
@@ -148,7 +183,9 @@ def _counts(table: ChainTable) -> Array:
 
 
 def _costs_of(block: BlockCosts) -> tuple[Array, Array]:
-    """The bytes of a block (size, C), with what is static; and its seconds without and with the network's (2, C)."""
+    """The bytes of a block (size, C), with what is static; and its seconds without and with the
+    network's (2, C).
+    """
     sizes = np.stack([block.static + block.cost(name) for name in _SIZES])
     sizes[~np.isfinite(sizes)] = 0.0  # where that is forbidden any bound will do
     return sizes, np.stack([block.seconds, block.seconds + (block.exchange - block.backward)])

@@ -36,37 +36,48 @@ class _StagedPlan(Protocol):
 
 
 def check_continuous(plan: _StagedPlan) -> None:
-    """Raise PlanError for what does not go together with a schedule that never flushes, or needs one."""
+    """Raise PlanError for what does not go together with a schedule that never flushes, or needs
+    one.
+    """
     if plan.schedule not in LAGS:
         if plan.prediction is not None:
             raise PlanError(
-                f"prediction is for schedules that never flush: leave it out, or choose the schedule {' or '.join(LAGS)}; got "
+                "prediction is for schedules that never flush: leave it out, or choose the "
+                f"schedule {' or '.join(LAGS)}; got "
                 f"{plan.schedule}"
             )
         return
     if len(plan.stages) != plan.mesh.pipeline_size:
         raise PlanError(
-            f"schedule {plan.schedule!r} runs one stage on each rank: {plan.mesh.pipeline_size} stages; got {len(plan.stages)}"
+            f"schedule {plan.schedule!r} runs one stage on each rank: {plan.mesh.pipeline_size} "
+            f"stages; got {len(plan.stages)}"
         )
     if plan.num_microbatches != 1 or plan.own_batches:
         raise PlanError(
-            f"schedule {plan.schedule!r} does not cut batches: num_microbatches is 1, without own_batches; got "
+            f"schedule {plan.schedule!r} does not cut batches: num_microbatches is 1, without "
+            "own_batches; got "
             f"{plan.num_microbatches}"
         )
     for block in plan.blocks:
         if block.config.storage.level:
             raise PlanError(
-                f"block {shown(block.block)} has ZeRO level {block.config.storage.level}, and schedule {plan.schedule!r} needs "
+                f"block {shown(block.block)} has ZeRO level {block.config.storage.level}, and "
+                f"schedule {plan.schedule!r} needs "
                 "whole weights and optimizer state in every pass: choose level 0 (ddp)"
             )
 
 
 def rule_from_value(value: Any) -> Prediction | None:
-    """Return the prediction that a plan names, or has. Raises PlanError for one that is not there."""
+    """Return the prediction that a plan names, or has. Raises PlanError for one that is not
+    there.
+    """
     if value is None or isinstance(value, Prediction):
         return value
     if not isinstance(value, str | Mapping):
-        raise PlanError(f"prediction is the name of a rule, or a mapping with one under 'rule'; got {shown(value)}")
+        raise PlanError(
+            "prediction is the name of a rule, or a mapping with one under 'rule'; got "
+            f"{shown(value)}"
+        )
     try:
         return make_prediction(value)
     except (TypeError, ValueError) as error:

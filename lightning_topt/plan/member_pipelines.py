@@ -1,7 +1,7 @@
 """Pipelines whose ranks bring a batch each, as data ranks do: these batches are the microbatches.
 
-Besides what every pipeline takes, batches of all ranks of a row go to each of these, and an evaluation, which each rank runs by
-itself, needs the whole parameters.
+Besides what every pipeline takes, batches of all ranks of a row go to each of these, and an
+evaluation, which each rank runs by itself, needs the whole parameters.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from lightning_topt.plan.staged_plans import search_stages_for, shape_of_plan
 
 
 def search_member_pipelines(request: SearchRequest, known: Sequence[PlanPoint]) -> PlanFrontier:
-    """Return the plans with stages for ranks that have a batch like the captured one each, but for those that `known` ones for
-    as many ranks beat; ``request.evaluates`` says whether the run has evaluations.
+    """Return the plans with stages for ranks that have a batch like the captured one each, but for
+    those that `known` ones for as many ranks beat; ``request.evaluates`` says whether the run has
+    evaluations.
     """
     blocks, found, plainer, error = stage_blocks(request), list[PlanPoint](), list[PlanPoint](), 0.0
     for count in request.device_counts:
@@ -45,8 +46,8 @@ def search_member_pipelines(request: SearchRequest, known: Sequence[PlanPoint]) 
 
 
 def least_member_seconds(request: SearchRequest) -> float:
-    """Return seconds that no step is below whose ranks run their batches in stages: the computation is shared out evenly at
-    best, and so is the update.
+    """Return seconds that no step is below whose ranks run their batches in stages: the computation
+    is shared out evenly at best, and so is the update.
     """
     blocks = stage_blocks(request)
     found = [np.inf]
@@ -55,23 +56,31 @@ def least_member_seconds(request: SearchRequest) -> float:
             step = blocks.step
             compute = float(sum(times.sum() for times in step.compute.values()))
             share = 1 / shape.pipeline / (shape.data if step.optimizer.by_parameter else 1)
-            update = sum(step.update_seconds(parameter, share=share) for parameter in step.graph.parameters)
+            update = sum(
+                step.update_seconds(parameter, share=share) for parameter in step.graph.parameters
+            )
             found.append(compute + update + sent_seconds(step, shape))
     return min(found)
 
 
 def sent_seconds(step: TrainingStep, shape: PipelineShape) -> float:
-    """Return the seconds in which each rank of a row gets the batches of the others, and results of its own; `step` is that of
-    one batch.
+    """Return the seconds in which each rank of a row gets the batches of the others, and results of
+    its own; `step` is that of one batch.
     """
     ranks, along = shape.pipeline, replace(step, mesh=shape.mesh(step.cluster))
     axes = along.mesh.pipeline_axes
-    batches = ranks * along.collective_seconds("broadcast", step.graph.input_bytes.at(step.batch_size), axes=axes)
-    return batches + 3 * along.collective_seconds("all_gather", ranks * MICROBATCH_NOTE_BYTES, axes=axes)
+    batches = ranks * along.collective_seconds(
+        "broadcast", step.graph.input_bytes.at(step.batch_size), axes=axes
+    )
+    return batches + 3 * along.collective_seconds(
+        "all_gather", ranks * MICROBATCH_NOTE_BYTES, axes=axes
+    )
 
 
 def evaluation_bytes(blocks: StageBlocks, plan: ParallelPlan) -> float:
-    """Return the bytes of the fullest rank that evaluates: all parameters, beside gradients and states of its own stages."""
+    """Return the bytes of the fullest rank that evaluates: all parameters, beside gradients and
+    states of its own stages.
+    """
     shape, names = shape_of_plan(plan), {name: place for place, name in enumerate(blocks.names)}
     once, graph = shape.once(blocks), blocks.step.graph
     sizes = np.array([sum(map(parameter_bytes, owned)) for owned in blocks.owned], float)

@@ -1,4 +1,6 @@
-"""ParallelPlan: the narrow waist between search and execution. Complete, readable YAML, and a hand-written one runs too."""
+"""ParallelPlan: the narrow waist between search and execution. Complete, readable YAML, and a
+hand-written one runs too.
+"""
 
 from __future__ import annotations
 
@@ -38,36 +40,49 @@ from lightning_topt.plan.presets import Preset, describe_config
 from lightning_topt.prediction.choose_rule import prediction_to_value
 from lightning_topt.prediction.rule import Prediction as WeightPrediction
 
-__all__ = ["BlockPlan", "ParallelPlan", "PlanError", "Prediction", "StagePlan", "preset_plan", "uniform_plan"]
+__all__ = [
+    "BlockPlan",
+    "ParallelPlan",
+    "PlanError",
+    "Prediction",
+    "StagePlan",
+    "preset_plan",
+    "uniform_plan",
+]
 
 
 @dataclass(frozen=True)
 class ParallelPlan:
     """A whole model's plan: the mesh of ranks, and how each block is placed on its axes.
 
-    `model` and `fingerprint` say which model it was made for (`OpGraph.fingerprint`; None in a hand-written plan means
-    "any model that has these modules"). `batch_size` is per rank. `gradient_exchange` is for gradients that are whole on
-    every rank; None: an all-reduce. `predicted` and `reason` are for people.
+    `model` and `fingerprint` say which model it was made for (`OpGraph.fingerprint`; None in a
+    hand-written plan means "any model that has these modules"). `batch_size` is per rank.
+    `gradient_exchange` is for gradients that are whole on every rank; None: an all-reduce.
+    `predicted` and `reason` are for people.
 
-    `schedule` names the pipeline schedule of a plan with stages (`schedules`), None without. Stages are numbered along the
-    forward pass, as many on each rank along the axis "pipeline"; which of them a rank runs is the schedule's. A named block
-    stands in one stage; the block ``""`` may stand in several, which place it alike.
+    `schedule` names the pipeline schedule of a plan with stages (`schedules`), None without. Stages
+    are numbered along the forward pass, as many on each rank along the axis "pipeline"; which of
+    them a rank runs is the schedule's. A named block stands in one stage; the block ``""`` may
+    stand in several, which place it alike.
 
-    `num_microbatches`, with a schedule, is the number of parts that a rank's batch is cut into. Without one it is the number
-    of batches that the ranks of a tensor group run together in a step, one after the other: 1, a batch that all of them get,
-    or as many as they are, the batch of each rank. `own_batches`, with a schedule: each rank of a pipeline brings a batch, and
-    each of these is one microbatch. `joint` are the modules that run the batches of all ranks of a tensor group at once: each
-    of them brings one, and runs all the rest on it alone.
+    `num_microbatches`, with a schedule, is the number of parts that a rank's batch is cut into.
+    Without one it is the number of batches that the ranks of a tensor group run together in a step,
+    one after the other: 1, a batch that all of them get, or as many as they are, the batch of each
+    rank. `own_batches`, with a schedule: each rank of a pipeline brings a batch, and each of these
+    is one microbatch. `joint` are the modules that run the batches of all ranks of a tensor group
+    at once: each of them brings one, and runs all the rest on it alone.
 
-    `prediction`, with a schedule that never flushes, is the rule for the weights of its passes, its name or ``{"rule": name,
-    option: value}``; None: the default one of the optimizer.
+    `prediction`, with a schedule that never flushes, is the rule for the weights of its passes, its
+    name or ``{"rule": name, option: value}``; None: the default one of the optimizer.
 
-    `gradient_views`: gradients that are whole are views of DDP's buckets (`gradient_as_bucket_view`), which saves a copy of
-    them; an optimizer that keeps gradients of an earlier step then finds the new ones there.
+    `gradient_views`: gradients that are whole are views of DDP's buckets
+    (`gradient_as_bucket_view`), which saves a copy of them; an optimizer that keeps gradients of an
+    earlier step then finds the new ones there.
 
-    A plan says what is to run; whether a release can run it is asked of the techniques (`techniques.registry`).
-    Raises PlanError when a placement does not have as many axes as the mesh, the gradient exchange is none that a plan can
-    fix, the block ``""`` is missing, stages, schedule and mesh do not belong together, or the microbatches cannot be.
+    A plan says what is to run; whether a release can run it is asked of the techniques
+    (`techniques.registry`). Raises PlanError when a placement does not have as many axes as the
+    mesh, the gradient exchange is none that a plan can fix, the block ``""`` is missing, stages,
+    schedule and mesh do not belong together, or the microbatches cannot be.
     """
 
     mesh: Mesh
@@ -92,9 +107,14 @@ class ParallelPlan:
             raise PlanError("a plan has at least one stage")
         if "" not in self.configs:
             raise PlanError('the plan lacks the block "" (everything outside the named blocks)')
-        for name, config in {id(config): (name, config) for name, config in self.configs.items()}.values():
+        for name, config in {
+            id(config): (name, config) for name, config in self.configs.items()
+        }.values():
             self._check_axes(BlockPlan(name, config))
-        rest: dict[str, Any] = {"num_microbatches": self.num_microbatches, "own_batches": self.own_batches}
+        rest: dict[str, Any] = {
+            "num_microbatches": self.num_microbatches,
+            "own_batches": self.own_batches,
+        }
         check_stages(self.stages, self.mesh, self.configs, schedule=self.schedule, **rest)
         check_continuous(self)
         if self.gradient_views:
@@ -102,10 +122,14 @@ class ParallelPlan:
         ranks = self.mesh.ranks_along(self.mesh.tensor_axes)
         if self.schedule is None and self.num_microbatches not in (1, ranks):
             raise PlanError(
-                f"num_microbatches is 1, or the ranks along tensor axes, {ranks}; got {self.num_microbatches}"
+                f"num_microbatches is 1, or the ranks along tensor axes, {ranks}; got "
+                f"{self.num_microbatches}"
             )
         if self.joint:
-            has = {"has_schedule": self.schedule is not None, "has_exchange": self.gradient_exchange is not None}
+            has = {
+                "has_schedule": self.schedule is not None,
+                "has_exchange": self.gradient_exchange is not None,
+            }
             check_joint_batches(self.mesh, self.configs, has_turns=self.num_microbatches > 1, **has)
         if self.gradient_exchange is not None:
             try:
@@ -118,13 +142,20 @@ class ParallelPlan:
         placed = [config.storage.parameters, *config.placed()]
         if any(len(placements) != axes for placements in placed):
             raise PlanError(
-                f"block {shown(block.block)} must be placed along each of the axes {', '.join(self.mesh.names)} of the mesh"
+                f"block {shown(block.block)} must be placed along each of the axes "
+                f"{', '.join(self.mesh.names)} of the mesh"
             )
 
     @classmethod
-    def of_blocks(cls, blocks: Sequence[BlockPlan], *, mesh: Mesh | int, **rest: Any) -> ParallelPlan:
-        """Return a plan of one stage; `mesh` may be the number of ranks of one data axis. `rest` as in the class."""
-        return cls(data_mesh(mesh) if isinstance(mesh, int) else mesh, (StagePlan(tuple(blocks)),), **rest)
+    def of_blocks(
+        cls, blocks: Sequence[BlockPlan], *, mesh: Mesh | int, **rest: Any
+    ) -> ParallelPlan:
+        """Return a plan of one stage; `mesh` may be the number of ranks of one data axis. `rest` as
+        in the class.
+        """
+        return cls(
+            data_mesh(mesh) if isinstance(mesh, int) else mesh, (StagePlan(tuple(blocks)),), **rest
+        )
 
     @property
     def blocks(self) -> tuple[BlockPlan, ...]:
@@ -141,7 +172,9 @@ class ParallelPlan:
 
     @property
     def weight_prediction(self) -> WeightPrediction | None:
-        """The rule for the weights of passes; None: the default one of the optimizer, or none with steps that wait."""
+        """The rule for the weights of passes; None: the default one of the optimizer, or none with
+        steps that wait.
+        """
         assert self.prediction is None or isinstance(self.prediction, WeightPrediction)
         return self.prediction
 
@@ -157,25 +190,40 @@ class ParallelPlan:
 
     @property
     def brings_batches(self) -> bool:
-        """Whether ranks along tensor axes or stages bring a batch each, as data ranks do, and run these together."""
-        return self.own_batches or bool(self.joint) or (self.schedule is None and self.num_microbatches > 1)
+        """Whether ranks along tensor axes or stages bring a batch each, as data ranks do, and run
+        these together.
+        """
+        return (
+            self.own_batches
+            or bool(self.joint)
+            or (self.schedule is None and self.num_microbatches > 1)
+        )
 
     @property
     def keeps_gradients_whole(self) -> bool:
-        """Whether every rank holds the whole gradient of every parameter after the backward pass, as under DDP.
+        """Whether every rank holds the whole gradient of every parameter after the backward pass,
+        as under DDP.
 
         Under a plan with stages it holds those of its own stages alone.
         """
         cut = bool(self.mesh.tensor_axes or self.mesh.pipeline_axes)
-        return not cut and not any(config.storage.sharded_axes("gradients") for config in self.configs.values())
+        return not cut and not any(
+            config.storage.sharded_axes("gradients") for config in self.configs.values()
+        )
 
     @property
     def saves_memory(self) -> bool:
-        """Whether the plan takes more time than another to hold less: it shards gradients or recomputes."""
-        return not self.keeps_gradients_whole or any(block.config.recompute for block in self.blocks)
+        """Whether the plan takes more time than another to hold less: it shards gradients or
+        recomputes.
+        """
+        return not self.keeps_gradients_whole or any(
+            block.config.recompute for block in self.blocks
+        )
 
     def summary(self) -> str:
-        """Return one line for people: how many blocks run in which way, and how gradients travel if not whole as they are."""
+        """Return one line for people: how many blocks run in which way, and how gradients travel if
+        not whole as they are.
+        """
         counts: dict[str, int] = {}
         for block in self.blocks:
             name = describe_config(block.config, self.mesh)
@@ -199,9 +247,15 @@ class ParallelPlan:
         return f"{blocks}, gradients {self.gradient_exchange.words}"
 
     def to_dict(self, *, stages: bool = True) -> dict[str, Any]:
-        """Return plain values, as written to YAML, `run.json` and checkpoints; without `stages` all but these."""
+        """Return plain values, as written to YAML, `run.json` and checkpoints; without `stages` all
+        but these.
+        """
         exchange, mesh = self.gradient_exchange, self.mesh
-        configs = {config: config_to_dict(config, mesh) for config in set(self.configs.values())} if stages else {}
+        configs = (
+            {config: config_to_dict(config, mesh) for config in set(self.configs.values())}
+            if stages
+            else {}
+        )
         return {
             "version": VERSION,
             "model": self.model,
@@ -217,13 +271,23 @@ class ParallelPlan:
             **({"own_batches": True} if self.own_batches else {}),
             **({"joint": [each.to_dict() for each in self.joint]} if self.joint else {}),
             **({"gradient_views": True} if self.gradient_views else {}),
-            **({} if (rule := self.weight_prediction) is None else {"prediction": prediction_to_value(rule)}),
-            **({"stages": [_stage_to_dict(stage, configs) for stage in self.stages]} if stages else {}),
+            **(
+                {}
+                if (rule := self.weight_prediction) is None
+                else {"prediction": prediction_to_value(rule)}
+            ),
+            **(
+                {"stages": [_stage_to_dict(stage, configs) for stage in self.stages]}
+                if stages
+                else {}
+            ),
         }
 
     @classmethod
     def from_dict(cls, data: Any) -> ParallelPlan:
-        """Read what `to_dict` wrote, also in version 1. Raises PlanError that names the wrong entry."""
+        """Read what `to_dict` wrote, also in version 1. Raises PlanError that names the wrong
+        entry.
+        """
         try:
             return cls(**plan_entries(data, known={f.name for f in dataclasses.fields(cls)}))
         except PlanError:
@@ -253,7 +317,9 @@ class ParallelPlan:
         try:
             return cls.from_yaml(read_text(path))
         except (ValueError, OSError) as error:
-            raise PlanError(f"cannot read the plan {shown(str(path))}: {one_line(error)}") from error
+            raise PlanError(
+                f"cannot read the plan {shown(str(path))}: {one_line(error)}"
+            ) from error
 
 
 def _stage_to_dict(stage: StagePlan, configs: Mapping[OpConfig, dict[str, Any]]) -> dict[str, Any]:
@@ -261,16 +327,28 @@ def _stage_to_dict(stage: StagePlan, configs: Mapping[OpConfig, dict[str, Any]])
 
 
 def uniform_plan(
-    level: int, *, data_parallel_size: int, blocks: Sequence[str] = (), recompute: Collection[str] = ()
+    level: int,
+    *,
+    data_parallel_size: int,
+    blocks: Sequence[str] = (),
+    recompute: Collection[str] = (),
 ) -> ParallelPlan:
-    """Return the plan of one ZeRO `level` over all ranks; `blocks` are kept apart, those in `recompute` recomputed."""
-    return preset_plan(Preset(level), mesh=data_mesh(data_parallel_size), blocks=blocks, recompute=recompute)
+    """Return the plan of one ZeRO `level` over all ranks; `blocks` are kept apart, those in
+    `recompute` recomputed.
+    """
+    return preset_plan(
+        Preset(level), mesh=data_mesh(data_parallel_size), blocks=blocks, recompute=recompute
+    )
 
 
 def preset_plan(
     preset: Preset, *, mesh: Mesh, blocks: Sequence[str] = (), recompute: Collection[str] = ()
 ) -> ParallelPlan:
-    """Return the plan that stores everything as `preset` says on `mesh`; `blocks` and `recompute` as in `uniform_plan`."""
+    """Return the plan that stores everything as `preset` says on `mesh`; `blocks` and `recompute`
+    as in `uniform_plan`.
+    """
     storage = preset.storage(mesh)
-    named = tuple(BlockPlan(name, OpConfig(storage, recompute=name in recompute)) for name in blocks if name)
+    named = tuple(
+        BlockPlan(name, OpConfig(storage, recompute=name in recompute)) for name in blocks if name
+    )
     return ParallelPlan.of_blocks((*named, BlockPlan("", OpConfig(storage))), mesh=mesh)

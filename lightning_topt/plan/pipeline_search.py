@@ -1,7 +1,9 @@
-"""Plans with stages: every number of ranks in a row, schedule, number of microbatches and level, each cut exactly.
+"""Plans with stages: every number of ranks in a row, schedule, number of microbatches and level,
+each cut exactly.
 
-A pipeline that no bound leaves a chance against the plans known so far is not searched; the most promising come first. Plans
-are found by the formulas of `costs.schedule_rates`, and those that are kept are priced by the simulation of their schedule.
+A pipeline that no bound leaves a chance against the plans known so far is not searched; the most
+promising come first. Plans are found by the formulas of `costs.schedule_rates`, and those that are
+kept are priced by the simulation of their schedule.
 """
 
 from __future__ import annotations
@@ -28,10 +30,12 @@ _MOST_PER_RANK = 16  # microbatches, in times the ranks of a pipeline
 
 @dataclass(frozen=True)
 class PipelineRequest:
-    """The pipelines to look at: of so many `stages` in all, with this `schedule`, with so many `microbatches`, of so many
-    `ranks` in a row, whose parameters are split over `tensor` ranks (1: not at all); None: any.
+    """The pipelines to look at: of so many `stages` in all, with this `schedule`, with so many
+    `microbatches`, of so many `ranks` in a row, whose parameters are split over `tensor` ranks (1:
+    not at all); None: any.
 
-    `own_batches`: each rank of a pipeline brings a batch, which is one microbatch, as large as the captured one.
+    `own_batches`: each rank of a pipeline brings a batch, which is one microbatch, as large as the
+    captured one.
     """
 
     stages: int | None = None
@@ -47,13 +51,16 @@ class PipelineRequest:
         return self != PipelineRequest(own_batches=self.own_batches, tensor=self.tensor)
 
     def takes(self, tensor: int) -> bool:
-        """Return whether parameters may be split over so many ranks: not where each rank brings a batch."""
+        """Return whether parameters may be split over so many ranks: not where each rank brings a
+        batch.
+        """
         return tensor == 1 if self.own_batches else self.tensor in (None, tensor)
 
 
 @dataclass
 class FoundPipelines:
-    """Plans by the shape of their pipeline, and `error_bound` as in `Frontier`; `searched` of `tables` tables were searched.
+    """Plans by the shape of their pipeline, and `error_bound` as in `Frontier`; `searched` of
+    `tables` tables were searched.
 
     `plain` are plans under 1F1B that only those of other schedules beat: a choice may prefer them.
     """
@@ -66,18 +73,27 @@ class FoundPipelines:
 
 
 def pipeline_shapes(
-    blocks: StageBlocks, count: int, global_batch_size: int, wanted: PipelineRequest, *, tensor: int = 1
+    blocks: StageBlocks,
+    count: int,
+    global_batch_size: int,
+    wanted: PipelineRequest,
+    *,
+    tensor: int = 1,
 ) -> Iterator[PipelineShape]:
-    """Yield the pipelines of `count` ranks, `tensor` of which hold slices of the same, for a batch: sizes divide the ranks,
-    microbatches the batch of a row.
+    """Yield the pipelines of `count` ranks, `tensor` of which hold slices of the same, for a batch:
+    sizes divide the ranks, microbatches the batch of a row.
 
-    A schedule that another one beats in every formula is left out unless it is wanted: with as many stages per rank, as short
-    and with fewer microbatches in flight.
+    A schedule that another one beats in every formula is left out unless it is wanted: with as many
+    stages per rank, as short and with fewer microbatches in flight.
     """
     graph, most = blocks.step.graph, len(blocks.names)
     for ranks in range(2, min(count // tensor, most) + 1):
         data = count // tensor // ranks
-        if count % (ranks * tensor) or global_batch_size % data or wanted.ranks not in (None, ranks):
+        if (
+            count % (ranks * tensor)
+            or global_batch_size % data
+            or wanted.ranks not in (None, ranks)
+        ):
             continue
         for micro in _microbatches(global_batch_size // data, ranks, wanted):
             samples = global_batch_size / data / micro
@@ -96,7 +112,8 @@ def search_pipelines(
     epsilon: float = 0.0,
     max_seconds: float = 10.0,
 ) -> FoundPipelines:
-    """Return the plans of `shapes` that no other one beats, nor one of those that are `known`, by their formulas.
+    """Return the plans of `shapes` that no other one beats, nor one of those that are `known`, by
+    their formulas.
 
     With `epsilon`, pipelines whose plans known ones beat but for this share are not searched.
     """
@@ -108,7 +125,8 @@ def search_pipelines(
     bounds, shapes = _bounded(blocks, shapes, known, known.scaled(1 / (1 + epsilon)))
     # 1F1B first: what it finds is compared with plans without stages.
     for index in sorted(
-        range(len(shapes)), key=lambda index: (shapes[index].schedule != PLAIN, bounds.least[index, 0])
+        range(len(shapes)),
+        key=lambda index: (shapes[index].schedule != PLAIN, bounds.least[index, 0]),
     ):
         shape = shapes[index]
         if not bounds.may_gain(index, known.scaled(1 / (1 + epsilon))):
@@ -128,15 +146,21 @@ def search_pipelines(
     return found
 
 
-def hopeful_shapes(blocks: StageBlocks, shapes: Sequence[PipelineShape], known: KnownPlans) -> list[PipelineShape]:
-    """Return those of `shapes` of which some plan may be one that no known plan beats; of others none is."""
+def hopeful_shapes(
+    blocks: StageBlocks, shapes: Sequence[PipelineShape], known: KnownPlans
+) -> list[PipelineShape]:
+    """Return those of `shapes` of which some plan may be one that no known plan beats; of others
+    none is.
+    """
     return _bounded(blocks, shapes, known, known)[1]
 
 
 def _bounded(
     blocks: StageBlocks, shapes: Sequence[PipelineShape], known: KnownPlans, beaten_by: KnownPlans
 ) -> tuple[StageBounds, list[PipelineShape]]:
-    """Those of `shapes` of which some plan may be one that none of `beaten_by` beats, and their bounds."""
+    """Those of `shapes` of which some plan may be one that none of `beaten_by` beats, and their
+    bounds.
+    """
     left = list(shapes)
     for prices in (known.few_prices, known.prices):  # few prices rule out nearly all
         bounds = bounds_of(blocks, left, prices)
@@ -145,7 +169,9 @@ def _bounded(
     return StageBounds(bounds.prices, bounds.least[rows], bounds.fewest[rows]), left
 
 
-def _on(plans: Sequence[tuple[PipelineShape, StagePoint]], best: KnownPlans) -> list[tuple[PipelineShape, StagePoint]]:
+def _on(
+    plans: Sequence[tuple[PipelineShape, StagePoint]], best: KnownPlans
+) -> list[tuple[PipelineShape, StagePoint]]:
     """Those that are among the best."""
     kept = {tuple(row) for row in best.costs.tolist()}
     return [(shape, p) for shape, p in plans if (p.step_seconds, p.peak_bytes) in kept]
@@ -163,10 +189,14 @@ def _microbatches(batch: int, ranks: int, wanted: PipelineRequest) -> Iterator[i
         if wanted.microbatches <= batch:
             yield wanted.microbatches
         return
-    yield from (count for count in range(2, min(batch, _MOST_PER_RANK * ranks) + 1) if batch % count == 0)
+    yield from (
+        count for count in range(2, min(batch, _MOST_PER_RANK * ranks) + 1) if batch % count == 0
+    )
 
 
-def _schedules(ranks: int, micro: int, most: int, wanted: PipelineRequest) -> Iterator[tuple[str, int]]:
+def _schedules(
+    ranks: int, micro: int, most: int, wanted: PipelineRequest
+) -> Iterator[tuple[str, int]]:
     """Schedules with their stages per rank."""
     for name, rule in SCHEDULES.items():
         if name != wanted.schedule and (
@@ -175,12 +205,16 @@ def _schedules(ranks: int, micro: int, most: int, wanted: PipelineRequest) -> It
             or not fits(name, num_ranks=ranks, num_microbatches=micro)
         ):
             continue
-        for chunks in range(rule.least_stages, min(rule.most_stages or _MOST_CHUNKS, most // ranks) + 1):
+        for chunks in range(
+            rule.least_stages, min(rule.most_stages or _MOST_CHUNKS, most // ranks) + 1
+        ):
             if wanted.stages is None or wanted.stages == ranks * chunks:
                 yield name, chunks
 
 
-def why_no_pipeline(blocks: StageBlocks, count: int, wanted: PipelineRequest, *, global_batch_size: int) -> str:
+def why_no_pipeline(
+    blocks: StageBlocks, count: int, wanted: PipelineRequest, *, global_batch_size: int
+) -> str:
     """Return why no pipeline of `count` ranks is as wanted."""
     named = f"{wanted.stages} stages" if wanted.stages is not None else "stages"
     row = "" if wanted.ranks is None else f", {wanted.ranks} in a row,"
@@ -188,6 +222,8 @@ def why_no_pipeline(blocks: StageBlocks, count: int, wanted: PipelineRequest, *,
         f"no pipeline of {count} ranks{row} has {named}"
         + (f", schedule {wanted.schedule!r}" if wanted.schedule else "")
         + (f" and {wanted.microbatches} microbatches" if wanted.microbatches else "")
-        + f": the model has {len(blocks.names)} blocks that can be stages, the ranks in a row divide {count}, and the "
-        f"{global_batch_size} sample(s) of a step are shared equally by the rows, a microbatch of which has at least one"
+        + f": the model has {len(blocks.names)} blocks that can be stages, the ranks in a row "
+        f"divide {count}, and the "
+        f"{global_batch_size} sample(s) of a step are shared equally by the rows, a microbatch of "
+        "which has at least one"
     )

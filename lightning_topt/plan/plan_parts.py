@@ -1,4 +1,6 @@
-"""Parts of a plan: how a block runs, what a stage runs, what is expected; as values, and read from plain values."""
+"""Parts of a plan: how a block runs, what a stage runs, what is expected; as values, and read from
+plain values.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,15 @@ from lightning_topt.plan.plan_values import config_from_dict
 
 
 class PlanError(ValueError):
-    """A plan file that cannot be read, or a plan that does not belong to this model or these ranks."""
+    """A plan file that cannot be read, or a plan that does not belong to this model or these
+    ranks.
+    """
 
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """A `BlockPlan` says how one block runs: `block` is the name of a module, or ``""`` for everything outside the named
-    ones.
+    """A `BlockPlan` says how one block runs: `block` is the name of a module, or ``""`` for
+    everything outside the named ones.
     """
 
     block: str
@@ -29,8 +33,9 @@ class BlockPlan:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """The part of a model that one group of ranks runs: its blocks. ``""`` is all that is outside the named blocks of a plan;
-    a stage runs those calls of it that come after its first named call and before that of the next stage.
+    """The part of a model that one group of ranks runs: its blocks. ``""`` is all that is outside
+    the named blocks of a plan; a stage runs those calls of it that come after its first named call
+    and before that of the next stage.
 
     Raises PlanError when a block appears twice.
     """
@@ -59,21 +64,29 @@ def stage_from_value(entry: Any, mesh: Mesh, where: str) -> StagePlan:
         raise ValueError(f"{where} must be a mapping with the entry 'blocks', got {shown(entry)}")
     if not isinstance(entry["blocks"], list | tuple):
         raise ValueError(f"blocks must be a list, got {shown(entry['blocks'])}")
-    return StagePlan(tuple(_block(block, mesh, index) for index, block in enumerate(entry["blocks"])))
+    return StagePlan(
+        tuple(_block(block, mesh, index) for index, block in enumerate(entry["blocks"]))
+    )
 
 
 def prediction_from_value(entry: Any) -> Prediction:
     """Read a prediction."""
     known = {field.name for field in dataclasses.fields(Prediction)}
     if not isinstance(entry, Mapping) or set(entry) != known:
-        raise ValueError(f"predicted must be a mapping with the entries {sorted(known)}, got {shown(entry)}")
+        raise ValueError(
+            f"predicted must be a mapping with the entries {sorted(known)}, got {shown(entry)}"
+        )
     return Prediction(**{name: number(entry[name], name=f"predicted.{name}") for name in known})
 
 
 def _block(entry: Any, mesh: Mesh, index: int) -> BlockPlan:
     if not isinstance(entry, Mapping) or not isinstance(entry.get("block"), str):
         raise ValueError(
-            f"blocks[{index}] must be a mapping with the name of a module under 'block', got {shown(entry)}"
+            f"blocks[{index}] must be a mapping with the name of a module under 'block', got "
+            f"{shown(entry)}"
         )
     rest = {name: value for name, value in entry.items() if name != "block"}
-    return BlockPlan(entry["block"], config_from_dict(rest, mesh, where=f"blocks[{index}] ({shown(entry['block'])})"))
+    return BlockPlan(
+        entry["block"],
+        config_from_dict(rest, mesh, where=f"blocks[{index}] ({shown(entry['block'])})"),
+    )

@@ -1,10 +1,10 @@
-"""`search_plans` tries every mesh, every placement of every block on it, every exchange of gradients; it returns one frontier
-of plans.
+"""`search_plans` tries every mesh, every placement of every block on it, every exchange of
+gradients; it returns one frontier of plans.
 
-graph = capture(module, batch)
-optimizer = read_optimizer([torch.optim.AdamW(module.parameters())], named_parameters=module.named_parameters())
-frontier = search_plans(SearchRequest(graph, cluster, optimizer, device_counts=(1, 2), global_batch_size=16))
-choose(frontier.candidates, memory_limit=2**30).plan
+graph = capture(module, batch) optimizer = read_optimizer([torch.optim.AdamW(module.parameters())],
+named_parameters=module.named_parameters()) frontier = search_plans(SearchRequest(graph, cluster,
+optimizer, device_counts=(1, 2), global_batch_size=16)) choose(frontier.candidates,
+memory_limit=2**30).plan
 """
 
 from __future__ import annotations
@@ -44,10 +44,11 @@ from lightning_topt.techniques.technique import has_whole_gradients
 
 @no_collection()  # it takes long, with all that a capture leaves
 def search_plans(request: SearchRequest) -> PlanFrontier:
-    """Return the frontier over all meshes and exchanges at every number of devices; uniform plans are kept beside it.
+    """Return the frontier over all meshes and exchanges at every number of devices; uniform plans
+    are kept beside it.
 
-    Raises ValueError when a device count does not divide the batch, PlanError where only plans that split the model are asked
-    for and nothing of it can be split.
+    Raises ValueError when a device count does not divide the batch, PlanError where only plans that
+    split the model are asked for and nothing of it can be split.
     """
     start, error_bound = time.perf_counter(), 0.0
     points: list[PlanPoint] = []
@@ -56,8 +57,13 @@ def search_plans(request: SearchRequest) -> PlanFrontier:
         found_spaces = 0
         for spaces, found in _searched(request, count):
             points += [point for batch in found.batches for point in points_of(batch)]
-            uniform += [point for space in spaces if space.own for point in points_of(space.uniform)]
-            error_bound, found_spaces = max(error_bound, found.error_bound), found_spaces + len(spaces)
+            uniform += [
+                point for space in spaces if space.own for point in points_of(space.uniform)
+            ]
+            error_bound, found_spaces = (
+                max(error_bound, found.error_bound),
+                found_spaces + len(spaces),
+            )
         if request.pipelines is not None and request.mesh is None and not request.own_batches:
             staged, plain, error = search_pipelines_for(
                 stage_blocks(request),
@@ -68,7 +74,11 @@ def search_plans(request: SearchRequest) -> PlanFrontier:
                 split=request.split,
                 **_limits(request),
             )
-            points, uniform, found_spaces = points + staged, uniform + plain, found_spaces + len(staged)
+            points, uniform, found_spaces = (
+                points + staged,
+                uniform + plain,
+                found_spaces + len(staged),
+            )
             error_bound = max(error_bound, min(error, NO_BOUND))
         if not found_spaces:
             raise PlanError(_why_none(replace(request, device_counts=(count,))))
@@ -82,7 +92,9 @@ def search_plans(request: SearchRequest) -> PlanFrontier:
 
 
 def meshes(cluster: Cluster, count: int) -> Iterator[Mesh]:
-    """Yield the meshes of `count` ranks: one data axis, then copies times shards for every way to divide."""
+    """Yield the meshes of `count` ranks: one data axis, then copies times shards for every way to
+    divide.
+    """
     per_node = cluster.devices_per_node
     whole = "intra" if count <= per_node else "inter"
     yield data_mesh(count, scope=whole)
@@ -97,10 +109,15 @@ def points_of(batch: PlanBatch) -> list[PlanPoint]:
     step = batch.costs.step
     placed, known = placed_tensors(step), dict[tuple[int, int], OpConfig]()
     numbers: dict[Any, int] = {}
-    alike = {name: numbers.setdefault(tuple(entries.items()), len(numbers)) for name, entries in placed.items()}
+    alike = {
+        name: numbers.setdefault(tuple(entries.items()), len(numbers))
+        for name, entries in placed.items()
+    }
 
     def on_slices(config: OpConfig, name: str) -> OpConfig:
-        """Return one object for blocks that are split alike: what is said of it need not be checked for each of them."""
+        """Return one object for blocks that are split alike: what is said of it need not be checked
+        for each of them.
+        """
         key = id(config), alike[name]
         if key not in known:
             known[key] = replace(config, **placed[name])
@@ -112,7 +129,9 @@ def points_of(batch: PlanBatch) -> list[PlanPoint]:
     ]
     found = []
     for row, costs in zip(
-        batch.plans.tolist(), zip(batch.seconds, batch.peak_bytes, batch.compute_seconds, strict=True), strict=True
+        batch.plans.tolist(),
+        zip(batch.seconds, batch.peak_bytes, batch.compute_seconds, strict=True),
+        strict=True,
     ):
         seconds, peak, compute = map(float, costs)
         placed_blocks = [legal[index] for legal, index in zip(blocks, row, strict=True)]
@@ -127,14 +146,17 @@ def points_of(batch: PlanBatch) -> list[PlanPoint]:
             gradient_exchange=step.exchange,
             num_microbatches=step.num_microbatches,
             joint=step.joint,
-            gradient_views=step.gradient_views and any(has_whole_gradients(block.config) for block in placed_blocks),
+            gradient_views=step.gradient_views
+            and any(has_whole_gradients(block.config) for block in placed_blocks),
         )
         found.append(PlanPoint(seconds, peak, step.mesh.size, plan))
     return found
 
 
 def local_graphs(request: SearchRequest) -> list[OpGraph]:
-    """Return the steps on slices that `search_plans` may look at, each once: their kernels may be measured before it."""
+    """Return the steps on slices that `search_plans` may look at, each once: their kernels may be
+    measured before it.
+    """
     found: list[OpGraph | None] = []
     for count in request.device_counts:
         if request.pipelines is None or not request.pipelines.is_given:
@@ -146,17 +168,25 @@ def local_graphs(request: SearchRequest) -> list[OpGraph]:
     return [*{id(graph): graph for graph in found if graph is not None}.values()]
 
 
-def _searched(request: SearchRequest, count: int) -> Iterator[tuple[Sequence[PlanSpace], FoundPlans]]:
-    """Plans for `count` ranks and the best of them: without a tensor axis, then on the meshes with one that may be better."""
+def _searched(
+    request: SearchRequest, count: int
+) -> Iterator[tuple[Sequence[PlanSpace], FoundPlans]]:
+    """Plans for `count` ranks and the best of them: without a tensor axis, then on the meshes with
+    one that may be better.
+    """
     if request.pipelines is not None and request.pipelines.is_given:
         return
     left, batches = request.max_seconds, list[PlanBatch]()
     for spaces in _by_views(_spaces(request, count)):
         start = time.thread_time()
         found = search_chains(
-            [c for space in spaces for c in space.chains()], max_seconds=left, epsilon=request.epsilon
+            [c for space in spaces for c in space.chains()],
+            max_seconds=left,
+            epsilon=request.epsilon,
         )
-        found = replace(found, batches=(*found.batches, *(space.smallest() for space in spaces if space.own)))
+        found = replace(
+            found, batches=(*found.batches, *(space.smallest() for space in spaces if space.own))
+        )
         left = max(left - (time.thread_time() - start), 1e-3)
         batches += found.batches
         yield spaces, found
@@ -171,7 +201,9 @@ def _searched(request: SearchRequest, count: int) -> Iterator[tuple[Sequence[Pla
 
 
 def _by_views(spaces: Iterable[PlanSpace]) -> Iterator[list[PlanSpace]]:
-    """Yield the spaces whose gradients are tensors of their own, then those where they are views, each by themselves."""
+    """Yield the spaces whose gradients are tensors of their own, then those where they are views,
+    each by themselves.
+    """
     found = [*spaces]
     for are_views in (False, True):
         if some := [space for space in found if space.costs.step.gradient_views == are_views]:
@@ -184,7 +216,9 @@ def _limits(request: SearchRequest) -> dict[str, Any]:
 
 
 def _spaces(request: SearchRequest, count: int) -> Iterator[PlanSpace]:
-    """The plans for `count` ranks: on every mesh without a tensor axis, with every exchange; or on the given mesh."""
+    """The plans for `count` ranks: on every mesh without a tensor axis, with every exchange; or on
+    the given mesh.
+    """
     cluster, samples = request.cluster, request.global_batch_size
     if request.mesh is not None:
         yield from _spaces_on(request, request.mesh)
@@ -195,7 +229,10 @@ def _spaces(request: SearchRequest, count: int) -> Iterator[PlanSpace]:
             yield from spaces_of(step, (), shards=False, views=request.gradient_views)
     elif samples % count == 0:
         first, *rest = meshes(cluster, count)
-        legal = (legal_exchanges(options, cluster=cluster, world_size=count) for options in request.exchanges)
+        legal = (
+            legal_exchanges(options, cluster=cluster, world_size=count)
+            for options in request.exchanges
+        )
         exchanges = [*dict.fromkeys(itertools.chain.from_iterable(legal))]
         step, views = step_on(request, first), request.gradient_views
         yield from spaces_of(step, rest, shards=request.shards, exchanges=exchanges, views=views)
@@ -205,7 +242,8 @@ def _spaces(request: SearchRequest, count: int) -> Iterator[PlanSpace]:
 
 def _why_indivisible(samples: int, count: int) -> str:
     return (
-        f"a global batch of {samples} samples cannot be divided evenly over {count} devices; choose a "
+        f"a global batch of {samples} samples cannot be divided evenly over {count} devices; "
+        "choose a "
         f"batch size that is a multiple of {count}, or other device counts"
     )
 
@@ -213,31 +251,41 @@ def _why_indivisible(samples: int, count: int) -> str:
 def _tensor_sizes(request: SearchRequest, count: int) -> list[int]:
     """Sizes of the tensor axes to look at, those that leave every data rank as many samples."""
     sizes = tensor_sizes(request.cluster, count) if request.split is not None else []
-    return [size for size in sizes if request.own_batches or request.global_batch_size % (count // size) == 0]
+    return [
+        size
+        for size in sizes
+        if request.own_batches or request.global_batch_size % (count // size) == 0
+    ]
 
 
 def _tensor_steps(
-    request: SearchRequest, count: int, is_needed: Callable[[Sequence[Mesh], TrainingStep], bool] | None = None
+    request: SearchRequest,
+    count: int,
+    is_needed: Callable[[Sequence[Mesh], TrainingStep], bool] | None = None,
 ) -> Iterator[tuple[TrainingStep, Sequence[Mesh]]]:
-    """The steps on slices, each on one mesh, and the other meshes of the same tensor axis; `is_needed` as `tensor_steps` asks
-    it.
+    """The steps on slices, each on one mesh, and the other meshes of the same tensor axis;
+    `is_needed` as `tensor_steps` asks it.
     """
     if request.split is None or (request.mesh is not None and not request.mesh.tensor_axes):
         return
     if request.mesh is not None:
         of_tensor = [[request.mesh]]
     else:
-        of_tensor = [[*tensor_meshes(request.cluster, count, size)] for size in _tensor_sizes(request, count)]
+        of_tensor = [
+            [*tensor_meshes(request.cluster, count, size)] for size in _tensor_sizes(request, count)
+        ]
     for first, *others in of_tensor:
         bound = None if is_needed is None else partial(is_needed, others)
         whole = step_on(request, first)
-        for step in tensor_steps(whole, request.split, mesh=first, layout=request.layout, is_needed=bound):
+        for step in tensor_steps(
+            whole, request.split, mesh=first, layout=request.layout, is_needed=bound
+        ):
             yield step, others
 
 
 def _tensor_spaces(request: SearchRequest, count: int, known: KnownPlans) -> Iterator[PlanSpace]:
-    """The plans for `count` ranks on meshes with a tensor axis, those of splits with which some may be better than all of
-    `known`.
+    """The plans for `count` ranks on meshes with a tensor axis, those of splits with which some may
+    be better than all of `known`.
     """
 
     def is_needed(others: Sequence[Mesh], step: TrainingStep) -> bool:
@@ -254,11 +302,14 @@ def _spaces_on(request: SearchRequest, mesh: Mesh) -> Iterator[PlanSpace]:
     parts = mesh.data_parallel_size
     if request.global_batch_size % parts:
         raise ValueError(
-            f"a global batch of {request.global_batch_size} samples cannot be divided evenly over {parts} data ranks; choose a "
+            f"a global batch of {request.global_batch_size} samples cannot be divided evenly over "
+            f"{parts} data ranks; choose a "
             f"batch size that is a multiple of {parts}"
         )
     if not mesh.tensor_axes:
-        yield from spaces_of(step_on(request, mesh), (), shards=request.shards, views=request.gradient_views)
+        yield from spaces_of(
+            step_on(request, mesh), (), shards=request.shards, views=request.gradient_views
+        )
         return
     assert request.split is not None, "a mesh with a tensor axis needs a model that can be split"
     for split, _ in _tensor_steps(request, mesh.size):
@@ -266,7 +317,9 @@ def _spaces_on(request: SearchRequest, mesh: Mesh) -> Iterator[PlanSpace]:
 
 
 def why_unsplit(request: SearchRequest) -> dict[int, str]:
-    """Return why splits were left out that the search had looked at, by the size of the tensor axis."""
+    """Return why splits were left out that the search had looked at, by the size of the tensor
+    axis.
+    """
     if request.split is None:
         return {}
     whys = {size: request.split.why_whole(size) for size in request.split.sizes}
@@ -280,5 +333,6 @@ def _why_none(request: SearchRequest) -> str:
     found = why_unsplit(request)
     sizes, whys = " or ".join(map(str, found)), "; ".join(dict.fromkeys(found.values()))
     return (
-        f"nothing of this model can be split over {sizes} ranks: {whys}. Choose another number of ranks or another plan"
+        f"nothing of this model can be split over {sizes} ranks: {whys}. Choose another number "
+        "of ranks or another plan"
     )

@@ -1,4 +1,6 @@
-"""`PlanSpace` is the plans on one mesh, with one exchange of gradients: what blocks may have beside one another."""
+"""`PlanSpace` is the plans on one mesh, with one exchange of gradients: what blocks may have beside
+one another.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ from lightning_topt.techniques.plan_costs import PlanCosts
 
 @dataclass(frozen=True)
 class PlanSpace:
-    """A `PlanSpace` holds the plans on one mesh: `groups` are storages that blocks may have beside one another, `own` those of
-    uniform plans.
+    """A `PlanSpace` holds the plans on one mesh: `groups` are storages that blocks may have beside
+    one another, `own` those of uniform plans.
     """
 
     costs: PlanCosts
@@ -42,8 +44,8 @@ class PlanSpace:
 
     @cached_property
     def uniform(self) -> PlanBatch:
-        """The plans with one storage for all blocks, without and with recomputation; a block that cannot have that takes
-        what is nearest.
+        """The plans with one storage for all blocks, without and with recomputation; a block that
+        cannot have that takes what is nearest.
         """
         configs = self._configs(self.own)
         kinds = dict.fromkeys(config for several in configs.values() for config in several)
@@ -51,14 +53,18 @@ class PlanSpace:
             id(several): [_nearest(several, kind) for kind in kinds]
             for several in {id(several): several for several in configs.values()}.values()
         }
-        rows = dict.fromkeys(zip(*(nearest[id(several)] for several in configs.values()), strict=True))
+        rows = dict.fromkeys(
+            zip(*(nearest[id(several)] for several in configs.values()), strict=True)
+        )
         return PlanBatch(self.costs, configs, np.array([*rows], np.intp))
 
     def smallest(self) -> PlanBatch:
-        """Return one plan of little memory: the smallest of the `uniform` ones, improved as long as one change saves any.
+        """Return one plan of little memory: the smallest of the `uniform` ones, improved as long as
+        one change saves any.
 
-        A change is another configuration of all blocks that are alike, or of the first or the last of them. The bytes of a
-        chain are upper bounds where blocks differ in storage, so a search of chains may miss the smallest mix.
+        A change is another configuration of all blocks that are alike, or of the first or the last
+        of them. The bytes of a chain are upper bounds where blocks differ in storage, so a search
+        of chains may miss the smallest mix.
         """
         configs = self._configs(self.groups[-1])
         start = self.uniform.configs_of(int(self.uniform.peak_bytes.argmin()))
@@ -66,7 +72,9 @@ class PlanSpace:
         alike: dict[tuple[int, int], list[int]] = {}
         for index, (name, several) in enumerate(configs.items()):
             alike.setdefault((self.costs.step.alike[name], id(several)), []).append(index)
-        changed = dict.fromkeys(tuple(some) for each in alike.values() for some in (each, each[:1], each[-1:]))
+        changed = dict.fromkeys(
+            tuple(some) for each in alike.values() for some in (each, each[:1], each[-1:])
+        )
         lists = [*configs.values()]
         while True:
             rows = [row]
@@ -80,7 +88,9 @@ class PlanSpace:
             row = rows[least]
 
     def _configs(self, group: Collection[Storage]) -> dict[str, list[OpConfig]]:
-        """The configurations of each block whose storage is in `group`; blocks alike share one list."""
+        """The configurations of each block whose storage is in `group`; blocks alike share one
+        list.
+        """
         found: dict[int, list[OpConfig]] = {}
         legal = {block.name: self.costs.configs(block) for block in self.costs.step.graph.blocks}
         for several in legal.values():
@@ -109,14 +119,16 @@ def spaces_of(
     exchanges: Sequence[GradientMethod] = (),
     views: Sequence[bool] = (False,),
 ) -> Iterator[PlanSpace]:
-    """Yield the plans of `step`, on its mesh and on `others` of as many ranks; with each of `views`, which says whether
-    gradients are views of DDP's buckets, where that saves anything.
+    """Yield the plans of `step`, on its mesh and on `others` of as many ranks; with each of
+    `views`, which says whether gradients are views of DDP's buckets, where that saves anything.
     """
     saves = has_buckets(step) and step.num_microbatches == 1
     for are_views in dict.fromkeys(each and saves for each in views):
         viewed = replace(step, gradient_views=True) if are_views else step
         for exchange in (None, *exchanges):
-            yield _whole_gradients(PlanCosts(viewed if exchange is None else replace(viewed, exchange=exchange)))
+            yield _whole_gradients(
+                PlanCosts(viewed if exchange is None else replace(viewed, exchange=exchange))
+            )
         if shards:
             returning = viewed if viewed.returns_memory else replace(viewed, returns_memory=True)
             for mesh in (step.mesh, *others):
@@ -136,7 +148,9 @@ def _whole_gradients(costs: PlanCosts) -> PlanSpace:
 
 
 def _sharded_gradients(costs: PlanCosts) -> PlanSpace:
-    """Plans that only the mesh of `costs` has: gradients sharded along its last axis, by themselves and with all others."""
+    """Plans that only the mesh of `costs` has: gradients sharded along its last axis, by themselves
+    and with all others.
+    """
     storages, axes = _storages(costs), costs.step.mesh.data_axes
     own = [storage for storage in storages if storage.sharded_axes("gradients") == axes[-1:]]
     if costs.step.gradient_views:  # of which plans without whole gradients have none

@@ -1,7 +1,8 @@
-"""Plain values of the parts of a plan, as they stand in YAML, `frontier.json` and checkpoints, and the way back.
+"""Plain values of the parts of a plan, as they stand in YAML, `frontier.json` and checkpoints, and
+the way back.
 
-A placement on a mesh is one word where it is alike along all axes (``shard(0)``), else a mapping from axis to word. Everything
-that reads raises ValueError with one sentence that names the entry.
+A placement on a mesh is one word where it is alike along all axes (``shard(0)``), else a mapping
+from axis to word. Everything that reads raises ValueError with one sentence that names the entry.
 """
 
 from __future__ import annotations
@@ -28,12 +29,16 @@ def mesh_to_list(mesh: Mesh) -> list[dict[str, Any]]:
 def mesh_from_list(data: Any) -> Mesh:
     """Read what `mesh_to_list` wrote; the scope of an axis may be left out (intra)."""
     if not isinstance(data, list | tuple) or not all(isinstance(axis, Mapping) for axis in data):
-        raise ValueError(f"mesh must be a list of axes such as {{name: data, size: 4}}, got {shown(data)}")
+        raise ValueError(
+            f"mesh must be a list of axes such as {{name: data, size: 4}}, got {shown(data)}"
+        )
     axes = []
     for index, entry in enumerate(data):
         where = f"mesh[{index}]"
         if unknown := set(entry) - {"name", "size", "scope"}:
-            raise ValueError(f"{where}: unknown entries {names(unknown)}; an axis has name, size and scope")
+            raise ValueError(
+                f"{where}: unknown entries {names(unknown)}; an axis has name, size and scope"
+            )
         scope = text(entry.get("scope", "intra"), name=f"{where}.scope")
         size = whole(entry.get("size"), name=f"{where}.size")
         axes.append(Axis(text(entry.get("name"), name=f"{where}.name"), size, scope))
@@ -41,14 +46,20 @@ def mesh_from_list(data: Any) -> Mesh:
 
 
 def config_to_dict(config: OpConfig, mesh: Mesh) -> dict[str, Any]:
-    """Return storage and recomputation, and the placements of its computation where it has its own."""
-    values: dict[str, Any] = {kind: _placed(getattr(config.storage, kind), mesh) for kind in _STORED}
+    """Return storage and recomputation, and the placements of its computation where it has its
+    own.
+    """
+    values: dict[str, Any] = {
+        kind: _placed(getattr(config.storage, kind), mesh) for kind in _STORED
+    }
     values["recompute"] = config.recompute
     if any(getattr(config, kind) for kind in _COMPUTED):
         values["computes"] = {
             "inputs": [_placed(placements, mesh) for placements in config.inputs],
             "outputs": [_placed(placements, mesh) for placements in config.outputs],
-            "parameters": {name: _placed(placements, mesh) for name, placements in config.parameters},
+            "parameters": {
+                name: _placed(placements, mesh) for name, placements in config.parameters
+            },
             **({"sums": _placed(config.sums, mesh)} if config.sums else {}),
             **({"gathers": [*config.gathers]} if config.gathers else {}),
         }
@@ -56,7 +67,9 @@ def config_to_dict(config: OpConfig, mesh: Mesh) -> dict[str, Any]:
 
 
 def config_from_dict(entry: Mapping[str, Any], mesh: Mesh, *, where: str) -> OpConfig:
-    """Read what `config_to_dict` wrote; the three storages may be given together by a preset (``storage: zero3``)."""
+    """Read what `config_to_dict` wrote; the three storages may be given together by a preset
+    (``storage: zero3``).
+    """
     given = ("storage",) if "storage" in entry else _STORED
     if unknown := set(entry) - {*given, "recompute", "computes"}:
         raise ValueError(f"{where} has unknown entries {names(unknown)}")
@@ -66,7 +79,9 @@ def config_from_dict(entry: Mapping[str, Any], mesh: Mesh, *, where: str) -> OpC
     if not isinstance(recompute, bool):
         raise ValueError(f"{where}: recompute must be true or false, got {shown(recompute)}")
     try:
-        return OpConfig(_storage(entry, mesh), recompute, **_computed(entry.get("computes", {}), mesh))
+        return OpConfig(
+            _storage(entry, mesh), recompute, **_computed(entry.get("computes", {}), mesh)
+        )
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
 
@@ -90,7 +105,9 @@ def _storage(entry: Mapping[str, Any], mesh: Mesh) -> Storage:
 
 def _computed(data: Any, mesh: Mesh) -> dict[str, Any]:
     if not isinstance(data, Mapping) or set(data) - set(_COMPUTED):
-        raise ValueError(f"computes is a mapping with the entries {', '.join(_COMPUTED)}, got {shown(data)}")
+        raise ValueError(
+            f"computes is a mapping with the entries {', '.join(_COMPUTED)}, got {shown(data)}"
+        )
     found: dict[str, Any] = {}
     for kind in ("inputs", "outputs"):
         if not isinstance(tensors := data.get(kind, []), list | tuple):
@@ -99,12 +116,16 @@ def _computed(data: Any, mesh: Mesh) -> dict[str, Any]:
     if not isinstance(parameters := data.get("parameters", {}), Mapping):
         raise ValueError(f"computes.parameters maps names to placements, got {shown(parameters)}")
     found["parameters"] = tuple(
-        (text(name, name="computes.parameters"), _placements(placed, mesh)) for name, placed in parameters.items()
+        (text(name, name="computes.parameters"), _placements(placed, mesh))
+        for name, placed in parameters.items()
     )
     found["sums"] = _placements(data["sums"], mesh) if data.get("sums") is not None else ()
-    if not isinstance(gathers := data.get("gathers", []), list | tuple) or set(map(str, gathers)) - set(mesh.names):
+    if not isinstance(gathers := data.get("gathers", []), list | tuple) or set(
+        map(str, gathers)
+    ) - set(mesh.names):
         raise ValueError(
-            f"computes.gathers is a list of axes of the mesh ({', '.join(mesh.names)}), got {shown(gathers)}"
+            f"computes.gathers is a list of axes of the mesh ({', '.join(mesh.names)}), got "
+            f"{shown(gathers)}"
         )
     found["gathers"] = tuple(gathers)
     return found
@@ -118,9 +139,12 @@ def _placed(placements: Placements, mesh: Mesh) -> Any:
 def _placements(value: Any, mesh: Mesh) -> Placements:
     if not isinstance(value, Mapping):
         return (parse_placement(value),) * len(mesh.axes)
-    along_stages = {mesh.names[axis]: "replicate" for axis in mesh.pipeline_axes}  # a block is in one stage
+    # a block is in one stage
+    along_stages = {mesh.names[axis]: "replicate" for axis in mesh.pipeline_axes}
     value = {**along_stages, **value}
     if set(value) != set(mesh.names):
         needed = ", ".join(name for name in mesh.names if name not in along_stages)
-        raise ValueError(f"a placement names each axis of the mesh ({needed}), got {shown(dict(value))}")
+        raise ValueError(
+            f"a placement names each axis of the mesh ({needed}), got {shown(dict(value))}"
+        )
     return tuple(parse_placement(value[name]) for name in mesh.names)

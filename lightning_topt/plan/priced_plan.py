@@ -22,9 +22,11 @@ from lightning_topt.plan.staged_plans import shape_of_plan, staged_points
 
 @dataclass(frozen=True)
 class PricedPlan:
-    """A plan with what it is `predicted` to cost, and what that is made of: its blocks, or its stages.
+    """A plan with what it is `predicted` to cost, and what that is made of: its blocks, or its
+    stages.
 
-    `seconds` are the work of a step by kind, on the rank that works longest, whether it is in the way of anything or not.
+    `seconds` are the work of a step by kind, on the rank that works longest, whether it is in the
+    way of anything or not.
     """
 
     plan: ParallelPlan
@@ -37,7 +39,8 @@ class PricedPlan:
 def price_plan(request: SearchRequest, plan: ParallelPlan) -> PricedPlan:
     """Return what `plan` costs on the cluster of `request`, whose batch is that of the plan.
 
-    Raises PlanError for a plan of another model or other blocks, ValueError for one that the cluster has too few devices for.
+    Raises PlanError for a plan of another model or other blocks, ValueError for one that the
+    cluster has too few devices for.
     """
     check_world_size(request.cluster, world_size=plan.mesh.size)
     request = _cut_as(request, plan)
@@ -46,7 +49,10 @@ def price_plan(request: SearchRequest, plan: ParallelPlan) -> PricedPlan:
     explained = explain_plan(request, plan)
     total = explained.total
     predicted = Prediction(
-        total.step_seconds, total.peak_bytes, total.compute_seconds, total.exposed_communication_seconds
+        total.step_seconds,
+        total.peak_bytes,
+        total.compute_seconds,
+        total.exposed_communication_seconds,
     )
     return PricedPlan(replace(plan, predicted=predicted), predicted, total.seconds, explained)
 
@@ -69,13 +75,25 @@ def _price_stages(request: SearchRequest, plan: ParallelPlan) -> PricedPlan:
             sums[kind] += seconds
     longest = max(of_rank.values(), key=lambda sums: sum(sums.values()))
     work = sum(seconds for kind, seconds in longest.items() if kind != "receive")
-    return PricedPlan(plan, predicted, {**longest, "waiting": max(predicted.step_seconds - work, 0.0)}, stages=stages)
+    return PricedPlan(
+        plan,
+        predicted,
+        {**longest, "waiting": max(predicted.step_seconds - work, 0.0)},
+        stages=stages,
+    )
 
 
 def _point(blocks: StageBlocks, plan: ParallelPlan) -> StagePoint:
-    names = [block.block for stage in plan.stages for block in stage.blocks if block.block in blocks.names]
+    names = [
+        block.block
+        for stage in plan.stages
+        for block in stage.blocks
+        if block.block in blocks.names
+    ]
     if names != [*blocks.names]:
-        raise PlanError("the stages of the plan do not have the blocks of this step in order: search it again")
+        raise PlanError(
+            "the stages of the plan do not have the blocks of this step in order: search it again"
+        )
     counts = [sum(block.block in blocks.names for block in stage.blocks) for stage in plan.stages]
     again = tuple(int(plan.configs[name].recompute) for name in blocks.names)
     return StagePoint(0.0, 0.0, tuple(np.cumsum(counts).tolist()), (0,) * len(counts), again)
@@ -86,8 +104,10 @@ def _cut_as(request: SearchRequest, plan: ParallelPlan) -> SearchRequest:
     graph = request.graph
     if plan.fingerprint is not None and plan.fingerprint != graph.fingerprint:
         raise PlanError(
-            f"the plan was made for another model ({plan.model or 'of another kind'}): class name, parameter names, shapes or "
-            f"dtypes of this {graph.model} differ; give the model that it is for, or remove 'fingerprint' from the plan"
+            f"the plan was made for another model ({plan.model or 'of another kind'}): class name, "
+            "parameter names, shapes or "
+            f"dtypes of this {graph.model} differ; give the model that it is for, or remove "
+            "'fingerprint' from the plan"
         )
     known = {block.name: block for block in graph.blocks}
     if set(known) == set(plan.configs):
@@ -95,10 +115,14 @@ def _cut_as(request: SearchRequest, plan: ParallelPlan) -> SearchRequest:
     if plan.mesh.tensor_axes:
         unknown = sorted(set(known) ^ set(plan.configs))[0]
         raise PlanError(
-            f"{unknown!r} is a block of the plan or of this {graph.model}, not of both: search the plan again"
+            f"{unknown!r} is a block of the plan or of this {graph.model}, not of both: search the "
+            "plan again"
         )
     others = len(known)
-    blocks = [known.get(name, Block(name, others + n, recomputable=True)) for n, name in enumerate(plan.configs)]
+    blocks = [
+        known.get(name, Block(name, others + n, recomputable=True))
+        for n, name in enumerate(plan.configs)
+    ]
     try:
         return replace(request, graph=graph.with_blocks(blocks))
     except ValueError as error:

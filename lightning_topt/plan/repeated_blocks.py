@@ -1,4 +1,5 @@
-"""A chain of blocks in which one stands for many equal ones: a model of any depth from a step that was captured at another.
+"""A chain of blocks in which one stands for many equal ones: a model of any depth from a step that
+was captured at another.
 
 captured     first   middle                     last
 repeated     first   middle   middle   middle   last       places 0 1 1 1 2
@@ -36,7 +37,9 @@ class RepeatedBlocks(StageBlocks):
     def crossings(self) -> Crossings:
         """The tensors that cross each boundary."""
         found: Crossings = self.base.crossings
-        forward, backward = (tuple(side[place] for place in self.places) for side in (found.forward, found.backward))
+        forward, backward = (
+            tuple(side[place] for place in self.places) for side in (found.forward, found.backward)
+        )
         return replace(found, forward=forward, backward=backward)
 
     def gathered_bytes(self, samples: float) -> Array:
@@ -47,7 +50,9 @@ class RepeatedBlocks(StageBlocks):
         """Return the passes of a microbatch of so many samples."""
         if samples not in self._passes:
             known = self.base.passes(samples)
-            rows = {field.name: getattr(known, field.name)[[*self.places]] for field in fields(Passes)}
+            rows = {
+                field.name: getattr(known, field.name)[[*self.places]] for field in fields(Passes)
+            }
             self._passes[samples] = Passes(**rows)
         return self._passes[samples]
 
@@ -61,7 +66,10 @@ class RepeatedBlocks(StageBlocks):
     def uses(self) -> dict[str, tuple[int, ...]]:
         """The places of the blocks that read each parameter."""
         first = {place: n for n, place in reversed([*enumerate(self.places)])}
-        return {name: tuple(sorted(first[place] for place in used)) for name, used in self.base.uses.items()}
+        return {
+            name: tuple(sorted(first[place] for place in used))
+            for name, used in self.base.uses.items()
+        }
 
     @cached_property
     def owned(self) -> list[list[Parameter]]:
@@ -78,9 +86,13 @@ class RepeatedBlocks(StageBlocks):
 
 
 def repeat_blocks(base: StageBlocks, places: Sequence[int]) -> RepeatedBlocks:
-    """Return the chain of the blocks `places` of `base`, which must be in order; none that shares a parameter may repeat."""
+    """Return the chain of the blocks `places` of `base`, which must be in order; none that shares a
+    parameter may repeat.
+    """
     places = tuple(places)
     shared = {place for used in base.uses.values() if len(used) > 1 for place in used}
-    assert [*places] == sorted(places) and set(places) == set(range(len(base.names))), "every block in order"
+    assert [*places] == sorted(places) and set(places) == set(range(len(base.names))), (
+        "every block in order"
+    )
     assert all(places.count(place) == 1 for place in shared), "a shared parameter is there once"
     return RepeatedBlocks(base.step, None, base.whole, base.calls, base, places)

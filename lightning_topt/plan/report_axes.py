@@ -10,10 +10,17 @@ from lightning_topt.plan.plan_frontier import PlanPoint
 
 Units = tuple[tuple[str, float, tuple[int, ...]], ...]  # name, factor, marks of a logarithmic axis
 _POWERS = tuple(2**k for k in range(10))
-_BYTES: Units = tuple((name, 1024.0**k, _POWERS) for k, name in enumerate(("B", "KiB", "MiB", "GiB", "TiB")))
+_BYTES: Units = tuple(
+    (name, 1024.0**k, _POWERS) for k, name in enumerate(("B", "KiB", "MiB", "GiB", "TiB"))
+)
 _ROUND = (1, 2, 5, 10, 20, 50, 100, 200, 500)
-_SECONDS: Units = (("us", 1e-6, _ROUND), ("ms", 1e-3, _ROUND), ("s", 1.0, (*_ROUND, 1000, 2000, 5000, 10000)))
-_LOG_FROM = 20.0  # an axis becomes logarithmic when its largest value is this many times its smallest
+_SECONDS: Units = (
+    ("us", 1e-6, _ROUND),
+    ("ms", 1e-3, _ROUND),
+    ("s", 1.0, (*_ROUND, 1000, 2000, 5000, 10000)),
+)
+# an axis becomes logarithmic when its largest value is this many times its smallest
+_LOG_FROM = 20.0
 
 
 class DrawnAxis(NamedTuple):
@@ -26,14 +33,21 @@ class DrawnAxis(NamedTuple):
     ticks: tuple[tuple[float, str], ...]
 
 
-def drawn_axes(points: Sequence[PlanPoint], memory_limit: float | None) -> tuple[DrawnAxis, DrawnAxis]:
-    """Return the axes of memory and of time that show all points, and `memory_limit` where it is not far from them."""
+def drawn_axes(
+    points: Sequence[PlanPoint], memory_limit: float | None
+) -> tuple[DrawnAxis, DrawnAxis]:
+    """Return the axes of memory and of time that show all points, and `memory_limit` where it is
+    not far from them.
+    """
     sizes = [point.peak_bytes for point in points]
     reach = (max(sizes) - min(sizes)) or 0.5 * max(sizes)
-    if memory_limit is not None and memory_limit <= max(sizes) + reach:  # farther, it would squeeze the points
+    # farther, it would squeeze the points
+    if memory_limit is not None and memory_limit <= max(sizes) + reach:
         sizes.append(memory_limit)
     times = [point.step_seconds for point in points]
-    return _axis("Peak memory per device", sizes, units=_BYTES), _axis("Time per step", times, units=_SECONDS)
+    return _axis("Peak memory per device", sizes, units=_BYTES), _axis(
+        "Time per step", times, units=_SECONDS
+    )
 
 
 def _axis(title: str, values: Sequence[float], *, units: Units) -> DrawnAxis:

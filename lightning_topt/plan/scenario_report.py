@@ -1,6 +1,8 @@
-"""Estimates of several scenarios for people and programs: a table, a picture, one self-contained page, and JSON.
+"""Estimates of several scenarios for people and programs: a table, a picture, one self-contained
+page, and JSON.
 
-Time, memory and money of every plan of every frontier; the page lets the reader choose axes and filters.
+Time, memory and money of every plan of every frontier; the page lets the reader choose axes and
+filters.
 """
 
 from __future__ import annotations
@@ -32,10 +34,15 @@ _WIDE = 130  # columns of a terminal: then plans stand in the table
 
 
 def print_scenarios(
-    chosen_of: Sequence[Estimate], chosen: Estimate, *, limits: Limits, console: Console, limit: int = 40
+    chosen_of: Sequence[Estimate],
+    chosen: Estimate,
+    *,
+    limits: Limits,
+    console: Console,
+    limit: int = 40,
 ) -> None:
-    """Print the best plan of every scenario, the chosen one marked with a star; `limit` rows at most, those that are nearest to
-    the limits first.
+    """Print the best plan of every scenario, the chosen one marked with a star; `limit` rows at
+    most, those that are nearest to the limits first.
     """
     with_run = any(each.run is not None for each in chosen_of)
     with_money = any(each.money_per_sample is not None for each in chosen_of)
@@ -49,7 +56,11 @@ def print_scenarios(
     if any(limits.excess(each) > 1 for each in chosen_of):
         caption += "; ! beyond a limit"
     table = Table(
-        *names, *(["plan"] if with_plan else []), caption=caption, caption_justify="left", padding=(0, 0, 0, 1)
+        *names,
+        *(["plan"] if with_plan else []),
+        caption=caption,
+        caption_justify="left",
+        padding=(0, 0, 0, 1),
     )
     for column in table.columns[: len(names)]:
         column.no_wrap = True
@@ -66,10 +77,17 @@ def print_scenarios(
 
 def _cells(each: Estimate, *, with_run: bool, with_money: bool) -> list[str]:
     scenario = each.scenario
-    cells = [escape(f"{scenario.cluster.name}{' (spot)' if scenario.spot else ''}"), str(scenario.devices)]
+    cells = [
+        escape(f"{scenario.cluster.name}{' (spot)' if scenario.spot else ''}"),
+        str(scenario.devices),
+    ]
     parts = f" in {each.accumulate}" if each.accumulate > 1 else ""
     cells += [f"{scenario.batch_size}{parts}", str(scenario.seq_len or "")]
-    cells += [format_seconds(each.step_seconds), f"{each.samples_per_second:.4g}", format_bytes(each.peak_bytes)]
+    cells += [
+        format_seconds(each.step_seconds),
+        f"{each.samples_per_second:.4g}",
+        format_bytes(each.peak_bytes),
+    ]
     if with_run:
         cells.append("" if each.run is None else format_duration(each.run.seconds))
     if with_money:
@@ -129,8 +147,9 @@ def save_scenarios(
     reason: str,
     notes: Sequence[str],
 ) -> None:
-    """Write `scenarios.json`, `scenarios.png` and `scenarios.html`: `shown` are all plans, `chosen_of` the best of each
-    scenario, `chosen` the one that was chosen (None: none keeps the limits).
+    """Write `scenarios.json`, `scenarios.png` and `scenarios.html`: `shown` are all plans,
+    `chosen_of` the best of each scenario, `chosen` the one that was chosen (None: none keeps the
+    limits).
     """
     every = [*chosen_of, *shown]
     record = {
@@ -139,7 +158,8 @@ def save_scenarios(
         "reason": reason,
         "notes": [*notes],
         "estimates": [
-            estimate_to_dict(each, chosen=each is chosen, best=k < len(chosen_of)) for k, each in enumerate(every)
+            estimate_to_dict(each, chosen=each is chosen, best=k < len(chosen_of))
+            for k, each in enumerate(every)
         ],
     }
     (folder / "scenarios.json").write_text(json.dumps(record, indent=1) + "\n")
@@ -156,35 +176,68 @@ def save_scenarios_html(path: Path, record: dict[str, Any]) -> None:
     data = {**record, "estimates": best + others[::step]}
     embedded = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     title = "What each choice would take: time, memory, money"
-    template = (resources.files("lightning_topt.plan") / "scenarios.html").read_text(encoding="utf-8")
+    template = (resources.files("lightning_topt.plan") / "scenarios.html").read_text(
+        encoding="utf-8"
+    )
     filled = {"title": html.escape(title), "data": embedded}
-    path.write_text(re.sub(r"\{\{ (title|data) \}\}", lambda match: filled[match[1]], template), encoding="utf-8")
+    path.write_text(
+        re.sub(r"\{\{ (title|data) \}\}", lambda match: filled[match[1]], template),
+        encoding="utf-8",
+    )
 
 
 def save_scenarios_png(
-    path: Path, chosen_of: Sequence[Estimate], shown: Sequence[Estimate], chosen: Estimate | None, *, limits: Limits
+    path: Path,
+    chosen_of: Sequence[Estimate],
+    shown: Sequence[Estimate],
+    chosen: Estimate | None,
+    *,
+    limits: Limits,
 ) -> None:
-    """Draw time against memory of all plans, and time against money of the best of each scenario where prices are known."""
+    """Draw time against memory of all plans, and time against money of the best of each scenario
+    where prices are known.
+    """
     has_money = any(each.money_per_sample is not None for each in chosen_of)
     has_run = any(each.run is not None for each in chosen_of)
-    figure = Figure(figsize=(14 if has_money else 8, 5.2), dpi=140, facecolor="white", layout="constrained")
+    figure = Figure(
+        figsize=(14 if has_money else 8, 5.2), dpi=140, facecolor="white", layout="constrained"
+    )
     panels = figure.subplots(1, 2 if has_money else 1, squeeze=False)[0]
     names = [*dict.fromkeys(_series(each) for each in chosen_of)]
     for axes, money in zip(panels, (False, True), strict=False):
         for name, colour in zip(names, itertools.cycle(_COLOURS)):
-            of_series = [each for each in (chosen_of if money else [*shown, *chosen_of]) if _series(each) == name]
+            of_series = [
+                each
+                for each in (chosen_of if money else [*shown, *chosen_of])
+                if _series(each) == name
+            ]
             points = [
                 (x, y)
                 for each in of_series
-                if (x := _x(each, money)) is not None and x < math.inf and (y := _time(each)) < math.inf
+                if (x := _x(each, money)) is not None
+                and x < math.inf
+                and (y := _time(each)) < math.inf
             ]
             if points:
-                style: dict[str, Any] = {"s": 46 if money else 14, "alpha": 0.9 if money else 0.5, "linewidths": 0}
+                style: dict[str, Any] = {
+                    "s": 46 if money else 14,
+                    "alpha": 0.9 if money else 0.5,
+                    "linewidths": 0,
+                }
                 axes.scatter(*zip(*points, strict=True), color=colour, label=name, **style)
         if chosen is not None and (x := _x(chosen, money)) is not None:
-            axes.plot(x, _time(chosen), marker="*", markersize=19, color="#F0C419", markeredgecolor=_INK)
+            axes.plot(
+                x, _time(chosen), marker="*", markersize=19, color="#F0C419", markeredgecolor=_INK
+            )
         _finish(axes, money=money, has_run=has_run, limits=limits)
-    panels[0].legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=3, frameon=False, labelcolor=_INK, fontsize=9)
+    panels[0].legend(
+        loc="lower left",
+        bbox_to_anchor=(0, 1.0),
+        ncols=3,
+        frameon=False,
+        labelcolor=_INK,
+        fontsize=9,
+    )
     figure.savefig(path, format="png", facecolor="white")
 
 
@@ -206,7 +259,9 @@ def _x(each: Estimate, money: bool) -> float | None:
 def _finish(axes: Any, *, money: bool, has_run: bool, limits: Limits) -> None:
     axes.set(xscale="log", yscale="log")
     axes.set_xlabel(
-        ("Money of the run" if has_run else "Money of 1000 samples") if money else "GiB per device at the peak"
+        ("Money of the run" if has_run else "Money of 1000 samples")
+        if money
+        else "GiB per device at the peak"
     )
     axes.set_ylabel("Days of the run" if has_run else "Seconds per step")
     if has_run and limits.deadline is not None:

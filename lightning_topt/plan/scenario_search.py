@@ -1,4 +1,6 @@
-"""The search of one scenario: with the whole batch at once, and as micro-batches whose gradients are added up."""
+"""The search of one scenario: with the whole batch at once, and as micro-batches whose gradients
+are added up.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ _MOST_SHOWN = 100  # of a frontier
 
 @dataclass(frozen=True)
 class Found:
-    """`Found` is what a search of a scenario found: `estimates` of its frontiers, one for each number of micro-batches, thinned
-    out; the chosen one and its frontier.
+    """`Found` is what a search of a scenario found: `estimates` of its frontiers, one for each
+    number of micro-batches, thinned out; the chosen one and its frontier.
     """
 
     scenario: Scenario
@@ -34,9 +36,16 @@ class Found:
         scenario = replace(self.scenario, spot=True)
 
         def of(each: Estimate) -> Estimate:
-            return estimate(scenario, each.point, facts=self.facts, work=work, accumulate=each.accumulate)
+            return estimate(
+                scenario, each.point, facts=self.facts, work=work, accumulate=each.accumulate
+            )
 
-        return replace(self, scenario=scenario, estimates=tuple(map(of, self.estimates)), chosen=of(self.chosen))
+        return replace(
+            self,
+            scenario=scenario,
+            estimates=tuple(map(of, self.estimates)),
+            chosen=of(self.chosen),
+        )
 
 
 def search_scenario(
@@ -51,8 +60,9 @@ def search_scenario(
 ) -> Found:
     """Return the plans of `request`, on one number of devices, and the best that fits.
 
-    `accumulate` are numbers of micro-batches to try; None: 1, and powers of 2 until more of them take longer. Pipelines cut
-    their batches themselves and are searched with one alone. Raises what `search_plans` and `choose` raise.
+    `accumulate` are numbers of micro-batches to try; None: 1, and powers of 2 until more of them
+    take longer. Pipelines cut their batches themselves and are searched with one alone. Raises what
+    `search_plans` and `choose` raise.
     """
     limit = request.cluster.device.memory_bytes if memory_limit is None else memory_limit
     facts = ModelFacts.of(request.graph, request.optimizer, request.cluster)
@@ -78,14 +88,22 @@ def search_scenario(
         shown += [of(point) for point in fits[:: max(len(fits) // _MOST_SHOWN, 1)]]
         try:
             goal = objective if objective in ("time", "memory") else "time"
-            chosen = of(choose(frontier.candidates, objective=goal, memory_limit=limit, memory_margin=memory_margin))
+            chosen = of(
+                choose(
+                    frontier.candidates,
+                    objective=goal,
+                    memory_limit=limit,
+                    memory_margin=memory_margin,
+                )
+            )
         except NoPlanFitsError as none:
             unfit = none
             continue
         if best is None or by(chosen) < by(best[0]):
             best = chosen, frontier
         stopped |= accumulate is None and count > 1 and by(chosen) >= before
-        before = by(chosen) if count > 1 else math.inf  # the first one has stages to choose from too
+        # the first one has stages to choose from too
+        before = by(chosen) if count > 1 else math.inf
     if best is None:
         assert unfit is not None
         raise unfit
@@ -96,7 +114,9 @@ def of_microbatches(request: SearchRequest, count: int) -> SearchRequest:
     """Return what is searched for one of `count` micro-batches of `request`."""
     if count == 1:
         return request
-    return replace(request, global_batch_size=request.global_batch_size // count, pipelines=None, stale=None)
+    return replace(
+        request, global_batch_size=request.global_batch_size // count, pipelines=None, stale=None
+    )
 
 
 def _time(each: Estimate) -> float:
@@ -107,14 +127,24 @@ def _peak(each: Estimate) -> float:
     return each.peak_bytes
 
 
-def _requests(request: SearchRequest, accumulate: Sequence[int] | None) -> Iterator[tuple[int, SearchRequest]]:
-    """Numbers of micro-batches with what is searched for each. Where nobody says which, meshes with a tensor axis are looked at
-    for the first and the last alone: the others cost searches and are in between.
+def _requests(
+    request: SearchRequest, accumulate: Sequence[int] | None
+) -> Iterator[tuple[int, SearchRequest]]:
+    """Numbers of micro-batches with what is searched for each. Where nobody says which, meshes with
+    a tensor axis are looked at for the first and the last alone: the others cost searches and are
+    in between.
     """
     batch, (devices,) = request.global_batch_size, request.device_counts
     if accumulate and (wrong := [count for count in accumulate if batch % count]):
-        raise ValueError(f"a batch of {batch} samples cannot be cut into {wrong[0]} equal micro-batches (accumulate)")
-    least = max(devices // request.cluster.devices_per_node, 1) if request.split is not None else devices
+        raise ValueError(
+            f"a batch of {batch} samples cannot be cut into {wrong[0]} equal micro-batches "
+            "(accumulate)"
+        )
+    least = (
+        max(devices // request.cluster.devices_per_node, 1)
+        if request.split is not None
+        else devices
+    )
     least = least if request.mesh is None else request.mesh.data_parallel_size
     powers = [2**k for k in range(_MOST_MICROBATCHES.bit_length()) if batch % 2**k == 0]
     counts = [count for count in accumulate or powers if count == 1 or batch // count >= least]

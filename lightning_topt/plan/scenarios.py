@@ -1,4 +1,5 @@
-"""Scenarios say on which machines a model might be trained, and how; estimates what a plan takes there: time, memory, money.
+"""Scenarios say on which machines a model might be trained, and how; estimates what a plan takes
+there: time, memory, money.
 
     equation                                        function                source
     T_k = k T - (k - 1) (u + x)                     accumulated_seconds     exchange x and update u once per step
@@ -6,8 +7,9 @@
     run = expected_seconds(steps * T_k)             estimate                costs/failures.py
     money = run / 3600 * devices * price            estimate
 
-T seconds of a micro-batch's forward, backward, exchange and update; k micro-batches of a step, whose gradients are added up.
-Plans with sharded gradients exchange at every micro-batch: x is 0 for them.
+T seconds of a micro-batch's forward, backward, exchange and update; k micro-batches of a step,
+whose gradients are added up. Plans with sharded gradients exchange at every micro-batch: x is 0 for
+them.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ from lightning_topt.plan.plan_frontier import PlanPoint
 
 @dataclass(frozen=True)
 class Work:
-    """`Work` is what a run takes: `tokens`, `samples` or `steps`. Raises ValueError unless exactly one is given, above 0."""
+    """`Work` is what a run takes: `tokens`, `samples` or `steps`. Raises ValueError unless exactly
+    one is given, above 0.
+    """
 
     tokens: float | None = None
     samples: float | None = None
@@ -36,17 +40,22 @@ class Work:
     def __post_init__(self) -> None:
         given = [amount for amount in (self.tokens, self.samples, self.steps) if amount is not None]
         if len(given) != 1 or not 0 < given[0] < math.inf:
-            raise ValueError("work is one of tokens, samples or steps, above 0: for instance work.tokens=300e9")
+            raise ValueError(
+                "work is one of tokens, samples or steps, above 0: for instance work.tokens=300e9"
+            )
 
     def steps_of(self, scenario: Scenario) -> float:
-        """Return the steps of a run, in parts of one. Raises ValueError for tokens of samples whose length is not known."""
+        """Return the steps of a run, in parts of one. Raises ValueError for tokens of samples whose
+        length is not known.
+        """
         if self.steps is not None:
             return self.steps
         if self.samples is not None:
             return self.samples / scenario.batch_size
         if scenario.seq_len is None:
             raise ValueError(
-                "work.tokens needs the tokens of a sample, and the model has no seq_len: set seq_len, or give work.samples"
+                "work.tokens needs the tokens of a sample, and the model has no seq_len: set "
+                "seq_len, or give work.samples"
             )
         assert self.tokens is not None
         return self.tokens / (scenario.batch_size * scenario.seq_len)
@@ -67,8 +76,8 @@ def _count(amount: float) -> str:
 
 @dataclass(frozen=True)
 class Scenario:
-    """`devices` of `cluster`, rented as `spot` devices or not, with `batch_size` samples of a step, of `seq_len` tokens each
-    (None: no tokens).
+    """`devices` of `cluster`, rented as `spot` devices or not, with `batch_size` samples of a step,
+    of `seq_len` tokens each (None: no tokens).
     """
 
     cluster: Cluster = field(repr=False)
@@ -90,8 +99,8 @@ class Scenario:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """`ModelFacts` are what a run needs to know of a model beside its plan: bytes of a checkpoint, seconds of a whole update by
-    block.
+    """`ModelFacts` are what a run needs to know of a model beside its plan: bytes of a checkpoint,
+    seconds of a whole update by block.
     """
 
     checkpoint_bytes: float
@@ -99,13 +108,17 @@ class ModelFacts:
 
     @classmethod
     def of(cls, graph: OpGraph, optimizer: OptimizerProfile, cluster: Cluster) -> ModelFacts:
-        """Return those of a graph and its optimizer; a checkpoint has parameters and optimizer state."""
+        """Return those of a graph and its optimizer; a checkpoint has parameters and optimizer
+        state.
+        """
         size, seconds = 0.0, {block.name: 0.0 for block in graph.blocks}
         for parameter in graph.parameters:
             size += parameter_bytes(parameter)
             if parameter.trainable:
                 size += optimizer.state_bytes(parameter.name)
-                took = optimizer.update_seconds(parameter.name, numel=parameter.numel, device=cluster.device)
+                took = optimizer.update_seconds(
+                    parameter.name, numel=parameter.numel, device=cluster.device
+                )
                 seconds[parameter.block] += took
         return cls(size, seconds)
 
@@ -128,7 +141,9 @@ class TimeError:
 
     @classmethod
     def of(cls, cluster: Cluster) -> TimeError:
-        """Return that of a cluster: nine of ten predictions were closer to what was measured, where anything was."""
+        """Return that of a cluster: nine of ten predictions were closer to what was measured, where
+        anything was.
+        """
         if cluster.accuracy is None:
             return cls()
         figure = cluster.accuracy.seconds
@@ -138,8 +153,9 @@ class TimeError:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A plan in a scenario: `step_seconds` of a step of `accumulate` micro-batches, of which `point` is the plan of one; of a
-    run (None: no work was given) its time and its price (None: the cluster has none).
+    """A plan in a scenario: `step_seconds` of a step of `accumulate` micro-batches, of which
+    `point` is the plan of one; of a run (None: no work was given) its time and its price (None: the
+    cluster has none).
     """
 
     scenario: Scenario
@@ -170,11 +186,17 @@ class Estimate:
     def money_per_sample(self) -> float | None:
         """The price of one sample, without failures; None where the cluster has no price."""
         price = self.scenario.price_per_hour
-        return None if price is None else price * self.scenario.devices / 3600 / self.samples_per_second
+        return (
+            None
+            if price is None
+            else price * self.scenario.devices / 3600 / self.samples_per_second
+        )
 
 
 def accumulated_seconds(point: PlanPoint, *, accumulate: int, update_seconds: float) -> float:
-    """Return the seconds of a step of so many micro-batches, each as `point` has it, with one update."""
+    """Return the seconds of a step of so many micro-batches, each as `point` has it, with one
+    update.
+    """
     plan, once = point.plan, update_seconds
     if plan.keeps_gradients_whole and plan.schedule is None and plan.predicted is not None:
         once += plan.predicted.exposed_communication_seconds
@@ -189,7 +211,9 @@ def estimate(
     work: Work | None = None,
     accumulate: int = 1,
 ) -> Estimate:
-    """Return what the plan of `point` takes in `scenario`; with `work` of a whole run. Raises ValueError as `Work.steps_of`."""
+    """Return what the plan of `point` takes in `scenario`; with `work` of a whole run. Raises
+    ValueError as `Work.steps_of`.
+    """
     update = facts.update_of(point.plan) if accumulate > 1 else 0.0
     step = accumulated_seconds(point, accumulate=accumulate, update_seconds=update)
     found = Estimate(scenario, point, step, accumulate, error=TimeError.of(scenario.cluster))

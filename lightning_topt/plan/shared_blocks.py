@@ -1,7 +1,8 @@
-"""Blocks and configurations that stand in many plans of a file, each written once; plans have their places instead.
+"""Blocks and configurations that stand in many plans of a file, each written once; plans have their
+places instead.
 
-A search of 81 blocks may find a thousand plans of a few dozen configurations: 68 MB of text with every block written out, one
-with places.
+A search of 81 blocks may find a thousand plans of a few dozen configurations: 68 MB of text with
+every block written out, one with places.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ _PLACES = ("blocks", "configs")
 
 @dataclass
 class SharedBlocks:
-    """`SharedBlocks` number names of blocks and plain configurations in the order in which they are met.
+    """`SharedBlocks` number names of blocks and plain configurations in the order in which they are
+    met.
 
     Plans that were written have to live as long.
     """
@@ -35,7 +37,9 @@ class SharedBlocks:
         """Return `plan` as `ParallelPlan.to_dict` does, but for its stages, which hold places."""
         stages = [
             {
-                "blocks": [self.blocks.setdefault(each.block, len(self.blocks)) for each in stage.blocks],
+                "blocks": [
+                    self.blocks.setdefault(each.block, len(self.blocks)) for each in stage.blocks
+                ],
                 "configs": [self._place_of(each.config, plan.mesh) for each in stage.blocks],
             }
             for stage in plan.stages
@@ -57,7 +61,9 @@ class SharedBlocks:
 
 @dataclass(frozen=True)
 class BlockTables:
-    """`BlockTables` are the two lists of a file that is read. Raises ValueError for what they cannot be."""
+    """`BlockTables` are the two lists of a file that is read. Raises ValueError for what they
+    cannot be.
+    """
 
     blocks: list[str]
     configs: list[Mapping[str, Any]]
@@ -69,13 +75,20 @@ class BlockTables:
             text(name, name=f"blocks[{number}]")
         for number, config in enumerate(self.configs):
             if not isinstance(config, dict) or "block" in config:
-                raise ValueError(f"configs[{number}] must be a mapping without a block, got {shown(config)}")
+                raise ValueError(
+                    f"configs[{number}] must be a mapping without a block, got {shown(config)}"
+                )
 
     def written_out(self, plan: Any, *, name: str) -> Any:
-        """Return what `ParallelPlan.from_dict` takes. Raises ValueError for places that are none."""
+        """Return what `ParallelPlan.from_dict` takes. Raises ValueError for places that are
+        none.
+        """
         if not isinstance(plan, dict) or not isinstance(plan.get("stages"), list):
             raise ValueError(f"{name} must be a mapping with a list of stages")
-        return {**plan, "stages": [self._stage(entry, name=f"{name}.stages") for entry in plan["stages"]]}
+        return {
+            **plan,
+            "stages": [self._stage(entry, name=f"{name}.stages") for entry in plan["stages"]],
+        }
 
     def _stage(self, entry: Any, *, name: str) -> dict[str, Any]:
         if not isinstance(entry, dict) or set(entry) != {*_PLACES}:
@@ -85,7 +98,10 @@ class BlockTables:
             raise ValueError(f"blocks and configs of {name} must be lists of one length")
         return {
             "blocks": [
-                {"block": _at(self.blocks, block, name="blocks"), **_at(self.configs, config, name="configs")}
+                {
+                    "block": _at(self.blocks, block, name="blocks"),
+                    **_at(self.configs, config, name="configs"),
+                }
                 for block, config in zip(*places, strict=True)
             ]
         }

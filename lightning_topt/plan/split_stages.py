@@ -1,6 +1,8 @@
-"""Stages whose ranks hold slices: the chain of blocks under every split of a model that is worth a look.
+"""Stages whose ranks hold slices: the chain of blocks under every split of a model that is worth a
+look.
 
-The splits are those of meshes with a tensor axis alone, of as many ranks, so a step on slices is captured once for both.
+The splits are those of meshes with a tensor axis alone, of as many ranks, so a step on slices is
+captured once for both.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from lightning_topt.techniques.tensor_parallel.split_prices import SplitPrices
 
 @dataclass(frozen=True, eq=False)
 class SplitStages:
-    """The chain `whole` under the split `chosen` of `split`, over `size` ranks; `prices` are those that it was found with."""
+    """The chain `whole` under the split `chosen` of `split`, over `size` ranks; `prices` are those
+    that it was found with.
+    """
 
     whole: StageBlocks
     split: SplitModel
@@ -54,7 +58,11 @@ class SplitStages:
 
     def _on(self, local: OpGraph, *, same_operators: bool = False) -> StageBlocks:
         calls = self.split.calls(self.chosen)
-        given: dict[str, Any] = {"size": self.size, "calls": calls, "same_operators": same_operators}
+        given: dict[str, Any] = {
+            "size": self.size,
+            "calls": calls,
+            "same_operators": same_operators,
+        }
         return blocks_on_slices(self.whole, local, self.chosen, **given)
 
 
@@ -67,8 +75,8 @@ def blocks_on_slices(
     calls: Mapping[str, int],
     same_operators: bool = False,
 ) -> StageBlocks:
-    """Return the chain of the step `local` of one of `size` ranks; `calls` as `SplitModel.calls` has them, `same_operators` as
-    in `StageBlocks.of_slices`.
+    """Return the chain of the step `local` of one of `size` ranks; `calls` as `SplitModel.calls`
+    has them, `same_operators` as in `StageBlocks.of_slices`.
     """
     mesh = Mesh((Axis("data", 1), Axis("tensor", size)))
     step = step_of(whole.step, local, mesh=mesh, split=chosen)
@@ -77,19 +85,29 @@ def blocks_on_slices(
 
 
 def stage_tensor_sizes(cluster: Cluster, count: int) -> list[int]:
-    """Return the sizes that the tensor axis of a pipeline of `count` ranks may have: those that leave several stages."""
+    """Return the sizes that the tensor axis of a pipeline of `count` ranks may have: those that
+    leave several stages.
+    """
     return [size for size in tensor_sizes(cluster, count) if size < count]
 
 
 def splits_of_stages(
-    whole: StageBlocks, split: SplitModel, count: int, wanted: PipelineRequest, global_batch_size: int
+    whole: StageBlocks,
+    split: SplitModel,
+    count: int,
+    wanted: PipelineRequest,
+    global_batch_size: int,
 ) -> Iterator[tuple[SplitStages, list[PipelineShape]]]:
-    """Yield the chain under each split that is a candidate for meshes of `count` ranks, and wanted pipelines of its size."""
+    """Yield the chain under each split that is a candidate for meshes of `count` ranks, and wanted
+    pipelines of its size.
+    """
     for size in filter(wanted.takes, stage_tensor_sizes(whole.step.cluster, count)):
         shapes = [*pipeline_shapes(whole, count, global_batch_size, wanted, tensor=size)]
         if shapes:
             mesh = Mesh((Axis("data", count // size), Axis("tensor", size)))
-            prices = prices_on(_of_data_rank(whole.step, count // size, global_batch_size), split, mesh=mesh)
+            prices = prices_on(
+                _of_data_rank(whole.step, count // size, global_batch_size), split, mesh=mesh
+            )
             for chosen in split.candidates(prices):
                 yield SplitStages(whole, split, chosen, size, prices), shapes
 
@@ -101,11 +119,16 @@ def _of_data_rank(step: TrainingStep, ranks: int, global_batch_size: int) -> Tra
 
 
 def blocks_of_plan(whole: StageBlocks, split: SplitModel | None, plan: ParallelPlan) -> StageBlocks:
-    """Return the chain of a rank under a plan with stages. Raises PlanError for other splits than those of the search."""
+    """Return the chain of a rank under a plan with stages. Raises PlanError for other splits than
+    those of the search.
+    """
     if not plan.mesh.tensor_axes:
         return whole
     if split is None:
-        raise PlanError("a plan with a tensor axis is explained by the model that can be split: give it in the request")
+        raise PlanError(
+            "a plan with a tensor axis is explained by the model that can be split: give it in the "
+            "request"
+        )
     chosen, size = split_of(plan), plan.mesh.ranks_along(plan.mesh.tensor_axes)
     local = split.local_graph(chosen, size)
     if local is None:

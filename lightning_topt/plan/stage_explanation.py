@@ -26,14 +26,18 @@ class StageExplanation:
 
     Args:
         blocks: its blocks in the order of forward.
-        seconds: of a step, all microbatches: "forward", "backward" (with recomputation), "receive" (activations from the
-            stage before, and their gradients back), "once" (exchange of gradients and update).
-        bubble: the share of the step in which its rank runs no pass and no exchange or update of any of its stages.
-        peak_parts: bytes: "static" (parameters, gradients, states, copies of weights), "activations" (of all microbatches in
-            flight when its rank holds the most, received tensors and gradients that wait for a later part of backward too),
-            "running" (the most beside these while a block runs), "update" (while the optimizer steps). What is on every rank
-            (buffers, batch) is in none of them.
-        missing_updates: of the stage, before a minibatch's own one, that its forward pass is too early for.
+        seconds: of a step, all microbatches: "forward", "backward" (with recomputation), "receive"
+            (activations from the stage before, and their gradients back), "once" (exchange of
+            gradients and update).
+        bubble: the share of the step in which its rank runs no pass and no exchange or update of
+            any of its stages.
+        peak_parts: bytes: "static" (parameters, gradients, states, copies of weights),
+            "activations" (of all microbatches in flight when its rank holds the most, received
+            tensors and gradients that wait for a later part of backward too), "running" (the most
+            beside these while a block runs), "update" (while the optimizer steps). What is on every
+            rank (buffers, batch) is in none of them.
+        missing_updates: of the stage, before a minibatch's own one, that its forward pass is too
+            early for.
     """
 
     rank: int
@@ -52,9 +56,13 @@ def explain_stages(request: SearchRequest, plan: ParallelPlan) -> tuple[StageExp
     if plan.schedule is None:
         raise PlanError("a plan without stages is explained by its blocks: use explain_plan")
     blocks, shape = stage_blocks(request, plan), shape_of_plan(plan)
-    names = [tuple(b.block for b in stage.blocks if b.block in blocks.names) for stage in plan.stages]
+    names = [
+        tuple(b.block for b in stage.blocks if b.block in blocks.names) for stage in plan.stages
+    ]
     if [name for stage in names for name in stage] != [*blocks.names]:
-        raise PlanError("the stages of the plan do not have the blocks of this step in order: search it again")
+        raise PlanError(
+            "the stages of the plan do not have the blocks of this step in order: search it again"
+        )
     point = cut_of_plan(blocks, plan)
     seconds, sizes = stage_seconds(blocks, shape, [point]), stage_bytes(blocks, shape, [point])
     simulated = step_seconds_of(seconds, shape)
@@ -63,7 +71,9 @@ def explain_stages(request: SearchRequest, plan: ParallelPlan) -> tuple[StageExp
     busy = np.zeros(shape.pipeline)
     passes_seconds = count * (seconds.forward + seconds.backward + 2 * PASS_SECONDS) + seconds.once
     np.add.at(busy, list(shape.ranks), passes_seconds[:, 0])
-    missing = shape.missing_updates if isinstance(shape, ContinuousShape) else (0,) * shape.num_stages
+    missing = (
+        shape.missing_updates if isinstance(shape, ContinuousShape) else (0,) * shape.num_stages
+    )
     found = []
     for s, rank in enumerate(shape.ranks):
         times = {

@@ -1,10 +1,11 @@
-"""Cuts of schedules with several stages per rank, moved block by block while the simulation of their step finds better ones.
+"""Cuts of schedules with several stages per rank, moved block by block while the simulation of
+their step finds better ones.
 
-[Note: uneven stages of one rank] The search prices such a rank as if all its stages took as long as its dearest
-(`costs.schedule_rates`), which is what equal stages take; uneven ones may do better. On random chains of 8 to 10 blocks (60 of
-each of 14 kinds) the fastest cut by the formula took, in the simulation, 1 to 8 % longer than the fastest of all cuts
-(medians of the kinds; 51 % at most). Moves of one boundary at a time led from it to 0 to 2 %, under looped_bfs to 6 % (26 % at
-most).
+[Note: uneven stages of one rank] The search prices such a rank as if all its stages took as long as
+its dearest (`costs.schedule_rates`), which is what equal stages take; uneven ones may do better. On
+random chains of 8 to 10 blocks (60 of each of 14 kinds) the fastest cut by the formula took, in the
+simulation, 1 to 8 % longer than the fastest of all cuts (medians of the kinds; 51 % at most). Moves
+of one boundary at a time led from it to 0 to 2 %, under looped_bfs to 6 % (26 % at most).
 """
 
 from __future__ import annotations
@@ -26,9 +27,12 @@ _MOST_PASSES = 2**9  # of all stages: a simulation of many plans takes seconds b
 _MOST_POINTS = 64  # priced in one round
 
 
-def with_moves(blocks: StageBlocks, shape: PipelineShape, points: Sequence[StagePoint]) -> list[StagePoint]:
-    """Return plans of `shape` that none of these `points`, nor of those that moves of boundaries lead to, beats: as simulated,
-    in seconds and bytes. The same where ranks have one stage, and for long schedules.
+def with_moves(
+    blocks: StageBlocks, shape: PipelineShape, points: Sequence[StagePoint]
+) -> list[StagePoint]:
+    """Return plans of `shape` that none of these `points`, nor of those that moves of boundaries
+    lead to, beats: as simulated, in seconds and bytes. The same where ranks have one stage, and for
+    long schedules.
     """
     if shape.stages_per_rank == 1 or shape.num_microbatches * shape.num_stages > _MOST_PASSES:
         return [*points]
@@ -51,7 +55,9 @@ def with_moves(blocks: StageBlocks, shape: PipelineShape, points: Sequence[Stage
     return best
 
 
-def _priced(blocks: StageBlocks, shape: PipelineShape, points: Sequence[StagePoint]) -> list[StagePoint]:
+def _priced(
+    blocks: StageBlocks, shape: PipelineShape, points: Sequence[StagePoint]
+) -> list[StagePoint]:
     seconds = step_seconds_of(stage_seconds(blocks, shape, points), shape)
     assert seconds is not None
     peaks = peak_bytes_of(blocks, shape, stage_bytes(blocks, shape, points))

@@ -1,4 +1,6 @@
-"""Pipelines of a training step: `PipelineShape` says which ranks, schedule and microbatches, `stage_table` what they cost."""
+"""Pipelines of a training step: `PipelineShape` says which ranks, schedule and microbatches,
+`stage_table` what they cost.
+"""
 
 from __future__ import annotations
 
@@ -15,25 +17,33 @@ from lightning_topt.costs.communication import estimate_collective_seconds
 from lightning_topt.costs.cost_table import Array
 from lightning_topt.costs.groups import Group
 from lightning_topt.costs.schedule_rates import ScheduleRates, rates_of
-from lightning_topt.costs.stage_table import StageChain, StageKind, StageLink, StageTable, StageVariant
+from lightning_topt.costs.stage_table import (
+    StageChain,
+    StageKind,
+    StageLink,
+    StageTable,
+    StageVariant,
+)
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.plan.stage_blocks import StageBlocks
 from lightning_topt.plan.step_once import Once
 from lightning_topt.schedules.make_schedule import SCHEDULES
 
-# What a pass takes in Python beside its operators: stand-ins, messages. A rank of a pipeline of tiny stages took 1.1 ms of CPU
-# per microbatch, forward and backward, more than the operators.
+# What a pass takes in Python beside its operators: stand-ins, messages. A rank of a pipeline of
+# tiny stages took 1.1 ms of CPU per microbatch, forward and backward, more than the operators.
 PASS_SECONDS = 5e-4
-# Of a process on CPUs besides, with microbatches in stages: connections, threads, traces, what is free between small blocks.
-# Ranks of a GPT of 8 layers under 1F1B and interleaved schedules held 8 to 10 MiB more than their tensors and `process_bytes`.
+# Of a process on CPUs besides, with microbatches in stages: connections, threads, traces, what is
+# free between small blocks. Ranks of a GPT of 8 layers under 1F1B and interleaved schedules held 8
+# to 10 MiB more than their tensors and `process_bytes`.
 STAGES_BYTES = 8 * 2**20
 LINKS = ("intra", "inter", "none")  # inside a node, between nodes, on one rank
 
 
 @dataclass(frozen=True)
 class PipelineShape:
-    """`pipeline` ranks in a row, `data` rows; `stages_per_rank` stages each, run as `schedule` says on `num_microbatches`
-    of `samples` samples; ZeRO `level` 0 or 1 along the data axis. Each of these is a group of `tensor` ranks with slices.
+    """`pipeline` ranks in a row, `data` rows; `stages_per_rank` stages each, run as `schedule` says
+    on `num_microbatches` of `samples` samples; ZeRO `level` 0 or 1 along the data axis. Each of
+    these is a group of `tensor` ranks with slices.
     """
 
     pipeline: int
@@ -68,13 +78,20 @@ class PipelineShape:
     @cached_property
     def ranks(self) -> tuple[int, ...]:
         """The rank of each stage along the pipeline."""
-        return SCHEDULES[self.schedule].rank_of_stage(num_ranks=self.pipeline, stages_per_rank=self.stages_per_rank)
+        return SCHEDULES[self.schedule].rank_of_stage(
+            num_ranks=self.pipeline, stages_per_rank=self.stages_per_rank
+        )
 
     def mesh(self, cluster: Cluster) -> Mesh:
-        """Return the mesh: stages along its first axis, parts of the batch along the second, slices along the last, if any."""
+        """Return the mesh: stages along its first axis, parts of the batch along the second, slices
+        along the last, if any.
+        """
         per_node, width = cluster.devices_per_node, self.width
         inside = width <= per_node and per_node % width == 0
-        scopes = "intra" if self.pipeline * width <= per_node else "inter", "intra" if inside else "inter"
+        scopes = (
+            "intra" if self.pipeline * width <= per_node else "inter",
+            "intra" if inside else "inter",
+        )
         axes = Axis("pipeline", self.pipeline, scopes[0]), Axis("data", self.data, scopes[1])
         return Mesh((*axes, Axis("tensor", self.tensor)) if self.tensor > 1 else axes)
 
@@ -95,16 +112,21 @@ class PipelineShape:
         return blocks.once(self.rows, self.level, crosses_nodes=not inside)
 
     def link_before(self, stage: int, cluster: Cluster) -> str:
-        """Return which of `LINKS` the slowest ranks of a stage receive through, from the stage before."""
+        """Return which of `LINKS` the slowest ranks of a stage receive through, from the stage
+        before.
+        """
         if self.ranks[stage - 1] == self.ranks[stage]:
             return "none"
         both = [self._ranks_of(each) for each in (stage - 1, stage)]
         first, last = min(ranks[0] for ranks in both), max(ranks[-1] for ranks in both)
-        # Ranks follow the nodes, so each pair is on one node where all of them are, and nowhere else.
+        # Ranks follow the nodes, so each pair is on one node where all of them are, and nowhere
+        # else.
         return "intra" if cluster.node_of(first)[1] == cluster.node_of(last)[1] else "inter"
 
     def kinds_of(self, stages: Sequence[int], cluster: Cluster) -> tuple[int, ...]:
-        """Return the kinds of nodes (`Cluster.nodes`) that run `stages`; none where all are equal."""
+        """Return the kinds of nodes (`Cluster.nodes`) that run `stages`; none where all are
+        equal.
+        """
         if not cluster.nodes:
             return ()
         ends = [(ranks[0], ranks[-1]) for ranks in map(self._ranks_of, stages)]
@@ -116,11 +138,14 @@ class PipelineShape:
         return range(first, first + self.width)
 
 
-def stage_table(blocks: StageBlocks, shape: PipelineShape, *, recomputes: Sequence[bool] = (False, True)) -> StageTable:
-    """Return the costs of all ways to cut `blocks` into the stages of `shape`; blocks that can recompute choose one of
-    `recomputes`.
+def stage_table(
+    blocks: StageBlocks, shape: PipelineShape, *, recomputes: Sequence[bool] = (False, True)
+) -> StageTable:
+    """Return the costs of all ways to cut `blocks` into the stages of `shape`; blocks that can
+    recompute choose one of `recomputes`.
 
-    Raises ValueError for fewer blocks than stages, and for microbatches that the graph says nothing about.
+    Raises ValueError for fewer blocks than stages, and for microbatches that the graph says nothing
+    about.
     """
     cluster, rates, count = blocks.step.cluster, shape.rates, shape.num_stages
     on = [shape.kinds_of([s], cluster) for s in range(count)]
@@ -137,7 +162,11 @@ def stage_table(blocks: StageBlocks, shape: PipelineShape, *, recomputes: Sequen
         tuple(_variant(blocks.on(kinds), shape, tuple(recomputes)) for kinds in several),
         stages,
         tuple(
-            _link(rates, transfer_seconds(blocks.on(kinds), shape)[link].sum(axis=0), received * (link != "none"))
+            _link(
+                rates,
+                transfer_seconds(blocks.on(kinds), shape)[link].sum(axis=0),
+                received * (link != "none"),
+            )
             for kinds, link in links
         ),
         rates.lead,
@@ -149,9 +178,17 @@ def stage_table(blocks: StageBlocks, shape: PipelineShape, *, recomputes: Sequen
 
 
 def fixed_costs(blocks: StageBlocks, shape: PipelineShape) -> tuple[float, float]:
-    """Return the seconds and bytes that all plans of `shape` pay: Python, what each rank has once."""
-    rates, graph, rank_samples = shape.rates, blocks.step.graph, shape.samples * shape.num_microbatches
-    seconds = (2 + shape.splits_backward) * PASS_SECONDS * (shape.num_stages * rates.lead + rates.load)
+    """Return the seconds and bytes that all plans of `shape` pay: Python, what each rank has
+    once.
+    """
+    rates, graph, rank_samples = (
+        shape.rates,
+        blocks.step.graph,
+        shape.samples * shape.num_microbatches,
+    )
+    seconds = (
+        (2 + shape.splits_backward) * PASS_SECONDS * (shape.num_stages * rates.lead + rates.load)
+    )
     process = blocks.step.cluster.device.process_bytes
     if blocks.step.on_gloo and shape.num_microbatches > 1:
         process += STAGES_BYTES
@@ -166,7 +203,9 @@ def links_of(shape: PipelineShape, cluster: Cluster) -> list[tuple[tuple[int, ..
     return _known_links(cluster, shape)[0]
 
 
-def boundaries_of(shape: PipelineShape, cluster: Cluster) -> Mapping[tuple[tuple[int, ...], str], int]:
+def boundaries_of(
+    shape: PipelineShape, cluster: Cluster
+) -> Mapping[tuple[tuple[int, ...], str], int]:
     """Return how many of the stages but the first receive through each of `links_of`."""
     return _known_links(cluster, shape)[1]
 
@@ -178,7 +217,9 @@ def _known_links(cluster: Cluster, shape: PipelineShape) -> _Links:
         if shape.num_stages == 1:
             links = [(shape.kinds_of([0], cluster), "none")]
         else:
-            links = [(shape.kinds_of([s - 1, s], cluster), shape.link_before(s, cluster)) for s in before]
+            links = [
+                (shape.kinds_of([s - 1, s], cluster), shape.link_before(s, cluster)) for s in before
+            ]
         known[key] = links, Counter(links[1:])
     return known[key]
 
@@ -192,22 +233,31 @@ def _links_by_ranks(cluster: Cluster) -> dict[tuple[tuple[int, ...], int], _Link
     return {}
 
 
-def _variant(blocks: StageBlocks, shape: PipelineShape, recomputes: tuple[bool, ...]) -> StageVariant:
+def _variant(
+    blocks: StageBlocks, shape: PipelineShape, recomputes: tuple[bool, ...]
+) -> StageVariant:
     """Stages on the devices of `blocks`."""
     chain, weights, own = parts_of(blocks, shape, recomputes, parts=1 + shape.splits_backward)
     least = [shape.rates.lead * block.seconds.min() for block in chain.blocks]
     weights, own = np.minimum(shape.rates.weights * weights, least), own * shape.stages_per_rank
-    waiting = np.round(blocks.passes(shape.samples).waiting[[blocks.kinds.index(k) for k in range(len(chain.blocks))]])
-    return StageVariant(chain, -weights, weights + np.round(own[0], 9), np.round(own[1]), np.round(own[2]), waiting)
+    waiting = np.round(
+        blocks.passes(shape.samples).waiting[
+            [blocks.kinds.index(k) for k in range(len(chain.blocks))]
+        ]
+    )
+    return StageVariant(
+        chain, -weights, weights + np.round(own[0], 9), np.round(own[1]), np.round(own[2]), waiting
+    )
 
 
 def parts_of(
     blocks: StageBlocks, shape: PipelineShape, recomputes: tuple[bool, ...], *, parts: int = 1
 ) -> tuple[StageChain, Array, Array]:
-    """Return what stages of `shape` take on the devices of `blocks`, whatever its schedule's rates are: the chain; seconds of
-    gradients of parameters (distinct block,) where these have passes of their own; and seconds, static bytes and those of the
-    update once per step ([seconds, static, update], distinct block). Backwards in two `parts` take longer, but for those of the
-    first stage, whatever its blocks are; with 1 the chain takes no longer than any stage.
+    """Return what stages of `shape` take on the devices of `blocks`, whatever its schedule's rates
+    are: the chain; seconds of gradients of parameters (distinct block,) where these have passes of
+    their own; and seconds, static bytes and those of the update once per step ([seconds, static,
+    update], distinct block). Backwards in two `parts` take longer, but for those of the first
+    stage, whatever its blocks are; with 1 the chain takes no longer than any stage.
     """
     kinds = [blocks.kinds.index(kind) for kind in range(max(blocks.kinds) + 1)]
     once, splits = shape.once(blocks), shape.splits_backward
@@ -218,15 +268,18 @@ def parts_of(
 
 
 def transfer_seconds(blocks: StageBlocks, shape: PipelineShape) -> dict[str, Array]:
-    """Return the seconds (2, block) to send a microbatch over the boundary before each block, and to send its gradient back,
-    by link; with those to make whole tensors of slices.
+    """Return the seconds (2, block) to send a microbatch over the boundary before each block, and
+    to send its gradient back, by link; with those to make whole tensors of slices.
     """
     if (known := blocks.transfers.get((shape.samples, shape.width))) is not None:
         return known
     cluster, sizes = blocks.step.cluster, blocks.crossing_bytes(shape.samples)
     found = {"none": np.zeros(sizes.shape)}
     for link in ("intra", "inter"):
-        distinct = {float(size): _send_seconds(cluster, float(size), shape, link) for size in np.unique(sizes)}
+        distinct = {
+            float(size): _send_seconds(cluster, float(size), shape, link)
+            for size in np.unique(sizes)
+        }
         found[link] = np.array([[distinct[float(size)] for size in row] for row in sizes])
     if blocks.tensor > 1:
         slices, axes = blocks.gathered_bytes(shape.samples), blocks.step.mesh.tensor_axes
@@ -239,21 +292,32 @@ def transfer_seconds(blocks: StageBlocks, shape: PipelineShape) -> dict[str, Arr
 
 
 def _send_seconds(cluster: Cluster, size: float, shape: PipelineShape, link: str) -> float:
-    """Seconds of a message; where all ranks of a node send to another node at once they share its network."""
+    """Seconds of a message; where all ranks of a node send to another node at once they share its
+    network.
+    """
     if size <= 0 or (link == "inter" and cluster.inter is None):
         return 0.0
     group, per_node = Group(2, shape.width), cluster.devices_per_node
     measured = ("send_recv", group.size, group.stride) in cluster.collectives
-    if group.span <= cluster.num_devices and (measured or group.is_inside(per_node) == (link == "intra")):
+    if group.span <= cluster.num_devices and (
+        measured or group.is_inside(per_node) == (link == "intra")
+    ):
         return estimate_collective_seconds(cluster, op="send_recv", size=size, group=group)
     if link == "intra":
         return cluster.intra.latency_seconds + size / cluster.intra.bandwidth
     assert cluster.inter is not None
     share = per_node / min(shape.width, per_node)
-    fast = Link(cluster.inter.latency_seconds, min(cluster.intra.bandwidth, cluster.inter.bandwidth * share))
+    fast = Link(
+        cluster.inter.latency_seconds, min(cluster.intra.bandwidth, cluster.inter.bandwidth * share)
+    )
     return fast.latency_seconds + size / fast.bandwidth
 
 
 def _link(rates: ScheduleRates, round_trip: Array, received: Array) -> StageLink:
     round_trip = np.round(round_trip, 9)
-    return StageLink(rates.lead * round_trip, rates.sent_load * round_trip, rates.sent_floor * round_trip, received)
+    return StageLink(
+        rates.lead * round_trip,
+        rates.sent_load * round_trip,
+        rates.sent_floor * round_trip,
+        received,
+    )

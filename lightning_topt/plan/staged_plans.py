@@ -14,7 +14,13 @@ from lightning_topt.frontier.stage_search import StagePoint
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.plan.continuous_shape import ContinuousShape
 from lightning_topt.plan.known_plans import KnownPlans
-from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, PlanError, Prediction, StagePlan
+from lightning_topt.plan.parallel_plan import (
+    BlockPlan,
+    ParallelPlan,
+    PlanError,
+    Prediction,
+    StagePlan,
+)
 from lightning_topt.plan.pipeline_search import (
     PLAIN,
     FoundPipelines,
@@ -47,12 +53,15 @@ def search_stages_for(
     epsilon: float = 0.0,
     max_seconds: float = 10.0,
 ) -> tuple[list[PlanPoint], list[PlanPoint], float]:
-    """Return plans with stages for `count` ranks that none of those `known` for as many beats; plainer ones that only others
-    with stages beat; and the search's error bound. With `split`, stages may run on slices of parameters.
+    """Return plans with stages for `count` ranks that none of those `known` for as many beats;
+    plainer ones that only others with stages beat; and the search's error bound. With `split`,
+    stages may run on slices of parameters.
 
     Raises PlanError where something is wanted that no pipeline of `count` ranks has.
     """
-    costs = np.array([(p.step_seconds, p.peak_bytes) for p in known if p.devices == count]).reshape(-1, 2)
+    costs = np.array([(p.step_seconds, p.peak_bytes) for p in known if p.devices == count]).reshape(
+        -1, 2
+    )
     deadline, best = time.thread_time() + max_seconds, KnownPlans.best([costs])
     search = _Search(wanted, global_batch_size, epsilon, deadline, best, error=epsilon)
     shapes = [*pipeline_shapes(blocks, count, global_batch_size, wanted)] if wanted.takes(1) else []
@@ -60,7 +69,9 @@ def search_stages_for(
         search.add(blocks, shapes)
     is_any = bool(shapes)
     for chain, of_size in (
-        splits_of_stages(blocks, split, count, wanted, global_batch_size) if split is not None else ()
+        splits_of_stages(blocks, split, count, wanted, global_batch_size)
+        if split is not None
+        else ()
     ):
         if not blocks.step.kernel_seconds:  # of kernels that are measured no formula is a bound
             of_size = hopeful_shapes(chain.bound, of_size, search.known.scaled(1 / (1 + epsilon)))
@@ -69,8 +80,14 @@ def search_stages_for(
             search.add(chain.blocks, of_size)
     if not is_any and wanted.is_given:
         size = wanted.tensor or 1
-        if size > 1 and split is not None and [*pipeline_shapes(blocks, count, global_batch_size, wanted, tensor=size)]:
-            raise PlanError(f"a pipeline has no stages on slices over {size} ranks: {split.why_whole(size)}")
+        if (
+            size > 1
+            and split is not None
+            and [*pipeline_shapes(blocks, count, global_batch_size, wanted, tensor=size)]
+        ):
+            raise PlanError(
+                f"a pipeline has no stages on slices over {size} ranks: {split.why_whole(size)}"
+            )
         raise PlanError(why_no_pipeline(blocks, count, wanted, global_batch_size=global_batch_size))
     return *search.priced(), search.error
 
@@ -86,7 +103,8 @@ class _Search:
     known: KnownPlans
     error: float = 0.0
     found: list[tuple[StageBlocks, FoundPipelines]] = field(default_factory=list)
-    plain: list[Array] = field(default_factory=list)  # costs of what was known before, and of plans under 1F1B
+    # costs of what was known before, and of plans under 1F1B
+    plain: list[Array] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.plain.append(self.known.costs)
@@ -98,22 +116,36 @@ class _Search:
         left = max(self.deadline - time.thread_time(), 1e-3)
         found = search_pipelines(blocks, shapes, self.known, epsilon=self.epsilon, max_seconds=left)
         self.found.append((blocks, found))
-        self.plain.append(_costs([each for each in (*found.plans, *found.plain) if each[0].schedule == PLAIN]))
+        self.plain.append(
+            _costs([each for each in (*found.plans, *found.plain) if each[0].schedule == PLAIN])
+        )
         self.known = KnownPlans.best([self.known.costs, _costs(found.plans)])
         self.error = max(self.error, found.error_bound)
 
     def priced(self) -> tuple[list[PlanPoint], list[PlanPoint]]:
-        """Return the plans that none that is known beats, and those under 1F1B that only others with stages beat."""
+        """Return the plans that none that is known beats, and those under 1F1B that only others
+        with stages beat.
+        """
         best, plain = (
-            {tuple(row) for row in each.costs.tolist()} for each in (self.known, KnownPlans.best(self.plain))
+            {tuple(row) for row in each.costs.tolist()}
+            for each in (self.known, KnownPlans.best(self.plain))
         )
         kept: tuple[list[PlanPoint], list[PlanPoint]] = [], []
         for blocks, found in self.found:
-            every = [(each, (each[1].step_seconds, each[1].peak_bytes)) for each in (*found.plans, *found.plain)]
+            every = [
+                (each, (each[1].step_seconds, each[1].peak_bytes))
+                for each in (*found.plans, *found.plain)
+            ]
             chosen = [each for each, cost in every if cost in best]
-            others = [each for each, cost in every if cost in plain and each[0].schedule == PLAIN and cost not in best]
+            others = [
+                each
+                for each, cost in every
+                if cost in plain and each[0].schedule == PLAIN and cost not in best
+            ]
             for plans, into in zip((chosen, others), kept, strict=True):
-                into += _points(blocks, plans, self.global_batch_size, own_batches=self.wanted.own_batches)
+                into += _points(
+                    blocks, plans, self.global_batch_size, own_batches=self.wanted.own_batches
+                )
         return kept
 
 
@@ -133,7 +165,10 @@ def _points(
         by_shape.setdefault(shape, []).append(point)
     found: list[PlanPoint] = []
     for shape, several in by_shape.items():
-        given: dict[str, Any] = {"batch_size": global_batch_size // shape.data, "own_batches": own_batches}
+        given: dict[str, Any] = {
+            "batch_size": global_batch_size // shape.data,
+            "own_batches": own_batches,
+        }
         found += staged_points(blocks, shape, with_moves(blocks, shape, several), **given)
     return found
 
@@ -146,8 +181,8 @@ def staged_points(
     batch_size: int,
     own_batches: bool = False,
 ) -> list[PlanPoint]:
-    """Return plans of one shape with what they are predicted to cost; `batch_size` samples are those of a row of ranks, each
-    of which brings its part with `own_batches`.
+    """Return plans of one shape with what they are predicted to cost; `batch_size` samples are
+    those of a row of ranks, each of which brings its part with `own_batches`.
     """
     seconds = stage_seconds(blocks, shape, points)
     simulated = step_seconds_of(seconds, shape)
@@ -170,26 +205,40 @@ def staged_points(
 class _Plans:
     """Plans of one shape; blocks of equal configurations are one object."""
 
-    def __init__(self, blocks: StageBlocks, shape: PipelineShape, batch_size: int, own_batches: bool) -> None:
+    def __init__(
+        self, blocks: StageBlocks, shape: PipelineShape, batch_size: int, own_batches: bool
+    ) -> None:
         graph, cluster = blocks.step.graph, blocks.step.cluster
         self.mesh, self._shape = shape.mesh(cluster), shape
         axes, over = len(self.mesh.axes), self.mesh.data_axes
-        configs = [OpConfig.zero(shape.level, recompute=again, axes=axes, over=over) for again in (False, True)]
+        configs = [
+            OpConfig.zero(shape.level, recompute=again, axes=axes, over=over)
+            for again in (False, True)
+        ]
         placed = placed_tensors(replace(blocks.step, mesh=self.mesh)) if blocks.tensor > 1 else {}
 
         def planned(name: str, again: bool) -> BlockPlan:
-            return BlockPlan(name, replace(configs[again], **placed[name]) if name in placed else configs[again])
+            return BlockPlan(
+                name, replace(configs[again], **placed[name]) if name in placed else configs[again]
+            )
 
         self._blocks = [[planned(name, again) for again in (False, True)] for name in blocks.names]
-        left = [block.name for block in graph.blocks if block.name not in blocks.names]  # with all that is outside
+        # with all that is outside
+        left = [block.name for block in graph.blocks if block.name not in blocks.names]
         self._others = tuple(planned(name, again=False) for name in left)
-        self._common: dict[str, Any] = {"model": graph.model, "fingerprint": graph.fingerprint, "cluster": cluster.name}
+        self._common: dict[str, Any] = {
+            "model": graph.model,
+            "fingerprint": graph.fingerprint,
+            "cluster": cluster.name,
+        }
         self._batch_size = batch_size // shape.pipeline if own_batches else batch_size
         self._own_batches = own_batches
 
     def plan(self, point: StagePoint, predicted: Prediction) -> ParallelPlan:
         """Return the plan of a point."""
-        chosen = [several[config] for several, config in zip(self._blocks, point.configs, strict=True)]
+        chosen = [
+            several[config] for several, config in zip(self._blocks, point.configs, strict=True)
+        ]
         stages, first = [], 0
         for end in point.ends:
             stages.append(StagePlan((*chosen[first:end], *(() if first else self._others))))
@@ -215,4 +264,6 @@ def shape_of_plan(plan: ParallelPlan) -> PipelineShape:
     samples = plan.batch_size if plan.own_batches else plan.batch_size / plan.num_microbatches
     mesh, tensor = plan.mesh, plan.mesh.ranks_along(plan.mesh.tensor_axes)
     schedule = plan.schedule, plan.stages_per_rank, plan.num_microbatches
-    return PipelineShape(mesh.pipeline_size, mesh.data_parallel_size, *schedule, samples, level, tensor)
+    return PipelineShape(
+        mesh.pipeline_size, mesh.data_parallel_size, *schedule, samples, level, tensor
+    )

@@ -18,7 +18,8 @@ from lightning_topt.schedules.stage_costs import StageCosts
 
 
 def step_of_plan(blocks: StageBlocks, plan: ParallelPlan) -> Simulation | None:
-    """Return the passes of a step of `plan`, which a search of `blocks` found; None for more of them than are simulated.
+    """Return the passes of a step of `plan`, which a search of `blocks` found; None for more of
+    them than are simulated.
 
     After its passes a rank exchanges gradients and updates parameters, which is not part of it.
     """
@@ -35,18 +36,23 @@ def cut_of_plan(blocks: StageBlocks, plan: ParallelPlan) -> StagePoint:
     again = tuple(int(plan.configs[name].recompute) for name in blocks.names)
     assert plan.predicted is not None, "plans that are found have predictions"
     ends = tuple(np.cumsum(counts).tolist())
-    return StagePoint(plan.predicted.step_seconds, plan.predicted.peak_bytes, ends, (0,) * len(counts), again)
+    return StagePoint(
+        plan.predicted.step_seconds, plan.predicted.peak_bytes, ends, (0,) * len(counts), again
+    )
 
 
 def costs_of_stages(blocks: StageBlocks, shape: PipelineShape, cut: StagePoint) -> StageCosts:
     """Return the seconds and bytes of each stage of a pipeline that is cut so.
 
-    What a rank has once (buffers, its batch) counts for the first of its stages. Of a split backward all activations count as
-    held until gradients of parameters are there, with what has arrived for these.
+    What a rank has once (buffers, its batch) counts for the first of its stages. Of a split
+    backward all activations count as held until gradients of parameters are there, with what has
+    arrived for these.
     """
     seconds, sizes = stage_seconds(blocks, shape, [cut]), stage_bytes(blocks, shape, [cut])
     static = sizes.static[:, 0].copy()
-    static[[shape.ranks.index(rank) for rank in range(shape.pipeline)]] += fixed_costs(blocks, shape)[1]
+    static[[shape.ranks.index(rank) for rank in range(shape.pipeline)]] += fixed_costs(
+        blocks, shape
+    )[1]
     received, first = blocks.crossing_bytes(shape.samples)[0], (0, *cut.ends[:-1])
     edges = [(stage - 1, stage) for stage in range(1, shape.num_stages)]
     there, back = (dict(zip(edges, row[1:, 0].tolist(), strict=True)) for row in seconds.transfers)

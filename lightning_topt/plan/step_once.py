@@ -1,4 +1,6 @@
-"""Costs of a chain of blocks once per step, however many microbatches it has: exchange, update, parameters, their state."""
+"""Costs of a chain of blocks once per step, however many microbatches it has: exchange, update,
+parameters, their state.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,9 @@ from lightning_topt.graph.op_graph import Parameter
 
 @dataclass(frozen=True, eq=False)
 class Once:
-    """A step of each block (block,) at one ZeRO level: `seconds` of its exchange of gradients and its update, `static` bytes,
-    and those that the optimizer takes while it steps. `shared` (2, first block, end) as in `StageTable`.
+    """A step of each block (block,) at one ZeRO level: `seconds` of its exchange of gradients and
+    its update, `static` bytes, and those that the optimizer takes while it steps. `shared` (2,
+    first block, end) as in `StageTable`.
     """
 
     seconds: Array
@@ -30,14 +33,22 @@ class Once:
 def parameter_costs(parameter: Parameter, step: TrainingStep, level: int) -> Array:
     """Return seconds of the update, static bytes and those of temporaries of one parameter."""
     ranks = step.mesh.data_parallel_size if level else 1
-    seconds = step.update_seconds(parameter) / ranks + temporaries_seconds(step, {parameter: 1 / ranks})
+    seconds = step.update_seconds(parameter) / ranks + temporaries_seconds(
+        step, {parameter: 1 / ranks}
+    )
     state = step.optimizer.state_bytes(parameter.name) / ranks if parameter.trainable else 0.0
     update = step.optimizer.updates.get(parameter.name)
-    temporaries = update.temporary_bytes / ranks if update is not None and update.temporaries_add else 0.0
-    return np.array([seconds, parameter_bytes(parameter) + gradient_bytes(parameter) + state, temporaries])
+    temporaries = (
+        update.temporary_bytes / ranks if update is not None and update.temporaries_add else 0.0
+    )
+    return np.array(
+        [seconds, parameter_bytes(parameter) + gradient_bytes(parameter) + state, temporaries]
+    )
 
 
-def exchange_seconds(step: TrainingStep, parameters: Sequence[Parameter], level: int, ranks: int) -> float:
+def exchange_seconds(
+    step: TrainingStep, parameters: Sequence[Parameter], level: int, ranks: int
+) -> float:
     """Return the seconds to average gradients, and at level 1 to send what was updated."""
     if ranks == 1:
         return 0.0
@@ -47,12 +58,18 @@ def exchange_seconds(step: TrainingStep, parameters: Sequence[Parameter], level:
 
 
 def shared_costs(
-    step: TrainingStep, uses: Mapping[str, Sequence[int]], count: int, level: int, *, crosses_nodes: bool
+    step: TrainingStep,
+    uses: Mapping[str, Sequence[int]],
+    count: int,
+    level: int,
+    *,
+    crosses_nodes: bool,
 ) -> Array | None:
-    """Return `Once.shared` of a chain of `count` blocks; `uses` are the places of those that read each parameter.
+    """Return `Once.shared` of a chain of `count` blocks; `uses` are the places of those that read
+    each parameter.
 
-    Stages that have a reader of a parameter, but not all, sum its gradient with the others; those without its first
-    reader keep and update it as well.
+    Stages that have a reader of a parameter, but not all, sum its gradient with the others; those
+    without its first reader keep and update it as well.
     """
     shared = [p for p in step.graph.parameters if len(uses[p.name]) > 1]
     if not shared:

@@ -1,4 +1,6 @@
-"""Meshes with a tensor axis, innermost and inside nodes, and the step of one rank on each under every split worth a look."""
+"""Meshes with a tensor axis, innermost and inside nodes, and the step of one rank on each under
+every split worth a look.
+"""
 
 from __future__ import annotations
 
@@ -24,20 +26,36 @@ from lightning_topt.techniques.tensor_parallel.split_prices import SplitPrices
 
 
 def tensor_sizes(cluster: Cluster, count: int) -> list[int]:
-    """Return the sizes that a tensor axis of `count` ranks may have: those that divide the ranks and a node, above 1."""
+    """Return the sizes that a tensor axis of `count` ranks may have: those that divide the ranks
+    and a node, above 1.
+    """
     per_node = min(cluster.devices_per_node, count)
-    return [size for size in range(2, per_node + 1) if count % size == 0 and cluster.devices_per_node % size == 0]
+    return [
+        size
+        for size in range(2, per_node + 1)
+        if count % size == 0 and cluster.devices_per_node % size == 0
+    ]
 
 
 def tensor_meshes(cluster: Cluster, count: int, size: int) -> Iterator[Mesh]:
-    """Yield the meshes of `count` ranks with a tensor axis of `size`: one data axis, then copies times shards."""
+    """Yield the meshes of `count` ranks with a tensor axis of `size`: one data axis, then copies
+    times shards.
+    """
     per_node, data = cluster.devices_per_node, count // size
     whole, tensor = "intra" if count <= per_node else "inter", Axis("tensor", size)
     yield Mesh((Axis("data", data, whole), tensor))
     for shard in range(2, data // 2 + 1):
         if data % shard == 0:
-            inside = "intra" if shard * size <= per_node and per_node % (shard * size) == 0 else "inter"
-            yield Mesh((Axis("data_replicate", data // shard, whole), Axis("data_shard", shard, inside), tensor))
+            inside = (
+                "intra" if shard * size <= per_node and per_node % (shard * size) == 0 else "inter"
+            )
+            yield Mesh(
+                (
+                    Axis("data_replicate", data // shard, whole),
+                    Axis("data_shard", shard, inside),
+                    tensor,
+                )
+            )
 
 
 def tensor_steps(
@@ -48,12 +66,14 @@ def tensor_steps(
     layout: str = "",
     is_needed: Callable[[TrainingStep], bool] | None = None,
 ) -> Iterator[TrainingStep]:
-    """Yield the steps of one rank on `mesh`, which has tensor axes; `whole` is that of a data rank with nothing split.
+    """Yield the steps of one rank on `mesh`, which has tensor axes; `whole` is that of a data rank
+    with nothing split.
 
-    `is_needed` is asked before a step is captured, with one that costs at most as much. In the `layout` "tensor" tensors are
-    whole between layers; without one, the last step has them split by step, where another one was needed. In another layout,
-    which others axes than ``tensor`` have by their names, there is one step. Raises ValueError for axes that have none, and
-    where the model cannot run in it.
+    `is_needed` is asked before a step is captured, with one that costs at most as much. In the
+    `layout` "tensor" tensors are whole between layers; without one, the last step has them split by
+    step, where another one was needed. In another layout, which others axes than ``tensor`` have by
+    their names, there is one step. Raises ValueError for axes that have none, and where the model
+    cannot run in it.
     """
     layout = layout or layout_named_by([mesh.names[axis] for axis in mesh.tensor_axes])
     if layout not in ("", "tensor"):
@@ -64,14 +84,23 @@ def tensor_steps(
         if is_needed is not None:
             bound = split.bound_graph(candidate, prices)
             if not is_needed(
-                step_of(whole, bound, mesh=mesh, split=candidate, calls=sum(split.calls(candidate).values()))
+                step_of(
+                    whole,
+                    bound,
+                    mesh=mesh,
+                    split=candidate,
+                    calls=sum(split.calls(candidate).values()),
+                )
             ):
                 continue
         step = step_under(candidate, whole, split, mesh=mesh)
         if step is not None:
             yield step
             found = True
-        if whole.num_microbatches > 1 and (step := joint_step(candidate, whole, split, mesh=mesh)) is not None:
+        if (
+            whole.num_microbatches > 1
+            and (step := joint_step(candidate, whole, split, mesh=mesh)) is not None
+        ):
             yield step
     if found and not layout:
         with suppress(ValueError):
@@ -79,17 +108,19 @@ def tensor_steps(
 
 
 def prices_on(whole: TrainingStep, split: SplitModel, *, mesh: Mesh) -> SplitPrices:
-    """Return the prices of traced calls along the tensor axis of `mesh`, that of columns among several; `whole` as in
-    `tensor_steps`.
+    """Return the prices of traced calls along the tensor axis of `mesh`, that of columns among
+    several; `whole` as in `tensor_steps`.
     """
     axis = mesh.tensor_axes[-2:][0]
     group = Group(mesh.shape[axis], mesh.stride([axis]))
     return split.prices(whole.cluster, whole.optimizer, group, whole.batch_size / split.samples)
 
 
-def step_under(chosen: ModelSplit, whole: TrainingStep, split: SplitModel, *, mesh: Mesh) -> TrainingStep | None:
-    """Return the step of one rank on `mesh`, as `tensor_steps` does for each of its candidates; None where it cannot be
-    captured.
+def step_under(
+    chosen: ModelSplit, whole: TrainingStep, split: SplitModel, *, mesh: Mesh
+) -> TrainingStep | None:
+    """Return the step of one rank on `mesh`, as `tensor_steps` does for each of its candidates;
+    None where it cannot be captured.
     """
     (axis,) = mesh.tensor_axes
     local = split.local_graph(chosen, mesh.shape[axis])
@@ -100,9 +131,12 @@ def step_under(chosen: ModelSplit, whole: TrainingStep, split: SplitModel, *, me
     )
 
 
-def joint_step(chosen: ModelSplit, whole: TrainingStep, split: SplitModel, *, mesh: Mesh) -> TrainingStep | None:
-    """Return the step of one rank of `mesh` whose modules run the batches of all ranks of the tensor axis where `chosen` splits
-    their parameters; None where no module can. `whole` is that in turns.
+def joint_step(
+    chosen: ModelSplit, whole: TrainingStep, split: SplitModel, *, mesh: Mesh
+) -> TrainingStep | None:
+    """Return the step of one rank of `mesh` whose modules run the batches of all ranks of the
+    tensor axis where `chosen` splits their parameters; None where no module can. `whole` is that in
+    turns.
     """
     prices, before = prices_on(whole, split, mesh=mesh), None
     while (layout := split.joint_layout(chosen, prices)) is not None and layout != before:
@@ -112,19 +146,27 @@ def joint_step(chosen: ModelSplit, whole: TrainingStep, split: SplitModel, *, me
     return None
 
 
-def joint_step_in(layout: SplitLayout, whole: TrainingStep, split: SplitModel, *, mesh: Mesh) -> TrainingStep | None:
-    """Return the step of one rank of `mesh` with joint modules as in `layout`; None where it cannot be captured."""
+def joint_step_in(
+    layout: SplitLayout, whole: TrainingStep, split: SplitModel, *, mesh: Mesh
+) -> TrainingStep | None:
+    """Return the step of one rank of `mesh` with joint modules as in `layout`; None where it cannot
+    be captured.
+    """
     local = split.local_graph_of(layout, _along(mesh))
     if local is None:
         return None
-    chosen = ModelSplit({name: placed for name, (placed,) in layout.placements.items()}, 0.0, 0.0, 0.0)
+    chosen = ModelSplit(
+        {name: placed for name, (placed,) in layout.placements.items()}, 0.0, 0.0, 0.0
+    )
     step = step_of(whole, local, mesh=mesh, split=chosen, calls=sum(split.calls(chosen).values()))
     return replace(step, num_microbatches=1, joint=layout.joint)
 
 
-def step_of(whole: TrainingStep, local: OpGraph, *, mesh: Mesh, split: ModelSplit, calls: int = 0) -> TrainingStep:
-    """Return the step `local` of one rank on `mesh` under `split`, which splits so many `calls`; `whole` as in
-    `tensor_steps`.
+def step_of(
+    whole: TrainingStep, local: OpGraph, *, mesh: Mesh, split: ModelSplit, calls: int = 0
+) -> TrainingStep:
+    """Return the step `local` of one rank on `mesh` under `split`, which splits so many `calls`;
+    `whole` as in `tensor_steps`.
     """
     placed = split.by_block([block.name for block in whole.graph.blocks])
     return replace(_on_slices(whole, local, mesh=mesh), split=placed, split_calls=calls)
@@ -137,12 +179,16 @@ def _on_slices(whole: TrainingStep, local: OpGraph, *, mesh: Mesh) -> TrainingSt
         mesh=mesh,
         optimizer=whole.optimizer.of_slices(_shares(local, whole.graph)),
         exchange=None,
-        joined_bytes=_whole_bytes(whole.graph) - _whole_bytes(local) if whole.num_microbatches > 1 else 0.0,
+        joined_bytes=_whole_bytes(whole.graph) - _whole_bytes(local)
+        if whole.num_microbatches > 1
+        else 0.0,
     )
 
 
 def split_of(plan: ParallelPlan) -> ModelSplit:
-    """Return where `plan` has parameters along its one tensor axis, as a split; what it takes is left at 0."""
+    """Return where `plan` has parameters along its one tensor axis, as a split; what it takes is
+    left at 0.
+    """
     (axis,) = plan.mesh.tensor_axes
     placed = (
         (f"{block.block}.{name}" if block.block else name, placements[axis])
@@ -153,10 +199,12 @@ def split_of(plan: ParallelPlan) -> ModelSplit:
 
 
 def saving_no_computation(step: TrainingStep, whole: TrainingStep) -> TrainingStep:
-    """Return `step`, whose microbatches take `whole`'s computation together, or more; kernels of both that were measured at
-    different times may say otherwise.
+    """Return `step`, whose microbatches take `whole`'s computation together, or more; kernels of
+    both that were measured at different times may say otherwise.
     """
-    own, least = (sum(float(times.sum()) for times in each.compute.values()) for each in (step, whole))
+    own, least = (
+        sum(float(times.sum()) for times in each.compute.values()) for each in (step, whole)
+    )
     if 0 < own < least / step.num_microbatches:
         factor = least / step.num_microbatches / own
         step = replace(step)
@@ -165,21 +213,25 @@ def saving_no_computation(step: TrainingStep, whole: TrainingStep) -> TrainingSt
 
 
 def least_seconds(whole: TrainingStep, size: int) -> float:
-    """Return seconds that no step is below in which tensor groups of `size` ranks run the batches of their ranks.
+    """Return seconds that no step is below in which tensor groups of `size` ranks run the batches
+    of their ranks.
 
-    `whole` is the step of a data rank. All of the computation and the update is split at best, which takes a collective in
-    forward and one in backward; the exchange along data axes is hidden.
+    `whole` is the step of a data rank. All of the computation and the update is split at best,
+    which takes a collective in forward and one in backward; the exchange along data axes is hidden.
     """
     (mesh, *_) = tensor_meshes(whole.cluster, whole.mesh.size, size)
     step = replace(whole, mesh=mesh)  # joint modules may run all batches at once
     compute = float(sum(times.sum() for times in step.compute.values()))
-    update = sum(step.update_seconds(parameter, share=1 / size) for parameter in step.graph.parameters)
+    update = sum(
+        step.update_seconds(parameter, share=1 / size) for parameter in step.graph.parameters
+    )
     collectives = 2 * step.collective_seconds("all_reduce", 1.0, axes=mesh.tensor_axes)
     return compute + update + collectives + step.sent_seconds
 
 
 def layout_step(whole: TrainingStep, split: SplitModel, *, mesh: Mesh, layout: str) -> TrainingStep:
-    """Return the step of one rank on `mesh` in a layout (`LAYOUTS`) along its tensor axes; `whole` as in `tensor_steps`.
+    """Return the step of one rank on `mesh` in a layout (`LAYOUTS`) along its tensor axes; `whole`
+    as in `tensor_steps`.
 
     Raises ValueError where the model cannot run so.
     """
@@ -188,13 +240,18 @@ def layout_step(whole: TrainingStep, split: SplitModel, *, mesh: Mesh, layout: s
     if step is None:
         why = "; ".join(split.refusals(mesh.ranks_along(mesh.tensor_axes)))
         raise ValueError(
-            f"the code of this model does not run on slices in the layout {layout!r}: {why}. Choose plan='tensor'"
+            f"the code of this model does not run on slices in the layout {layout!r}: {why}. "
+            "Choose plan='tensor'"
         )
     return step
 
 
-def step_in(found: SplitLayout, whole: TrainingStep, split: SplitModel, *, mesh: Mesh) -> TrainingStep | None:
-    """Return the step of one rank on `mesh` with its tensors as in `found`; None where it cannot be captured."""
+def step_in(
+    found: SplitLayout, whole: TrainingStep, split: SplitModel, *, mesh: Mesh
+) -> TrainingStep | None:
+    """Return the step of one rank on `mesh` with its tensors as in `found`; None where it cannot be
+    captured.
+    """
     along = _along(mesh)
     local = split.local_graph_of(found, along)
     if local is None:
@@ -209,7 +266,9 @@ def step_in(found: SplitLayout, whole: TrainingStep, split: SplitModel, *, mesh:
             "inputs": rule.inputs,
             "outputs": rule.outputs,
             "sums": rule.sums,
-            "gathers": tuple(axis.name for axis, gathers in zip(along, rule.gathers, strict=False) if gathers),
+            "gathers": tuple(
+                axis.name for axis, gathers in zip(along, rule.gathers, strict=False) if gathers
+            ),
         }
         for block, rule in found.rules.items()
         if block in placed
@@ -234,7 +293,9 @@ def _along(mesh: Mesh) -> tuple[Axis, ...]:
 
 
 def placed_tensors(step: TrainingStep) -> dict[str, dict[str, Any]]:
-    """Return the entries of the configuration of each block that `step` splits, along all axes of its mesh."""
+    """Return the entries of the configuration of each block that `step` splits, along all axes of
+    its mesh.
+    """
     axes, count = step.mesh.tensor_axes, len(step.mesh.axes)
 
     def placed(along: Placements) -> Placements:

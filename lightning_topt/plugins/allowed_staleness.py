@@ -1,4 +1,6 @@
-"""A plan may have stages that never wait for an update where the user allows that, with a rule of weights for the optimizer."""
+"""A plan may have stages that never wait for an update where the user allows that, with a rule of
+weights for the optimizer.
+"""
 
 from __future__ import annotations
 
@@ -23,52 +25,67 @@ _NO_RULE_NEEDED = "stash"
 
 @dataclass(frozen=True)
 class AllowedStaleness:
-    """Whether plans that never flush are `allowed`, and with which rule of weights (None: the optimizer's default)."""
+    """Whether plans that never flush are `allowed`, and with which rule of weights (None: the
+    optimizer's default).
+    """
 
     allowed: bool = False
     prediction: Prediction | None = None
 
     @classmethod
     def read(cls, allow: AllowStaleness) -> AllowedStaleness:
-        """Read what `allow_staleness` says: False, True, or a rule. Raises ValueError for anything else."""
+        """Read what `allow_staleness` says: False, True, or a rule. Raises ValueError for anything
+        else.
+        """
         if isinstance(allow, bool):
             return cls(allow)
         try:
             return cls(True, rule_from_value(allow))
         except ValueError as error:
-            raise ValueError(f"allow_staleness is true, false or a rule of weights: {error}") from error
+            raise ValueError(
+                f"allow_staleness is true, false or a rule of weights: {error}"
+            ) from error
 
     def check(self, plan: GivenPlan | None) -> None:
-        """Raise PlanError for a plan that needs to be allowed and is not, ValueError where nothing is left to be allowed."""
+        """Raise PlanError for a plan that needs to be allowed and is not, ValueError where nothing
+        is left to be allowed.
+        """
         schedule = plan.schedule if isinstance(plan, ParallelPlan | PipelinePlan) else None
         if schedule in LAGS and not self.allowed:
             raise PlanError(
-                f"this plan's stages never wait for an update (schedule {schedule!r}), and compute with weights that miss "
-                "some, which changes the training. To run it, say allow_staleness=True; or choose another schedule"
+                f"this plan's stages never wait for an update (schedule {schedule!r}), and compute "
+                "with weights that miss "
+                "some, which changes the training. To run it, say allow_staleness=True; or choose "
+                "another schedule"
             )
         if not self.allowed or plan is None:
             return
         if isinstance(plan, PipelinePlan) and schedule in (None, *LAGS):
             if dict(plan.sizes or ()).get("tensor", 1) > 1:
                 raise ValueError(
-                    f"the search takes the schedules {' and '.join(LAGS)} beside an axis 'data' alone: leave out the axis "
+                    f"the search takes the schedules {' and '.join(LAGS)} beside an axis 'data' "
+                    "alone: leave out the axis "
                     "'tensor', or allow_staleness"
                 )
             return
         if not isinstance(plan, ParallelPlan) or schedule not in LAGS:
             named = "the mesh" if isinstance(plan, MeshPlan) else "the plan"
             raise ValueError(
-                f"allow_staleness is for the schedules {' and '.join(LAGS)}, which {named} excludes: leave out one of them"
+                f"allow_staleness is for the schedules {' and '.join(LAGS)}, which {named} "
+                "excludes: leave out one of them"
             )
         own = plan.weight_prediction
         if self.prediction is not None and own is not None and own != self.prediction:
             raise ValueError(
-                f"the plan predicts weights by {own.name!r}, and allow_staleness names another rule: say "
+                f"the plan predicts weights by {own.name!r}, and allow_staleness names another "
+                "rule: say "
                 "allow_staleness=True, or change the plan's prediction"
             )
 
     def weights(self, optimizer: Optimizer) -> StaleWeights | None:
-        """Return what a search may choose, None where nothing is allowed. Raises ValueError as `rule_for`."""
+        """Return what a search may choose, None where nothing is allowed. Raises ValueError as
+        `rule_for`.
+        """
         return StaleWeights(rule_for(optimizer, self.prediction)) if self.allowed else None
 
 
@@ -79,7 +96,8 @@ def rule_for(optimizer: Optimizer, prediction: Prediction | None = None) -> Pred
     """
     if type(optimizer).__name__ == "LBFGS":
         raise ValueError(
-            "LBFGS runs the training step several times per update, which stages that never wait cannot do: choose another "
+            "LBFGS runs the training step several times per update, which stages that never wait "
+            "cannot do: choose another "
             "optimizer, or another schedule"
         )
     if prediction is not None:
@@ -94,17 +112,27 @@ def rule_for(optimizer: Optimizer, prediction: Prediction | None = None) -> Pred
 
 
 def why_not_continuous(trainer: pl.Trainer) -> str | None:
-    """Return why this fit cannot run in stages that never wait, beside what every pipeline refuses, as a clause."""
+    """Return why this fit cannot run in stages that never wait, beside what every pipeline refuses,
+    as a clause.
+    """
     strategy = trainer.strategy
     if getattr(strategy.precision_plugin, "scaler", None) is not None:
         return (
-            "a gradient scaler skips updates and changes its scale with minibatches in flight (bf16-mixed needs none)"
+            "a gradient scaler skips updates and changes its scale with minibatches in flight "
+            "(bf16-mixed needs none)"
         )
     if getattr(trainer, "_val_check_time_interval", None) is not None:
-        return "each rank's clock would decide when to validate (val_check_interval is a number of batches, or a share of them)"
+        return (
+            "each rank's clock would decide when to validate (val_check_interval is a number "
+            "of "
+            "batches, or a share of them)"
+        )
     for config in strategy.lr_scheduler_configs:
         if config.reduce_on_plateau and config.interval == "step":
-            return "ReduceLROnPlateau in each step sees other values on each stage (interval='epoch' sees the same)"
+            return (
+                "ReduceLROnPlateau in each step sees other values on each stage "
+                "(interval='epoch' sees the same)"
+            )
     return None
 
 
@@ -113,18 +141,26 @@ def check_flight(plan: ParallelPlan, trainer: pl.Trainer) -> None:
     rule, flight = plan.weight_prediction, (len(plan.stages) - 1) * LAGS[plan.schedule or ""]
     if isinstance(rule, TwoVersions) and trainer.accumulate_grad_batches < flight:
         raise PlanError(
-            f"prediction {rule.name!r} needs as many minibatches in an update as are in flight, {flight}: set "
+            f"prediction {rule.name!r} needs as many minibatches in an update as are in flight, "
+            f"{flight}: set "
             f"accumulate_grad_batches={flight}, or use prediction 'stash'"
         )
 
 
-def with_rule(plan: ParallelPlan, optimizers: Sequence[Optimizer], allowed: AllowedStaleness) -> ParallelPlan:
-    """Return `plan`, which never flushes, with its rule of weights. Raises PlanError where none suits."""
+def with_rule(
+    plan: ParallelPlan, optimizers: Sequence[Optimizer], allowed: AllowedStaleness
+) -> ParallelPlan:
+    """Return `plan`, which never flushes, with its rule of weights. Raises PlanError where none
+    suits.
+    """
     if len(optimizers) != 1:
         raise PlanError(
-            f"the schedule {plan.schedule!r} updates with one optimizer, and the module has {shown(len(optimizers))}"
+            f"the schedule {plan.schedule!r} updates with one optimizer, and the module has "
+            f"{shown(len(optimizers))}"
         )
     try:
-        return replace(plan, prediction=rule_for(optimizers[0], plan.weight_prediction or allowed.prediction))
+        return replace(
+            plan, prediction=rule_for(optimizers[0], plan.weight_prediction or allowed.prediction)
+        )
     except ValueError as error:
         raise PlanError(str(error)) from error

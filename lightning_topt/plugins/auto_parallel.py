@@ -1,4 +1,6 @@
-"""The Lightning strategy ``"topt"``: as ``ddp`` until the first training batch, then by the plan that suits it best."""
+"""The Lightning strategy ``"topt"``: as ``ddp`` until the first training batch, then by the plan
+that suits it best.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,12 @@ from lightning_topt.plugins.observed_fit import (
 from lightning_topt.plugins.plan_request import PlanRequest
 from lightning_topt.plugins.planning import Planning
 from lightning_topt.plugins.planning_ranks import check_agreement
-from lightning_topt.plugins.read_options import check_planner_options, read_cluster, read_memory_limit, read_plan_option
+from lightning_topt.plugins.read_options import (
+    check_planner_options,
+    read_cluster,
+    read_memory_limit,
+    read_plan_option,
+)
 from lightning_topt.plugins.run_plan import UNTIL_WATCHED, decide_plan
 from lightning_topt.plugins.sharded_clipping import clip_sharded
 from lightning_topt.plugins.step_monitor import StepMonitor
@@ -57,49 +64,59 @@ from lightning_topt.techniques.technique import RunOptions
 class AutoParallelStrategy(DataRanks):
     """Distributed data parallelism that plans before it runs: ``Trainer(strategy="topt")``.
 
-    A fit begins as it does under Lightning's ``ddp``, hook by hook, and its first steps are real steps under DDP. They are
-    watched: operators, lifetimes of tensors, kernel times, the optimizer. Then every combination of ZeRO level and activation
-    checkpointing per block is searched, and the plan that fits the limits best takes over between two steps, with parameters
-    and optimizer states where they are. On CPUs tensor axes and stages are searched too, where they may pay and the watched
-    steps changed nothing but tensors. User code runs exactly as often as under ``ddp``; with stages and tensor axes a rank also
-    runs batches of others. All plans give the loss curve of ``ddp`` (in float32 up to the order of additions), unless you allow
-    others. Where nothing can be gained DDP goes on.
+    A fit begins as it does under Lightning's ``ddp``, hook by hook, and its first steps are real
+    steps under DDP. They are watched: operators, lifetimes of tensors, kernel times, the optimizer.
+    Then every combination of ZeRO level and activation checkpointing per block is searched, and the
+    plan that fits the limits best takes over between two steps, with parameters and optimizer
+    states where they are. On CPUs tensor axes and stages are searched too, where they may pay and
+    the watched steps changed nothing but tensors. User code runs exactly as often as under ``ddp``;
+    with stages and tensor axes a rank also runs batches of others. All plans give the loss curve of
+    ``ddp`` (in float32 up to the order of additions), unless you allow others. Where nothing can be
+    gained DDP goes on.
 
     Args:
-        memory_limit: most bytes a rank may use for the model's training state and activations, as a number or text such
-            as ``"2GiB"``. None: the memory of the device.
-        objective: ``"time"`` (fastest step within the limit) or ``"memory"`` (least memory). None: time, where it can be
-            planned.
-        plan: run this plan instead of searching: a `ParallelPlan`, a plan file, a mapping, or the name of a uniform plan:
-            ``"ddp"``, ``"zero1"``, ``"zero2"``, ``"zero3"``, ``"tensor"``, ``"pipeline"``, each also with ``"+recompute"``. A
-            mapping such as ``{"mesh": {"data": 2, "tensor": 4}}`` searches on that mesh; beside one with an axis ``"pipeline"``
-            it may give ``"stages"``, ``"schedule"`` and ``"num_microbatches"``. Ranks along a tensor axis get the same
-            samples, unless the plan has microbatches, and so do those along a pipeline.
-        cluster: a `Cluster`, its YAML file, or a mapping; None measures the one it runs on (about two seconds, the first
-            time).
-        memory_margin: share by which a prediction must stay below the limit, for what the cost model does not see.
-        allow_compression: whether a plan, searched or given, may exchange gradients compressed: another training, whose time
-            per step is predicted, not its time to a given loss. True: searches top-k (1 %) and bf16 too. A method such
-            as ``TopK(density=0.001)``, a name, a mapping such as ``{"method": "topk", "density": 0.001}``, or a list of these:
-            searches those.
-        allow_staleness: whether a plan with stages, searched on a mesh or given, may be a pipeline that never flushes: passes
-            compute with weights that miss some updates. True, or the rule that predicts them, such as ``"spectrain"``.
-        watch_steps: how many steps are watched before a plan takes over. One tells what happens, the second how long kernels
-            take, the third how long a step takes.
-        checkpoint: ``"full"`` saves the plain file of ``ddp``, for which rank 0 collects the whole state; ``"sharded"`` a
-            folder, to which every rank writes what it keeps. Both are loaded, under any plan and number of ranks.
-        ddp_options: arguments of Lightning's `DDPStrategy` and torch's `DistributedDataParallel`. Options of the latter
-            keep the search to plans that it runs (whole gradients). Under a `memory_limit`, or with the objective
-            ``"memory"``, a plan may make gradients views of its buckets; ``gradient_as_bucket_view=False`` forbids that.
+        memory_limit: most bytes a rank may use for the model's training state and activations, as a
+            number or text such as ``"2GiB"``. None: the memory of the device.
+        objective: ``"time"`` (fastest step within the limit) or ``"memory"`` (least memory). None:
+            time, where it can be planned.
+        plan: run this plan instead of searching: a `ParallelPlan`, a plan file, a mapping, or the
+            name of a uniform plan: ``"ddp"``, ``"zero1"``, ``"zero2"``, ``"zero3"``, ``"tensor"``,
+            ``"pipeline"``, each also with ``"+recompute"``. A mapping such as ``{"mesh": {"data":
+            2, "tensor": 4}}`` searches on that mesh; beside one with an axis ``"pipeline"`` it may
+            give ``"stages"``, ``"schedule"`` and ``"num_microbatches"``. Ranks along a tensor axis
+            get the same samples, unless the plan has microbatches, and so do those along a
+            pipeline.
+        cluster: a `Cluster`, its YAML file, or a mapping; None measures the one it runs on (about
+            two seconds, the first time).
+        memory_margin: share by which a prediction must stay below the limit, for what the cost
+            model does not see.
+        allow_compression: whether a plan, searched or given, may exchange gradients compressed:
+            another training, whose time per step is predicted, not its time to a given loss. True:
+            searches top-k (1 %) and bf16 too. A method such as ``TopK(density=0.001)``, a name, a
+            mapping such as ``{"method": "topk", "density": 0.001}``, or a list of these: searches
+            those.
+        allow_staleness: whether a plan with stages, searched on a mesh or given, may be a pipeline
+            that never flushes: passes compute with weights that miss some updates. True, or the
+            rule that predicts them, such as ``"spectrain"``.
+        watch_steps: how many steps are watched before a plan takes over. One tells what happens,
+            the second how long kernels take, the third how long a step takes.
+        checkpoint: ``"full"`` saves the plain file of ``ddp``, for which rank 0 collects the whole
+            state; ``"sharded"`` a folder, to which every rank writes what it keeps. Both are
+            loaded, under any plan and number of ranks.
+        ddp_options: arguments of Lightning's `DDPStrategy` and torch's `DistributedDataParallel`.
+            Options of the latter keep the search to plans that it runs (whole gradients). Under a
+            `memory_limit`, or with the objective ``"memory"``, a plan may make gradients views of
+            its buckets; ``gradient_as_bucket_view=False`` forbids that.
 
-    On a device whose memory could not hold the whole module, planning comes before the module gets there: data loaders are
-    then built, and a batch is looked at, when the fit is set up.
-    After an exception a module that ran sharded keeps its parameters in shards; load a checkpoint into a new one.
-    Manual optimization runs as ``ddp`` does (one plan, no search); it refuses `memory_limit` and other plans.
-    Attributes after the first batch: `parallel_plan`, `planned_by` (``"search"``, ``"given"``, or why it is ``ddp``),
-    `planning_seconds`, and on rank 0 `planning` (the frontier) when there was a search.
-    Raises ValueError for wrong options, `NoPlanFitsError` when no plan meets the limit, `CaptureError` when `memory_limit`,
-    `objective` or `plan` was given and the module cannot be captured.
+    On a device whose memory could not hold the whole module, planning comes before the module gets
+    there: data loaders are then built, and a batch is looked at, when the fit is set up. After an
+    exception a module that ran sharded keeps its parameters in shards; load a checkpoint into a new
+    one. Manual optimization runs as ``ddp`` does (one plan, no search); it refuses `memory_limit`
+    and other plans. Attributes after the first batch: `parallel_plan`, `planned_by` (``"search"``,
+    ``"given"``, or why it is ``ddp``), `planning_seconds`, and on rank 0 `planning` (the frontier)
+    when there was a search. Raises ValueError for wrong options, `NoPlanFitsError` when no plan
+    meets the limit, `CaptureError` when `memory_limit`, `objective` or `plan` was given and the
+    module cannot be captured.
     """
 
     def __init__(
@@ -121,7 +138,9 @@ class AutoParallelStrategy(DataRanks):
         self.checkpoint_form = checkpoint
         check_whole(watch_steps, name="watch_steps (one step is recorded)")
         self.watch_steps = watch_steps
-        check_planner_options(memory_margin=memory_margin, objective="time" if objective is None else objective)
+        check_planner_options(
+            memory_margin=memory_margin, objective="time" if objective is None else objective
+        )
         self.request = PlanRequest(
             memory_limit=read_memory_limit(memory_limit),
             objective=objective or "time",
@@ -132,7 +151,8 @@ class AutoParallelStrategy(DataRanks):
             only_replicated=bool(self._ddp_kwargs) or self._ddp_comm_hook is not None,
             allowed=AllowedExchanges.read(allow_compression),
             stale=AllowedStaleness.read(allow_staleness),
-            own_hook=self._ddp_comm_hook is not None or self._ddp_kwargs.get("mixed_precision") is not None,
+            own_hook=self._ddp_comm_hook is not None
+            or self._ddp_kwargs.get("mixed_precision") is not None,
             gradients_are_views=self._ddp_kwargs.get("gradient_as_bucket_view"),
         )
         self._given_plan = self.request.plan
@@ -146,7 +166,8 @@ class AutoParallelStrategy(DataRanks):
         self._failed = False
         self._unclip: Callable[[], None] | None = None
 
-    # ---- life cycle -----------------------------------------------------------------------------------------------
+    # ---- life cycle
+    # -----------------------------------------------------------------------------------------------
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -155,12 +176,22 @@ class AutoParallelStrategy(DataRanks):
             self._set_up_evaluation(trainer)
             return
         check_agreement(self.request, self.lightning_module)
-        self._engine, self._fitted, self._resumed, self.parallel_plan, self.memory_meter = None, None, None, None, None
+        self._engine, self._fitted, self._resumed, self.parallel_plan, self.memory_meter = (
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
         self.planning_seconds = None
         self._open_exchange(None)
         # Whole gradients and optimizer state may be too much for what has to be sharded.
-        self._holds_back = self.request.may_shard_for_memory(self.lightning_module, self.root_device)
-        if self._holds_back and self.request.must_shard_first(self.lightning_module, self.root_device):
+        self._holds_back = self.request.may_shard_for_memory(
+            self.lightning_module, self.root_device
+        )
+        if self._holds_back and self.request.must_shard_first(
+            self.lightning_module, self.root_device
+        ):
             self._plan_before_setup(trainer)
         else:
             super().setup(trainer)
@@ -169,14 +200,18 @@ class AutoParallelStrategy(DataRanks):
                 return
             self._waits_for_batch = True
             refines = self.request.refines(self.lightning_module, self.root_device)
-            if (refines and not self._holds_back) or not self.request.needs_batch(self.lightning_module):
+            if (refines and not self._holds_back) or not self.request.needs_batch(
+                self.lightning_module
+            ):
                 self._plan(trainer, partial(decide_plan, self.request, trainer, None))
             if self.parallel_plan is not None and self.parallel_plan.keeps_gradients_whole:
                 self._start_plan(trainer, None)
                 self._observe_more()
 
     def _set_up_evaluation(self, trainer: pl.Trainer) -> None:
-        """As ddp does; where the last fit evaluated in shards, in these again, which the device is known to hold."""
+        """As ddp does; where the last fit evaluated in shards, in these again, which the device is
+        known to hold.
+        """
         self._open_exchange(None)
         plan = self.parallel_plan
         if plan is None or plan.keeps_gradients_whole or plan.brings_batches:
@@ -240,7 +275,9 @@ class AutoParallelStrategy(DataRanks):
             self._start_plan(trainer, batch)
             self._observe_more()
             fit = self._watched_fit
-        if fit is not None and fit.begin_batch(batch_idx, accumulate=trainer.accumulate_grad_batches):
+        if fit is not None and fit.begin_batch(
+            batch_idx, accumulate=trainer.accumulate_grad_batches
+        ):
             if self._observed_planning is None:
                 self._observed_planning = ObservedPlanning(self.request, trainer, fit)
             decide: Callable[[], Decision | None] = partial(self._observed_planning.poll, batch)
@@ -252,7 +289,9 @@ class AutoParallelStrategy(DataRanks):
         super().on_train_batch_start(batch, batch_idx)
 
     def _switch_plan(self, trainer: pl.Trainer, batch: Any) -> None:
-        """Let the plan take over from what ran the steps before, between two steps. A collective call."""
+        """Let the plan take over from what ran the steps before, between two steps. A collective
+        call.
+        """
         engine, plan = self._engine, self.parallel_plan
         assert plan is not None
         if engine is None or not self._running:
@@ -268,7 +307,9 @@ class AutoParallelStrategy(DataRanks):
             self._start_plan(trainer, batch)
 
     @override
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
         fit = self._watched_fit
         with nullcontext() if fit is None else fit.backward(closure_loss):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
@@ -310,7 +351,11 @@ class AutoParallelStrategy(DataRanks):
         if any(isinstance(callback, StepMonitor) for callback in trainer.callbacks):  # type: ignore[attr-defined]
             warm_up(self.root_device)
             self.memory_meter = MemoryMeter(self.root_device)
-            buckets = bytes_of_buckets(self.model) if isinstance(self.model, DistributedDataParallel) else 0
+            buckets = (
+                bytes_of_buckets(self.model)
+                if isinstance(self.model, DistributedDataParallel)
+                else 0
+            )
             self.memory_meter.mark_base(self.lightning_module, self.optimizers, other_bytes=buckets)
         return True
 
@@ -347,7 +392,8 @@ class AutoParallelStrategy(DataRanks):
             super().configure_ddp()
             return
         assert self.model is not None
-        _sync_module_states(self.model)  # all that DDP would do by now, but for the memory of gradients
+        # all that DDP would do by now, but for the memory of gradients
+        _sync_module_states(self.model)
 
     def _run_options(self) -> RunOptions:
         return run_options(self, scales=self._scaler is not None)
@@ -358,7 +404,8 @@ class AutoParallelStrategy(DataRanks):
 
     @override
     def _register_ddp_hooks(self) -> None:
-        # Lightning registers hooks on CUDA only and drops them silently elsewhere; torch runs them on gloo too.
+        # Lightning registers hooks on CUDA only and drops them silently elsewhere; torch runs them
+        # on gloo too.
         assert isinstance(self.model, DistributedDataParallel)
         options = self._run_options()
         register_hook(self.model, options.hook, options.hook_state)
@@ -379,7 +426,8 @@ class AutoParallelStrategy(DataRanks):
         self._end_turns(failed=self._failed)
         self._unclip_gradients()
         if self._failed and holds_parts:
-            # The other ranks may be anywhere: collecting the parameters could wait for them. They stay in shards.
+            # The other ranks may be anywhere: collecting the parameters could wait for them. They
+            # stay in shards.
             self._running = False
         self._release_engine(failed=self._failed)
         super().teardown()
@@ -389,9 +437,12 @@ class AutoParallelStrategy(DataRanks):
             self._unclip()
             self._unclip = None
 
-    # ---- registration ---------------------------------------------------------------------------------------------
+    # ---- registration
+    # ---------------------------------------------------------------------------------------------
 
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
-        register_names("topt", cls, registry=strategy_registry, description="Searches and runs a parallel plan")
+        register_names(
+            "topt", cls, registry=strategy_registry, description="Searches and runs a parallel plan"
+        )

@@ -13,9 +13,11 @@ MEMORY_SHARE = 4  # a fourth of what is free
 
 
 def default_directory() -> Path:
-    """Return ``lightning_topt/samples/HOST`` in ``$XDG_CACHE_HOME``, or in ``~/.cache``; for users without a home in /tmp.
+    """Return ``lightning_topt/samples/HOST`` in ``$XDG_CACHE_HOME``, or in ``~/.cache``; for users
+    without a home in /tmp.
 
-    With the host's name: homes of several machines may be one folder, which their locks and memories are not.
+    With the host's name: homes of several machines may be one folder, which their locks and
+    memories are not.
     """
     configured = Path(os.environ.get("XDG_CACHE_HOME", ""))
     try:
@@ -26,5 +28,7 @@ def default_directory() -> Path:
 
 
 def default_memory_bytes(*, promised_bytes: int) -> int:
-    """Return a fourth of the free memory of this machine, and of its control group, less what is promised already."""
+    """Return a fourth of the free memory of this machine, and of its control group, less what is
+    promised already.
+    """
     return max(1, (available_bytes() - promised_bytes) // MEMORY_SHARE)

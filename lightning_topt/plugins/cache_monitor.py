@@ -16,11 +16,13 @@ COUNTS = ("memory_hits", "disk_hits", "peer_hits", "misses", "damaged")
 
 
 class CacheMonitor(pl.Callback):
-    """Logs at the end of each training epoch what the caches of the Trainer's `CachedDataModule` did since the last one.
+    """Logs at the end of each training epoch what the caches of the Trainer's `CachedDataModule`
+    did since the last one.
 
-    ``cache/memory_hits``, ``cache/disk_hits``, ``cache/peer_hits``, ``cache/misses`` and ``cache/damaged``: samples, of all
-    data sets (validation included), all loader workers and all ranks together. What workers read ahead counts too. The
-    counters are not reset: ``CachedDataModule.statistics`` has the sums of the whole run.
+    ``cache/memory_hits``, ``cache/disk_hits``, ``cache/peer_hits``, ``cache/misses`` and
+    ``cache/damaged``: samples, of all data sets (validation included), all loader workers and all
+    ranks together. What workers read ahead counts too. The counters are not reset:
+    ``CachedDataModule.statistics`` has the sums of the whole run.
 
     Raises TypeError for a Trainer with another DataModule.
     """
@@ -37,7 +39,13 @@ class CacheMonitor(pl.Callback):
         counts = totals(_cached(trainer).statistics())
         for name, count in counts.items():
             value = float(count - self._last.get(name, 0))
-            pl_module.log(f"cache/{name}", value, on_epoch=True, sync_dist=trainer.world_size > 1, reduce_fx="sum")
+            pl_module.log(
+                f"cache/{name}",
+                value,
+                on_epoch=True,
+                sync_dist=trainer.world_size > 1,
+                reduce_fx="sum",
+            )
         self._last = counts
 
 
@@ -48,7 +56,9 @@ def _cached(trainer: pl.Trainer) -> CachedDataModule:
     while isinstance(inner, WrappedDataModule) and not isinstance(inner, CachedDataModule):
         inner = inner.datamodule
     if not isinstance(inner, CachedDataModule):
-        raise TypeError(f"{type(datamodule).__name__} has no caches of ours: leave CacheMonitor out")
+        raise TypeError(
+            f"{type(datamodule).__name__} has no caches of ours: leave CacheMonitor out"
+        )
     return inner
 
 

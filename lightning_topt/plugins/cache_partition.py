@@ -25,18 +25,22 @@ IPV4, IPV6 = 2, 10  # address families, as psutil numbers them on Linux
 
 @dataclass(frozen=True)
 class CachePartition:
-    """Options of a cache that is partitioned over the nodes of a run; they are the same on all nodes.
+    """Options of a cache that is partitioned over the nodes of a run; they are the same on all
+    nodes.
 
-    - ``interface``: name or address of the network interface to the other nodes, the only one that is listened on; a name is
-      usually the same on all nodes. None: the one that leads to the run's main node (``MASTER_ADDR``).
+    - ``interface``: name or address of the network interface to the other nodes, the only one that
+      is listened on; a name is usually the same on all nodes. None: the one that leads to the run's
+      main node (``MASTER_ADDR``).
     - ``port``: of the first data set; further ones take the numbers that follow. 0: any free ones.
     - ``seed``: of who stores what.
-    - ``timeout_seconds``: for another node's answer to begin. A node that does not answer is left out, and its samples are read
-      from the source, until it has answered a question that is asked every ``retry_seconds`` in the background.
-    - ``queue_bytes``: per process, of samples that were read and wait to be given to the node that stores them; what finds no
-      place is dropped, and read from the source again.
-    - ``prefetch_batches``, ``prefetch_bytes``: how far a training loader without workers fetches ahead from other nodes; the
-      order of an epoch is known. 0 batches: not at all. Loaders with workers fetch ahead by their ``prefetch_factor``.
+    - ``timeout_seconds``: for another node's answer to begin. A node that does not answer is left
+      out, and its samples are read from the source, until it has answered a question that is asked
+      every ``retry_seconds`` in the background.
+    - ``queue_bytes``: per process, of samples that were read and wait to be given to the node that
+      stores them; what finds no place is dropped, and read from the source again.
+    - ``prefetch_batches``, ``prefetch_bytes``: how far a training loader without workers fetches
+      ahead from other nodes; the order of an epoch is known. 0 batches: not at all. Loaders with
+      workers fetch ahead by their ``prefetch_factor``.
 
     Sizes are numbers or text (``"64MiB"``). Raises ValueError for values that mean nothing.
     """
@@ -63,9 +67,13 @@ class CachePartition:
 
 
 class PartitionedCache:
-    """A node's cache joined with those of the other nodes, until `close`; `server` is on one process per node."""
+    """A node's cache joined with those of the other nodes, until `close`; `server` is on one
+    process per node.
+    """
 
-    def __init__(self, cache: SampleCache, *, server: PeerServer | None, addresses: list[tuple[str, int]]) -> None:
+    def __init__(
+        self, cache: SampleCache, *, server: PeerServer | None, addresses: list[tuple[str, int]]
+    ) -> None:
         self.cache, self.server, self.addresses = cache, server, addresses
 
     def close(self) -> None:
@@ -78,17 +86,25 @@ class PartitionedCache:
 
 
 def open_partitioned(
-    make: Callable[[], SampleCache], partition: CachePartition, *, trainer: pl.Trainer, fingerprint: str, number: int
+    make: Callable[[], SampleCache],
+    partition: CachePartition,
+    *,
+    trainer: pl.Trainer,
+    fingerprint: str,
+    number: int,
 ) -> PartitionedCache:
-    """Open this node's cache with `make` and join it with those of the other nodes; it is the run's `number`-th one.
+    """Open this node's cache with `make` and join it with those of the other nodes; it is the run's
+    `number`-th one.
 
-    Every rank calls this for the same caches in the same order. Raises ValueError on all ranks where one cannot: for ranks
-    that cannot talk yet, data that differ, interfaces that are not there, ports in use.
+    Every rank calls this for the same caches in the same order. Raises ValueError on all ranks
+    where one cannot: for ranks that cannot talk yet, data that differ, interfaces that are not
+    there, ports in use.
     """
     if not dist.is_initialized():
         raise ValueError(
             f"a cache partitioned over {trainer.num_nodes} nodes needs torch.distributed, which "
-            f"{type(trainer.strategy).__name__} has not initialized when the loaders are made: use a DDP or topt strategy, "
+            f"{type(trainer.strategy).__name__} has not initialized when the loaders are made: use "
+            "a DDP or topt strategy, "
             "or leave the partition out"
         )
     cache, offer = _opened(make, partition, trainer)
@@ -101,16 +117,27 @@ def open_partitioned(
         if trainer.local_rank == 0:
             find_host = functools.partial(_reachable, partition, offers, node=trainer.node_rank)
             port = partition.port + number if partition.port else 0
-            server, answer = _serving(cache, find_host, port, secret=secret, fingerprint=fingerprint)
+            server, answer = _serving(
+                cache, find_host, port, secret=secret, fingerprint=fingerprint
+            )
             said |= answer
         addresses = _addresses(gathered(said), trainer.num_nodes, server)
     except BaseException:
         if cache is not None:
             cache.close()
         raise
-    peers = _peers(partition, addresses, trainer.node_rank, cache.num_items, secret=secret, fingerprint=fingerprint)
+    peers = _peers(
+        partition,
+        addresses,
+        trainer.node_rank,
+        cache.num_items,
+        secret=secret,
+        fingerprint=fingerprint,
+    )
     ahead = partition.prefetch_batches
-    cache.peers = PrefetchingPeers(peers, ahead_bytes=int(partition.prefetch_bytes)) if ahead else peers
+    cache.peers = (
+        PrefetchingPeers(peers, ahead_bytes=int(partition.prefetch_bytes)) if ahead else peers
+    )
     return PartitionedCache(cache, server=server, addresses=addresses)
 
 
@@ -119,7 +146,10 @@ def _opened(
 ) -> tuple[SampleCache | None, dict[str, Any]]:
     """The cache and what this rank tells the others; an error is told too, lest they wait."""
     environment: Any = trainer.strategy.cluster_environment  # type: ignore[attr-defined]
-    offer = {"node": trainer.node_rank, "address": _address(partition, towards=environment.main_address)}
+    offer = {
+        "node": trainer.node_rank,
+        "address": _address(partition, towards=environment.main_address),
+    }
     try:
         return make(), offer
     except (ValueError, OSError) as error:
@@ -132,7 +162,9 @@ def _serving(
     if not cache.tiers:  # none could be opened, of which it has warned
         return None, {"address": NOWHERE}
     try:
-        server = PeerServer(cache.tiers, host=find_host(), secret=secret, fingerprint=fingerprint, port=port)
+        server = PeerServer(
+            cache.tiers, host=find_host(), secret=secret, fingerprint=fingerprint, port=port
+        )
     except (ValueError, RuntimeError, OSError) as error:
         return None, {"error": str(error)}
     return server, {"address": server.address}
@@ -161,18 +193,25 @@ def _peers(
 
 
 def gathered(value: Any) -> list[Any]:
-    """Return what every rank gives, by rank. Their own words; nothing that comes from elsewhere is unpickled."""
+    """Return what every rank gives, by rank. Their own words; nothing that comes from elsewhere is
+    unpickled.
+    """
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
 def _address(partition: CachePartition, *, towards: str) -> str:
-    """Return the address of this node's interface, or an empty string with which `_check` finds the node that has none."""
+    """Return the address of this node's interface, or an empty string with which `_check` finds the
+    node that has none.
+    """
     if partition.interface is not None:
         known = psutil.net_if_addrs()
         if partition.interface in known:
-            found = {entry.family: entry.address.partition("%")[0] for entry in known[partition.interface]}
+            found = {
+                entry.family: entry.address.partition("%")[0]
+                for entry in known[partition.interface]
+            }
             return str(found.get(IPV4) or found.get(IPV6) or "")
         here = {entry.address for entries in known.values() for entry in entries}
         return partition.interface if partition.interface in here else ""
@@ -185,31 +224,41 @@ def _address(partition: CachePartition, *, towards: str) -> str:
 def _check(offers: list[dict[str, Any]], *, num_nodes: int) -> None:
     nodes = {offer["node"] for offer in offers}
     if nodes != set(range(num_nodes)):
-        raise ValueError(f"the Trainer has {num_nodes} nodes, but the ranks say that they run on {sorted(nodes)}")
+        raise ValueError(
+            f"the Trainer has {num_nodes} nodes, but the ranks say that they run on {sorted(nodes)}"
+        )
     for offer in offers:
         if "error" in offer:
             raise ValueError(f"node {offer['node']} cannot open its cache: {offer['error']}")
         if not offer["address"]:
             raise ValueError(
-                f"node {offer['node']} has no network interface to the other nodes as it is wanted: give CachePartition the "
+                f"node {offer['node']} has no network interface to the other nodes as it is "
+                "wanted: give CachePartition the "
                 "interface's name, or its address"
             )
         if offer["fingerprint"] != offers[0]["fingerprint"]:
             raise ValueError(
-                f"nodes {offers[0]['node']} and {offer['node']} have other data or transforms, or the same under other paths: "
+                f"nodes {offers[0]['node']} and {offer['node']} have other data or transforms, or "
+                "the same under other paths: "
                 "a partitioned cache needs equal data sets (see data_version)"
             )
 
 
 def _reachable(partition: CachePartition, offers: list[dict[str, Any]], *, node: int) -> str:
-    """The address that others reach this node at: towards its own name, the main node may have found its loopback."""
+    """The address that others reach this node at: towards its own name, the main node may have
+    found its loopback.
+    """
     own = next(str(offer["address"]) for offer in offers if offer["node"] == node)
     if partition.interface is None and node == 0:
-        return own_address(towards=next(str(offer["address"]) for offer in offers if offer["node"] != 0))
+        return own_address(
+            towards=next(str(offer["address"]) for offer in offers if offer["node"] != 0)
+        )
     return own
 
 
-def _addresses(said: list[dict[str, Any]], num_nodes: int, server: PeerServer | None) -> list[tuple[str, int]]:
+def _addresses(
+    said: list[dict[str, Any]], num_nodes: int, server: PeerServer | None
+) -> list[tuple[str, int]]:
     """By node. Raises ValueError on all ranks if one could not serve."""
     errors = [f"node {words['node']} {words['error']}" for words in said if "error" in words]
     if errors:

@@ -38,22 +38,27 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class CompressedDDPStrategy(ExchangeSteps):
-    """Distributed data parallelism whose gradients travel compressed: ``Trainer(strategy="topt_compressed")``.
+    """Distributed data parallelism whose gradients travel compressed:
+    ``Trainer(strategy="topt_compressed")``.
 
-    A `CompressedExchange` is registered on DDP, on every device. What was not sent yet (the residual) is part of checkpoints
-    and is redistributed when one is loaded on another number of ranks; such checkpoints load in plain ``ddp`` too. Bytes sent,
-    exposed seconds and the norm of the residual are logged by an `ExchangeMonitor`.
+    A `CompressedExchange` is registered on DDP, on every device. What was not sent yet (the
+    residual) is part of checkpoints and is redistributed when one is loaded on another number of
+    ranks; such checkpoints load in plain ``ddp`` too. Bytes sent, exposed seconds and the norm of
+    the residual are logged by an `ExchangeMonitor`.
 
     Args:
-        method: how gradients travel: an object such as ``TopK(density=0.01)``, a name for its defaults, or a mapping such as
-            ``{"method": "topk", "density": 0.01}``.
-        nonfinite, timeout_seconds, debug: as in `ExchangeSettings`; `nonfinite` None: "skip" with a GradScaler (precision
-            ``16-mixed``), "error" otherwise.
-        nodes, ranks_per_node: who shares a node, where it is not what the Trainer has as `num_nodes` and `devices`.
-        ddp_options: arguments of Lightning's `DDPStrategy` and torch's `DistributedDataParallel`, but for communication hooks.
+        method: how gradients travel: an object such as ``TopK(density=0.01)``, a name for its
+            defaults, or a mapping such as ``{"method": "topk", "density": 0.01}``.
+        nonfinite, timeout_seconds, debug: as in `ExchangeSettings`; `nonfinite` None: "skip" with a
+            GradScaler (precision ``16-mixed``), "error" otherwise.
+        nodes, ranks_per_node: who shares a node, where it is not what the Trainer has as
+            `num_nodes` and `devices`.
+        ddp_options: arguments of Lightning's `DDPStrategy` and torch's `DistributedDataParallel`,
+            but for communication hooks.
 
-    Raises ValueError for wrong options, for an optimizer with momentum where the method has it, for ranks that
-    differ in their options; `PeerLostError` when a rank is gone; FloatingPointError for gradients that are not finite.
+    Raises ValueError for wrong options, for an optimizer with momentum where the method has it, for
+    ranks that differ in their options; `PeerLostError` when a rank is gone; FloatingPointError for
+    gradients that are not finite.
     """
 
     def __init__(
@@ -70,13 +75,16 @@ class CompressedDDPStrategy(ExchangeSteps):
         refuse_method_options(ddp_options)
         super().__init__(**checked_ddp_options(ddp_options, strategy=type(self).__name__))
         self.method = read_gradient_method(method)
-        self.settings = ExchangeSettings("error" if nonfinite is None else nonfinite, timeout_seconds, debug)
+        self.settings = ExchangeSettings(
+            "error" if nonfinite is None else nonfinite, timeout_seconds, debug
+        )
         for name, size in (("nodes", nodes), ("ranks_per_node", ranks_per_node)):
             if size is not None:
                 check_whole(size, name=name)
         self._nonfinite, self._nodes, self._ranks_per_node = nonfinite, nodes, ranks_per_node
 
-    # ---- life cycle -----------------------------------------------------------------------------------------------
+    # ---- life cycle
+    # -----------------------------------------------------------------------------------------------
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -89,19 +97,22 @@ class CompressedDDPStrategy(ExchangeSteps):
         for name, parameter in model.named_parameters():
             if isinstance(parameter, DTensor):
                 raise ValueError(
-                    f"gradients of sharded parameters cannot be exchanged compressed, and {name} is sharded (by fully_shard "
+                    f"gradients of sharded parameters cannot be exchanged compressed, and {name} "
+                    "is sharded (by fully_shard "
                     'or tensor parallelism): leave it whole, or take strategy="topt"'
                 )
             if parameter.requires_grad and parameter.dtype not in DTYPES:
                 raise ValueError(
-                    f"gradients of float32, bfloat16 and float16 parameters can be exchanged compressed, and {name} is "
+                    "gradients of float32, bfloat16 and float16 parameters can be exchanged "
+                    f"compressed, and {name} is "
                     f"{parameter.dtype}: choose another precision, or Lightning's own ddp"
                 )
         return super()._setup_model(model)
 
     @override
     def _register_ddp_hooks(self) -> None:
-        # Lightning registers hooks on CUDA only and drops them silently elsewhere; torch runs them on gloo too.
+        # Lightning registers hooks on CUDA only and drops them silently elsewhere; torch runs them
+        # on gloo too.
         assert isinstance(self.model, DistributedDataParallel)
         self._open_exchange(None)
         topology = make_topology(
@@ -123,8 +134,10 @@ class CompressedDDPStrategy(ExchangeSteps):
         scales = self._scaler is not None
         if self._nonfinite == "skip" and not scales:
             raise ValueError(
-                'nonfinite="skip" makes gradients NaN so that a GradScaler skips the step; precision '
-                f'{self.precision_plugin.precision} has none and would train on NaN: leave it out, or use precision="16-mixed"'
+                'nonfinite="skip" makes gradients NaN so that a GradScaler skips the step; '
+                "precision "
+                f"{self.precision_plugin.precision} has none and would train on NaN: leave it out, "
+                'or use precision="16-mixed"'
             )
         return self._nonfinite or ("skip" if scales else "error")
 
@@ -133,21 +146,27 @@ class CompressedDDPStrategy(ExchangeSteps):
         super().setup_optimizers(trainer)
         if self.method.gives_signs and trainer.gradient_clip_val:
             raise ValueError(
-                f"{type(self.method).__name__} gives the optimizer signs, of which clipping would only make smaller steps: "
+                f"{type(self.method).__name__} gives the optimizer signs, of which clipping would "
+                "only make smaller steps: "
                 "leave gradient_clip_val out"
             )
         if self.method.has_momentum:
             refuse_momentum(self.optimizers)
         if len(self.optimizers) > 1 and self.method.holds_back:
             rank_zero_warn(
-                "gradients of several optimizers are exchanged together in every backward pass: what it sends for parameters "
-                "whose gradients are then zeroed and not applied is lost (error_feedback=False holds nothing back)"
+                "gradients of several optimizers are exchanged together in every backward pass: "
+                "what it sends for parameters "
+                "whose gradients are then zeroed and not applied is lost (error_feedback=False "
+                "holds nothing back)"
             )
 
-    # ---- checkpoints ----------------------------------------------------------------------------------------------
+    # ---- checkpoints
+    # ----------------------------------------------------------------------------------------------
 
     @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
+    ) -> None:
         checkpoint = dict(checkpoint)  # hooks may keep theirs
         self._save_exchange(checkpoint)
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
@@ -157,18 +176,24 @@ class CompressedDDPStrategy(ExchangeSteps):
         super().load_optimizer_state_dict(checkpoint)
         self._load_exchange(checkpoint)
 
-    # ---- registration ---------------------------------------------------------------------------------------------
+    # ---- registration
+    # ---------------------------------------------------------------------------------------------
 
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
         register_names(
-            "topt_compressed", cls, registry=strategy_registry, description="Data parallelism with compressed gradients"
+            "topt_compressed",
+            cls,
+            registry=strategy_registry,
+            description="Data parallelism with compressed gradients",
         )
 
 
 def refuse_method_options(options: Mapping[str, Any]) -> None:
-    """Raise TypeError for an option of a method among those of the strategy; the message says where it belongs."""
+    """Raise TypeError for an option of a method among those of the strategy; the message says where
+    it belongs.
+    """
     for kind in (method_classes()[name] for name in (DEFAULT_METHOD, *gradient_methods())):
         for name in [field.name for field in fields(kind) if field.name in options]:
             raise TypeError(
@@ -180,7 +205,8 @@ def refuse_method_options(options: Mapping[str, Any]) -> None:
 def make_topology(
     *, nodes: int | None, ranks_per_node: int | None, rank: int, trainer_nodes: int, world_size: int
 ) -> Topology:
-    """Return the topology given, completed where one of its two numbers is missing; the Trainer's where both are.
+    """Return the topology given, completed where one of its two numbers is missing; the Trainer's
+    where both are.
 
     Raises ValueError where it has not `world_size` ranks.
     """
@@ -191,7 +217,8 @@ def make_topology(
     nodes = nodes or world_size // ranks_per_node
     if nodes * ranks_per_node != world_size:
         raise ValueError(
-            f"the world size is {world_size}, which is not nodes x ranks_per_node: {given}; give numbers that fit, or "
+            f"the world size is {world_size}, which is not nodes x ranks_per_node: {given}; give "
+            "numbers that fit, or "
             "neither, for those of the Trainer"
         )
     return Topology(nodes, ranks_per_node, rank)

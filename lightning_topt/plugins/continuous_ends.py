@@ -1,4 +1,6 @@
-"""The places in a fit where a pipeline that never flushes has to: what Lightning's loop does after a batch."""
+"""The places in a fit where a pipeline that never flushes has to: what Lightning's loop does after
+a batch.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 
 def is_end(trainer: pl.Trainer) -> bool:
-    """Return whether the loop validates, saves or ends its epoch after the batch that it has just trained on.
+    """Return whether the loop validates, saves or ends its epoch after the batch that it has just
+    trained on.
 
-    Asked where callbacks are told of the end of the batch. Validation and saving that depend on later callbacks are not seen.
+    Asked where callbacks are told of the end of the batch. Validation and saving that depend on
+    later callbacks are not seen.
     """
     loop = trainer.fit_loop.epoch_loop
     fetcher = trainer.fit_loop._data_fetcher
@@ -33,8 +37,8 @@ def _saved_every(trainer: pl.Trainer) -> Iterator[int]:
 
 
 class NextEnd(NamedTuple):
-    """`batches` come after the one that begins before such a place, None where nothing tells; `updates`: an update follows the
-    last of them.
+    """`batches` come after the one that begins before such a place, None where nothing tells;
+    `updates`: an update follows the last of them.
     """
 
     batches: int | None
@@ -48,8 +52,12 @@ def next_end(trainer: pl.Trainer) -> NextEnd:
     if not math.isfinite(batches):
         return NextEnd(None, updates=True)
     last = progress.current.ready + int(batches)
-    is_last_of_epoch = last == trainer.num_training_batches or (batches == 0 and progress.is_last_batch)
-    return NextEnd(int(batches), updates=is_last_of_epoch or last % trainer.accumulate_grad_batches == 0)
+    is_last_of_epoch = last == trainer.num_training_batches or (
+        batches == 0 and progress.is_last_batch
+    )
+    return NextEnd(
+        int(batches), updates=is_last_of_epoch or last % trainer.accumulate_grad_batches == 0
+    )
 
 
 def _batches_left(trainer: pl.Trainer) -> Iterator[int]:

@@ -1,10 +1,11 @@
-"""Steps of a LightningModule under a plan whose stages never wait for an update: one batch of the loop comes in, another one
-comes back.
+"""Steps of a LightningModule under a plan whose stages never wait for an update: one batch of the
+loop comes in, another one comes back.
 
-In iteration i of Lightning's loop a stage runs forward of batch i and backward of the one whose gradients have arrived; with
-these the optimizer steps, if they complete an update. What this batch's step returned and logged travels back with its
-gradients, so each rank logs it then, and its samples count for the means of the epoch. Before the loop validates, saves or ends
-an epoch all batches are waited for (`continuous_ends`).
+In iteration i of Lightning's loop a stage runs forward of batch i and backward of the one whose
+gradients have arrived; with these the optimizer steps, if they complete an update. What this
+batch's step returned and logged travels back with its gradients, so each rank logs it then, and its
+samples count for the means of the epoch. Before the loop validates, saves or ends an epoch all
+batches are waited for (`continuous_ends`).
 """
 
 from __future__ import annotations
@@ -36,10 +37,17 @@ from lightning_topt.plugins.turns import loss_of
 
 
 class ContinuousSteps(PipelineSteps):
-    """The steps of `module`, which `engine` runs in stages on `device` as its plan says. Made before the plan is applied."""
+    """The steps of `module`, which `engine` runs in stages on `device` as its plan says. Made
+    before the plan is applied.
+    """
 
     def __init__(
-        self, engine: Engine, module: pl.LightningModule, *, precision: Precision, device: torch.device
+        self,
+        engine: Engine,
+        module: pl.LightningModule,
+        *,
+        precision: Precision,
+        device: torch.device,
     ) -> None:
         super().__init__(engine, module, precision=precision, device=device)
         self._batches_in_flight: dict[int, Any] = {}
@@ -60,19 +68,25 @@ class ContinuousSteps(PipelineSteps):
 
     @override
     def example(self, batch: Any) -> Example:
-        """Return a training step on `batch`, for the engine to see what it needs. A collective call."""
+        """Return a training step on `batch`, for the engine to see what it needs. A collective
+        call.
+        """
         own = _Pass(self, None, 0 if takes_index(self._module) else None)
         return Example(own.loss, (self._batches.agreed(batch),))
 
-    # ---- the loop around it -----------------------------------------------------------------------------------------
+    # ---- the loop around it
+    # -----------------------------------------------------------------------------------------
 
     def begin(self, trainer: pl.Trainer) -> None:
-        """Let the loop of `trainer` wait for minibatches in flight where it has to, and nowhere else."""
+        """Let the loop of `trainer` wait for minibatches in flight where it has to, and nowhere
+        else.
+        """
         loop, callbacks = trainer.fit_loop.epoch_loop, trainer.callbacks  # type: ignore[attr-defined]
         tells, callback = loop._broadcast_sigterm_tensor, _Drains(self)
 
         def tell_when_drained() -> None:
-            if self._run.is_drained:  # a broadcast in each iteration would make ranks wait for one another
+            # a broadcast in each iteration would make ranks wait for one another
+            if self._run.is_drained:
                 tells()
 
         loop._broadcast_sigterm_tensor = tell_when_drained  # type: ignore[method-assign]
@@ -84,21 +98,28 @@ class ContinuousSteps(PipelineSteps):
         """Undo `begin`."""
         self._undo.close()
 
-    # ---- training ---------------------------------------------------------------------------------------------------
+    # ---- training
+    # ---------------------------------------------------------------------------------------------------
 
     def minibatch_step(self, args: Sequence[Any], *, completes: bool) -> Any:
         """Run this rank's passes of an iteration; `completes`: an update follows this batch.
 
-        Returns the output of the step of the batch that came back, its loss with all gradients in its graph that the next
-        update has so far; NaN while none has come back.
+        Returns the output of the step of the batch that came back, its loss with all gradients in
+        its graph that the next update has so far; NaN while none has come back.
         """
         if self._turn is not None:
             raise RuntimeError(
-                f"{type(self._module).__name__}.optimizer_step did not step, and the stages of this pipeline update as they "
-                "go: call optimizer.step(closure=optimizer_closure) in it, or choose another schedule"
+                f"{type(self._module).__name__}.optimizer_step did not step, and the stages of "
+                "this pipeline update as they "
+                "go: call optimizer.step(closure=optimizer_closure) in it, or choose another "
+                "schedule"
             )
         trainer, each = self._module.trainer, self._module.trainer.accumulate_grad_batches
-        batch = self._batches.agreed(args[0]) if self._run.is_drained or self._batches.differ else args[0]
+        batch = (
+            self._batches.agreed(args[0])
+            if self._run.is_drained or self._batches.differ
+            else args[0]
+        )
         self._modes = [(part, part.training) for part in self._module.modules()]
         self._drop_used_gradients()
         index, end = self._run.minibatches, next_end(trainer)
@@ -121,7 +142,9 @@ class ContinuousSteps(PipelineSteps):
         )
         told = self._hear(self._turn)
         output = None if told is None else told.output
-        value = torch.full((), torch.nan, device=self._device) if output is None else loss_of(output)
+        value = (
+            torch.full((), torch.nan, device=self._device) if output is None else loss_of(output)
+        )
         assert value is not None
         joint = _with_gradients(value, self._take_gradients())
         return {**output, "loss": joint} if isinstance(output, Mapping) else joint
@@ -149,12 +172,15 @@ class ContinuousSteps(PipelineSteps):
         self._engine.clip_value(parameters, clip_value)
 
     def drain(self) -> None:
-        """Wait for all minibatches in flight, with their updates, and log what they told. A collective call."""
+        """Wait for all minibatches in flight, with their updates, and log what they told. A
+        collective call.
+        """
         if self._run.is_drained:
             return
         if self._module.trainer.interrupted:
             raise RuntimeError(
-                "minibatches were under way in the pipeline when the fit was interrupted, so that stages have updates of "
+                "minibatches were under way in the pipeline when the fit was interrupted, so that "
+                "stages have updates of "
                 "different batches: go on from the last checkpoint"
             )
         (optimizer,) = self._module.trainer.optimizers
@@ -164,13 +190,17 @@ class ContinuousSteps(PipelineSteps):
                 self._turn = turn
                 self._hear(turn)
                 self.update(optimizer)
-                self._drop_used_gradients()  # before the next backward pass, which is run when the loop goes on
+                # before the next backward pass, which is run when the loop goes on
+                self._drop_used_gradients()
 
     def _hear(self, turn: Turn) -> Told | None:
         """Log on this rank what the step of the turn's batch told, and return it."""
         if turn.minibatch is None:
             return None
-        batch, own = self._batches_in_flight.pop(turn.minibatch), self._told_here.pop(turn.minibatch, None)
+        batch, own = (
+            self._batches_in_flight.pop(turn.minibatch),
+            self._told_here.pop(turn.minibatch, None),
+        )
         if own is None:
             assert turn.payload is not None
             told: Told = unpacked(turn.payload, device=self._device)
@@ -181,7 +211,8 @@ class ContinuousSteps(PipelineSteps):
             replay(self._module, told.calls)
         return told
 
-    # ---- gradients --------------------------------------------------------------------------------------------------
+    # ---- gradients
+    # --------------------------------------------------------------------------------------------------
 
     def _drop_used_gradients(self) -> None:
         if self._updated:
@@ -190,7 +221,9 @@ class ContinuousSteps(PipelineSteps):
         self._updated = False
 
     def _take_gradients(self) -> Gradients:
-        """The gradients of the update that is to come, so far; Lightning clears those in place before its backward."""
+        """The gradients of the update that is to come, so far; Lightning clears those in place
+        before its backward.
+        """
         found: Gradients = {}
         for parameter in self._module.parameters():
             if parameter.grad is not None:
@@ -199,7 +232,9 @@ class ContinuousSteps(PipelineSteps):
 
     @contextmanager
     def _as_in_training(self) -> Generator[None, None, None]:
-        """Let the loop, and modules, be as in the last step: recomputation runs these again, and hooks may log."""
+        """Let the loop, and modules, be as in the last step: recomputation runs these again, and
+        hooks may log.
+        """
         trainer, before = self._module.trainer, [(part, part.training) for part, _ in self._modes]
         stage, trainer.training = trainer.state.stage, True
         for part, mode in self._modes:
@@ -234,7 +269,9 @@ class _Drains(pl.Callback):
 
 @dataclass
 class _Pass:
-    """The passes of one minibatch on this rank; None: there is none yet, only copies to see what they need."""
+    """The passes of one minibatch on this rank; None: there is none yet, only copies to see what
+    they need.
+    """
 
     steps: ContinuousSteps
     microbatch: Any
@@ -267,12 +304,15 @@ def _as_training_step(module: pl.LightningModule, batch: Any) -> Generator[None,
     before = results.batch, results.batch_size, connector._first_loop_iter, connector._current_fx
     trainer.training, module._current_fx_name = True, "training_step"
     results.batch, results.batch_size = batch, None
-    connector._first_loop_iter, connector._current_fx = False, "training_step"  # nothing of the epoch is over yet
+    # nothing of the epoch is over yet
+    connector._first_loop_iter, connector._current_fx = False, "training_step"
     try:
         yield
     finally:
         trainer.state.stage, module._current_fx_name = stage, fx
-        results.batch, results.batch_size, connector._first_loop_iter, connector._current_fx = before
+        results.batch, results.batch_size, connector._first_loop_iter, connector._current_fx = (
+            before
+        )
 
 
 def _with_gradients(value: Tensor, gradients: Gradients) -> Tensor:

@@ -18,7 +18,13 @@ from torch.utils.data import (
 )
 from typing_extensions import override
 
-from lightning_topt.basics.argument_checks import check_folder, check_real, check_size, check_version, check_whole
+from lightning_topt.basics.argument_checks import (
+    check_folder,
+    check_real,
+    check_size,
+    check_version,
+    check_whole,
+)
 from lightning_topt.data.cache.cached_batches import BatchDataset
 from lightning_topt.data.cache.cached_dataset import CachedDataset
 from lightning_topt.data.cache.fingerprint import fingerprint
@@ -28,29 +34,33 @@ from lightning_topt.plugins.wrapped_data import WrappedDataModule
 
 
 class CoordinatedDataModule(WrappedDataModule):
-    """A `CoordinatedDataModule` is `datamodule` with its training batches prepared once for all jobs that name the same
-    `directory` on this machine.
+    """A `CoordinatedDataModule` is `datamodule` with its training batches prepared once for all
+    jobs that name the same `directory` on this machine.
 
-    Made for searches whose trials run side by side (Hydra multirun) on the same data: each trial's worker processes prepare a
-    part of the batches, and every trial gets every batch once per epoch, in the same order and with the same augmentation:
-    `seed` and the epoch decide both, in all trials, whatever the trials' own seeds are. Trials may start late, differ in speed,
-    pause and die. Validation, test and prediction loaders stay as they are.
+    Made for searches whose trials run side by side (Hydra multirun) on the same data: each trial's
+    worker processes prepare a part of the batches, and every trial gets every batch once per epoch,
+    in the same order and with the same augmentation: `seed` and the epoch decide both, in all
+    trials, whatever the trials' own seeds are. Trials may start late, differ in speed, pause and
+    die. Validation, test and prediction loaders stay as they are.
 
-    Batches are prepared in ``num_workers`` processes of each job (at least one, also where the loader has 0), so the training
-    process never waits for its own preparation; ``prefetch_factor`` and ``timeout`` of the loader have no meaning here.
+    Batches are prepared in ``num_workers`` processes of each job (at least one, also where the
+    loader has 0), so the training process never waits for its own preparation; ``prefetch_factor``
+    and ``timeout`` of the loader have no meaning here.
 
     Args:
-        datamodule: whose train_dataloader gives a DataLoader, or a collection of them, with map-style data sets. Put a
-            CachedDataModule inside, not around: ``CoordinatedDataModule(CachedDataModule(...), ...)``.
+        datamodule: whose train_dataloader gives a DataLoader, or a collection of them, with
+            map-style data sets. Put a CachedDataModule inside, not around:
+            ``CoordinatedDataModule(CachedDataModule(...), ...)``.
         directory: where jobs meet; a name only, nothing is written there.
-        memory_bytes: of prepared batches that wait for slower jobs, per loader and machine; the least that any job says. A
-            number or text (``"1GiB"``).
+        memory_bytes: of prepared batches that wait for slower jobs, per loader and machine; the
+            least that any job says. A number or text (``"1GiB"``).
         seed: of the order and the augmentation of the training batches; the same in all jobs.
         data_version: names the state of the data; as of CachedDataModule.
         timeout_seconds: after this a batch that a stopped job promised is prepared by another.
 
-    Raises ValueError for iterable data sets, loaders without batches, and samplers that cannot be divided among ranks; while
-    training `CoordinationRefused` (a ValueError) when jobs with other batches use the same directory.
+    Raises ValueError for iterable data sets, loaders without batches, and samplers that cannot be
+    divided among ranks; while training `CoordinationRefused` (a ValueError) when jobs with other
+    batches use the same directory.
     """
 
     def __init__(
@@ -100,21 +110,27 @@ class CoordinatedDataModule(WrappedDataModule):
     def _changed_loader(self, loader: DataLoader[Any], path: str) -> CoordinatedLoader:
         if isinstance(loader.dataset, IterableDataset):
             raise ValueError(
-                f"{type(loader.dataset).__name__} is an IterableDataset: jobs cannot agree on batches without numbers. "
+                f"{type(loader.dataset).__name__} is an IterableDataset: jobs cannot agree on "
+                "batches without numbers. "
                 "Give it __getitem__ and __len__"
             )
         if loader.batch_sampler is None:
             raise ValueError(
-                "a loader with batch_size=None gives single samples; jobs share batches: give it a batch_size"
+                "a loader with batch_size=None gives single samples; jobs share batches: give it a "
+                "batch_size"
             )
-        rank, ranks = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
+        rank, ranks = (
+            (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
+        )
         context = loader.multiprocessing_context
         coordinated = CoordinatedLoader(
             loader.dataset,
             batches=SeededBatches(self._batch_sampler(loader, rank, ranks), seed=self.seed),
             collate_fn=loader.collate_fn,
             directory=self.directory,
-            fingerprint=fingerprint([_content(loader.dataset), loader.collate_fn], data_version=self.data_version),
+            fingerprint=fingerprint(
+                [_content(loader.dataset), loader.collate_fn], data_version=self.data_version
+            ),
             seed=self.seed,
             memory_bytes=self.memory_bytes,
             timeout_seconds=self.timeout_seconds,
@@ -130,15 +146,23 @@ class CoordinatedDataModule(WrappedDataModule):
         return coordinated
 
     def _batch_sampler(self, loader: DataLoader[Any], rank: int, ranks: int) -> Any:
-        """The loader's own, or what gives this rank its part: Lightning does that for a DataLoader only."""
+        """The loader's own, or what gives this rank its part: Lightning does that for a DataLoader
+        only.
+        """
         sampler = loader.batch_sampler
         inner = getattr(sampler, "sampler", None)
-        divides = self.trainer is not None and self.trainer._accelerator_connector.use_distributed_sampler
+        divides = (
+            self.trainer is not None and self.trainer._accelerator_connector.use_distributed_sampler
+        )
         if ranks == 1 or isinstance(inner, DistributedSampler) or not divides:
             return sampler
-        if type(sampler) is not BatchSampler or type(inner) not in (RandomSampler, SequentialSampler):
+        if type(sampler) is not BatchSampler or type(inner) not in (
+            RandomSampler,
+            SequentialSampler,
+        ):
             raise ValueError(
-                f"{ranks} ranks share the data, and a {type(inner or sampler).__name__} cannot be divided among them: give the "
+                f"{ranks} ranks share the data, and a {type(inner or sampler).__name__} cannot be "
+                "divided among them: give the "
                 "loader a DistributedSampler, or the Trainer use_distributed_sampler=False"
             )
         part: DistributedSampler[Any] = DistributedSampler(

@@ -1,8 +1,8 @@
-"""Ranks along tensor axes, and those that run the stages of one pipeline, are one to the data: they get the same samples, and
-count once in what is averaged or gathered.
+"""Ranks along tensor axes, and those that run the stages of one pipeline, are one to the data: they
+get the same samples, and count once in what is averaged or gathered.
 
-Where the plan says so, each rank of a tensor group, or of a pipeline, has its own samples, as under ddp: they run these in
-turns, in joint modules, or as microbatches.
+Where the plan says so, each rank of a tensor group, or of a pipeline, has its own samples, as under
+ddp: they run these in turns, in joint modules, or as microbatches.
 """
 
 from __future__ import annotations
@@ -41,10 +41,11 @@ Output = TypeVar("Output")
 
 
 class DataRanks(EngineCheckpoints):
-    """A strategy whose mesh may have tensor axes or stages: `_known_mesh` as soon as the plan is given, before the engine.
+    """A strategy whose mesh may have tensor axes or stages: `_known_mesh` as soon as the plan is
+    given, before the engine.
 
-    It is None where every rank has its own samples; `_turns` or `_members` are there while a plan of that kind runs,
-    `_pipeline` while another one with stages does.
+    It is None where every rank has its own samples; `_turns` or `_members` are there while a plan
+    of that kind runs, `_pipeline` while another one with stages does.
     """
 
     _given_plan: GivenPlan | None = None
@@ -52,7 +53,8 @@ class DataRanks(EngineCheckpoints):
     _turns: Turns | None = None
     _members: PipelineMembers | None = None
     _pipeline: PipelineSteps | None = None
-    _continuous: ContinuousSteps | None = None  # the same, where its stages never wait for an update
+    # the same, where its stages never wait for an update
+    _continuous: ContinuousSteps | None = None
     _accumulates = False
     _example: Example | None = None  # of the last fit under a plan with stages
 
@@ -90,18 +92,24 @@ class DataRanks(EngineCheckpoints):
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Return whether all ranks of the run decide so, or any: these count, not those of the data."""
-        votes = super().reduce(torch.tensor(int(decision), device=self.root_device), reduce_op="sum")
+        """Return whether all ranks of the run decide so, or any: these count, not those of the
+        data.
+        """
+        votes = super().reduce(
+            torch.tensor(int(decision), device=self.root_device), reduce_op="sum"
+        )
         return int(votes) == self.world_size if all else bool(votes)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        data, everyone = self._data_group, dist.group.WORLD  # which modules of Lightning give for None
+        # which modules of Lightning give for None
+        data, everyone = self._data_group, dist.group.WORLD
         if data is not None and (group is None or group is everyone):
             with nullcontext() if sync_grads else torch.no_grad():
                 gathered: Tensor = _Gathered.apply(self._whole(tensor).contiguous(), data)  # type: ignore[no-untyped-call]
                 return gathered
-        with nullcontext() if self._running else among_all_ranks():  # a step that is looked at sends nothing
+        # a step that is looked at sends nothing
+        with nullcontext() if self._running else among_all_ranks():
             return super().all_gather(tensor, group, sync_grads)
 
     def _group_metrics(self, module: nn.Module) -> None:
@@ -117,28 +125,35 @@ class DataRanks(EngineCheckpoints):
             metric.process_group = None
         self._metrics = ()
 
-    # ---- steps ----------------------------------------------------------------------------------------------------
+    # ---- steps
+    # ----------------------------------------------------------------------------------------------------
 
     def _example_of(self, batch: Any) -> Example | None:
-        """Return a step for an engine that is to run stages, and get ready for them; None for other plans. Collective."""
+        """Return a step for an engine that is to run stages, and get ready for them; None for other
+        plans. Collective.
+        """
         plan, module, engine = self.parallel_plan, self.lightning_module, self._engine
         assert plan is not None and module is not None and engine is not None
         self._pipeline, self._members, self._continuous = None, None, None
         if plan.schedule is None:
             return None
         if plan.own_batches:
-            self._members = PipelineMembers(engine, module, precision=self.precision_plugin, device=self.root_device)
+            self._members = PipelineMembers(
+                engine, module, precision=self.precision_plugin, device=self.root_device
+            )
             return self._members.example(batch)
         make = ContinuousSteps if plan.schedule in LAGS else PipelineSteps
-        self._pipeline = make(engine, module, precision=self.precision_plugin, device=self.root_device)
+        self._pipeline = make(
+            engine, module, precision=self.precision_plugin, device=self.root_device
+        )
         self._continuous = self._pipeline if isinstance(self._pipeline, ContinuousSteps) else None
         if batch is not None:
             self._example = self._pipeline.example(batch)
         return self._example
 
     def _take_turns(self) -> None:
-        """Begin to run a plan, which the engine has applied; in turns, if it has microbatches or joint modules. A collective
-        call.
+        """Begin to run a plan, which the engine has applied; in turns, if it has microbatches or
+        joint modules. A collective call.
         """
         plan, module, engine = self.parallel_plan, self.lightning_module, self._engine
         assert plan is not None and module is not None and engine is not None
@@ -219,7 +234,9 @@ class DataRanks(EngineCheckpoints):
             return own
         if self._turns is None:
             return self._one_step(args, kwargs)
-        output: STEP_OUTPUT = self._turns.training_step(self._one_step, (args, kwargs), exchanges=not self._accumulates)
+        output: STEP_OUTPUT = self._turns.training_step(
+            self._one_step, (args, kwargs), exchanges=not self._accumulates
+        )
         return output
 
     @override
@@ -246,7 +263,11 @@ class DataRanks(EngineCheckpoints):
     def _own_state(self) -> dict[str, Any]:
         assert self.parallel_plan is not None and self._engine is not None
         plan = {"plan": self.parallel_plan.to_dict()}
-        return plan if self._continuous is None else {**plan, PIPELINE_KEY: self._engine.continuous.state_dict()}
+        return (
+            plan
+            if self._continuous is None
+            else {**plan, PIPELINE_KEY: self._engine.continuous.state_dict()}
+        )
 
     @override
     def _load_exchange(self, checkpoint: Mapping[str, Any]) -> None:
@@ -263,7 +284,8 @@ class DataRanks(EngineCheckpoints):
         with self._around_step():
             return self._whole(super().training_step(*args, **kwargs))
 
-    # ---- evaluation -----------------------------------------------------------------------------------------------
+    # ---- evaluation
+    # -----------------------------------------------------------------------------------------------
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -277,7 +299,9 @@ class DataRanks(EngineCheckpoints):
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._evaluated("predict_step", super().predict_step, args, kwargs)
 
-    def _evaluated(self, name: str, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _evaluated(
+        self, name: str, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         with self._evaluation():
             if self._pipeline is not None:
                 return self._pipeline.evaluation_step(name, *args, *kwargs.values())
@@ -292,7 +316,8 @@ class DataRanks(EngineCheckpoints):
             with self._around_step():
                 yield
             return
-        # Parameters gathered in inference mode would be inference tensors, which the next training step cannot update.
+        # Parameters gathered in inference mode would be inference tensors, which the next training
+        # step cannot update.
         with torch.inference_mode(False), torch.no_grad(), self._around_step():
             yield
 
@@ -305,7 +330,9 @@ class DataRanks(EngineCheckpoints):
 
 
 class _Gathered(torch.autograd.Function):
-    """The tensors of all ranks of a group, stacked; torch's own knows backward among all ranks only, on some backends."""
+    """The tensors of all ranks of a group, stacked; torch's own knows backward among all ranks
+    only, on some backends.
+    """
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:

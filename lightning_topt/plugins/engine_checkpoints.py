@@ -1,4 +1,6 @@
-"""Checkpoints of a strategy whose engine comes with the first training batch: plain files before, with and after it."""
+"""Checkpoints of a strategy whose engine comes with the first training batch: plain files before,
+with and after it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,12 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_topt.execution.engine import Engine
-from lightning_topt.execution.sharded_checkpoint import REST, holds_shards, open_sharded, save_sharded
+from lightning_topt.execution.sharded_checkpoint import (
+    REST,
+    holds_shards,
+    open_sharded,
+    save_sharded,
+)
 from lightning_topt.execution.stored_states import StoredModule, StoredOptimizer
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plugins.ddp_parts import CHECKPOINT_KEY
@@ -23,12 +30,14 @@ from lightning_topt.plugins.exchange_steps import ExchangeSteps
 
 
 class EngineCheckpoints(ExchangeSteps):
-    """Files are those of ``ddp``, with the plan beside them, whenever they are written; or folders of shards.
+    """Files are those of ``ddp``, with the plan beside them, whenever they are written; or folders
+    of shards.
 
-    `checkpoint_form` (``"full"`` or ``"sharded"``) says which are written; both are read. `_engine` runs the plan while
-    `_running`; `_fitted` is that of the last fit, which knows its optimizers: an evaluation may have one of its own. A state
-    that is loaded before there is an engine is kept in `_resumed` for it; where `_holds_back`, optimizers get all but their
-    tensors, which may be too large to be whole on the device.
+    `checkpoint_form` (``"full"`` or ``"sharded"``) says which are written; both are read. `_engine`
+    runs the plan while `_running`; `_fitted` is that of the last fit, which knows its optimizers:
+    an evaluation may have one of its own. A state that is loaded before there is an engine is kept
+    in `_resumed` for it; where `_holds_back`, optimizers get all but their tensors, which may be
+    too large to be whole on the device.
     """
 
     parallel_plan: ParallelPlan | None = None
@@ -46,7 +55,8 @@ class EngineCheckpoints(ExchangeSteps):
         self._fitted = self._engine
 
     def _release_engine(self, *, failed: bool = False) -> None:
-        """Make the module whole again if an engine runs it, and with it the state of optimizers that are used after the fit.
+        """Make the module whole again if an engine runs it, and with it the state of optimizers
+        that are used after the fit.
 
         Where it has `failed`, other ranks may be anywhere: states stay where they are.
         """
@@ -102,8 +112,14 @@ class EngineCheckpoints(ExchangeSteps):
             for optimizer, state in zip(self.optimizers, states, strict=False):
                 optimizer.load_state_dict({"state": {}, "param_groups": state["param_groups"]})
         else:
-            super().load_optimizer_state_dict({**checkpoint, "optimizer_states": [_whole(state) for state in states]})
-        self._resumed = {name: checkpoint[name] for name in ("optimizer_states", CHECKPOINT_KEY) if name in checkpoint}
+            super().load_optimizer_state_dict(
+                {**checkpoint, "optimizer_states": [_whole(state) for state in states]}
+            )
+        self._resumed = {
+            name: checkpoint[name]
+            for name in ("optimizer_states", CHECKPOINT_KEY)
+            if name in checkpoint
+        }
 
     def _load_resumed(self) -> None:
         """Give a new engine what was loaded before it was there."""
@@ -112,17 +128,25 @@ class EngineCheckpoints(ExchangeSteps):
         if checkpoint is None:
             return
         if self._holds_back:
-            for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-                options = [dict(group) for group in optimizer.param_groups]  # user code may have changed them since
+            for optimizer, state in zip(
+                self.optimizers, checkpoint["optimizer_states"], strict=False
+            ):
+                # user code may have changed them since
+                options = [dict(group) for group in optimizer.param_groups]
                 self._engine.load_optimizer_state(optimizer, state)
                 for group, before in zip(optimizer.param_groups, options, strict=True):
-                    group.update({name: value for name, value in before.items() if name != "params"})
+                    group.update(
+                        {name: value for name, value in before.items() if name != "params"}
+                    )
             _optimizers_to_device(self.optimizers, self.root_device)
         self._load_exchange(checkpoint)
 
     @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        # A checkpoint of a Trainer names Lightning's version; bare weights (sent back by forked ranks) stay bare.
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
+    ) -> None:
+        # A checkpoint of a Trainer names Lightning's version; bare weights (sent back by forked
+        # ranks) stay bare.
         if self.parallel_plan is not None and "pytorch-lightning_version" in checkpoint:
             # The user's hooks were given `checkpoint`, and may keep it.
             checkpoint = {**checkpoint, CHECKPOINT_KEY: self._own_state()}
@@ -138,23 +162,33 @@ class EngineCheckpoints(ExchangeSteps):
         assert self.parallel_plan is not None
         return {"plan": self.parallel_plan.to_dict()}
 
-    def _save_folder(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None) -> None:
+    def _save_folder(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None
+    ) -> None:
         if storage_options is not None or type(self.checkpoint_io) is not TorchCheckpointIO:
             raise ValueError(
-                "sharded checkpoints are written by torch.distributed.checkpoint, which takes neither storage_options nor a "
+                "sharded checkpoints are written by torch.distributed.checkpoint, which takes "
+                "neither storage_options nor a "
                 'checkpoint_io plugin: leave them out, or use checkpoint="full"'
             )
         if "://" in str(filepath):
             raise ValueError(
-                f"sharded checkpoints are folders on a file system that all ranks see, and {str(filepath)!r} is none: save to "
+                "sharded checkpoints are folders on a file system that all ranks see, and "
+                f"{str(filepath)!r} is none: save to "
                 'a path there, or use checkpoint="full"'
             )
-        rest = {name: value for name, value in checkpoint.items() if name not in ("state_dict", "optimizer_states")}
+        rest = {
+            name: value
+            for name, value in checkpoint.items()
+            if name not in ("state_dict", "optimizer_states")
+        }
         save_sharded(
             filepath,
             module=checkpoint["state_dict"],
             optimizers=checkpoint.get("optimizer_states", []),
-            exchange=self.exchange.own_state_dict() if self.exchange and self._saves_exchange(checkpoint) else None,
+            exchange=self.exchange.own_state_dict()
+            if self.exchange and self._saves_exchange(checkpoint)
+            else None,
             rest=rest,
             save_rest=self.checkpoint_io.save_checkpoint,
         )
@@ -172,11 +206,17 @@ def _whole(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_held_by(module: nn.Module, optimizer: Optimizer) -> bool:
-    """Whether an attribute of `module` is, or directly holds, `optimizer`: then it may be used after the fit."""
+    """Whether an attribute of `module` is, or directly holds, `optimizer`: then it may be used
+    after the fit.
+    """
     for submodule in module.modules():
         for value in vars(submodule).values():
             held = (
-                value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
+                value.values()
+                if isinstance(value, dict)
+                else value
+                if isinstance(value, (list, tuple))
+                else (value,)
             )
             if any(item is optimizer for item in held):
                 return True

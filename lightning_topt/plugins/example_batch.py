@@ -15,25 +15,33 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 
 def example_batches(trainer: pl.Trainer) -> tuple[Any, Any | None]:
-    """Return a training batch as `training_step` will get it, and one of twice as many samples (None where there is no such).
+    """Return a training batch as `training_step` will get it, and one of twice as many samples
+    (None where there is no such).
 
-    Calls `trainer.fit_loop.setup_data()`, as `trainer.estimated_stepping_batches` does. Raises ValueError when the
-    training data are empty.
+    Calls `trainer.fit_loop.setup_data()`, as `trainer.estimated_stepping_batches` does. Raises
+    ValueError when the training data are empty.
     """
     trainer.fit_loop.setup_data()
     combined = trainer.fit_loop._combined_loader
     if combined is None:
-        raise ValueError("planning needs a training batch, but there are no training data (limit_train_batches=0?)")
+        raise ValueError(
+            "planning needs a training batch, but there are no training data "
+            "(limit_train_batches=0?)"
+        )
     return batches_of(combined, trainer)
 
 
 def batches_of(loaders: CombinedLoader, trainer: pl.Trainer) -> tuple[Any, Any | None]:
-    """Return the same for given training loaders; `trainer` has the module and the data module whose transfer hooks run."""
+    """Return the same for given training loaders; `trainer` has the module and the data module
+    whose transfer hooks run.
+    """
     with isolate_rng():
         singles = [_samples(loader, 1) for loader in loaders.flattened]
         doubles = [_samples(loader, 2) for loader in loaders.flattened]
     single = tree_unflatten(singles, loaders._spec)
-    double = None if any(batch is None for batch in doubles) else tree_unflatten(doubles, loaders._spec)
+    double = (
+        None if any(batch is None for batch in doubles) else tree_unflatten(doubles, loaders._spec)
+    )
     return _transferred(trainer, single), None if double is None else _transferred(trainer, double)
 
 
@@ -60,7 +68,9 @@ def _batch_size(loader: Any) -> int | None:
 def _first(loader: Iterable[Any]) -> Any:
     if isinstance(loader, DataLoader) and loader.num_workers:
         loader = DataLoader(
-            loader.dataset, batch_size=loader.batch_size, collate_fn=loader.collate_fn or default_collate
+            loader.dataset,
+            batch_size=loader.batch_size,
+            collate_fn=loader.collate_fn or default_collate,
         )
     for batch in loader:
         return batch
@@ -68,7 +78,9 @@ def _first(loader: Iterable[Any]) -> Any:
 
 
 def _transferred(trainer: pl.Trainer, batch: Any) -> Any:
-    """Return `batch` after the module's transfer hooks, on the CPU; the loader's own tensors stay as they are."""
+    """Return `batch` after the module's transfer hooks, on the CPU; the loader's own tensors stay
+    as they are.
+    """
     batch = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)
     batch = trainer.lightning_module._on_before_batch_transfer(batch)
     return trainer.strategy.batch_to_device(batch, device=torch.device("cpu"))

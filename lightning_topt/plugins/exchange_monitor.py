@@ -12,19 +12,24 @@ from typing_extensions import override
 from lightning_topt.basics.argument_checks import check_whole
 from lightning_topt.communication.hook import ExchangeStatistics
 
-DEFAULT_EVERY_N_STEPS = 50  # where the Trainer logs nothing (log_every_n_steps=0) and only the progress bar shows them
+# where the Trainer logs nothing (log_every_n_steps=0) and only the progress bar shows them
+DEFAULT_EVERY_N_STEPS = 50
 
 
 class ExchangeMonitor(pl.Callback):
-    """Logs what `CompressedDDPStrategy` exchanged, every `every_n_steps` optimizer steps (None: when the Trainer logs).
+    """Logs what `CompressedDDPStrategy` exchanged, every `every_n_steps` optimizer steps (None:
+    when the Trainer logs).
 
-    The strategy adds one by itself; give the Trainer your own to change `every_n_steps`. Each report also comes once after
-    the second step, the first that compresses. All values are those of the logging rank (0); bytes and seconds are means per
-    step since the last report:
+    The strategy adds one by itself; give the Trainer your own to change `every_n_steps`. Each
+    report also comes once after the second step, the first that compresses. All values are those of
+    the logging rank (0); bytes and seconds are means per step since the last report:
 
-    - ``exchange/bytes_per_step`` and ``exchange/dense_bytes_per_step``: sent, and what DDP's all-reduce would have sent;
-    - ``exchange/exposed_seconds``: how long the step waited for the network after its backward pass;
-    - ``exchange/residual_norm`` (a pass over the residual, so not computed every step) and ``exchange/density``: now;
+    - ``exchange/bytes_per_step`` and ``exchange/dense_bytes_per_step``: sent, and what DDP's
+      all-reduce would have sent;
+    - ``exchange/exposed_seconds``: how long the step waited for the network after its backward
+      pass;
+    - ``exchange/residual_norm`` (a pass over the residual, so not computed every step) and
+      ``exchange/density``: now;
     - more of some methods, such as ``exchange/lost_share`` of `BoundedLoss`.
 
     In the progress bar: ``compression`` (dense bytes / bytes sent) and ``exposed_ms``.
@@ -40,13 +45,19 @@ class ExchangeMonitor(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not hasattr(trainer.strategy, "exchange_statistics"):
             raise TypeError(
-                f"{type(trainer.strategy).__name__} exchanges no gradients of ours: leave ExchangeMonitor out"
+                f"{type(trainer.strategy).__name__} exchanges no gradients of ours: leave "
+                "ExchangeMonitor out"
             )
         self._last_step, self._batches = trainer.global_step, 0
 
     @override
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
     ) -> None:
         step, last = trainer.global_step, self._last_step
         if step == last:  # in the middle of an accumulated gradient
@@ -81,14 +92,24 @@ def log_metrics(statistics: ExchangeStatistics) -> Mapping[str, float]:
 
 def progress_metrics(statistics: ExchangeStatistics) -> Mapping[str, float]:
     """Return the names and values for the progress bar."""
-    sent = {"compression": statistics.dense_bytes / statistics.bytes_sent} if statistics.bytes_sent else {}
+    sent = (
+        {"compression": statistics.dense_bytes / statistics.bytes_sent}
+        if statistics.bytes_sent
+        else {}
+    )
     return {**sent, "exposed_ms": 1e3 * statistics.exposed_seconds / statistics.steps}
 
 
 def add_monitor(trainer: pl.Trainer) -> None:
-    """Give `trainer` an `ExchangeMonitor` if it has none: after the user's callbacks, before those that show and save."""
+    """Give `trainer` an `ExchangeMonitor` if it has none: after the user's callbacks, before those
+    that show and save.
+    """
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     if trainer.barebones or any(isinstance(callback, ExchangeMonitor) for callback in callbacks):
         return
-    readers = [index for index, callback in enumerate(callbacks) if isinstance(callback, ProgressBar | Checkpoint)]
+    readers = [
+        index
+        for index, callback in enumerate(callbacks)
+        if isinstance(callback, ProgressBar | Checkpoint)
+    ]
     callbacks.insert(readers[0] if readers else len(callbacks), ExchangeMonitor())

@@ -1,4 +1,6 @@
-"""This is what a strategy does around its steps and checkpoints for a `CompressedExchange` of its DDP module."""
+"""This is what a strategy does around its steps and checkpoints for a `CompressedExchange` of its
+DDP module.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,11 @@ from lightning_topt.plugins.lost_ranks import NamesLostRanks
 
 
 class ExchangeSteps(NamesLostRanks):
-    """Errors by their true name; loss scale and skipped steps of a GradScaler, and checkpoints, where there is an `exchange`.
+    """Errors by their true name; loss scale and skipped steps of a GradScaler, and checkpoints,
+    where there is an `exchange`.
 
-    The exchange stays open after a fit, for checkpoints, until the next fit or the end of the process.
+    The exchange stays open after a fit, for checkpoints, until the next fit or the end of the
+    process.
     """
 
     exchange: CompressedExchange | None = None
@@ -50,8 +54,14 @@ class ExchangeSteps(NamesLostRanks):
         name_own_strategy(exception, type(self).__name__)
 
     def _give_up_exchange(self, error: BaseException) -> None:
-        """Other ranks may wait in the exchange for this one, whose collective call elsewhere has failed."""
-        if self.exchange is not None and is_of_collective(error) and not isinstance(error, PeerLostError):
+        """Other ranks may wait in the exchange for this one, whose collective call elsewhere has
+        failed.
+        """
+        if (
+            self.exchange is not None
+            and is_of_collective(error)
+            and not isinstance(error, PeerLostError)
+        ):
             with suppress(RuntimeError):
                 self.exchange.monitor.sign_in()
 
@@ -61,7 +71,8 @@ class ExchangeSteps(NamesLostRanks):
             self._close_exchange()
         super().teardown()
 
-    # ---- steps ----------------------------------------------------------------------------------------------------
+    # ---- steps
+    # ----------------------------------------------------------------------------------------------------
 
     @property
     def _scaler(self) -> Any:
@@ -70,11 +81,14 @@ class ExchangeSteps(NamesLostRanks):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        with self._own_errors():  # DDP hands out the buckets of unused parameters in its forward pass
+        # DDP hands out the buckets of unused parameters in its forward pass
+        with self._own_errors():
             return super().training_step(*args, **kwargs)
 
     @override
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
         if self.exchange is not None and self._scaler is not None:
             self.exchange.loss_scale = self._scaler.get_scale()
         with self._own_errors():
@@ -82,7 +96,9 @@ class ExchangeSteps(NamesLostRanks):
 
     @contextmanager
     def _own_errors(self) -> Generator[None, None, None]:
-        """Autograd and DDP may wrap an error of the hook in one of their own: raise the one that says what happened."""
+        """Autograd and DDP may wrap an error of the hook in one of their own: raise the one that
+        says what happened.
+        """
         try:
             yield
         except Exception as error:
@@ -105,7 +121,11 @@ class ExchangeSteps(NamesLostRanks):
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         # A scaler lowers its scale exactly when it has skipped the step.
         scales = self.exchange is not None and self._scaler is not None
-        if scales and self.exchange is not None and self._scaler.get_scale() < self.exchange.loss_scale:
+        if (
+            scales
+            and self.exchange is not None
+            and self._scaler.get_scale() < self.exchange.loss_scale
+        ):
             self.exchange.step_skipped()
         return output
 
@@ -113,16 +133,20 @@ class ExchangeSteps(NamesLostRanks):
         """Return what was exchanged since the last call; None without an exchange."""
         return None if self.exchange is None else self.exchange.statistics(reset=True)
 
-    # ---- checkpoints ----------------------------------------------------------------------------------------------
+    # ---- checkpoints
+    # ----------------------------------------------------------------------------------------------
 
     def _saves_exchange(self, checkpoint: Mapping[str, Any]) -> bool:
-        """Whether `checkpoint` is to have the exchange's state: with the optimizers', and while the ranks are together."""
+        """Whether `checkpoint` is to have the exchange's state: with the optimizers', and while the
+        ranks are together.
+        """
         module = self.lightning_module
         return (
             self.exchange is not None
             and module is not None
             and "optimizer_states" in checkpoint
-            # After an exception the other ranks may be anywhere: a collective call could wait for them.
+            # After an exception the other ranks may be anywhere: a collective call could wait for
+            # them.
             and not module.trainer.interrupted
         )
 
@@ -142,5 +166,6 @@ class ExchangeSteps(NamesLostRanks):
             return
         now = "an all-reduce" if method is None else f"method={method!r}"
         rank_zero_warn(
-            f"the checkpoint's gradients were exchanged by method={state['method']!r}; {now} starts without what that held back"
+            f"the checkpoint's gradients were exchanged by method={state['method']!r}; {now} "
+            "starts without what that held back"
         )

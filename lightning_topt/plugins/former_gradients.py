@@ -1,5 +1,5 @@
-"""Gradients of the step before, where backward runs inside of `training_step`: Lightning clears them after that and before it
-calls backward, so what is new waits aside until then.
+"""Gradients of the step before, where backward runs inside of `training_step`: Lightning clears
+them after that and before it calls backward, so what is new waits aside until then.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ Gradients = dict[nn.Parameter, Tensor]
 def gradients_aside(
     module: nn.Module, *, dropped: Collection[nn.Parameter] = frozenset()
 ) -> Generator[Gradients, None, None]:
-    """Let parameters have no gradients; those that they get go into what is yielded, and they have the former ones again, but
-    for those that are `dropped`.
+    """Let parameters have no gradients; those that they get go into what is yielded, and they have
+    the former ones again, but for those that are `dropped`.
     """
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     before = [None if parameter in dropped else parameter.grad for parameter in parameters]
@@ -36,8 +36,9 @@ def gradients_aside(
 
 
 def cleared_before_backward(module: pl.LightningModule) -> frozenset[nn.Parameter]:
-    """Return the parameters whose gradients Lightning's loop sets to None between the present `training_step` and its backward:
-    those of the optimizer, in the first batch of an accumulation, unless the module or the optimizer has a way of its own.
+    """Return the parameters whose gradients Lightning's loop sets to None between the present
+    `training_step` and its backward: those of the optimizer, in the first batch of an accumulation,
+    unless the module or the optimizer has a way of its own.
     """
     trainer, own = module.trainer, getattr(module.optimizer_zero_grad, "__func__", None)
     loop = trainer.fit_loop.epoch_loop

@@ -1,4 +1,6 @@
-"""Frontiers of several searches for one fit: what is the best so far, what more would pay, and all together."""
+"""Frontiers of several searches for one fit: what is the best so far, what more would pay, and all
+together.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +12,31 @@ from lightning_topt.plan.search_request import SearchRequest
 from lightning_topt.plugins.plan_request import PlanRequest
 
 
-def fastest(request: PlanRequest, search: SearchRequest, found: Iterable[PlanFrontier]) -> float | None:
+def fastest(
+    request: PlanRequest, search: SearchRequest, found: Iterable[PlanFrontier]
+) -> float | None:
     """Return the least seconds of plans that fit; None where none does."""
-    limit = search.cluster.device.memory_bytes if request.memory_limit is None else request.memory_limit
+    limit = (
+        search.cluster.device.memory_bytes if request.memory_limit is None else request.memory_limit
+    )
     points = (point for frontier in found for point in frontier.candidates)
     fitting = fitting_points(points, memory_limit=limit, memory_margin=request.memory_margin)
     return min((point.step_seconds for point in fitting), default=None)
 
 
 def pays(seconds: float, best: float) -> bool:
-    """Return whether a step of `seconds` would be chosen before the simpler ones of at least `best`; see `choose`."""
+    """Return whether a step of `seconds` would be chosen before the simpler ones of at least
+    `best`; see `choose`.
+    """
     return seconds * (1 + TIME_ERROR) + TIME_ERROR_SECONDS < best
 
 
-def seconds_that_pay(request: PlanRequest, search: SearchRequest, found: Iterable[PlanFrontier]) -> float | None:
-    """Return the seconds below which a step would be chosen before those that were `found`; None where memory decides."""
+def seconds_that_pay(
+    request: PlanRequest, search: SearchRequest, found: Iterable[PlanFrontier]
+) -> float | None:
+    """Return the seconds below which a step would be chosen before those that were `found`; None
+    where memory decides.
+    """
     best = fastest(request, search, found)
     if best is None or request.objective != "time":
         return None

@@ -1,4 +1,6 @@
-"""Plans that users give in fewer words than a whole one: a uniform plan, the best one on a mesh, a pipeline."""
+"""Plans that users give in fewer words than a whole one: a uniform plan, the best one on a mesh, a
+pipeline.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ class UniformPlan:
         return self.preset.level >= 2
 
     def mesh(self, world_size: int, *, num_nodes: int) -> Mesh:
-        """Return the mesh: one data axis, or nodes times the ranks of a node where the preset shards inside nodes.
+        """Return the mesh: one data axis, or nodes times the ranks of a node where the preset
+        shards inside nodes.
 
         Raises PlanError where these are not several of both.
         """
@@ -38,8 +41,10 @@ class UniformPlan:
             return data_mesh(world_size, scope="intra" if num_nodes == 1 else "inter")
         if num_nodes == 1 or per_node == 1:
             raise PlanError(
-                f"a hybrid plan shards inside nodes and copies between them: it needs several nodes of several ranks, and "
-                f"here are {num_nodes} node(s) with {per_node}. Use 'zero3', or give a plan with a mesh of its own"
+                "a hybrid plan shards inside nodes and copies between them: it needs several "
+                "nodes of several ranks, and "
+                f"here are {num_nodes} node(s) with {per_node}. Use 'zero3', or give a plan with a "
+                "mesh of its own"
             )
         return hybrid_mesh(num_nodes, per_node)
 
@@ -52,10 +57,11 @@ class UniformPlan:
 
 @dataclass(frozen=True)
 class MeshPlan:
-    """The best plan on a given mesh; or, with `preset`, the one that splits most and stores everything as
-    ``ddp`` does, in the layout of that name (`LAYOUTS`).
+    """The best plan on a given mesh; or, with `preset`, the one that splits most and stores
+    everything as ``ddp`` does, in the layout of that name (`LAYOUTS`).
 
-    `sizes` has the axes by name, outermost first; None: the tensor axes of the layout over all ranks.
+    `sizes` has the axes by name, outermost first; None: the tensor axes of the layout over all
+    ranks.
     """
 
     sizes: tuple[tuple[str, int], ...] | None = None
@@ -74,12 +80,17 @@ class MeshPlan:
         if mesh.size != world_size:
             axes = " x ".join(f"{name} {size}" for name, size in sizes)
             raise PlanError(
-                f"the mesh {axes} has {mesh.size} ranks, and this run has {world_size}: their product must be that"
+                f"the mesh {axes} has {mesh.size} ranks, and this run has {world_size}: their "
+                "product must be that"
             )
         per_node = world_size // num_nodes
         spans = (mesh.stride([axis]) * mesh.shape[axis] for axis in range(len(sizes)))
-        scopes = ("intra" if span <= per_node and per_node % span == 0 else "inter" for span in spans)
-        return Mesh(tuple(replace(axis, scope=scope) for axis, scope in zip(mesh.axes, scopes, strict=True)))
+        scopes = (
+            "intra" if span <= per_node and per_node % span == 0 else "inter" for span in spans
+        )
+        return Mesh(
+            tuple(replace(axis, scope=scope) for axis, scope in zip(mesh.axes, scopes, strict=True))
+        )
 
     def _axes(self, world_size: int) -> tuple[Axis, ...]:
         try:
@@ -90,12 +101,13 @@ class MeshPlan:
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """The plan of `stages` stages (None: as many as the ranks run) under a schedule, in so many `microbatches` (None: chosen).
+    """The plan of `stages` stages (None: as many as the ranks run) under a schedule, in so many
+    `microbatches` (None: chosen).
 
-    Each rank runs `stages_per_rank` of them (None: the fewest that the schedule takes). Ranks that are left form a data axis.
-    With `sizes`, the axes of the mesh as in `MeshPlan`, whatever is None is searched, the schedule as well. `prediction`
-    belongs to schedules that never flush; None: the optimizer's default.
-    Raises ValueError for wrong numbers and names.
+    Each rank runs `stages_per_rank` of them (None: the fewest that the schedule takes). Ranks that
+    are left form a data axis. With `sizes`, the axes of the mesh as in `MeshPlan`, whatever is None
+    is searched, the schedule as well. `prediction` belongs to schedules that never flush; None: the
+    optimizer's default. Raises ValueError for wrong numbers and names.
     """
 
     stages: int | None = None
@@ -113,11 +125,13 @@ class PipelinePlan:
         ranks, per_rank = dict(self.sizes or ()).get("pipeline"), self.per_rank
         if self.stages is not None and ranks is not None and self.stages % ranks:
             raise ValueError(
-                f"{ranks} ranks in a row run equally many stages each, so stages is a multiple of {ranks}; got {self.stages}"
+                f"{ranks} ranks in a row run equally many stages each, so stages is a multiple of "
+                f"{ranks}; got {self.stages}"
             )
         if self.stages is not None and ranks is None and self.stages % per_rank:
             raise ValueError(
-                f"schedule {self.schedule!r} runs {per_rank} stages on each rank, so stages is a multiple of that; got "
+                f"schedule {self.schedule!r} runs {per_rank} stages on each rank, so stages is a "
+                "multiple of that; got "
                 f"{self.stages}"
             )
         if self.schedule is None:
@@ -129,9 +143,13 @@ class PipelinePlan:
             return
         if self.prediction is not None:
             raise ValueError(
-                f"prediction is for the schedules {' and '.join(LAGS)}, and this one is {self.schedule!r}: leave it out"
+                f"prediction is for the schedules {' and '.join(LAGS)}, and this one is "
+                f"{self.schedule!r}: leave it out"
             )
-        sizes = {"num_ranks": ranks or max(1, (self.stages or per_rank) // per_rank), "stages_per_rank": per_rank}
+        sizes = {
+            "num_ranks": ranks or max(1, (self.stages or per_rank) // per_rank),
+            "stages_per_rank": per_rank,
+        }
         problem = SCHEDULES[self.schedule].problem(num_microbatches=self.microbatches or 1, **sizes)
         if problem is not None:
             raise ValueError(problem)
@@ -139,12 +157,15 @@ class PipelinePlan:
     def _check_continuous(self) -> None:
         if self.microbatches not in (None, 1):
             raise ValueError(
-                f"schedule={self.schedule!r} takes whole batches one after the other, without microbatches: leave them out"
+                f"schedule={self.schedule!r} takes whole batches one after the other, without "
+                "microbatches: leave them out"
             )
         if self.stages_per_rank not in (None, 1) or (
             self.sizes and self.stages not in (None, dict(self.sizes)["pipeline"])
         ):
-            raise ValueError(f"schedule={self.schedule!r} runs one stage on each rank: leave out stages_per_rank")
+            raise ValueError(
+                f"schedule={self.schedule!r} runs one stage on each rank: leave out stages_per_rank"
+            )
 
     @property
     def shards_gradients(self) -> bool:
@@ -166,8 +187,8 @@ class PipelinePlan:
         return PipelineRequest(stages, self.schedule, microbatches, ranks=ranks, tensor=tensor)
 
     def mesh(self, world_size: int, *, num_nodes: int) -> Mesh:
-        """Return the mesh: stages along the first axis, parts of the batch along the second, slices along the last, where
-        these are asked for. Raises PlanError.
+        """Return the mesh: stages along the first axis, parts of the batch along the second, slices
+        along the last, where these are asked for. Raises PlanError.
         """
         if self.sizes is not None:
             sizes = {"pipeline": 1, "data": 1} | dict(self.sizes)
@@ -175,10 +196,13 @@ class PipelinePlan:
         ranks = world_size if self.stages is None else self.stages // self.per_rank
         if world_size % ranks:
             raise PlanError(
-                f"{self.stages} stages, {self.per_rank} on each rank, need {ranks} ranks or a multiple of that, and this run "
+                f"{self.stages} stages, {self.per_rank} on each rank, need {ranks} ranks or a "
+                "multiple of that, and this run "
                 f"has {world_size}: choose another number of stages or of devices"
             )
-        return MeshPlan((("pipeline", ranks), ("data", world_size // ranks))).mesh(world_size, num_nodes=num_nodes)
+        return MeshPlan((("pipeline", ranks), ("data", world_size // ranks))).mesh(
+            world_size, num_nodes=num_nodes
+        )
 
 
 GivenPlan = ParallelPlan | UniformPlan | MeshPlan | PipelinePlan

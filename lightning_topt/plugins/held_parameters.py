@@ -1,6 +1,7 @@
 """Parameters that somebody holds besides the module and the strategy's optimizers, and who that is.
 
-Sharding puts other Parameter objects into the module and the optimizers; whoever else holds one would go on with the old.
+Sharding puts other Parameter objects into the module and the optimizers; whoever else holds one
+would go on with the old.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ CONTAINERS = (
     map,
     filter,
 )
-FEW = 32  # up to so many objects `gc.get_referrers` is faster than looking at every object's referents
+# up to so many objects `gc.get_referrers` is faster than looking at every object's referents
+FEW = 32
 CHUNK = 4096
 MAX_LEVELS = 10
 
@@ -60,12 +62,15 @@ def is_library(module_name: str | None) -> bool:
     return (module_name or "").partition(".")[0] in LIBRARIES
 
 
-def why_held(module: nn.Module, *, optimizers: Sequence[Optimizer], model: nn.Module | None = None) -> str | None:
-    """Return who holds parameters of `module` besides `module` and `optimizers`, as a clause, or None.
+def why_held(
+    module: nn.Module, *, optimizers: Sequence[Optimizer], model: nn.Module | None = None
+) -> str | None:
+    """Return who holds parameters of `module` besides `module` and `optimizers`, as a clause, or
+    None.
 
-    Variables of running functions do not count: they cannot be used before the step is over. `model` is what wraps
-    `module` (DistributedDataParallel), and may hold them too. Without such a holder, reference counts answer at once;
-    otherwise the heap is searched.
+    Variables of running functions do not count: they cannot be used before the step is over.
+    `model` is what wraps `module` (DistributedDataParallel), and may hold them too. Without such a
+    holder, reference counts answer at once; otherwise the heap is searched.
     """
     if shared := _shares_memory(module):
         return shared
@@ -77,14 +82,20 @@ def why_held(module: nn.Module, *, optimizers: Sequence[Optimizer], model: nn.Mo
     )
     suspects = _suspects(module, known)
     for part in (suspects[:FEW], suspects[FEW:]):
-        found = _Level(_Link(holder, None) for holder in _referrers(part) if id(holder) not in known)
+        found = _Level(
+            _Link(holder, None) for holder in _referrers(part) if id(holder) not in known
+        )
         if clause := _first_owner(found, names):
             return clause
     return None
 
 
-def _known_containers(module: nn.Module, optimizers: Iterable[Optimizer], model: nn.Module) -> dict[int, Any]:
-    """Return the containers where parameters may be, by id: the tree's own dictionaries, optimizers, the wrapper."""
+def _known_containers(
+    module: nn.Module, optimizers: Iterable[Optimizer], model: nn.Module
+) -> dict[int, Any]:
+    """Return the containers where parameters may be, by id: the tree's own dictionaries,
+    optimizers, the wrapper.
+    """
     containers: list[Any] = [m._parameters for part in (module, model) for m in part.modules()]
     for optimizer in optimizers:
         containers += [group["params"] for group in optimizer.param_groups]
@@ -103,7 +114,9 @@ def _suspects(module: nn.Module, known: dict[int, Any]) -> list[nn.Parameter]:
     explained: Counter[int] = Counter()
     for container in known.values():
         if isinstance(container, dict):
-            explained.update(id(entry) for entry in container.values() if isinstance(entry, nn.Parameter))
+            explained.update(
+                id(entry) for entry in container.values() if isinstance(entry, nn.Parameter)
+            )
         if isinstance(container, dict | list | tuple | set | frozenset):
             explained.update(id(entry) for entry in container if isinstance(entry, nn.Parameter))
     parameters = list(module.parameters())
@@ -117,7 +130,8 @@ def _suspects(module: nn.Module, known: dict[int, Any]) -> list[nn.Parameter]:
 
 
 def _references_of_torch() -> tuple[int, int]:
-    """The reference counts that a loop over a list sees of a parameter: only there, and held by autograd as well.
+    """The reference counts that a loop over a list sees of a parameter: only there, and held by
+    autograd as well.
 
     (Releases of torch differ in whether C++ counts among the references.)
     """
@@ -130,17 +144,28 @@ def _references_of_torch() -> tuple[int, int]:
 
 
 def _shares_memory(module: nn.Module) -> str | None:
-    """A buffer or a plain tensor attribute that is a view of a parameter: nobody holds the Parameter, only its memory."""
-    owners: dict[int, str] = {p.data_ptr(): n for n, p in module.named_parameters() if _has_memory(p)}
+    """A buffer or a plain tensor attribute that is a view of a parameter: nobody holds the
+    Parameter, only its memory.
+    """
+    owners: dict[int, str] = {
+        p.data_ptr(): n for n, p in module.named_parameters() if _has_memory(p)
+    }
     for path, submodule in module.named_modules():
         for name, tensor in (*submodule._buffers.items(), *vars(submodule).items()):
-            if isinstance(tensor, Tensor) and not isinstance(tensor, nn.Parameter) and _has_memory(tensor):
+            if (
+                isinstance(tensor, Tensor)
+                and not isinstance(tensor, nn.Parameter)
+                and _has_memory(tensor)
+            ):
                 parameter = owners.get(tensor.data_ptr())
                 where = f"{path}.{name}" if path else name
                 if (
                     parameter is not None and parameter != f"{where}_orig"
                 ):  # torch.nn.utils.spectral_norm, before it runs
-                    return f"tensor {where!r} of {type(module).__name__} shares memory with parameter {parameter!r}"
+                    return (
+                        f"tensor {where!r} of {type(module).__name__} shares memory with "
+                        f"parameter {parameter!r}"
+                    )
     return None
 
 
@@ -150,7 +175,9 @@ def _has_memory(tensor: Tensor) -> bool:
 
 
 def _referrers(objects: Sequence[Any]) -> list[Any]:
-    """Every object that refers to one of `objects`; as gc.get_referrers, in time that does not grow with their number."""
+    """Every object that refers to one of `objects`; as gc.get_referrers, in time that does not grow
+    with their number.
+    """
     if len(objects) <= FEW:
         return gc.get_referrers(*objects) if objects else []
     wanted, kinds = {id(entry) for entry in objects}, {type(entry) for entry in objects}
@@ -159,24 +186,31 @@ def _referrers(objects: Sequence[Any]) -> list[Any]:
         chunk = heap[start : start + CHUNK]
         if kinds.isdisjoint(map(type, gc.get_referents(*chunk))):
             continue
-        found += [entry for entry in chunk if not wanted.isdisjoint(map(id, gc.get_referents(entry)))]
+        found += [
+            entry for entry in chunk if not wanted.isdisjoint(map(id, gc.get_referents(entry)))
+        ]
     own = {id(objects), id(heap), id(chunk)} if heap else set()
     return [entry for entry in found if id(entry) not in own]
 
 
-# ---- whose it is ------------------------------------------------------------------------------------------------------
+# ---- whose it is
+# ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
 class _Link:
-    """An object on the way up from a parameter: `below` is what it refers to, None for a parameter."""
+    """An object on the way up from a parameter: `below` is what it refers to, None for a
+    parameter.
+    """
 
     value: Any
     below: _Link | None
 
 
 class _Level(list[_Link]):
-    """Links of the same height; a class of its own, so that the search knows itself when it meets itself."""
+    """Links of the same height; a class of its own, so that the search knows itself when it meets
+    itself.
+    """
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,7 +237,9 @@ def _first_owner(level: _Level, names: _Names) -> str | None:
         if not upper:
             return None
         level = _parents(upper)
-    return f"a {type(level[0].value).__name__} holds {_parameter(level[0], names)}" if level else None
+    return (
+        f"a {type(level[0].value).__name__} holds {_parameter(level[0], names)}" if level else None
+    )
 
 
 def _parents(children: _Level) -> _Level:
@@ -235,13 +271,17 @@ def _judge(link: _Link, names: _Names) -> tuple[str | None, bool]:
     if isinstance(value, nn.Module):
         return _of_module(link, names, held), False
     if isinstance(value, Optimizer):
-        return None, True  # it counts where it can be stepped again: that of an earlier fit is held by Lightning alone
+        # it counts where it can be stepped again: that of an earlier fit is held by Lightning alone
+        return None, True
     if isinstance(value, types.ModuleType):
         return None, False
     if kind is dict and isinstance(name := value.get("__name__"), str) and "__builtins__" in value:
         if is_library(name):
             return None, False
-        return f"variable {_key_of(value, link.below)!r} of {_module_title(name)} holds {held}", False
+        return (
+            f"variable {_key_of(value, link.below)!r} of {_module_title(name)} holds {held}",
+            False,
+        )
     if isinstance(value, types.FunctionType):
         clause = f"function {value.__qualname__} holds {held}"
         return (None if is_library(value.__module__) else clause), False
@@ -257,7 +297,9 @@ def _judge(link: _Link, names: _Names) -> tuple[str | None, bool]:
 def _of_module(link: _Link, names: _Names, held: str) -> str | None:
     value, path = link.value, names.tree.get(id(link.value))
     if path is None:
-        return f"module {type(value).__name__}, which is not part of the LightningModule, holds {held}"
+        return (
+            f"module {type(value).__name__}, which is not part of the LightningModule, holds {held}"
+        )
     title = type(value).__name__ + (f" ({path!r})" if path else "")
     return f"{_attribute(link)}{title} holds {held}"
 

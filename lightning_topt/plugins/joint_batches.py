@@ -1,8 +1,10 @@
-"""Ranks of a tensor group that bring a batch each run a step at the same time: each its own batch, but for the joint modules of
-the plan, which run those of all ranks at once (`techniques.tensor_parallel.joint_run`).
+"""Ranks of a tensor group that bring a batch each run a step at the same time: each its own batch,
+but for the joint modules of the plan, which run those of all ranks at once
+(`techniques.tensor_parallel.joint_run`).
 
-Every rank has the loss, the logged values and the random numbers of its own batch, as under DDP. That needs batches of one
-shape on all ranks; where they differ, the ranks take turns in that step (`turns`), which they find out together.
+Every rank has the loss, the logged values and the random numbers of its own batch, as under DDP.
+That needs batches of one shape on all ranks; where they differ, the ranks take turns in that step
+(`turns`), which they find out together.
 """
 
 from __future__ import annotations
@@ -29,7 +31,12 @@ class JointBatches(Turns):
     """The steps of the ranks of `group`; arguments as in `Turns`."""
 
     def __init__(
-        self, engine: Engine, module: pl.LightningModule, group: dist.ProcessGroup, *, device: torch.device
+        self,
+        engine: Engine,
+        module: pl.LightningModule,
+        group: dist.ProcessGroup,
+        *,
+        device: torch.device,
     ) -> None:
         super().__init__(engine, module, group, device=device)
         self._buffers_differ = False
@@ -57,15 +64,21 @@ class JointBatches(Turns):
         self._steps, self._in_turns = self._steps + 1, self._in_turns + (not is_joint)
         if self._steps == _WATCHED and self._in_turns > _MANY * _WATCHED:
             rank_zero_warn(
-                f"topt: in {self._in_turns} of the first {_WATCHED} steps ranks of a tensor group had batches of different "
-                "shapes, and ran them one after the other, which the plan did not expect: let loaders make batches of one "
+                f"topt: in {self._in_turns} of the first {_WATCHED} steps ranks of a tensor group "
+                "had batches of different "
+                "shapes, and ran them one after the other, which the plan did not expect: let "
+                "loaders make batches of one "
                 'shape on all ranks (drop_last, padding to one length), or compare with plan="ddp"'
             )
 
 
 def are_alike(batch: Any, group: dist.ProcessGroup | None, *, device: torch.device) -> bool:
-    """Return whether the tensors of the batches of all ranks of `group` have the same shapes. A collective call."""
-    forms = [(tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for tensor in tensors_in(batch)]
+    """Return whether the tensors of the batches of all ranks of `group` have the same shapes. A
+    collective call.
+    """
+    forms = [
+        (tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for tensor in tensors_in(batch)
+    ]
     digest = hashlib.blake2b(repr(forms).encode(), digest_size=7).digest()
     own = torch.tensor([int.from_bytes(digest, "big")], device=device)
     several = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]

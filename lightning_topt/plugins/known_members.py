@@ -1,4 +1,6 @@
-"""A name in the source of a function stands for an object, which is found where that is known without running code."""
+"""A name in the source of a function stands for an object, which is found where that is known
+without running code.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ UNKNOWN = _Unknown()
 
 
 def member_of(owner: Any, name: str, module: pl.LightningModule) -> Any:
-    """Return the object that ``owner.name`` stands for, `UNKNOWN` where only running the code would tell."""
+    """Return the object that ``owner.name`` stands for, `UNKNOWN` where only running the code would
+    tell.
+    """
     if owner is UNKNOWN:
         return UNKNOWN
     if isinstance(owner, pl.Trainer):

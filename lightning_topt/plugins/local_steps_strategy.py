@@ -41,22 +41,26 @@ State = dict[str, dict[str, torch.Tensor]]
 class LocalStepsStrategy(NamesLostRanks):
     """Every rank makes some optimizer steps alone, then an outer step brings all together.
 
-    No gradient is exchanged and there is no DistributedDataParallel: see `OuterSteps`. It is not the same training as ``ddp``:
-    clipping, a GradScaler and the optimizer's state are each rank's own.
+    No gradient is exchanged and there is no DistributedDataParallel: see `OuterSteps`. It is not
+    the same training as ``ddp``: clipping, a GradScaler and the optimizer's state are each rank's
+    own.
 
-    Besides every so many steps there is an outer step before each validation, before a checkpoint is saved and at the end of
-    the fit, so that all ranks validate and save the same parameters. A checkpoint has the outer momentum, the residual of all
-    ranks (redistributed on another number of ranks), and the optimizer state of rank 0, from which all ranks go on.
+    Besides every so many steps there is an outer step before each validation, before a checkpoint
+    is saved and at the end of the fit, so that all ranks validate and save the same parameters. A
+    checkpoint has the outer momentum, the residual of all ranks (redistributed on another number of
+    ranks), and the optimizer state of rank 0, from which all ranks go on.
 
     Args:
-        method: an object such as ``LocalSteps(every=50)``, a name for its defaults, or a mapping such as
-            ``{"method": "local_steps", "every": 50}``.
+        method: an object such as ``LocalSteps(every=50)``, a name for its defaults, or a mapping
+            such as ``{"method": "local_steps", "every": 50}``.
         timeout_seconds: for every wait on another rank.
-        nodes, ranks_per_node: who shares a node (for a hierarchical method), where it is not what the Trainer has.
-        ddp_options: arguments of Lightning's `DDPStrategy`; those of `DistributedDataParallel` mean nothing here.
+        nodes, ranks_per_node: who shares a node (for a hierarchical method), where it is not what
+            the Trainer has.
+        ddp_options: arguments of Lightning's `DDPStrategy`; those of `DistributedDataParallel` mean
+            nothing here.
 
-    Raises ValueError for wrong options and more than one optimizer; `PeerLostError` when a rank is gone; FloatingPointError
-    for parameters that are not finite.
+    Raises ValueError for wrong options and more than one optimizer; `PeerLostError` when a rank is
+    gone; FloatingPointError for parameters that are not finite.
     """
 
     def __init__(
@@ -68,7 +72,9 @@ class LocalStepsStrategy(NamesLostRanks):
         ranks_per_node: int | None = None,
         **ddp_options: Any,
     ) -> None:
-        super().__init__(**checked_ddp_options(ddp_options, strategy=type(self).__name__, wraps=False))
+        super().__init__(
+            **checked_ddp_options(ddp_options, strategy=type(self).__name__, wraps=False)
+        )
         self.method = _read_local_method(method)
         self.timeout_seconds = check_real(timeout_seconds, name="timeout_seconds", positive=True)
         for name, size in (("nodes", nodes), ("ranks_per_node", ranks_per_node)):
@@ -78,7 +84,8 @@ class LocalStepsStrategy(NamesLostRanks):
         self.outer: OuterSteps | None = None
         self._fitting = False  # parameters may differ between ranks
 
-    # ---- life cycle -----------------------------------------------------------------------------------------------
+    # ---- life cycle
+    # -----------------------------------------------------------------------------------------------
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -98,7 +105,9 @@ class LocalStepsStrategy(NamesLostRanks):
         self.outer = OuterSteps(
             trained.items(),
             self.method,
-            buffers=[(name, buffer) for name, buffer in module.named_buffers() if name not in ignored],
+            buffers=[
+                (name, buffer) for name, buffer in module.named_buffers() if name not in ignored
+            ],
             topology=self._topology(),
             timeout_seconds=self.timeout_seconds,
         )
@@ -110,7 +119,8 @@ class LocalStepsStrategy(NamesLostRanks):
         if len(self.optimizers) > 1:
             raise ValueError(
                 "local steps are steps of one optimizer, and configure_optimizers returned "
-                f'{len(self.optimizers)}: use one with several parameter groups, or strategy="topt_compressed"'
+                f"{len(self.optimizers)}: use one with several parameter groups, or "
+                'strategy="topt_compressed"'
             )
 
     @override
@@ -148,13 +158,15 @@ class LocalStepsStrategy(NamesLostRanks):
         if self._fitting and self.outer is not None:
             self.outer.synchronize()
 
-    # ---- steps ----------------------------------------------------------------------------------------------------
+    # ---- steps
+    # ----------------------------------------------------------------------------------------------------
 
     @override
     def post_backward(self, closure_loss: torch.Tensor) -> None:
         super().post_backward(closure_loss)
         if self._fitting and self.outer is not None:
-            # In each of several micro-batches: the mean of what is a mean already, and the new part, is the mean of both.
+            # In each of several micro-batches: the mean of what is a mean already, and the new
+            # part, is the mean of both.
             self.outer.average_gradients()
 
     @override
@@ -171,15 +183,16 @@ class LocalStepsStrategy(NamesLostRanks):
         for name in equal_parameters(module, names_to_ignore(module)):
             if name not in known:
                 raise ValueError(
-                    f"{name} was frozen when the fit began and is trained now, so ranks would never exchange it: begin with it "
+                    f"{name} was frozen when the fit began and is trained now, so ranks would "
+                    "never exchange it: begin with it "
                     "trainable, or start another fit"
                 )
         self.outer.after_step()
         return output
 
     def exchange_statistics(self) -> ExchangeStatistics | None:
-        """Return what was exchanged since the fit began, None outside of a fit: outer steps are too rare for shorter
-        periods.
+        """Return what was exchanged since the fit began, None outside of a fit: outer steps are too
+        rare for shorter periods.
         """
         if self.outer is None:
             return None
@@ -194,7 +207,8 @@ class LocalStepsStrategy(NamesLostRanks):
             density=self.method.sent_share,
         )
 
-    # ---- checkpoints ----------------------------------------------------------------------------------------------
+    # ---- checkpoints
+    # ----------------------------------------------------------------------------------------------
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -202,20 +216,27 @@ class LocalStepsStrategy(NamesLostRanks):
         return super().lightning_module_state_dict()
 
     @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
+    ) -> None:
         assert self.lightning_module is not None
         whole = self.outer is not None and "optimizer_states" in checkpoint
         if whole and not self.lightning_module.trainer.interrupted:
-            checkpoint = {**checkpoint, CHECKPOINT_KEY: {EXCHANGE_KEY: self._outer_state()}}  # hooks may keep theirs
+            # hooks may keep theirs
+            checkpoint = {**checkpoint, CHECKPOINT_KEY: {EXCHANGE_KEY: self._outer_state()}}
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def _outer_state(self) -> dict[str, Any]:
-        """Collective call: the state of all ranks, whole on rank 0. What is equal on all ranks is there once."""
+        """Collective call: the state of all ranks, whole on rank 0. What is equal on all ranks is
+        there once.
+        """
         assert self.outer is not None and dist.group.WORLD is not None
         state = self.outer.state_dict()
         own = {"residual": state.pop("residual")} if "residual" in state else {}
         ranks = gather_state(own, senders=self.outer.holders, group=dist.group.WORLD)
-        if all(parameter.dtype == torch.float32 for parameter in self.outer.parameters.tensors.values()):
+        if all(
+            parameter.dtype == torch.float32 for parameter in self.outer.parameters.tensors.values()
+        ):
             del state["anchor"]  # it is the parameters
         return {"method": self.method.name, "ranks": ranks, **state}
 
@@ -227,7 +248,8 @@ class LocalStepsStrategy(NamesLostRanks):
             return
         if state["method"] != self.method.name:
             rank_zero_warn(
-                f"the checkpoint's gradients were exchanged by method={state['method']!r}; local steps start without what "
+                f"the checkpoint's gradients were exchanged by method={state['method']!r}; local "
+                "steps start without what "
                 "that held back"
             )
             return
@@ -235,17 +257,25 @@ class LocalStepsStrategy(NamesLostRanks):
         numels = {name: parameter.numel() for name, parameter in parameters.items()}
         holders = self.outer.holders
         position = self.global_rank * len(holders) // self.world_size
-        own: State = own_state(state["ranks"], position=position, holders=len(holders), numels=numels)
+        own: State = own_state(
+            state["ranks"], position=position, holders=len(holders), numels=numels
+        )
         anchor = {name: parameter.detach() for name, parameter in parameters.items()}
-        known = {"anchor": anchor, **{name: value for name, value in state.items() if name not in ("method", "ranks")}}
+        known = {
+            "anchor": anchor,
+            **{name: value for name, value in state.items() if name not in ("method", "ranks")},
+        }
         self.outer.load_state_dict({**known, **own})
 
 
 def _read_local_method(given: ExchangeMethod | str | Mapping[str, Any]) -> LocalMethod:
-    method = read_method({"method": "local_steps", **given} if isinstance(given, Mapping) else given)
+    method = read_method(
+        {"method": "local_steps", **given} if isinstance(given, Mapping) else given
+    )
     if not isinstance(method, LocalMethod):
         raise ValueError(
-            f"{type(method).__name__} averages gradients in every step: give it to CompressedDDPStrategy, or choose a method "
+            f"{type(method).__name__} averages gradients in every step: give it to "
+            "CompressedDDPStrategy, or choose a method "
             "such as LocalSteps(every=50)"
         )
     return method

@@ -1,9 +1,11 @@
-"""Losses and logged values of the parts of a batch: means over what the parts have, sums, or neither; found by a test.
+"""Losses and logged values of the parts of a batch: means over what the parts have, sums, or
+neither; found by a test.
 
-[Note: divisors] A mean is a sum that is divided by how much it has: samples, tokens that are not padding, weights of classes.
-The graph of the loss says by what each of its summands is divided, in every part of a batch. In a sum over samples that is
-the same in all parts; in a mean it grows with the part, and is the part's weight in the mean of the whole batch. What they are
-multiplied by is a constant.
+[Note: divisors] A mean is a sum that is divided by how much it has: samples, tokens that are not
+padding, weights of classes. The graph of the loss says by what each of its summands is divided, in
+every part of a batch. In a sum over samples that is the same in all parts; in a mean it grows with
+the part, and is the part's weight in the mean of the whole batch. What they are multiplied by is a
+constant.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ _MEAN = 1  # torch.nn._reduction.get_enum
 
 
 class Summand(NamedTuple):
-    """A `Summand` of a loss is a sum over a batch, divided by `divisor`, and multiplied by `factor`."""
+    """A `Summand` of a loss is a sum over a batch, divided by `divisor`, and multiplied by
+    `factor`.
+    """
 
     divisor: float
     factor: float
@@ -39,16 +43,19 @@ class Summand(NamedTuple):
 Summands = tuple[Summand, ...]
 
 
-# ---- the test -------------------------------------------------------------------------------------------------------
+# ---- the test
+# -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class LossKinds:
-    """A step's `loss` over parts of its batch is a ``"mean"`` or a ``"sum"``. None: the test batch did not tell.
+    """A step's `loss` over parts of its batch is a ``"mean"`` or a ``"sum"``. None: the test batch
+    did not tell.
 
-    So are the values that it `logged`, by name, and the leaves of what it `returned`, by place: ``"sum"`` or ``"loss"``, which
-    has the weights of the loss; all else are means over samples. `loops`: the loss has a summand for each sample. `unlike`:
-    logged values that the test found to be none of these.
+    So are the values that it `logged`, by name, and the leaves of what it `returned`, by place:
+    ``"sum"`` or ``"loss"``, which has the weights of the loss; all else are means over samples.
+    `loops`: the loss has a summand for each sample. `unlike`: logged values that the test found to
+    be none of these.
     """
 
     loss: str | None
@@ -60,7 +67,9 @@ class LossKinds:
 
 @dataclass(frozen=True)
 class TriedStep:
-    """A step of the test on `size` samples: what it returned, its calls, the summands of its loss."""
+    """A step of the test on `size` samples: what it returned, its calls, the summands of its
+    loss.
+    """
 
     output: Any
     calls: Sequence[Call]
@@ -73,15 +82,16 @@ def compare_steps(
 ) -> LossKinds:
     """Return the kinds, from the steps of two parts of a batch, and of both together.
 
-    `draws`: they draw random numbers, so that no two steps are equal; `half`: they compute in 16 bits. Raises ValueError for a
-    loss of neither kind.
+    `draws`: they draw random numbers, so that no two steps are equal; `half`: they compute in 16
+    bits. Raises ValueError for a loss of neither kind.
     """
     relative = _RELATIVE_RANDOM if draws else _RELATIVE_HALF if half else _RELATIVE
     outputs = [step.output for step in (*parts, whole)]
     losses = [loss_of(output) for output in outputs]
     if any(loss is None for loss in losses):
         raise ValueError(
-            "training_step returned no loss for a microbatch, which a pipeline cannot leave out; return one, or use another "
+            "training_step returned no loss for a microbatch, which a pipeline cannot leave out; "
+            "return one, or use another "
             "strategy"
         )
     loops = len({len(step.summands) for step in (*parts, whole)}) > 1
@@ -93,8 +103,10 @@ def compare_steps(
     if kind == "neither":
         first, second, both = (f"{float(loss):.6g}" for loss in losses if loss is not None)
         raise ValueError(
-            f"the loss is neither a mean nor a sum over samples: for the first two microbatches it is {first} and {second}, "
-            f"and for both together {both}. A loss that depends on the batch as a whole is another one in microbatches; use "
+            "the loss is neither a mean nor a sum over samples: for the first two microbatches it "
+            f"is {first} and {second}, "
+            f"and for both together {both}. A loss that depends on the batch as a whole is another "
+            "one in microbatches; use "
             "microbatches=1"
         )
     if known:
@@ -107,32 +119,50 @@ def compare_steps(
         elif found in ("sum", "loss"):
             logged[calls[0].name] = found
     leaves = zip(*map(tree_leaves, outputs), strict=False)
-    kinds = {place: _kind_of(values, losses, (shares, weights), relative) for place, values in enumerate(leaves)}
+    kinds = {
+        place: _kind_of(values, losses, (shares, weights), relative)
+        for place, values in enumerate(leaves)
+    }
     returned = {place: found for place, found in kinds.items() if found in ("sum", "loss")}
     return LossKinds(kind, logged, returned, loops, tuple(unlike))
 
 
-def _check_whole(kind: str | None, parts: Sequence[Summands], whole: Summands, *, relative: float) -> None:
-    """Raise ValueError where the summands of a batch are not those of a sum or a mean over its parts."""
+def _check_whole(
+    kind: str | None, parts: Sequence[Summands], whole: Summands, *, relative: float
+) -> None:
+    """Raise ValueError where the summands of a batch are not those of a sum or a mean over its
+    parts.
+    """
     for summands in zip(*parts, whole, strict=True):
         first, second, both = (each.divisor for each in summands)
         expected = first if kind == "sum" else first + second
-        is_one = math.isclose(both, expected, rel_tol=relative) and _close(summands[0].factor, summands[2].factor)
+        is_one = math.isclose(both, expected, rel_tol=relative) and _close(
+            summands[0].factor, summands[2].factor
+        )
         if kind and summands[0].factor and not is_one:
             raise ValueError(
-                f"the loss looks like a {kind} over samples, but a summand of it is divided by {first:.6g} and {second:.6g} "
-                f"for the first two microbatches, and by {both:.6g} for both together: another batch may show that it depends "
-                "on the batch as a whole. Write it as a sum over samples, divided by how much they have, such as "
+                f"the loss looks like a {kind} over samples, but a summand of it is divided by "
+                f"{first:.6g} and {second:.6g} "
+                f"for the first two microbatches, and by {both:.6g} for both together: another "
+                "batch may show that it depends "
+                "on the batch as a whole. Write it as a sum over samples, divided by how much they "
+                "have, such as "
                 "(losses * mask).sum() / mask.sum(); or use microbatches=1"
             )
 
 
 def _kind_of(
-    values: Sequence[Any], losses: Sequence[Any], weights: tuple[Sequence[float], Sequence[float]], relative: float
+    values: Sequence[Any],
+    losses: Sequence[Any],
+    weights: tuple[Sequence[float], Sequence[float]],
+    relative: float,
 ) -> str | None:
-    """The kind of what is logged or returned; `weights` are those of samples and of the loss. None: no number, or not told."""
+    """The kind of what is logged or returned; `weights` are those of samples and of the loss. None:
+    no number, or not told.
+    """
     if not all(
-        isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1) for value in values
+        isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+        for value in values
     ):
         return None
     numbers = [*map(float, values)]
@@ -140,13 +170,21 @@ def _kind_of(
         return "loss"
     kinds = [_kind(numbers, each, relative) for each in weights]
     if kinds == ["mean", "mean"]:  # the difference between them may be small
-        off_samples, off_loss = (abs(each[0] * numbers[0] + each[1] * numbers[1] - numbers[2]) for each in weights)
-        return "loss" if off_loss < 0.1 * off_samples and off_samples > 1e-6 * abs(numbers[2]) else "mean"
+        off_samples, off_loss = (
+            abs(each[0] * numbers[0] + each[1] * numbers[1] - numbers[2]) for each in weights
+        )
+        return (
+            "loss"
+            if off_loss < 0.1 * off_samples and off_samples > 1e-6 * abs(numbers[2])
+            else "mean"
+        )
     return "loss" if kinds[1] == "mean" else kinds[0]
 
 
 def _kind(values: Sequence[float], weights: Sequence[float], relative: float) -> str | None:
-    """The kind of what is the third value for a batch, and the first two for its parts, which have these `weights`."""
+    """The kind of what is the third value for a batch, and the first two for its parts, which have
+    these `weights`.
+    """
     first, second = (
         0.0 if weight == 0 else value for value, weight in zip(values, weights, strict=False)
     )  # NaN without any
@@ -159,22 +197,28 @@ def _kind(values: Sequence[float], weights: Sequence[float], relative: float) ->
     return "sum" if math.isclose(first + second, both, abs_tol=near, rel_tol=0) else "neither"
 
 
-# ---- divisors -------------------------------------------------------------------------------------------------------
+# ---- divisors
+# -------------------------------------------------------------------------------------------------------
 
 
 def loss_weights(parts: Sequence[Summands], *, kind: str | None) -> list[float]:
-    """Return the weights of parts whose losses have these summands, in the loss of all; [] where there are none.
+    """Return the weights of parts whose losses have these summands, in the loss of all; [] where
+    there are none.
 
     Raises ValueError where no weights give that loss.
     """
     count = len(parts)
     if len({len(each) for each in parts}) > 1:
-        raise ValueError("training_step computes the losses of microbatches in different ways; use microbatches=1")
+        raise ValueError(
+            "training_step computes the losses of microbatches in different ways; use "
+            "microbatches=1"
+        )
     found = [[1 / count] * count] if kind == "sum" and parts[0] else []
     for summands in zip(*parts, strict=True):
         if not all(_close(each.factor, summands[0].factor) for each in summands):
             raise ValueError(
-                "the loss is multiplied by a number that microbatches differ in, which tells nothing about the whole batch: "
+                "the loss is multiplied by a number that microbatches differ in, which tells "
+                "nothing about the whole batch: "
                 "multiply what is summed, divide by what it is a mean over, or use microbatches=1"
             )
         if summands[0].factor:
@@ -182,30 +226,42 @@ def loss_weights(parts: Sequence[Summands], *, kind: str | None) -> list[float]:
             found.append([each.divisor / total for each in summands])
     if not all(_close(*pair) for other in found[1:] for pair in zip(found[0], other, strict=True)):
         raise ValueError(
-            "the loss has summands that microbatches have different shares of, such as a mean over tokens that are not padding "
-            "beside one over samples: no weights of microbatches make it the loss of the whole batch. Use microbatches=1, or "
+            "the loss has summands that microbatches have different shares of, such as a mean over "
+            "tokens that are not padding "
+            "beside one over samples: no weights of microbatches make it the loss of the whole "
+            "batch. Use microbatches=1, or "
             "batches whose samples are equally long"
         )
     return [1.0] * count if kind == "sum" and found else [*found[0]] if found else []
 
 
 def summands_of(loss: Tensor, *, samples: int) -> Summands:
-    """Return the summands of the loss of a batch with so many `samples`, in the order of its graph (see [Note: divisors]).
+    """Return the summands of the loss of a batch with so many `samples`, in the order of its graph
+    (see [Note: divisors]).
 
-    Those of parameters alone, such as a penalty, are the same in all parts of a batch, and left out.
+    Those of parameters alone, such as a penalty, are the same in all parts of a batch, and left
+    out.
     """
     if loss.grad_fn is None:
         return ()
     found, todo = list[Summand](), [(loss.grad_fn, Summand(1.0, 1.0))]
     while todo:
         node, around = todo.pop()
-        inputs = [(parent, _shape(parent, number)) for parent, number in node.next_functions if parent is not None]
+        inputs = [
+            (parent, _shape(parent, number))
+            for parent, number in node.next_functions
+            if parent is not None
+        ]
         divisor, factor = around.divisor, around.factor
         if (constant := _constant(node)) is not None:
             is_product = node.name().startswith("Mul")
-            divisor, factor = (divisor, factor * constant) if is_product else (divisor * constant, factor)
+            divisor, factor = (
+                (divisor, factor * constant) if is_product else (divisor * constant, factor)
+            )
         entries = next((shape for _, shape in inputs if shape), None)
-        stacked = _stacked(inputs[0][0]) if entries and len(inputs) == 1 and entries != (samples,) else []
+        stacked = (
+            _stacked(inputs[0][0]) if entries and len(inputs) == 1 and entries != (samples,) else []
+        )
         if entries is None or stacked:
             inside = stacked or [parent for parent, _ in inputs]
             todo += [(parent, Summand(divisor, factor)) for parent in reversed(inside)]
@@ -223,8 +279,16 @@ def _shape(node: Node, number: int) -> tuple[int, ...] | None:
 def _stacked(node: Node) -> list[Node]:
     """The single numbers that `node` puts together."""
     is_join = node.name().startswith(("StackBackward", "CatBackward"))
-    inputs = [(parent, _shape(parent, number)) for parent, number in node.next_functions if parent is not None]
-    return [parent for parent, _ in inputs] if is_join and not any(shape for _, shape in inputs) else []
+    inputs = [
+        (parent, _shape(parent, number))
+        for parent, number in node.next_functions
+        if parent is not None
+    ]
+    return (
+        [parent for parent, _ in inputs]
+        if is_join and not any(shape for _, shape in inputs)
+        else []
+    )
 
 
 def _is_of_parameters(node: Node) -> bool:
@@ -265,23 +329,34 @@ def _reduced(node: Any, entries: int) -> float:
 def _total_weight(node: Any) -> float:
     """The weight of all targets of a cross-entropy that it does not ignore."""
     ignored = node._saved_ignore_index
-    kept = node._saved_target[node._saved_target != (ignored - 2**64 if ignored >= 2**63 else ignored)]
-    return float(kept.numel() if node._saved_weight is None else node._saved_weight.double()[kept].sum())
+    kept = node._saved_target[
+        node._saved_target != (ignored - 2**64 if ignored >= 2**63 else ignored)
+    ]
+    return float(
+        kept.numel() if node._saved_weight is None else node._saved_weight.double()[kept].sum()
+    )
 
 
 def _close(one: float, other: float) -> bool:
     """Whether they are equal, or not both finite, which shows in the loss."""
-    return math.isclose(one, other, rel_tol=_RELATIVE) or not (math.isfinite(one) and math.isfinite(other))
+    return math.isclose(one, other, rel_tol=_RELATIVE) or not (
+        math.isfinite(one) and math.isfinite(other)
+    )
 
 
-# ---- running it -----------------------------------------------------------------------------------------------------
+# ---- running it
+# -----------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def without_trace(module: nn.Module) -> Generator[None, None, None]:
-    """Run `module` in evaluation mode, without gradients; modes, random numbers, buffers and metrics stay as they were."""
+    """Run `module` in evaluation mode, without gradients; modes, random numbers, buffers and
+    metrics stay as they were.
+    """
     states, modes = random_states(), [(part, part.training) for part in module.modules()]
-    buffers = [(part, name, part._buffers[name]) for part in module.modules() for name in part._buffers]
+    buffers = [
+        (part, name, part._buffers[name]) for part in module.modules() for name in part._buffers
+    ]
     values = [None if buffer is None else buffer.clone() for _, _, buffer in buffers]
     module.eval()
     try:
@@ -301,10 +376,14 @@ def without_trace(module: nn.Module) -> Generator[None, None, None]:
 def drawn_since(states: Any) -> bool:
     """Return whether random numbers were drawn since `random_states` returned `states`."""
     now, before = random_states(), states
-    arrays = [(now[0], before[0])] + ([(now[1], before[1])] if now[1] is not None and before[1] is not None else [])
+    arrays = [(now[0], before[0])] + (
+        [(now[1], before[1])] if now[1] is not None and before[1] is not None else []
+    )
     if any((a != b).any() for a, b in arrays):
         return True
-    return now[3] != before[3] or any(_differs(a, b) for a, b in zip(now[2], before[2], strict=True))
+    return now[3] != before[3] or any(
+        _differs(a, b) for a, b in zip(now[2], before[2], strict=True)
+    )
 
 
 def _differs(one: Any, other: Any) -> bool:

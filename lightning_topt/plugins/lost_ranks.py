@@ -1,4 +1,6 @@
-"""Every strategy of ours does this so that a rank that is lost, killed or stopped is named on the others."""
+"""Every strategy of ours does this so that a rank that is lost, killed or stopped is named on the
+others.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,21 @@ import torch.distributed as dist
 from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+from lightning.pytorch.strategies.launchers import (
+    _MultiProcessingLauncher,
+    _SubprocessScriptLauncher,
+)
 from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
 from lightning_topt.communication.elastic import init_attempt, shares_store_between_attempts
 from lightning_topt.communication.peers import GRACE_SECONDS, PeerLostError
-from lightning_topt.communication.rank_watch import STORE_SECONDS, RankWatch, is_of_collective, watch_ranks
+from lightning_topt.communication.rank_watch import (
+    STORE_SECONDS,
+    RankWatch,
+    is_of_collective,
+    watch_ranks,
+)
 from lightning_topt.plugins.ddp_parts import destroy_process_group
 
 log = logging.getLogger(__name__)
@@ -30,7 +40,9 @@ LAST_SECONDS = GRACE_SECONDS + STORE_SECONDS + 5  # for the main process to end 
 
 
 def name_lost(error: BaseException, watch: RankWatch | None) -> None:
-    """Give `error` of a collective call the message that says who is lost; leave word of any other error for the others."""
+    """Give `error` of a collective call the message that says who is lost; leave word of any other
+    error for the others.
+    """
     if watch is None or (isinstance(error, PeerLostError) and error.diagnosed):
         return
     if is_of_collective(error):
@@ -40,7 +52,8 @@ def name_lost(error: BaseException, watch: RankWatch | None) -> None:
 
 
 class NamesLostRanks(DDPStrategy):
-    """Watches all ranks from `setup_environment` to `teardown`, and puts who is lost into the errors that end a run.
+    """Watches all ranks from `setup_environment` to `teardown`, and puts who is lost into the
+    errors that end a run.
 
     The process group ends before the interpreter does.
     """
@@ -53,7 +66,9 @@ class NamesLostRanks(DDPStrategy):
         super()._configure_launcher()
         if isinstance(self._launcher, _SubprocessScriptLauncher):
             assert self.cluster_environment is not None
-            self._launcher = PatientLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+            self._launcher = PatientLauncher(
+                self.cluster_environment, self.num_processes, self.num_nodes
+            )
         elif self._start_method != "popen":
             self._launcher = NamingLauncher(self, start_method=self._start_method)
 
@@ -89,7 +104,8 @@ class NamesLostRanks(DDPStrategy):
         try:
             super().teardown()
         except RuntimeError as error:
-            # Where a backward pass was cut off, parameters may not be moved any more: that must not hide what cut it off.
+            # Where a backward pass was cut off, parameters may not be moved any more: that must not
+            # hide what cut it off.
             if not self._ended_with_error:
                 raise
             log.warning("the module stays as the error left it: %s", error)
@@ -103,7 +119,9 @@ class NamesLostRanks(DDPStrategy):
 
 
 class NamingLauncher(_MultiProcessingLauncher):
-    """Lightning's start of ranks by fork or spawn, where errors reach the strategy: there, only the main process asks it."""
+    """Lightning's start of ranks by fork or spawn, where errors reach the strategy: there, only the
+    main process asks it.
+    """
 
     @override
     def _wrapping_function(self, process_idx: int, trainer: Any, *args: Any, **kwargs: Any) -> None:
@@ -116,14 +134,23 @@ class NamingLauncher(_MultiProcessingLauncher):
 
 
 class PatientLauncher(_SubprocessScriptLauncher):
-    """Lightning's start of ranks as processes; when one has died the main process may end with its own error, which says who.
+    """Lightning's start of ranks as processes; when one has died the main process may end with its
+    own error, which says who.
 
     Lightning's own kills the main process as soon as it has noticed, within five seconds.
     """
 
     @override
-    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
-        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+    def launch(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        trainer: pl.Trainer | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        self.cluster_environment.validate_settings(
+            num_devices=self.num_processes, num_nodes=self.num_nodes
+        )
         if not self.cluster_environment.creates_processes_externally:
             self._call_children_scripts()
             PatientObserver(main_pid=os.getpid(), child_processes=self.procs).start()

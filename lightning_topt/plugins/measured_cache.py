@@ -26,7 +26,9 @@ class _Given(pl.LightningDataModule):
 
 
 class _Module(CachedDataModule):
-    """All loaders are over the same data sets, and what these note of their readings changes nothing."""
+    """All loaders are over the same data sets, and what these note of their readings changes
+    nothing.
+    """
 
     @override
     def _name_of(self, dataset: Any, place: str) -> str:
@@ -34,9 +36,11 @@ class _Module(CachedDataModule):
 
 
 class MeasuredCache:
-    """A `CacheUnderTest` (see `data.stalls.measurement`) of `memory_bytes` (a number or text), as long as the context lasts.
+    """A `CacheUnderTest` (see `data.stalls.measurement`) of `memory_bytes` (a number or text), as
+    long as the context lasts.
 
-    A data set that marks its deterministic part is changed by it for good: measure the source first.
+    A data set that marks its deterministic part is changed by it for good: measure the source
+    first.
     """
 
     def __init__(self, memory_bytes: int | str) -> None:
@@ -48,21 +52,32 @@ class MeasuredCache:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._module.close()
         self._folder.cleanup()
 
-    def loader_over(self, loader: DataLoader[Any], items: Sequence[int], *, num_workers: int) -> DataLoader[Any]:
-        """Return the loader over `items`, its samples from the cache where they are there, and stored where not."""
+    def loader_over(
+        self, loader: DataLoader[Any], items: Sequence[int], *, num_workers: int
+    ) -> DataLoader[Any]:
+        """Return the loader over `items`, its samples from the cache where they are there, and
+        stored where not.
+        """
         self._given.loader = loader_over(loader, items, num_workers=num_workers)
         cached: DataLoader[Any] = self._module.train_dataloader()
         return cached
 
     def entry_bytes(self) -> float:
-        """Return the mean size of what is stored. Raises ValueError where nothing could be stored."""
+        """Return the mean size of what is stored. Raises ValueError where nothing could be
+        stored.
+        """
         known = self._module.statistics().values()
         items = sum(statistics.memory_items for statistics in known)
         if not items:
-            raise ValueError("no sample could be stored in memory: see the warnings above, or raise memory_bytes")
+            raise ValueError(
+                "no sample could be stored in memory: see the warnings above, or raise memory_bytes"
+            )
         return sum(statistics.memory_bytes for statistics in known) / items

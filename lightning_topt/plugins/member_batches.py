@@ -1,4 +1,5 @@
-"""Each rank of a group brings a value of any structure, a batch; every rank gets those of all, one after the other.
+"""Each rank of a group brings a value of any structure, a batch; every rank gets those of all, one
+after the other.
 
 Values are pickled but for their tensors, which travel by themselves, straight from where they are.
 """
@@ -38,12 +39,19 @@ class _Packer(pickle.Pickler):
 
     @override
     def persistent_id(self, value: Any) -> int | None:
-        if type(value) is not Tensor or value.layout != torch.strided or value.is_quantized or not value.is_leaf:
+        if (
+            type(value) is not Tensor
+            or value.layout != torch.strided
+            or value.is_quantized
+            or not value.is_leaf
+        ):
             return None
         if id(value) not in self._places:
             self._places[id(value)] = len(self.tensors)
             self.tensors.append(value)
-            self.forms.append(_Form(tuple(value.shape), value.dtype, value.device.type, value.requires_grad))
+            self.forms.append(
+                _Form(tuple(value.shape), value.dtype, value.device.type, value.requires_grad)
+            )
         return self._places[id(value)]
 
 
@@ -68,25 +76,33 @@ def packed(value: Any) -> bytes:
     packer = _Packer(file)
     packer.dump(value)
     elements = [
-        tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+        tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        if tensor.numel()
+        else b""
         for tensor in packer.tensors
     ]
     return pickle.dumps((file.getvalue(), packer.forms, elements), protocol=pickle.HIGHEST_PROTOCOL)
 
 
 def unpacked(data: bytes, *, device: torch.device) -> Any:
-    """Return the value that `packed` made `data` of; its tensors are on the same type of device as they were."""
+    """Return the value that `packed` made `data` of; its tensors are on the same type of device as
+    they were.
+    """
     file, forms, elements = pickle.loads(data)
     places = [torch.empty(form.shape, dtype=form.dtype) for form in forms]
     for place, of_tensor in zip(places, elements, strict=True):
         if of_tensor:
-            place.view(-1).view(torch.uint8).copy_(torch.frombuffer(bytearray(of_tensor), dtype=torch.uint8))
+            place.view(-1).view(torch.uint8).copy_(
+                torch.frombuffer(bytearray(of_tensor), dtype=torch.uint8)
+            )
     return _unpacked(file, places, forms, device)
 
 
-def values_of_members(value: Any, group: dist.ProcessGroup, *, device: torch.device) -> Iterator[Any]:
-    """Yield the value of every member of `group` in its order, this rank's own as it is; tensors of others come when it is
-    their turn, on the same type of device.
+def values_of_members(
+    value: Any, group: dist.ProcessGroup, *, device: torch.device
+) -> Iterator[Any]:
+    """Yield the value of every member of `group` in its order, this rank's own as it is; tensors of
+    others come when it is their turn, on the same type of device.
 
     A collective call, and so is every step of the iteration. Raises what pickle raises.
     """
@@ -103,7 +119,9 @@ def values_of_members(value: Any, group: dist.ProcessGroup, *, device: torch.dev
             yield _received(packed, forms, group, member, device)
 
 
-def value_of_member(value: Any, group: dist.ProcessGroup, *, member: int, device: torch.device) -> Any:
+def value_of_member(
+    value: Any, group: dist.ProcessGroup, *, member: int, device: torch.device
+) -> Any:
     """Return the `value` that the rank at place `member` of `group` brings; on that rank, itself.
 
     A collective call. Raises what pickle raises there.
@@ -115,7 +133,10 @@ def value_of_member(value: Any, group: dist.ProcessGroup, *, member: int, device
         file = io.BytesIO()
         packer = _Packer(file)
         packer.dump(value)
-        box, tensors = [(file.getvalue(), packer.forms)], [tensor.detach() for tensor in packer.tensors]
+        box, tensors = (
+            [(file.getvalue(), packer.forms)],
+            [tensor.detach() for tensor in packer.tensors],
+        )
     dist.broadcast_object_list(box, group=group, group_src=member)
     packed, forms = box[0]
     if is_own:
@@ -127,7 +148,8 @@ def value_of_member(value: Any, group: dist.ProcessGroup, *, member: int, device
 def value_for_member(
     values: Sequence[Any] | None, group: dist.ProcessGroup, *, source: int, device: torch.device
 ) -> Any:
-    """Return that of `values`, which the rank at place `source` has for every member of `group`, that is for this rank.
+    """Return that of `values`, which the rank at place `source` has for every member of `group`,
+    that is for this rank.
 
     A collective call. Raises what pickle raises there.
     """
@@ -152,7 +174,9 @@ def _send(value: Any, group: dist.ProcessGroup, member: int, device: torch.devic
     file = io.BytesIO()
     packer = _Packer(file)
     packer.dump(value)
-    dist.send_object_list([(file.getvalue(), packer.forms)], group=group, group_dst=member, device=device)
+    dist.send_object_list(
+        [(file.getvalue(), packer.forms)], group=group, group_dst=member, device=device
+    )
     for tensor in packer.tensors:
         if tensor.numel():
             sent = tensor.detach().to(device).contiguous().view(-1).view(torch.uint8)
@@ -160,24 +184,38 @@ def _send(value: Any, group: dist.ProcessGroup, member: int, device: torch.devic
 
 
 def _received(
-    packed: bytes, forms: Sequence[_Form], group: dist.ProcessGroup, member: int, device: torch.device
+    packed: bytes,
+    forms: Sequence[_Form],
+    group: dist.ProcessGroup,
+    member: int,
+    device: torch.device,
 ) -> Any:
     places = [torch.empty(form.shape, dtype=form.dtype, device=device) for form in forms]
     _broadcast(places, group, member, device)
     return _unpacked(packed, places, forms, device)
 
 
-def _unpacked(packed: bytes, places: Sequence[Tensor], forms: Sequence[_Form], device: torch.device) -> Any:
+def _unpacked(
+    packed: bytes, places: Sequence[Tensor], forms: Sequence[_Form], device: torch.device
+) -> Any:
     tensors = [
-        tensor.to(device if form.device == device.type else form.device).requires_grad_(form.requires_grad)
+        tensor.to(device if form.device == device.type else form.device).requires_grad_(
+            form.requires_grad
+        )
         for tensor, form in zip(places, forms, strict=True)
     ]
     return _Unpacker(io.BytesIO(packed), tensors).load()
 
 
 @torch.no_grad()
-def _broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup, member: int, device: torch.device) -> None:
+def _broadcast(
+    tensors: Sequence[Tensor], group: dist.ProcessGroup, member: int, device: torch.device
+) -> None:
     """Send the elements as bytes: backends do not know all dtypes."""
-    sent = (tensor.to(device).contiguous().view(-1).view(torch.uint8) for tensor in tensors if tensor.numel())
+    sent = (
+        tensor.to(device).contiguous().view(-1).view(torch.uint8)
+        for tensor in tensors
+        if tensor.numel()
+    )
     for work in [dist.broadcast(one, group=group, group_src=member, async_op=True) for one in sent]:
         work.wait()

@@ -1,6 +1,8 @@
-"""A rank that takes the turn of another member of its group is that member meanwhile, and itself again afterwards.
+"""A rank that takes the turn of another member of its group is that member meanwhile, and itself
+again afterwards.
 
-What a training step reads and writes beside parameters: random numbers, buffers, metrics, logged values.
+What a training step reads and writes beside parameters: random numbers, buffers, metrics, logged
+values.
 """
 
 from __future__ import annotations
@@ -18,7 +20,11 @@ from torch.nn.modules.batchnorm import _NormBase
 from torchmetrics import Metric
 
 from lightning_topt.plugins.member_batches import values_of_members
-from lightning_topt.techniques.tensor_parallel.random_states import RandomStates, random_states, set_random_states
+from lightning_topt.techniques.tensor_parallel.random_states import (
+    RandomStates,
+    random_states,
+    set_random_states,
+)
 
 _MESSAGE_BYTES = 250 << 20  # DDP's
 _TOLD = ("log", "print")
@@ -27,12 +33,18 @@ Buffers = dict[tuple[str, str], Tensor]  # by the paths of their modules, and th
 
 @contextmanager
 def foreign_turn(module: nn.Module, states: RandomStates) -> Generator[None, None, None]:
-    """Draw from `states`; nothing that is logged, written by rank 0 alone or counted in metrics is left at the end."""
+    """Draw from `states`; nothing that is logged, written by rank 0 alone or counted in metrics is
+    left at the end.
+    """
     own, only = random_states(), cast(Any, rank_zero_only)
     rank = getattr(only, "rank", None)
-    metrics = [(metric, dict(vars(metric))) for metric in module.modules() if isinstance(metric, Metric)]
+    metrics = [
+        (metric, dict(vars(metric))) for metric in module.modules() if isinstance(metric, Metric)
+    ]
     for metric, values in metrics:
-        vars(metric).update({name: _copied(values[name]) for name in metric._defaults if name in values})
+        vars(metric).update(
+            {name: _copied(values[name]) for name in metric._defaults if name in values}
+        )
     set_random_states(states)
     only.rank = rank or 1
     try:
@@ -50,7 +62,9 @@ def _copied(state: Any) -> Any:
 
 
 class LoggedLater:
-    """Keeps what a module logs in this rank's own turn, to log it when all turns are over: ranks then synchronize together."""
+    """Keeps what a module logs in this rank's own turn, to log it when all turns are over: ranks
+    then synchronize together.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self._modules = [each for each in module.modules() if isinstance(each, pl.LightningModule)]
@@ -59,9 +73,14 @@ class LoggedLater:
     @contextmanager
     def on(self, *, own: bool) -> Generator[None, None, None]:
         """Keep what is logged, where the turn is this rank's own, and drop it where not."""
-        before = [{name: vars(module)[name] for name in _TOLD if name in vars(module)} for module in self._modules]
+        before = [
+            {name: vars(module)[name] for name in _TOLD if name in vars(module)}
+            for module in self._modules
+        ]
         for module in self._modules:
-            vars(module).update({"log": self._keeper(module.log)} if own else dict.fromkeys(_TOLD, _drop))
+            vars(module).update(
+                {"log": self._keeper(module.log)} if own else dict.fromkeys(_TOLD, _drop)
+            )
         try:
             yield
         finally:
@@ -78,7 +97,10 @@ class LoggedLater:
 
     def _keeper(self, log: Callable[..., Any]) -> Callable[..., None]:
         def keep(*args: Any, **kwargs: Any) -> None:
-            now = tuple(map(_value_now, args)), {name: _value_now(value) for name, value in kwargs.items()}
+            now = (
+                tuple(map(_value_now, args)),
+                {name: _value_now(value) for name, value in kwargs.items()},
+            )
             self._calls.append((log, *now))
 
         return keep
@@ -97,7 +119,8 @@ def _drop(*args: Any, **kwargs: Any) -> None:
 class MemberBuffers:
     """The buffers that every member of a group has under DDP, of those that steps change.
 
-    DDP gives all ranks rank 0's before forward, unless the last pass was an evaluation or left gradients unsynchronized.
+    DDP gives all ranks rank 0's before forward, unless the last pass was an evaluation or left
+    gradients unsynchronized.
     """
 
     def __init__(self, module: nn.Module, *, size: int, place: int) -> None:
@@ -107,7 +130,9 @@ class MemberBuffers:
         self._is_first = True
 
     def begin(self, *, stay_in_sync: bool = False) -> None:
-        """Give all ranks rank 0's where DDP would, and again before the next pass if they `stay_in_sync`. A collective call."""
+        """Give all ranks rank 0's where DDP would, and again before the next pass if they
+        `stay_in_sync`. A collective call.
+        """
         own = {(path, name): buffer for path, name, buffer in self._all()}
         if self._are_to_sync and own:
             world: Any = dist.group.WORLD
@@ -119,7 +144,9 @@ class MemberBuffers:
         self._are_to_sync = stay_in_sync
 
     def exchange(self, group: dist.ProcessGroup, *, device: torch.device) -> None:
-        """Learn those of all members of `group`, each of which ran a step on its own. A collective call."""
+        """Learn those of all members of `group`, each of which ran a step on its own. A collective
+        call.
+        """
         own = self._members[self._place]
         self._members = [{**buffers} for buffers in values_of_members(own, group, device=device)]
 
@@ -135,11 +162,15 @@ class MemberBuffers:
         yield
         after = {(path, name): buffer for path, name, buffer in self._all()}
         changed = {
-            key for key, now in after.items() if key not in before or _has_changed(now, *before[key], was.get(key))
+            key
+            for key, now in after.items()
+            if key not in before or _has_changed(now, *before[key], was.get(key))
         }
         was = {key: value for key, value in was.items() if key in changed}
         self._members = [{**was, **buffers} for buffers in self._members]
-        self._members[member] = {key: after[key].clone() for key in changed | set(known) if key in after}
+        self._members[member] = {
+            key: after[key].clone() for key in changed | set(known) if key in after
+        }
 
     def end(self) -> None:
         """Let the module have this rank's own buffers."""
@@ -153,7 +184,8 @@ class MemberBuffers:
             if held is None or held.shape != value.shape:
                 own[name] = value.clone()
             else:
-                held.data = value.clone()  # not in place: the last turn's graph may hold the elements
+                # not in place: the last turn's graph may hold the elements
+                held.data = value.clone()
 
     def _all(self) -> Iterator[tuple[str, str, Tensor]]:
         for path, module in self._module.named_modules():
@@ -164,11 +196,17 @@ class MemberBuffers:
 
 def _has_changed(now: Tensor, before: Tensor, version: int, value: Tensor | None) -> bool:
     """Kernels of batch norm write running statistics without a new version."""
-    return now is not before or now._version != version or (value is not None and not torch.equal(now, value))
+    return (
+        now is not before
+        or now._version != version
+        or (value is not None and not torch.equal(now, value))
+    )
 
 
 def _statistics(module: nn.Module) -> Buffers:
-    """Return running statistics, which may change only once layers that are frozen are not any more."""
+    """Return running statistics, which may change only once layers that are frozen are not any
+    more.
+    """
     return {
         (path, name): buffer.clone()
         for path, layer in module.named_modules()

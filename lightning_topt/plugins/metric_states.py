@@ -1,4 +1,6 @@
-"""States of metrics are taken on one rank and given to others, and put back where a pass is not to count."""
+"""States of metrics are taken on one rank and given to others, and put back where a pass is not to
+count.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,16 @@ States = dict[str, dict[str, Any]]  # by the paths of metrics, and the names of 
 
 @contextmanager
 def uncounted(module: nn.Module, *, unless: list[bool]) -> Generator[None, None, None]:
-    """Give the metrics of `module` their states again at the end, unless the list `unless` is not empty by then."""
-    metrics = [(metric, dict(vars(metric)), dict(metric._buffers)) for metric in _metrics(module).values()]
+    """Give the metrics of `module` their states again at the end, unless the list `unless` is not
+    empty by then.
+    """
+    metrics = [
+        (metric, dict(vars(metric)), dict(metric._buffers)) for metric in _metrics(module).values()
+    ]
     for metric, values, _ in metrics:
-        vars(metric).update({name: _copied(values[name]) for name in metric._defaults if name in values})
+        vars(metric).update(
+            {name: _copied(values[name]) for name in metric._defaults if name in values}
+        )
     try:
         yield
     finally:
@@ -32,7 +40,9 @@ def uncounted(module: nn.Module, *, unless: list[bool]) -> Generator[None, None,
 
 @dataclass
 class MetricChanges:
-    """A `MetricChanges` knows the states at `begin`, and gives what was counted since, as values that can be sent."""
+    """A `MetricChanges` knows the states at `begin`, and gives what was counted since, as values
+    that can be sent.
+    """
 
     before: dict[str, dict[str, Any]] = field(default_factory=dict)
 
@@ -46,13 +56,19 @@ class MetricChanges:
         found: States = {}
         for path, metric in _metrics(module).items():
             before, now = self.before.get(path, {}), _held(metric)
-            if now["_update_count"] != before.get("_update_count") or now["_computed"] is not before.get("_computed"):
-                found[path] = {name: _difference(before.get(name), value) for name, value in now.items()}
+            if now["_update_count"] != before.get("_update_count") or now[
+                "_computed"
+            ] is not before.get("_computed"):
+                found[path] = {
+                    name: _difference(before.get(name), value) for name, value in now.items()
+                }
         return found
 
 
 def take_over(module: nn.Module, changes: Mapping[str, Mapping[str, Any]]) -> None:
-    """Let the metrics of `module` have counted `changes`, which another rank found since both were alike."""
+    """Let the metrics of `module` have counted `changes`, which another rank found since both were
+    alike.
+    """
     metrics = _metrics(module)
     for path, states in changes.items():
         for name, value in states.items():
@@ -63,11 +79,15 @@ def take_over(module: nn.Module, changes: Mapping[str, Mapping[str, Any]]) -> No
 
 def states_in_use(module: nn.Module) -> States:
     """Return the states of the metrics that have counted anything, by path and name."""
-    return {path: _held(metric) for path, metric in _metrics(module).items() if metric._update_count}
+    return {
+        path: _held(metric) for path, metric in _metrics(module).items() if metric._update_count
+    }
 
 
 def count_from(module: nn.Module, states: States) -> None:
-    """Let the metrics of `module` have `states`, those of another rank that are in use; all others begin anew."""
+    """Let the metrics of `module` have `states`, those of another rank that are in use; all others
+    begin anew.
+    """
     for path, metric in _metrics(module).items():
         if path not in states and metric._update_count:
             metric.reset()
@@ -88,7 +108,9 @@ def _metrics(module: nn.Module) -> dict[str, Metric]:
 
 def _held(metric: Metric) -> dict[str, Any]:
     states = {name: getattr(metric, name) for name in metric._defaults}
-    states = {name: [*value] if isinstance(value, list) else value for name, value in states.items()}
+    states = {
+        name: [*value] if isinstance(value, list) else value for name, value in states.items()
+    }
     return {**states, **{name: vars(metric).get(name) for name in _COUNTS}}
 
 
@@ -96,7 +118,11 @@ def _difference(before: Any, now: Any) -> Any:
     if not isinstance(now, list):
         return now.detach() if isinstance(now, Tensor) else now
     before = before if isinstance(before, list) else []
-    kept = len(before) if len(before) <= len(now) and all(a is b for a, b in zip(before, now, strict=False)) else 0
+    kept = (
+        len(before)
+        if len(before) <= len(now) and all(a is b for a, b in zip(before, now, strict=False))
+        else 0
+    )
     return _Grown(kept, now[kept:])
 
 

@@ -1,15 +1,18 @@
-"""The first steps of a fit are real steps under DDP; rank 0 watches them, and plans from what it saw. No user code runs twice.
+"""The first steps of a fit are real steps under DDP; rank 0 watches them, and plans from what it
+saw. No user code runs twice.
 
     clock    forward, backward, the optimizer and the whole step are timed, nothing else
     record   operators, calls of modules, lifetimes of tensors (`graph.step_observer`), the optimizer's state
     time     every operator in place (`graph.step_timer`), the optimizer's traffic
 
-On CPUs the first steps have the clock alone: plans on data axes compute what DDP computes, so where that is nearly all of a
-step DDP goes on, and nothing more is looked at. Where more might be gained, or memory is asked for, a step is recorded, the
-next one timed, and a plan searched beside training (`ObservedPlanning`). It takes over between two steps that all ranks agree
-on, with parameters and optimizer states where they are.
+On CPUs the first steps have the clock alone: plans on data axes compute what DDP computes, so where
+that is nearly all of a step DDP goes on, and nothing more is looked at. Where more might be gained,
+or memory is asked for, a step is recorded, the next one timed, and a plan searched beside training
+(`ObservedPlanning`). It takes over between two steps that all ranks agree on, with parameters and
+optimizer states where they are.
 
-In the place of a recorded step without a loss comes the next one. Where a plan cannot be made, DDP goes on.
+In the place of a recorded step without a loss comes the next one. Where a plan cannot be made, DDP
+goes on.
 """
 
 from __future__ import annotations
@@ -61,7 +64,13 @@ from lightning_topt.plugins.own_batches import digest_of_values
 from lightning_topt.plugins.plan_request import PlanRequest
 from lightning_topt.plugins.planning import Planning
 from lightning_topt.plugins.planning_ranks import on_every_rank, on_rank_0
-from lightning_topt.plugins.searched_plan import RunCosts, measured_kernels, say, say_what_stays, search_request
+from lightning_topt.plugins.searched_plan import (
+    RunCosts,
+    measured_kernels,
+    say,
+    say_what_stays,
+    search_request,
+)
 from lightning_topt.plugins.tensor_look import search_with_axes
 
 Decision = tuple[ParallelPlan, Planning | None, str]
@@ -73,10 +82,12 @@ _BY_NAME = 'they are searched by name alone: give plan={"mesh": {"data": 1, "ten
 
 @dataclasses.dataclass(frozen=True)
 class Observed:
-    """What rank 0 saw of the first steps: the graph, its kernels' seconds in place, the optimizers, and the seconds of a step.
+    """What rank 0 saw of the first steps: the graph, its kernels' seconds in place, the optimizers,
+    and the seconds of a step.
 
-    `step_seconds` is None where no whole step was timed; `compute_seconds` are forward and backward without the exchange.
-    `change` is what `training_step` changed beside tensors, or may have changed, as a clause.
+    `step_seconds` is None where no whole step was timed; `compute_seconds` are forward and backward
+    without the exchange. `change` is what `training_step` changed beside tensors, or may have
+    changed, as a clause.
     """
 
     graph: OpGraph
@@ -88,10 +99,11 @@ class Observed:
 
 
 class ObservedFit:
-    """Watches the first `steps` steps of a fit of `module` with `optimizers`, on `device`; only rank 0 looks.
+    """Watches the first `steps` steps of a fit of `module` with `optimizers`, on `device`; only
+    rank 0 looks.
 
-    `records`: the first of them is recorded; else they have the clock alone, until `record_more`. Every rank has one, so that
-    all of them know when a plan is due.
+    `records`: the first of them is recorded; else they have the clock alone, until `record_more`.
+    Every rank has one, so that all of them know when a plan is due.
     """
 
     def __init__(
@@ -105,7 +117,9 @@ class ObservedFit:
         is_rank_0: bool,
     ) -> None:
         self.module, self.device = module, device
-        self.kinds = ["record", "time", *["clock"] * steps][:steps] if records else ["clock"] * steps
+        self.kinds = (
+            ["record", "time", *["clock"] * steps][:steps] if records else ["clock"] * steps
+        )
         self.seen = 0  # batches with a whole step
         self.problem: str | None = None if is_rank_0 else "watched on rank 0"
         self.has_graph = self._has_backward = self._is_over = False
@@ -116,13 +130,18 @@ class ObservedFit:
         self.batch: Any = None  # of the recorded step, on the meta device
         self.clock = StepClock(device)
         named = module.named_parameters()
-        self._optimizers = OptimizerObserver(optimizers, named_parameters=named) if is_rank_0 else None
+        self._optimizers = (
+            OptimizerObserver(optimizers, named_parameters=named) if is_rank_0 else None
+        )
         self._trainable = _trainable(module)  # what DDP exchanges to the end of the fit
 
-    # ---- the batches ----------------------------------------------------------------------------------------------
+    # ---- the batches
+    # ----------------------------------------------------------------------------------------------
 
     def begin_batch(self, batch_idx: int, *, accumulate: int) -> bool:
-        """A batch begins; return whether the plan is due before it: all steps were seen, and none is half done."""
+        """A batch begins; return whether the plan is due before it: all steps were seen, and none
+        is half done.
+        """
         if self._has_backward:
             self.seen, self._has_backward = self.seen + 1, False
         self.clock.begin()
@@ -134,7 +153,9 @@ class ObservedFit:
 
     @property
     def _kind(self) -> str:
-        """What is done in the step under way: nothing once all were seen, or where they cannot be."""
+        """What is done in the step under way: nothing once all were seen, or where they cannot
+        be.
+        """
         if self.problem is not None or self._is_over or self.seen >= len(self.kinds):
             return "nothing"
         kind = self.kinds[self.seen]
@@ -163,11 +184,16 @@ class ObservedFit:
     def update(self, optimizer: Optimizer) -> Iterator[None]:
         """A step of `optimizer`, which may call forward and backward."""
         observer = self._optimizers
-        if self.problem is not None or self._is_over or observer is None or optimizer not in observer.optimizers:
+        if (
+            self.problem is not None
+            or self._is_over
+            or observer is None
+            or optimizer not in observer.optimizers
+        ):
             yield
             return
-        # The first recorded step shows the optimizer's state, the second what it moves; others are timed. With accumulation
-        # it may come after the last watched batch.
+        # The first recorded step shows the optimizer's state, the second what it moves; others are
+        # timed. With accumulation it may come after the last watched batch.
         is_recorded = "record" in self.kinds[: self.seen + 1] and observer.recorded(optimizer) < 2
         with observer.recording(optimizer) if is_recorded else observer.timing(optimizer):
             yield
@@ -208,7 +234,11 @@ class ObservedFit:
         state: ModuleState | None = None
         watch: PurityWatch | None = None
         with self._own_problems():
-            state, watch, self._timer = ModuleState(self.module), PurityWatch(self.module), StepTimer(self.device)
+            state, watch, self._timer = (
+                ModuleState(self.module),
+                PurityWatch(self.module),
+                StepTimer(self.device),
+            )
         with nullcontext() if self._timer is None else entered(self._timer):
             yield
         with self._own_problems():
@@ -223,10 +253,13 @@ class ObservedFit:
         except Exception as error:
             self.problem = f"watching the steps failed ({type(error).__name__}: {error})"
 
-    # ---- what was seen --------------------------------------------------------------------------------------------
+    # ---- what was seen
+    # --------------------------------------------------------------------------------------------
 
     def graph(self) -> OpGraph:
-        """Return the graph of a step, on rank 0. Raises CaptureError where no whole step was seen."""
+        """Return the graph of a step, on rank 0. Raises CaptureError where no whole step was
+        seen.
+        """
         if self.problem is not None:
             raise CaptureError(self.problem)
         if self._observer is None:
@@ -235,23 +268,31 @@ class ObservedFit:
         return self._observer.graph(changed=self._changed)
 
     def _check_trainable(self) -> None:
-        """Raise CaptureError if other parameters are trained than those that DDP was made for: a plan would exchange these."""
+        """Raise CaptureError if other parameters are trained than those that DDP was made for: a
+        plan would exchange these.
+        """
         if changed := set(_trainable(self.module).items()) ^ set(self._trainable.items()):
             name = min(name for name, _ in changed)
             raise CaptureError(
-                f"since the fit began other parameters are trained ({name!r} was frozen, unfrozen, added or replaced); DDP "
-                "goes on exchanging those that it began with; for a plan freeze before the fit, in configure_model or __init__"
+                f"since the fit began other parameters are trained ({name!r} was frozen, unfrozen, "
+                "added or replaced); DDP "
+                "goes on exchanging those that it began with; for a plan freeze before the fit, in "
+                "configure_model or __init__"
             )
 
     def result(self) -> Observed:
-        """Return all that was seen, on rank 0. Raises CaptureError where that is not a whole step, OptimizerError."""
+        """Return all that was seen, on rank 0. Raises CaptureError where that is not a whole step,
+        OptimizerError.
+        """
         graph = self.graph()
         assert self._optimizers is not None
         kernels = {} if self._timer is None else dict(self._timer.seconds())
         step, forward = self.clock.median("step"), self.clock.median("forward")
         compute = self.clock.compute_seconds()
         if compute is None and forward is not None and kernels:
-            passed = sum(k.count * kernels.get(kernel_key(k), 0.0) for op in graph.ops for k in op.backward)
+            passed = sum(
+                k.count * kernels.get(kernel_key(k), 0.0) for op in graph.ops for k in op.backward
+            )
             compute = forward + min(passed, self.clock.median("backward") or passed)
         return Observed(graph, kernels, self._optimizers, step, compute, self._change)
 
@@ -292,7 +333,8 @@ class StepClock:
         return statistics.median(found[1:] or found) if found else None
 
     def compute_seconds(self) -> float | None:
-        """Return the seconds of forward and backward without what waits for other ranks; None where that is not known.
+        """Return the seconds of forward and backward without what waits for other ranks; None where
+        that is not known.
 
         On a CPU rank they are those of its thread on a processor.
         """
@@ -307,7 +349,9 @@ class StepClock:
 
 
 class WatchingRedirection(_DDPForwardRedirection):
-    """Lightning's call of `training_step` through the wrapper's forward, with `around` it and inside of the wrapper."""
+    """Lightning's call of `training_step` through the wrapper's forward, with `around` it and
+    inside of the wrapper.
+    """
 
     def __init__(self, around: Callable[[tuple[Any, ...]], AbstractContextManager[None]]) -> None:
         self._around = around
@@ -338,24 +382,35 @@ class WatchingRedirection(_DDPForwardRedirection):
 
 def why_not_watched() -> str | None:
     """Return why no step can be recorded or timed now, as a clause; None where one can."""
-    frames = getattr(sys.modules.get("torch._dynamo.eval_frame"), "always_optimize_code_objects", ())
+    frames = getattr(
+        sys.modules.get("torch._dynamo.eval_frame"), "always_optimize_code_objects", ()
+    )
     is_used = bool(getattr(frames, "refs", ()))
-    return "torch.compile is in use, and what runs inside of compiled code is not seen" if is_used else None
+    return (
+        "torch.compile is in use, and what runs inside of compiled code is not seen"
+        if is_used
+        else None
+    )
 
 
 def _trainable(module: nn.Module) -> dict[str, nn.Parameter]:
     """Parameters that get gradients, by all their names."""
-    return {name: p for name, p in module.named_parameters(remove_duplicate=False) if p.requires_grad}
+    return {
+        name: p for name, p in module.named_parameters(remove_duplicate=False) if p.requires_grad
+    }
 
 
-# ---- planning -----------------------------------------------------------------------------------------------------
+# ---- planning
+# -----------------------------------------------------------------------------------------------------
 
 
 class ObservedPlanning:
-    """Makes a plan of what `fit` saw, beside training: `poll` it between steps, on all ranks, until it returns one.
+    """Makes a plan of what `fit` saw, beside training: `poll` it between steps, on all ranks, until
+    it returns one.
 
-    The search runs in a copy of rank 0's process, unless somebody wants the same plan at the same step every time, or memory is
-    scarce. What cannot be planned goes on as DDP, with a warning, unless the request insists.
+    The search runs in a copy of rank 0's process, unless somebody wants the same plan at the same
+    step every time, or memory is scarce. What cannot be planned goes on as DDP, with a warning,
+    unless the request insists.
     """
 
     def __init__(self, request: PlanRequest, trainer: pl.Trainer, fit: ObservedFit) -> None:
@@ -370,14 +425,18 @@ class ObservedPlanning:
         self._why_not: str | None = None
 
     def poll(self, batch: Any) -> Decision | None:
-        """Return the decision, None where the search is not over. A collective call, before a step with `batch`."""
+        """Return the decision, None where the search is not over. A collective call, before a step
+        with `batch`.
+        """
         try:
             plan = self._poll_search() if self._is_searching else self._begin(batch)
         except Exception as error:
             if self._request.insists or is_of_collective(error):
                 raise
             reason = one_line(error)
-            rank_zero_warn(f"topt: no plan can be made from the first steps, so DDP goes on: {reason}")
+            rank_zero_warn(
+                f"topt: no plan can be made from the first steps, so DDP goes on: {reason}"
+            )
             plain = preset_plan(PRESETS["ddp"], mesh=data_mesh(dist.get_world_size()))
             return plain, None, f"ddp: {reason}"
         if plan is None:
@@ -430,20 +489,28 @@ class ObservedPlanning:
             if waits and not forks:
                 return self._taken(run())
             self._search = ForkedCall(run, isolated=True)
-            return self._taken(self._search.result(timeout_seconds=_PATIENCE_SECONDS)) if waits else None
+            return (
+                self._taken(self._search.result(timeout_seconds=_PATIENCE_SECONDS))
+                if waits
+                else None
+            )
 
         self._is_searching, self._begun = True, perf_counter()
         return self._go_on(on_rank_0(search))
 
     def _taken(self, found: Planning | list[OpGraph]) -> Any:
-        """What rank 0 sends to all at the end of a search: the plan, or graphs whose kernels it wants."""
+        """What rank 0 sends to all at the end of a search: the plan, or graphs whose kernels it
+        wants.
+        """
         if isinstance(found, list):
             return found
         self._planning = found
         return found.chosen.plan.to_dict()
 
     def _go_on(self, found: Any) -> ParallelPlan | None:
-        """The plan that was found; None where there is none yet. Kernels that the search wants are measured first."""
+        """The plan that was found; None where there is none yet. Kernels that the search wants are
+        measured first.
+        """
         if isinstance(found, list):
             assert self._measurements is not None
             return self._begin_search(measured_kernels(self._measurements, found))
@@ -451,34 +518,47 @@ class ObservedPlanning:
             return None
         plan = ParallelPlan.from_dict(found)
         if plan.brings_batches and self._why_not is None and not self._ranks_are_alike():
-            self._why_not = "training_step may not run for other ranks: their modules hold other values than rank 0's"
+            self._why_not = (
+                "training_step may not run for other ranks: their modules hold other "
+                "values than rank 0's"
+            )
             return self._begin_search({})
         return plan
 
     def _ranks_are_alike(self) -> bool:
-        """Whether the modules of all ranks hold equal values beside parameters and buffers. A collective call."""
+        """Whether the modules of all ranks hold equal values beside parameters and buffers. A
+        collective call.
+        """
         own = on_every_rank(lambda: digest_of_values(self._trainer.lightning_module))
         digests = torch.tensor([own, -own], device=self._trainer.strategy.root_device)
         dist.all_reduce(digests, dist.ReduceOp.MAX)
         return int(digests[0]) == -int(digests[1])
 
     def _look(self) -> Any:
-        """The plan where it is known, ``"record"`` where a step is to be recorded first, None where a search comes."""
+        """The plan where it is known, ``"record"`` where a step is to be recorded first, None where
+        a search comes.
+        """
         fit, ranks = self._fit, dist.get_world_size()
         if not fit.has_graph and "record" not in fit.kinds:
-            stays = _why_ddp_stays(self._request, fit.clock.median("step"), fit.clock.compute_seconds())
+            stays = _why_ddp_stays(
+                self._request, fit.clock.median("step"), fit.clock.compute_seconds()
+            )
             plan = preset_plan(PRESETS["ddp"], mesh=data_mesh(ranks))
             return dataclasses.replace(plan, reason=f"{stays}.").to_dict() if stays else "record"
         self._observed = fit.result()
         fit.close()
-        stays = _why_ddp_stays(self._request, self._observed.step_seconds, self._observed.compute_seconds)
+        stays = _why_ddp_stays(
+            self._request, self._observed.step_seconds, self._observed.compute_seconds
+        )
         return _ddp_plan(self._observed, ranks, stays).to_dict() if stays else None
 
     def _poll_search(self) -> ParallelPlan | None:
         """The plan, once the search is over on rank 0."""
         device = self._trainer.strategy.root_device
         is_late = perf_counter() - self._begun > _PATIENCE_SECONDS
-        is_over = torch.tensor(int(self._search is not None and (self._search.is_ready() or is_late)), device=device)
+        is_over = torch.tensor(
+            int(self._search is not None and (self._search.is_ready() or is_late)), device=device
+        )
         dist.broadcast(is_over, 0)
         if not is_over:
             return None
@@ -491,7 +571,9 @@ class ObservedPlanning:
 
 
 def refine_observed(request: PlanRequest, trainer: pl.Trainer, fit: ObservedFit) -> Decision:
-    """Return the uniform plan that was asked for, for the blocks that rank 0 saw. A collective call, between two steps."""
+    """Return the uniform plan that was asked for, for the blocks that rank 0 saw. A collective
+    call, between two steps.
+    """
     given = request.plan
     assert isinstance(given, UniformPlan)
     mesh = given.mesh(dist.get_world_size(), num_nodes=trainer.num_nodes)
@@ -505,12 +587,16 @@ def refine_observed(request: PlanRequest, trainer: pl.Trainer, fit: ObservedFit)
                 raise CaptureError(
                     f"{error}: leave '+recompute' out of the plan, whose blocks have to be seen"
                 ) from error
-            rank_zero_warn(f"topt: the blocks were not seen, so the plan stores the whole module as one: {error}")
+            rank_zero_warn(
+                "topt: the blocks were not seen, so the plan stores the whole module as one: "
+                f"{error}"
+            )
             return preset_plan(given.preset, mesh=mesh).to_dict()
         plan = given.of(graph, mesh)
         if graph.unused and not plan.keeps_gradients_whole:
             raise PlanError(
-                f"this plan shards parameters, but the step gives {graph.unused[0]} no gradient, which only "
+                f"this plan shards parameters, but the step gives {graph.unused[0]} no gradient, "
+                "which only "
                 "DistributedDataParallel sees and answers; choose ZeRO level 0 or 1"
             )
         if given.recompute:
@@ -523,23 +609,28 @@ def refine_observed(request: PlanRequest, trainer: pl.Trainer, fit: ObservedFit)
 def _why_ddp_stays(request: PlanRequest, step: float | None, compute: float | None) -> str | None:
     """Why nothing can be gained by any plan, as a sentence; None where something might be.
 
-    Plans on data axes compute what DDP computes. What they may save is the rest of the step: the optimizer's part, and the
-    exchange that backward does not hide.
+    Plans on data axes compute what DDP computes. What they may save is the rest of the step: the
+    optimizer's part, and the exchange that backward does not hide.
     """
     if request.saves_memory or request.cluster is not None or step is None or compute is None:
         return None
     if compute * (1 + TIME_ERROR) + TIME_ERROR_SECONDS < step:
         return None
     return (
-        f"Nothing to gain: of a step of {1e3 * step:.1f} ms, {1e3 * compute:.1f} ms are forward and backward, which take as "
+        f"Nothing to gain: of a step of {1e3 * step:.1f} ms, {1e3 * compute:.1f} ms are forward "
+        "and backward, which take as "
         "long under any plan on data axes"
     )
 
 
 def _ddp_plan(observed: Observed, ranks: int, reason: str) -> ParallelPlan:
-    """Plain DDP with the blocks that were seen, the time that was measured and the memory that is predicted."""
+    """Plain DDP with the blocks that were seen, the time that was measured and the memory that is
+    predicted.
+    """
     graph, seconds = observed.graph, observed.step_seconds or 0.0
-    plan = preset_plan(PRESETS["ddp"], mesh=data_mesh(ranks), blocks=[block.name for block in graph.blocks])
+    plan = preset_plan(
+        PRESETS["ddp"], mesh=data_mesh(ranks), blocks=[block.name for block in graph.blocks]
+    )
     request = SearchRequest(
         graph,
         _any_cluster(ranks),
@@ -547,7 +638,9 @@ def _ddp_plan(observed: Observed, ranks: int, reason: str) -> ParallelPlan:
         device_counts=(ranks,),
         global_batch_size=graph.batch_size * ranks,
     )
-    plan = dataclasses.replace(plan, model=graph.model, fingerprint=graph.fingerprint, batch_size=graph.batch_size)
+    plan = dataclasses.replace(
+        plan, model=graph.model, fingerprint=graph.fingerprint, batch_size=graph.batch_size
+    )
     priced = price_plan(request, plan)
     compute = observed.compute_seconds or 0.0
     predicted = dataclasses.replace(
@@ -567,17 +660,23 @@ def _any_cluster(ranks: int) -> Cluster:
 
 
 def _cluster_of(request: PlanRequest, trainer: pl.Trainer) -> tuple[Cluster, Measurements | None]:
-    """The cluster as given; else as stored, or as measured now, and what measures kernels. A collective call."""
+    """The cluster as given; else as stored, or as measured now, and what measures kernels. A
+    collective call.
+    """
     if request.cluster is not None:
         return request.cluster, None
     device = trainer.strategy.root_device
     found = Measurements.open(
-        device=device, num_nodes=trainer.num_nodes, progress=lambda line: rank_zero_info(f"topt: {line}")
+        device=device,
+        num_nodes=trainer.num_nodes,
+        progress=lambda line: rank_zero_info(f"topt: {line}"),
     )
     return on_every_rank(found.cluster), found
 
 
-def _search_request(request: PlanRequest, trainer: pl.Trainer, observed: Observed, cluster: Cluster) -> SearchRequest:
+def _search_request(
+    request: PlanRequest, trainer: pl.Trainer, observed: Observed, cluster: Cluster
+) -> SearchRequest:
     """What to search on data axes; nothing of it refers to the trainer."""
     costs = RunCosts(
         observed.optimizers.profile(op_overhead_seconds=cluster.device.op_overhead_seconds),
@@ -604,8 +703,9 @@ def _search(
 ) -> Planning | list[OpGraph]:
     """Search, and choose; or return the graphs whose kernels are wanted (`search_with_axes`).
 
-    Steps are captured for tensor axes and stages in a copy of the process alone, and only if the watched steps changed nothing
-    but tensors: such plans run a rank's step with batches of other ranks too.
+    Steps are captured for tensor axes and stages in a copy of the process alone, and only if the
+    watched steps changed nothing but tensors: such plans run a rank's step with batches of other
+    ranks too.
     """
     if why_not is None and observed.change is not None:
         why_not = f"training_step may not run for other ranks: {observed.change}"
@@ -619,13 +719,17 @@ def _search(
             are_joint=are_joint,
             kernels=kernels,
             why_not=why_not,
-            as_measured=lambda found: found if ddp_seconds is None else _as_measured(found, ddp_seconds),
+            as_measured=lambda found: (
+                found if ddp_seconds is None else _as_measured(found, ddp_seconds)
+            ),
         )
 
 
 @contextmanager
 def _at_most(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in what runs longer in this process, which has nothing else to do: a step that waits for others."""
+    """Raise TimeoutError in what runs longer in this process, which has nothing else to do: a step
+    that waits for others.
+    """
 
     def stop(*_: Any) -> None:
         raise TimeoutError(f"a step on fake tensors has not ended within {seconds:.0f} s")
@@ -637,7 +741,9 @@ def _at_most(seconds: float) -> Iterator[None]:
 
 
 def _as_measured(frontier: PlanFrontier, ddp_seconds: float) -> PlanFrontier:
-    """`frontier` with all times scaled so that plain DDP takes what its steps took: errors of the plans are alike."""
+    """`frontier` with all times scaled so that plain DDP takes what its steps took: errors of the
+    plans are alike.
+    """
     plain = [p for p in frontier.candidates if _is_plain(p.plan)]
     if not plain or plain[0].step_seconds <= 0:
         return frontier
@@ -647,16 +753,25 @@ def _as_measured(frontier: PlanFrontier, ddp_seconds: float) -> PlanFrontier:
         plan, predicted = point.plan, point.plan.predicted
         if predicted is not None:
             times = ("step_seconds", "compute_seconds", "exposed_communication_seconds")
-            new = dataclasses.replace(predicted, **{name: factor * getattr(predicted, name) for name in times})
+            new = dataclasses.replace(
+                predicted, **{name: factor * getattr(predicted, name) for name in times}
+            )
             plan = dataclasses.replace(plan, predicted=new)
         return dataclasses.replace(point, step_seconds=factor * point.step_seconds, plan=plan)
 
     return dataclasses.replace(
-        frontier, points=tuple(map(scaled, frontier.points)), uniform=tuple(map(scaled, frontier.uniform))
+        frontier,
+        points=tuple(map(scaled, frontier.points)),
+        uniform=tuple(map(scaled, frontier.uniform)),
     )
 
 
 def _is_plain(plan: ParallelPlan) -> bool:
     blocks = (block.config for block in plan.blocks)
     is_ddp = all(config.storage.level == 0 and not config.recompute for config in blocks)
-    return is_ddp and len(plan.mesh.axes) == 1 and plan.gradient_exchange is None and plan.schedule is None
+    return (
+        is_ddp
+        and len(plan.mesh.axes) == 1
+        and plan.gradient_exchange is None
+        and plan.schedule is None
+    )

@@ -1,4 +1,6 @@
-"""Ranks can share an optimizer step where this holds: equal gradients, equal optimizers, whole parameters."""
+"""Ranks can share an optimizer step where this holds: equal gradients, equal optimizers, whole
+parameters.
+"""
 
 from __future__ import annotations
 
@@ -23,26 +25,33 @@ from lightning_topt.plugins.local_steps_strategy import LocalStepsStrategy
 
 
 def check_strategy(strategy: Strategy) -> None:
-    """Raise ValueError unless every rank has whole parameters and equal gradients under `strategy`."""
+    """Raise ValueError unless every rank has whole parameters and equal gradients under
+    `strategy`.
+    """
     name, where = type(strategy).__name__, 'it runs under strategy="ddp" and "topt_compressed"'
     if isinstance(strategy, AutoParallelStrategy):
         raise ValueError(
-            f'{name} shares the optimizer step itself where its plan says so (plan="zero1" always does): leave '
+            f'{name} shares the optimizer step itself where its plan says so (plan="zero1" always '
+            "does): leave "
             f"ParallelOptimizerStep out; {where}"
         )
     if isinstance(strategy, LocalStepsStrategy):
         raise ValueError(
-            f"under {name} ranks train alone, each with its own gradients, so there is no common step to share: leave "
+            f"under {name} ranks train alone, each with its own gradients, so there is no common "
+            "step to share: leave "
             f"ParallelOptimizerStep out; {where}"
         )
     if not isinstance(strategy, DDPStrategy):
         raise ValueError(
-            f"ParallelOptimizerStep shares the step of whole parameters that have the same gradient on all ranks, which "
-            f"{name} does not keep: leave it out (a strategy that shards parameters shards their step too); {where}"
+            "ParallelOptimizerStep shares the step of whole parameters that have the same "
+            "gradient on all ranks, which "
+            f"{name} does not keep: leave it out (a strategy that shards parameters shards their "
+            f"step too); {where}"
         )
     if getattr(strategy, "_model_averager", None) is not None:
         raise ValueError(
-            "under post-local SGD (ddp_comm_state=PostLocalSGDState) gradients differ between ranks, so there is no common "
+            "under post-local SGD (ddp_comm_state=PostLocalSGDState) gradients differ between "
+            "ranks, so there is no common "
             "step to share: leave ParallelOptimizerStep or that communication hook out"
         )
 
@@ -55,7 +64,8 @@ def check_reduce_scatter(strategy: Strategy) -> None:
         or strategy._ddp_comm_hook is not None
     ):
         raise ValueError(
-            f"reduce_scatter=True exchanges gradients in place of DDP's all-reduce, and {type(strategy).__name__} has its own "
+            "reduce_scatter=True exchanges gradients in place of DDP's all-reduce, and "
+            f"{type(strategy).__name__} has its own "
             "exchange (a communication hook): leave one of them out"
         )
 
@@ -65,67 +75,86 @@ def optimizers_of(trainer: pl.Trainer) -> list[Optimizer]:
 
     Raises ValueError for one that shards its state itself, and for sharded parameters.
     """
-    found: list[Optimizer] = [getattr(optimizer, "_optimizer", optimizer) for optimizer in trainer.strategy.optimizers]
+    found: list[Optimizer] = [
+        getattr(optimizer, "_optimizer", optimizer) for optimizer in trainer.strategy.optimizers
+    ]
     for optimizer in found:
         name = type(optimizer).__name__
         if isinstance(optimizer.__dict__.get("step"), AdaptiveStep):
             raise ValueError(
-                f"the state of {name} is spread over the ranks since a fit that ended with an exception: build a new one in "
+                f"the state of {name} is spread over the ranks since a fit that ended with an "
+                "exception: build a new one in "
                 "configure_optimizers, and go on from a checkpoint"
             )
         if hasattr(optimizer, "consolidate_state_dict"):
             raise ValueError(
-                f"{name} shards its state over the ranks by itself: leave ParallelOptimizerStep out, or give it the "
+                f"{name} shards its state over the ranks by itself: leave ParallelOptimizerStep "
+                "out, or give it the "
                 "optimizer that is inside"
             )
         if any(isinstance(parameter, DTensor) for parameter in parameters_of(optimizer)):
             raise ValueError(
-                f"{name} has sharded parameters (DTensor), whose step is shared already: leave ParallelOptimizerStep out"
+                f"{name} has sharded parameters (DTensor), whose step is shared already: leave "
+                "ParallelOptimizerStep out"
             )
     return found
 
 
 def reduced_parameters(strategy: Strategy) -> frozenset[Tensor]:
-    """Return the parameters that DDP keeps equal, those that need a gradient when the module is wrapped: call it soon after
-    that.
+    """Return the parameters that DDP keeps equal, those that need a gradient when the module is
+    wrapped: call it soon after that.
     """
     assert isinstance(strategy.model, DistributedDataParallel)
-    return frozenset(equal_parameters(strategy.model.module, strategy.model.parameters_to_ignore).values())
+    return frozenset(
+        equal_parameters(strategy.model.module, strategy.model.parameters_to_ignore).values()
+    )
 
 
 def check_equal_optimizers(
     optimizers: Sequence[Optimizer], *, names: Mapping[Tensor, str], group: dist.ProcessGroup
 ) -> None:
-    """Collective call on `group`: raise ValueError, on all ranks, naming the first difference from rank 0's optimizers.
+    """Collective call on `group`: raise ValueError, on all ranks, naming the first difference from
+    rank 0's optimizers.
 
-    Compared are classes, groups with their numbers and switches, and parameters (`names`, shapes, dtypes, and whether they
-    are trained), in their order.
+    Compared are classes, groups with their numbers and switches, and parameters (`names`, shapes,
+    dtypes, and whether they are trained), in their order.
     """
     own = _describe(optimizers, names)
     everyone: list[list[tuple[str, str]]] = [[] for _ in range(dist.get_world_size(group))]
     dist.all_gather_object(everyone, own, group=group)
     missing = ("", "missing")
     for rank, theirs in enumerate(everyone):
-        for (place, value), (first_place, first) in zip_longest(theirs, everyone[0], fillvalue=missing):
+        for (place, value), (first_place, first) in zip_longest(
+            theirs, everyone[0], fillvalue=missing
+        ):
             if (place, value) != (first_place, first):
                 value, first = (
-                    (value, first) if place == first_place else (f"{place} {value}", f"{first_place} {first}")
+                    (value, first)
+                    if place == first_place
+                    else (f"{place} {value}", f"{first_place} {first}")
                 )
                 raise ValueError(
                     "ranks can share the step of equal optimizers only: "
-                    f"{place or first_place} is {value.strip()} on rank {rank} and {first.strip()} on rank 0; make "
+                    f"{place or first_place} is {value.strip()} on rank {rank} and {first.strip()} "
+                    "on rank 0; make "
                     "configure_optimizers do the same on all ranks"
                 )
 
 
-def _describe(optimizers: Sequence[Optimizer], names: Mapping[Tensor, str]) -> list[tuple[str, str]]:
+def _describe(
+    optimizers: Sequence[Optimizer], names: Mapping[Tensor, str]
+) -> list[tuple[str, str]]:
     """Return (place, what is there) of everything that must be equal, in order."""
     entries: list[tuple[str, str]] = []
     for number, optimizer in enumerate(optimizers):
         entries.append((f"optimizer {number}", type(optimizer).__qualname__))
         for index, group in enumerate(optimizer.param_groups):
             place = f"optimizer {number}, group {index}"
-            entries += [(f"{place}, {key}", repr(value)) for key, value in sorted(group.items()) if _is_plain(value)]
+            entries += [
+                (f"{place}, {key}", repr(value))
+                for key, value in sorted(group.items())
+                if _is_plain(value)
+            ]
             for position, parameter in enumerate(group["params"]):
                 name = names.get(parameter, "(not of the module)")
                 frozen = "" if parameter.requires_grad else ", frozen"

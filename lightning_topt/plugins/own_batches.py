@@ -1,5 +1,6 @@
-"""Why the ranks of a tensor group cannot take the turns of one another in this fit, or those of a pipeline not run one step
-together: a step that another rank ran as well would not have been the same, or would have left something behind.
+"""Why the ranks of a tensor group cannot take the turns of one another in this fit, or those of a
+pipeline not run one step together: a step that another rank ran as well would not have been the
+same, or would have left something behind.
 """
 
 from __future__ import annotations
@@ -30,16 +31,29 @@ from lightning_topt.plugins.member_batches import check_packs
 from lightning_topt.plugins.searched_plan import capture_step
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 
-_RANKS = frozenset(["global_rank", "local_rank", "node_rank", "is_global_zero", "get_rank", "is_local_zero"])
+_RANKS = frozenset(
+    ["global_rank", "local_rank", "node_rank", "is_global_zero", "get_rank", "is_local_zero"]
+)
 _COUNTS = frozenset(["global_step", "current_epoch"])
 _WRITERS = frozenset(
-    ["logger", "loggers", "rank_zero_only", "rank_zero_info", "rank_zero_warn", "rank_zero_deprecation"]
+    [
+        "logger",
+        "loggers",
+        "rank_zero_only",
+        "rank_zero_info",
+        "rank_zero_warn",
+        "rank_zero_deprecation",
+    ]
 )
 _REGISTRIES = ("_parameters", "_buffers", "_modules", "forward")
 
 
-def why_no_turns(trainer: pl.Trainer, batch: Any = None, graph: OpGraph | None = None) -> str | None:
-    """Return why ranks cannot run the batches of one another, as far as that can be seen before a step runs, as a clause."""
+def why_no_turns(
+    trainer: pl.Trainer, batch: Any = None, graph: OpGraph | None = None
+) -> str | None:
+    """Return why ranks cannot run the batches of one another, as far as that can be seen before a
+    step runs, as a clause.
+    """
     strategy = trainer.strategy
     if getattr(strategy, "checkpoint_form", "full") != "full":
         return "sharded checkpoints do not know tensor axes"
@@ -48,31 +62,49 @@ def why_no_turns(trainer: pl.Trainer, batch: Any = None, graph: OpGraph | None =
     return _why_not_another_rank(trainer.lightning_module, batch, graph)
 
 
-def why_no_members(trainer: pl.Trainer, batch: Any = None, graph: OpGraph | None = None) -> str | None:
-    """Return why the ranks of a pipeline cannot run the batches of one another, as far as that can be seen before a step runs,
-    as a clause.
+def why_no_members(
+    trainer: pl.Trainer, batch: Any = None, graph: OpGraph | None = None
+) -> str | None:
+    """Return why the ranks of a pipeline cannot run the batches of one another, as far as that can
+    be seen before a step runs, as a clause.
     """
     module = trainer.lightning_module
     if reason := _why_not_another_rank(module, batch, graph):
         return reason
     if name := _name_in(module, _WRITERS):
-        return f"training_step uses {name}, and what rank 0 writes is known on the last stage's rank"
+        return (
+            f"training_step uses {name}, and what rank 0 writes is known on the last stage's rank"
+        )
     if any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()):
         return "batch norm brings ranks with different batches together"
-    if any(isinstance(part, _NormBase) and part.training and part.track_running_stats for part in module.modules()):
-        return "batch norm counts the batches of rank 0 alone under ddp, and would count all of a pipeline's"
+    if any(
+        isinstance(part, _NormBase) and part.training and part.track_running_stats
+        for part in module.modules()
+    ):
+        return (
+            "batch norm counts the batches of rank 0 alone under ddp, and would count all of a "
+            "pipeline's"
+        )
     if any(isinstance(part, MetricCollection) for part in module.modules()):
         return "a collection of metrics shares states, which are not followed from rank to rank"
     return None
 
 
 def why_steps_may_differ(module: pl.LightningModule) -> str | None:
-    """Return why one step may call other modules than the next one, as far as names tell, as a clause."""
+    """Return why one step may call other modules than the next one, as far as names tell, as a
+    clause.
+    """
     name = _name_in(module, _COUNTS)
-    return None if name is None else f"training_step reads {name}, on which the modules that it calls may depend"
+    return (
+        None
+        if name is None
+        else f"training_step reads {name}, on which the modules that it calls may depend"
+    )
 
 
-def _why_not_another_rank(module: pl.LightningModule, batch: Any, graph: OpGraph | None) -> str | None:
+def _why_not_another_rank(
+    module: pl.LightningModule, batch: Any, graph: OpGraph | None
+) -> str | None:
     why = _why_not_together(
         module,
         backward="may do more with the loss than to differentiate it",
@@ -90,7 +122,9 @@ def _why_not_another_rank(module: pl.LightningModule, batch: Any, graph: OpGraph
 
 
 def why_no_pipeline(trainer: pl.Trainer) -> str | None:
-    """Return why the ranks of a pipeline cannot run one step together, as far as that is seen before it runs, as a clause."""
+    """Return why the ranks of a pipeline cannot run one step together, as far as that is seen
+    before it runs, as a clause.
+    """
     return _why_not_together(
         trainer.lightning_module,
         backward="would get a loss whose gradients exist already",
@@ -99,8 +133,12 @@ def why_no_pipeline(trainer: pl.Trainer) -> str | None:
 
 
 def _why_not_together(module: pl.LightningModule, *, backward: str, rank: str) -> str | None:
-    """Why no ranks can run one step; `backward` and `rank` say what its own backward, and a rank that is read, would spoil."""
-    if any("backward" in vars(cls) for cls in type(module).__mro__ if not is_library(cls.__module__)):
+    """Why no ranks can run one step; `backward` and `rank` say what its own backward, and a rank
+    that is read, would spoil.
+    """
+    if any(
+        "backward" in vars(cls) for cls in type(module).__mro__ if not is_library(cls.__module__)
+    ):
         return f"{type(module).__name__}.backward {backward}"
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         return "training_step fetches its own batches"
@@ -130,44 +168,61 @@ def _name_in(module: nn.Module, asked_for: frozenset[str]) -> str | None:
 
 def _names_of_step(module: nn.Module) -> set[str]:
     """All names of globals and attributes in the user's code that `training_step` may run."""
-    todo = [getattr(type(module), "training_step", None), *(type(part).forward for part in module.modules())]
+    todo = [
+        getattr(type(module), "training_step", None),
+        *(type(part).forward for part in module.modules()),
+    ]
     seen: set[types.CodeType] = set()
     found_names: set[str] = set()
     while todo:
         function = inspect.unwrap(found) if callable(found := todo.pop()) else None
-        if not isinstance(function, types.FunctionType) or is_library(function.__module__) or function.__code__ in seen:
+        if (
+            not isinstance(function, types.FunctionType)
+            or is_library(function.__module__)
+            or function.__code__ in seen
+        ):
             continue
         seen.add(function.__code__)
         names = _names_in(function.__code__)
         found_names |= names
-        todo += [vars(cls)[name] for cls in type(module).__mro__ for name in names if name in vars(cls)]
+        todo += [
+            vars(cls)[name] for cls in type(module).__mro__ for name in names if name in vars(cls)
+        ]
         todo += [function.__globals__[name] for name in names if name in function.__globals__]
     return found_names
 
 
 def _names_in(code: types.CodeType) -> set[str]:
-    inner = (_names_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
+    inner = (
+        _names_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)
+    )
     return {*code.co_names}.union(*inner)
 
 
 def digest_of_values(module: nn.Module) -> int:
-    """Return a number that is equal on ranks whose parts of `module` hold equal values, beside parameters and buffers, under
-    names that the step's code uses.
+    """Return a number that is equal on ranks whose parts of `module` hold equal values, beside
+    parameters and buffers, under names that the step's code uses.
 
     A rank that kept something of its own first batch would run batches of other ranks with that.
     """
     names = _names_of_step(module) - set(vars(pl.LightningModule())) - set(_REGISTRIES)
     parts = [part for part in module.modules() if not isinstance(part, Metric)]
     own = [{name: value for name, value in vars(part).items() if name in names} for part in parts]
-    digest = xxhash.xxh3_64(repr((describe(own), describe_surroundings({type(part) for part in parts}))).encode())
+    digest = xxhash.xxh3_64(
+        repr((describe(own), describe_surroundings({type(part) for part in parts}))).encode()
+    )
     for tensor in tensors_in(own):
         if tensor.layout is torch.strided and not tensor.is_meta:
-            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+            digest.update(
+                tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+            )
     return digest.intdigest() >> 1  # fits a signed number
 
 
 class TracedStep:
-    """The step of this rank with `batch`, traced on fake tensors once somebody asks: its graph, calls, and what it changes."""
+    """The step of this rank with `batch`, traced on fake tensors once somebody asks: its graph,
+    calls, and what it changes.
+    """
 
     def __init__(self, trainer: pl.Trainer, batch: Any) -> None:
         self.trainer, self.batch = trainer, batch
@@ -175,10 +230,15 @@ class TracedStep:
 
     @cached_property
     def graph(self) -> OpGraph:
-        """The graph. Raises what `capture_step` does, and ValueError where the step changes objects."""
+        """The graph. Raises what `capture_step` does, and ValueError where the step changes
+        objects.
+        """
         graph = capture_step(self.trainer, self.batch, trace=self._watched)
         if self._watched.change is not None:
-            raise ValueError(f"training_step changes objects that the next step finds changed: {self._watched.change}")
+            raise ValueError(
+                "training_step changes objects that the next step finds changed: "
+                f"{self._watched.change}"
+            )
         return graph
 
     @property
@@ -190,17 +250,23 @@ class TracedStep:
 
 @dataclass
 class WatchedTrace:
-    """A trace of a step's calls that also sees whether the step changes Python objects: `change` names one, after a capture."""
+    """A trace of a step's calls that also sees whether the step changes Python objects: `change`
+    names one, after a capture.
+    """
 
     trace: FunctionTrace
     change: str | None = None
 
     def of(self, module: nn.Module) -> AbstractContextManager[Any]:
-        """Return the context in which the forward pass of `module`, a copy that is thrown away, is traced."""
+        """Return the context in which the forward pass of `module`, a copy that is thrown away, is
+        traced.
+        """
         return self._watching(module, self.trace.of(module))
 
     @contextmanager
-    def _watching(self, module: nn.Module, tracing: AbstractContextManager[Any]) -> Generator[None, None, None]:
+    def _watching(
+        self, module: nn.Module, tracing: AbstractContextManager[Any]
+    ) -> Generator[None, None, None]:
         watch = PurityWatch(module)
         with tracing:
             yield

@@ -1,4 +1,6 @@
-"""The Lightning callback that shares the optimizer step between the ranks of ``ddp`` where that saves time."""
+"""The Lightning callback that shares the optimizer step between the ranks of ``ddp`` where that
+saves time.
+"""
 
 from __future__ import annotations
 
@@ -38,37 +40,45 @@ GATHER_DTYPES = {"bfloat16": torch.bfloat16}
 
 
 class ParallelOptimizerStep(pl.Callback):
-    """Every rank updates its share of the parameters and receives the others: ``Trainer(callbacks=[ParallelOptimizerStep()])``.
+    """Every rank updates its share of the parameters and receives the others:
+    ``Trainer(callbacks=[ParallelOptimizerStep()])``.
 
-    For strategies ``ddp`` (also by fork, by spawn, with unused parameters) and ``topt_compressed``, and for any optimizer whose
-    parameters can be updated by different ranks: those of torch, packages' and your own. Losses, parameters and checkpoints
-    are those of the plain step.
+    For strategies ``ddp`` (also by fork, by spawn, with unused parameters) and ``topt_compressed``,
+    and for any optimizer whose parameters can be updated by different ranks: those of torch,
+    packages' and your own. Losses, parameters and checkpoints are those of the plain step.
 
-    The first six steps are plain: one warms up, five are measured. Then each parameter group is shared where its update takes
-    longer than what sharing costs, and stays so if the next steps are faster indeed; why is logged and is in `decisions` (for
-    each optimizer, for each group). CPU ranks of one node gather parameters through its memory. Shared state is kept by its
-    owner alone, 1/ranks of the whole. Checkpoints have all of it, under the keys of the plain optimizer, and load
-    on any number of ranks, with this callback or without. At the end of the fit every rank has the whole state again.
+    The first six steps are plain: one warms up, five are measured. Then each parameter group is
+    shared where its update takes longer than what sharing costs, and stays so if the next steps are
+    faster indeed; why is logged and is in `decisions` (for each optimizer, for each group). CPU
+    ranks of one node gather parameters through its memory. Shared state is kept by its owner alone,
+    1/ranks of the whole. Checkpoints have all of it, under the keys of the plain optimizer, and
+    load on any number of ranks, with this callback or without. At the end of the fit every rank has
+    the whole state again.
 
-    Parameters that DDP does not average, such as those that were frozen when the fit began, are updated on every rank, as
-    under ``ddp``. Parameter groups that are added later are shared from the next batch on.
+    Parameters that DDP does not average, such as those that were frozen when the fit began, are
+    updated on every rank, as under ``ddp``. Parameter groups that are added later are shared from
+    the next batch on.
 
     Args:
         always: share every group, from the first step on, without measuring: for the memory.
-        rule: what one update reads: "elements" (of an element: only that element's parameter, gradient and state, so rows of a
-            parameter may go to different ranks) or "parameters" (whole parameters only). None: known for torch's optimizers,
-            tried out on small copies for others.
-        gather_dtype: ``torch.bfloat16`` or ``"bfloat16"``: updated parameters travel in 16 bits and are rounded to them on all
-            ranks; the owner updates float32 copies that it keeps, and checkpoints have those. None: as they are, without loss.
-        reduce_scatter: share everything, and exchange gradients so that each rank has the averages of its own rows only, in
-            place of DDP's all-reduce: as many bytes as without sharing. Gradients of other rows are NaN after the backward
-            pass; the Trainer's clipping and GradScaler know that, code of yours that reads whole gradients does not.
-        timeout_seconds: of every wait on another rank; none is longer than the time limit of the process group (`timeout` of
-            the strategy).
+        rule: what one update reads: "elements" (of an element: only that element's parameter,
+            gradient and state, so rows of a parameter may go to different ranks) or "parameters"
+            (whole parameters only). None: known for torch's optimizers, tried out on small copies
+            for others.
+        gather_dtype: ``torch.bfloat16`` or ``"bfloat16"``: updated parameters travel in 16 bits and
+            are rounded to them on all ranks; the owner updates float32 copies that it keeps, and
+            checkpoints have those. None: as they are, without loss.
+        reduce_scatter: share everything, and exchange gradients so that each rank has the averages
+            of its own rows only, in place of DDP's all-reduce: as many bytes as without sharing.
+            Gradients of other rows are NaN after the backward pass; the Trainer's clipping and
+            GradScaler know that, code of yours that reads whole gradients does not.
+        timeout_seconds: of every wait on another rank; none is longer than the time limit of the
+            process group (`timeout` of the strategy).
 
-    With one rank there is nothing to share and nothing happens. Raises ValueError, at the start of the fit, under strategies
-    whose ranks have other gradients or parts of parameters, for ranks whose optimizers differ, and for optimizers that cannot
-    be split (`UnsplittableOptimizer`): LBFGS, sparse updates, rules that couple parameters.
+    With one rank there is nothing to share and nothing happens. Raises ValueError, at the start of
+    the fit, under strategies whose ranks have other gradients or parts of parameters, for ranks
+    whose optimizers differ, and for optimizers that cannot be split (`UnsplittableOptimizer`):
+    LBFGS, sparse updates, rules that couple parameters.
     """
 
     def __init__(
@@ -84,14 +94,19 @@ class ParallelOptimizerStep(pl.Callback):
         check_flag(reduce_scatter, name="reduce_scatter")
         check_real(timeout_seconds, name="timeout_seconds", positive=True)
         if rule is not None and rule not in get_args(UpdateRule):
-            raise ValueError(f"rule is one of {get_args(UpdateRule)}, or None to find out; got {rule!r}")
+            raise ValueError(
+                f"rule is one of {get_args(UpdateRule)}, or None to find out; got {rule!r}"
+            )
         if gather_dtype not in (None, *GATHER_DTYPES, *GATHER_DTYPES.values()):
             raise ValueError(
-                f"gather_dtype is torch.bfloat16, or None for that of the parameters; got {gather_dtype!r}"
+                "gather_dtype is torch.bfloat16, or None for that of the parameters; got "
+                f"{gather_dtype!r}"
             )
         self.always, self.rule, self.timeout_seconds = always, rule, timeout_seconds
         self.reduce_scatter = reduce_scatter
-        self.gather_dtype = GATHER_DTYPES[gather_dtype] if isinstance(gather_dtype, str) else gather_dtype
+        self.gather_dtype = (
+            GATHER_DTYPES[gather_dtype] if isinstance(gather_dtype, str) else gather_dtype
+        )
         self._rules: list[UpdateRule] = []
         self._reduced: frozenset[Tensor] = frozenset()
         self._steps: list[AdaptiveStep] = []
@@ -103,7 +118,8 @@ class ParallelOptimizerStep(pl.Callback):
 
     @property
     def decisions(self) -> list[list[Decision]]:
-        """The decisions of each optimizer with parameters, for each of its groups; empty lists as long as nothing is decided.
+        """The decisions of each optimizer with parameters, for each of its groups; empty lists as
+        long as nothing is decided.
 
         Empty with `reduce_scatter`, which decides nothing.
         """
@@ -137,17 +153,22 @@ class ParallelOptimizerStep(pl.Callback):
         if self.reduce_scatter:
             check_reduce_scatter(trainer.strategy)
         self._reduced = reduced_parameters(trainer.strategy)
-        self._rules = [update_rule(optimizer, declared=self.rule) for optimizer in optimizers_of(trainer)]
+        self._rules = [
+            update_rule(optimizer, declared=self.rule) for optimizer in optimizers_of(trainer)
+        ]
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # State is loaded by now, whole, and other callbacks have changed the groups as they wanted at the start.
+        # State is loaded by now, whole, and other callbacks have changed the groups as they wanted
+        # at the start.
         if trainer.world_size == 1:
             return
         optimizers = optimizers_of(trainer)
         timeout_seconds = within_limit(self.timeout_seconds)
         self._group = dist.new_group(timeout=timedelta(seconds=timeout_seconds))
-        names: dict[Tensor, str] = {parameter: name for name, parameter in pl_module.named_parameters()}
+        names: dict[Tensor, str] = {
+            parameter: name for name, parameter in pl_module.named_parameters()
+        }
         check_equal_optimizers(optimizers, names=names, group=self._group)
         self._node = node_rows(
             self._group,
@@ -159,7 +180,11 @@ class ParallelOptimizerStep(pl.Callback):
             self._scatter(trainer, optimizers)
             return
         sharing = Sharing(
-            self._group, self._reduced, always=self.always, gather_dtype=self.gather_dtype, node=self._node
+            self._group,
+            self._reduced,
+            always=self.always,
+            gather_dtype=self.gather_dtype,
+            node=self._node,
         )
         for number, (optimizer, rule) in enumerate(zip(optimizers, self._rules, strict=True)):
             say = partial(_say, number if len(optimizers) > 1 else None)
@@ -189,14 +214,26 @@ class ParallelOptimizerStep(pl.Callback):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        # The exact values behind rounded parameters, unless another callback saves others (averages) in their place.
+        # The exact values behind rounded parameters, unless another callback saves others
+        # (averages) in their place.
         if self.gather_dtype is None:
             return
-        steps = [step.parallel for step in self._steps] + (self._scattered.steps if self._scattered else [])
-        exact = {p: value for step in steps if step is not None for p, value in step.exact_parameters().items()}
+        steps = [step.parallel for step in self._steps] + (
+            self._scattered.steps if self._scattered else []
+        )
+        exact = {
+            p: value
+            for step in steps
+            if step is not None
+            for p, value in step.exact_parameters().items()
+        }
         saved = checkpoint["state_dict"]
         for name, parameter in pl_module.named_parameters(remove_duplicate=False):
-            if parameter in exact and name in saved and saved[name].data_ptr() == parameter.data_ptr():
+            if (
+                parameter in exact
+                and name in saved
+                and saved[name].data_ptr() == parameter.data_ptr()
+            ):
                 saved[name] = exact[parameter]
 
     @override
@@ -214,7 +251,9 @@ class ParallelOptimizerStep(pl.Callback):
         self._reduced = frozenset()
 
     @override
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
         self._leave_node()  # the other ranks need not wait for this one
         name_lost(exception, self._watch)
 
@@ -225,7 +264,9 @@ class ParallelOptimizerStep(pl.Callback):
 
 
 def _named(run_stage: Callable[[], Any], watch: RankWatch | None) -> Callable[[], Any]:
-    """Return `run_stage` of ranks that Lightning forked or spawned: there, it asks no callback what to do with an error."""
+    """Return `run_stage` of ranks that Lightning forked or spawned: there, it asks no callback what
+    to do with an error.
+    """
 
     def run() -> Any:
         try:

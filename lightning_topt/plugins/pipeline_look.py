@@ -1,6 +1,8 @@
-"""A search without a plan looks at pipelines as well, where these may be better than all that was found before.
+"""A search without a plan looks at pipelines as well, where these may be better than all that was
+found before.
 
-Every rank has its own batch by then, so the ranks of a pipeline run these as microbatches (see `pipeline_members`).
+Every rank has its own batch by then, so the ranks of a pipeline run these as microbatches (see
+`pipeline_members`).
 """
 
 from __future__ import annotations
@@ -32,14 +34,17 @@ from lightning_topt.plugins.turns import loss_of
 def add_pipelines(
     request: PlanRequest, step: TracedStep, search: SearchRequest, found: list[PlanFrontier]
 ) -> str | None:
-    """Add the plans with stages that may be chosen to `found`; or return why there are none, as a clause.
+    """Add the plans with stages that may be chosen to `found`; or return why there are none, as a
+    clause.
 
     On rank 0, which captures steps for it.
     """
     trainer, batch = step.trainer, step.batch
     if reason := _why_no_look(request, step, search, found):
         return reason
-    frontier = _search(request, dataclasses.replace(search, evaluates=trainer.enable_validation), found)
+    frontier = _search(
+        request, dataclasses.replace(search, evaluates=trainer.enable_validation), found
+    )
     if not frontier.points:
         return "no plan with stages is better"
     every = together([*found, frontier])
@@ -60,9 +65,15 @@ def _why_no_look(
 ) -> str | None:
     """Why no plan with stages can be chosen, as a clause; None where one might be."""
     limit = seconds_that_pay(request, search, found)
-    if search.optimizer.by_parameter and limit is not None and least_member_seconds(search) >= limit:
+    if (
+        search.optimizer.by_parameter
+        and limit is not None
+        and least_member_seconds(search) >= limit
+    ):
         return "computation alone takes so long that the rest is not worth it"
-    return why_left_out(request, step.trainer, step.batch, dataclasses.replace(search, graph=step.graph))
+    return why_left_out(
+        request, step.trainer, step.batch, dataclasses.replace(search, graph=step.graph)
+    )
 
 
 def why_left_out(
@@ -73,14 +84,18 @@ def why_left_out(
     *,
     would_shard: Callable[[str], bool] = lambda _: True,
 ) -> str | None:
-    """Return why no fit whose ranks have a batch each runs in stages, as far as that is seen before a search, as a clause.
+    """Return why no fit whose ranks have a batch each runs in stages, as far as that is seen before
+    a search, as a clause.
 
     What torch cannot shard counts where the parameter's name `would_shard`.
     """
     if not search.optimizer.by_parameter:
         return "the optimizer does not update each parameter by itself"
     if _has_words(batch):
-        return "batches hold texts or whole numbers, on which a step may depend, so that each would be traced"
+        return (
+            "batches hold texts or whole numbers, on which a step may depend, so that each "
+            "would be traced"
+        )
     return (
         needs_whole_parameters(request, trainer, search.graph, would_shard=would_shard)
         or why_no_members(trainer, batch, search.graph)
@@ -89,7 +104,9 @@ def why_left_out(
 
 
 def _search(request: PlanRequest, search: SearchRequest, found: list[PlanFrontier]) -> PlanFrontier:
-    """The plans that may be chosen: faster by enough, or within a limit that no other plan keeps."""
+    """The plans that may be chosen: faster by enough, or within a limit that no other plan
+    keeps.
+    """
     limit = seconds_that_pay(request, search, found)
     known = [point for frontier in found for point in frontier.candidates]
     if limit is not None:
@@ -99,7 +116,9 @@ def _search(request: PlanRequest, search: SearchRequest, found: list[PlanFrontie
     if limit is None or not frontier.points:
         return frontier
     best = fastest(request, search, [frontier])
-    return frontier if best is not None and best < limit else dataclasses.replace(frontier, points=())
+    return (
+        frontier if best is not None and best < limit else dataclasses.replace(frontier, points=())
+    )
 
 
 def why_not_cut(trainer: pl.Trainer, batch: Any, plan: ParallelPlan) -> str | None:
@@ -120,9 +139,15 @@ def why_not_cut(trainer: pl.Trainer, batch: Any, plan: ParallelPlan) -> str | No
     if flow.flow.reads_values:
         return "the step reads values of its batch, so that each would be traced"
     if flow.flow.draws_on_host:
-        return "the step draws numbers of Python or NumPy, on which the modules that it calls may depend"
+        return (
+            "the step draws numbers of Python or NumPy, on which the modules that it calls may "
+            "depend"
+        )
     if written := written_buffers(flow.flow, flow.stage_of_call):
-        return f"training steps change the buffer {sorted(written)[0]!r}, of which ddp keeps what rank 0's batches make"
+        return (
+            f"training steps change the buffer {sorted(written)[0]!r}, of which ddp keeps what "
+            "rank 0's batches make"
+        )
     return None
 
 

@@ -1,10 +1,13 @@
-"""Ranks of a pipeline that bring a batch each, as data ranks do, run these together: each batch is a microbatch of its own.
+"""Ranks of a pipeline that bring a batch each, as data ranks do, run these together: each batch is
+a microbatch of its own.
 
-The loss, its gradients and all that a step logs, draws or counts are those of data parallelism, whatever the loss is: a batch
-meets no other one. Every rank takes part in the step of each member of its row as that member would run it: with its random
-numbers, and at the end of the pipeline with what its metrics have counted. What the step returns and logs goes to the member.
+The loss, its gradients and all that a step logs, draws or counts are those of data parallelism,
+whatever the loss is: a batch meets no other one. Every rank takes part in the step of each member
+of its row as that member would run it: with its random numbers, and at the end of the pipeline with
+what its metrics have counted. What the step returns and logs goes to the member.
 
-Evaluation, whose ranks may have different numbers of batches, runs on whole parameters, each rank by itself.
+Evaluation, whose ranks may have different numbers of batches, runs on whole parameters, each rank
+by itself.
 """
 
 from __future__ import annotations
@@ -28,17 +31,32 @@ from lightning_topt.execution.pipeline.pipeline_run import Example
 from lightning_topt.graph.structures import map_tensors
 from lightning_topt.plan.parallel_plan import PlanError
 from lightning_topt.plugins.former_gradients import cleared_before_backward, gradients_aside
-from lightning_topt.plugins.member_batches import value_for_member, value_of_member, values_of_members
-from lightning_topt.plugins.metric_states import MetricChanges, States, count_from, states_in_use, take_over, uncounted
+from lightning_topt.plugins.member_batches import (
+    value_for_member,
+    value_of_member,
+    values_of_members,
+)
+from lightning_topt.plugins.metric_states import (
+    MetricChanges,
+    States,
+    count_from,
+    states_in_use,
+    take_over,
+    uncounted,
+)
 from lightning_topt.plugins.pipeline_steps import PipelineSteps, joint_loss, loss_in
 from lightning_topt.plugins.pipeline_values import Told, replay
-from lightning_topt.techniques.tensor_parallel.random_states import RandomStates, random_states, set_random_states
+from lightning_topt.techniques.tensor_parallel.random_states import (
+    RandomStates,
+    random_states,
+    set_random_states,
+)
 
 
 @dataclass(frozen=True)
 class Member:
-    """A `Member` of a row brings a `batch`, which is ``(batch, dataloader_idx)``, or without the latter, the states of its
-    random generators, and what its metrics have `counted`.
+    """A `Member` of a row brings a `batch`, which is ``(batch, dataloader_idx)``, or without the
+    latter, the states of its random generators, and what its metrics have `counted`.
     """
 
     batch: tuple[Any, ...]
@@ -47,7 +65,8 @@ class Member:
 
 
 class PipelineMembers(PipelineSteps):
-    """The steps of `module` on the batches of all ranks of a pipeline, which `engine` runs on `device`.
+    """The steps of `module` on the batches of all ranks of a pipeline, which `engine` runs on
+    `device`.
 
     Made before the plan is applied; methods are collective calls.
     """
@@ -55,7 +74,12 @@ class PipelineMembers(PipelineSteps):
     evaluates = False
 
     def __init__(
-        self, engine: Engine, module: pl.LightningModule, *, precision: Precision, device: torch.device
+        self,
+        engine: Engine,
+        module: pl.LightningModule,
+        *,
+        precision: Precision,
+        device: torch.device,
     ) -> None:
         super().__init__(engine, module, precision=precision, device=device)
         self._place, self._size = dist.get_rank(self._row), dist.get_world_size(self._row)
@@ -67,21 +91,30 @@ class PipelineMembers(PipelineSteps):
         everyone: Any = dist.group.WORLD
         batch = value_of_member(batch, everyone, member=0, device=self._device)
         batch_idx = 0 if takes_index(self._module) else None
-        return Example(_MemberPasses(self, [], is_last=False, scale=1.0, batch_idx=batch_idx).loss, (batch,))
+        return Example(
+            _MemberPasses(self, [], is_last=False, scale=1.0, batch_idx=batch_idx).loss, (batch,)
+        )
 
     def check(self) -> None:
-        """Raise PlanError where a step changes buffers: DDP keeps those of rank 0's batch, a pipeline has all batches'."""
+        """Raise PlanError where a step changes buffers: DDP keeps those of rank 0's batch, a
+        pipeline has all batches'.
+        """
         if changed := self._engine.stages.changed_buffers:
             raise PlanError(
-                f"training steps change the buffer {changed[0]!r}, of which ddp keeps what rank 0's batches make; in a "
-                "pipeline whose ranks bring a batch each they would all count: leave out own_batches, or choose a plan without "
+                f"training steps change the buffer {changed[0]!r}, of which ddp keeps what rank "
+                "0's batches make; in a "
+                "pipeline whose ranks bring a batch each they would all count: leave out "
+                "own_batches, or choose a plan without "
                 "stages"
             )
 
-    # ---- training -------------------------------------------------------------------------------------------------
+    # ---- training
+    # -------------------------------------------------------------------------------------------------
 
     def members_step(self, *args: Any) -> Any:
-        """Return the output of this rank's own step on its batch, whose loss has the gradients of the row's mean loss."""
+        """Return the output of this rank's own step on its batch, whose loss has the gradients of
+        the row's mean loss.
+        """
         own = Member((args[0], *args[2:]), random_states(), states_in_use(self._module))
         members = list(values_of_members(own, self._row, device=self._device))
         passes = _MemberPasses(
@@ -93,12 +126,16 @@ class PipelineMembers(PipelineSteps):
         )
         starts = self._engine.stages.random_starts([member.states for member in members])
         with (
-            gradients_aside(self._module, dropped=cleared_before_backward(self._module)) as gradients,
+            gradients_aside(
+                self._module, dropped=cleared_before_backward(self._module)
+            ) as gradients,
             starts as ends,
             _as_other_rank(),
         ):
             self._engine.run_step(passes.microbatches, passes.loss)
-        values = [passes.finished[index] for index in range(self._size)] if passes.finished else None
+        values = (
+            [passes.finished[index] for index in range(self._size)] if passes.finished else None
+        )
         told: Told = value_for_member(values, self._row, source=self._teller, device=self._device)
         set_random_states(ends[self._place])
         take_over(self._module, told.counted)
@@ -106,8 +143,12 @@ class PipelineMembers(PipelineSteps):
         joint = joint_loss(loss_in(told.output), gradients, scale=passes.scale, device=self._device)
         return {**told.output, "loss": joint} if isinstance(told.output, Mapping) else joint
 
-    def member_pass(self, member: Member, batch: Any, batch_idx: int | None, *, is_last: bool) -> Told:
-        """Return what the step of `member` told, if it reached the end here; nothing of it is left."""
+    def member_pass(
+        self, member: Member, batch: Any, batch_idx: int | None, *, is_last: bool
+    ) -> Told:
+        """Return what the step of `member` told, if it reached the end here; nothing of it is
+        left.
+        """
         with uncounted(self._module, unless=[]):
             if is_last:
                 count_from(self._module, member.counted)
@@ -115,7 +156,8 @@ class PipelineMembers(PipelineSteps):
             output, calls = self.observed("training_step", batch, batch_idx)
             return Told(output, calls, counting.since(self._module))
 
-    # ---- evaluation -----------------------------------------------------------------------------------------------
+    # ---- evaluation
+    # -----------------------------------------------------------------------------------------------
 
     def begin_evaluation(self) -> None:
         """Make the parameters whole."""
@@ -133,25 +175,44 @@ class PipelineMembers(PipelineSteps):
 
 
 class _MemberPasses:
-    """The passes of one training step on the batches of `members`; `finished` has what those that reached the end found."""
+    """The passes of one training step on the batches of `members`; `finished` has what those that
+    reached the end found.
+    """
 
     def __init__(
-        self, steps: PipelineMembers, members: Sequence[Member], *, is_last: bool, scale: float, batch_idx: int | None
+        self,
+        steps: PipelineMembers,
+        members: Sequence[Member],
+        *,
+        is_last: bool,
+        scale: float,
+        batch_idx: int | None,
     ) -> None:
-        self._steps, self._members, self._is_last, self._batch_idx = steps, members, is_last, batch_idx
+        self._steps, self._members, self._is_last, self._batch_idx = (
+            steps,
+            members,
+            is_last,
+            batch_idx,
+        )
         self.scale = scale
         self.microbatches = [member.batch for member in members]
         self._places = {id(batch): index for index, batch in enumerate(self.microbatches)}
         self.finished: dict[int, Told] = {}
 
     def loss(self, model: nn.Module, microbatch: Any) -> Tensor:
-        """Return the loss of a member's batch, scaled; or of a copy of it by a copy of the module, to see what they need."""
+        """Return the loss of a member's batch, scaled; or of a copy of it by a copy of the module,
+        to see what they need.
+        """
         index = self._places.get(id(microbatch))
         if index is None:
             return loss_in(self._steps.step("training_step", model, microbatch, self._batch_idx))
-        told = self._steps.member_pass(self._members[index], microbatch, self._batch_idx, is_last=self._is_last)
+        told = self._steps.member_pass(
+            self._members[index], microbatch, self._batch_idx, is_last=self._is_last
+        )
         loss = loss_in(told.output)
-        self.finished[index] = Told(map_tensors(told.output, Tensor.detach), told.calls, told.counted)
+        self.finished[index] = Told(
+            map_tensors(told.output, Tensor.detach), told.calls, told.counted
+        )
         return loss if self.scale == 1 else loss * self.scale
 
 

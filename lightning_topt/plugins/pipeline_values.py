@@ -1,4 +1,6 @@
-"""Outputs and logged values of microbatches become those of one step, on the last stage, and are logged on every rank."""
+"""Outputs and logged values of microbatches become those of one step, on the last stage, and are
+logged on every rank.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ _EXTREMES = {"max": max, "min": min}
 
 @dataclass(frozen=True)
 class LoggedMetric:
-    """A `LoggedMetric` stands for the metric at `path` in a call of `log`; `value` is what its own last call returned."""
+    """A `LoggedMetric` stands for the metric at `path` in a call of `log`; `value` is what its own
+    last call returned.
+    """
 
     path: str
     value: Any
@@ -59,17 +63,23 @@ class Call:
         return self.method == "log" and self.reduction not in ("sum", *_EXTREMES)
 
     def with_value(self, value: Any, *, batch_size: Any) -> Call:
-        """Return the same call with another value, and another number of samples where it names one."""
-        keywords = self.keywords if batch_size is None else {**self.keywords, "batch_size": batch_size}
+        """Return the same call with another value, and another number of samples where it names
+        one.
+        """
+        keywords = (
+            self.keywords if batch_size is None else {**self.keywords, "batch_size": batch_size}
+        )
         if len(self.arguments) > 1:
-            return replace(self, arguments=(self.arguments[0], value, *self.arguments[2:]), keywords=keywords)
+            return replace(
+                self, arguments=(self.arguments[0], value, *self.arguments[2:]), keywords=keywords
+            )
         return replace(self, keywords={**keywords, "value": value})
 
 
 @dataclass(frozen=True)
 class Told:
-    """A `Told` is what a step told: its output, its calls of ``log`` and ``print``, and what its metrics counted; or the
-    `problem` that it found.
+    """A `Told` is what a step told: its output, its calls of ``log`` and ``print``, and what its
+    metrics counted; or the `problem` that it found.
     """
 
     output: Any = None
@@ -81,9 +91,15 @@ class Told:
 @contextmanager
 def telling(module: nn.Module, calls: list[Call] | None) -> Generator[None, None, None]:
     """Keep the calls of ``log`` and ``print`` of `module` in `calls`; None: drop them."""
-    modules = [(path, each) for path, each in module.named_modules() if isinstance(each, pl.LightningModule)]
+    modules = [
+        (path, each)
+        for path, each in module.named_modules()
+        if isinstance(each, pl.LightningModule)
+    ]
     paths = {id(each): path for path, each in module.named_modules() if isinstance(each, Metric)}
-    before = [{name: vars(each)[name] for name in _TOLD if name in vars(each)} for _, each in modules]
+    before = [
+        {name: vars(each)[name] for name in _TOLD if name in vars(each)} for _, each in modules
+    ]
     for path, each in modules:
         vars(each).update({name: _keeper(path, name, calls, paths) for name in _TOLD})
     try:
@@ -95,7 +111,9 @@ def telling(module: nn.Module, calls: list[Call] | None) -> Generator[None, None
             vars(each).update(of_instance)
 
 
-def _keeper(path: str, method: str, calls: list[Call] | None, paths: Mapping[int, str]) -> Callable[..., None]:
+def _keeper(
+    path: str, method: str, calls: list[Call] | None, paths: Mapping[int, str]
+) -> Callable[..., None]:
     def now(value: Any) -> Any:
         if isinstance(value, Metric) and id(value) in paths:
             return LoggedMetric(paths[id(value)], map_tensors(value._forward_cache, _detached))
@@ -105,7 +123,14 @@ def _keeper(path: str, method: str, calls: list[Call] | None, paths: Mapping[int
 
     def keep(*args: Any, **kwargs: Any) -> None:
         if calls is not None:
-            calls.append(Call(path, method, tuple(map(now, args)), {name: now(one) for name, one in kwargs.items()}))
+            calls.append(
+                Call(
+                    path,
+                    method,
+                    tuple(map(now, args)),
+                    {name: now(one) for name, one in kwargs.items()},
+                )
+            )
 
     return keep
 
@@ -117,7 +142,10 @@ def _detached(tensor: Tensor) -> Tensor:
 def replay(module: nn.Module, calls: Sequence[Call]) -> None:
     """Log and print on this rank."""
     for call in calls:
-        values = (tuple(_found(module, one) for one in call.arguments), _found(module, call.keywords))
+        values = (
+            tuple(_found(module, one) for one in call.arguments),
+            _found(module, call.keywords),
+        )
         getattr(module.get_submodule(call.path), call.method)(*values[0], **values[1])
 
 
@@ -126,23 +154,33 @@ def _found(module: nn.Module, value: Any) -> Any:
         metric: Any = module.get_submodule(value.path)
         metric._forward_cache = value.value
         return metric
-    return {name: _found(module, one) for name, one in value.items()} if isinstance(value, dict) else value
+    return (
+        {name: _found(module, one) for name, one in value.items()}
+        if isinstance(value, dict)
+        else value
+    )
 
 
-# ---- microbatches as one --------------------------------------------------------------------------------------------
+# ---- microbatches as one
+# --------------------------------------------------------------------------------------------
 
 Kinds = Mapping[
     Any, str
-]  # "sum" for what adds up over parts of a batch, "loss" for the loss; all else is a mean over samples
+    # "sum" for what adds up over parts of a batch, "loss" for the loss; all else is a mean over
+    # samples
+]
 Weights = Sequence[float]
 
 
-def combined_output(outputs: Sequence[Any], *, sizes: Sequence[int], weights: Weights, kinds: Kinds) -> Any:
-    """Return the output of a step from those of its microbatches, which have `sizes` samples, and losses of these `weights`.
+def combined_output(
+    outputs: Sequence[Any], *, sizes: Sequence[int], weights: Weights, kinds: Kinds
+) -> Any:
+    """Return the output of a step from those of its microbatches, which have `sizes` samples, and
+    losses of these `weights`.
 
-    Tensors and lists with an entry for each sample are joined; scalars and tensors of one shape are averaged over samples, or
-    added or weighted as losses where `kinds` says so for their place among the leaves; of all else the last microbatch's
-    remains.
+    Tensors and lists with an entry for each sample are joined; scalars and tensors of one shape are
+    averaged over samples, or added or weighted as losses where `kinds` says so for their place
+    among the leaves; of all else the last microbatch's remains.
     """
     if len(outputs) == 1:
         return outputs[0]
@@ -152,19 +190,29 @@ def combined_output(outputs: Sequence[Any], *, sizes: Sequence[int], weights: We
     if any(other != spec for _, other in flat):
         return outputs[-1]
     columns = zip(*(found for found, _ in flat), strict=True)
-    joined = [_joined(column, sizes, weights, kinds.get(place, "mean")) for place, column in enumerate(columns)]
+    joined = [
+        _joined(column, sizes, weights, kinds.get(place, "mean"))
+        for place, column in enumerate(columns)
+    ]
     return tree_unflatten(joined, spec)
 
 
 def _is_plain_list(value: Any) -> bool:
-    return isinstance(value, list) and not any(isinstance(one, Tensor | Mapping | list | tuple) for one in value)
+    return isinstance(value, list) and not any(
+        isinstance(one, Tensor | Mapping | list | tuple) for one in value
+    )
 
 
 def _joined(values: Sequence[Any], sizes: Sequence[int], weights: Weights, kind: str) -> Any:
     if all(isinstance(value, Tensor) for value in values):
-        if all(value.dim() and len(value) == size for value, size in zip(values, sizes, strict=True)):
+        if all(
+            value.dim() and len(value) == size for value, size in zip(values, sizes, strict=True)
+        ):
             return torch.cat([*values])
-    elif all(isinstance(value, list) and len(value) == size for value, size in zip(values, sizes, strict=True)):
+    elif all(
+        isinstance(value, list) and len(value) == size
+        for value, size in zip(values, sizes, strict=True)
+    ):
         return [entry for value in values for entry in value]
     return weighted_losses(values, weights) if kind == "loss" else _weighted(values, sizes, kind)
 
@@ -177,11 +225,13 @@ def weighted_losses(values: Sequence[Any], weights: Weights) -> Any:
 def combined_calls(
     microbatches: Sequence[Sequence[Call]], *, sizes: Sequence[int], weights: Weights, kinds: Kinds
 ) -> tuple[Call, ...]:
-    """Return the calls of a step from those of its microbatches, which have `sizes` samples, and losses of these `weights`.
+    """Return the calls of a step from those of its microbatches, which have `sizes` samples, and
+    losses of these `weights`.
 
-    Values logged under one name become one: added where ``reduce_fx="sum"`` or `kinds` says so (by name), the greatest or least
-    for ``"max"`` and ``"min"``, weighted as losses where `kinds` says so, else the mean over samples, or over the
-    ``batch_size`` that the calls name. Metrics are logged once; texts are printed in order.
+    Values logged under one name become one: added where ``reduce_fx="sum"`` or `kinds` says so (by
+    name), the greatest or least for ``"max"`` and ``"min"``, weighted as losses where `kinds` says
+    so, else the mean over samples, or over the ``batch_size`` that the calls name. Metrics are
+    logged once; texts are printed in order.
     """
     if len(microbatches) == 1:
         return tuple(microbatches[0])
@@ -206,7 +256,11 @@ def _one_call(same: Sequence[tuple[Call, int, float]], kinds: Kinds) -> Call:
     kind = kinds.get(first.name, "mean") if first.averages else first.reduction
     values = [call.value for call, _, _ in same]
     is_loss = kind == "loss" and len(same) > 1
-    value = weighted_losses(values, [each for *_, each in same]) if is_loss else _weighted(values, sizes, kind)
+    value = (
+        weighted_losses(values, [each for *_, each in same])
+        if is_loss
+        else _weighted(values, sizes, kind)
+    )
     return first.with_value(value, batch_size=None if named[0] is None else sum(sizes))
 
 

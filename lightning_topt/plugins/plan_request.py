@@ -17,12 +17,12 @@ from lightning_topt.plugins.given_plans import GivenPlan, MeshPlan, PipelinePlan
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """A `PlanRequest` is what the user asked of the planner; see `AutoParallelStrategy`. `own_hook`: the user exchanges
-    gradients. `gradients_are_views`: whether they are to be views of DDP's buckets; None: where a memory limit is set, as the
-    search finds it best.
+    """A `PlanRequest` is what the user asked of the planner; see `AutoParallelStrategy`.
+    `own_hook`: the user exchanges gradients. `gradients_are_views`: whether they are to be views of
+    DDP's buckets; None: where a memory limit is set, as the search finds it best.
 
-    Raises PlanError for a plan whose gradient exchange, or stale weights, are not allowed, ValueError where the former would
-    replace the user's, or there is nothing to allow.
+    Raises PlanError for a plan whose gradient exchange, or stale weights, are not allowed,
+    ValueError where the former would replace the user's, or there is nothing to allow.
     """
 
     memory_limit: float | None = None
@@ -44,11 +44,13 @@ class PlanRequest:
             self.allowed.check(self.plan)
         if isinstance(self.plan, MeshPlan | PipelinePlan) and self.allowed.candidates:
             raise ValueError(
-                "on a given mesh and in a pipeline gradients are exchanged as they are: leave out allow_compression, or plan"
+                "on a given mesh and in a pipeline gradients are exchanged as they are: leave out "
+                "allow_compression, or plan"
             )
         if self.own_hook and (exchange is not None or self.allowed.candidates):
             raise ValueError(
-                "a plan's gradient exchange would replace your communication hook: leave out ddp_comm_hook and "
+                "a plan's gradient exchange would replace your communication hook: leave out "
+                "ddp_comm_hook and "
                 "mixed_precision, or allow_compression and the plan's gradient_exchange"
             )
 
@@ -67,18 +69,33 @@ class PlanRequest:
         return self.plan is None and module.automatic_optimization and not self.stale.allowed
 
     def needs_graph(self, device: torch.device) -> bool:
-        """Return whether the first step is recorded in any case, since times alone cannot tell that DDP is the best plan."""
-        return self.plan is not None or self.saves_memory or self.cluster is not None or device.type != "cpu"
+        """Return whether the first step is recorded in any case, since times alone cannot tell that
+        DDP is the best plan.
+        """
+        return (
+            self.plan is not None
+            or self.saves_memory
+            or self.cluster is not None
+            or device.type != "cpu"
+        )
 
     def refines(self, module: pl.LightningModule, device: torch.device) -> bool:
-        """Return whether a uniform plan begins with the whole module as its one block, until a first step has shown the others.
+        """Return whether a uniform plan begins with the whole module as its one block, until a
+        first step has shown the others.
 
-        Not where such a step, with all parameters and gradients whole, may be more than `device` has.
+        Not where such a step, with all parameters and gradients whole, may be more than `device`
+        has.
         """
-        return self.is_by_block and module.automatic_optimization and self.may_begin_whole(module, device)
+        return (
+            self.is_by_block
+            and module.automatic_optimization
+            and self.may_begin_whole(module, device)
+        )
 
     def may_begin_whole(self, module: pl.LightningModule, device: torch.device) -> bool:
-        """Return whether a step with whole parameters, gradients and two moments should fit on `device`."""
+        """Return whether a step with whole parameters, gradients and two moments should fit on
+        `device`.
+        """
         return 4 * _parameter_bytes(module) <= device_memory_bytes(device)
 
     @property
@@ -91,7 +108,9 @@ class PlanRequest:
     @property
     def is_by_block(self) -> bool:
         """Whether a uniform plan depends on which blocks there are."""
-        return isinstance(self.plan, UniformPlan) and (self.plan.shards_gradients or self.plan.recompute)
+        return isinstance(self.plan, UniformPlan) and (
+            self.plan.shards_gradients or self.plan.recompute
+        )
 
     def needs_batch(self, module: pl.LightningModule) -> bool:
         """Return whether the plan depends on how `module` takes a training step."""
@@ -100,22 +119,29 @@ class PlanRequest:
         )
 
     def may_shard_for_memory(self, module: pl.LightningModule, device: torch.device) -> bool:
-        """Return whether plain DDP, which starts with whole gradients, may be more than is allowed or more than `device`
-        has.
+        """Return whether plain DDP, which starts with whole gradients, may be more than is allowed
+        or more than `device` has.
         """
         if not module.automatic_optimization or self.only_replicated:
             return False
         given = self.plan
         if given is not None:
-            return not given.keeps_gradients_whole if isinstance(given, ParallelPlan) else given.shards_gradients
+            return (
+                not given.keeps_gradients_whole
+                if isinstance(given, ParallelPlan)
+                else given.shards_gradients
+            )
         limit = self.memory_limit
         if limit is None:  # parameters, gradients, two moments
             return 4 * _parameter_bytes(module) > device_memory_bytes(device)
-        # These with DDP's buckets, and as much as three times that for activations, of which nothing is known yet.
+        # These with DDP's buckets, and as much as three times that for activations, of which
+        # nothing is known yet.
         return 20 * _parameter_bytes(module) > limit
 
     def must_shard_first(self, module: pl.LightningModule, device: torch.device) -> bool:
-        """Return whether even the whole parameters may be too much for `device` (the host of CPU ranks has them already)."""
+        """Return whether even the whole parameters may be too much for `device` (the host of CPU
+        ranks has them already).
+        """
         limit = device_memory_bytes(device) if self.memory_limit is None else self.memory_limit
         return device.type != "cpu" and 2 * _parameter_bytes(module) > limit
 

@@ -1,4 +1,6 @@
-"""This is what the strategy and `topt plan` take from a Trainer for the search, and what they keep of its result."""
+"""This is what the strategy and `topt plan` take from a Trainer for the search, and what they keep
+of its result.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
 class Planning:
     """A frontier and the point chosen from it (its plan says why); `graph` is what was planned.
 
-    `left_out` says which kinds of plans were not searched or not found, and why, by the sentence that a clause completes.
+    `left_out` says which kinds of plans were not searched or not found, and why, by the sentence
+    that a clause completes.
     """
 
     frontier: PlanFrontier
@@ -29,11 +32,14 @@ class Planning:
     left_out: Mapping[str, str] = field(default_factory=dict)
 
 
-Optimizers = tuple[list[Optimizer], list[tuple[str, nn.Parameter]]]  # and the parameters of their module, by name
+# and the parameters of their module, by name
+Optimizers = tuple[list[Optimizer], list[tuple[str, nn.Parameter]]]
 
 
 def optimizers_of(trainer: pl.Trainer) -> Optimizers:
-    """Return the optimizers of a fit; where they do not exist yet, what the module would make, on a fake copy of it."""
+    """Return the optimizers of a fit; where they do not exist yet, what the module would make, on a
+    fake copy of it.
+    """
     module, strategy = trainer.lightning_module, trainer.strategy
     if not strategy.optimizers:
         return make_fake_optimizers(module, device=strategy.root_device)
@@ -45,5 +51,6 @@ def make_fake_optimizers(module: pl.LightningModule, *, device: torch.device) ->
     copied, mode = fake_copy(module, device=device.type)
     with mode:
         optimizers, _, _ = _configure_optimizers(copied.configure_optimizers())  # type: ignore[arg-type]
-    # Modules may ask their trainer for the parameters (`self.trainer.model.parameters()`), which are the original ones.
+    # Modules may ask their trainer for the parameters (`self.trainer.model.parameters()`), which
+    # are the original ones.
     return optimizers, [*copied.named_parameters(), *module.named_parameters()]

@@ -1,4 +1,6 @@
-"""Planning by several ranks: they start alike, and end with one result or with an error on every rank."""
+"""Planning by several ranks: they start alike, and end with one result or with an error on every
+rank.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,17 @@ T = TypeVar("T")
 
 
 def check_agreement(request: PlanRequest, module: nn.Module) -> None:
-    """Raise RuntimeError on every rank when ranks differ in versions, options or model. A collective call."""
+    """Raise RuntimeError on every rank when ranks differ in versions, options or model. A
+    collective call.
+    """
     mine = {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "lightning": version("lightning"),
         "options of the strategy": repr(request),
-        "parameters of the model": [(name, tuple(p.shape), str(p.dtype)) for name, p in module.named_parameters()],
+        "parameters of the model": [
+            (name, tuple(p.shape), str(p.dtype)) for name, p in module.named_parameters()
+        ],
     }
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
@@ -33,7 +39,9 @@ def check_agreement(request: PlanRequest, module: nn.Module) -> None:
         for name, value in everyone[0].items():
             if other[name] != value:
                 first, second = _first_difference(value, other[name])
-                raise RuntimeError(f"rank 0 and rank {rank} differ in {name}: {first} against {second}")
+                raise RuntimeError(
+                    f"rank 0 and rank {rank} differ in {name}: {first} against {second}"
+                )
 
 
 def _first_difference(one: Any, two: Any) -> tuple[Any, Any]:
@@ -46,18 +54,24 @@ def _first_difference(one: Any, two: Any) -> tuple[Any, Any]:
 
 
 class RemotePlanningError(RuntimeError):
-    """Planning failed on another rank; the message is that rank's, and so is `needs_values` (see `CaptureError`)."""
+    """Planning failed on another rank; the message is that rank's, and so is `needs_values` (see
+    `CaptureError`).
+    """
 
     needs_values = False
 
 
 def on_rank_0(function: Callable[[], T]) -> T:
-    """Run `function` on rank 0 and give every rank its result, or an error on every rank. A collective call."""
+    """Run `function` on rank 0 and give every rank its result, or an error on every rank. A
+    collective call.
+    """
     return _share(function, only_rank_0=True)
 
 
 def on_every_rank(function: Callable[[], T]) -> T:
-    """Run `function` on every rank; when one fails, all raise. A collective call (and `function` may hold some)."""
+    """Run `function` on every rank; when one fails, all raise. A collective call (and `function`
+    may hold some).
+    """
     return _share(function, only_rank_0=False)
 
 

@@ -21,12 +21,20 @@ from lightning_topt.techniques.tensor_parallel.split_layouts import LAYOUTS, lay
 
 
 def read_mesh(sizes: Any) -> MeshPlan | PipelinePlan:
-    """Return the best plan on the mesh with these sizes by names of axes, outermost first. Raises PlanError."""
+    """Return the best plan on the mesh with these sizes by names of axes, outermost first. Raises
+    PlanError.
+    """
     if not isinstance(sizes, Mapping) or not sizes:
-        raise PlanError(f"mesh maps the names of axes to sizes, such as {{'data': 2, 'tensor': 4}}; got {shown(sizes)}")
+        raise PlanError(
+            "mesh maps the names of axes to sizes, such as {'data': 2, 'tensor': 4}; got "
+            f"{shown(sizes)}"
+        )
     known = (*DATA_AXES, *TENSOR_AXES, *PIPELINE_AXES)
     if unknown := [name for name in sizes if name not in known]:
-        raise PlanError(f"the mesh has an axis {shown(unknown[0])}; axes that can be searched are {', '.join(known)}")
+        raise PlanError(
+            f"the mesh has an axis {shown(unknown[0])}; axes that can be searched are "
+            f"{', '.join(known)}"
+        )
     if tensor := [name for name in sizes if name in TENSOR_AXES]:
         try:
             layout_named_by(tensor)
@@ -39,35 +47,46 @@ def read_mesh(sizes: Any) -> MeshPlan | PipelinePlan:
         return MeshPlan(found)
     if [*sizes] != [name for name in _OF_PIPELINE if name in sizes]:
         raise PlanError(
-            f"beside an axis 'pipeline', which is the first, the search takes the axes 'data' and 'tensor' in this order; got "
+            "beside an axis 'pipeline', which is the first, the search takes the axes 'data' and "
+            "'tensor' in this order; got "
             f"{', '.join(sizes)}. Plans with others may be written by hand (docs/schemas.md)"
         )
     return PipelinePlan(schedule=None, sizes=found)
 
 
 _OF_PIPELINE = ("pipeline", "data", "tensor")
-_BESIDE_MESH = {"stages": "stages", "schedule": "schedule", "num_microbatches": "microbatches"}  # of a pipeline
+# of a pipeline
+_BESIDE_MESH = {"stages": "stages", "schedule": "schedule", "num_microbatches": "microbatches"}
 
 
 def _read_searched(plan: Mapping[str, Any]) -> MeshPlan | PipelinePlan:
     """A mesh to search on, and with a pipeline axis what is given of its plan."""
-    found, given = read_mesh(plan["mesh"]), {key: value for key, value in plan.items() if key != "mesh"}
+    found, given = (
+        read_mesh(plan["mesh"]),
+        {key: value for key, value in plan.items() if key != "mesh"},
+    )
     if not given:
         return found
     if not isinstance(found, PipelinePlan) or set(given) - set(_BESIDE_MESH):
         raise PlanError(
-            f"beside a mesh to search on, one with an axis 'pipeline' takes {', '.join(_BESIDE_MESH)}; got "
+            "beside a mesh to search on, one with an axis 'pipeline' takes "
+            f"{', '.join(_BESIDE_MESH)}; got "
             f"{', '.join(map(str, given))}"
         )
     if isinstance(given.get("stages"), Sequence):
-        raise PlanError("stages that say their blocks belong to a whole plan, whose mesh is a list (docs/schemas.md)")
+        raise PlanError(
+            "stages that say their blocks belong to a whole plan, whose mesh is a list "
+            "(docs/schemas.md)"
+        )
     try:
         return replace(found, **{_BESIDE_MESH[key]: value for key, value in given.items()})
     except ValueError as error:
         raise PlanError(str(error)) from error
 
 
-def read_plan_option(plan: ParallelPlan | PipelinePlan | Mapping[str, Any] | str | Path | None) -> GivenPlan | None:
+def read_plan_option(
+    plan: ParallelPlan | PipelinePlan | Mapping[str, Any] | str | Path | None,
+) -> GivenPlan | None:
     """Return a plan from any of the forms that users may give it in. Raises PlanError."""
     if plan is None or isinstance(plan, ParallelPlan | PipelinePlan):
         return plan
@@ -76,7 +95,10 @@ def read_plan_option(plan: ParallelPlan | PipelinePlan | Mapping[str, Any] | str
     if isinstance(plan, Mapping):
         return ParallelPlan.from_dict(plan)
     if not isinstance(plan, str | Path):
-        raise PlanError(f"plan is a ParallelPlan, a file, a mapping or a name such as 'zero1', got {shown(plan)}")
+        raise PlanError(
+            "plan is a ParallelPlan, a file, a mapping or a name such as 'zero1', got "
+            f"{shown(plan)}"
+        )
     name, _, suffix = str(plan).partition("+")
     if name in PRESETS and suffix in ("", "recompute"):
         return UniformPlan(PRESETS[name], suffix == "recompute")
@@ -86,7 +108,8 @@ def read_plan_option(plan: ParallelPlan | PipelinePlan | Mapping[str, Any] | str
         return PipelinePlan(recompute=suffix == "recompute")
     if not os.path.lexists(plan):
         raise PlanError(
-            f"plan={shown(str(plan))} is neither a file nor one of {sorted([*PRESETS, *LAYOUTS, 'pipeline'])} (or with "
+            f"plan={shown(str(plan))} is neither a file nor one of "
+            f"{sorted([*PRESETS, *LAYOUTS, 'pipeline'])} (or with "
             "'+recompute')"
         )
     return ParallelPlan.load(plan)
@@ -99,7 +122,9 @@ def read_cluster(cluster: Cluster | Mapping[str, Any] | str | Path | None) -> Cl
     if isinstance(cluster, Mapping):
         return Cluster.from_dict(cluster)
     if not isinstance(cluster, str | Path):
-        raise ClusterError(f"cluster is a Cluster, a file, a mapping, or None to measure, got {shown(cluster)}")
+        raise ClusterError(
+            f"cluster is a Cluster, a file, a mapping, or None to measure, got {shown(cluster)}"
+        )
     return Cluster.load(cluster)
 
 
@@ -114,7 +139,9 @@ def check_planner_options(
 
 
 def read_memory_limit(limit: int | float | str | None) -> int | None:
-    """Return the bytes from a number or text such as ``"2GiB"``; None stays None. Raises ValueError."""
+    """Return the bytes from a number or text such as ``"2GiB"``; None stays None. Raises
+    ValueError.
+    """
     size = None if limit is None else parse_bytes(limit, name="memory_limit")
     if size == 0:
         raise ValueError("memory_limit is above 0 bytes; leave it out for the memory of the device")
@@ -122,13 +149,20 @@ def read_memory_limit(limit: int | float | str | None) -> int | None:
 
 
 def read_device_counts(counts: Any, *, default: int) -> tuple[int, ...]:
-    """Return the numbers of ranks to plan for; None is the `default` alone. Raises ValueError for anything but a list of
-    counts.
+    """Return the numbers of ranks to plan for; None is the `default` alone. Raises ValueError for
+    anything but a list of counts.
     """
     if counts is None:
         return (default,)
-    if isinstance(counts, str | Mapping) or not isinstance(counts, Iterable) or not (found := tuple(counts)):
-        raise ValueError(f"device_counts is a list of numbers of ranks such as [2,4], or null; got {shown(counts)}")
+    if (
+        isinstance(counts, str | Mapping)
+        or not isinstance(counts, Iterable)
+        or not (found := tuple(counts))
+    ):
+        raise ValueError(
+            "device_counts is a list of numbers of ranks such as [2,4], or null; got "
+            f"{shown(counts)}"
+        )
     for count in found:
         check_whole(count, name="each of device_counts")
     return tuple(dict.fromkeys(found))

@@ -1,4 +1,6 @@
-"""Registration of the strategy names with Lightning, and one clear sentence for users of the other package."""
+"""Registration of the strategy names with Lightning, and one clear sentence for users of the other
+package.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +15,34 @@ START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "
 
 
 def register_strategies() -> None:
-    """Register our names with `lightning`, and with `pytorch_lightning`, where that is loaded, a clear refusal."""
-    register_names("topt", _make_topt, registry=StrategyRegistry, description="Searches and runs a parallel plan")
+    """Register our names with `lightning`, and with `pytorch_lightning`, where that is loaded, a
+    clear refusal.
+    """
+    register_names(
+        "topt",
+        _make_topt,
+        registry=StrategyRegistry,
+        description="Searches and runs a parallel plan",
+    )
     compressed = "Data parallelism with compressed gradients"
-    register_names("topt_compressed", _make_compressed, registry=StrategyRegistry, description=compressed)
+    register_names(
+        "topt_compressed", _make_compressed, registry=StrategyRegistry, description=compressed
+    )
     pipelines = "Pipelines: the stages of a module on ranks one after the other"
-    register_names("topt_pipeline", _make_pipeline, registry=StrategyRegistry, description=pipelines, unused=False)
+    register_names(
+        "topt_pipeline",
+        _make_pipeline,
+        registry=StrategyRegistry,
+        description=pipelines,
+        unused=False,
+    )
     other: Any = sys.modules.get("pytorch_lightning.strategies")
     if other is not None:
         for name in StrategyRegistry.available_strategies():
             if name.startswith("topt"):
-                other.StrategyRegistry.register(name, _refuse, override=True, description="needs `import lightning`")
+                other.StrategyRegistry.register(
+                    name, _refuse, override=True, description="needs `import lightning`"
+                )
 
 
 def register_names(
@@ -31,11 +50,16 @@ def register_names(
 ) -> None:
     """Register `name` with the endings that Lightning's ``ddp`` has.
 
-    ``_fork``, ``_spawn`` and ``_notebook`` are other ways to start ranks; each also with ``_find_unused_parameters_true`` and
-    ``_false``, the latter being what DistributedDataParallel does anyway; not where `unused` says that it takes none.
+    ``_fork``, ``_spawn`` and ``_notebook`` are other ways to start ranks; each also with
+    ``_find_unused_parameters_true`` and ``_false``, the latter being what DistributedDataParallel
+    does anyway; not where `unused` says that it takes none.
     """
     for start, start_method in START_METHODS.items():
-        endings = ("", "_find_unused_parameters_false", "_find_unused_parameters_true") if unused else ("",)
+        endings = (
+            ("", "_find_unused_parameters_false", "_find_unused_parameters_true")
+            if unused
+            else ("",)
+        )
         for ending in endings:
             options = {"find_unused_parameters": True} if ending.endswith("true") else {}
             registry.register(
@@ -51,15 +75,21 @@ def register_names(
 
 def _make_topt(**options: Any) -> Any:
     """Factory of a strategy that is imported only when it is used."""
-    return importlib.import_module("lightning_topt.plugins.auto_parallel").AutoParallelStrategy(**options)
+    return importlib.import_module("lightning_topt.plugins.auto_parallel").AutoParallelStrategy(
+        **options
+    )
 
 
 def _make_compressed(**options: Any) -> Any:
-    return importlib.import_module("lightning_topt.plugins.compressed_ddp").CompressedDDPStrategy(**options)
+    return importlib.import_module("lightning_topt.plugins.compressed_ddp").CompressedDDPStrategy(
+        **options
+    )
 
 
 def _make_pipeline(**options: Any) -> Any:
-    return importlib.import_module("lightning_topt.plugins.pipeline_strategy").PipelineStrategy(**options)
+    return importlib.import_module("lightning_topt.plugins.pipeline_strategy").PipelineStrategy(
+        **options
+    )
 
 
 def _refuse(**_: Any) -> NoReturn:

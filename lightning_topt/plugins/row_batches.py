@@ -1,4 +1,6 @@
-"""The ranks of a row of a pipeline run one batch: where loaders gave them different ones, all get that of the first."""
+"""The ranks of a row of a pipeline run one batch: where loaders gave them different ones, all get
+that of the first.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ class RowBatches:
         return self._differ
 
     def agreed(self, batch: Any) -> Any:
-        """Return `batch`, or that of the group's first rank if they differ now or did before. A collective call.
+        """Return `batch`, or that of the group's first rank if they differ now or did before. A
+        collective call.
 
         Some elements of each tensor are compared, and texts and numbers.
         """
@@ -40,15 +43,23 @@ class RowBatches:
             self._differ = not all(torch.equal(other, own) for other in everyone)
             if self._differ:
                 rank_zero_warn(
-                    "topt: the ranks of a pipeline got different batches, so each of these is sent from the first rank to the "
-                    "others. That takes time: leave use_distributed_sampler=True, or let loaders shuffle, and transforms draw, "
+                    "topt: the ranks of a pipeline got different batches, so each of these is sent "
+                    "from the first rank to the "
+                    "others. That takes time: leave use_distributed_sampler=True, or let loaders "
+                    "shuffle, and transforms draw, "
                     "from a generator with the same seed on all ranks"
                 )
-        return value_of_member(batch, self._group, member=0, device=self._device) if self._differ else batch
+        return (
+            value_of_member(batch, self._group, member=0, device=self._device)
+            if self._differ
+            else batch
+        )
 
 
 def checksum(batch: Any) -> int:
-    """Return a number that differs, very likely, for batches that differ, also in the shape of a tensor."""
+    """Return a number that differs, very likely, for batches that differ, also in the shape of a
+    tensor.
+    """
     found = 0
     for piece in _pieces(batch):
         found = zlib.crc32(piece, found)
@@ -59,7 +70,11 @@ def _pieces(value: Any) -> Iterator[bytes]:
     if isinstance(value, Tensor):
         yield f"{tuple(value.shape)} {value.dtype}".encode()
         if value.layout == torch.strided and value.numel():
-            flat = value.detach().reshape(-1) if value.is_contiguous() else value.detach().contiguous().view(-1)
+            flat = (
+                value.detach().reshape(-1)
+                if value.is_contiguous()
+                else value.detach().contiguous().view(-1)
+            )
             sample = flat[:: max(1, len(flat) // _ELEMENTS)].contiguous().cpu()
             yield sample.view(torch.uint8).numpy().tobytes()
     elif isinstance(value, Mapping):

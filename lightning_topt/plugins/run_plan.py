@@ -1,4 +1,6 @@
-"""A run gets one plan: given or searched, on rank 0, and the same on every rank or an error on every rank."""
+"""A run gets one plan: given or searched, on rank 0, and the same on every rank or an error on
+every rank.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,12 @@ from lightning_topt.plugins.allowed_staleness import check_flight, why_not_conti
 from lightning_topt.plugins.batch_parts import count_samples
 from lightning_topt.plugins.given_plans import MeshPlan, PipelinePlan, UniformPlan
 from lightning_topt.plugins.own_batches import why_no_members, why_no_pipeline, why_no_turns
-from lightning_topt.plugins.pipeline_plan import choose_pipeline, microbatch_of, pipeline_request, with_blocks_for
+from lightning_topt.plugins.pipeline_plan import (
+    choose_pipeline,
+    microbatch_of,
+    pipeline_request,
+    with_blocks_for,
+)
 from lightning_topt.plugins.plan_request import PlanRequest
 from lightning_topt.plugins.planning import Planning, optimizers_of
 from lightning_topt.plugins.planning_ranks import on_every_rank, on_rank_0
@@ -49,20 +56,24 @@ UNTIL_WATCHED = "ddp until a plan is made of its first steps"
 
 
 def decide_plan(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> Decision:
-    """Return the plan for this fit, equal on every rank, what was searched (on rank 0), and where the plan comes from.
+    """Return the plan for this fit, equal on every rank, what was searched (on rank 0), and where
+    the plan comes from.
 
-    A collective call. `batch` is the one that will be trained on; it is only looked at. Optimizers that the strategy has
-    set up are read; without any, the module's own are made on a fake copy. A step that fake tensors cannot follow is to be
-    watched, under plain DDP (`UNTIL_WATCHED`), or with the whole module as the one block of the uniform plan that was given.
-    What cannot be planned runs as ``ddp`` does, with a warning, unless the request insists.
+    A collective call. `batch` is the one that will be trained on; it is only looked at. Optimizers
+    that the strategy has set up are read; without any, the module's own are made on a fake copy. A
+    step that fake tensors cannot follow is to be watched, under plain DDP (`UNTIL_WATCHED`), or
+    with the whole module as the one block of the uniform plan that was given. What cannot be
+    planned runs as ``ddp`` does, with a warning, unless the request insists.
     """
     module = trainer.lightning_module
     world_size = dist.get_world_size()
     plain = uniform_plan(0, data_parallel_size=world_size)
     if request.stale.allowed and request.plan is None:
         raise ValueError(
-            "allow_staleness is for pipelines whose ranks get the same batches, and without a plan each rank has its own, as "
-            'under ddp: give a mesh, plan={"mesh": {"pipeline": 2}}, or use PipelineStrategy(schedule="continuous")'
+            "allow_staleness is for pipelines whose ranks get the same batches, and without a plan "
+            "each rank has its own, as "
+            'under ddp: give a mesh, plan={"mesh": {"pipeline": 2}}, or use '
+            'PipelineStrategy(schedule="continuous")'
         )
     if not module.automatic_optimization:
         _check_manual(request, plain)
@@ -77,7 +88,9 @@ def decide_plan(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> Decisi
         return *search_mesh(request, trainer, batch, given), "given"
     if isinstance(given, UniformPlan):
         mesh = given.mesh(world_size, num_nodes=trainer.num_nodes)
-        is_known = not request.needs_batch(module) or request.refines(module, trainer.strategy.root_device)
+        is_known = not request.needs_batch(module) or request.refines(
+            module, trainer.strategy.root_device
+        )
         given = preset_plan(given.preset, mesh=mesh) if is_known else given
     if isinstance(given, ParallelPlan):
         check_world_size(given, world_size)
@@ -88,11 +101,15 @@ def decide_plan(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> Decisi
         try:
             graph = capture_on_ranks(trainer, batch)
         except Exception as error:
-            if not may_need_values(error) or not request.may_begin_whole(module, trainer.strategy.root_device):
+            if not may_need_values(error) or not request.may_begin_whole(
+                module, trainer.strategy.root_device
+            ):
                 raise
             rank_zero_warn(
-                "topt: this step cannot be followed before it runs, so that the plan is made of the first real steps, in which "
-                f"parameters and gradients are whole and may take more than memory_limit. The reason: {one_line(error)}"
+                "topt: this step cannot be followed before it runs, so that the plan is made of "
+                "the first real steps, in which "
+                "parameters and gradients are whole and may take more than memory_limit. The "
+                f"reason: {one_line(error)}"
             )
             if isinstance(given, UniformPlan):
                 return preset_plan(given.preset, mesh=mesh), None, "given"
@@ -109,7 +126,8 @@ def decide_plan(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> Decisi
             raise
         reason = one_line(error)
         rank_zero_warn(
-            f"topt: this training step cannot be planned, so it runs as strategy='ddp' does: nothing is lost but what a plan "
+            "topt: this training step cannot be planned, so it runs as strategy='ddp' does: "
+            "nothing is lost but what a plan "
             f"could have saved. The reason: {reason}"
         )
         return plain, None, f"ddp: {reason}"
@@ -117,8 +135,10 @@ def decide_plan(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> Decisi
 
 def _say_traced() -> None:
     rank_zero_info(
-        "topt: this plan is made before the first step, for which training_step runs some more times, on copies without "
-        "memory. Code in it that counts, writes files or takes from an iterator may notice; a search without memory_limit, and "
+        "topt: this plan is made before the first step, for which training_step runs some more "
+        "times, on copies without "
+        "memory. Code in it that counts, writes files or takes from an iterator may notice; a "
+        "search without memory_limit, and "
         "plans on data axes by name, watch real steps instead (docs/auto_parallel.md)"
     )
 
@@ -132,7 +152,9 @@ def _given(plan: ParallelPlan, request: PlanRequest, trainer: pl.Trainer) -> Par
     )
 
 
-def _pipeline(request: PlanRequest, trainer: pl.Trainer, batch: Any, given: PipelinePlan) -> ParallelPlan:
+def _pipeline(
+    request: PlanRequest, trainer: pl.Trainer, batch: Any, given: PipelinePlan
+) -> ParallelPlan:
     """A plan with stages for the captured microbatch, which rank 0 searches. A collective call."""
     ranks = dist.get_world_size()
     mesh = on_every_rank(lambda: given.mesh(ranks, num_nodes=trainer.num_nodes))
@@ -140,12 +162,15 @@ def _pipeline(request: PlanRequest, trainer: pl.Trainer, batch: Any, given: Pipe
     samples = count_samples(batch)
     if samples < count:
         rank_zero_warn(
-            f"topt: {count} microbatches were asked for, and the first batch of a rank has {samples} sample(s): batches run in "
+            f"topt: {count} microbatches were asked for, and the first batch of a rank has "
+            f"{samples} sample(s): batches run in "
             "as many microbatches as they have samples"
         )
     scales = given.sizes is not None and given.microbatches is None and samples > 1
     trace = FunctionTrace() if mesh.tensor_axes else None
-    graph = with_blocks_for(capture_on_ranks(trainer, part, trace=trace, scales=scales, may_run=True), given, mesh)
+    graph = with_blocks_for(
+        capture_on_ranks(trainer, part, trace=trace, scales=scales, may_run=True), given, mesh
+    )
     costs = read_costs(request, trainer, graph)
     search = search_request(request, trainer, graph, costs)
     search = pipeline_request(given, mesh, search, count=count, samples=samples)
@@ -164,32 +189,43 @@ def _pipeline(request: PlanRequest, trainer: pl.Trainer, batch: Any, given: Pipe
     return plan
 
 
-def _stale_weights(request: PlanRequest, trainer: pl.Trainer, given: PipelinePlan) -> StaleWeights | None:
+def _stale_weights(
+    request: PlanRequest, trainer: pl.Trainer, given: PipelinePlan
+) -> StaleWeights | None:
     """The rule and lags of pipelines that never flush which a search for `given` may choose."""
     if not request.stale.allowed:
         return None
     if given.schedule is None and why_not_continuous(trainer):
         return None
     (optimizer,), _ = optimizers_of(trainer)
-    return replace(request.stale, prediction=given.prediction or request.stale.prediction).weights(optimizer)
+    return replace(request.stale, prediction=given.prediction or request.stale.prediction).weights(
+        optimizer
+    )
 
 
 def _check_features(
     plan: ParallelPlan, request: PlanRequest, trainer: pl.Trainer, graph: OpGraph | None = None
 ) -> None:
-    """Raise PlanError where something in this fit does not go together with `plan`, as far as that is seen before it runs."""
+    """Raise PlanError where something in this fit does not go together with `plan`, as far as that
+    is seen before it runs.
+    """
     levels = {block.block: block.config.storage.sharded_axes("gradients") for block in plan.blocks}
-    split = {f"{b.block}.{name}".lstrip(".") for b in plan.blocks for name, _ in b.config.parameters}
+    split = {
+        f"{b.block}.{name}".lstrip(".") for b in plan.blocks for name, _ in b.config.parameters
+    }
 
     if plan.schedule is not None and (reason := why_no_pipeline(trainer)):
         raise PlanError(f"this plan is a pipeline, but {reason}; choose a plan without stages")
     if plan.schedule in LAGS and (reason := why_not_continuous(trainer)):
-        raise PlanError(f"this plan's stages never wait for an update, but {reason}; choose another schedule")
+        raise PlanError(
+            f"this plan's stages never wait for an update, but {reason}; choose another schedule"
+        )
     if plan.schedule in LAGS:
         check_flight(plan, trainer)
     if plan.own_batches and (reason := why_no_members(trainer)):
         raise PlanError(
-            f"under this plan ranks run the batches of one another, but {reason}; leave out own_batches, or choose a plan "
+            f"under this plan ranks run the batches of one another, but {reason}; leave out "
+            "own_batches, or choose a plan "
             "without stages"
         )
 
@@ -197,16 +233,20 @@ def _check_features(
         return bool(levels[block_of(parameter, levels)]) or parameter in split
 
     shards = not plan.keeps_gradients_whole
-    if shards and (reason := needs_whole_parameters(request, trainer, graph, would_shard=would_shard)):
+    if shards and (
+        reason := needs_whole_parameters(request, trainer, graph, would_shard=would_shard)
+    ):
         way_out = "choose a plan without tensor axes" if split else "choose ZeRO level 0 or 1"
         if plan.schedule is not None:
             raise PlanError(
-                f"this plan keeps only a stage's parameters on a rank, but {reason}; choose a plan without stages"
+                f"this plan keeps only a stage's parameters on a rank, but {reason}; choose a plan "
+                "without stages"
             )
         raise PlanError(f"this plan shards parameters, but {reason}; {way_out}")
     if plan.brings_batches and plan.schedule is None and (reason := why_no_turns(trainer)):
         raise PlanError(
-            f"under this plan ranks run the batches of one another, but {reason}; leave out num_microbatches and joint, or "
+            f"under this plan ranks run the batches of one another, but {reason}; leave out "
+            "num_microbatches and joint, or "
             "choose a plan without tensor axes"
         )
     check_exchange_of_run(plan, trainer)
@@ -214,24 +254,34 @@ def _check_features(
 
 def _check_model(plan: ParallelPlan, module: pl.LightningModule) -> None:
     name = type(module).__name__
-    parameters = [(n, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for n, p in module.named_parameters()]
+    parameters = [
+        (n, tuple(p.shape), str(p.dtype).removeprefix("torch."))
+        for n, p in module.named_parameters()
+    ]
     if plan.fingerprint is not None and plan.fingerprint != model_fingerprint(name, parameters):
         raise PlanError(
-            f"the plan was made for another model ({plan.model or 'of another kind'}): class name, parameter names, shapes or "
-            f"dtypes of this {name} differ. Make a new plan, or remove 'fingerprint' from the plan to run it all the same"
+            f"the plan was made for another model ({plan.model or 'of another kind'}): class name, "
+            "parameter names, shapes or "
+            f"dtypes of this {name} differ. Make a new plan, or remove 'fingerprint' from the plan "
+            "to run it all the same"
         )
 
 
 def _check_manual(request: PlanRequest, plain: ParallelPlan) -> None:
     if request.plan not in (None, plain, UniformPlan(PRESETS["ddp"])):
-        raise PlanError("manual optimization runs under the plan 'ddp' only: its steps cannot be seen in advance")
+        raise PlanError(
+            "manual optimization runs under the plan 'ddp' only: its steps cannot be seen in "
+            "advance"
+        )
     if request.memory_limit is not None or request.objective != "time":
         raise ValueError(
-            "manual optimization cannot be planned (its steps cannot be seen in advance), so memory_limit and "
+            "manual optimization cannot be planned (its steps cannot be seen in advance), so "
+            "memory_limit and "
             "objective='memory' cannot be honoured; remove them, or use automatic optimization"
         )
     if request.allowed.candidates:
         raise ValueError(
-            "manual optimization is not planned, so allow_compression chooses nothing; remove it, or use "
+            "manual optimization is not planned, so allow_compression chooses nothing; remove it, "
+            "or use "
             'strategy="topt_compressed"'
         )

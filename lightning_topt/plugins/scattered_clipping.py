@@ -1,4 +1,6 @@
-"""The Trainer's gradient clipping and GradScaler on gradients of which every rank has its own rows only."""
+"""The Trainer's gradient clipping and GradScaler on gradients of which every rank has its own rows
+only.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from lightning_topt.optim.scattered_step import ScatteredStep
 
 
 def clip_scattered(precision: Precision, step: ScatteredStep) -> Callable[[], None]:
-    """Make `precision` clip, unscale and look for overflows over all ranks' rows; the result undoes it."""
+    """Make `precision` clip, unscale and look for overflows over all ranks' rows; the result undoes
+    it.
+    """
 
     def by_norm(optimizer: Optimizer, clip_val: int | float) -> None:
         step.gradients(optimizer).clip_norm_(clip_val)

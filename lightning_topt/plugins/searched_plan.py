@@ -57,19 +57,30 @@ class Trace(Protocol):
 
 
 def capture_on_ranks(
-    trainer: pl.Trainer, batch: Any, *, trace: Trace | None = None, scales: bool = False, may_run: bool = False
+    trainer: pl.Trainer,
+    batch: Any,
+    *,
+    trace: Trace | None = None,
+    scales: bool = False,
+    may_run: bool = False,
 ) -> OpGraph:
     """Return the graph of rank 0's step on fake tensors; see `capture_step`.
 
-    With `may_run` a step that depends on values runs once on real tensors, in an isolated copy of rank 0's process.
-    A collective call. Raises what rank 0 raised; `may_need_values` tells on every rank.
+    With `may_run` a step that depends on values runs once on real tensors, in an isolated copy of
+    rank 0's process. A collective call. Raises what rank 0 raised; `may_need_values` tells on every
+    rank.
     """
 
     def captured() -> OpGraph:
         try:
             return capture_step(trainer, batch, trace=trace, scales=scales)
         except Exception as error:
-            if not may_run or trace is not None or not may_need_values(error) or not hasattr(os, "fork"):
+            if (
+                not may_run
+                or trace is not None
+                or not may_need_values(error)
+                or not hasattr(os, "fork")
+            ):
                 raise
             with contextlib.suppress(Exception):
                 return ForkedCall(run, isolated=True).result(timeout_seconds=_STEP_SECONDS)
@@ -77,15 +88,23 @@ def capture_on_ranks(
 
     def run() -> OpGraph:
         torch.set_num_threads(1)  # threads of the pool are not copied with the process
-        return observe_step(trainer.lightning_module, batch, forward_context=trainer.precision_plugin.forward_context)
+        return observe_step(
+            trainer.lightning_module,
+            batch,
+            forward_context=trainer.precision_plugin.forward_context,
+        )
 
     return on_rank_0(captured)
 
 
-def capture_step(trainer: pl.Trainer, batch: Any, *, trace: Trace | None = None, scales: bool = False) -> OpGraph:
-    """Return the graph of this rank's step on fake tensors. `trace` gets the calls of torch functions.
+def capture_step(
+    trainer: pl.Trainer, batch: Any, *, trace: Trace | None = None, scales: bool = False
+) -> OpGraph:
+    """Return the graph of this rank's step on fake tensors. `trace` gets the calls of torch
+    functions.
 
-    With `scales` the graph says how the step grows with the batch, where that can be found. Raises what the last attempt did.
+    With `scales` the graph says how the step grows with the batch, where that can be found. Raises
+    what the last attempt did.
     """
 
     def on(*, scales: bool) -> OpGraph:
@@ -108,7 +127,9 @@ def capture_step(trainer: pl.Trainer, batch: Any, *, trace: Trace | None = None,
 
 @dataclass(frozen=True)
 class RunCosts:
-    """`RunCosts` are what a search needs besides the graph; `measurements` are None where the cluster was given."""
+    """`RunCosts` are what a search needs besides the graph; `measurements` are None where the
+    cluster was given.
+    """
 
     optimizer: OptimizerProfile
     cluster: Cluster
@@ -120,7 +141,9 @@ class RunCosts:
         return {} if self.measurements is None else measured_kernels(self.measurements, graphs)
 
 
-def measured_kernels(measurements: Measurements, graphs: Iterable[OpGraph]) -> dict[KernelKey, float]:
+def measured_kernels(
+    measurements: Measurements, graphs: Iterable[OpGraph]
+) -> dict[KernelKey, float]:
     """Return the seconds of the kernels of `graphs`; those of rank 0 count. A collective call."""
     kernels: dict[KernelKey, float] = {}
     for each in graphs:
@@ -132,7 +155,9 @@ def read_costs(request: PlanRequest, trainer: pl.Trainer, graph: OpGraph) -> Run
     """Return the costs of this run, measured unless the cluster is given. A collective call."""
     device = trainer.strategy.root_device
     optimizers, named = optimizers_of(trainer)
-    profile = on_every_rank(lambda: read_optimizer(optimizers, named_parameters=named, device_type=device.type))
+    profile = on_every_rank(
+        lambda: read_optimizer(optimizers, named_parameters=named, device_type=device.type)
+    )
     if request.cluster is not None:
         return RunCosts(profile, request.cluster)
     measurements = Measurements.open(device=device, num_nodes=trainer.num_nodes, progress=_progress)
@@ -143,7 +168,9 @@ def read_costs(request: PlanRequest, trainer: pl.Trainer, graph: OpGraph) -> Run
     return dataclasses.replace(costs, kernel_seconds=costs.measured([graph]))
 
 
-def search_request(request: PlanRequest, trainer: pl.Trainer, graph: OpGraph, costs: RunCosts) -> SearchRequest:
+def search_request(
+    request: PlanRequest, trainer: pl.Trainer, graph: OpGraph, costs: RunCosts
+) -> SearchRequest:
     """Return what to search on data axes, where every rank has a batch like the captured one."""
     ranks = dist.get_world_size()
     return SearchRequest(
@@ -166,7 +193,9 @@ def say(plan: ParallelPlan) -> None:
     rank_zero_info(f"topt: {plan.summary()}. {plan.reason}".strip())
 
 
-def split_model(trainer: pl.Trainer, batch: Any, graph: OpGraph, trace: FunctionTrace) -> SplitModel:
+def split_model(
+    trainer: pl.Trainer, batch: Any, graph: OpGraph, trace: FunctionTrace
+) -> SplitModel:
     """Return what splits the step of `trainer` that was captured as `graph` under `trace`."""
     return SplitModel(
         trainer.lightning_module,
@@ -192,7 +221,9 @@ def search_mesh(
     graph = capture_on_ranks(trainer, batch, trace=trace)
     reason = on_every_rank(lambda: needs_whole_parameters(request, trainer, graph))
     if reason is not None and mesh.tensor_axes:
-        raise PlanError(f"a mesh with tensor axes splits parameters, but {reason}; choose one without")
+        raise PlanError(
+            f"a mesh with tensor axes splits parameters, but {reason}; choose one without"
+        )
     split = split_model(trainer, batch, graph, trace)
     costs = read_costs(request, trainer, graph)
     wanted = dataclasses.replace(
@@ -227,9 +258,14 @@ def search_mesh(
 
 def _preset_of(given: MeshPlan, frontier: PlanFrontier) -> PlanPoint:
     """The uniform plan that splits most, and recomputes all that it can or nothing."""
-    again = [(sum(block.config.recompute for block in point.plan.blocks), point) for point in frontier.uniform]
+    again = [
+        (sum(block.config.recompute for block in point.plan.blocks), point)
+        for point in frontier.uniform
+    ]
     wanted = max(count for count, _ in again) if given.recompute else 0
-    return min((point for count, point in again if count == wanted), key=lambda point: point.peak_bytes)
+    return min(
+        (point for count, point in again if count == wanted), key=lambda point: point.peak_bytes
+    )
 
 
 def _with_what_is_left(point: PlanPoint, graph: OpGraph) -> PlanPoint:
@@ -237,7 +273,11 @@ def _with_what_is_left(point: PlanPoint, graph: OpGraph) -> PlanPoint:
     plan, axes = point.plan, point.plan.mesh.tensor_axes
     if len(axes) < 2:
         return point
-    placed = {f"{b.block}.{name}".lstrip("."): along for b in plan.blocks for name, along in b.config.parameters}
+    placed = {
+        f"{b.block}.{name}".lstrip("."): along
+        for b in plan.blocks
+        for name, along in b.config.parameters
+    }
     matrices = [parameter.name for parameter in graph.parameters if len(parameter.shape) > 1]
     left = [
         name
@@ -247,7 +287,10 @@ def _with_what_is_left(point: PlanPoint, graph: OpGraph) -> PlanPoint:
     if not left:
         return point
     more = f" and {len(left) - 3} more" if len(left) > 3 else ""
-    reason = f"Whole along an axis, since its size does not divide or nothing says how to cut it: {', '.join(left[:3])}{more}."
+    reason = (
+        "Whole along an axis, since its size does not divide or nothing says how to cut it: "
+        f"{', '.join(left[:3])}{more}."
+    )
     return dataclasses.replace(point, plan=dataclasses.replace(plan, reason=reason))
 
 
@@ -256,10 +299,14 @@ def _progress(line: str) -> None:
 
 
 def choose_for(request: PlanRequest, frontier: PlanFrontier, cluster: Cluster) -> PlanPoint:
-    """Return the point of `frontier` that meets `request`; no limit means the memory of a device. Raises NoPlanFitsError."""
+    """Return the point of `frontier` that meets `request`; no limit means the memory of a device.
+    Raises NoPlanFitsError.
+    """
     limit = cluster.device.memory_bytes if request.memory_limit is None else request.memory_limit
     margin = request.memory_margin
-    return choose(frontier.candidates, objective=request.objective, memory_limit=limit, memory_margin=margin)
+    return choose(
+        frontier.candidates, objective=request.objective, memory_limit=limit, memory_margin=margin
+    )
 
 
 def needs_whole_parameters(
@@ -274,7 +321,8 @@ def needs_whole_parameters(
         return "options of DistributedDataParallel were given, and sharded plans do not run it"
     if ignored := names_to_ignore(trainer.lightning_module):
         return (
-            f"each rank keeps a {min(ignored)!r} of its own (_ddp_params_and_buffers_to_ignore), which only "
+            f"each rank keeps a {min(ignored)!r} of its own (_ddp_params_and_buffers_to_ignore), "
+            "which only "
             "DistributedDataParallel leaves alone"
         )
     averaging = (StochasticWeightAveraging, WeightAveraging)
@@ -284,5 +332,8 @@ def needs_whole_parameters(
         return "16-true keeps no float32 weights to shard"
     unused = [] if graph is None else [name for name in graph.unused if would_shard(name)]
     if unused:
-        return f"the step gives {unused[0]} no gradient, which only DistributedDataParallel sees and answers"
+        return (
+            f"the step gives {unused[0]} no gradient, which only DistributedDataParallel sees "
+            "and answers"
+        )
     return why_whole(trainer, would_shard=would_shard)

@@ -1,4 +1,6 @@
-"""The Trainer's gradient clipping and GradScaler on sharded gradients (DTensors), beside whole ones."""
+"""The Trainer's gradient clipping and GradScaler on sharded gradients (DTensors), beside whole
+ones.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ class Clips(Protocol):
 
 
 def clip_sharded(precision: Precision, engine: Clips) -> Callable[[], None]:
-    """Make `precision` clip, unscale and look for overflows over all that ranks hold; the result undoes it."""
+    """Make `precision` clip, unscale and look for overflows over all that ranks hold; the result
+    undoes it.
+    """
 
     def by_norm(optimizer: Optimizer, clip_val: int | float) -> None:
         engine.clip_norm(parameters_of(optimizer), clip_val)

@@ -1,6 +1,8 @@
-"""The source of a function, and that of the functions it calls, says what it looks at; nothing is run.
+"""The source of a function, and that of the functions it calls, says what it looks at; nothing is
+run.
 
-A name is followed to the object it stands for (a submodule, a method, a helper) where that is known before running.
+A name is followed to the object it stands for (a submodule, a method, a helper) where that is known
+before running.
 """
 
 from __future__ import annotations
@@ -23,7 +25,14 @@ from lightning_topt.plugins.held_parameters import is_library
 from lightning_topt.plugins.known_members import UNKNOWN, has_parameters, member_of, property_getter
 
 GRADIENTS = frozenset(
-    ["grad", "grad_norm", "clip_grad_norm_", "clip_grad_norm", "clip_grad_value_", "clip_grads_with_norm_"]
+    [
+        "grad",
+        "grad_norm",
+        "clip_grad_norm_",
+        "clip_grad_norm",
+        "clip_grad_value_",
+        "clip_grads_with_norm_",
+    ]
 )
 PARAMETERS = frozenset(
     [
@@ -40,11 +49,34 @@ PARAMETERS = frozenset(
     ]
 )
 HARMLESS = frozenset(
-    ["device", "dtype", "is_cuda", "requires_grad", "numel", "nelement", "shape", "size", "ndim", "dim"]
+    [
+        "device",
+        "dtype",
+        "is_cuda",
+        "requires_grad",
+        "numel",
+        "nelement",
+        "shape",
+        "size",
+        "ndim",
+        "dim",
+    ]
 )
 HARMLESS_CALLS = frozenset(
     [
-        *("isinstance", "issubclass", "type", "id", "print", "repr", "str", "super", "len", "next", "callable"),
+        *(
+            "isinstance",
+            "issubclass",
+            "type",
+            "id",
+            "print",
+            "repr",
+            "str",
+            "super",
+            "len",
+            "next",
+            "callable",
+        ),
         *("hasattr", "getattr", "setattr", "delattr"),
     ]
 )
@@ -55,9 +87,9 @@ MAX_DEPTH = 5
 
 @dataclass(frozen=True)
 class Reader:
-    """A `Reader` has what a reading of one hook knows: the model, what counts as looking, and whether calls of the model
-    count, or parameters that are attributes. It notes what the code `computes`: ``"gradients"``, by `torch.autograd.grad`,
-    which does not look at those there are.
+    """A `Reader` has what a reading of one hook knows: the model, what counts as looking, and
+    whether calls of the model count, or parameters that are attributes. It notes what the code
+    `computes`: ``"gradients"``, by `torch.autograd.grad`, which does not look at those there are.
     """
 
     module: pl.LightningModule
@@ -75,13 +107,19 @@ class Reader:
 
 
 def look_into(function: Any, arguments: tuple[Any, ...], reader: Reader, depth: int) -> str | None:
-    """Return what `function` looks at: "gradients", "parameters", "calls the model" and the like; or None.
+    """Return what `function` looks at: "gradients", "parameters", "calls the model" and the like;
+    or None.
 
     `arguments`: those that are known, by position.
     """
     function = _plain_function(function)
     code = getattr(function, "__code__", None)
-    if code is None or depth > MAX_DEPTH or is_library(function.__module__) or _is_standard(function):
+    if (
+        code is None
+        or depth > MAX_DEPTH
+        or is_library(function.__module__)
+        or _is_standard(function)
+    ):
         return None
     key = (id(code), id(arguments[0]) if arguments else 0)
     if key in reader.seen:
@@ -141,10 +179,14 @@ class _Function:
     depth: int
 
     def looks(self) -> str | None:
-        parents = {child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)}
+        parents = {
+            child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)
+        }
         if any(isinstance(node, ast.Attribute) and node.attr in KNOWS_SHARDS for node in parents):
             return None
-        groups = any(isinstance(node, ast.Attribute) and node.attr == "param_groups" for node in parents)
+        groups = any(
+            isinstance(node, ast.Attribute) and node.attr == "param_groups" for node in parents
+        )
         found: set[str | None] = set()
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Attribute):
@@ -156,7 +198,9 @@ class _Function:
             elif isinstance(node, ast.Call):
                 found.add(self._call(node))
         said = sorted(clause for clause in found if clause)
-        return next((clause for clause in ("gradients", "parameters", *said) if clause in said), None)
+        return next(
+            (clause for clause in ("gradients", "parameters", *said) if clause in said), None
+        )
 
     def _attribute(self, node: ast.Attribute, parents: Mapping[ast.AST, ast.AST]) -> str | None:
         base = self._value(node.value)
@@ -168,11 +212,17 @@ class _Function:
         if (getter := property_getter(base, node.attr)) is not None:
             return look_into(getter, (base,), self.reader, self.depth + 1)
         value = self._value(node)
-        if isinstance(value, nn.Parameter) and (self.reader.calls_count or self.reader.attributes_count):
+        if isinstance(value, nn.Parameter) and (
+            self.reader.calls_count or self.reader.attributes_count
+        ):
             return None if _is_harmless(node, parents) else "parameters"
         if not self.reader.calls_count:
             return None
-        if isinstance(value, nn.Module) and has_parameters(value) and not self._is_used_harmlessly(node, parents):
+        if (
+            isinstance(value, nn.Module)
+            and has_parameters(value)
+            and not self._is_used_harmlessly(node, parents)
+        ):
             return f"uses {node.attr!r}"
         return None
 
@@ -187,12 +237,18 @@ class _Function:
         parent = parents[node]
         if isinstance(parent, ast.Call) and parent.func is node:
             return "calls the model"
-        if isinstance(parent, ast.Call) and node in parent.args and not self._takes_harmlessly(parent):
+        if (
+            isinstance(parent, ast.Call)
+            and node in parent.args
+            and not self._takes_harmlessly(parent)
+        ):
             return "hands the model to a function"
         return None
 
     def _is_used_harmlessly(self, node: ast.Attribute, parents: Mapping[ast.AST, ast.AST]) -> bool:
-        """Whether of a module only what has no parameters is used: its mode, a number, a further module."""
+        """Whether of a module only what has no parameters is used: its mode, a number, a further
+        module.
+        """
         parent = parents[node]
         if isinstance(parent, ast.Call):
             return node in parent.args and self._takes_harmlessly(parent)
@@ -212,7 +268,9 @@ class _Function:
         if isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Call):
             return _is_super(call.func.value)  # base classes are read by themselves
         value = self._value(call.func)
-        return isinstance(value, types.FunctionType | types.MethodType) and not is_library(value.__module__)
+        return isinstance(value, types.FunctionType | types.MethodType) and not is_library(
+            value.__module__
+        )
 
     def _call(self, node: ast.Call) -> str | None:
         value = self._value(node.func)
@@ -224,7 +282,9 @@ class _Function:
         return look_into(value, tuple(arguments), self.reader, self.depth + 1)
 
     def _value(self, node: ast.AST) -> Any:
-        """The object that an expression of names and attributes stands for, without running any code."""
+        """The object that an expression of names and attributes stands for, without running any
+        code.
+        """
         if isinstance(node, ast.Name):
             return self._variable(node.id)
         if isinstance(node, ast.Attribute):
@@ -250,7 +310,11 @@ def _is_super(node: ast.Call) -> bool:
 
 def _is_params_of_group(node: ast.Subscript) -> bool:
     """Return whether this is ``group["params"]`` of an optimizer's groups."""
-    return isinstance(node.slice, ast.Constant) and node.slice.value == "params" and isinstance(node.ctx, ast.Load)
+    return (
+        isinstance(node.slice, ast.Constant)
+        and node.slice.value == "params"
+        and isinstance(node.ctx, ast.Load)
+    )
 
 
 def _is_harmless(node: ast.Attribute, parents: Mapping[ast.AST, ast.AST]) -> bool:
@@ -266,7 +330,11 @@ def _is_harmless(node: ast.Attribute, parents: Mapping[ast.AST, ast.AST]) -> boo
         return isinstance(attribute, ast.Attribute) and attribute.attr in HARMLESS
     if isinstance(outer, ast.comprehension) and outer.iter is call:
         names = {n.id for n in ast.walk(outer.target) if isinstance(n, ast.Name)}
-        uses = [n for n in ast.walk(parents[outer]) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)]
+        uses = [
+            n
+            for n in ast.walk(parents[outer])
+            if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)
+        ]
         return all(
             isinstance(attribute := parents[use], ast.Attribute) and attribute.attr in HARMLESS
             for use in uses

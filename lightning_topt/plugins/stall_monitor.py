@@ -1,4 +1,6 @@
-"""Log metrics and the progress bar, where users look, say how much of training is waiting for data. For any loader."""
+"""Log metrics and the progress bar, where users look, say how much of training is waiting for data.
+For any loader.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from typing_extensions import override
 
 from lightning_topt.basics.argument_checks import check_whole
 
-DEFAULT_EVERY_N_STEPS = 50  # where the Trainer logs nothing (log_every_n_steps=0) and only the progress bar shows it
+# where the Trainer logs nothing (log_every_n_steps=0) and only the progress bar shows it
+DEFAULT_EVERY_N_STEPS = 50
 _HOOKS = (
     "_on_before_fetch",
     "_on_after_fetch",
@@ -20,7 +23,9 @@ _HOOKS = (
 
 
 class DataWait(NamedTuple):
-    """Batches trained on, seconds that this took, and seconds of them that the loop waited for its next batch."""
+    """Batches trained on, seconds that this took, and seconds of them that the loop waited for its
+    next batch.
+    """
 
     batches: int
     seconds: float
@@ -34,28 +39,36 @@ class DataWait(NamedTuple):
     def plus(self, other: DataWait) -> DataWait:
         """Return the wait of both together."""
         return DataWait(
-            self.batches + other.batches, self.seconds + other.seconds, self.wait_seconds + other.wait_seconds
+            self.batches + other.batches,
+            self.seconds + other.seconds,
+            self.wait_seconds + other.wait_seconds,
         )
 
 
 class StallMonitor(pl.Callback):
-    """Logs how long training waits for its next batch, every `every_n_steps` optimizer steps (None: when the Trainer logs).
+    """Logs how long training waits for its next batch, every `every_n_steps` optimizer steps (None:
+    when the Trainer logs).
 
-    - ``stall/fraction``: of the time since the last report, 0 to 1; also in the progress bar, as ``stall``;
+    - ``stall/fraction``: of the time since the last report, 0 to 1; also in the progress bar, as
+      ``stall``;
     - ``stall/wait_seconds`` and ``stall/batch_seconds``: means per batch since the last report.
 
-    All are those of the logging rank (0). Validation, what happens between epochs and the start of an epoch's workers are in
-    none of them; the wait for the workers' first batch is. On a CUDA device the loop runs ahead: there a wait counts only as
-    far as the device had nothing left to do. `total` is that of the whole fit.
+    All are those of the logging rank (0). Validation, what happens between epochs and the start of
+    an epoch's workers are in none of them; the wait for the workers' first batch is. On a CUDA
+    device the loop runs ahead: there a wait counts only as far as the device had nothing left to
+    do. `total` is that of the whole fit.
     """
 
     def __init__(self, *, every_n_steps: int | None = None) -> None:
-        self.every_n_steps = None if every_n_steps is None else check_whole(every_n_steps, name="every_n_steps")
+        self.every_n_steps = (
+            None if every_n_steps is None else check_whole(every_n_steps, name="every_n_steps")
+        )
         self.total = DataWait(0, 0.0, 0.0)
         self._idle: _DeviceIdle | None = None
         self._last_step, self._fetch_started = 0, 0.0
         self._since_report = DataWait(0, 0.0, 0.0)
-        self._resumed: float | None = None  # when the clock of training last went on; None: it stands
+        # when the clock of training last went on; None: it stands
+        self._resumed: float | None = None
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -103,7 +116,12 @@ class StallMonitor(pl.Callback):
 
     @override
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
     ) -> None:
         self._add(batches=1)
         step, last = trainer.global_step, self._last_step
@@ -138,7 +156,9 @@ class StallMonitor(pl.Callback):
         self._remove(trainer)
 
     @override
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
         self._remove(trainer)
 
     def _remove(self, trainer: pl.Trainer) -> None:
@@ -156,8 +176,8 @@ def _both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[],
 
 
 class _DeviceIdle:
-    """A `_DeviceIdle` says how long a CUDA device idles while the loop waits: an event on either side of the wait, read when
-    both have passed.
+    """A `_DeviceIdle` says how long a CUDA device idles while the loop waits: an event on either
+    side of the wait, read when both have passed.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -23,9 +23,9 @@ from lightning_topt.execution.memory_meter import MemoryMeter
 class StepMeasurement:
     """Steady steps of one fit.
 
-    `median_step_seconds` is that of the slowest rank; `peak_bytes_per_rank` (in rank order) are above the idle rank,
-    with None where the platform cannot say. `steps` counts the optimizer steps measured on this rank; with none,
-    nothing is known.
+    `median_step_seconds` is that of the slowest rank; `peak_bytes_per_rank` (in rank order) are
+    above the idle rank, with None where the platform cannot say. `steps` counts the optimizer steps
+    measured on this rank; with none, nothing is known.
     """
 
     steps: int
@@ -34,13 +34,15 @@ class StepMeasurement:
 
 
 class StepMonitor(pl.Callback):
-    """Times optimizer steps after the first `warmup_steps`, and takes the peak memory of all; see `measurement` after a fit.
+    """Times optimizer steps after the first `warmup_steps`, and takes the peak memory of all; see
+    `measurement` after a fit.
 
-    A step is the time between `on_train_batch_start` and `on_train_batch_end`, summed over the batches of an
-    accumulated gradient: forward, backward, exchange and update, with the device idle at both ends; not the wait for
-    data, logging of other callbacks, or validation. Peak bytes are those of such spans, from the very first step on (DDP
-    holds its buckets twice at the start of the second). Under ``"topt"`` both count from the second step of its plan on. See
-    `MemoryMeter` for what counts.
+    A step is the time between `on_train_batch_start` and `on_train_batch_end`, summed over the
+    batches of an accumulated gradient: forward, backward, exchange and update, with the device idle
+    at both ends; not the wait for data, logging of other callbacks, or validation. Peak bytes are
+    those of such spans, from the very first step on (DDP holds its buckets twice at the start of
+    the second). Under ``"topt"`` both count from the second step of its plan on. See `MemoryMeter`
+    for what counts.
     """
 
     def __init__(self, *, warmup_steps: int = 5) -> None:
@@ -58,7 +60,8 @@ class StepMonitor(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        # The process group is up, data sets are loaded, and the module is not on its device yet: the idle rank.
+        # The process group is up, data sets are loaded, and the module is not on its device yet:
+        # the idle rank.
         if stage == "fit":
             self._meter = MemoryMeter(trainer.strategy.root_device)
             warm_up(trainer.strategy.root_device)
@@ -79,13 +82,19 @@ class StepMonitor(pl.Callback):
 
     @override
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
     ) -> None:
         assert self._meter is not None
         synchronize(trainer.strategy.root_device)
         self._seconds += time.perf_counter() - self._started
-        # A strategy whose plan has taken over in this step knows its idle rank better. The step's peak is that of planning, and
-        # steps before it ran by another plan: this one is the last of the warm-up.
+        # A strategy whose plan has taken over in this step knows its idle rank better. The step's
+        # peak is that of planning, and steps before it ran by another plan: this one is the last of
+        # the warm-up.
         meter = getattr(trainer.strategy, "memory_meter", None)
         if meter is not None and meter is not self._meter:
             self._meter, self._peak_bytes = meter, None
@@ -106,7 +115,9 @@ class StepMonitor(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         median = statistics.median(self._step_seconds) if self._step_seconds else float("nan")
         peak = float("nan") if self._peak_bytes is None else float(self._peak_bytes)
-        mine = torch.tensor([median, peak], dtype=torch.float64, device=trainer.strategy.root_device)
+        mine = torch.tensor(
+            [median, peak], dtype=torch.float64, device=trainer.strategy.root_device
+        )
         ranks = _of_all_ranks(mine).cpu()
         slowest = ranks[:, 0].max().item()
         self.measurement = StepMeasurement(

@@ -1,8 +1,8 @@
-"""A search without a plan looks at tensor axes as well, where these may be better than all that data axes offer, and then at
-pipelines.
+"""A search without a plan looks at tensor axes as well, where these may be better than all that
+data axes offer, and then at pipelines.
 
-Every rank has its own batch by then, so the ranks of a tensor group run them in joint modules (`joint_batches`) or in turns
-(`turns`), whichever is faster.
+Every rank has its own batch by then, so the ranks of a tensor group run them in joint modules
+(`joint_batches`) or in turns (`turns`), whichever is faster.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTra
 def search_default(
     request: PlanRequest, trainer: pl.Trainer, batch: Any, graph: OpGraph
 ) -> tuple[ParallelPlan, Planning | None]:
-    """Return the best plan for ranks that have a batch each, and on rank 0 what was searched. A collective call."""
+    """Return the best plan for ranks that have a batch each, and on rank 0 what was searched. A
+    collective call.
+    """
     costs = read_costs(request, trainer, graph)
     search = search_request(request, trainer, graph, costs)
     are_joint = are_alike(batch, None, device=trainer.strategy.root_device)
@@ -61,7 +63,9 @@ def search_default(
 
     def searched(kernels: Mapping[KernelKey, float] | None) -> list[OpGraph] | dict[str, Any]:
         nonlocal planning
-        found = search_with_axes(request, trainer, batch, search, are_joint=are_joint, kernels=kernels)
+        found = search_with_axes(
+            request, trainer, batch, search, are_joint=are_joint, kernels=kernels
+        )
         if isinstance(found, list):
             return found
         planning = found
@@ -88,11 +92,13 @@ def search_with_axes(
     why_not: str | None = None,
     as_measured: Callable[[PlanFrontier], PlanFrontier] = lambda frontier: frontier,
 ) -> Planning | list[OpGraph]:
-    """Search on data axes, and where that may pay on tensor axes and in stages too; on rank 0, which captures steps for it.
+    """Search on data axes, and where that may pay on tensor axes and in stages too; on rank 0,
+    which captures steps for it.
 
     Args:
         are_joint: see `TensorLook`.
-        kernels: seconds of kernels on slices; None: where they are wanted, the graphs that hold them are returned.
+        kernels: seconds of kernels on slices; None: where they are wanted, the graphs that hold
+            them are returned.
         why_not: why data axes alone are looked at, as a clause.
         as_measured: corrects the times of what was found.
 
@@ -120,12 +126,18 @@ def search_with_axes(
     left_out = {what: why for what, why in whys.items() if why is not None}
     frontier = as_measured(together(found))
     try:
-        return Planning(frontier, choose_for(request, frontier, search.cluster), search.graph, left_out)
+        return Planning(
+            frontier, choose_for(request, frontier, search.cluster), search.graph, left_out
+        )
     except NoPlanFitsError as error:
-        raise NoPlanFitsError(". ".join([str(error), *(f"{what}: {why}" for what, why in left_out.items())])) from error
+        raise NoPlanFitsError(
+            ". ".join([str(error), *(f"{what}: {why}" for what, why in left_out.items())])
+        ) from error
 
 
-def _reasoned(function: Callable[[], tuple[str | None, list[OpGraph]]]) -> tuple[str | None, list[OpGraph]]:
+def _reasoned(
+    function: Callable[[], tuple[str | None, list[OpGraph]]],
+) -> tuple[str | None, list[OpGraph]]:
     """What `function` returns; whatever goes wrong in it is a reason."""
     try:
         return function()
@@ -134,7 +146,8 @@ def _reasoned(function: Callable[[], tuple[str | None, list[OpGraph]]]) -> tuple
 
 
 class TensorLook:
-    """A search on tensor axes for ranks that have a batch each, where it may beat `best`, which was found on data axes.
+    """A search on tensor axes for ranks that have a batch each, where it may beat `best`, which was
+    found on data axes.
 
     `are_joint`: batches of all ranks are alike, so that they can run as one.
     """
@@ -153,10 +166,17 @@ class TensorLook:
         self._search = search  # of the whole step; from `by_formula` on of a step that can be split
 
     def by_formula(self) -> tuple[str | None, list[OpGraph]]:
-        """Search with kernels on slices by formula. Return why no plan may be chosen, as a clause, or their graphs."""
+        """Search with kernels on slices by formula. Return why no plan may be chosen, as a clause,
+        or their graphs.
+        """
         if reason := self._why_not():
             return reason, []
-        trainer, batch, graph, trace = self._step.trainer, self._step.batch, self._step.graph, self._step.trace
+        trainer, batch, graph, trace = (
+            self._step.trainer,
+            self._step.batch,
+            self._step.graph,
+            self._step.trace,
+        )
         if reason := why_no_turns(trainer, batch, graph):
             return reason, []
         if self._are_joint:  # else turns would be taken in most steps
@@ -165,9 +185,13 @@ class TensorLook:
         of_turns = {"own_batches": True, "evaluates": trainer.enable_validation, "layout": "tensor"}
         self._search = dataclasses.replace(self._search, graph=graph, split=split, **of_turns)  # type: ignore[arg-type]
         request, frontier = self._request, search_plans(self._search)
-        split_best, best = (fastest(request, self._search, [each]) for each in (frontier, self._best))
+        split_best, best = (
+            fastest(request, self._search, [each]) for each in (frontier, self._best)
+        )
         # Where nothing fits at all, the error is to name the smallest plan, be it one of these.
-        if best is not None and (split_best is None or (request.objective == "time" and not pays(split_best, best))):
+        if best is not None and (
+            split_best is None or (request.objective == "time" and not pays(split_best, best))
+        ):
             return "no plan with a tensor axis is better", []
         return None, local_graphs(self._search)
 
@@ -188,14 +212,18 @@ class TensorLook:
         best = fastest(request, search, [self._best])
         if best is not None and request.objective == "time":
             mesh, samples = data_mesh(ranks), search.graph.batch_size
-            step = TrainingStep(search.graph, search.cluster, search.optimizer, mesh, samples, search.kernel_seconds)
+            step = TrainingStep(
+                search.graph, search.cluster, search.optimizer, mesh, samples, search.kernel_seconds
+            )
             if not pays(min(least_seconds(step, size) for size in sizes), best):
                 return "computation alone takes so long that the rest is not worth it"
         return needs_whole_parameters(request, trainer, search.graph) or why_no_turns(trainer)
 
 
 def _trace_larger(trace: FunctionTrace, trainer: pl.Trainer, batch: Any, graph: OpGraph) -> None:
-    """Let `trace` know the shapes of a larger batch too, where the step runs with one: joint modules are found by these."""
+    """Let `trace` know the shapes of a larger batch too, where the step runs with one: joint
+    modules are found by these.
+    """
     if graph.batch_scaling:
         return
     larger, samples = FunctionTrace(), graph.step.batch_sizes[1]
@@ -204,8 +232,19 @@ def _trace_larger(trace: FunctionTrace, trainer: pl.Trainer, batch: Any, graph: 
         return torch.cat([tensor, tensor]) if tensor.ndim and tensor.shape[0] == samples else tensor
 
     context, device = trainer.precision_plugin.forward_context, trainer.strategy.root_device.type
-    options: dict[str, Any] = {"forward_context": context, "device": device, "like": graph, "adapt": larger.of}
-    with contextlib.suppress(Exception), warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+    options: dict[str, Any] = {
+        "forward_context": context,
+        "device": device,
+        "like": graph,
+        "adapt": larger.of,
+    }
+    with (
+        contextlib.suppress(Exception),
+        warnings.catch_warnings(),
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
         warnings.simplefilter("ignore")
-        capture(trainer.lightning_module, map_tensors(batch, doubled), batch_scaling=False, **options)
+        capture(
+            trainer.lightning_module, map_tensors(batch, doubled), batch_scaling=False, **options
+        )
         trace.first_borders, trace.first_samples = larger.borders, 2 * samples

@@ -1,12 +1,14 @@
-"""Ranks of a tensor group that bring a batch each run these in turns: a batch passes the split model on all ranks of the group,
-forward and backward, before the next one does.
+"""Ranks of a tensor group that bring a batch each run these in turns: a batch passes the split
+model on all ranks of the group, forward and backward, before the next one does.
 
-The loss, its gradients and all that a step logs or counts are those of data parallelism, whatever the loss is: a batch meets no
-other one. A rank takes part in the turn of another member as that member would run it (see `member_state`). Losses of all
-turns but the last are differentiated at once, without an exchange; their gradients wait until backward of the last one begins:
-Lightning clears gradients in between. In memory is one turn.
+The loss, its gradients and all that a step logs or counts are those of data parallelism, whatever
+the loss is: a batch meets no other one. A rank takes part in the turn of another member as that
+member would run it (see `member_state`). Losses of all turns but the last are differentiated at
+once, without an exchange; their gradients wait until backward of the last one begins: Lightning
+clears gradients in between. In memory is one turn.
 
-Evaluation, whose ranks may have different numbers of batches, runs on whole parameters, each rank by itself.
+Evaluation, whose ranks may have different numbers of batches, runs on whole parameters, each rank
+by itself.
 """
 
 from __future__ import annotations
@@ -21,7 +23,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_topt.execution.engine import Engine
-from lightning_topt.plugins.former_gradients import Gradients, cleared_before_backward, gradients_aside
+from lightning_topt.plugins.former_gradients import (
+    Gradients,
+    cleared_before_backward,
+    gradients_aside,
+)
 from lightning_topt.plugins.member_batches import values_of_members
 from lightning_topt.plugins.member_state import LoggedLater, MemberBuffers, foreign_turn
 from lightning_topt.techniques.tensor_parallel.random_states import random_states
@@ -30,29 +36,43 @@ Step = Callable[..., Any]
 
 
 class Turns:
-    """The turns of the ranks of `group`, with this one, on `module`, which `engine` runs split over them on `device`."""
+    """The turns of the ranks of `group`, with this one, on `module`, which `engine` runs split over
+    them on `device`.
+    """
 
     def __init__(
-        self, engine: Engine, module: pl.LightningModule, group: dist.ProcessGroup, *, device: torch.device
+        self,
+        engine: Engine,
+        module: pl.LightningModule,
+        group: dist.ProcessGroup,
+        *,
+        device: torch.device,
     ) -> None:
         self._engine, self._module, self._group, self._device = engine, module, group, device
         self._size, self._place = dist.get_world_size(group), dist.get_rank(group)
         self._buffers = MemberBuffers(module, size=self._size, place=self._place)
         self._evaluation = ExitStack()
 
-    # ---- training ---------------------------------------------------------------------------------------------------
+    # ---- training
+    # ---------------------------------------------------------------------------------------------------
 
     def training_step(self, step: Step, args: Sequence[Any], *, exchanges: bool) -> Any:
-        """Return the output of ``step(*args)``, whose loss has the gradients of the group's mean loss in its graph.
+        """Return the output of ``step(*args)``, whose loss has the gradients of the group's mean
+        loss in its graph.
 
         `exchanges`: backward is to exchange the gradients. A collective call.
         """
         self._buffers.begin(stay_in_sync=exchanges)
         logged, own, last_loss = LoggedLater(self._module), None, None
-        with gradients_aside(self._module, dropped=cleared_before_backward(self._module)) as gradients:
+        with gradients_aside(
+            self._module, dropped=cleared_before_backward(self._module)
+        ) as gradients:
             for member, (batch, states) in enumerate(self._members(args)):
                 is_last = member == self._size - 1
-                with self._turn(member, states, logged), nullcontext() if is_last else self._engine.no_sync():
+                with (
+                    self._turn(member, states, logged),
+                    nullcontext() if is_last else self._engine.no_sync(),
+                ):
                     output = step(*batch)
                     loss = loss_of(output)
                     if loss is not None and not is_last:
@@ -75,11 +95,14 @@ class Turns:
     @contextmanager
     def _turn(self, member: int, states: Any, logged: LoggedLater) -> Generator[None, None, None]:
         is_own = member == self._place
-        as_member: AbstractContextManager[None] = nullcontext() if is_own else foreign_turn(self._module, states)
+        as_member: AbstractContextManager[None] = (
+            nullcontext() if is_own else foreign_turn(self._module, states)
+        )
         with as_member, self._buffers.turn_of(member), logged.on(own=is_own):
             yield
 
-    # ---- evaluation -------------------------------------------------------------------------------------------------
+    # ---- evaluation
+    # -------------------------------------------------------------------------------------------------
 
     def begin_evaluation(self) -> None:
         """Make the parameters whole. A collective call."""
@@ -103,8 +126,9 @@ def loss_of(output: Any) -> Tensor | None:
 
 
 class _JointLoss(torch.autograd.Function):
-    """Has the value of a rank's own loss and the graph of the last turn's. Its gradient, times `share`, is that of all turns:
-    backward adds the gradients of earlier ones, which it finds in `earlier`, and goes on with the last.
+    """Has the value of a rank's own loss and the graph of the last turn's. Its gradient, times
+    `share`, is that of all turns: backward adds the gradients of earlier ones, which it finds in
+    `earlier`, and goes on with the last.
     """
 
     @staticmethod

@@ -1,4 +1,6 @@
-"""Why the plans that shard parameters cannot run here without changing values that user code sees."""
+"""Why the plans that shard parameters cannot run here without changing values that user code
+sees.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +17,21 @@ from torch.nn.parameter import is_lazy
 from lightning_topt.plugins.held_parameters import is_library, why_held
 from lightning_topt.plugins.watching_hooks import why_function_watches, why_watched
 
-WATCHERS = frozenset({"wandb", "comet_ml", "neptune", "clearml", "aim"})  # loggers whose `watch` registers hooks
+# loggers whose `watch` registers hooks
+WATCHERS = frozenset({"wandb", "comet_ml", "neptune", "clearml", "aim"})
 
 
-def why_whole(trainer: pl.Trainer, *, would_shard: Callable[[str], bool] = lambda _: True) -> str | None:
-    """Return why parameters must stay whole in this fit (ZeRO levels 0 and 1), as a clause, or None.
+def why_whole(
+    trainer: pl.Trainer, *, would_shard: Callable[[str], bool] = lambda _: True
+) -> str | None:
+    """Return why parameters must stay whole in this fit (ZeRO levels 0 and 1), as a clause, or
+    None.
 
     What torch cannot shard counts where the parameter's name `would_shard`.
 
-    To be called once the module is on its device and the optimizers exist. A clause names what it found ("callback Norms
-    reads gradients in on_after_backward") and, where there is one, the way out. Takes milliseconds, and up to half a
-    second where somebody else holds parameters.
+    To be called once the module is on its device and the optimizers exist. A clause names what it
+    found ("callback Norms reads gradients in on_after_backward") and, where there is one, the way
+    out. Takes milliseconds, and up to half a second where somebody else holds parameters.
     """
     module, strategy = trainer.lightning_module, trainer.strategy
     optimizers = [getattr(optimizer, "_optimizer", optimizer) for optimizer in strategy.optimizers]
@@ -38,8 +44,11 @@ def why_whole(trainer: pl.Trainer, *, would_shard: Callable[[str], bool] = lambd
     )
 
 
-def why_unshardable(module: nn.Module, *, would_shard: Callable[[str], bool] = lambda _: True) -> str | None:
-    """Return which parameter or submodule of `module` torch's FSDP2 cannot shard, as a clause with the way out, or None.
+def why_unshardable(
+    module: nn.Module, *, would_shard: Callable[[str], bool] = lambda _: True
+) -> str | None:
+    """Return which parameter or submodule of `module` torch's FSDP2 cannot shard, as a clause with
+    the way out, or None.
 
     Parameters count whose name `would_shard`.
     """
@@ -49,7 +58,9 @@ def why_unshardable(module: nn.Module, *, would_shard: Callable[[str], bool] = l
         table = isinstance(submodule, nn.Embedding | nn.EmbeddingBag)
         if table and submodule.sparse and would_shard(f"{name}.weight"):
             return f"{name!r} has sparse gradients; leave out sparse=True"
-    sharded = [(name, parameter) for name, parameter in module.named_parameters() if would_shard(name)]
+    sharded = [
+        (name, parameter) for name, parameter in module.named_parameters() if would_shard(name)
+    ]
     for name, parameter in sharded:
         if reason := _why_unshardable(parameter):
             return f"parameter {name!r} {reason}"
@@ -57,7 +68,8 @@ def why_unshardable(module: nn.Module, *, would_shard: Callable[[str], bool] = l
     if len(dtypes) > 1:
         (one, first), (other, second) = list(dtypes.items())[:2]
         return (
-            f"trained parameters differ in dtype ({first!r}: {_short(one)}, {second!r}: {_short(other)}); keep them in one "
+            f"trained parameters differ in dtype ({first!r}: {_short(one)}, {second!r}: "
+            f"{_short(other)}); keep them in one "
             "dtype, and compute in another with the Trainer's precision"
         )
     return None
@@ -84,7 +96,9 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def why_changed_by_callbacks(trainer: pl.Trainer) -> str | None:
-    """Return which of Lightning's callbacks replaces or freezes parameters during the run, as a clause, or None."""
+    """Return which of Lightning's callbacks replaces or freezes parameters during the run, as a
+    clause, or None.
+    """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         name = type(callback).__name__
         if isinstance(callback, ModelPruning):
@@ -95,7 +109,9 @@ def why_changed_by_callbacks(trainer: pl.Trainer) -> str | None:
 
 
 def why_hooked(module: pl.LightningModule) -> str | None:
-    """Return which hook that was registered on parameters or submodules looks at parameters or gradients, or None."""
+    """Return which hook that was registered on parameters or submodules looks at parameters or
+    gradients, or None.
+    """
     for name, parameter in module.named_parameters():
         for hook in _hooks_of_parameter(parameter):
             if not is_library(_module_of(hook)):
@@ -104,12 +120,17 @@ def why_hooked(module: pl.LightningModule) -> str | None:
         for hook in _hooks_of_module(submodule):
             of_logger = _module_of(hook).partition(".")[0] in WATCHERS
             if of_logger or why_function_watches(hook, module):
-                return f"a hook on {name or 'the LightningModule'!r} ({_title(hook)}) reads parameters"
+                return (
+                    f"a hook on {name or 'the LightningModule'!r} ({_title(hook)}) reads parameters"
+                )
     return None
 
 
 def _hooks_of_parameter(parameter: nn.Parameter) -> Iterator[Callable[..., Any]]:
-    for hooks in (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)):
+    for hooks in (
+        parameter._backward_hooks,
+        getattr(parameter, "_post_accumulate_grad_hooks", None),
+    ):
         yield from (hooks or {}).values()
 
 

@@ -17,19 +17,21 @@ TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_b
 
 
 class WrappedDataModule(pl.LightningDataModule):
-    """A `WrappedDataModule` is `datamodule` as it is, down to its attributes, hyper-parameters and state; a subclass overrides
-    what gives loaders.
+    """A `WrappedDataModule` is `datamodule` as it is, down to its attributes, hyper-parameters and
+    state; a subclass overrides what gives loaders.
 
-    What is set on it goes to `datamodule` where that has the attribute, as tuners do with ``batch_size``. What belongs to a
-    subclass itself is set before it calls this constructor.
+    What is set on it goes to `datamodule` where that has the attribute, as tuners do with
+    ``batch_size``. What belongs to a subclass itself is set before it calls this constructor.
     """
 
     def __init__(self, datamodule: pl.LightningDataModule) -> None:
         super().__init__()
         if not isinstance(datamodule, pl.LightningDataModule):
             raise TypeError(
-                f"{type(self).__name__} wraps a LightningDataModule of `lightning`, not a {type(datamodule).__module__}."
-                f"{type(datamodule).__qualname__}: give it an instance of a subclass of lightning.pytorch.LightningDataModule"
+                f"{type(self).__name__} wraps a LightningDataModule of `lightning`, not a "
+                f"{type(datamodule).__module__}."
+                f"{type(datamodule).__qualname__}: give it an instance of a subclass of "
+                "lightning.pytorch.LightningDataModule"
             )
         self.prepare_data_per_node = datamodule.prepare_data_per_node
         self.allow_zero_length_dataloader_with_multiple_devices = (
@@ -120,23 +122,31 @@ class WrappedDataModule(pl.LightningDataModule):
         return self.datamodule.on_after_batch_transfer(batch, dataloader_idx)
 
     def _changed(self, loaders: Any, *, path: str = "") -> Any:
-        """Return `loaders`, a DataLoader or a collection of them, with `_changed_loader` applied to each. ValueError for
-        others.
+        """Return `loaders`, a DataLoader or a collection of them, with `_changed_loader` applied to
+        each. ValueError for others.
         """
         if isinstance(loaders, DataLoader):
             return self._changed_loader(loaders, path)
         if isinstance(loaders, CombinedLoader):
             return CombinedLoader(self._changed(loaders.iterables, path=path), loaders._mode)
         if isinstance(loaders, Mapping):
-            items = {name: self._changed(loader, path=f"{path}/{name}") for name, loader in loaders.items()}
+            items = {
+                name: self._changed(loader, path=f"{path}/{name}")
+                for name, loader in loaders.items()
+            }
             return type(loaders)(items)  # type: ignore[call-arg]
         if isinstance(loaders, list | tuple):
-            return type(loaders)(self._changed(loader, path=f"{path}/{i}") for i, loader in enumerate(loaders))
+            return type(loaders)(
+                self._changed(loader, path=f"{path}/{i}") for i, loader in enumerate(loaders)
+            )
         raise ValueError(
-            f"{type(self.datamodule).__name__} gives a {type(loaders).__name__} as loader; {type(self).__name__} wraps "
+            f"{type(self.datamodule).__name__} gives a {type(loaders).__name__} as loader; "
+            f"{type(self).__name__} wraps "
             "torch.utils.data.DataLoader"
         )
 
     def _changed_loader(self, loader: DataLoader[Any], path: str) -> Any:
-        """Return what takes the place of one loader; `path` says which one it is in a collection."""
+        """Return what takes the place of one loader; `path` says which one it is in a
+        collection.
+        """
         raise NotImplementedError

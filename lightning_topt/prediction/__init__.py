@@ -1,6 +1,7 @@
 """Weights for the passes of a continuous pipeline: predicted, stashed, or as they are.
 
-make_prediction -> Prediction.on(optimizer, stage=, num_stages=) -> with stage_prediction.forward(...): a pass
+make_prediction -> Prediction.on(optimizer, stage=, num_stages=) -> with
+stage_prediction.forward(...): a pass
 """
 
 from lightning_topt.prediction.choose_rule import (

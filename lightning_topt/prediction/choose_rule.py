@@ -34,7 +34,9 @@ def make_prediction(value: str | Mapping[str, Any] | Prediction) -> Prediction:
     if isinstance(value, Prediction):
         return value
     options = dict(value) if isinstance(value, Mapping) else {"rule": value}
-    rule = PREDICTIONS[check_choice(options.pop("rule", None), name="prediction", allowed=PREDICTIONS)]
+    rule = PREDICTIONS[
+        check_choice(options.pop("rule", None), name="prediction", allowed=PREDICTIONS)
+    ]
     known = [field.name for field in fields(rule)]
     for option in options:
         if option not in known:
@@ -44,14 +46,21 @@ def make_prediction(value: str | Mapping[str, Any] | Prediction) -> Prediction:
 
 
 def prediction_to_value(prediction: Prediction) -> str | dict[str, Any]:
-    """Return what `make_prediction` makes `prediction` of: its name, with those options that are not as by default."""
+    """Return what `make_prediction` makes `prediction` of: its name, with those options that are
+    not as by default.
+    """
     values = {field.name: getattr(prediction, field.name) for field in fields(prediction)}
-    options = {field.name: values[field.name] for field in fields(prediction) if values[field.name] != field.default}
+    options = {
+        field.name: values[field.name]
+        for field in fields(prediction)
+        if values[field.name] != field.default
+    }
     return {"rule": prediction.name, **options} if options else prediction.name
 
 
 def default_prediction(optimizer: Optimizer | str) -> Prediction:
-    """Return the rule for an optimizer, or for the name of its class, that came out best in docs/weight_prediction.md.
+    """Return the rule for an optimizer, or for the name of its class, that came out best in
+    docs/weight_prediction.md.
 
     Weight stashing where a rule of its own does not know this one.
     """

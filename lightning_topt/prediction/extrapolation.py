@@ -1,7 +1,8 @@
-"""SpecTrain, FTPipe's multi-step prediction and PipeOptim: weights of a later version, computed from the optimizer's moments.
+"""SpecTrain, FTPipe's multi-step prediction and PipeOptim: weights of a later version, computed
+from the optimizer's moments.
 
-A copy of the true weights is held during a pass, if it predicts at all. Parameters that have not been updated yet are not
-predicted.
+A copy of the true weights is held during a pass, if it predicts at all. Parameters that have not
+been updated yet are not predicted.
 """
 
 from __future__ import annotations
@@ -16,10 +17,22 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_topt.prediction.moments import KNOWN, Hyperparameters, Method, Moments, method_of, read_moments
+from lightning_topt.prediction.moments import (
+    KNOWN,
+    Hyperparameters,
+    Method,
+    Moments,
+    method_of,
+    read_moments,
+)
 from lightning_topt.prediction.rule import Prediction, Rates, StagePrediction
 from lightning_topt.prediction.storages import copy_into, empty_copies, num_bytes, trainable, unseen
-from lightning_topt.prediction.weight_moves import Move, keep_and_move, repeated_update, updates_without_gradients
+from lightning_topt.prediction.weight_moves import (
+    Move,
+    keep_and_move,
+    repeated_update,
+    updates_without_gradients,
+)
 from lightning_topt.schedules.continuous import lag_of
 from lightning_topt.schedules.horizons import Horizon
 
@@ -31,7 +44,14 @@ class ExtrapolatedStage(StagePrediction):
     """Predicts in place; `forward` and `backward` say by how many updates."""
 
     def __init__(
-        self, optimizer: Optimizer, *, method: Method, predict: Predict, forward: Count, backward: Count, copies: int
+        self,
+        optimizer: Optimizer,
+        *,
+        method: Method,
+        predict: Predict,
+        forward: Count,
+        backward: Count,
+        copies: int,
     ) -> None:
         self._optimizer, self._method, self._predict = optimizer, method, predict
         self._forward, self._backward, self._copies = forward, backward, copies
@@ -39,11 +59,15 @@ class ExtrapolatedStage(StagePrediction):
         self._true: dict[Tensor, Tensor] = {}  # copies by parameter
 
     @override
-    def forward(self, minibatch: int, horizon: Horizon, rates: Rates) -> AbstractContextManager[None]:
+    def forward(
+        self, minibatch: int, horizon: Horizon, rates: Rates
+    ) -> AbstractContextManager[None]:
         return self._predicted(self._forward(horizon), rates)
 
     @override
-    def backward(self, minibatch: int, horizon: Horizon, rates: Rates) -> AbstractContextManager[None]:
+    def backward(
+        self, minibatch: int, horizon: Horizon, rates: Rates
+    ) -> AbstractContextManager[None]:
         return self._predicted(self._backward(horizon), rates)
 
     @override
@@ -76,7 +100,9 @@ class ExtrapolatedStage(StagePrediction):
         try:
             for moments in moved:
                 copies = self._copies_of(moments.parameters)
-                move = self._predict(moments, self._method, count, [groups[moments.group] for groups in rates])
+                move = self._predict(
+                    moments, self._method, count, [groups[moments.group] for groups in rates]
+                )
                 with torch.no_grad(), unseen(moments.parameters):
                     keep_and_move(moments, copies, move)
                 kept.append((moments.parameters, copies))
@@ -98,24 +124,34 @@ class ExtrapolatedStage(StagePrediction):
 
 @dataclass(frozen=True)
 class SpecTrain(Prediction):
-    """SpecTrain: all passes of a minibatch compute with the weights of the time when stage 0 is done with it.
+    """SpecTrain: all passes of a minibatch compute with the weights of the time when stage 0 is
+    done with it.
 
-    W - s lr v, s `Horizon.round_trip` (Chen et al., arXiv 1809.02839, section 3). The paper's momentum
-    ``v = g v + (1 - g) gradient`` moves W by lr v; torch's buffer is v / (1 - g), and lr times it moves W: lr v is the last
-    update in both, which is what is taken here (not g buffer + gradient, as in the authors' code). For Adam and AdamW, of
-    which the paper does not speak, it is that of `PipeOptim`.
+    W - s lr v, s `Horizon.round_trip` (Chen et al., arXiv 1809.02839, section 3). The paper's
+    momentum ``v = g v + (1 - g) gradient`` moves W by lr v; torch's buffer is v / (1 - g), and lr
+    times it moves W: lr v is the last update in both, which is what is taken here (not g buffer +
+    gradient, as in the authors' code). For Adam and AdamW, of which the paper does not speak, it is
+    that of `PipeOptim`.
     """
 
     name: ClassVar[str] = "spectrain"
     optimizers: ClassVar[tuple[str, ...]] = KNOWN
 
     @override
-    def weight_copies(self, *, stage: int, num_stages: int, lag_per_hop: int = 1, accumulate: int = 1) -> int:
+    def weight_copies(
+        self, *, stage: int, num_stages: int, lag_per_hop: int = 1, accumulate: int = 1
+    ) -> int:
         return int(stage >= 2 or lag_of(stage, num_ranks=num_stages, lag_per_hop=lag_per_hop) > 0)
 
     @override
     def on(
-        self, optimizer: Optimizer, *, stage: int, num_stages: int, lag_per_hop: int = 1, accumulate: int = 1
+        self,
+        optimizer: Optimizer,
+        *,
+        stage: int,
+        num_stages: int,
+        lag_per_hop: int = 1,
+        accumulate: int = 1,
     ) -> StagePrediction:
         return ExtrapolatedStage(
             optimizer,
@@ -129,18 +165,28 @@ class SpecTrain(Prediction):
 
 @dataclass(frozen=True)
 class ForwardOnly(Prediction):
-    """The rules that predict for forward passes the weights that backward passes will find, `Horizon.missing` updates later."""
+    """The rules that predict for forward passes the weights that backward passes will find,
+    `Horizon.missing` updates later.
+    """
 
     optimizers: ClassVar[tuple[str, ...]] = KNOWN
     predict: ClassVar[Predict]
 
     @override
-    def weight_copies(self, *, stage: int, num_stages: int, lag_per_hop: int = 1, accumulate: int = 1) -> int:
+    def weight_copies(
+        self, *, stage: int, num_stages: int, lag_per_hop: int = 1, accumulate: int = 1
+    ) -> int:
         return int(lag_of(stage, num_ranks=num_stages, lag_per_hop=lag_per_hop) > 0)
 
     @override
     def on(
-        self, optimizer: Optimizer, *, stage: int, num_stages: int, lag_per_hop: int = 1, accumulate: int = 1
+        self,
+        optimizer: Optimizer,
+        *,
+        stage: int,
+        num_stages: int,
+        lag_per_hop: int = 1,
+        accumulate: int = 1,
     ) -> StagePrediction:
         return ExtrapolatedStage(
             optimizer,
@@ -156,8 +202,9 @@ class ForwardOnly(Prediction):
 class PipeOptim(ForwardOnly):
     """PipeOptim: forward passes compute with the weights that the backward pass will find.
 
-    W - s lr dW, s `Horizon.missing`, in the steady state num_stages - 1 - stage (Guan et al., arXiv 2312.00839, section III);
-    dW is the direction of the last update (Table I), for AdamW without its decay. Backward passes find true weights.
+    W - s lr dW, s `Horizon.missing`, in the steady state num_stages - 1 - stage (Guan et al., arXiv
+    2312.00839, section III); dW is the direction of the last update (Table I), for AdamW without
+    its decay. Backward passes find true weights.
     """
 
     name: ClassVar[str] = "pipeoptim"
@@ -166,12 +213,14 @@ class PipeOptim(ForwardOnly):
 
 @dataclass(frozen=True)
 class MultiStep(ForwardOnly):
-    """FTPipe's prediction: forward passes compute with the weights after s updates without gradients.
+    """FTPipe's prediction: forward passes compute with the weights after s updates without
+    gradients.
 
-    Momentum decays, learning rates are those of the future schedule, weight decay goes on (Eliad et al., USENIX ATC 2021;
-    pipe/pipeline/weight_prediction of the authors' code). s is `Horizon.missing`; with SGD at a constant rate and no decay
-    this is W - lr (g - g^(s+1)) / (1 - g) buffer. Adam moves in step j by
-    lr_j b1^j m / (1 - b1^(t+j)) / (sqrt(v / (1 - b2^(t+j))) + eps). Backward passes find true weights.
+    Momentum decays, learning rates are those of the future schedule, weight decay goes on (Eliad et
+    al., USENIX ATC 2021; pipe/pipeline/weight_prediction of the authors' code). s is
+    `Horizon.missing`; with SGD at a constant rate and no decay this is W - lr (g - g^(s+1)) / (1 -
+    g) buffer. Adam moves in step j by lr_j b1^j m / (1 - b1^(t+j)) / (sqrt(v / (1 - b2^(t+j))) +
+    eps). Backward passes find true weights.
     """
 
     name: ClassVar[str] = "multistep"

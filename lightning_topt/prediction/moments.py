@@ -18,7 +18,8 @@ KNOWN = ("SGD", "Adam", "AdamW")
 
 
 class Moments(NamedTuple):
-    """Parameters of one group that have made equally many steps, and averages of their gradients, of the same shapes.
+    """Parameters of one group that have made equally many steps, and averages of their gradients,
+    of the same shapes.
 
     `first`: SGD's momentum buffers, or Adam's m; `second`: Adam's v, with amsgrad its maximum.
     """
@@ -34,36 +35,53 @@ def method_of(optimizer: Optimizer, *, rule: str) -> Method:
     """Return how an optimizer that `rule` predicts with steps. Raises ValueError for any other."""
     kinds: tuple[tuple[type[Optimizer], Method], ...] = ((optim.SGD, "SGD"), (optim.Adam, "Adam"))
     steps = inspect.unwrap(type(optimizer).step)
-    found = [method for kind, method in kinds if isinstance(optimizer, kind) and steps is inspect.unwrap(kind.step)]
+    found = [
+        method
+        for kind, method in kinds
+        if isinstance(optimizer, kind) and steps is inspect.unwrap(kind.step)
+    ]
     if not found:
         raise ValueError(
-            f"prediction {rule!r} knows the optimizers {', '.join(KNOWN)} of torch.optim, got {type(optimizer).__name__}; "
+            f"prediction {rule!r} knows the optimizers {', '.join(KNOWN)} of torch.optim, got "
+            f"{type(optimizer).__name__}; "
             "use one of them, or prediction 'stash', which serves every optimizer"
         )
     for group in optimizer.param_groups:
         if found[0] == "SGD" and group["momentum"] == 0:
             raise ValueError(
-                f"prediction {rule!r} follows the momentum of SGD, which is 0 here; give SGD a momentum, or use prediction "
+                f"prediction {rule!r} follows the momentum of SGD, which is 0 here; give SGD a "
+                "momentum, or use prediction "
                 "'stash'"
             )
         if group.get("differentiable"):
             raise ValueError(
-                f"prediction {rule!r} writes weights in place; build the optimizer with differentiable=False"
+                f"prediction {rule!r} writes weights in place; build the optimizer with "
+                "differentiable=False"
             )
     return found[0]
 
 
 def read_moments(optimizer: Optimizer, *, method: Method) -> list[Moments]:
-    """Return the moments of all parameters that have been updated, in chunks; those of others are not known yet."""
+    """Return the moments of all parameters that have been updated, in chunks; those of others are
+    not known yet.
+    """
     here = {id(parameter) for parameter in trainable(optimizer)}
     found: list[Moments] = []
     for index, group in enumerate(optimizer.param_groups):
-        known = [p for p in group["params"] if id(p) in here and _first(optimizer.state.get(p, {}), method) is not None]
+        known = [
+            p
+            for p in group["params"]
+            if id(p) in here and _first(optimizer.state.get(p, {}), method) is not None
+        ]
         for steps, parameters in _by_steps(optimizer, known, method=method).items():
             for chunk in chunks(parameters, size=lambda p: num_bytes([p])):
                 states = [optimizer.state[p] for p in chunk]
                 second = [_second(state, group) for state in states] if method == "Adam" else []
-                found.append(Moments(index, steps, chunk, [_first(state, method) for state in states], second))
+                found.append(
+                    Moments(
+                        index, steps, chunk, [_first(state, method) for state in states], second
+                    )
+                )
     return found
 
 
@@ -76,12 +94,18 @@ def _second(state: Mapping[str, Any], group: Hyperparameters) -> Tensor:
     return second
 
 
-def _by_steps(optimizer: Optimizer, parameters: Sequence[Tensor], *, method: Method) -> dict[int, list[Tensor]]:
-    """Adam counts the steps of each parameter, on its device if fused or capturable: all are read at once."""
+def _by_steps(
+    optimizer: Optimizer, parameters: Sequence[Tensor], *, method: Method
+) -> dict[int, list[Tensor]]:
+    """Adam counts the steps of each parameter, on its device if fused or capturable: all are read
+    at once.
+    """
     if method == "SGD":
         return {0: list(parameters)} if parameters else {}
     found: dict[int, list[Tensor]] = {}
-    for parameter, steps in zip(parameters, _numbers([optimizer.state[p]["step"] for p in parameters]), strict=True):
+    for parameter, steps in zip(
+        parameters, _numbers([optimizer.state[p]["step"] for p in parameters]), strict=True
+    ):
         found.setdefault(steps, []).append(parameter)
     return found
 

@@ -1,7 +1,9 @@
-"""`Prediction`: weights for passes of a pipeline that never waits; `StagePrediction` puts them in place on one stage.
+"""`Prediction`: weights for passes of a pipeline that never waits; `StagePrediction` puts them in
+place on one stage.
 
-There is one storage per parameter. A pass computes with what its rule puts there, and finds the true weights back in place
-afterwards, bit for bit; updates change the true ones. Buffers are left as the forward passes leave them.
+There is one storage per parameter. A pass computes with what its rule puts there, and finds the
+true weights back in place afterwards, bit for bit; updates change the true ones. Buffers are left
+as the forward passes leave them.
 """
 
 from __future__ import annotations
@@ -24,21 +26,30 @@ Rates = Sequence[
 class StagePrediction(ABC):
     """A rule at work on the parameters of one stage's optimizer.
 
-    Calls follow the stage's actions. `rates` ends with the latest hyperparameters that are known; beyond, they are taken to
-    stay. Raises nothing of its own in a pass but ValueError for a schedule that the rule cannot serve.
+    Calls follow the stage's actions. `rates` ends with the latest hyperparameters that are known;
+    beyond, they are taken to stay. Raises nothing of its own in a pass but ValueError for a
+    schedule that the rule cannot serve.
     """
 
     @abstractmethod
-    def forward(self, minibatch: int, horizon: Horizon, rates: Rates) -> AbstractContextManager[None]:
-        """Return a context in which the storages hold the weights for the forward pass of `minibatch`."""
+    def forward(
+        self, minibatch: int, horizon: Horizon, rates: Rates
+    ) -> AbstractContextManager[None]:
+        """Return a context in which the storages hold the weights for the forward pass of
+        `minibatch`.
+        """
 
     @abstractmethod
-    def backward(self, minibatch: int, horizon: Horizon, rates: Rates) -> AbstractContextManager[None]:
+    def backward(
+        self, minibatch: int, horizon: Horizon, rates: Rates
+    ) -> AbstractContextManager[None]:
         """Return a context in which the storages hold the weights for its backward pass."""
 
     @abstractmethod
     def update(self, minibatch: int) -> AbstractContextManager[None]:
-        """Return a context for ``optimizer.step()``, of which backward passes in flight do not complain."""
+        """Return a context for ``optimizer.step()``, of which backward passes in flight do not
+        complain.
+        """
 
     @abstractmethod
     def drained(self) -> None:
@@ -55,7 +66,9 @@ class StagePrediction(ABC):
         """Bytes of copies that are held now."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a drained state needs to go on as if undisturbed; nothing for rules that keep copies alone."""
+        """Return what a drained state needs to go on as if undisturbed; nothing for rules that keep
+        copies alone.
+        """
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -68,18 +81,30 @@ class Prediction(ABC):
     """A rule, with its options as fields."""
 
     name: ClassVar[str]
-    optimizers: ClassVar[tuple[str, ...]] = ()  # those of torch.optim that it knows; none: any optimizer
+    # those of torch.optim that it knows; none: any optimizer
+    optimizers: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
-    def weight_copies(self, *, stage: int, num_stages: int, lag_per_hop: int = 1, accumulate: int = 1) -> int:
-        """Return the most copies of a stage's weights beside the storages at once, for a continuous schedule.
+    def weight_copies(
+        self, *, stage: int, num_stages: int, lag_per_hop: int = 1, accumulate: int = 1
+    ) -> int:
+        """Return the most copies of a stage's weights beside the storages at once, for a continuous
+        schedule.
 
-        Backward passes are ``(num_stages - 1 - stage) * lag_per_hop`` minibatches behind forward passes, and an update takes
-        `accumulate` minibatches.
+        Backward passes are ``(num_stages - 1 - stage) * lag_per_hop`` minibatches behind forward
+        passes, and an update takes `accumulate` minibatches.
         """
 
     @abstractmethod
     def on(
-        self, optimizer: Optimizer, *, stage: int, num_stages: int, lag_per_hop: int = 1, accumulate: int = 1
+        self,
+        optimizer: Optimizer,
+        *,
+        stage: int,
+        num_stages: int,
+        lag_per_hop: int = 1,
+        accumulate: int = 1,
     ) -> StagePrediction:
-        """Return the rule for the parameters of a stage. Raises ValueError naming the optimizers that it knows."""
+        """Return the rule for the parameters of a stage. Raises ValueError naming the optimizers
+        that it knows.
+        """

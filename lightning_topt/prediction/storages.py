@@ -16,7 +16,8 @@ T = TypeVar("T")
 
 
 def trainable(optimizer: Optimizer) -> list[Tensor]:
-    """Return the parameters that steps may change: they want gradients and have elements of their own here.
+    """Return the parameters that steps may change: they want gradients and have elements of their
+    own here.
 
     On other stages' parameters all elements are one in memory.
     """
@@ -26,7 +27,9 @@ def trainable(optimizer: Optimizer) -> list[Tensor]:
 
 @contextmanager
 def unseen(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Write in place without autograd noticing: backward passes in flight compute with what the storages hold then."""
+    """Write in place without autograd noticing: backward passes in flight compute with what the
+    storages hold then.
+    """
     with _unsafe_preserve_version_counter(tuple(parameters)):
         yield
 
@@ -41,7 +44,9 @@ def copy_into(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 def swap(parameters: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
     """Exchange the contents of parameters and copies."""
     with torch.no_grad(), unseen(parameters):
-        for chunk in chunks(list(zip(parameters, copies, strict=True)), size=lambda pair: num_bytes(pair[:1])):
+        for chunk in chunks(
+            list(zip(parameters, copies, strict=True)), size=lambda pair: num_bytes(pair[:1])
+        ):
             inside, outside = [pair[0] for pair in chunk], [pair[1] for pair in chunk]
             kept = empty_copies(inside)
             torch._foreach_copy_(kept, inside)

@@ -18,18 +18,26 @@ from lightning_topt.schedules.horizons import Horizon
 
 
 class TrueStage(StagePrediction):
-    """Scales learning rates: of update k by ``1 / delay ** (1 - k / annealing_updates)``, which ends as 1."""
+    """Scales learning rates: of update k by ``1 / delay ** (1 - k / annealing_updates)``, which
+    ends as 1.
+    """
 
-    def __init__(self, optimizer: Optimizer, *, delay: float = 1.0, annealing_updates: int = 0) -> None:
+    def __init__(
+        self, optimizer: Optimizer, *, delay: float = 1.0, annealing_updates: int = 0
+    ) -> None:
         self._optimizer, self._delay, self._annealing = optimizer, delay, annealing_updates
         self._updates = 0
 
     @override
-    def forward(self, minibatch: int, horizon: Horizon, rates: Rates) -> AbstractContextManager[None]:
+    def forward(
+        self, minibatch: int, horizon: Horizon, rates: Rates
+    ) -> AbstractContextManager[None]:
         return nullcontext()
 
     @override
-    def backward(self, minibatch: int, horizon: Horizon, rates: Rates) -> AbstractContextManager[None]:
+    def backward(
+        self, minibatch: int, horizon: Horizon, rates: Rates
+    ) -> AbstractContextManager[None]:
         return nullcontext()
 
     @override
@@ -80,28 +88,40 @@ class TrueStage(StagePrediction):
 
 @dataclass(frozen=True)
 class NoPrediction(Prediction):
-    """No rule: each pass computes with the newest weights, so that forward and backward of a minibatch do not agree."""
+    """No rule: each pass computes with the newest weights, so that forward and backward of a
+    minibatch do not agree.
+    """
 
     name: ClassVar[str] = "none"
 
     @override
-    def weight_copies(self, *, stage: int, num_stages: int, lag_per_hop: int = 1, accumulate: int = 1) -> int:
+    def weight_copies(
+        self, *, stage: int, num_stages: int, lag_per_hop: int = 1, accumulate: int = 1
+    ) -> int:
         return 0
 
     @override
     def on(
-        self, optimizer: Optimizer, *, stage: int, num_stages: int, lag_per_hop: int = 1, accumulate: int = 1
+        self,
+        optimizer: Optimizer,
+        *,
+        stage: int,
+        num_stages: int,
+        lag_per_hop: int = 1,
+        accumulate: int = 1,
     ) -> StagePrediction:
         return TrueStage(optimizer)
 
 
 @dataclass(frozen=True)
 class PipeMare(Prediction):
-    """PipeMare's learning rates: lr / delay^p of a stage, where p falls from 1 to 0 in `annealing_updates` updates.
+    """PipeMare's learning rates: lr / delay^p of a stage, where p falls from 1 to 0 in
+    `annealing_updates` updates.
 
-    Yang et al., MLSys 2021, arXiv 1910.05124, section 3.2 (T1); the delay is in updates and at least 1. Its discrepancy
-    correction (T2) is not part of this rule. The paper takes for `annealing_updates` a quarter of the updates at the first
-    learning rate, or five times those of a warm-up.
+    Yang et al., MLSys 2021, arXiv 1910.05124, section 3.2 (T1); the delay is in updates and at
+    least 1. Its discrepancy correction (T2) is not part of this rule. The paper takes for
+    `annealing_updates` a quarter of the updates at the first learning rate, or five times those of
+    a warm-up.
     """
 
     name: ClassVar[str] = "pipemare"
@@ -111,12 +131,20 @@ class PipeMare(Prediction):
         check_whole(self.annealing_updates, name="annealing_updates")
 
     @override
-    def weight_copies(self, *, stage: int, num_stages: int, lag_per_hop: int = 1, accumulate: int = 1) -> int:
+    def weight_copies(
+        self, *, stage: int, num_stages: int, lag_per_hop: int = 1, accumulate: int = 1
+    ) -> int:
         return 0
 
     @override
     def on(
-        self, optimizer: Optimizer, *, stage: int, num_stages: int, lag_per_hop: int = 1, accumulate: int = 1
+        self,
+        optimizer: Optimizer,
+        *,
+        stage: int,
+        num_stages: int,
+        lag_per_hop: int = 1,
+        accumulate: int = 1,
     ) -> StagePrediction:
         delay = lag_of(stage, num_ranks=num_stages, lag_per_hop=lag_per_hop) / accumulate
         return TrueStage(optimizer, delay=max(1.0, delay), annealing_updates=self.annealing_updates)

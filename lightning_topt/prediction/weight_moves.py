@@ -1,7 +1,8 @@
-"""Weights that are to be expected from an optimizer's moments, as moves of the weights of now, written in place.
+"""Weights that are to be expected from an optimizer's moments, as moves of the weights of now,
+written in place.
 
-Symbols: W weights, s updates ahead, lr learning rate, g momentum, d dampening, b1 b2 betas, l weight decay, t steps made, m and
-v the first and second moments.
+Symbols: W weights, s updates ahead, lr learning rate, g momentum, d dampening, b1 b2 betas, l
+weight decay, t steps made, m and v the first and second moments.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from torch import Tensor, nn
 
 from lightning_topt.prediction.moments import Hyperparameters, Method, Moments
 
-KERNEL_BYTES = 4 << 20  # of weights; with fewer, loading the compiler takes longer than it saves in a thousand passes
+# of weights; with fewer, loading the compiler takes longer than it saves in a thousand passes
+KERNEL_BYTES = 4 << 20
 KERNEL_THREADS = 3  # as many of torch's are as fast as a kernel on one
 
 
@@ -28,7 +30,9 @@ class SGDMove(NamedTuple):
 
 
 class AdamStep(NamedTuple):
-    """W <- shrink W; m <- keep m + pull W; W <- W - rate m / (sqrt(v) / root + eps). Only W is written."""
+    """W <- shrink W; m <- keep m + pull W; W <- W - rate m / (sqrt(v) / root + eps). Only W is
+    written.
+    """
 
     shrink: float
     keep: float
@@ -41,10 +45,13 @@ class AdamStep(NamedTuple):
 Move = SGDMove | tuple[AdamStep, ...]
 
 
-def repeated_update(moments: Moments, method: Method, count: int, rates: Sequence[Hyperparameters]) -> Move:
+def repeated_update(
+    moments: Moments, method: Method, count: int, rates: Sequence[Hyperparameters]
+) -> Move:
     """Return the move by `count` times the last update's direction, W - s lr dW.
 
-    SGD: dW is the momentum buffer; Adam, AdamW: m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps), without decoupled decay.
+    SGD: dW is the momentum buffer; Adam, AdamW: m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps),
+    without decoupled decay.
     """
     step = rates[0]
     length = count * float(step["lr"])
@@ -54,24 +61,36 @@ def repeated_update(moments: Moments, method: Method, count: int, rates: Sequenc
     return (AdamStep(1.0, 1.0, 0.0, length / first, math.sqrt(second), float(step["eps"])),)
 
 
-def updates_without_gradients(moments: Moments, method: Method, count: int, rates: Sequence[Hyperparameters]) -> Move:
-    """Return the move by `count` updates as the optimizer would make them, were all gradients 0 but for weight decay.
+def updates_without_gradients(
+    moments: Moments, method: Method, count: int, rates: Sequence[Hyperparameters]
+) -> Move:
+    """Return the move by `count` updates as the optimizer would make them, were all gradients 0 but
+    for weight decay.
 
     The last of `rates` stays. Second moments stay as they are.
     """
     steps = [rates[min(ahead, len(rates) - 1)] for ahead in range(count)]
     if method == "SGD":
         return _sgd_move(steps)
-    return tuple(_adam_step(step, moments.steps + ahead) for ahead, step in enumerate(steps, start=1))
+    return tuple(
+        _adam_step(step, moments.steps + ahead) for ahead, step in enumerate(steps, start=1)
+    )
 
 
 def keep_and_move(moments: Moments, copies: Sequence[Tensor], move: Move) -> None:
     """Copy the parameters into `copies`, of the same shapes, and move them in place."""
     if _suits_kernels(moments):
         kernels = importlib.import_module("lightning_topt.prediction.move_kernels")
-        columns = (moments.parameters, moments.first, copies, *([moments.second] if moments.second else []))
+        columns = (
+            moments.parameters,
+            moments.first,
+            copies,
+            *([moments.second] if moments.second else []),
+        )
         for tensors in zip(*columns, strict=True):
-            kernels.keep_and_move(*(tensor.detach().view(-1).numpy() for tensor in tensors), move=move)
+            kernels.keep_and_move(
+                *(tensor.detach().view(-1).numpy() for tensor in tensors), move=move
+            )
     else:
         torch._foreach_copy_(list(copies), moments.parameters)
         move_by_torch(moments, move)
@@ -110,7 +129,10 @@ def _sgd_move(steps: Sequence[Hyperparameters]) -> SGDMove:
         return a[0] + factor * b[0], a[1] + factor * b[1]
 
     for step in steps:
-        momentum, decay = float(step["momentum"]), plus((0.0, 0.0), float(step["weight_decay"]), weights)
+        momentum, decay = (
+            float(step["momentum"]),
+            plus((0.0, 0.0), float(step["weight_decay"]), weights),
+        )
         velocity = plus(plus((0.0, 0.0), momentum, velocity), 1.0 - float(step["dampening"]), decay)
         direction = plus(decay, momentum, velocity) if step["nesterov"] else velocity
         weights = plus(weights, -float(step["lr"]), direction)
@@ -132,10 +154,13 @@ def _corrections(step: Hyperparameters, count: int) -> tuple[float, float]:
 
 
 def _suits_kernels(moments: Moments) -> bool:
-    """Whether all tensors are plain rows of 32 or 64 bit on a CPU, and enough for kernels to pay."""
+    """Whether all tensors are plain rows of 32 or 64 bit on a CPU, and enough for kernels to
+    pay.
+    """
     tensors = [*moments.parameters, *moments.first, *moments.second]
     return (
-        {(t.dtype, t.device.type) for t in tensors} in ({(torch.float32, "cpu")}, {(torch.float64, "cpu")})
+        {(t.dtype, t.device.type) for t in tensors}
+        in ({(torch.float32, "cpu")}, {(torch.float64, "cpu")})
         and sum(parameter.nbytes for parameter in moments.parameters) >= KERNEL_BYTES
         and torch.get_num_threads() <= KERNEL_THREADS
         and all(type(t) in (Tensor, nn.Parameter) and t.is_contiguous() for t in tensors)

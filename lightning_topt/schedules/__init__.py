@@ -1,1 +1,3 @@
-"""Pipeline schedules as data: which pass of which microbatch each rank runs when, complete before the first tensor moves."""
+"""Pipeline schedules as data: which pass of which microbatch each rank runs when, complete before
+the first tensor moves.
+"""

@@ -1,4 +1,6 @@
-"""Seconds of steps whose stages receive from the one before alone, compiled: as `schedule_timing` has them, to the last bit."""
+"""Seconds of steps whose stages receive from the one before alone, compiled: as `schedule_timing`
+has them, to the last bit.
+"""
 
 from __future__ import annotations
 
@@ -32,16 +34,23 @@ def is_worth_compiling(schedule: Schedule) -> bool:
 
 
 def chained_rank_seconds(
-    schedule: Schedule, rows: Sequence[Any], transfers: tuple[_Seconds, _Seconds], *, overlapped: bool
+    schedule: Schedule,
+    rows: Sequence[Any],
+    transfers: tuple[_Seconds, _Seconds],
+    *,
+    overlapped: bool,
 ) -> NDArray[np.float64] | None:
-    """Return when each rank has run its last pass (ranks, n); `rows` are the seconds of each kind of pass (stages, n).
+    """Return when each rank has run its last pass (ranks, n); `rows` are the seconds of each kind
+    of pass (stages, n).
 
     None for a schedule that hangs and for costs that do not fit, of which a walk tells more.
     """
     actions, begin = _arrays_of(schedule)
     stages, count = rows[0].shape
     if stages != schedule.num_stages or any(
-        rows[kind] is None for kind in np.unique(actions[:, 0]).tolist() if kind != _PLACES["update"]
+        rows[kind] is None
+        for kind in np.unique(actions[:, 0]).tolist()
+        if kind != _PLACES["update"]
     ):
         return None
     seconds = np.stack([np.zeros((stages, count)) if each is None else each for each in rows])
@@ -57,7 +66,9 @@ def chained_rank_seconds(
         some = slice(first, first + _COLUMNS)
         done = np.zeros(found[:, some].shape)
         costs = np.ascontiguousarray(seconds[..., some]), np.ascontiguousarray(crossing[..., some])
-        if not run(actions, begin, np.array(schedule.rank_of_stage), sizes, *costs, overlapped, done):
+        if not run(
+            actions, begin, np.array(schedule.rank_of_stage), sizes, *costs, overlapped, done
+        ):
             return None
         found[:, some] = done
     return found
@@ -65,6 +76,12 @@ def chained_rank_seconds(
 
 @lru_cache(maxsize=256)
 def _arrays_of(schedule: Schedule) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The kind, stage and microbatch of all actions (A, 3), and where those of each rank begin (P + 1,)."""
-    rows = [(_PLACES[a.kind], a.stage_index, a.microbatch_index) for actions in schedule.actions for a in actions]
+    """The kind, stage and microbatch of all actions (A, 3), and where those of each rank begin (P +
+    1,).
+    """
+    rows = [
+        (_PLACES[a.kind], a.stage_index, a.microbatch_index)
+        for actions in schedule.actions
+        for a in actions
+    ]
     return np.array(rows, np.int64).reshape(-1, 3), np.cumsum([0, *map(len, schedule.actions)])

@@ -1,8 +1,10 @@
-"""The continuous schedule: forward and backward passes of different minibatches in turn, an update after each, no flush.
+"""The continuous schedule: forward and backward passes of different minibatches in turn, an update
+after each, no flush.
 
-PipeDream's 1F1B (Narayanan et al., SOSP 2019) and SpecTrain's (Chen et al., arXiv 1809.02839): in iteration i stage k of N runs
-forward of minibatch i, then backward of minibatch ``i - (N - 1 - k) * lag_per_hop``, then the update that this one completes.
-Stage k is on rank k. What it computes with are weights of other versions than those of a step that waits (see `horizons`).
+PipeDream's 1F1B (Narayanan et al., SOSP 2019) and SpecTrain's (Chen et al., arXiv 1809.02839): in
+iteration i stage k of N runs forward of minibatch i, then backward of minibatch ``i - (N - 1 - k) *
+lag_per_hop``, then the update that this one completes. Stage k is on rank k. What it computes with
+are weights of other versions than those of a step that waits (see `horizons`).
 """
 
 from __future__ import annotations
@@ -21,21 +23,26 @@ Completes = Callable[[int], bool]
 def lag_of(rank: int, *, num_ranks: int, lag_per_hop: int) -> int:
     """Return by how many minibatches the backward passes of a stage are behind its forward passes.
 
-    ``lag_per_hop=1`` keeps the fewest minibatches in flight; with 2 a gradient may be under way for a whole iteration.
+    ``lag_per_hop=1`` keeps the fewest minibatches in flight; with 2 a gradient may be under way for
+    a whole iteration.
     """
     assert 0 <= rank < num_ranks and lag_per_hop >= 1, (rank, num_ranks, lag_per_hop)
     return (num_ranks - 1 - rank) * lag_per_hop
 
 
 def every(accumulate: int, *, num_minibatches: int | None = None) -> Completes:
-    """Return which minibatches complete an update of `accumulate` of them each; the last of `num_minibatches` does too."""
+    """Return which minibatches complete an update of `accumulate` of them each; the last of
+    `num_minibatches` does too.
+    """
     return lambda minibatch: (minibatch + 1) % accumulate == 0 or minibatch + 1 == num_minibatches
 
 
 def continuous_turn(
     rank: int, *, iteration: int, num_ranks: int, completes: Completes, lag_per_hop: int = 1
 ) -> tuple[Action, ...]:
-    """Return what `rank` runs in an iteration in which a minibatch comes in; in its first ones nothing comes back."""
+    """Return what `rank` runs in an iteration in which a minibatch comes in; in its first ones
+    nothing comes back.
+    """
     behind = iteration - lag_of(rank, num_ranks=num_ranks, lag_per_hop=lag_per_hop)
     return Action("forward", rank, iteration), *_back(rank, behind, completes)
 
@@ -43,7 +50,9 @@ def continuous_turn(
 def drain_turns(
     rank: int, *, num_minibatches: int, num_ranks: int, completes: Completes, lag_per_hop: int = 1
 ) -> tuple[tuple[Action, ...], ...]:
-    """Return what `rank` runs, turn by turn, until all of `num_minibatches` that have come in have come back."""
+    """Return what `rank` runs, turn by turn, until all of `num_minibatches` that have come in have
+    come back.
+    """
     first = max(0, num_minibatches - lag_of(rank, num_ranks=num_ranks, lag_per_hop=lag_per_hop))
     return tuple(_back(rank, behind, completes) for behind in range(first, num_minibatches))
 
@@ -58,17 +67,24 @@ def continuous_schedule(
 ) -> Schedule:
     """Return the schedule from one drained state to the next, with `num_minibatches` in between.
 
-    An update is completed by every `accumulate`-th minibatch and by the last, unless `completes` says by which.
+    An update is completed by every `accumulate`-th minibatch and by the last, unless `completes`
+    says by which.
     """
     ends = every(accumulate, num_minibatches=num_minibatches) if completes is None else completes
 
     def of_rank(rank: int) -> tuple[Action, ...]:
         turns = [
-            continuous_turn(rank, iteration=index, num_ranks=num_ranks, completes=ends, lag_per_hop=lag_per_hop)
+            continuous_turn(
+                rank, iteration=index, num_ranks=num_ranks, completes=ends, lag_per_hop=lag_per_hop
+            )
             for index in range(num_minibatches)
         ]
         turns += drain_turns(
-            rank, num_minibatches=num_minibatches, num_ranks=num_ranks, completes=ends, lag_per_hop=lag_per_hop
+            rank,
+            num_minibatches=num_minibatches,
+            num_ranks=num_ranks,
+            completes=ends,
+            lag_per_hop=lag_per_hop,
         )
         return tuple(action for turn in turns for action in turn)
 

@@ -1,4 +1,6 @@
-"""Versions of a stage's weights that passes in flight have used: those that weight stashing keeps beside the newest one."""
+"""Versions of a stage's weights that passes in flight have used: those that weight stashing keeps
+beside the newest one.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,8 @@ from lightning_topt.schedules.schedule import Action, Schedule
 class KeptVersions:
     """Counts the copies of a stage's weights, from one of its actions to the next.
 
-    A copy is made when an update is to replace weights that a forward pass in flight has used, and given up after the last
-    backward pass of those that did.
+    A copy is made when an update is to replace weights that a forward pass in flight has used, and
+    given up after the last backward pass of those that did.
     """
 
     def __init__(self) -> None:
@@ -30,7 +32,9 @@ class KeptVersions:
 
 
 def kept_versions(schedule: Schedule) -> tuple[int, ...]:
-    """Return the most copies of each stage's weights at once under weight stashing (PipeDream), (stages,)."""
+    """Return the most copies of each stage's weights at once under weight stashing (PipeDream),
+    (stages,).
+    """
     stages = [KeptVersions() for _ in range(schedule.num_stages)]
     now, most = [0] * len(stages), [0] * len(stages)
     for action in (action for actions in schedule.actions for action in actions):

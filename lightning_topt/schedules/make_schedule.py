@@ -1,4 +1,6 @@
-"""`SCHEDULES`, all schedules by name with the sizes that they take; and `make_schedule`, which makes one of them."""
+"""`SCHEDULES`, all schedules by name with the sizes that they take; and `make_schedule`, which
+makes one of them.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,11 @@ from lightning_topt.schedules.v_shaped import zbv
 
 @dataclass(frozen=True)
 class ScheduleRule:
-    """The sizes that a schedule takes: `least_stages` to `most_stages` per rank (None: any number), on a V or in a loop.
+    """The sizes that a schedule takes: `least_stages` to `most_stages` per rank (None: any number),
+    on a V or in a loop.
 
-    All take any number of ranks and of microbatches. `splits_backward`: gradients of inputs and of parameters are passes of
-    their own. `summary` says in a line when to choose it.
+    All take any number of ranks and of microbatches. `splits_backward`: gradients of inputs and of
+    parameters are passes of their own. `summary` says in a line when to choose it.
     """
 
     name: str
@@ -42,9 +45,12 @@ class ScheduleRule:
         most = self.most_stages
         if stages_per_rank >= self.least_stages and (most is None or stages_per_rank <= most):
             return None
-        stages = f"at least {self.least_stages} stages" if most is None else _stages(self.least_stages)
+        stages = (
+            f"at least {self.least_stages} stages" if most is None else _stages(self.least_stages)
+        )
         return (
-            f"schedule {self.name!r} runs {stages} on each rank, got {stages_per_rank}{self._instead(stages_per_rank)}"
+            f"schedule {self.name!r} runs {stages} on each rank, got "
+            f"{stages_per_rank}{self._instead(stages_per_rank)}"
         )
 
     def _instead(self, stages_per_rank: int) -> str:
@@ -62,24 +68,34 @@ class ScheduleRule:
         return looped_ranks(num_ranks, stages_per_rank=stages_per_rank)
 
 
-def make_schedule(name: str, *, num_ranks: int, num_microbatches: int, stages_per_rank: int | None = None) -> Schedule:
-    """Return the schedule `name` of a training step; `stages_per_rank` is the least that it takes unless given.
+def make_schedule(
+    name: str, *, num_ranks: int, num_microbatches: int, stages_per_rank: int | None = None
+) -> Schedule:
+    """Return the schedule `name` of a training step; `stages_per_rank` is the least that it takes
+    unless given.
 
-    A continuous one (of `LAGS`) is that from one drained state to the next, with so many minibatches. Raises ValueError for a
-    name that is in neither and for a size that the schedule does not take.
+    A continuous one (of `LAGS`) is that from one drained state to the next, with so many
+    minibatches. Raises ValueError for a name that is in neither and for a size that the schedule
+    does not take.
     """
     if name in LAGS:
         if stages_per_rank not in (None, 1):
             raise ValueError(f"schedule {name!r} runs 1 stage on each rank, got {stages_per_rank}")
         count = check_whole(num_microbatches, name="num_microbatches")
-        return continuous_schedule(num_ranks=num_ranks, num_minibatches=count, lag_per_hop=LAGS[name])
+        return continuous_schedule(
+            num_ranks=num_ranks, num_minibatches=count, lag_per_hop=LAGS[name]
+        )
     rule = SCHEDULES[check_choice(name, name="schedule", allowed=SCHEDULES)]
     num_ranks = check_whole(num_ranks, name="num_ranks")
     num_microbatches = check_whole(num_microbatches, name="num_microbatches")
     stages_per_rank = check_whole(
         rule.least_stages if stages_per_rank is None else stages_per_rank, name="stages_per_rank"
     )
-    sizes = {"num_ranks": num_ranks, "num_microbatches": num_microbatches, "stages_per_rank": stages_per_rank}
+    sizes = {
+        "num_ranks": num_ranks,
+        "num_microbatches": num_microbatches,
+        "stages_per_rank": stages_per_rank,
+    }
     if problem := rule.problem(**sizes):
         raise ValueError(problem)
     return _built(name, **sizes)
@@ -98,13 +114,22 @@ def _stages(count: int) -> str:
 _RULES = (
     ScheduleRule("gpipe", "the simplest; every microbatch is held", gpipe),
     ScheduleRule("1f1b", "GPipe's time with few microbatches in flight", one_f_one_b),
-    ScheduleRule("1f1b_overlapped", "1F1B that hides slow links behind more warm-up", one_f_one_b_overlapped),
+    ScheduleRule(
+        "1f1b_overlapped", "1F1B that hides slow links behind more warm-up", one_f_one_b_overlapped
+    ),
     ScheduleRule("interleaved", "smaller bubble for more transfers", interleaved, 2, None),
     ScheduleRule(
-        "looped_bfs", "smaller bubble and few exchanges of parameters; every microbatch is held", looped_bfs, 2, None
+        "looped_bfs",
+        "smaller bubble and few exchanges of parameters; every microbatch is held",
+        looped_bfs,
+        2,
+        None,
     ),
     ScheduleRule(
-        "zero_bubble", "1F1B with parameters' gradients in the bubble (ZB-H1)", zero_bubble, splits_backward=True
+        "zero_bubble",
+        "1F1B with parameters' gradients in the bubble (ZB-H1)",
+        zero_bubble,
+        splits_backward=True,
     ),
     ScheduleRule(
         "interleaved_zero_bubble",
@@ -115,7 +140,13 @@ _RULES = (
         splits_backward=True,
     ),
     ScheduleRule(
-        "zbv", "next to no bubble where passes take equal time", zbv, 2, 2, is_v_shaped=True, splits_backward=True
+        "zbv",
+        "next to no bubble where passes take equal time",
+        zbv,
+        2,
+        2,
+        is_v_shaped=True,
+        splits_backward=True,
     ),
 )
 SCHEDULES: Mapping[str, ScheduleRule] = MappingProxyType({rule.name: rule for rule in _RULES})

@@ -1,4 +1,6 @@
-"""1F1B: after a warm-up, ranks run one forward and one backward pass in turn, so that few microbatches are in flight."""
+"""1F1B: after a warm-up, ranks run one forward and one backward pass in turn, so that few
+microbatches are in flight.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,8 @@ from lightning_topt.schedules.schedule import Action, Schedule
 
 
 def one_f_one_b(*, num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> Schedule:
-    """Return PipeDream-Flush's schedule (Narayanan et al., arXiv 2006.09503; 1F1B in arXiv 2104.04473).
+    """Return PipeDream-Flush's schedule (Narayanan et al., arXiv 2006.09503; 1F1B in arXiv
+    2104.04473).
 
     The bubble is that of GPipe; rank r has at most P - r microbatches in flight.
     """
@@ -14,8 +17,11 @@ def one_f_one_b(*, num_ranks: int, num_microbatches: int, stages_per_rank: int =
     return _alternating("1f1b", num_ranks, num_microbatches, hops=1)
 
 
-def one_f_one_b_overlapped(*, num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> Schedule:
-    """Return 1F1B with twice the warm-up, which hides transfers (1F1B-SO of BaPipe, Zhao et al., arXiv 2012.12544).
+def one_f_one_b_overlapped(
+    *, num_ranks: int, num_microbatches: int, stages_per_rank: int = 1
+) -> Schedule:
+    """Return 1F1B with twice the warm-up, which hides transfers (1F1B-SO of BaPipe, Zhao et al.,
+    arXiv 2012.12544).
 
     Rank r has at most 2 (P - 1 - r) + 1 microbatches in flight.
     """

@@ -1,7 +1,8 @@
 """`Schedule`: for every rank of a pipeline the passes that it runs, in order.
 
-Stages are numbered along the forward pass, 0 to S - 1; a rank may run several of them. Sends and receives are not among the
-actions: they follow from which rank runs which stage and what stages need of one another.
+Stages are numbered along the forward pass, 0 to S - 1; a rank may run several of them. Sends and
+receives are not among the actions: they follow from which rank runs which stage and what stages
+need of one another.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ Kind = Literal["forward", "backward", "backward_input", "backward_weight", "upda
 class Action:
     """One pass of one microbatch through one stage, or an update of its parameters.
 
-    ``"backward"`` computes the gradients of what the stage received and of its parameters; ``"backward_input"`` the former
-    alone, with which the stage before can go on, and ``"backward_weight"`` the latter later (zero bubble; Qi et al., arXiv
-    2401.10241). ``"update"``, in schedules that never flush, is a step of the stage's optimizer with the gradients of all
-    microbatches since the one before, of which `microbatch_index` is the last; it is told apart from passes in what follows.
+    ``"backward"`` computes the gradients of what the stage received and of its parameters;
+    ``"backward_input"`` the former alone, with which the stage before can go on, and
+    ``"backward_weight"`` the latter later (zero bubble; Qi et al., arXiv 2401.10241). ``"update"``,
+    in schedules that never flush, is a step of the stage's optimizer with the gradients of all
+    microbatches since the one before, of which `microbatch_index` is the last; it is told apart
+    from passes in what follows.
     """
 
     kind: Kind
@@ -30,7 +33,8 @@ class Action:
 
 @dataclass(frozen=True)
 class Schedule:
-    """A `Schedule` has the `actions` of each rank of a pipeline, (rank, action); stage s runs on rank ``rank_of_stage[s]``.
+    """A `Schedule` has the `actions` of each rank of a pipeline, (rank, action); stage s runs on
+    rank ``rank_of_stage[s]``.
 
     Ranks are positions along the pipeline axis. Nothing is checked here: see `schedule_check`.
     """
@@ -41,7 +45,9 @@ class Schedule:
     actions: tuple[tuple[Action, ...], ...]
 
     def __hash__(self) -> int:
-        """Hash without the actions: schedules are looked up often, and others of the same name and size are rare."""
+        """Hash without the actions: schedules are looked up often, and others of the same name and
+        size are rare.
+        """
         return hash((self.name, self.num_microbatches, self.rank_of_stage))
 
     @property
@@ -67,7 +73,8 @@ class Schedule:
 
 
 def single_stage_schedule(num_microbatches: int) -> Schedule:
-    """Return data parallelism's schedule: one rank, one stage, forward and backward of each microbatch in turn.
+    """Return data parallelism's schedule: one rank, one stage, forward and backward of each
+    microbatch in turn.
 
     Raises ValueError for less than one microbatch.
     """

@@ -1,4 +1,6 @@
-"""Passes wait for one another: `Edges` says which each needs, and `run_order` finds an order that they can run in."""
+"""Passes wait for one another: `Edges` says which each needs, and `run_order` finds an order that
+they can run in.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from lightning_topt.schedules.schedule import Action, Kind, Schedule
 
 
 class Done(NamedTuple):
-    """A pass that has been run; ``"backward"`` stands for backward and backward_input, with which stages before can go on."""
+    """A pass that has been run; ``"backward"`` stands for backward and backward_input, with which
+    stages before can go on.
+    """
 
     kind: str
     stage_index: int
@@ -19,7 +23,9 @@ class Done(NamedTuple):
 
 
 class Edges:
-    """Edges are tensors that stages receive: `sources` of each stage, and `readers`, from whom gradients come back."""
+    """Edges are tensors that stages receive: `sources` of each stage, and `readers`, from whom
+    gradients come back.
+    """
 
     def __init__(self, num_stages: int, *, needs: Mapping[int, Sequence[int]] | None) -> None:
         """`needs` are earlier stages from which each stage receives, by default the one before it.
@@ -42,10 +48,15 @@ class Edges:
 
     @cached_property
     def inputs(self) -> dict[tuple[Kind, int], tuple[tuple[str, int], ...]]:
-        """Results (kind, stage) of the same microbatch before which a pass (kind, stage) cannot run."""
+        """Results (kind, stage) of the same microbatch before which a pass (kind, stage) cannot
+        run.
+        """
         found: dict[tuple[Kind, int], tuple[tuple[str, int], ...]] = {}
         for stage in range(len(self.sources)):
-            readers = (("forward", stage), *(("backward", reader) for reader in self.readers[stage]))
+            readers = (
+                ("forward", stage),
+                *(("backward", reader) for reader in self.readers[stage]),
+            )
             found["forward", stage] = tuple(("forward", source) for source in self.sources[stage])
             found["backward", stage] = found["backward_input", stage] = readers
             found["backward_weight", stage] = found["update", stage] = (("backward", stage),)
@@ -59,8 +70,11 @@ class Waiting(NamedTuple):
     missing: Done
 
 
-def run_order(schedule: Schedule, edges: Edges) -> tuple[list[tuple[int, Action]], dict[int, Waiting]]:
-    """Return (rank, action) in an order in which all can run, and where each rank hangs that does not come to its end.
+def run_order(
+    schedule: Schedule, edges: Edges
+) -> tuple[list[tuple[int, Action]], dict[int, Waiting]]:
+    """Return (rank, action) in an order in which all can run, and where each rank hangs that does
+    not come to its end.
 
     Sends do not block: a rank waits for what it receives alone.
     """
@@ -75,7 +89,9 @@ def run_order(schedule: Schedule, edges: Edges) -> tuple[list[tuple[int, Action]
         waiting.pop(rank, None)
         for action in islice(schedule.actions[rank], positions[rank], None):
             kind, stage, index = action.kind, action.stage_index, action.microbatch_index
-            missing = next((each for each in inputs[kind, stage] if (*each, index) not in done), None)
+            missing = next(
+                (each for each in inputs[kind, stage] if (*each, index) not in done), None
+            )
             if missing is not None:
                 waiting[rank] = Waiting(action, Done(*missing, index))
                 waited_for.setdefault(waiting[rank].missing, []).append(rank)

@@ -1,7 +1,8 @@
-"""`simulate`: when each pass of a schedule runs, how long ranks wait, and what they hold, for given costs of the stages.
+"""`simulate`: when each pass of a schedule runs, how long ranks wait, and what they hold, for given
+costs of the stages.
 
-Forward and backward of different microbatches side by side on one device (BaPipe's FBP, arXiv 2012.12544) is no list of passes
-and not simulated: a rank here runs one pass at a time.
+Forward and backward of different microbatches side by side on one device (BaPipe's FBP, arXiv
+2012.12544) is no list of passes and not simulated: a rank here runs one pass at a time.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ class TransferSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulation:
-    """A `Simulation` has the time `step_seconds` of a step, its `spans` and `transfers`, and the memory of each rank."""
+    """A `Simulation` has the time `step_seconds` of a step, its `spans` and `transfers`, and the
+    memory of each rank.
+    """
 
     schedule: Schedule
     costs: StageCosts
@@ -44,7 +47,9 @@ class Simulation:
 
     @property
     def step_seconds(self) -> float:
-        """Seconds from the start of the first pass to the end of the last, transfers that occupy ranks included."""
+        """Seconds from the start of the first pass to the end of the last, transfers that occupy
+        ranks included.
+        """
         return float(self.times.step_seconds)
 
     @cached_property
@@ -52,12 +57,16 @@ class Simulation:
         """Passes in an order in which they can run, those of a rank as they follow each other."""
         return tuple(
             Span(rank, action, start, end)
-            for (rank, action), start, end in zip(self.walk.actions, self.times.starts, self.times.ends, strict=True)
+            for (rank, action), start, end in zip(
+                self.walk.actions, self.times.starts, self.times.ends, strict=True
+            )
         )
 
     @cached_property
     def transfers(self) -> tuple[TransferSpan, ...]:
-        """All that moved between ranks; where transfers occupy ranks, from the start of sending to the end of receiving."""
+        """All that moved between ranks; where transfers occupy ranks, from the start of sending to
+        the end of receiving.
+        """
         return tuple(map(TransferSpan, self.walk.transfers, self.times.sent, self.times.arrived))
 
     @cached_property
@@ -70,7 +79,9 @@ class Simulation:
 
     @property
     def idle_seconds(self) -> tuple[float, ...]:
-        """Seconds in which each rank runs no pass, (ranks,): it waits, or sends and receives where that occupies it."""
+        """Seconds in which each rank runs no pass, (ranks,): it waits, or sends and receives where
+        that occupies it.
+        """
         return tuple(self.step_seconds - busy for busy in self.busy_seconds)
 
     @property
@@ -91,10 +102,11 @@ class Simulation:
 
 
 def simulate(schedule: Schedule, costs: StageCosts) -> Simulation:
-    """Return when each pass of a step runs and what each rank holds, with these costs; memory is computed when asked for.
+    """Return when each pass of a step runs and what each rank holds, with these costs; memory is
+    computed when asked for.
 
-    `schedule_timing.step_seconds` and `many_step_seconds` give the time alone. Raises ValueError for costs that do not fit
-    the schedule, ScheduleError where the schedule hangs.
+    `schedule_timing.step_seconds` and `many_step_seconds` give the time alone. Raises ValueError
+    for costs that do not fit the schedule, ScheduleError where the schedule hangs.
     """
     walk, times = timed_walk(schedule, costs)
     return Simulation(schedule, costs, walk, times)

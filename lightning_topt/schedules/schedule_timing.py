@@ -1,7 +1,8 @@
-"""Seconds of a step under a schedule: one walk over its passes in an order that they can run in, for one or many sets of costs.
+"""Seconds of a step under a schedule: one walk over its passes in an order that they can run in,
+for one or many sets of costs.
 
-Links are first in, first out, and what a rank sends follows its list of actions. So the passes and transfers form a fixed graph
-whose longest path is the step; no queue of events is needed.
+Links are first in, first out, and what a rank sends follows its list of actions. So the passes and
+transfers form a fixed graph whose longest path is the step; no queue of events is needed.
 """
 
 from __future__ import annotations
@@ -14,7 +15,11 @@ from typing import Any, NamedTuple, get_args
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from lightning_topt.schedules.chained_timing import chained_rank_seconds, is_chain, is_worth_compiling
+from lightning_topt.schedules.chained_timing import (
+    chained_rank_seconds,
+    is_chain,
+    is_worth_compiling,
+)
 from lightning_topt.schedules.schedule import Action, Kind, Schedule
 from lightning_topt.schedules.schedule_check import check_schedule
 from lightning_topt.schedules.schedule_order import Edges, run_order
@@ -32,7 +37,9 @@ class Transfer(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A pass: its rank, the place of its seconds, and (transfer, [link,] place of the transfer's seconds) of what it moves."""
+    """A pass: its rank, the place of its seconds, and (transfer, [link,] place of the transfer's
+    seconds) of what it moves.
+    """
 
     rank: int
     cost: int
@@ -42,7 +49,9 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Walk:
-    """The passes of a schedule in an order that they can run in, its transfers, and the kinds of passes in it."""
+    """The passes of a schedule in an order that they can run in, its transfers, and the kinds of
+    passes in it.
+    """
 
     steps: tuple[Step, ...]
     actions: tuple[tuple[int, Action], ...]
@@ -52,7 +61,9 @@ class Walk:
 
 
 class Times(NamedTuple):
-    """Starts and ends of passes in a walk's order, and of transfers: what left at `sent` is there at `arrived`."""
+    """Starts and ends of passes in a walk's order, and of transfers: what left at `sent` is there
+    at `arrived`.
+    """
 
     starts: list[Any]
     ends: list[Any]
@@ -63,7 +74,8 @@ class Times(NamedTuple):
 
 
 def step_seconds(schedule: Schedule, costs: StageCosts) -> float:
-    """Return the seconds from the first pass to the end of the last; see `StageCosts` for what overlaps.
+    """Return the seconds from the first pass to the end of the last; see `StageCosts` for what
+    overlaps.
 
     Raises ValueError for costs that do not fit, ScheduleError where the schedule hangs.
     """
@@ -83,13 +95,16 @@ def many_step_seconds(
     overlapped: bool = True,
     update: ArrayLike | None = None,
 ) -> NDArray[np.float64]:
-    """Return `step_seconds` of n sets of costs, (n,): passes are (stages, n), transfers (n,) or a number for all.
+    """Return `step_seconds` of n sets of costs, (n,): passes are (stages, n), transfers (n,) or a
+    number for all.
 
     Takes about as long for a thousand sets as for one.
     """
     passes = forward, backward, backward_input, backward_weight, update
     between = transfer_seconds, gradient_seconds
-    return np.asarray(many_rank_seconds(schedule, passes, between, overlapped=overlapped).max(axis=0), float)
+    return np.asarray(
+        many_rank_seconds(schedule, passes, between, overlapped=overlapped).max(axis=0), float
+    )
 
 
 def many_rank_seconds(
@@ -99,8 +114,9 @@ def many_rank_seconds(
     *,
     overlapped: bool = True,
 ) -> NDArray[np.float64]:
-    """Return when each rank has run its last pass, (ranks, n), as `many_step_seconds`; `passes` are the seconds of forward,
-    backward, backward_input, backward_weight and update, `transfers` those of transfers and of their gradients.
+    """Return when each rank has run its last pass, (ranks, n), as `many_step_seconds`; `passes` are
+    the seconds of forward, backward, backward_input, backward_weight and update, `transfers` those
+    of transfers and of their gradients.
     """
     transfer_seconds, gradient_seconds = transfers
     rows = [None if each is None else np.asarray(each, float) for each in passes]
@@ -125,7 +141,9 @@ def many_rank_seconds(
 
 
 def timed_walk(schedule: Schedule, costs: StageCosts) -> tuple[Walk, Times]:
-    """Return the passes of a schedule and when they and their transfers begin and end, in seconds."""
+    """Return the passes of a schedule and when they and their transfers begin and end, in
+    seconds.
+    """
     costs.check(schedule)
     edges = costs.edges(schedule.num_stages)
     walk = walk_of(schedule, edges)
@@ -169,8 +187,13 @@ def walk_of(schedule: Schedule, edges: tuple[Edge, ...]) -> Walk:
             ]
         )
         steps.append(Step(rank, _KINDS.index(kind) * schedule.num_stages + stage, received, sent))
-    moved = tuple(Transfer(edges[place % len(edges)], place >= len(edges), index) for place, index in transfers)
-    return Walk(tuple(steps), tuple(order), moved, len(links), frozenset(action.kind for _, action in order))
+    moved = tuple(
+        Transfer(edges[place % len(edges)], place >= len(edges), index)
+        for place, index in transfers
+    )
+    return Walk(
+        tuple(steps), tuple(order), moved, len(links), frozenset(action.kind for _, action in order)
+    )
 
 
 _Ends = tuple[
@@ -185,10 +208,23 @@ def _crossing(
     places = {edge: place for place, edge in enumerate(edges)}
     found: dict[tuple[Kind, int], tuple[_Ends, _Ends]] = {}
     for stage, rank in enumerate(ranks):
-        before = [(ranks[each], places[each, stage]) for each in between.sources[stage] if ranks[each] != rank]
-        behind = [(ranks[each], places[stage, each]) for each in between.readers[stage] if ranks[each] != rank]
+        before = [
+            (ranks[each], places[each, stage])
+            for each in between.sources[stage]
+            if ranks[each] != rank
+        ]
+        behind = [
+            (ranks[each], places[stage, each])
+            for each in between.readers[stage]
+            if ranks[each] != rank
+        ]
         found["forward", stage] = tuple(before), tuple(behind)
-        back = tuple([tuple((other, place + len(edges)) for other, place in ends) for ends in (behind, before)])
+        back = tuple(
+            [
+                tuple((other, place + len(edges)) for other, place in ends)
+                for ends in (behind, before)
+            ]
+        )
         found["backward", stage] = found["backward_input", stage] = back[0], back[1]
     return found
 
@@ -196,14 +232,21 @@ def _crossing(
 def _places(schedule: Schedule, walk: Walk, rows: Sequence[Any]) -> list[Any]:
     """Seconds by kind and stage; raises ValueError where a kind that the schedule runs has none."""
     if rows[-1] is None:
-        rows = [*rows[:-1], [each * 0 for each in rows[0]]]  # updates take no time unless it is given
+        # updates take no time unless it is given
+        rows = [*rows[:-1], [each * 0 for each in rows[0]]]
     for kind, row in zip(_KINDS, rows, strict=True):
         if row is None and kind in walk.kinds:
-            raise ValueError(f"schedule {schedule.name!r} splits backward; its costs have no seconds of {kind}")
-    return [None if row is None else row[stage] for row in rows for stage in range(schedule.num_stages)]
+            raise ValueError(
+                f"schedule {schedule.name!r} splits backward; its costs have no seconds of {kind}"
+            )
+    return [
+        None if row is None else row[stage] for row in rows for stage in range(schedule.num_stages)
+    ]
 
 
-def _edges_of(schedule: Schedule, transfer_seconds: Mapping[Edge, ArrayLike] | None) -> tuple[Edge, ...]:
+def _edges_of(
+    schedule: Schedule, transfer_seconds: Mapping[Edge, ArrayLike] | None
+) -> tuple[Edge, ...]:
     if transfer_seconds is None:
         return tuple((stage, stage + 1) for stage in range(schedule.num_stages - 1))
     return tuple(sorted(transfer_seconds))

@@ -9,5 +9,7 @@ def looped_ranks(num_ranks: int, *, stages_per_rank: int) -> tuple[int, ...]:
 
 
 def v_shaped_ranks(num_ranks: int) -> tuple[int, ...]:
-    """Return the rank of each of 2P stages that go down the ranks and up again: rank r has stages r and 2P - 1 - r."""
+    """Return the rank of each of 2P stages that go down the ranks and up again: rank r has stages r
+    and 2P - 1 - r.
+    """
     return (*range(num_ranks), *reversed(range(num_ranks)))

@@ -1,4 +1,6 @@
-"""Compiled walk over the passes of a schedule whose stages each receive from the one before, for many sets of costs at once."""
+"""Compiled walk over the passes of a schedule whose stages each receive from the one before, for
+many sets of costs at once.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,22 @@ from lightning_topt.basics.jit import kernel
 
 @kernel
 def run_passes(
-    actions: Any, begin: Any, ranks: Any, sizes: Any, seconds: Any, crossing: Any, overlapped: bool, done: Any
+    actions: Any,
+    begin: Any,
+    ranks: Any,
+    sizes: Any,
+    seconds: Any,
+    crossing: Any,
+    overlapped: bool,
+    done: Any,
 ) -> bool:
-    """Write into `done` (P, n) when each rank has run its last pass; return False where the schedule hangs.
+    """Write into `done` (P, n) when each rank has run its last pass; return False where the
+    schedule hangs.
 
-    `actions` (A, 3) are the kind, stage and microbatch of passes, those of rank r from ``begin[r]`` to ``begin[r + 1]``;
-    `ranks` (S,) those of the stages; `sizes` the numbers of stages and of microbatches. `seconds` (kind, S, n); `crossing`
-    (2, S, n) of what comes into each stage from the one before, and of its gradient back. Does what `schedule_timing` does
-    pass by pass.
+    `actions` (A, 3) are the kind, stage and microbatch of passes, those of rank r from ``begin[r]``
+    to ``begin[r + 1]``; `ranks` (S,) those of the stages; `sizes` the numbers of stages and of
+    microbatches. `seconds` (kind, S, n); `crossing` (2, S, n) of what comes into each stage from
+    the one before, and of its gradient back. Does what `schedule_timing` does pass by pass.
     """
     stages, micro, count = sizes[0], sizes[1], seconds.shape[2]
     ready = np.zeros((2, stages, micro), np.bool_)  # forward, backward
@@ -37,7 +47,9 @@ def run_passes(
                 if kind > 2:
                     if not ready[1, s, m]:
                         break
-                elif (side == 1 and not ready[0, s, m]) or (0 <= source < stages and not ready[side, source, m]):
+                elif (side == 1 and not ready[0, s, m]) or (
+                    0 <= source < stages and not ready[side, source, m]
+                ):
                     break
                 receives = kind <= 2 and 0 <= source < stages and ranks[source] != rank
                 sends = kind <= 2 and 0 <= target < stages and ranks[target] != rank
@@ -52,7 +64,9 @@ def run_passes(
                             time = time + crossing[side, into, i]
                     time = time + seconds[kind, s, i]
                     if sends and overlapped:
-                        links[rank, other, i] = max(time, links[rank, other, i]) + crossing[side, onto, i]
+                        links[rank, other, i] = (
+                            max(time, links[rank, other, i]) + crossing[side, onto, i]
+                        )
                         arrived[side, s, m, i] = links[rank, other, i]
                     elif sends:
                         arrived[side, s, m, i] = time

@@ -1,4 +1,6 @@
-"""ZBV: two stages per rank along a V, so that the first and the last stage share rank 0 and memory is balanced."""
+"""ZBV: two stages per rank along a V, so that the first and the last stage share rank 0 and memory
+is balanced.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +9,12 @@ from lightning_topt.schedules.stage_places import v_shaped_ranks
 
 
 def zbv(*, num_ranks: int, num_microbatches: int, stages_per_rank: int = 2) -> Schedule:
-    """Return ZB-V (Qi et al., arXiv 2401.10241, section 6; its kin in arXiv 2405.15362): rank r runs stages r and 2P - 1 - r.
+    """Return ZB-V (Qi et al., arXiv 2401.10241, section 6; its kin in arXiv 2405.15362): rank r
+    runs stages r and 2P - 1 - r.
 
-    Without bubbles but for the ramp where forward, backward_input and backward_weight take the same time and there are at
-    least 2P - 1 microbatches; with fewer, it is the schedule of 2P - 1 without those that are not there.
+    Without bubbles but for the ramp where forward, backward_input and backward_weight take the same
+    time and there are at least 2P - 1 microbatches; with fewer, it is the schedule of 2P - 1
+    without those that are not there.
     """
     assert stages_per_rank == 2
     actions = tuple(_of_rank(rank, num_ranks, num_microbatches) for rank in range(num_ranks))
@@ -34,7 +38,9 @@ def _of_rank(rank: int, num_ranks: int, num_microbatches: int) -> tuple[Action, 
 
 
 class _Passes:
-    """The actions of a rank so far. Passes are named as in the paper: F, B, W of stage 0 (down the V) or 1 (up)."""
+    """The actions of a rank so far. Passes are named as in the paper: F, B, W of stage 0 (down the
+    V) or 1 (up).
+    """
 
     def __init__(self, *, down: int, up: int) -> None:
         self.actions: list[Action] = []

@@ -1,1 +1,3 @@
-"""Ways of training a model on several ranks, one file each: what is legal, what that costs, how it is applied and undone."""
+"""Ways of training a model on several ranks, one file each: what is legal, what that costs, how it
+is applied and undone.
+"""

@@ -1,16 +1,19 @@
-"""Data parallelism: every rank has all parameters and whole gradients, averaged by torch's DistributedDataParallel (DDP).
+"""Data parallelism: every rank has all parameters and whole gradients, averaged by torch's
+DistributedDataParallel (DDP).
 
     what                                         source
     P + G + S all the time, G those of buckets   Rajbhandari et al., arXiv 1910.02054, section 5
     gradients beside the buckets                 torch 2.13 `reducer.cpp`: autograd makes a gradient as a tensor of its own,
-                                                 which is copied into a bucket, and back once the bucket is averaged
+                                                 which is copied into a bucket, and back once the
+                                                 bucket is averaged
     views: gradients twice while buckets are     same file: once, before the second forward, in the order in which gradients
     rebuilt                                      became ready; old buckets go first, but where gradients are views of them
 
-Gradients are tensors of their own, as under torch's defaults, or views of DDP's buckets where the step says so: then what
-autograd makes goes once it is copied. Zero_grad frees gradients, not buckets, between forward and backward. DDP also averages
-the whole gradients of blocks whose optimizer state is sharded (ZeRO level 1). Parameters with sharded gradients are beside it
-in the same model: DDP ignores them.
+Gradients are tensors of their own, as under torch's defaults, or views of DDP's buckets where the
+step says so: then what autograd makes goes once it is copied. Zero_grad frees gradients, not
+buckets, between forward and backward. DDP also averages the whole gradients of blocks whose
+optimizer state is sharded (ZeRO level 1). Parameters with sharded gradients are beside it in the
+same model: DDP ignores them.
 """
 
 from __future__ import annotations
@@ -56,13 +59,17 @@ class DataParallel(Technique):
         whole = config.storage == Storage.zero(0, axes=len(mesh.axes))
         return frozenset({"storage"}) if whole and has_known_axes(mesh) else frozenset()
 
-    # ---- what is legal ----------------------------------------------------------------------------------------------
+    # ---- what is legal
+    # ----------------------------------------------------------------------------------------------
 
     @override
-    def configs(self, step: TrainingStep, block: Block, so_far: Sequence[OpConfig]) -> list[OpConfig]:
+    def configs(
+        self, step: TrainingStep, block: Block, so_far: Sequence[OpConfig]
+    ) -> list[OpConfig]:
         return [OpConfig.zero(0, axes=len(step.mesh.axes))]
 
-    # ---- what it costs ----------------------------------------------------------------------------------------------
+    # ---- what it costs
+    # ----------------------------------------------------------------------------------------------
 
     @override
     def takes_part(self, step: TrainingStep, config: OpConfig) -> bool:
@@ -73,23 +80,30 @@ class DataParallel(Technique):
         return whole_gradient_collectives(step, block)
 
     @override
-    def lifetimes(self, step: TrainingStep, block: str, config: OpConfig, beside: Neighbours) -> Iterator[Lifetime]:
+    def lifetimes(
+        self, step: TrainingStep, block: str, config: OpConfig, beside: Neighbours
+    ) -> Iterator[Lifetime]:
         yield from whole_gradient_lifetimes(step, block)
         state = sum(step.optimizer.state_bytes(p.name) for p in step.parameters(block))
         yield step.phases.always("optimizer state", state)
 
     @override
-    def add_seconds(self, seconds: BlockSeconds, step: TrainingStep, block: str, config: OpConfig) -> None:
+    def add_seconds(
+        self, seconds: BlockSeconds, step: TrainingStep, block: str, config: OpConfig
+    ) -> None:
         add_reduction(seconds, step, block)
         parameters = step.parameters(block)
         seconds.update += sum(step.update_seconds(p) for p in parameters)
         seconds.update += temporaries_seconds(step, {p: 1.0 for p in parameters})
 
-    # ---- how it is applied -------------------------------------------------------------------------------------------
+    # ---- how it is applied
+    # -------------------------------------------------------------------------------------------
 
     @override
     def apply(self, model: ParallelModel) -> Applied | None:
-        """Wrap the module in DDP, unless it is. With stages there is no DDP: their gradients are exchanged as stages end."""
+        """Wrap the module in DDP, unless it is. With stages there is no DDP: their gradients are
+        exchanged as stages end.
+        """
         if model.mesh.pipeline_axes:
             return None
         if model.joint:
@@ -108,33 +122,47 @@ class DataParallel(Technique):
                 arguments["process_group"] = model.data_group
             if model.num_microbatches > 1:
                 arguments["broadcast_buffers"] = False
-            model.root = wrap_in_ddp(model.module, device=model.device, arguments=arguments, ignored=ignored)
+            model.root = wrap_in_ddp(
+                model.module, device=model.device, arguments=arguments, ignored=ignored
+            )
             register_hook(model.root, options.hook, options.hook_state)
         return Applied(undo=lambda: None, no_sync=model.root.no_sync)
 
 
 def _apply_beside_joint(model: ParallelModel) -> Applied:
-    """Every rank has its own batch. Whole gradients are averaged over all ranks; those of slices, which are of the batches of a
-    tensor group already, over the ranks along the data axes.
+    """Every rank has its own batch. Whole gradients are averaged over all ranks; those of slices,
+    which are of the batches of a tensor group already, over the ranks along the data axes.
     """
     everything = model.parameters_where(has_whole_gradients)
     slices = {name: parameter for name, parameter in everything.items() if parameter in model.split}
     _move(model, everything)
     arguments = {**model.options.ddp, "broadcast_buffers": False}
-    if any(parameter.requires_grad and parameter not in model.split for parameter in everything.values()):
+    if any(
+        parameter.requires_grad and parameter not in model.split
+        for parameter in everything.values()
+    ):
         ignored = _names_for_ddp(slices)
-        model.root = wrap_in_ddp(model.module, device=model.device, arguments=arguments, ignored=ignored)
+        model.root = wrap_in_ddp(
+            model.module, device=model.device, arguments=arguments, ignored=ignored
+        )
         register_hook(model.root, model.options.hook, model.options.hook_state)
-    exchanged = [parameter for parameter in dict.fromkeys(slices.values()) if parameter.requires_grad]
+    exchanged = [
+        parameter for parameter in dict.fromkeys(slices.values()) if parameter.requires_grad
+    ]
     beside = None
     if exchanged and model.mesh.data_parallel_size > 1:
         if model.options.hook is not None:
             raise ValueError(
-                "a communication hook averages over all ranks, and slices of parameters are averaged over some of them: leave "
+                "a communication hook averages over all ranks, and slices of parameters are "
+                "averaged over some of them: leave "
                 "out the hook, or the plan's joint modules"
             )
         # What is used is not seen from a forward that does nothing.
-        alone = {"process_group": model.data_group, "find_unused_parameters": False, "static_graph": False}
+        alone = {
+            "process_group": model.data_group,
+            "find_unused_parameters": False,
+            "static_graph": False,
+        }
         arguments = {**arguments, **alone}
         beside = wrap_in_ddp(_Slices(exchanged), device=model.device, arguments=arguments)
 
@@ -156,7 +184,9 @@ def _apply_beside_joint(model: ParallelModel) -> Applied:
 
 
 class _Slices(nn.Module):
-    """Slices of parameters for a DDP of their own, whose forward does nothing: they are used elsewhere."""
+    """Slices of parameters for a DDP of their own, whose forward does nothing: they are used
+    elsewhere.
+    """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         super().__init__()
@@ -185,13 +215,17 @@ def whole_gradient_lifetimes(step: TrainingStep, block: str) -> Iterator[Lifetim
 
 
 def has_buckets(step: TrainingStep) -> bool:
-    """Return whether whole gradients travel in buckets of DDP: not where there is one rank for each slice."""
+    """Return whether whole gradients travel in buckets of DDP: not where there is one rank for each
+    slice.
+    """
     return bool(step.joint) or step.mesh.data_parallel_size > 1 or not step.mesh.tensor_axes
 
 
-def _own_gradient_lifetimes(step: TrainingStep, parameters: Sequence[Parameter]) -> Iterator[Lifetime]:
-    """Gradients that are tensors of their own: those of the last step until zero_grad, which comes after forward, new ones from
-    the backward of the last segment that uses the parameter.
+def _own_gradient_lifetimes(
+    step: TrainingStep, parameters: Sequence[Parameter]
+) -> Iterator[Lifetime]:
+    """Gradients that are tensors of their own: those of the last step until zero_grad, which comes
+    after forward, new ones from the backward of the last segment that uses the parameter.
     """
     spans = step.segments.of_parameter
     yield Lifetime("gradients", sum(map(gradient_bytes, parameters)), REBUILD, FORWARD_OVER)
@@ -208,11 +242,13 @@ def _own_gradient_lifetimes(step: TrainingStep, parameters: Sequence[Parameter])
         yield Lifetime("gradients", size, ("backward", k), ("backward", k))
 
 
-def _loose_gradient_lifetimes(step: TrainingStep, parameters: Sequence[Parameter]) -> Iterator[Lifetime]:
+def _loose_gradient_lifetimes(
+    step: TrainingStep, parameters: Sequence[Parameter]
+) -> Iterator[Lifetime]:
     """Gradients outside DDP's buckets: the largest of a segment.
 
-    That of a parameter used in several segments waits from the first of their backwards to the last, where the second part
-    is added.
+    That of a parameter used in several segments waits from the first of their backwards to the
+    last, where the second part is added.
     """
     spans = step.segments.of_parameter
     done: dict[int, int] = {}
@@ -220,16 +256,22 @@ def _loose_gradient_lifetimes(step: TrainingStep, parameters: Sequence[Parameter
         first, last = spans[parameter.name]
         done[first] = max(done.get(first, 0), gradient_bytes(parameter))
         if first < last:
-            yield Lifetime("gradients", gradient_bytes(parameter), ("backward", last), ("backward", first))
+            yield Lifetime(
+                "gradients", gradient_bytes(parameter), ("backward", last), ("backward", first)
+            )
     for k, size in done.items():
         yield Lifetime("gradients", size, ("backward", k), ("backward", k))
 
 
 def add_reduction(seconds: BlockSeconds, step: TrainingStep, block: str) -> None:
-    """Add the copies of whole gradients into DDP's bucket and, once all are averaged, out of it, and their all-reduce where
-    nothing else exchanges them.
+    """Add the copies of whole gradients into DDP's bucket and, once all are averaged, out of it,
+    and their all-reduce where nothing else exchanges them.
     """
-    copy = step.copy_seconds(sum(map(gradient_bytes, step.parameters(block)))) if has_buckets(step) else 0.0
+    copy = (
+        step.copy_seconds(sum(map(gradient_bytes, step.parameters(block))))
+        if has_buckets(step)
+        else 0.0
+    )
     seconds.reduce_foreground += copy
     seconds.reduce_last += 0.0 if step.gradient_views else copy
     collectives = [*whole_gradient_collectives(step, block)]
@@ -237,14 +279,17 @@ def add_reduction(seconds: BlockSeconds, step: TrainingStep, block: str) -> None
 
 
 def whole_gradient_collectives(step: TrainingStep, block: str) -> Iterator[Collective]:
-    """Yield the all-reduce of whole gradients, which DDP packs into buckets; none where something else exchanges them.
+    """Yield the all-reduce of whole gradients, which DDP packs into buckets; none where something
+    else exchanges them.
 
     Beside joint modules those that are not of slices travel among all ranks.
     """
     if step.joint:
         slices = {name for name, _ in step.split.get(block, ())}
         for is_slice, axes in ((False, range(len(step.mesh.axes))), (True, step.mesh.data_axes)):
-            of_kind = [p for p in step.parameters(block) if (_name_in(block, p) in slices) == is_slice]
+            of_kind = [
+                p for p in step.parameters(block) if (_name_in(block, p) in slices) == is_slice
+            ]
             size = sum(map(gradient_bytes, of_kind))
             yield step.collective("backward", "all_reduce", size, axes=axes, packed=True)
     elif step.exchange is None:
@@ -256,9 +301,11 @@ def _name_in(block: str, parameter: Parameter) -> str:
     return parameter.name.removeprefix(f"{block}.")
 
 
-def add_exchange(seconds: BlockSeconds, step: TrainingStep, exchange: float, *, waits: float) -> None:
-    """Add an exchange of gradients of so many seconds, of which the cluster's share runs beside backward, and all `waits` in it
-    for other ranks.
+def add_exchange(
+    seconds: BlockSeconds, step: TrainingStep, exchange: float, *, waits: float
+) -> None:
+    """Add an exchange of gradients of so many seconds, of which the cluster's share runs beside
+    backward, and all `waits` in it for other ranks.
     """
     ranks = step.mesh.size if step.joint else step.mesh.data_parallel_size
     beside = 0.0 if ranks == 1 else step.cluster.overlap
@@ -267,7 +314,8 @@ def add_exchange(seconds: BlockSeconds, step: TrainingStep, exchange: float, *, 
 
 
 def _names_for_ddp(names: Collection[str]) -> list[str]:
-    # DDP asks for a parameter of the module itself as "scale" in one place and as ".scale" in another.
+    # DDP asks for a parameter of the module itself as "scale" in one place and as ".scale" in
+    # another.
     return [*names, *(f".{name}" for name in names if "." not in name)]
 
 

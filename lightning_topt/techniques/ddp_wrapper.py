@@ -1,9 +1,10 @@
-"""torch's DistributedDataParallel (DDP) around a module: its buckets, what it ignores, the user's hook.
+"""torch's DistributedDataParallel (DDP) around a module: its buckets, what it ignores, the user's
+hook.
 
-[Note: buckets] DDP sends a bucket once it is full. With torch's 25 MiB a model of 15 M parameters sends nearly nothing before
-the middle of its backward pass, and a quarter of all after its end, which a slow network cannot hide. With 16 buckets it hides
-all but a sixteenth. Inside one node there is little to hide, and more calls wait for one another
-(benchmarks/results/bucket_sizes.md).
+[Note: buckets] DDP sends a bucket once it is full. With torch's 25 MiB a model of 15 M parameters
+sends nearly nothing before the middle of its backward pass, and a quarter of all after its end,
+which a slow network cannot hide. With 16 buckets it hides all but a sixteenth. Inside one node
+there is little to hide, and more calls wait for one another (benchmarks/results/bucket_sizes.md).
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from lightning_topt.communication.named_tensors import averaged_parameters
 from lightning_topt.communication.topology import Topology
 
 _BUCKETS = 16
-_SMALLEST_BUCKET, _TORCH_BUCKET = 1 << 20, 25 << 20  # torch 2.13 `distributed.py`, `_BucketCapacityConfig`
+# torch 2.13 `distributed.py`, `_BucketCapacityConfig`
+_SMALLEST_BUCKET, _TORCH_BUCKET = 1 << 20, 25 << 20
 _IGNORED = "_ddp_params_and_buffers_to_ignore"  # torch's name for it, an attribute of the module
 _BUCKET_ARGUMENTS = {"bucket_cap_mb", "bucket_cap_mb_list"}
 
@@ -33,9 +35,9 @@ def names_to_ignore(module: nn.Module) -> frozenset[str]:
 
 
 def bucket_limits(gradients: int) -> list[int]:
-    """Return the bytes from which a bucket of DDP is full, that of the first apart where there are two, for so many bytes of
-    gradients on these ranks: on several nodes a sixteenth of all, at least 1 MiB; torch's own 1 and 25 MiB on one node, and
-    where that is more.
+    """Return the bytes from which a bucket of DDP is full, that of the first apart where there are
+    two, for so many bytes of gradients on these ranks: on several nodes a sixteenth of all, at
+    least 1 MiB; torch's own 1 and 25 MiB on one node, and where that is more.
     """
     size = max(gradients // _BUCKETS, _SMALLEST_BUCKET)
     return [size] if size < _TORCH_BUCKET and _are_on_nodes() else [_SMALLEST_BUCKET, _TORCH_BUCKET]
@@ -46,13 +48,19 @@ def _are_on_nodes() -> bool:
     if not dist.is_initialized():
         return False
     try:
-        return Topology.from_environment(rank=dist.get_rank(), world_size=dist.get_world_size()).num_nodes > 1
+        return (
+            Topology.from_environment(
+                rank=dist.get_rank(), world_size=dist.get_world_size()
+            ).num_nodes
+            > 1
+        )
     except ValueError:  # some nodes have more ranks than others
         return True
 
 
 def bucket_bytes(gradients: Sequence[torch.Tensor]) -> list[int]:
-    """Return the bytes of the buckets that DDP packs `gradients` into, which are in the order in which they become ready.
+    """Return the bytes of the buckets that DDP packs `gradients` into, which are in the order in
+    which they become ready.
 
     Those of all steps but the first, which has one bucket for each dtype.
     """
@@ -65,13 +73,22 @@ def bucket_bytes(gradients: Sequence[torch.Tensor]) -> list[int]:
 
 def bytes_of_buckets(ddp: DistributedDataParallel) -> int:
     """Return the bytes of the buckets of `ddp` that are not its gradients' own memory."""
-    return 0 if ddp.gradient_as_bucket_view else sum(p.nbytes for p in ddp._module_parameters if p.requires_grad)
+    return (
+        0
+        if ddp.gradient_as_bucket_view
+        else sum(p.nbytes for p in ddp._module_parameters if p.requires_grad)
+    )
 
 
 def wrap_in_ddp(
-    module: nn.Module, *, device: torch.device, arguments: Mapping[str, Any], ignored: Collection[str] = ()
+    module: nn.Module,
+    *,
+    device: torch.device,
+    arguments: Mapping[str, Any],
+    ignored: Collection[str] = (),
 ) -> DistributedDataParallel:
-    """Return `module`, which is on `device`, in torch's DDP with its `arguments`, without the parameters named `ignored`.
+    """Return `module`, which is on `device`, in torch's DDP with its `arguments`, without the
+    parameters named `ignored`.
 
     Buckets are as large as `bucket_limits` has them unless `arguments` say so: see [Note: buckets].
     """
@@ -86,7 +103,9 @@ def wrap_in_ddp(
         return DistributedDataParallel(module, device_ids=device_ids, **arguments)
 
 
-def register_hook(ddp: DistributedDataParallel, hook: Callable[..., Any] | None, state: Any) -> None:
+def register_hook(
+    ddp: DistributedDataParallel, hook: Callable[..., Any] | None, state: Any
+) -> None:
     """Let the user's communication hook, if there is one, average the gradients of `ddp`."""
     if hook is not None:
         ddp.register_comm_hook(state=state, hook=hook)
@@ -94,7 +113,9 @@ def register_hook(ddp: DistributedDataParallel, hook: Callable[..., Any] | None,
 
 @contextmanager
 def _ignoring(module: nn.Module, names: Collection[str]) -> Generator[None, None, None]:
-    """DDP reads what it is to ignore from an attribute of the module; what the user has there stays."""
+    """DDP reads what it is to ignore from an attribute of the module; what the user has there
+    stays.
+    """
     before = dict(vars(module))
     if names:
         setattr(module, _IGNORED, [*names_to_ignore(module), *names])
@@ -109,7 +130,9 @@ def _ignoring(module: nn.Module, names: Collection[str]) -> Generator[None, None
 
 @contextmanager
 def _side_stream(device: torch.device) -> Generator[None, None, None]:
-    """DDP on CUDA is to be made on a side stream (pytorch.org/docs/stable/notes/cuda.html, "CUDA Graphs")."""
+    """DDP on CUDA is to be made on a side stream (pytorch.org/docs/stable/notes/cuda.html, "CUDA
+    Graphs").
+    """
     if device.type != "cuda":
         yield
         return

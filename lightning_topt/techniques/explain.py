@@ -1,5 +1,6 @@
-"""An explanation takes apart what one plan is expected to cost: what its seconds are spent on, and what is in memory in each
-phase; for the whole plan (`explain`) or block by block (`explain_blocks`).
+"""An explanation takes apart what one plan is expected to cost: what its seconds are spent on, and
+what is in memory in each phase; for the whole plan (`explain`) or block by block
+(`explain_blocks`).
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ _PASSES = ("forward", "backward", "recompute")
 class Explanation:
     """An `Explanation` says what a plan is expected to cost on each rank, in seconds and bytes.
 
-    `step_seconds` = `compute_seconds` + `exposed_communication_seconds`. `seconds` splits the work (exchanges in full,
-    overlapped or not), `peak_phase` names the phase of `peak_bytes`, ``"backward 3"`` for instance, `peak_parts` what is alive
-    then, and `phases` the bytes of every phase in the order of time.
+    `step_seconds` = `compute_seconds` + `exposed_communication_seconds`. `seconds` splits the work
+    (exchanges in full, overlapped or not), `peak_phase` names the phase of `peak_bytes`,
+    ``"backward 3"`` for instance, `peak_parts` what is alive then, and `phases` the bytes of every
+    phase in the order of time.
     """
 
     step_seconds: float
@@ -37,8 +39,8 @@ class Explanation:
 
 @dataclass(frozen=True)
 class TensorCollective:
-    """Calls of `op` along a tensor axis in one pass (``"forward"``, ``"backward"``, ``"recompute"``) of a block, with the bytes
-    of the whole tensors and the seconds of all of them.
+    """Calls of `op` along a tensor axis in one pass (``"forward"``, ``"backward"``,
+    ``"recompute"``) of a block, with the bytes of the whole tensors and the seconds of all of them.
     """
 
     during: str
@@ -51,9 +53,10 @@ class TensorCollective:
 
 @dataclass(frozen=True)
 class BlockExplanation:
-    """The costs of one block of a plan on each rank: `seconds` by kind as in `Explanation`, `peak_parts` the bytes by kind that
-    it has in the phase in which the plan's memory is at its peak, and what its operators exchange along tensor axes, whose
-    seconds are part of those of the passes.
+    """The costs of one block of a plan on each rank: `seconds` by kind as in `Explanation`,
+    `peak_parts` the bytes by kind that it has in the phase in which the plan's memory is at its
+    peak, and what its operators exchange along tensor axes, whose seconds are part of those of the
+    passes.
     """
 
     seconds: Mapping[str, float]
@@ -91,7 +94,9 @@ def compute_seconds(seconds: Mapping[str, float]) -> float:
 
 
 def explain_blocks(costs: PlanCosts, configs: Configs) -> dict[str, BlockExplanation]:
-    """Return what each block of the plan costs; what its blocks share is in none of them. Raises ValueError as `explain`."""
+    """Return what each block of the plan costs; what its blocks share is in none of them. Raises
+    ValueError as `explain`.
+    """
     costs.check(configs)
     beside, peak = costs.neighbours(configs), int(np.argmax(costs.memory(configs)))
     found = {}
@@ -106,11 +111,15 @@ def explain_blocks(costs: PlanCosts, configs: Configs) -> dict[str, BlockExplana
 
 
 def seconds_by_kind(costs: PlanCosts, configs: Configs) -> dict[str, float]:
-    """Return the work of a step by kind, in seconds, whether it is in the way of anything or not."""
+    """Return the work of a step by kind, in seconds, whether it is in the way of anything or
+    not.
+    """
     blocks = [_block_seconds(costs, name, config) for name, config in configs.items()]
     found = {kind: sum(block[kind] for block in blocks) for kind in blocks[0]}
     found["forward"] += costs.step.host_seconds
-    found["update"] += costs.plan_seconds(configs) - costs.step.sent_seconds - costs.step.host_seconds
+    found["update"] += (
+        costs.plan_seconds(configs) - costs.step.sent_seconds - costs.step.host_seconds
+    )
     return {**found, "buffers": costs.step.sent_seconds}
 
 
@@ -128,16 +137,27 @@ def _block_seconds(costs: PlanCosts, name: str, config: OpConfig) -> dict[str, f
     }
 
 
-def _tensor_collectives(costs: PlanCosts, name: str, config: OpConfig) -> Iterator[TensorCollective]:
+def _tensor_collectives(
+    costs: PlanCosts, name: str, config: OpConfig
+) -> Iterator[TensorCollective]:
     passes: dict[tuple[str, str, int], list[tuple[int, float]]] = {}
     for op in costs.step.graph.ops:
         again = [("recompute", op.forward)] if config.recompute else []
-        for during, kernels in (("forward", op.forward), ("backward", op.backward), *again) if op.block == name else ():
+        for during, kernels in (
+            (("forward", op.forward), ("backward", op.backward), *again) if op.block == name else ()
+        ):
             for kernel in kernels:
                 if (shown := costs.step.shown(kernel)) is not None:
-                    passes.setdefault((during, shown[0], shown[2]), []).append((kernel.count, shown[1]))
-    for (during, op_name, axis), calls in sorted(passes.items(), key=lambda each: _PASSES.index(each[0][0])):
-        seconds = sum(count * costs.step.collective_seconds(op_name, size, axes=[axis]) for count, size in calls)
+                    passes.setdefault((during, shown[0], shown[2]), []).append(
+                        (kernel.count, shown[1])
+                    )
+    for (during, op_name, axis), calls in sorted(
+        passes.items(), key=lambda each: _PASSES.index(each[0][0])
+    ):
+        seconds = sum(
+            count * costs.step.collective_seconds(op_name, size, axes=[axis])
+            for count, size in calls
+        )
         count, size = sum(count for count, _ in calls), sum(count * size for count, size in calls)
         yield TensorCollective(during, op_name, costs.step.mesh.names[axis], count, size, seconds)
 

@@ -1,7 +1,9 @@
-"""Blocks of a module sharded by torch's FSDP2, on the mesh of a technique, and the way back to a plain module.
+"""Blocks of a module sharded by torch's FSDP2, on the mesh of a technique, and the way back to a
+plain module.
 
-Several techniques may shard blocks of one model, each on its own mesh, beside blocks that DDP handles. All of them have one
-root, the outermost wrapper, which FSDP2 needs to order its gathers: DDP's where there is one, else a `ShardedModule`.
+Several techniques may shard blocks of one model, each on its own mesh, beside blocks that DDP
+handles. All of them have one root, the outermost wrapper, which FSDP2 needs to order its gathers:
+DDP's where there is one, else a `ShardedModule`.
 """
 
 from __future__ import annotations
@@ -26,9 +28,11 @@ _MESSAGE_BYTES = 250 << 20  # DDP's
 
 
 class ShardedModule(nn.Module):
-    """The root of a module without DDP: its forward calls `module`, whose loose parameters it gathers and releases.
+    """The root of a module without DDP: its forward calls `module`, whose loose parameters it
+    gathers and releases.
 
-    The root is a wrapper so that a call of `module` from inside (`self(x)` in a training step) passes no hook twice.
+    The root is a wrapper so that a call of `module` from inside (`self(x)` in a training step)
+    passes no hook twice.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -36,15 +40,19 @@ class ShardedModule(nn.Module):
         self.module = module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Give every rank rank 0's buffers (BatchNorm statistics), as DDP does, and call the wrapped module."""
+        """Give every rank rank 0's buffers (BatchNorm statistics), as DDP does, and call the
+        wrapped module.
+        """
         _broadcast_buffers(self.module)
         return self.module(*args, **kwargs)
 
 
 def shard_blocks(model: ParallelModel, blocks: Sequence[str], *, mesh: DeviceMesh) -> Applied:
-    """Shard the named blocks of `model` on `mesh`. Rank 0's values count, as in DDP. A collective call.
+    """Shard the named blocks of `model` on `mesh`. Rank 0's values count, as in DDP. A collective
+    call.
 
-    Blocks whose parameters are sharded release the gathered ones after forward, the others after backward.
+    Blocks whose parameters are sharded release the gathered ones after forward, the others after
+    backward.
     """
     applied = _Sharding(model, blocks, mesh)
     return Applied(undo=applied.undo, replaced=applied.replaced(), reshard=applied.reshard)
@@ -61,9 +69,11 @@ class _Sharding:
         self.module = model.module
         self._before: dict[nn.Module, _Snapshot] = {}
         self._hooks: list[RemovableHandle] = []
-        self._originals = {name: p for block in blocks for name, p in model.parameters[block].items()}
-        # Nothing to shard in the others, and FSDP2 keeps modules in dictionaries, which metrics (their hash changes with
-        # their state) get lost in.
+        self._originals = {
+            name: p for block in blocks for name, p in model.parameters[block].items()
+        }
+        # Nothing to shard in the others, and FSDP2 keeps modules in dictionaries, which metrics
+        # (their hash changes with their state) get lost in.
         for name in (name for name in blocks if name and model.parameters[name]):
             self._shard_block(model, name, mesh)
         if _holder_of_root(model) in blocks:
@@ -84,13 +94,29 @@ class _Sharding:
             whole = model.parameters_where(has_whole_gradients).values()
             model.broadcast([*whole, *model.module.buffers()])
             model.root = ShardedModule(model.module)
-        others = [name for name, config in model.configs.items() if name and not has_whole_gradients(config)]
-        elsewhere = {submodule for name in others for submodule in model.module.get_submodule(name).modules()}
-        self._remember([model.root, *(module for module in model.module.modules() if module not in elsewhere)])
+        others = [
+            name
+            for name, config in model.configs.items()
+            if name and not has_whole_gradients(config)
+        ]
+        elsewhere = {
+            submodule for name in others for submodule in model.module.get_submodule(name).modules()
+        }
+        self._remember(
+            [model.root, *(module for module in model.module.modules() if module not in elsewhere)]
+        )
         loose = list(model.parameters[""].values()) if in_shards else []
         model.broadcast(loose)
-        ignored = {p for of_block in model.parameters.values() for p in of_block.values()} - set(loose)
-        _shard(model.root, mesh, loose, after_forward=in_shards and _in_shards(model, ""), ignored=ignored)
+        ignored = {p for of_block in model.parameters.values() for p in of_block.values()} - set(
+            loose
+        )
+        _shard(
+            model.root,
+            mesh,
+            loose,
+            after_forward=in_shards and _in_shards(model, ""),
+            ignored=ignored,
+        )
 
     def _remember(self, modules: Iterable[nn.Module]) -> None:
         self._before.update({module: _Snapshot(module) for module in modules})
@@ -102,7 +128,9 @@ class _Sharding:
 
     @torch.no_grad()
     def undo(self) -> None:
-        """Give the module its whole parameters back (on the CPU), in the same Parameter objects. A collective call."""
+        """Give the module its whole parameters back (on the CPU), in the same Parameter objects. A
+        collective call.
+        """
         whole: dict[nn.Parameter, Tensor] = {}
         self.reshard()
         now = dict(self.module.named_parameters(remove_duplicate=False))
@@ -120,14 +148,18 @@ class _Sharding:
             vars(original).pop("_fsdp_orig_uid", None)
 
     def reshard(self) -> None:
-        """Release all gathered parameters, so that the next forward gathers what the shards then hold."""
+        """Release all gathered parameters, so that the next forward gathers what the shards then
+        hold.
+        """
         for module in self.root.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
 
 def _holder_of_root(model: ParallelModel) -> str:
-    """The block on whose mesh the root is: the loose parameters' own, or that of the first sharded block."""
+    """The block on whose mesh the root is: the loose parameters' own, or that of the first sharded
+    block.
+    """
     sharded = [name for name, config in model.configs.items() if not has_whole_gradients(config)]
     return "" if "" in sharded else sharded[0]
 
@@ -144,21 +176,29 @@ def _shard(
     after_forward: bool,
     ignored: set[nn.Parameter] | None = None,
 ) -> None:
-    sharded = fully_shard(module, mesh=mesh, reshard_after_forward=after_forward, ignored_params=ignored)
+    sharded = fully_shard(
+        module, mesh=mesh, reshard_after_forward=after_forward, ignored_params=ignored
+    )
     for parameter in originals:
-        # Optimizers and the user's code may hold the original Parameter objects (they come back in `undo`); their memory
-        # must not stay.
-        parameter.data, parameter.grad = torch.empty(0, dtype=parameter.dtype, device=parameter.device), None
+        # Optimizers and the user's code may hold the original Parameter objects (they come back in
+        # `undo`); their memory must not stay.
+        parameter.data, parameter.grad = (
+            torch.empty(0, dtype=parameter.dtype, device=parameter.device),
+            None,
+        )
     if dist.get_backend(mesh.get_group(mesh.ndim - 1)) == "gloo":
         sharded.set_custom_all_gather(AllGather())  # type: ignore[arg-type]  # the interface, without torch's private base
         sharded.set_custom_reduce_scatter(ReduceScatter())  # type: ignore[arg-type]
         if mesh.ndim == 2:
-            # FSDP2 would average along both dims with ReduceOp.AVG, which gloo's all-reduce lacks in older releases.
+            # FSDP2 would average along both dims with ReduceOp.AVG, which gloo's all-reduce lacks
+            # in older releases.
             sharded.set_force_sum_reduction_for_comms(True)
 
 
 class _Snapshot:
-    """A `_Snapshot` is what FSDP2 changes on one module: its class, hooks, parameters and attributes."""
+    """A `_Snapshot` is what FSDP2 changes on one module: its class, hooks, parameters and
+    attributes.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self.cls = module.__class__
@@ -175,7 +215,8 @@ class _Snapshot:
             for key in set(hooks) - self.hooks[name]:
                 if (getattr(hooks[key], "__module__", None) or "").startswith("torch.distributed."):
                     del hooks[key]
-                    for option in ("with_kwargs", "always_called"):  # what torch notes about it beside it
+                    # what torch notes about it beside it
+                    for option in ("with_kwargs", "always_called"):
                         module.__dict__.get(f"{name}_{option}", {}).pop(key, None)
         module._parameters.update(self.parameters)
         _composable_state._module_state_mapping.pop(module, None)

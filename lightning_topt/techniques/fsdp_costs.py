@@ -1,4 +1,5 @@
-"""This is what torch's FSDP2 keeps in memory and how long its exchanges take, for shards over some of the axes of a mesh.
+"""This is what torch's FSDP2 keeps in memory and how long its exchanges take, for shards over some
+of the axes of a mesh.
 
     what                                    function                source
     shards of P, G and S                    shard_lifetimes         Rajbhandari et al., arXiv 1910.02054, section 5
@@ -6,8 +7,8 @@
     gathered parameters and flat buffers    gathered_lifetimes      same file, `wait_for_unshard`, `_backward_prefetch`
     exchanges                               fsdp_collectives        `_fsdp_collectives.py`
 
-Symbols: k segment of the forward pass, N ranks that share one tensor, P parameter bytes, G gradient bytes, S optimizer state.
-Under gloo its exchanges block: nothing of them runs beside computation.
+Symbols: k segment of the forward pass, N ranks that share one tensor, P parameter bytes, G gradient
+bytes, S optimizer state. Under gloo its exchanges block: nothing of them runs beside computation.
 """
 
 from __future__ import annotations
@@ -19,7 +20,14 @@ from typing import NamedTuple
 
 from lightning_topt.basics.once import once_per_object
 from lightning_topt.costs.communication import Collective
-from lightning_topt.costs.lifetimes import FORWARD_OVER, REBUILD, REDUCE_LAST, UPDATE, Lifetime, Phase
+from lightning_topt.costs.lifetimes import (
+    FORWARD_OVER,
+    REBUILD,
+    REDUCE_LAST,
+    UPDATE,
+    Lifetime,
+    Phase,
+)
 from lightning_topt.costs.page_faults import gathered_bytes, reduced_bytes
 from lightning_topt.costs.sizes import (
     ROOT,
@@ -35,12 +43,14 @@ from lightning_topt.costs.update import temporaries_seconds
 from lightning_topt.graph.op_graph import Block, OpGraph, Parameter
 from lightning_topt.techniques.technique import ALONE, BlockSeconds, Neighbours
 
-# What sharded plans took on gloo above everything listed here, on ranks of 12 model families: up to 14 MiB, mostly 2 to 6
-# (benchmarks/strangers.py): work objects, small blocks between large ones. A reserve, not a model.
+# What sharded plans took on gloo above everything listed here, on ranks of 12 model families: up to
+# 14 MiB, mostly 2 to 6 (benchmarks/strangers.py): work objects, small blocks between large ones. A
+# reserve, not a model.
 RESERVE_BYTES = 8 << 20
-# What FSDP2's hooks and copies of views take beside a gather or a reduction of a block, and for each of its parameters, where
-# nothing hides them: read from steps of tiny blocks on two ranks (0.5 to 0.9 ms, 11 to 32 us). Measuring it in each calibration
-# takes up to a second, and with as many ranks as cores gives what ranks wait for one another.
+# What FSDP2's hooks and copies of views take beside a gather or a reduction of a block, and for
+# each of its parameters, where nothing hides them: read from steps of tiny blocks on two ranks (0.5
+# to 0.9 ms, 11 to 32 us). Measuring it in each calibration takes up to a second, and with as many
+# ranks as cores gives what ranks wait for one another.
 HOOK_SECONDS, HOOK_PARAMETER_SECONDS = 7.5e-4, 2.5e-5
 
 
@@ -61,7 +71,8 @@ def _known_sizes(graph: OpGraph) -> dict[tuple[str, int], _Sizes]:
 
 @dataclass(frozen=True)
 class ShardedBlock:
-    """One block whose tensors are sharded along `axes` (indices): its sizes, and when they come and go.
+    """One block whose tensors are sharded along `axes` (indices): its sizes, and when they come and
+    go.
 
     `level` 3 releases gathered parameters after forward, 2 after backward.
     """
@@ -92,10 +103,13 @@ class ShardedBlock:
         known, key = _known_sizes(self.step.graph), (self.name, self.ranks)
         if key not in known:
             flat, gradients = (
-                sum(padded_bytes(p, self.ranks) for p in some) for some in (self.parameters, self.trainable)
+                sum(padded_bytes(p, self.ranks) for p in some)
+                for some in (self.parameters, self.trainable)
             )
             whole = float(sum(map(parameter_bytes, self.parameters)))
-            known[key] = _Sizes(flat, gradients, whole, sum(shard_bytes(p, self.ranks) for p in self.trainable))
+            known[key] = _Sizes(
+                flat, gradients, whole, sum(shard_bytes(p, self.ranks) for p in self.trainable)
+            )
         return known[key]
 
     @property
@@ -111,7 +125,9 @@ class ShardedBlock:
     @cached_property
     def workspace(self) -> float:
         """Bytes that their reduce_scatter takes inside; on NCCL, which is not torch's, 0."""
-        return gloo_workspace(self.flat_gradients, world_size=self.ranks) if self.step.on_gloo else 0.0
+        return (
+            gloo_workspace(self.flat_gradients, world_size=self.ranks) if self.step.on_gloo else 0.0
+        )
 
     @property
     def whole(self) -> float:
@@ -125,28 +141,41 @@ class ShardedBlock:
 
     @cached_property
     def is_reduced_last(self) -> bool:
-        """Whether FSDP2 reduces it when all backwards are over: the root, and blocks whose inputs need no gradient."""
+        """Whether FSDP2 reduces it when all backwards are over: the root, and blocks whose inputs
+        need no gradient.
+        """
         spans = self.step.segments.of_block
         return self.name == ROOT or self.name not in spans or self.name in self.step.reduced_last
 
     @cached_property
     def reduce(self) -> Phase:
         """The phase in which its gradients are reduced."""
-        return REDUCE_LAST if self.is_reduced_last else ("reduce", self.step.segments.of_block[self.name][0])
+        return (
+            REDUCE_LAST
+            if self.is_reduced_last
+            else ("reduce", self.step.segments.of_block[self.name][0])
+        )
 
 
 def can_be_sharded(step: TrainingStep, block: Block) -> bool:
-    """Return whether FSDP2 may shard `block`: its updates are elementwise, gradients travel whole, nothing is tied."""
+    """Return whether FSDP2 may shard `block`: its updates are elementwise, gradients travel whole,
+    nothing is tied.
+    """
     return step.optimizer.elementwise and step.exchange is None and block.name not in step.tied
 
 
-# ---- memory ------------------------------------------------------------------------------------------------------------
+# ---- memory
+# ------------------------------------------------------------------------------------------------------------
 
 
 def shard_lifetimes(block: ShardedBlock) -> Iterator[Lifetime]:
-    """Yield shards of P, G and S: those of the last step's gradients until forward is over, new ones once reduced."""
+    """Yield shards of P, G and S: those of the last step's gradients until forward is over, new
+    ones once reduced.
+    """
     step, ranks = block.step, block.ranks
-    states = sum(step.optimizer.state_bytes(p.name) * shard_share(p, ranks) for p in block.parameters)
+    states = sum(
+        step.optimizer.state_bytes(p.name) * shard_share(p, ranks) for p in block.parameters
+    )
     yield step.phases.always("parameters", sum(shard_bytes(p, ranks) for p in block.parameters))
     yield step.phases.always("optimizer state", states)
     yield Lifetime("gradients", block.gradient_shards, REBUILD, FORWARD_OVER)
@@ -156,37 +185,49 @@ def shard_lifetimes(block: ShardedBlock) -> Iterator[Lifetime]:
 def gradient_lifetimes(block: ShardedBlock) -> Iterator[Lifetime]:
     """Yield whole gradients until they are reduced, and the flat buffer that they are reduced from.
 
-    FSDP2 copies whole gradients into the buffer, frees them, and keeps the buffer until the next block reduces.
+    FSDP2 copies whole gradients into the buffer, frees them, and keeps the buffer until the next
+    block reduces.
     """
     step, reduce = block.step, block.reduce
     for parameter in block.trainable:
         first, last = step.segments.of_parameter[parameter.name]
-        yield Lifetime("gradients", gradient_bytes(parameter), ("backward", last), step.phases.before(reduce))
+        yield Lifetime(
+            "gradients", gradient_bytes(parameter), ("backward", last), step.phases.before(reduce)
+        )
         if first < last:  # the second part, before it is added
-            yield Lifetime("gradients", gradient_bytes(parameter), ("backward", first), ("backward", first))
+            yield Lifetime(
+                "gradients", gradient_bytes(parameter), ("backward", first), ("backward", first)
+            )
     whole = sum(map(gradient_bytes, block.trainable))
     if block.is_reduced_last and block.name != ROOT:
         yield Lifetime("gradients", whole, reduce, reduce)
         return
     reducing = max(whole, block.gradient_shards + block.workspace)
     yield Lifetime("gradients", reducing, reduce, reduce)
-    yield Lifetime("gradients", block.flat_gradients, reduce, step.phases.before(_next_reduce(block)))
+    yield Lifetime(
+        "gradients", block.flat_gradients, reduce, step.phases.before(_next_reduce(block))
+    )
 
 
 def _next_reduce(block: ShardedBlock) -> Phase:
-    """The phase in which the next block, in the order of backward, reduces; the root is the last."""
+    """The phase in which the next block, in the order of backward, reduces; the root is the
+    last.
+    """
     if block.name == ROOT:
         return UPDATE
     previous = block.beside.previous
-    return REDUCE_LAST if previous is None else ("reduce", block.step.segments.of_block[previous][0])
+    return (
+        REDUCE_LAST if previous is None else ("reduce", block.step.segments.of_block[previous][0])
+    )
 
 
 def gathered_lifetimes(block: ShardedBlock) -> Iterator[Lifetime]:
     """Yield whole parameters of a block and the flat buffers that they are gathered through.
 
-    Level 3 holds them during the block's forward and backward, level 2 from its forward to its backward, the root (which
-    encloses all other blocks) until all backwards are over. In forward a flat buffer lives until the next block has copied
-    its parameters out of its own. In backward FSDP2 gathers a block of level 3 while the one after it computes.
+    Level 3 holds them during the block's forward and backward, level 2 from its forward to its
+    backward, the root (which encloses all other blocks) until all backwards are over. In forward a
+    flat buffer lives until the next block has copied its parameters out of its own. In backward
+    FSDP2 gathers a block of level 3 while the one after it computes.
     """
     step, following = block.step, block.beside.following
     spans, count = step.segments.of_block, step.segments.count
@@ -196,7 +237,12 @@ def gathered_lifetimes(block: ShardedBlock) -> Iterator[Lifetime]:
     until = FORWARD_OVER if following is None else ("gather_forward", spans[following][0])
     yield Lifetime("gathered parameters", block.flat, ("gather_forward", first), until)
     if block.name == ROOT:
-        yield Lifetime("gathered parameters", block.whole, ("gather_forward", 0), step.phases.before(REDUCE_LAST))
+        yield Lifetime(
+            "gathered parameters",
+            block.whole,
+            ("gather_forward", 0),
+            step.phases.before(REDUCE_LAST),
+        )
         return
     released = REDUCE_LAST if block.is_reduced_last else ("backward", first)
     if block.level == 2:
@@ -204,17 +250,24 @@ def gathered_lifetimes(block: ShardedBlock) -> Iterator[Lifetime]:
         return
     yield Lifetime("gathered parameters", block.whole, ("gather_forward", first), ("forward", last))
     yield Lifetime("gathered parameters", block.whole, ("gather_backward", last), released)
-    # The block after this one in forward order asks for it, for the last block the root at the start of backward.
+    # The block after this one in forward order asks for it, for the last block the root at the
+    # start of backward.
     asked = count - 1 if following is None else spans[following][1]
     begin: Phase = ("prefetch_backward", asked) if asked > last else ("gather_backward", last)
     yield Lifetime("gathered parameters", block.flat, begin, ("gather_backward", last))
 
 
-def plan_lifetimes(step: TrainingStep, blocks: Collection[str], *, axes: tuple[int, ...]) -> Iterator[Lifetime]:
-    """Yield what blocks take that are reduced when all backwards are over, one after another; and the reserve on gloo."""
+def plan_lifetimes(
+    step: TrainingStep, blocks: Collection[str], *, axes: tuple[int, ...]
+) -> Iterator[Lifetime]:
+    """Yield what blocks take that are reduced when all backwards are over, one after another; and
+    the reserve on gloo.
+    """
     names = step.reduced_last.intersection(blocks)
     last = [ShardedBlock(step, name, 2, axes) for name in names if name in step.segments.of_block]
-    yield Lifetime("gradients", max(map(_last_workspace, last), default=0.0), REDUCE_LAST, REDUCE_LAST)
+    yield Lifetime(
+        "gradients", max(map(_last_workspace, last), default=0.0), REDUCE_LAST, REDUCE_LAST
+    )
     if step.on_gloo:
         yield step.phases.always("reserve", RESERVE_BYTES)
 
@@ -226,11 +279,14 @@ def _last_workspace(block: ShardedBlock) -> float:
     return max(flat + flat / block.ranks + block.workspace - released, 0.0)
 
 
-# ---- seconds -----------------------------------------------------------------------------------------------------------
+# ---- seconds
+# -----------------------------------------------------------------------------------------------------------
 
 
 def fsdp_collectives(block: ShardedBlock) -> Iterator[Collective]:
-    """Yield gathers and the reduction of a block; its shards of gradients are also summed along the other data axes."""
+    """Yield gathers and the reduction of a block; its shards of gradients are also summed along the
+    other data axes.
+    """
     step = block.step
     if not block.parameters:
         return
@@ -247,20 +303,27 @@ def add_fsdp_seconds(seconds: BlockSeconds, block: ShardedBlock) -> None:
     step = block.step
     beside = 0.0 if step.on_gloo or step.mesh.size == 1 else step.cluster.overlap
     collectives = [*fsdp_collectives(block)]
-    out = step.copy_seconds(block.flat) + step.taken_seconds(gathered_bytes(flat=block.flat, whole=block.whole))
+    out = step.copy_seconds(block.flat) + step.taken_seconds(
+        gathered_bytes(flat=block.flat, whole=block.whole)
+    )
     hooks = HOOK_SECONDS + HOOK_PARAMETER_SECONDS * len(block.parameters) if step.on_gloo else 0.0
     out += hooks
     gathers = [each for each in collectives if each.op == "all_gather"]
     for when, each in enumerate(gathers):
         gather = step.seconds_of([each])
-        hidden = beside if block.name != ROOT or when else 0.0  # nothing runs beside the root's, which comes first
+        # nothing runs beside the root's, which comes first
+        hidden = beside if block.name != ROOT or when else 0.0
         seconds.gather_foreground[when] += (1 - hidden) * gather + (out if gather else 0.0)
         seconds.gather_background[when] += hidden * gather
     reduce = step.seconds_of(each for each in collectives if each.op != "all_gather")
-    taken = reduced_bytes(flat=block.flat_gradients, shards=block.gradient_shards, workspace=block.workspace)
+    taken = reduced_bytes(
+        flat=block.flat_gradients, shards=block.gradient_shards, workspace=block.workspace
+    )
     reduce += step.taken_seconds(taken)
     copied = step.copy_seconds(sum(map(gradient_bytes, block.parameters)))  # into the flat buffer
-    seconds.reduce_foreground += (1 - beside) * reduce + copied + (hooks if block.trainable else 0.0)
+    seconds.reduce_foreground += (
+        (1 - beside) * reduce + copied + (hooks if block.trainable else 0.0)
+    )
     seconds.reduce_background += beside * reduce
     shares = {p: shard_share(p, block.ranks) for p in block.parameters}
     seconds.update += sum(step.update_seconds(p, share=share) for p, share in shares.items())

@@ -1,4 +1,6 @@
-"""Techniques that shard gradients, and parameters, along some data axes through torch's FSDP2 have this in common."""
+"""Techniques that shard gradients, and parameters, along some data axes through torch's FSDP2 have
+this in common.
+"""
 
 from __future__ import annotations
 
@@ -32,18 +34,27 @@ class FsdpTechnique(Technique):
 
     @abstractmethod
     def axes(self, mesh: Mesh) -> tuple[int, ...]:
-        """Return the indices of the axes that tensors are sharded along; none where the technique does not suit the mesh."""
+        """Return the indices of the axes that tensors are sharded along; none where the technique
+        does not suit the mesh.
+        """
 
     @override
     def claims(self, config: OpConfig, mesh: Mesh) -> frozenset[str]:
         axes = self.axes(mesh)
-        sharded = [Storage.zero(level, axes=len(mesh.axes), over=axes) for level in (2, 3)] if axes else []
+        sharded = (
+            [Storage.zero(level, axes=len(mesh.axes), over=axes) for level in (2, 3)]
+            if axes
+            else []
+        )
         return frozenset({"storage"}) if config.storage in sharded else frozenset()
 
-    # ---- what is legal ----------------------------------------------------------------------------------------------
+    # ---- what is legal
+    # ----------------------------------------------------------------------------------------------
 
     @override
-    def configs(self, step: TrainingStep, block: Block, so_far: Sequence[OpConfig]) -> list[OpConfig]:
+    def configs(
+        self, step: TrainingStep, block: Block, so_far: Sequence[OpConfig]
+    ) -> list[OpConfig]:
         mesh, axes = step.mesh, self.axes(step.mesh)
         if not axes or mesh.data_parallel_size == 1 or not can_be_sharded(step, block):
             return []
@@ -51,7 +62,8 @@ class FsdpTechnique(Technique):
         levels = (2,) if block.name == ROOT else (2, 3)
         return [OpConfig.zero(level, axes=len(mesh.axes), over=axes) for level in levels]
 
-    # ---- what it costs ----------------------------------------------------------------------------------------------
+    # ---- what it costs
+    # ----------------------------------------------------------------------------------------------
 
     @override
     def takes_part(self, step: TrainingStep, config: OpConfig) -> bool:
@@ -62,7 +74,9 @@ class FsdpTechnique(Technique):
         return fsdp_collectives(self._sharded(step, block, config, ALONE))
 
     @override
-    def lifetimes(self, step: TrainingStep, block: str, config: OpConfig, beside: Neighbours) -> Iterator[Lifetime]:
+    def lifetimes(
+        self, step: TrainingStep, block: str, config: OpConfig, beside: Neighbours
+    ) -> Iterator[Lifetime]:
         sharded = self._sharded(step, block, config, beside)
         yield from shard_lifetimes(sharded)
         yield from gathered_lifetimes(sharded)
@@ -73,12 +87,16 @@ class FsdpTechnique(Technique):
         yield from plan_lifetimes(step, blocks, axes=self.axes(step.mesh))
 
     @override
-    def add_seconds(self, seconds: BlockSeconds, step: TrainingStep, block: str, config: OpConfig) -> None:
+    def add_seconds(
+        self, seconds: BlockSeconds, step: TrainingStep, block: str, config: OpConfig
+    ) -> None:
         add_fsdp_seconds(seconds, self._sharded(step, block, config, ALONE))
 
     @override
     def update_share(self, step: TrainingStep, parameter: Parameter, config: OpConfig) -> float:
         return shard_share(parameter, step.mesh.ranks_along(self.axes(step.mesh)))
 
-    def _sharded(self, step: TrainingStep, block: str, config: OpConfig, beside: Neighbours) -> ShardedBlock:
+    def _sharded(
+        self, step: TrainingStep, block: str, config: OpConfig, beside: Neighbours
+    ) -> ShardedBlock:
         return ShardedBlock(step, block, config.storage.level, self.axes(step.mesh), beside)

@@ -1,4 +1,6 @@
-"""Sharded gradients, and parameters, over all ranks (ZeRO levels 2 and 3), through torch's FSDP2."""
+"""Sharded gradients, and parameters, over all ranks (ZeRO levels 2 and 3), through torch's
+FSDP2.
+"""
 
 from __future__ import annotations
 
@@ -26,5 +28,7 @@ class FullSharding(FsdpTechnique):
     def apply(self, model: ParallelModel) -> Applied | None:
         blocks = model.blocks_of(self)
         return (
-            shard_blocks(model, blocks, mesh=model.device_mesh(inner=model.mesh.data_parallel_size)) if blocks else None
+            shard_blocks(model, blocks, mesh=model.device_mesh(inner=model.mesh.data_parallel_size))
+            if blocks
+            else None
         )

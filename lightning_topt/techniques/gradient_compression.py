@@ -1,7 +1,9 @@
-"""The plan's gradient exchange: whole gradients travel compressed, or over the levels of the network, as DDP's hook.
+"""The plan's gradient exchange: whole gradients travel compressed, or over the levels of the
+network, as DDP's hook.
 
-Beside tensor axes the ranks of each data group exchange their slices. Parameters that are whole along tensor axes must stay
-equal there: they are sent whole by methods that choose what they send (top-k, PowerSGD, sign).
+Beside tensor axes the ranks of each data group exchange their slices. Parameters that are whole
+along tensor axes must stay equal there: they are sent whole by methods that choose what they send
+(top-k, PowerSGD, sign).
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ from lightning_topt.techniques.tensor_parallel.split_parameters import SplitTens
 
 
 class GradientCompression(Technique):
-    """The technique of plans that have a `gradient_exchange`; it outlives `undo`, for checkpoints, until it is closed."""
+    """The technique of plans that have a `gradient_exchange`; it outlives `undo`, for checkpoints,
+    until it is closed.
+    """
 
     @property
     @override
@@ -48,21 +52,33 @@ class GradientCompression(Technique):
         return frozenset()
 
     @override
-    def check(self, mesh: Mesh, configs: Mapping[str, OpConfig], exchange: GradientMethod | None) -> None:
+    def check(
+        self, mesh: Mesh, configs: Mapping[str, OpConfig], exchange: GradientMethod | None
+    ) -> None:
         if exchange is None:
             return
         if not any(has_whole_gradients(config) for config in configs.values()):
-            raise ValueError("gradient_exchange: needs whole gradients (ZeRO levels 0 and 1), and this plan shards all")
+            raise ValueError(
+                "gradient_exchange: needs whole gradients (ZeRO levels 0 and 1), and this plan "
+                "shards all"
+            )
         if mesh.data_parallel_size == 1:
-            raise ValueError("gradient_exchange: a single rank along the data axes exchanges nothing; leave it out")
+            raise ValueError(
+                "gradient_exchange: a single rank along the data axes exchanges nothing; leave it "
+                "out"
+            )
 
-    # ---- what is legal ----------------------------------------------------------------------------------------------
+    # ---- what is legal
+    # ----------------------------------------------------------------------------------------------
 
     @override
-    def configs(self, step: TrainingStep, block: Block, so_far: Sequence[OpConfig]) -> list[OpConfig]:
+    def configs(
+        self, step: TrainingStep, block: Block, so_far: Sequence[OpConfig]
+    ) -> list[OpConfig]:
         return []
 
-    # ---- what it costs ----------------------------------------------------------------------------------------------
+    # ---- what it costs
+    # ----------------------------------------------------------------------------------------------
 
     @override
     def takes_part(self, step: TrainingStep, config: OpConfig) -> bool:
@@ -74,14 +90,25 @@ class GradientCompression(Technique):
         return step.exchange_model.collectives(block)
 
     @override
-    def lifetimes(self, step: TrainingStep, block: str, config: OpConfig, beside: Neighbours) -> Iterator[Lifetime]:
+    def lifetimes(
+        self, step: TrainingStep, block: str, config: OpConfig, beside: Neighbours
+    ) -> Iterator[Lifetime]:
         assert step.exchange_model is not None
         if step.segments.count:
             work = step.exchange_model.work[block]
-            spans = [step.segments.of_parameter[p.name][0] for p in step.parameters(block) if p.trainable]
-            yield Lifetime("held-back gradients", work.kept_bytes, step.phases.after(REBUILD), UPDATE)
+            spans = [
+                step.segments.of_parameter[p.name][0] for p in step.parameters(block) if p.trainable
+            ]
+            yield Lifetime(
+                "held-back gradients", work.kept_bytes, step.phases.after(REBUILD), UPDATE
+            )
             # On a slow network all its buffers are in flight to the end.
-            yield Lifetime("exchange buffers", work.buffer_bytes, ("backward", min(spans, default=0)), REDUCE_LAST)
+            yield Lifetime(
+                "exchange buffers",
+                work.buffer_bytes,
+                ("backward", min(spans, default=0)),
+                REDUCE_LAST,
+            )
 
     @override
     def plan_lifetimes(self, step: TrainingStep, blocks: Collection[str]) -> Iterator[Lifetime]:
@@ -89,24 +116,35 @@ class GradientCompression(Technique):
         yield step.phases.always("process", step.exchange_model.process_bytes)
 
     @override
-    def add_seconds(self, seconds: BlockSeconds, step: TrainingStep, block: str, config: OpConfig) -> None:
+    def add_seconds(
+        self, seconds: BlockSeconds, step: TrainingStep, block: str, config: OpConfig
+    ) -> None:
         assert step.exchange_model is not None
         waits = step.exchange_model.wait_seconds(block)
         add_exchange(seconds, step, step.exchange_model.worker_seconds(block), waits=waits)
         buffers = step.exchange_model.work[block].buffer_bytes
-        seconds.reduce_foreground += step.exchange_model.device_seconds(block) + step.taken_seconds(buffers)
+        seconds.reduce_foreground += step.exchange_model.device_seconds(block) + step.taken_seconds(
+            buffers
+        )
 
-    # ---- how it is applied -------------------------------------------------------------------------------------------
+    # ---- how it is applied
+    # -------------------------------------------------------------------------------------------
 
     @override
     def apply(self, model: ParallelModel) -> Applied | None:
-        if model.exchange is None or model.mesh.pipeline_axes:  # stages exchange theirs as they come back
+        # stages exchange theirs as they come back
+        if model.exchange is None or model.mesh.pipeline_axes:
             return None
         if not isinstance(model.root, DistributedDataParallel):
-            raise ValueError("gradient_exchange: no trained parameter of this model has whole gradients; leave it out")
+            raise ValueError(
+                "gradient_exchange: no trained parameter of this model has whole gradients; leave "
+                "it out"
+            )
         topology, slices = model.options.topology, None
         if model.mesh.tensor_axes:
-            everyone = topology or Topology.from_environment(rank=dist.get_rank(), world_size=dist.get_world_size())
+            everyone = topology or Topology.from_environment(
+                rank=dist.get_rank(), world_size=dist.get_world_size()
+            )
             topology = everyone.of_part(model.mesh.groups_along(model.mesh.data_axes))
             slices = _Slices(dict(model.root.module.named_parameters()), model.split)
         exchange = CompressedExchange(
@@ -122,7 +160,9 @@ class GradientCompression(Technique):
 
 @dataclass(frozen=True)
 class _Slices:
-    """The parameters of a module by name, some of which are slices, cut as `split` says: `communication.checkpoint.Slices`."""
+    """The parameters of a module by name, some of which are slices, cut as `split` says:
+    `communication.checkpoint.Slices`.
+    """
 
     parameters: Mapping[str, nn.Parameter]
     split: Mapping[Tensor, SplitTensor]

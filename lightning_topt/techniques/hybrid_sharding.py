@@ -1,8 +1,9 @@
-"""Hybrid sharding: shards along the last data axis (inside a node), whole copies of them along the others (between nodes).
+"""Hybrid sharding: shards along the last data axis (inside a node), whole copies of them along the
+others (between nodes).
 
-Parameters are gathered and gradients scattered inside the inner groups; between these only the shards of gradients travel, in
-an all-reduce, once per step however many microbatches it has (Zhao et al., arXiv 2304.11277, section 3.2.2; Zhang et al.,
-"MiCS", arXiv 2205.00119).
+Parameters are gathered and gradients scattered inside the inner groups; between these only the
+shards of gradients travel, in an all-reduce, once per step however many microbatches it has (Zhao
+et al., arXiv 2304.11277, section 3.2.2; Zhang et al., "MiCS", arXiv 2205.00119).
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class HybridSharding(FsdpTechnique):
         if not blocks:
             return None
         applied = shard_blocks(
-            model, blocks, mesh=model.device_mesh(inner=model.mesh.ranks_along(self.axes(model.mesh)))
+            model,
+            blocks,
+            mesh=model.device_mesh(inner=model.mesh.ranks_along(self.axes(model.mesh))),
         )
         modules = sharded_modules(model, blocks)
         return replace(applied, no_sync=lambda: _within_groups(modules))
@@ -47,7 +50,9 @@ class HybridSharding(FsdpTechnique):
 
 @contextmanager
 def _within_groups(modules: list[nn.Module]) -> Generator[None, None, None]:
-    """Gradients are scattered inside the inner groups and stay there; the next backward outside takes them along."""
+    """Gradients are scattered inside the inner groups and stay there; the next backward outside
+    takes them along.
+    """
     for module in modules:
         assert isinstance(module, FSDPModule)
         module.set_requires_all_reduce(False, recurse=False)

@@ -1,8 +1,10 @@
-"""Sharded optimizer state (ZeRO level 1): whole gradients, averaged as in data parallelism; each rank updates its share.
+"""Sharded optimizer state (ZeRO level 1): whole gradients, averaged as in data parallelism; each
+rank updates its share.
 
-A rank's step updates its pieces and sends them to the others (`optim.ParallelStep`). Where the update treats elements one by
-one, pieces are rows, and every rank has an even share; else parameters stay whole (`optim.assignment`). A block counts an even
-share of its state and update; what the busiest rank of a plan has above that is the plan's.
+A rank's step updates its pieces and sends them to the others (`optim.ParallelStep`). Where the
+update treats elements one by one, pieces are rows, and every rank has an even share; else
+parameters stay whole (`optim.assignment`). A block counts an even share of its state and update;
+what the busiest rank of a plan has above that is the plan's.
 """
 
 from __future__ import annotations
@@ -28,7 +30,12 @@ from lightning_topt.optim.checks import check_can_be_split
 from lightning_topt.optim.full_state import parameters_of
 from lightning_topt.optim.parallel_step import ParallelStep, install_parallel_step
 from lightning_topt.optim.pieces import Piece, num_rows
-from lightning_topt.optim.update_rule import ELEMENTWISE, UnsplittableOptimizer, is_one_of, update_rule
+from lightning_topt.optim.update_rule import (
+    ELEMENTWISE,
+    UnsplittableOptimizer,
+    is_one_of,
+    update_rule,
+)
 from lightning_topt.techniques.data_parallel import (
     add_reduction,
     whole_gradient_collectives,
@@ -58,18 +65,26 @@ class OptimizerSharding(Technique):
     @override
     def claims(self, config: OpConfig, mesh: Mesh) -> frozenset[str]:
         sharded = Storage.zero(1, axes=len(mesh.axes), over=mesh.data_axes)
-        return frozenset({"storage"}) if has_data_axes(mesh) and config.storage == sharded else frozenset()
+        return (
+            frozenset({"storage"})
+            if has_data_axes(mesh) and config.storage == sharded
+            else frozenset()
+        )
 
-    # ---- what is legal ----------------------------------------------------------------------------------------------
+    # ---- what is legal
+    # ----------------------------------------------------------------------------------------------
 
     @override
-    def configs(self, step: TrainingStep, block: Block, so_far: Sequence[OpConfig]) -> list[OpConfig]:
+    def configs(
+        self, step: TrainingStep, block: Block, so_far: Sequence[OpConfig]
+    ) -> list[OpConfig]:
         mesh = step.mesh
         if mesh.data_parallel_size == 1 or not step.optimizer.by_parameter:
             return []
         return [OpConfig.zero(1, axes=len(mesh.axes), over=mesh.data_axes)]
 
-    # ---- what it costs ----------------------------------------------------------------------------------------------
+    # ---- what it costs
+    # ----------------------------------------------------------------------------------------------
 
     @override
     def takes_part(self, step: TrainingStep, config: OpConfig) -> bool:
@@ -81,24 +96,33 @@ class OptimizerSharding(Technique):
         yield from _broadcasts(step, block)
 
     @override
-    def lifetimes(self, step: TrainingStep, block: str, config: OpConfig, beside: Neighbours) -> Iterator[Lifetime]:
+    def lifetimes(
+        self, step: TrainingStep, block: str, config: OpConfig, beside: Neighbours
+    ) -> Iterator[Lifetime]:
         yield from whole_gradient_lifetimes(step, block)
         state = sum(step.optimizer.state_bytes(p.name) for p in step.parameters(block))
         yield step.phases.always("optimizer state", state / step.mesh.data_parallel_size)
 
     @override
     def plan_lifetimes(self, step: TrainingStep, blocks: Collection[str]) -> Iterator[Lifetime]:
-        states = _excess(step, blocks, lambda parameter: float(step.optimizer.state_bytes(parameter.name)))
+        states = _excess(
+            step, blocks, lambda parameter: float(step.optimizer.state_bytes(parameter.name))
+        )
         yield step.phases.always("optimizer state", states)
 
     @override
-    def add_seconds(self, seconds: BlockSeconds, step: TrainingStep, block: str, config: OpConfig) -> None:
+    def add_seconds(
+        self, seconds: BlockSeconds, step: TrainingStep, block: str, config: OpConfig
+    ) -> None:
         add_reduction(seconds, step, block)
         ranks, parameters = step.mesh.data_parallel_size, step.parameters(block)
         seconds.update += sum(step.update_seconds(p) for p in parameters) / ranks
         seconds.update += temporaries_seconds(step, {p: 1 / ranks for p in parameters})
-        seconds.update += step.taken_seconds(sum(self.result_bytes(step, p, config) for p in parameters))
-        broadcasts = [*_broadcasts(step, block)]  # one after another: nobody computes in between, so nobody waits
+        seconds.update += step.taken_seconds(
+            sum(self.result_bytes(step, p, config) for p in parameters)
+        )
+        # one after another: nobody computes in between, so nobody waits
+        broadcasts = [*_broadcasts(step, block)]
         seconds.broadcast += step.seconds_of(broadcasts) - step.waits_of(broadcasts)
 
     @override
@@ -110,25 +134,34 @@ class OptimizerSharding(Technique):
         size = parameter_bytes(parameter)
         return float(size) if parameter.trainable and size < _SMALL_BYTES else 0.0
 
-    # ---- how it is applied -------------------------------------------------------------------------------------------
+    # ---- how it is applied
+    # -------------------------------------------------------------------------------------------
 
     @override
     def apply(self, model: ParallelModel) -> Applied | None:
-        names = [parameter for block in model.blocks_of(self) for parameter in model.parameters[block].values()]
-        equal = {*equal_parameters(model.module, names_to_ignore(model.module)).values()}  # others have other updates
+        names = [
+            parameter
+            for block in model.blocks_of(self)
+            for parameter in model.parameters[block].values()
+        ]
+        # others have other updates
+        equal = {*equal_parameters(model.module, names_to_ignore(model.module)).values()}
         shared = {parameter for parameter in names if is_shared(parameter) and parameter in equal}
         if not shared:
             return None
         ranks, group = model.mesh.data_parallel_size, model.data_group
         return Applied(
-            undo=lambda: None, attach=lambda optimizer: _share_step(optimizer, shared, ranks=ranks, group=group)
+            undo=lambda: None,
+            attach=lambda optimizer: _share_step(optimizer, shared, ranks=ranks, group=group),
         )
 
 
 def _broadcasts(step: TrainingStep, block: str) -> Iterator[Collective]:
     """Updated parameters from their owners to all ranks: large ones alone, small ones together."""
     sizes = [parameter_bytes(p) for p in step.parameters(block) if p.trainable]
-    parts = [size for size in sizes if size >= _SMALL_BYTES] + [sum(size for size in sizes if size < _SMALL_BYTES)]
+    parts = [size for size in sizes if size >= _SMALL_BYTES] + [
+        sum(size for size in sizes if size < _SMALL_BYTES)
+    ]
     for size in parts:
         yield step.collective("update", "broadcast", size, axes=step.mesh.data_axes, packed=True)
 
@@ -144,7 +177,8 @@ def _share_step(
         update_rule(optimizer)
     except UnsplittableOptimizer as error:
         raise UnsplittableOptimizer(
-            f"this plan shares the optimizer step between ranks (ZeRO level 1), but {error.reason}", "Choose plan='ddp'"
+            f"this plan shares the optimizer step between ranks (ZeRO level 1), but {error.reason}",
+            "Choose plan='ddp'",
         ) from error
     return install_parallel_step(optimizer, pieces=pieces, group=group)
 
@@ -155,21 +189,32 @@ def is_shared(parameter: Tensor) -> bool:
 
 
 def pieces_of(optimizer: Optimizer, shared: Collection[Tensor], *, ranks: int) -> list[Piece]:
-    """Return the rows of the optimizer's parameters, as far as these are `shared`, that each of `ranks` ranks updates."""
+    """Return the rows of the optimizer's parameters, as far as these are `shared`, that each of
+    `ranks` ranks updates.
+    """
     cut = is_one_of(optimizer, ELEMENTWISE)
     own = [(index, p) for index, p in enumerate(parameters_of(optimizer)) if p in shared]
-    shares = [Share(index, num_rows(p), p.numel(), float(p.numel()), splittable=cut) for index, p in own]
+    shares = [
+        Share(index, num_rows(p), p.numel(), float(p.numel()), splittable=cut) for index, p in own
+    ]
     return assign_pieces(shares, world_size=ranks)
 
 
-def _excess(step: TrainingStep, blocks: Collection[str], load: Callable[[Parameter], float]) -> float:
-    """The largest sum of the `load` of parameters over what one rank updates of `blocks`, above the average."""
+def _excess(
+    step: TrainingStep, blocks: Collection[str], load: Callable[[Parameter], float]
+) -> float:
+    """The largest sum of the `load` of parameters over what one rank updates of `blocks`, above the
+    average.
+    """
     ranks = step.mesh.data_parallel_size
     if step.optimizer.elementwise:
         return 0.0  # cut to a row
     parameters = [p for block in blocks for p in step.parameters(block)]
     trained = [p for p in parameters if p.trainable and p.numel]
-    shares = [Share(index, 1, p.numel, float(p.numel), splittable=False) for index, p in enumerate(trained)]
+    shares = [
+        Share(index, 1, p.numel, float(p.numel), splittable=False)
+        for index, p in enumerate(trained)
+    ]
     totals = [0.0] * ranks
     for piece in assign_pieces(shares, world_size=ranks):
         totals[piece.owner] += load(trained[piece.index])

@@ -1,4 +1,6 @@
-"""The costs of many plans of one training step at once: what `PlanCosts` and `explain` say of each of them, in arrays."""
+"""The costs of many plans of one training step at once: what `PlanCosts` and `explain` say of each
+of them, in arrays.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ Rows = NDArray[np.intp]
 
 @dataclass(frozen=True)
 class PlanBatch:
-    """Plans (n, block) as indices into the `configs` that each block has, in the order of `configs`.
+    """Plans (n, block) as indices into the `configs` that each block has, in the order of
+    `configs`.
 
     Symbols: n plans, K segments.
     """
@@ -52,7 +55,9 @@ class PlanBatch:
     def compute_seconds(self) -> Array:
         """The part of `seconds` that is computation (n,); see `explain.compute_seconds`."""
         step = self.costs.step
-        kernels = step.num_microbatches * sum(float(step.compute[name].sum()) for name in self.configs)
+        kernels = step.num_microbatches * sum(
+            float(step.compute[name].sum()) for name in self.configs
+        )
         total = kernels + self._plan_seconds - step.sent_seconds
         for block, (name, legal) in enumerate(self.configs.items()):
             added = [self.costs.block_seconds(name, config) for config in legal]
@@ -76,7 +81,8 @@ class PlanBatch:
                 sizes = np.zeros((len(legal), total.shape[1]))
                 for c in set(chosen.tolist()):
                     sizes[c] = costs.block_memory(name, legal[c], beside[name])
-                held += np.take(sizes, chosen, axis=0, out=of_block, mode="clip")  # others copy it once more
+                # others copy it once more
+                held += np.take(sizes, chosen, axis=0, out=of_block, mode="clip")
             peaks[rows] = held.max(axis=1)
         return peaks
 
@@ -84,15 +90,23 @@ class PlanBatch:
     def _temporaries(self) -> Array:
         largest, together, sent = np.zeros((3, len(self.plans)))
         for block, (name, legal) in enumerate(self.configs.items()):
-            sizes = np.array([self.costs.temporaries(name, config) for config in legal])[self.plans[:, block]]
-            largest, together, sent = np.maximum(largest, sizes[:, 0]), together + sizes[:, 1], sent + sizes[:, 2]
+            sizes = np.array([self.costs.temporaries(name, config) for config in legal])[
+                self.plans[:, block]
+            ]
+            largest, together, sent = (
+                np.maximum(largest, sizes[:, 0]),
+                together + sizes[:, 1],
+                sent + sizes[:, 2],
+            )
         return np.maximum(np.maximum(largest, together), sent)
 
     def _by_neighbours(self) -> Iterator[tuple[Rows, dict[str, Neighbours]]]:
         """Plans that shard the gradients of the same blocks, and the neighbours of these."""
         sharded = np.stack(
             [
-                np.array([bool(config.storage.sharded_axes("gradients")) for config in legal])[self.plans[:, block]]
+                np.array([bool(config.storage.sharded_axes("gradients")) for config in legal])[
+                    self.plans[:, block]
+                ]
                 for block, legal in enumerate(self.configs.values())
             ],
             axis=1,
@@ -104,7 +118,9 @@ class PlanBatch:
     def _by_technique(self) -> list[tuple[Technique, Rows, frozenset[str]]]:
         """Techniques, the plans (rows) in which they place the same blocks, and these blocks."""
         several = {config for legal in self.configs.values() for config in legal}
-        takes_part = {config: [t in self.costs.techniques(config) for t in TECHNIQUES] for config in several}
+        takes_part = {
+            config: [t in self.costs.techniques(config) for t in TECHNIQUES] for config in several
+        }
         placed = np.stack(
             [
                 np.array([takes_part[config] for config in legal])[self.plans[:, block]]

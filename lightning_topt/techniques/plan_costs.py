@@ -1,7 +1,9 @@
-"""The costs of a plan on each rank are added up from its blocks: seconds of the step, bytes at its peak.
+"""The costs of a plan on each rank are added up from its blocks: seconds of the step, bytes at its
+peak.
 
-Symbols: k segment of the forward pass; c its seconds (all that is in the way), b those of its (last microbatch's) backward, u
-those of its exchanges, which start after its backward and run one after another beside the backward of earlier segments.
+Symbols: k segment of the forward pass; c its seconds (all that is in the way), b those of its (last
+microbatch's) backward, u those of its exchanges, which start after its backward and run one after
+another beside the backward of earlier segments.
 
     step      sum of c + f_0 + what the plan adds       f_k = max(f_(k+1) - b_k, 0) + u_k        `PlanCosts.seconds`
     peak      max over phases of the sum of lifetimes                                           `PlanCosts.memory`
@@ -29,7 +31,8 @@ from lightning_topt.techniques.technique import ALONE, BlockSeconds, Neighbours,
 
 Configs = Mapping[str, OpConfig]
 RESULTS = (
-    "updated parameters"  # the buffers in which they travel, as far as these are above the optimizer's temporaries
+    # the buffers in which they travel, as far as these are above the optimizer's temporaries
+    "updated parameters"
 )
 
 
@@ -48,10 +51,13 @@ class PlanCosts:
 
     step: TrainingStep
 
-    # ---- what is legal ----------------------------------------------------------------------------------------------
+    # ---- what is legal
+    # ----------------------------------------------------------------------------------------------
 
     def configs(self, block: Block) -> list[OpConfig]:
-        """Return the configurations of `block` that some technique makes legal, the simplest first."""
+        """Return the configurations of `block` that some technique makes legal, the simplest
+        first.
+        """
         key = self.step.alike[block.name], block.recomputable, block.name in self.step.tied
         if key not in self._configs:
             found: list[OpConfig] = []
@@ -61,19 +67,28 @@ class PlanCosts:
         return self._configs[key]
 
     def check(self, configs: Configs) -> None:
-        """Raise ValueError when a block has no configuration, or one that no technique places on this mesh."""
+        """Raise ValueError when a block has no configuration, or one that no technique places on
+        this mesh.
+        """
         if missing := [block.name for block in self.step.graph.blocks if block.name not in configs]:
             raise ValueError(f"the plan has no configuration for the blocks {missing}")
         for config in configs.values():
             technique_of(config, self.step.mesh)  # raises
 
-    # ---- memory -----------------------------------------------------------------------------------------------------
+    # ---- memory
+    # -----------------------------------------------------------------------------------------------------
 
     def neighbours(self, configs: Configs) -> dict[str, Neighbours]:
-        """Return the sharded blocks around each block of a plan; without any for blocks whose gradients are whole."""
+        """Return the sharded blocks around each block of a plan; without any for blocks whose
+        gradients are whole.
+        """
         spans, last = self.step.segments.of_block, self.step.reduced_last
-        sharded = [name for name, config in configs.items() if config.storage.sharded_axes("gradients")]
-        order = sorted((name for name in sharded if name in self._gathered), key=lambda name: spans[name])
+        sharded = [
+            name for name, config in configs.items() if config.storage.sharded_axes("gradients")
+        ]
+        order = sorted(
+            (name for name in sharded if name in self._gathered), key=lambda name: spans[name]
+        )
         found = {name: ALONE for name in configs}
         if ROOT in sharded:
             found[ROOT] = Neighbours(following=order[0] if order else None)
@@ -96,20 +111,31 @@ class PlanCosts:
         known, by = self._known_lifetimes(block, config, beside)
         return self.step.phases.shifted(known.lifetimes, by)
 
-    def _known_lifetimes(self, block: str, config: OpConfig, beside: Neighbours) -> tuple[_BlockLifetimes, int]:
-        """Return what is known of the block or of one alike, and by how many segments `block` stands later."""
+    def _known_lifetimes(
+        self, block: str, config: OpConfig, beside: Neighbours
+    ) -> tuple[_BlockLifetimes, int]:
+        """Return what is known of the block or of one alike, and by how many segments `block`
+        stands later.
+        """
         spans = self.step.segments.of_block
         home = spans.get(block, (0, 0))[0]
-        near = [None if name is None else spans[name][0] - home for name in (beside.previous, beside.following)]
+        near = [
+            None if name is None else spans[name][0] - home
+            for name in (beside.previous, beside.following)
+        ]
         # Without neighbours, buffers live to the ends of the step, which do not move.
         fixed = None in near and bool(config.storage.sharded_axes("gradients"))
         key = self.step.alike[block], config, *near, home if fixed else 0
         if key not in self._lifetimes:
             lifetimes = [*self._block_lifetimes(block, config, beside)]
-            self._lifetimes[key] = _BlockLifetimes(home, lifetimes, self.step.phases.changes(lifetimes))
+            self._lifetimes[key] = _BlockLifetimes(
+                home, lifetimes, self.step.phases.changes(lifetimes)
+            )
         return self._lifetimes[key], home - self._lifetimes[key].home
 
-    def _block_lifetimes(self, block: str, config: OpConfig, beside: Neighbours) -> Iterator[Lifetime]:
+    def _block_lifetimes(
+        self, block: str, config: OpConfig, beside: Neighbours
+    ) -> Iterator[Lifetime]:
         if not config.recompute:
             yield from activation_lifetimes(self.step, block, recompute=False)
         for technique in self.techniques(config):
@@ -120,30 +146,43 @@ class PlanCosts:
         yield from self.shared_lifetimes()
         for technique, blocks in self.by_technique(configs).items():
             yield from technique.plan_lifetimes(self.step, blocks)
-        largest, *sums = zip(*(self.temporaries(name, config) for name, config in configs.items()), strict=True)
+        largest, *sums = zip(
+            *(self.temporaries(name, config) for name, config in configs.items()), strict=True
+        )
         together, sent = map(sum, sums)
         temporaries = max(*largest, together)
         yield Lifetime("temporaries", temporaries, UPDATE, UPDATE)
-        yield Lifetime(RESULTS, max(sent - temporaries, 0.0), UPDATE, UPDATE)  # they come when the temporaries are gone
+        # they come when the temporaries are gone
+        yield Lifetime(RESULTS, max(sent - temporaries, 0.0), UPDATE, UPDATE)
 
     def shared_lifetimes(self) -> Iterator[Lifetime]:
         """Yield what every plan keeps."""
         step, phases = self.step, self.step.phases
-        yield phases.always("buffers and batch", step.graph.buffer_bytes + step.graph.input_bytes.at(step.batch_size))
+        yield phases.always(
+            "buffers and batch",
+            step.graph.buffer_bytes + step.graph.input_bytes.at(step.batch_size),
+        )
         yield phases.always("process", step.cluster.device.process_bytes)
-        yield Lifetime("parameters", step.joined_bytes, UPDATE, UPDATE)  # an evaluation comes when the update is over
+        # an evaluation comes when the update is over
+        yield Lifetime("parameters", step.joined_bytes, UPDATE, UPDATE)
 
     def temporaries(self, block: str, config: OpConfig) -> tuple[float, float, float]:
-        """Return the bytes of the optimizer's temporaries: of the largest parameter, and of all that are alive together.
+        """Return the bytes of the optimizer's temporaries: of the largest parameter, and of all
+        that are alive together.
 
-        The third number is the bytes of the buffers in which results travel. They live together, after the temporaries.
+        The third number is the bytes of the buffers in which results travel. They live together,
+        after the temporaries.
         """
         key = self.step.alike[block], config
         if key not in self._updates:
             techniques = self.techniques(config)
             parameters = self.step.parameters(block)
-            factors = {p: [t.update_share(self.step, p, config) for t in techniques] for p in parameters}
-            sizes = temporary_bytes(self.step, {p: float(np.prod(each)) for p, each in factors.items()})
+            factors = {
+                p: [t.update_share(self.step, p, config) for t in techniques] for p in parameters
+            }
+            sizes = temporary_bytes(
+                self.step, {p: float(np.prod(each)) for p, each in factors.items()}
+            )
             sent = sum(t.result_bytes(self.step, p, config) for t in techniques for p in parameters)
             self._updates[key] = *sizes, sent
         return self._updates[key]
@@ -156,7 +195,8 @@ class PlanCosts:
             total += self.block_memory(name, config, beside[name])
         return total
 
-    # ---- seconds ----------------------------------------------------------------------------------------------------
+    # ---- seconds
+    # ----------------------------------------------------------------------------------------------------
 
     def block_seconds(self, block: str, config: OpConfig) -> BlockSeconds:
         """Return what techniques add to the computation of one block."""
@@ -169,7 +209,9 @@ class PlanCosts:
         return self._seconds[key]
 
     def span(self, block: str) -> slice:
-        """Return the segments in which `block` takes time: all for the root, whose exchanges enclose those of all others."""
+        """Return the segments in which `block` takes time: all for the root, whose exchanges
+        enclose those of all others.
+        """
         if block == ROOT:
             return slice(0, max(self.step.segments.count, 1))
         first, last = self.step.segments.of_block.get(block, (0, 0))
@@ -201,15 +243,23 @@ class PlanCosts:
 
     @cached_property
     def timed_alike(self) -> dict[str, int]:
-        """A number for each block; equal for blocks that take equal times under every configuration."""
+        """A number for each block; equal for blocks that take equal times under every
+        configuration.
+        """
         numbers: dict[Any, int] = {}
         return {
-            block: numbers.setdefault((self.step.alike[block], self._beside(block), compute.tobytes()), len(numbers))
-            for block, compute in ((b, passes[:, self.span(b)]) for b, passes in self.step.compute.items())
+            block: numbers.setdefault(
+                (self.step.alike[block], self._beside(block), compute.tobytes()), len(numbers)
+            )
+            for block, compute in (
+                (b, passes[:, self.span(b)]) for b, passes in self.step.compute.items()
+            )
         }
 
     def _beside(self, block: str) -> tuple[float, float]:
-        """The computation beside which a block is gathered: the segment before it in forward, and that in backward."""
+        """The computation beside which a block is gathered: the segment before it in forward, and
+        that in backward.
+        """
         if block == ROOT:
             return 0.0, float(self._all_backward[1]) if len(self._all_backward) > 1 else 0.0
         span = self.span(block)
@@ -234,7 +284,8 @@ class PlanCosts:
         """Seconds that every plan takes."""
         return self.step.sent_seconds + self.step.accumulation_seconds + self.step.host_seconds
 
-    # ---- parts ------------------------------------------------------------------------------------------------------
+    # ---- parts
+    # ------------------------------------------------------------------------------------------------------
 
     def by_technique(self, configs: Configs) -> dict[Technique, frozenset[str]]:
         """Return the blocks that each technique places."""
@@ -300,7 +351,9 @@ def _simplicity(config: OpConfig) -> tuple[bool, bool, int]:
 
 
 def network_delay(times: Array) -> Array:
-    """Return how much later than computation the network finishes (...,): `times` (..., 3, segment) hold c, b, u."""
+    """Return how much later than computation the network finishes (...,): `times` (..., 3, segment)
+    hold c, b, u.
+    """
     backward, exchange = times[..., 1, ::-1], times[..., 2, ::-1]
     late = np.zeros(times.shape[:-2])
     for k in range(times.shape[-1]):

@@ -1,4 +1,6 @@
-"""Recomputation (activation checkpointing): forward runs again in the backward pass (Chen et al., arXiv 1604.06174)."""
+"""Recomputation (activation checkpointing): forward runs again in the backward pass (Chen et al.,
+arXiv 1604.06174).
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,19 @@ from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.graph.op_graph import Block
-from lightning_topt.techniques.technique import Applied, BlockSeconds, Neighbours, ParallelModel, Technique
+from lightning_topt.techniques.technique import (
+    Applied,
+    BlockSeconds,
+    Neighbours,
+    ParallelModel,
+    Technique,
+)
 
 
 class _RecomputedForward:
-    """A module's forward under `torch.utils.checkpoint`; without gradients it is the plain forward."""
+    """A module's forward under `torch.utils.checkpoint`; without gradients it is the plain
+    forward.
+    """
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         self.forward = forward
@@ -35,14 +45,16 @@ class _RecomputedForward:
 
 
 def apply_recomputation(module: nn.Module, blocks: Iterable[str]) -> None:
-    """Recompute the named submodules in the backward pass. Names of parameters and modules do not change.
+    """Recompute the named submodules in the backward pass. Names of parameters and modules do not
+    change.
 
     `remove_recomputation` undoes it.
     """
     for name in blocks:
         block = module.get_submodule(name)
-        # An instance attribute hides the class's forward: module hooks (FSDP2's among them) stay outside the recomputed
-        # part, as torch asks, and unlike a wrapper module it leaves every name as it was.
+        # An instance attribute hides the class's forward: module hooks (FSDP2's among them) stay
+        # outside the recomputed part, as torch asks, and unlike a wrapper module it leaves every
+        # name as it was.
         block.forward = _RecomputedForward(block.forward)
 
 
@@ -52,7 +64,8 @@ def remove_recomputation(module: nn.Module) -> None:
         recomputed = submodule.__dict__.get("forward")
         if isinstance(recomputed, _RecomputedForward):
             del submodule.__dict__["forward"]
-            if submodule.forward != recomputed.forward:  # the user's own instance attribute was there before
+            # the user's own instance attribute was there before
+            if submodule.forward != recomputed.forward:
                 submodule.__dict__["forward"] = recomputed.forward
 
 
@@ -69,33 +82,46 @@ class Recomputation(Technique):
         return frozenset({"recompute"}) if config.recompute else frozenset()
 
     @override
-    def check(self, mesh: Mesh, configs: Mapping[str, OpConfig], exchange: GradientMethod | None) -> None:
+    def check(
+        self, mesh: Mesh, configs: Mapping[str, OpConfig], exchange: GradientMethod | None
+    ) -> None:
         if "" in configs and configs[""].recompute:
-            raise ValueError('the block "" (everything outside the named blocks) cannot be recomputed')
+            raise ValueError(
+                'the block "" (everything outside the named blocks) cannot be recomputed'
+            )
 
-    # ---- what is legal ----------------------------------------------------------------------------------------------
+    # ---- what is legal
+    # ----------------------------------------------------------------------------------------------
 
     @override
-    def configs(self, step: TrainingStep, block: Block, so_far: Sequence[OpConfig]) -> list[OpConfig]:
+    def configs(
+        self, step: TrainingStep, block: Block, so_far: Sequence[OpConfig]
+    ) -> list[OpConfig]:
         if not block.recomputable or block.name == ROOT:
             return []
         return [replace(config, recompute=True) for config in so_far]
 
-    # ---- what it costs ----------------------------------------------------------------------------------------------
+    # ---- what it costs
+    # ----------------------------------------------------------------------------------------------
 
     @override
     def takes_part(self, step: TrainingStep, config: OpConfig) -> bool:
         return bool(self.claims(config, step.mesh))
 
     @override
-    def lifetimes(self, step: TrainingStep, block: str, config: OpConfig, beside: Neighbours) -> Iterator[Lifetime]:
+    def lifetimes(
+        self, step: TrainingStep, block: str, config: OpConfig, beside: Neighbours
+    ) -> Iterator[Lifetime]:
         yield from activation_lifetimes(step, block, recompute=True)
 
     @override
-    def add_seconds(self, seconds: BlockSeconds, step: TrainingStep, block: str, config: OpConfig) -> None:
+    def add_seconds(
+        self, seconds: BlockSeconds, step: TrainingStep, block: str, config: OpConfig
+    ) -> None:
         seconds.recompute += float(step.compute[block][0].sum())
 
-    # ---- how it is applied -------------------------------------------------------------------------------------------
+    # ---- how it is applied
+    # -------------------------------------------------------------------------------------------
 
     @override
     def apply(self, model: ParallelModel) -> Applied | None:

@@ -1,4 +1,6 @@
-"""The techniques, in the order in which they are applied to a model (and undone from the last to the first)."""
+"""The techniques, in the order in which they are applied to a model (and undone from the last to
+the first).
+"""
 
 from __future__ import annotations
 
@@ -32,36 +34,49 @@ TECHNIQUES: tuple[Technique, ...] = (
 
 
 def technique_of(config: OpConfig, mesh: Mesh) -> Technique:
-    """Return the technique that stores what `config` places on `mesh`. Raises ValueError where none does."""
+    """Return the technique that stores what `config` places on `mesh`. Raises ValueError where none
+    does.
+    """
     for technique in TECHNIQUES:
         if "storage" in technique.claims(config, mesh):
             return technique
     axes = " x ".join(f"{axis.name} {axis.size}" for axis in mesh.axes)
     raise ValueError(
-        f"no technique of this release keeps {config.storage} on the mesh {axes}; ZeRO levels 0 to 3 over all data axes, and "
+        f"no technique of this release keeps {config.storage} on the mesh {axes}; ZeRO levels 0 to "
+        "3 over all data axes, and "
         "levels 2 and 3 over the last one (hybrid), can be run"
     )
 
 
 def check_runs(
-    mesh: Mesh, configs: Mapping[str, OpConfig], exchange: GradientMethod | None = None, *, schedule: str | None = None
+    mesh: Mesh,
+    configs: Mapping[str, OpConfig],
+    exchange: GradientMethod | None = None,
+    *,
+    schedule: str | None = None,
 ) -> None:
-    """Raise ValueError for what a plan of these blocks, in stages under a `schedule` if any, may say and no technique runs."""
+    """Raise ValueError for what a plan of these blocks, in stages under a `schedule` if any, may
+    say and no technique runs.
+    """
     known = {*mesh.data_axes, *mesh.tensor_axes, *mesh.pipeline_axes}
     if unknown := [axis.name for index, axis in enumerate(mesh.axes) if index not in known]:
         raise ValueError(
-            f"the mesh has an axis {unknown[0]!r}, and nothing runs along it; axes are named {', '.join(DATA_AXES)}, "
+            f"the mesh has an axis {unknown[0]!r}, and nothing runs along it; axes are named "
+            f"{', '.join(DATA_AXES)}, "
             f"{', '.join(TENSOR_AXES)}, {', '.join(PIPELINE_AXES)}"
         )
-    PIPELINE.check(mesh, configs, exchange)  # says more of what it cannot do than that no technique does
+    # says more of what it cannot do than that no technique does
+    PIPELINE.check(mesh, configs, exchange)
     if mesh.pipeline_axes and exchange is not None and schedule not in LAGS:
         raise ValueError(
-            "gradient_exchange: this release averages gradients of stages as they are, but for the schedules "
+            "gradient_exchange: this release averages gradients of stages as they are, but for the "
+            "schedules "
             f"{', '.join(LAGS)}; leave it out, or make a plan without a pipeline axis"
         )
     if mesh.pipeline_axes and exchange is not None and mesh.tensor_axes:
         raise ValueError(
-            "gradient_exchange: stages whose parameters are in slices exchange gradients as they are; leave it out"
+            "gradient_exchange: stages whose parameters are in slices exchange gradients as they "
+            "are; leave it out"
         )
     for block, config in configs.items():
         try:
@@ -70,7 +85,9 @@ def check_runs(
             raise ValueError(f"block {block!r}: {error}") from error
         claimed = frozenset().union(*(technique.claims(config, mesh) for technique in TECHNIQUES))
         if left := sorted(_entries(config) - claimed):
-            raise ValueError(f"block {block!r}: no technique of this release takes care of its {', '.join(left)}")
+            raise ValueError(
+                f"block {block!r}: no technique of this release takes care of its {', '.join(left)}"
+            )
     for technique in TECHNIQUES:
         technique.check(mesh, configs, exchange)
 

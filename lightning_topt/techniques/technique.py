@@ -1,6 +1,8 @@
-"""This is what every technique is to the planner and the engine, which share the registry of techniques and nothing else.
+"""This is what every technique is to the planner and the engine, which share the registry of
+techniques and nothing else.
 
-A technique takes care of some entries of an `OpConfig` (its storage, its recomputation, ...), in one file with three faces:
+A technique takes care of some entries of an `OpConfig` (its storage, its recomputation, ...), in
+one file with three faces:
 
     what is legal            claims, check, configs
     what it costs            takes_part, collectives, lifetimes, plan_lifetimes, add_seconds, plan_seconds, update_share,
@@ -43,8 +45,9 @@ from lightning_topt.techniques.tensor_parallel.split_parameters import SplitTens
 class RunOptions:
     """`RunOptions` are what a run brings besides its plan.
 
-    `ddp` are arguments of torch's DistributedDataParallel; `hook` with its `hook_state` is the user's communication hook for
-    it. `topology` (None: from the environment) and `nonfinite` (see `ExchangeSettings`) are for the plan's gradient exchange.
+    `ddp` are arguments of torch's DistributedDataParallel; `hook` with its `hook_state` is the
+    user's communication hook for it. `topology` (None: from the environment) and `nonfinite` (see
+    `ExchangeSettings`) are for the plan's gradient exchange.
     """
 
     ddp: Mapping[str, Any] = field(default_factory=dict)
@@ -58,10 +61,11 @@ class RunOptions:
 class ParallelModel:
     """A module while techniques are applied to it, in the order of the registry.
 
-    `configs` has the placement of every block by its name (``""``: all outside the named ones), `parameters` the module's own
-    parameters by block and name (all names of a tied one). `root` is what forward is to be called through: techniques replace
-    it by a wrapper around it. With several microbatches, random numbers and buffers of each are the caller's affair, and so are
-    buffers where `joint` modules run the batches of several ranks.
+    `configs` has the placement of every block by its name (``""``: all outside the named ones),
+    `parameters` the module's own parameters by block and name (all names of a tied one). `root` is
+    what forward is to be called through: techniques replace it by a wrapper around it. With several
+    microbatches, random numbers and buffers of each are the caller's affair, and so are buffers
+    where `joint` modules run the batches of several ranks.
     """
 
     module: nn.Module
@@ -72,34 +76,43 @@ class ParallelModel:
     root: nn.Module
     exchange: GradientMethod | None = None
     options: RunOptions = field(default_factory=RunOptions)
-    split: Mapping[Tensor, SplitTensor] = field(default_factory=dict)  # slices that are parameters now
-    before_block: Callable[[nn.Module, Any, Any], Any] | None = None  # for arguments, before other hooks see them
+    # slices that are parameters now
+    split: Mapping[Tensor, SplitTensor] = field(default_factory=dict)
+    # for arguments, before other hooks see them
+    before_block: Callable[[nn.Module, Any, Any], Any] | None = None
     num_microbatches: int = 1
     joint: Sequence[JointModule] = ()
 
     def blocks_of(self, technique: Technique) -> list[str]:
         """Return the names of the blocks that `technique` takes care of something of."""
-        return [name for name, config in self.configs.items() if technique.claims(config, self.mesh)]
+        return [
+            name for name, config in self.configs.items() if technique.claims(config, self.mesh)
+        ]
 
     def parameters_where(self, condition: Callable[[OpConfig], bool]) -> dict[str, nn.Parameter]:
-        """Return the parameters of the blocks whose placement meets `condition`, by all their names."""
-        chosen = [self.parameters[block] for block, config in self.configs.items() if condition(config)]
+        """Return the parameters of the blocks whose placement meets `condition`, by all their
+        names.
+        """
+        chosen = [
+            self.parameters[block] for block, config in self.configs.items() if condition(config)
+        ]
         return {name: parameter for of_block in chosen for name, parameter in of_block.items()}
 
     @cached_property
     def data_group(self) -> dist.ProcessGroup | None:
-        """The ranks among which the batch is split, with this one; None where these are all. Made by the first look, which is a
-        collective call.
+        """The ranks among which the batch is split, with this one; None where these are all. Made
+        by the first look, which is a collective call.
         """
         if not self.mesh.tensor_axes and not self.mesh.pipeline_axes:
             return None
         return own_group(self.mesh.groups_along(self.mesh.data_axes))
 
     def device_mesh(self, *, inner: int) -> DeviceMesh:
-        """Return the ranks that split the batch as a mesh of the module's device: rows of `inner` neighbours, one dim where one
-        row has them all.
+        """Return the ranks that split the batch as a mesh of the module's device: rows of `inner`
+        neighbours, one dim where one row has them all.
 
-        A collective call. Beside DDP its groups are its own: the collective calls of both may then run in any order.
+        A collective call. Beside DDP its groups are its own: the collective calls of both may then
+        run in any order.
         """
         kind, parts = self.device.type, self.mesh.groups_along(self.mesh.data_axes)
         if inner == self.mesh.data_parallel_size:
@@ -113,16 +126,22 @@ class ParallelModel:
             own_group([ranks for of_part in rows for ranks in of_part.tolist()]),
         ]
         own = next(of_part for of_part in rows if dist.get_rank() in of_part)
-        return DeviceMesh.from_group(groups, kind, mesh=own, mesh_dim_names=("data_replicate", "data_shard"))
+        return DeviceMesh.from_group(
+            groups, kind, mesh=own, mesh_dim_names=("data_replicate", "data_shard")
+        )
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
-        """Move `tensors` to the module's device; those of the first rank that splits the batch count. A collective call."""
+        """Move `tensors` to the module's device; those of the first rank that splits the batch
+        count. A collective call.
+        """
         once = list({id(tensor): tensor for tensor in tensors}.values())
         with torch.no_grad():
             for tensor in once:
                 tensor.data = tensor.data.to(self.device).contiguous()
             group = self.data_group
-            for work in [dist.broadcast(t.data, group=group, group_src=0, async_op=True) for t in once]:
+            for work in [
+                dist.broadcast(t.data, group=group, group_src=0, async_op=True) for t in once
+            ]:
                 work.wait()
 
 
@@ -132,15 +151,18 @@ def _leave_alone(_: Optimizer) -> ParallelStep | None:
 
 @dataclass(frozen=True)
 class Applied:
-    """An `Applied` is what a technique did to a model. All members are collective calls where the technique communicates.
+    """An `Applied` is what a technique did to a model. All members are collective calls where the
+    technique communicates.
 
-    `undo` gives the module back as it was, in reverse order of application. `replaced` has the parameter in the place of each
-    original one. `attach` makes the step of an optimizer over the parameters follow, and returns the step that shares it over
-    ranks, if there is one. Within `no_sync` gradients are accumulated and their exchange left to a later backward, where that
-    helps. `reshard` releases gathered parameters. `split` says how parameters, which stay the same objects, are cut along
-    tensor axes; forward and backward must run within `around_step`, and what a step returns goes through `whole`. `joined`
-    makes them whole for as long as its context lasts. After ``take_turns(True)`` all ranks of a tensor group run the same
-    batch, where otherwise each runs its own.
+    `undo` gives the module back as it was, in reverse order of application. `replaced` has the
+    parameter in the place of each original one. `attach` makes the step of an optimizer over the
+    parameters follow, and returns the step that shares it over ranks, if there is one. Within
+    `no_sync` gradients are accumulated and their exchange left to a later backward, where that
+    helps. `reshard` releases gathered parameters. `split` says how parameters, which stay the same
+    objects, are cut along tensor axes; forward and backward must run within `around_step`, and what
+    a step returns goes through `whole`. `joined` makes them whole for as long as its context lasts.
+    After ``take_turns(True)`` all ranks of a tensor group run the same batch, where otherwise each
+    runs its own.
     """
 
     undo: Callable[[], None]
@@ -157,7 +179,9 @@ class Applied:
 
 
 def replaced_by(applied: Iterable[Applied]) -> dict[Tensor, Tensor]:
-    """Return the parameter that is now in the place of each original one, techniques in the order of their application."""
+    """Return the parameter that is now in the place of each original one, techniques in the order
+    of their application.
+    """
     found: dict[Tensor, Tensor] = {}
     for each in applied:
         later = dict(each.replaced)
@@ -169,14 +193,16 @@ def replaced_by(applied: Iterable[Applied]) -> dict[Tensor, Tensor]:
 class BlockSeconds:
     """`BlockSeconds` are what techniques add to the computation of a block, in seconds.
 
-    Exchanges are split into foreground (in the way of computation) and background (beside it, on the network); gathers come
-    before the forward and before the backward of the block, its reduction starts after its backward; `reduce_last` comes once
-    all reductions are over. `recompute` is forward computation within backward, `update` the optimizer step and what follows
+    Exchanges are split into foreground (in the way of computation) and background (beside it, on
+    the network); gathers come before the forward and before the backward of the block, its
+    reduction starts after its backward; `reduce_last` comes once all reductions are over.
+    `recompute` is forward computation within backward, `update` the optimizer step and what follows
     it, `broadcast` the exchange of its results.
     """
 
     recompute: float = 0.0
-    gather_foreground: list[float] = field(default_factory=lambda: [0.0, 0.0])  # in forward, in backward
+    # in forward, in backward
+    gather_foreground: list[float] = field(default_factory=lambda: [0.0, 0.0])
     gather_background: list[float] = field(default_factory=lambda: [0.0, 0.0])
     reduce_foreground: float = 0.0
     reduce_background: float = 0.0
@@ -187,8 +213,9 @@ class BlockSeconds:
 
 @dataclass(frozen=True)
 class Neighbours:
-    """The blocks with sharded gradients around one of them, in the order of forward: after whose reduction, with whose gather,
-    its buffers go. None: there is none, or (`previous`) all before it are reduced when the backward pass is over.
+    """The blocks with sharded gradients around one of them, in the order of forward: after whose
+    reduction, with whose gather, its buffers go. None: there is none, or (`previous`) all before it
+    are reduced when the backward pass is over.
     """
 
     previous: str | None = None
@@ -208,22 +235,31 @@ class Technique(ABC):
 
     @abstractmethod
     def claims(self, config: OpConfig, mesh: Mesh) -> frozenset[str]:
-        """Return the entries of `config` that the technique takes care of on `mesh`: ``"storage"``, ``"recompute"``, ..."""
+        """Return the entries of `config` that the technique takes care of on `mesh`: ``"storage"``,
+        ``"recompute"``, ...
+        """
 
     def check(  # noqa: B027
         self, mesh: Mesh, configs: Mapping[str, OpConfig], exchange: GradientMethod | None
     ) -> None:
-        """Raise ValueError for what the technique cannot do in a plan of these blocks; by default there is nothing."""
+        """Raise ValueError for what the technique cannot do in a plan of these blocks; by default
+        there is nothing.
+        """
 
-    # ---- what is legal ----------------------------------------------------------------------------------------------
+    # ---- what is legal
+    # ----------------------------------------------------------------------------------------------
 
-    def configs(self, step: TrainingStep, block: Block, so_far: Sequence[OpConfig]) -> list[OpConfig]:
-        """Return the configurations that it makes legal for `block`, beside those of earlier techniques, `so_far`; none by
-        default: a plan's stages, and slices of parameters, are found by searches of their own.
+    def configs(
+        self, step: TrainingStep, block: Block, so_far: Sequence[OpConfig]
+    ) -> list[OpConfig]:
+        """Return the configurations that it makes legal for `block`, beside those of earlier
+        techniques, `so_far`; none by default: a plan's stages, and slices of parameters, are found
+        by searches of their own.
         """
         return []
 
-    # ---- what it costs ----------------------------------------------------------------------------------------------
+    # ---- what it costs
+    # ----------------------------------------------------------------------------------------------
 
     def takes_part(self, step: TrainingStep, config: OpConfig) -> bool:
         """Return whether it adds to the costs of blocks under `config`; by default it does not."""
@@ -236,39 +272,55 @@ class Technique(ABC):
         """
         return iter(())
 
-    def lifetimes(self, step: TrainingStep, block: str, config: OpConfig, beside: Neighbours) -> Iterator[Lifetime]:
-        """Yield what a block under `config`, between the sharded blocks `beside` it, keeps in memory; nothing by default."""
+    def lifetimes(
+        self, step: TrainingStep, block: str, config: OpConfig, beside: Neighbours
+    ) -> Iterator[Lifetime]:
+        """Yield what a block under `config`, between the sharded blocks `beside` it, keeps in
+        memory; nothing by default.
+        """
         return iter(())
 
     def plan_lifetimes(self, step: TrainingStep, blocks: Collection[str]) -> Iterator[Lifetime]:
-        """Yield what a plan that places `blocks` by this technique keeps beside what each of them does; nothing by default."""
+        """Yield what a plan that places `blocks` by this technique keeps beside what each of them
+        does; nothing by default.
+        """
         return iter(())
 
     def add_seconds(  # noqa: B027
         self, seconds: BlockSeconds, step: TrainingStep, block: str, config: OpConfig
     ) -> None:
-        """Add to `seconds` what a block under `config` takes beside the computation of its operators; nothing by default."""
+        """Add to `seconds` what a block under `config` takes beside the computation of its
+        operators; nothing by default.
+        """
 
     def plan_seconds(self, step: TrainingStep, blocks: Collection[str]) -> float:
-        """Return the seconds of the update that a plan takes beside what each of `blocks` does; none by default."""
+        """Return the seconds of the update that a plan takes beside what each of `blocks` does;
+        none by default.
+        """
         return 0.0
 
     def update_share(self, step: TrainingStep, parameter: Parameter, config: OpConfig) -> float:
-        """Return the largest share of `parameter` that one rank updates at once, as far as this technique decides it.
+        """Return the largest share of `parameter` that one rank updates at once, as far as this
+        technique decides it.
 
         By default it does not: 1.
         """
         return 1.0
 
     def result_bytes(self, step: TrainingStep, parameter: Parameter, config: OpConfig) -> float:
-        """Return the bytes of the buffer in which the updated `parameter` travels; none by default."""
+        """Return the bytes of the buffer in which the updated `parameter` travels; none by
+        default.
+        """
         return 0.0
 
-    # ---- how it is applied -------------------------------------------------------------------------------------------
+    # ---- how it is applied
+    # -------------------------------------------------------------------------------------------
 
     @abstractmethod
     def apply(self, model: ParallelModel) -> Applied | None:
-        """Do its part of the plan to `model`, in place; None where it has none. A collective call."""
+        """Do its part of the plan to `model`, in place; None where it has none. A collective
+        call.
+        """
 
 
 def has_whole_gradients(config: OpConfig) -> bool:
@@ -277,7 +329,9 @@ def has_whole_gradients(config: OpConfig) -> bool:
 
 
 def has_data_axes(mesh: Mesh) -> bool:
-    """Return whether the batch is split along axes of `mesh`, and something runs along all others."""
+    """Return whether the batch is split along axes of `mesh`, and something runs along all
+    others.
+    """
     return bool(mesh.data_axes) and has_known_axes(mesh)
 
 

@@ -1,8 +1,10 @@
-"""Tensor parallelism: parameters are cut along tensor axes, and the operators that use them run on the pieces.
+"""Tensor parallelism: parameters are cut along tensor axes, and the operators that use them run on
+the pieces.
 
-The plan says where the parameters of a block are as it computes (``computes.parameters``); what happens to activations
-follows from the table of kinds (`tensor_parallel.kinds`), the same in the search and in the run. A rank's step on its pieces is
-captured as a step of its own: operators, memory and collectives of split blocks are in its graph, and no cost is added here.
+The plan says where the parameters of a block are as it computes (``computes.parameters``); what
+happens to activations follows from the table of kinds (`tensor_parallel.kinds`), the same in the
+search and in the run. A rank's step on its pieces is captured as a step of its own: operators,
+memory and collectives of split blocks are in its graph, and no cost is added here.
 """
 
 from __future__ import annotations
@@ -62,20 +64,26 @@ class TensorParallelism(Technique):
         return frozenset(name for name in entries if known and getattr(config, name))
 
     @override
-    def check(self, mesh: Mesh, configs: Mapping[str, OpConfig], exchange: GradientMethod | None) -> None:
+    def check(
+        self, mesh: Mesh, configs: Mapping[str, OpConfig], exchange: GradientMethod | None
+    ) -> None:
         names = {mesh.names[axis] for axis in mesh.tensor_axes}
         for block, config in configs.items():
             if unknown := [name for name in config.gathers if name not in names]:
                 raise ValueError(
-                    f"block {block!r} gathers parameters along axis {unknown[0]!r}, which is no tensor axis of the mesh: leave "
+                    f"block {block!r} gathers parameters along axis {unknown[0]!r}, which is no "
+                    "tensor axis of the mesh: leave "
                     "it out; ZeRO levels shard along data axes"
                 )
 
-    # ---- how it is applied -------------------------------------------------------------------------------------------
+    # ---- how it is applied
+    # -------------------------------------------------------------------------------------------
 
     @override
     def apply(self, model: ParallelModel) -> Applied | None:
-        """Cut the parameters. Rank 0's values count, as in DDP, and ranks of one group draw the same random numbers."""
+        """Cut the parameters. Rank 0's values count, as in DDP, and ranks of one group draw the
+        same random numbers.
+        """
         if not model.mesh.tensor_axes:
             return None
         axes = TensorAxes.with_groups(model.mesh)
@@ -86,7 +94,11 @@ class TensorParallelism(Technique):
         placements = split_placements(model.configs, model.mesh)
         local_shapes = _local_shapes(model.module, placements, axes)
         kept = {name for named in model.parameters.values() for name in named}
-        own = {name: along for name, along in placements.items() if name in kept or name not in local_shapes}
+        own = {
+            name: along
+            for name, along in placements.items()
+            if name in kept or name not in local_shapes
+        }
         split = split_parameters(model.module, own, axes)
         new = {one.original: one.slice for one in split}
         model.parameters = {
@@ -99,7 +111,11 @@ class TensorParallelism(Technique):
         steps = JointSteps(model.joint) if model.joint else None
         if steps is not None:
             check_joint(model.module, steps.modules, split, mesh=model.mesh)
-        of_blocks: dict[str, Any] = {"blocks": tuple(model.configs), "rules": rules, "local_shapes": local_shapes}
+        of_blocks: dict[str, Any] = {
+            "blocks": tuple(model.configs),
+            "rules": rules,
+            "local_shapes": local_shapes,
+        }
         wrapped = wrap(model.module, mode, split, steps=steps, **of_blocks)
         hooks = [whole_arguments(module, mode) for module in wrapped if looks_back(module)]
         model.before_block = partial(before_block, mode, wrapped)
@@ -126,7 +142,9 @@ class TensorParallelism(Technique):
             undo=undo,
             replaced={one.original: one.slice for one in split},
             split={one.original: one.how for one in split},
-            around_step=partial(_around_step if steps is None else steps.around_step, mode, places_of(model.module)),
+            around_step=partial(
+                _around_step if steps is None else steps.around_step, mode, places_of(model.module)
+            ),
             joined=joined,
             whole=mode.whole if steps is None else partial(own_samples, mode),
             take_turns=_same_batch if steps is None else steps.take_turns,

@@ -1,4 +1,6 @@
-"""Models that `topt plan` cannot look at as it does at others: one whose step depends on values, one that cannot be split."""
+"""Models that `topt plan` cannot look at as it does at others: one whose step depends on values,
+one that cannot be split.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What `topt` answers without importing Lightning: help, version, wrong commands, shell completion."""
+"""What `topt` answers without importing Lightning: help, version, wrong commands, shell
+completion.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +29,13 @@ SLOW = {"lightning", "lightning_topt", "torch", "numpy", "numba", "matplotlib", 
 
 def topt(*arguments: str, line: str | None = None) -> tuple[str, str, set[str], int]:
     """Its output, its errors, the packages it imported, its exit code."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)} | ({} if line is None else {"COMP_LINE": line})
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)} | (
+        {} if line is None else {"COMP_LINE": line}
+    )
     command = [sys.executable, "-c", SCRIPT, *arguments]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
     errors, _, imported = result.stderr.partition("IMPORTED ")
     assert imported, result.stderr
     return result.stdout, errors, set(imported.split()), result.returncode
@@ -55,7 +61,8 @@ def test_answers_import_nothing(arguments: list[str], says: str) -> None:
     [
         (
             ["tarin"],
-            "there is no command 'tarin'; choose one of plan, train, calibrate, predict, verify, stalls, advise",
+            "there is no command 'tarin'; choose one of plan, train, calibrate, predict, verify, "
+            "stalls, advise",
         ),
         (["-sc"], "shell completion takes install=SHELL"),
         (["-sc", "install=powershell"], "shell completion takes install=SHELL"),
@@ -90,7 +97,11 @@ def test_completion_knows_commands_groups_and_values(line: str, expected: str) -
 
 def test_completion_is_installed_for_the_script() -> None:
     output, _, imported, code = topt("-sc", "install=bash")
-    assert output.strip().endswith("-F hydra_bash_completion topt") and code == 0 and not imported & SLOW
+    assert (
+        output.strip().endswith("-F hydra_bash_completion topt")
+        and code == 0
+        and not imported & SLOW
+    )
 
 
 def test_the_script_of_the_project_is_this_one() -> None:

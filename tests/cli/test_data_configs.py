@@ -1,4 +1,6 @@
-"""The data configs that wrap another one: composed, made, and their batches are those of what they wrap."""
+"""The data configs that wrap another one: composed, made, and their batches are those of what they
+wrap.
+"""
 
 from __future__ import annotations
 

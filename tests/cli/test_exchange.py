@@ -1,4 +1,6 @@
-"""`topt train strategy=topt_compressed`, and the strategy's other ways to start ranks, as users run them."""
+"""`topt train strategy=topt_compressed`, and the strategy's other ways to start ranks, as users run
+them.
+"""
 
 from __future__ import annotations
 
@@ -10,29 +12,49 @@ import pytest
 
 from tests.cli.test_main import finished, run_python, topt
 
-SHORT = ["experiment=digits", "trainer.max_epochs=1", "trainer.limit_train_batches=12", "trainer.log_every_n_steps=2"]
+SHORT = [
+    "experiment=digits",
+    "trainer.max_epochs=1",
+    "trainer.limit_train_batches=12",
+    "trainer.log_every_n_steps=2",
+]
 
 
 @pytest.mark.parametrize(
-    ("exchange", "strategy", "least"), [("topk", "CompressedDDPStrategy", 20), ("diloco", "LocalStepsStrategy", 10)]
+    ("exchange", "strategy", "least"),
+    [("topk", "CompressedDDPStrategy", 20), ("diloco", "LocalStepsStrategy", 10)],
 )
 def test_train(exchange, strategy, least, tmp_path):
-    arguments = ["strategy=topt_compressed", f"gradient_exchange={exchange}", *SHORT, f"hydra.run.dir={tmp_path}/run"]
+    arguments = [
+        "strategy=topt_compressed",
+        f"gradient_exchange={exchange}",
+        *SHORT,
+        f"hydra.run.dir={tmp_path}/run",
+    ]
     finished(topt("train", *arguments, folder=tmp_path))
     record = json.loads((tmp_path / "run" / "run.json").read_text())
-    assert record["strategy"] == strategy and record["world_size"] == 2 and record["global_step"] == 12
+    assert (
+        record["strategy"] == strategy and record["world_size"] == 2 and record["global_step"] == 12
+    )
     assert record["metrics"]["val_accuracy"] > 0.05
     with (tmp_path / "run" / "csv" / "metrics.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["exchange/bytes_per_step"]]
     assert len(rows) >= 5
-    dense, sent = (float(rows[-1][f"exchange/{name}_per_step"]) for name in ("dense_bytes", "bytes"))
+    dense, sent = (
+        float(rows[-1][f"exchange/{name}_per_step"]) for name in ("dense_bytes", "bytes")
+    )
     assert dense > least * sent
 
 
 def test_a_wrong_value_is_one_sentence(tmp_path):
-    result = topt("train", "strategy=topt_compressed", "gradient_exchange.density=2", *SHORT, folder=tmp_path)
+    result = topt(
+        "train", "strategy=topt_compressed", "gradient_exchange.density=2", *SHORT, folder=tmp_path
+    )
     assert result.returncode == 2
-    assert "topt: strategy: density is the fraction sent" in result.stderr and "Traceback" not in result.stderr
+    assert (
+        "topt: strategy: density is the fraction sent" in result.stderr
+        and "Traceback" not in result.stderr
+    )
 
 
 SCRIPT = """
@@ -49,7 +71,9 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("name", ["topt_compressed", "topt_compressed_fork", "topt_compressed_spawn"])
+@pytest.mark.parametrize(
+    "name", ["topt_compressed", "topt_compressed_fork", "topt_compressed_spawn"]
+)
 def test_every_way_to_start_ranks(name, tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT.format(name=name))
     result: subprocess.CompletedProcess[str] = run_python("train.py", folder=tmp_path)

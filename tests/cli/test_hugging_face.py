@@ -1,4 +1,6 @@
-"""Models of transformers from their configurations: the shipped ones are as large as their papers say."""
+"""Models of transformers from their configurations: the shipped ones are as large as their papers
+say.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,20 @@ BILLIONS = {
     "t5_3b": 2.85,
     "vit_h14": 0.632,
 }
-SMALL = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+SMALL = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+}
 TINY: dict[str, dict[str, Any]] = {
-    "llama": {"model_type": "llama", **SMALL, "num_key_value_heads": 1, "architectures": ["LlamaForCausalLM"]},
+    "llama": {
+        "model_type": "llama",
+        **SMALL,
+        "num_key_value_heads": 1,
+        "architectures": ["LlamaForCausalLM"],
+    },
     "gpt2 without a class": {
         "model_type": "gpt2",
         "vocab_size": 32,
@@ -40,8 +53,20 @@ TINY: dict[str, dict[str, Any]] = {
         "n_positions": 4,
     },
     "bert": {"model_type": "bert", **SMALL, "architectures": ["BertForMaskedLM"]},
-    "bert of sentences": {"model_type": "bert", **SMALL, "architectures": ["BertForSequenceClassification"]},
-    "t5": {"model_type": "t5", "vocab_size": 32, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    "bert of sentences": {
+        "model_type": "bert",
+        **SMALL,
+        "architectures": ["BertForSequenceClassification"],
+    },
+    "t5": {
+        "model_type": "t5",
+        "vocab_size": 32,
+        "d_model": 16,
+        "d_kv": 8,
+        "d_ff": 32,
+        "num_layers": 2,
+        "num_heads": 2,
+    }
     | {"decoder_start_token_id": 0, "architectures": ["T5ForConditionalGeneration"]},
     "vit": {
         "model_type": "vit",
@@ -62,8 +87,12 @@ def test_shipped_models_are_as_large_as_they_are_known(name: str) -> None:
     config = composed("plan", f"model={name}")
     model = build_on_meta(lambda: instantiate(config.model))
     assert is_on_meta(model), "planned without memory"
-    assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(BILLIONS[name], rel=0.01)
-    assert config.trainer.precision == "bf16-mixed" and isinstance(instantiate(config.data), RandomInputs)
+    assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(
+        BILLIONS[name], rel=0.01
+    )
+    assert config.trainer.precision == "bf16-mixed" and isinstance(
+        instantiate(config.data), RandomInputs
+    )
 
 
 @pytest.mark.parametrize("kind", TINY)
@@ -79,7 +108,10 @@ def test_models_train_on_random_inputs(kind: str, tmp_path: Path) -> None:
     model = HuggingFaceModel(TINY[kind], seq_len=8)
     before = [p.detach().clone() for p in model.parameters()]
     trainer.fit(model, data)
-    assert trainer.callback_metrics["train_loss"].isfinite() and trainer.callback_metrics["val_loss"].isfinite()
+    assert (
+        trainer.callback_metrics["train_loss"].isfinite()
+        and trainer.callback_metrics["val_loss"].isfinite()
+    )
     assert any(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 

@@ -17,7 +17,9 @@ def run_app(folder, body, *, python, config="defaults:\n  - strategy: topt\n"):
     (folder / "app.py").write_text(body)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [python, "app.py", f"hydra.run.dir={folder}/run"]
-    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout.split()
 
@@ -48,4 +50,7 @@ def main(config):
 
 main()
 """
-    assert run_app(tmp_path, body, python=sys.executable) == ["False", "lightning_topt.AutoParallelStrategy"]
+    assert run_app(tmp_path, body, python=sys.executable) == [
+        "False",
+        "lightning_topt.AutoParallelStrategy",
+    ]

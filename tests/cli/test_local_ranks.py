@@ -33,5 +33,7 @@ def test_an_error_on_any_rank_is_an_error_here():
 
 
 def test_more_devices_than_there_are_is_refused():
-    with pytest.raises(ValueError, match=f"devices=99, but this machine has {torch.cuda.device_count()} CUDA"):
+    with pytest.raises(
+        ValueError, match=f"devices=99, but this machine has {torch.cuda.device_count()} CUDA"
+    ):
         run_on_ranks(sum_of_ranks, 0, accelerator="cuda", devices=99)

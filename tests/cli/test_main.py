@@ -33,7 +33,9 @@ def run_python(*arguments, folder, python=None, timeout=240):
     command = [python or preloaded_python(), *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     environment.pop("HYDRA_FULL_ERROR", None)
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout)
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout
+    )
 
 
 class RaisesInFit(Callback):
@@ -52,7 +54,12 @@ def finished(result):
 def trained(tmp_path_factory):
     """One run on two ranks under Lightning's own ddp; several tests look at its files."""
     folder = tmp_path_factory.mktemp("train")
-    arguments = ["strategy=ddp", *TINY, "trainer.limit_train_batches=12", f"hydra.run.dir={folder}/run"]
+    arguments = [
+        "strategy=ddp",
+        *TINY,
+        "trainer.limit_train_batches=12",
+        f"hydra.run.dir={folder}/run",
+    ]
     result = topt("train", *arguments, folder=folder)
     return folder / "run", finished(result)
 
@@ -85,9 +92,16 @@ def test_both_ranks_worked_in_one_run_folder(trained):
 
 def test_the_same_seed_gives_the_same_metric(trained, tmp_path):
     folder, _ = trained
-    arguments = ["strategy=ddp", *TINY, "trainer.limit_train_batches=12", f"hydra.run.dir={tmp_path}/run"]
+    arguments = [
+        "strategy=ddp",
+        *TINY,
+        "trainer.limit_train_batches=12",
+        f"hydra.run.dir={tmp_path}/run",
+    ]
     finished(topt("train", *arguments, folder=tmp_path))
-    first, second = (json.loads((run / "run.json").read_text()) for run in (folder, tmp_path / "run"))
+    first, second = (
+        json.loads((run / "run.json").read_text()) for run in (folder, tmp_path / "run")
+    )
     assert first["metrics"] == pytest.approx(second["metrics"], rel=1e-6)
 
 
@@ -107,12 +121,21 @@ def test_the_same_seed_gives_the_same_metric(trained, tmp_path):
             ["plan", *TINY, "device_counts=[3]", "pipeline=false", "cluster=local_cpu"],
             "cannot be divided evenly over 3 devices",
         ),
-        (["plan", "mesh={data:2,tensor:4}", "tensor=false"], "tensor=false, but the mesh has a tensor axis"),
+        (
+            ["plan", "mesh={data:2,tensor:4}", "tensor=false"],
+            "tensor=false, but the mesh has a tensor axis",
+        ),
         (["plan", "mesh={data:2}", "tensor=true"], "tensor=true, but the mesh has no tensor axis"),
         (["plan", "trainer.devices=1", "tensor=true"], "a tensor axis lies inside a node"),
-        (["plan", "mesh={data:2,tensor:3}", "device_counts=[4]"], "has 6 ranks, and this run has 4"),
+        (
+            ["plan", "mesh={data:2,tensor:3}", "device_counts=[4]"],
+            "has 6 ranks, and this run has 4",
+        ),
         (["plan", "strategy.plan=zero1"], "topt plan searches a plan"),
-        (["plan", *TINY, "model.num_heads=1", "cluster=a100_8x8", "mesh={tensor:7}"], "cut into 7 slices"),
+        (
+            ["plan", *TINY, "model.num_heads=1", "cluster=a100_8x8", "mesh={tensor:7}"],
+            "cut into 7 slices",
+        ),
         (["calibrate", "accelerator=abacus"], "accelerator must be cpu or cuda"),
         (["train", "strategy=ddp", "data.max_bytes=10"], "raise max_bytes"),
     ],
@@ -121,7 +144,8 @@ def test_the_same_seed_gives_the_same_metric(trained, tmp_path):
 def test_wrong_use_is_one_sentence_and_exit_code_2(arguments, words, tmp_path):
     result = topt(*arguments, folder=tmp_path)
     assert result.returncode == 2, result.stderr
-    (line,) = {line for line in result.stderr.splitlines() if line.startswith("topt: ")}  # each rank may say it
+    # each rank may say it
+    (line,) = {line for line in result.stderr.splitlines() if line.startswith("topt: ")}
     assert words in line
     assert "Traceback" not in result.stdout + result.stderr
 
@@ -135,7 +159,9 @@ def test_a_bug_in_user_code_keeps_its_traceback(tmp_path):
 
 @pytest.mark.parametrize("cluster", ["local_cpu", "measured"])
 def test_plan_writes_the_frontier_and_the_plan(cluster, tmp_path):
-    output = finished(topt("plan", *TINY, f"cluster={cluster}", f"hydra.run.dir={tmp_path}/run", folder=tmp_path))
+    output = finished(
+        topt("plan", *TINY, f"cluster={cluster}", f"hydra.run.dir={tmp_path}/run", folder=tmp_path)
+    )
     frontier = json.loads((tmp_path / "run" / "frontier.json").read_text())
     assert frontier["schema_version"] == 2 and frontier["exact"] is True
     assert frontier["capture_seconds"] > 0 and frontier["search_seconds"] > 0
@@ -145,9 +171,14 @@ def test_plan_writes_the_frontier_and_the_plan(cluster, tmp_path):
     read = PlanFrontier.from_json((tmp_path / "run" / "frontier.json").read_text())
     assert all(point.plan.mesh.size == point.devices == 2 for point in read.points)
     uniform = [point.plan for point in read.uniform]
-    assert {name for plan in uniform for name in plan.mesh.names} >= {"data", "tensor"}, "both were searched"
+    assert {name for plan in uniform for name in plan.mesh.names} >= {"data", "tensor"}, (
+        "both were searched"
+    )
     plan = ParallelPlan.load(tmp_path / "run" / "plan.yaml")
-    assert plan.reason and plan.predicted.step_seconds <= (1 + TIME_ERROR) * min(seconds) + TIME_ERROR_SECONDS
+    assert (
+        plan.reason
+        and plan.predicted.step_seconds <= (1 + TIME_ERROR) * min(seconds) + TIME_ERROR_SECONDS
+    )
     assert (tmp_path / "run" / "frontier.png").read_bytes().startswith(b"\x89PNG")
     assert "<html" in (tmp_path / "run" / "frontier.html").read_text()
     assert plan.reason.split()[0] in output
@@ -163,25 +194,43 @@ def test_plan_for_several_numbers_of_devices(tmp_path):
 def test_a_plan_made_by_topt_plan_runs_in_topt_train(tmp_path):
     """The training in interpreters of its own, to which nothing was imported."""
     limit = ["strategy.memory_limit=1GiB", "strategy.objective=memory"]
-    finished(topt("plan", *TINY, *limit, "cluster=local_cpu", f"hydra.run.dir={tmp_path}/plan", folder=tmp_path))
+    finished(
+        topt(
+            "plan",
+            *TINY,
+            *limit,
+            "cluster=local_cpu",
+            f"hydra.run.dir={tmp_path}/plan",
+            folder=tmp_path,
+        )
+    )
     plan = f"strategy.plan={tmp_path}/plan/plan.yaml"
     arguments = [*TINY, plan, "trainer.limit_train_batches=8", f"hydra.run.dir={tmp_path}/train"]
     finished(topt("train", *arguments, folder=tmp_path, python=sys.executable))
     record = json.loads((tmp_path / "train" / "run.json").read_text())
-    assert record["plan"]["stages"] == ParallelPlan.load(tmp_path / "plan" / "plan.yaml").to_dict()["stages"]
+    assert (
+        record["plan"]["stages"]
+        == ParallelPlan.load(tmp_path / "plan" / "plan.yaml").to_dict()["stages"]
+    )
     assert record["predicted"]["peak_bytes"] > 0 and record["strategy"] == "AutoParallelStrategy"
 
 
 def test_plans_may_compress_gradients_where_the_command_line_allows_it(tmp_path):
     slow = ["cluster=local_cpu", "cluster.intra.bandwidth=10Mb/s", "tensor=false"]
     allowed = "strategy.allow_compression=[sign,{method: topk, density: 0.001}]"
-    output = finished(topt("plan", *TINY, *slow, allowed, f"hydra.run.dir={tmp_path}/plan", folder=tmp_path))
+    output = finished(
+        topt("plan", *TINY, *slow, allowed, f"hydra.run.dir={tmp_path}/plan", folder=tmp_path)
+    )
     assert "gradients top-k 0.1 %" in output and "which was allowed" in " ".join(output.split())
     plan = ParallelPlan.load(tmp_path / "plan" / "plan.yaml")
     assert plan.gradient_exchange == TopK(density=0.001, hierarchical=False)
     refused = topt("train", *TINY, f"strategy.plan={tmp_path}/plan/plan.yaml", folder=tmp_path)
     assert refused.returncode == 2 and "allow_compression=True" in refused.stderr
-    anything = ["strategy.allow_compression=true", "trainer.max_steps=100", f"hydra.run.dir={tmp_path}/what_holds"]
+    anything = [
+        "strategy.allow_compression=true",
+        "trainer.max_steps=100",
+        f"hydra.run.dir={tmp_path}/what_holds",
+    ]
     result = topt("plan", *TINY, *slow, *anything, folder=tmp_path)
     said = " ".join((finished(result) + result.stderr).split())
     assert (
@@ -213,10 +262,23 @@ def test_a_plan_on_a_given_mesh_says_what_its_blocks_exchange(tensor_plan):
 def test_a_plan_on_a_tensor_mesh_passes_verify(ranks, tensor_plan, tmp_path):
     plan = ParallelPlan.load(tensor_plan[0])
     data, tensor = plan.mesh.axes
-    larger = dataclasses.replace(plan, mesh=Mesh((dataclasses.replace(data, size=ranks // 2), tensor)))
+    larger = dataclasses.replace(
+        plan, mesh=Mesh((dataclasses.replace(data, size=ranks // 2), tensor))
+    )
     larger.save(tmp_path / "plan.yaml")
-    output = finished(topt("verify", *TINY, f"plan={tmp_path}/plan.yaml", f"json={tmp_path}/v.json", folder=tmp_path))
-    assert f"rank 0 of a fake group of {ranks} ranks took a step and did what is said here" in " ".join(output.split())
+    output = finished(
+        topt(
+            "verify",
+            *TINY,
+            f"plan={tmp_path}/plan.yaml",
+            f"json={tmp_path}/v.json",
+            folder=tmp_path,
+        )
+    )
+    assert (
+        f"rank 0 of a fake group of {ranks} ranks took a step and did what is said here"
+        in " ".join(output.split())
+    )
     record = json.loads((tmp_path / "v.json").read_text())
     assert record["would_run"] and record["world_size"] == ranks
     assert {row["axis"] for row in record["collectives"]} == {"data", "tensor"}
@@ -240,17 +302,36 @@ def test_calibrate_writes_a_cluster_and_keeps_it_for_later_runs(tmp_path, monkey
     assert "No calibration of these ranks was kept before" in " ".join(output.split())
     arguments = f"output={tmp_path}/again.yaml", f"hydra.run.dir={tmp_path}/run"
     output = " ".join(finished(topt("calibrate", *arguments, folder=tmp_path)).split())
-    assert "Half of the constants changed by at most" in output and "since the calibration before" in output
-    again, record = Cluster.load(tmp_path / "again.yaml"), json.loads((tmp_path / "run/calibration.json").read_text())
+    assert (
+        "Half of the constants changed by at most" in output
+        and "since the calibration before" in output
+    )
+    again, record = (
+        Cluster.load(tmp_path / "again.yaml"),
+        json.loads((tmp_path / "run/calibration.json").read_text()),
+    )
     assert record["seconds"] < 120
     changed = {each["constant"]: (each["before"], each["now"]) for each in record["changes"]}
-    assert changed["memory bandwidth"] == (cluster.device.memory_bandwidth, again.device.memory_bandwidth)
-    assert {each["constant"] for each in record["constants"]} == {each["constant"] for each in record["points"]}
+    assert changed["memory bandwidth"] == (
+        cluster.device.memory_bandwidth,
+        again.device.memory_bandwidth,
+    )
+    assert {each["constant"] for each in record["constants"]} == {
+        each["constant"] for each in record["points"]
+    }
     assert len(record["points"]) > 20
 
 
 def test_calibrate_under_torchrun(tmp_path):
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "lightning_topt.cli.main"]
+    command = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "lightning_topt.cli.main",
+    ]
     finished(run_python(*command, "calibrate", f"output={tmp_path}/cluster.yaml", folder=tmp_path))
     assert Cluster.load(tmp_path / "cluster.yaml").num_devices == 2
 
@@ -262,7 +343,12 @@ def test_help_and_version(tmp_path):
 
 
 def test_experiment_digits_reaches_its_metric(tmp_path):
-    arguments = ["experiment=digits", "strategy=ddp", "trainer.max_epochs=4", f"hydra.run.dir={tmp_path}/run"]
+    arguments = [
+        "experiment=digits",
+        "strategy=ddp",
+        "trainer.max_epochs=4",
+        f"hydra.run.dir={tmp_path}/run",
+    ]
     finished(topt("train", *arguments, folder=tmp_path))
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert record["metrics"]["val_accuracy"] > 0.85

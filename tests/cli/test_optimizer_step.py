@@ -40,7 +40,10 @@ def test_the_step_is_plain_where_nothing_is_said():
 
 
 def test_values_that_yaml_repeats_are_the_constructors():
-    ours, default = instantiate(composed("optimizer_step=parallel").optimizer_step), ParallelOptimizerStep()
+    ours, default = (
+        instantiate(composed("optimizer_step=parallel").optimizer_step),
+        ParallelOptimizerStep(),
+    )
     assert isinstance(ours, ParallelOptimizerStep)
     for name in ("always", "rule", "gather_dtype", "timeout_seconds"):
         assert getattr(ours, name) == getattr(default, name)

@@ -52,8 +52,14 @@ def test_classes_of_the_current_folder_are_planned(tmp_path):
     [
         (f"model=own model._target_=mine.Not {ROWS}", "model: there is no mine.Not in this folder"),
         (f"{NET} data=own data._target_=mien.Rows", "data: there is no mien.Rows in this folder"),
-        ("data._target_=mine.Rows", "unexpected keyword argument 'seq_len' (of data in `--cfg job`; data=own"),
-        (f"{NET} data._target_=mine.Rows", "'model.seq_len' not found; a value that `--cfg job` shows refers to it"),
+        (
+            "data._target_=mine.Rows",
+            "unexpected keyword argument 'seq_len' (of data in `--cfg job`; data=own",
+        ),
+        (
+            f"{NET} data._target_=mine.Rows",
+            "'model.seq_len' not found; a value that `--cfg job` shows refers to it",
+        ),
         (f"model=own {ROWS}", "model._target_"),
     ],
 )

@@ -29,7 +29,9 @@ def refuse_odd(item: int) -> int:
 
 
 def fail(parent: int, taken: Any, how: str, item: int) -> Any:
-    """Do not return from a helper, or what cannot be sent; in this process, once a helper has taken an item."""
+    """Do not return from a helper, or what cannot be sent; in this process, once a helper has taken
+    an item.
+    """
     if os.getpid() == parent:
         assert taken.wait(SECONDS)
         return item * item
@@ -44,7 +46,9 @@ def fail(parent: int, taken: Any, how: str, item: int) -> Any:
 def test_several_processes_do_the_items() -> None:
     found = dict(outcomes_of(partial(meet, CONTEXT.Barrier(2)), range(6), processes=2))
     assert [found[k][0] for k in range(6)] == [k * k for k in range(6)]
-    assert len({process for _, process in found.values()}) == 2 and os.getpid() in {p for _, p in found.values()}
+    assert len({process for _, process in found.values()}) == 2 and os.getpid() in {
+        p for _, p in found.values()
+    }
 
 
 @pytest.mark.parametrize("processes", [1, 3])
@@ -56,7 +60,9 @@ def test_errors_are_outcomes(processes: int) -> None:
 
 @pytest.mark.parametrize("how", ["dies", "raises", "cannot be sent"])
 def test_what_a_helper_does_not_finish_is_done_here(how: str) -> None:
-    found = dict(outcomes_of(partial(fail, os.getpid(), CONTEXT.Event(), how), range(4), processes=2))
+    found = dict(
+        outcomes_of(partial(fail, os.getpid(), CONTEXT.Event(), how), range(4), processes=2)
+    )
     assert found == {k: k * k for k in range(4)}
 
 

@@ -1,4 +1,6 @@
-"""Plans with stages from `topt plan`: the option ``pipeline``, meshes with a pipeline axis, and the drawn step."""
+"""Plans with stages from `topt plan`: the option ``pipeline``, meshes with a pipeline axis, and the
+drawn step.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +27,18 @@ from lightning_topt.prediction import make_prediction
 from tests.cli.test_main import TINY, finished, topt
 from tests.models import GPT
 
-CPU = Cluster("toy", Device("core", 2**33, {"float32": 3e9}, 8e9, 3e-6), 2, 1, Link(1e-5, 1e9), backend="gloo")
+CPU = Cluster(
+    "toy", Device("core", 2**33, {"float32": 3e9}, 8e9, 3e-6), 2, 1, Link(1e-5, 1e9), backend="gloo"
+)
 CLUSTER = ["cluster=local_cpu", "data.batch_size=4"]
 
 
 def read(pipeline: Any, mesh: Any = None) -> SearchedPipelines:
     given = None if mesh is None else read_mesh(mesh)
     on = given if isinstance(given, PipelinePlan) else None
-    return SearchedPipelines.read(OmegaConf.create({"pipeline": pipeline}), on=on, has_mesh=mesh is not None)
+    return SearchedPipelines.read(
+        OmegaConf.create({"pipeline": pipeline}), on=on, has_mesh=mesh is not None
+    )
 
 
 def test_pipelines_are_searched_unless_excluded_and_keep_what_is_given() -> None:
@@ -41,8 +47,12 @@ def test_pipelines_are_searched_unless_excluded_and_keep_what_is_given() -> None
     assert read(False).wanted is None and read(None, {"data": 2}).wanted is None
     given = read({"stages": 4, "schedule": "zbv", "microbatches": 8})
     assert given == SearchedPipelines(PipelineRequest(4, "zbv", 8), insists=True)
-    assert read(None, {"pipeline": 4, "data": 2}) == SearchedPipelines(PipelineRequest(ranks=4, tensor=1), insists=True)
-    assert read({"schedule": "gpipe"}, {"pipeline": 4}).wanted == PipelineRequest(None, "gpipe", ranks=4, tensor=1)
+    assert read(None, {"pipeline": 4, "data": 2}) == SearchedPipelines(
+        PipelineRequest(ranks=4, tensor=1), insists=True
+    )
+    assert read({"schedule": "gpipe"}, {"pipeline": 4}).wanted == PipelineRequest(
+        None, "gpipe", ranks=4, tensor=1
+    )
 
 
 @pytest.mark.parametrize(
@@ -78,16 +88,25 @@ def test_a_mesh_with_a_pipeline_axis_may_keep_parts_of_the_plan() -> None:
     ("plan", "says"),
     [
         ({"mesh": {"data": 2, "pipeline": 2}}, "'pipeline', which is the first"),
-        ({"mesh": {"pipeline": 2, "tensor": 2, "data": 2}}, "the axes 'data' and 'tensor' in this order"),
+        (
+            {"mesh": {"pipeline": 2, "tensor": 2, "data": 2}},
+            "the axes 'data' and 'tensor' in this order",
+        ),
         ({"mesh": {"pipeline": 2, "data_shard": 2}}, "in this order; got pipeline, data_shard"),
         (
             {"mesh": {"data": 4}, "schedule": "1f1b"},
             "one with an axis 'pipeline' takes stages, schedule, num_microbatches",
         ),
-        ({"mesh": {"pipeline": 2}, "microbatches": 4}, "takes stages, schedule, num_microbatches; got microbatches"),
+        (
+            {"mesh": {"pipeline": 2}, "microbatches": 4},
+            "takes stages, schedule, num_microbatches; got microbatches",
+        ),
         ({"mesh": {"pipeline": 2}, "schedule": "1f2b"}, "schedule is one of"),
         ({"mesh": {"pipeline": 2}, "stages": 3}, "so stages is a multiple of 2; got 3"),
-        ({"mesh": {"pipeline": 2}, "stages": 4, "schedule": "1f1b"}, "runs 1 stage on each rank, got 2"),
+        (
+            {"mesh": {"pipeline": 2}, "stages": 4, "schedule": "1f1b"},
+            "runs 1 stage on each rank, got 2",
+        ),
         ({"mesh": {"pipeline": 2}, "num_microbatches": 0}, "microbatches"),
         ({"mesh": {"pipeline": 2}, "stages": [{"blocks": []}]}, "belong to a whole plan"),
     ],
@@ -105,18 +124,27 @@ def test_a_plan_with_stages_is_written_and_its_step_drawn(tmp_path: Path) -> Non
     assert plan.mesh.pipeline_size == 2 and plan.schedule == "gpipe" and plan.batch_size == 4
     assert plan.num_microbatches in (2, 4)
     words = " ".join(output.split())
-    assert "Schedule gpipe: 2 stages on 2 ranks" in words and "with batches of 4 in the loader a step has 4" in words
+    assert (
+        "Schedule gpipe: 2 stages on 2 ranks" in words
+        and "with batches of 4 in the loader a step has 4" in words
+    )
     assert "each stage, all microbatches of a step; update: with the exchange" in words
     assert (path.parent / "schedule.png").stat().st_size > 10_000
     assert "Schedule of the chosen plan" in (path.parent / "frontier.html").read_text()
 
 
-def test_a_plan_that_never_flushes_is_found_where_it_is_allowed_and_drawn_with_what_it_misses(tmp_path: Path) -> None:
+def test_a_plan_that_never_flushes_is_found_where_it_is_allowed_and_drawn_with_what_it_misses(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "plan" / "plan.yaml"
     given = ["mesh={pipeline:2}", "pipeline={schedule:continuous}", f"hydra.run.dir={path.parent}"]
     refused = topt("plan", *TINY, *CLUSTER, *given, folder=tmp_path)
-    assert refused.returncode != 0 and "add strategy.allow_staleness=true" in " ".join(refused.stderr.split())
-    output = finished(topt("plan", *TINY, *CLUSTER, *given, "strategy.allow_staleness=spectrain", folder=tmp_path))
+    assert refused.returncode != 0 and "add strategy.allow_staleness=true" in " ".join(
+        refused.stderr.split()
+    )
+    output = finished(
+        topt("plan", *TINY, *CLUSTER, *given, "strategy.allow_staleness=spectrain", folder=tmp_path)
+    )
     plan = ParallelPlan.load(path)
     assert plan.schedule == "continuous" and plan.prediction == make_prediction("spectrain")
     assert plan.num_microbatches == 1 and plan.mesh.pipeline_size == 2
@@ -134,21 +162,43 @@ class Counting(GPT):
 
 
 def test_why_fits_without_a_plan_have_no_stages_is_said() -> None:
-    def notes(module: GPT, batch: Any, wanted: SearchedPipelines, unstaged: str | None = None) -> list[str]:
+    def notes(
+        module: GPT, batch: Any, wanted: SearchedPipelines, unstaged: str | None = None
+    ) -> list[str]:
         trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
         trainer.strategy.connect(module)
         graph = capture(module, batch[:2], batch_scaling=False)
-        optimizer = read_optimizer([module.configure_optimizers()], named_parameters=module.named_parameters())
+        optimizer = read_optimizer(
+            [module.configure_optimizers()], named_parameters=module.named_parameters()
+        )
         search = SearchRequest(graph, CPU, optimizer, (2,), 8, pipelines=wanted.wanted)
         example = ExampleStep(graph, 4, batch=batch)
-        return wanted.notes(search, example, AutoParallelStrategy().request, trainer, unstaged=unstaged)
+        return wanted.notes(
+            search, example, AutoParallelStrategy().request, trainer, unstaged=unstaged
+        )
 
-    tokens, default = (torch.zeros(4, 16, dtype=torch.long),) * 2, SearchedPipelines(PipelineRequest())
-    assert notes(GPT(heads=2), tokens, default) == notes(GPT(heads=2).to("meta"), tokens, default) == []
-    assert notes(GPT(heads=2), tokens, default, "it is so") == ["Plans with stages were not searched: it is so."]
+    tokens, default = (
+        (torch.zeros(4, 16, dtype=torch.long),) * 2,
+        SearchedPipelines(PipelineRequest()),
+    )
+    assert (
+        notes(GPT(heads=2), tokens, default)
+        == notes(GPT(heads=2).to("meta"), tokens, default)
+        == []
+    )
+    assert notes(GPT(heads=2), tokens, default, "it is so") == [
+        "Plans with stages were not searched: it is so."
+    ]
     (of_batch,) = notes(GPT(heads=2), (*tokens, "a text"), default)
-    assert "each rank has its own batches, leaves plans with stages out: batches hold texts" in of_batch
+    assert (
+        "each rank has its own batches, leaves plans with stages out: batches hold texts"
+        in of_batch
+    )
     (of_step,) = notes(Counting(heads=2), tokens, default)
-    assert of_step.endswith("training_step reads global_step, on which the modules that it calls may depend.")
+    assert of_step.endswith(
+        "training_step reads global_step, on which the modules that it calls may depend."
+    )
     assert notes(Counting(heads=2), tokens, SearchedPipelines(None)) == []
-    assert notes(Counting(heads=2), tokens, SearchedPipelines(PipelineRequest(2), insists=True)) == []
+    assert (
+        notes(Counting(heads=2), tokens, SearchedPipelines(PipelineRequest(2), insists=True)) == []
+    )

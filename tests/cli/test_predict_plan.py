@@ -1,4 +1,6 @@
-"""`topt predict plan=...`: one plan, priced as the search prices it; `runs=FOLDER`: recorded runs, predicted and measured."""
+"""`topt predict plan=...`: one plan, priced as the search prices it; `runs=FOLDER`: recorded runs,
+predicted and measured.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ from lightning_topt.cli.predict_runs import corrected, correction_factors, read_
 from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.plan.parallel_plan import ParallelPlan
 
-TINY = ["model.num_layers=4", "model.hidden=32", "model.num_heads=2", "model.seq_len=32", "data.max_bytes=40000"]
+TINY = [
+    "model.num_layers=4",
+    "model.hidden=32",
+    "model.num_heads=2",
+    "model.seq_len=32",
+    "data.max_bytes=40000",
+]
 
 
 @pytest.fixture
@@ -20,7 +28,9 @@ def topt(tmp_path, monkeypatch, capsys):
     """Run a command on a small model; its exit code and output."""
 
     def run(command, *arguments):
-        monkeypatch.setattr(sys, "argv", ["topt", command, *TINY, f"hydra.run.dir={tmp_path}/{command}", *arguments])
+        monkeypatch.setattr(
+            sys, "argv", ["topt", command, *TINY, f"hydra.run.dir={tmp_path}/{command}", *arguments]
+        )
         monkeypatch.setenv("COLUMNS", "200")
         code = 0
         try:
@@ -43,7 +53,9 @@ def topt(tmp_path, monkeypatch, capsys):
     ],
 )
 def test_a_plan_is_priced_as_it_was_searched(topt, tmp_path, cluster, options):
-    """The search's prediction of the plan that it chose, and that of the same plan with nothing predicted, are one."""
+    """The search's prediction of the plan that it chose, and that of the same plan with nothing
+    predicted, are one.
+    """
     code, _ = topt("plan", f"cluster={cluster}", *options)
     assert code == 0
     path, out = tmp_path / "plan" / "plan.yaml", tmp_path / "out.yaml"
@@ -51,7 +63,12 @@ def test_a_plan_is_priced_as_it_was_searched(topt, tmp_path, cluster, options):
     data = plan.to_dict() | {"predicted": None}
     ParallelPlan.from_dict(data).save(path)
     code, output = topt("predict", f"plan={path}", f"cluster={cluster}", f"out={out}")
-    assert code == 0 and "step time" in output and "forward" in output and "not known: no run on it" in output
+    assert (
+        code == 0
+        and "step time" in output
+        and "forward" in output
+        and "not known: no run on it" in output
+    )
     predicted = ParallelPlan.load(out).predicted
     assert predicted.step_seconds == pytest.approx(plan.predicted.step_seconds, rel=1e-6)
     assert predicted.peak_bytes == pytest.approx(plan.predicted.peak_bytes, rel=1e-6)
@@ -90,7 +107,8 @@ def test_a_plan_of_another_model(topt, tmp_path):
     assert code == 2 and "'encoder' is not a module" in output
 
 
-# ---- recorded runs -------------------------------------------------------------------------------------------------------
+# ---- recorded runs
+# -------------------------------------------------------------------------------------------------------
 
 
 def record(folder, number, *, compute, communication, measured, cluster="lab", peak=1.02, ranks=2):
@@ -107,7 +125,11 @@ def record(folder, number, *, compute, communication, measured, cluster="lab", p
         "device": "cpu",
         "plan": {"cluster": cluster},
         "predicted": predicted,
-        "measured": {"steps": 10, "median_step_seconds": measured, "peak_bytes_per_rank": [0.9e9, 1e9 * peak]},
+        "measured": {
+            "steps": 10,
+            "median_step_seconds": measured,
+            "peak_bytes_per_rank": [0.9e9, 1e9 * peak],
+        },
     }
     (folder / str(number)).mkdir(parents=True)
     (folder / str(number) / "run.json").write_text(json.dumps(run))
@@ -115,26 +137,43 @@ def record(folder, number, *, compute, communication, measured, cluster="lab", p
 
 @pytest.fixture
 def runs(tmp_path):
-    """Computing takes 1.2 times, links 1.5 times what was predicted; some files are none of these."""
+    """Computing takes 1.2 times, links 1.5 times what was predicted; some files are none of
+    these.
+    """
     folder = tmp_path / "outputs"
     for number in range(6):
         compute, communication = 1.0 + number, 0.3 * (number % 3)
         record(
-            folder, number, compute=compute, communication=communication, measured=1.2 * compute + 1.5 * communication
+            folder,
+            number,
+            compute=compute,
+            communication=communication,
+            measured=1.2 * compute + 1.5 * communication,
         )
     record(folder, 6, compute=1.0, communication=1.0, measured=9.0, cluster="elsewhere")
     (folder / "broken").mkdir()
     (folder / "broken" / "run.json").write_text("{")
     (folder / "ddp").mkdir()
-    (folder / "ddp" / "run.json").write_text(json.dumps({"plan": None, "predicted": None, "measured": None}))
+    (folder / "ddp" / "run.json").write_text(
+        json.dumps({"plan": None, "predicted": None, "measured": None})
+    )
     return folder
 
 
 def test_recorded_runs_are_compared_and_corrected(topt, runs, tmp_path):
-    machines = Cluster("lab", Device("d", 10**9, {"float32": 1.2e12}, 1.2e11), 2, 1, Link(1e-5, 1.5e9), backend="gloo")
+    machines = Cluster(
+        "lab",
+        Device("d", 10**9, {"float32": 1.2e12}, 1.2e11),
+        2,
+        1,
+        Link(1e-5, 1.5e9),
+        backend="gloo",
+    )
     machines.save(tmp_path / "lab.yaml")
     saved = tmp_path / "better.yaml"
-    code, output = topt("predict", f"runs={runs}", f"cluster_file={tmp_path}/lab.yaml", f"save_cluster={saved}")
+    code, output = topt(
+        "predict", f"runs={runs}", f"cluster_file={tmp_path}/lab.yaml", f"save_cluster={saved}"
+    )
     assert code == 0 and "lab on 2 cpu rank(s)" in output and "elsewhere on 2 cpu rank(s)" in output
     assert "half of 6 runs within" in output and "each run predicted from the others" in output
     better = Cluster.load(saved)
@@ -142,7 +181,10 @@ def test_recorded_runs_are_compared_and_corrected(topt, runs, tmp_path):
     assert better.device.memory_bandwidth == pytest.approx(1e11, rel=0.03)
     assert better.intra.bandwidth == pytest.approx(1e9, rel=0.1)
     assert better.accuracy.seconds.median < 0.03 < 0.15  # from about 20 %
-    assert better.accuracy.bytes.median == pytest.approx(0.02, rel=0.05) and better.accuracy.bytes.runs == 6
+    assert (
+        better.accuracy.bytes.median == pytest.approx(0.02, rel=0.05)
+        and better.accuracy.bytes.runs == 6
+    )
     code, output = topt("plan", "data.batch_size=8", f"strategy.cluster={saved}")
     assert code == 0 and "half of 6 runs within" in output
 
@@ -151,9 +193,20 @@ def test_a_cluster_learns_from_its_runs_on_any_number_of_ranks(topt, tmp_path):
     folder, saved = tmp_path / "outputs", tmp_path / "better.yaml"
     for number in range(6):
         ranks = 2 if number < 2 else 4
-        record(folder, number, compute=1.0 + number, communication=0.0, measured=1.2 * (1.0 + number), ranks=ranks)
-    Cluster("lab", Device("d", 10**9, {"float32": 1.2e12}, 1.2e11), 2, 1, Link(0.0, 1.0)).save(tmp_path / "lab.yaml")
-    code, output = topt("predict", f"runs={folder}", f"cluster_file={tmp_path}/lab.yaml", f"save_cluster={saved}")
+        record(
+            folder,
+            number,
+            compute=1.0 + number,
+            communication=0.0,
+            measured=1.2 * (1.0 + number),
+            ranks=ranks,
+        )
+    Cluster("lab", Device("d", 10**9, {"float32": 1.2e12}, 1.2e11), 2, 1, Link(0.0, 1.0)).save(
+        tmp_path / "lab.yaml"
+    )
+    code, output = topt(
+        "predict", f"runs={folder}", f"cluster_file={tmp_path}/lab.yaml", f"save_cluster={saved}"
+    )
     assert code == 0 and "lab on 2 cpu rank(s)" in output and "lab on 4 cpu rank(s)" in output
     assert str(folder) not in output.partition("cluster: ")[0]  # runs are named as below the folder
     assert Cluster.load(saved).accuracy.seconds.runs == 6
@@ -161,15 +214,23 @@ def test_a_cluster_learns_from_its_runs_on_any_number_of_ranks(topt, tmp_path):
 
 def test_runs_by_machine(runs):
     found = [*read_runs(runs)]
-    assert len(found) == 7 and {run.machine for run in found} == {"lab on 2 cpu rank(s)", "elsewhere on 2 cpu rank(s)"}
-    assert correction_factors([run for run in found if "lab" in run.machine]) == pytest.approx((1.2, 1.5), rel=0.1)
+    assert len(found) == 7 and {run.machine for run in found} == {
+        "lab on 2 cpu rank(s)",
+        "elsewhere on 2 cpu rank(s)",
+    }
+    assert correction_factors([run for run in found if "lab" in run.machine]) == pytest.approx(
+        (1.2, 1.5), rel=0.1
+    )
     few = [run for run in found if "elsewhere" in run.machine]
     machines = Cluster("elsewhere", Device("d", 10**9, {"float32": 1.0}, 1.0), 2, 1, Link(0.0, 1.0))
-    assert corrected(machines, few).device == machines.device  # one run says how wrong it was, not why
+    # one run says how wrong it was, not why
+    assert corrected(machines, few).device == machines.device
 
 
 def test_runs_of_other_machines(topt, runs):
-    code, output = topt("predict", f"runs={runs}", "cluster=local_cpu", f"save_cluster={runs}/c.yaml")
+    code, output = topt(
+        "predict", f"runs={runs}", "cluster=local_cpu", f"save_cluster={runs}/c.yaml"
+    )
     assert code == 2 and "no run below" in output and "elsewhere on 2 cpu rank(s)" in output
     code, output = topt("predict", f"runs={runs}", f"save_cluster={runs}/c.yaml")
     assert code == 2 and "say which" in output

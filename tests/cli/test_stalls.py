@@ -16,9 +16,18 @@ from tests.cli.test_main import finished, topt
 
 
 def test_digits(tmp_path):
-    arguments = ["experiment=digits", "seconds=0.3", "data.batch_size=16", f"hydra.run.dir={tmp_path}/run"]
+    arguments = [
+        "experiment=digits",
+        "seconds=0.3",
+        "data.batch_size=16",
+        f"hydra.run.dir={tmp_path}/run",
+    ]
     output = finished(topt("stalls", *arguments, folder=tmp_path))
-    assert "of training waits for data" in output and "cache in memory" in output and "Best num_workers" in output
+    assert (
+        "of training waits for data" in output
+        and "cache in memory" in output
+        and "Best num_workers" in output
+    )
     record = json.loads((tmp_path / "run" / "stalls.json").read_text())
     assert record["schema_version"] == 1 and record["costs"]["batch_size"] == 16
     assert record["what_if"][0]["group"] == "now" and record["what_if"][0]["samples_per_second"] > 0
@@ -80,7 +89,9 @@ def make_trainer(**options: Any) -> pl.Trainer:
 def test_the_data_module_is_set_up_once_and_its_hooks_work(tmp_path):
     module, net = Rows(), Net()
     options = MeasurementOptions(seconds=0.05, memory_bytes=1 << 20)
-    result = measure(net, module, trainer=make_trainer, directory=str(tmp_path / "cache"), options=options)
+    result = measure(
+        net, module, trainer=make_trainer, directory=str(tmp_path / "cache"), options=options
+    )
     assert module.calls == ["prepare_data", "setup fit"]
     assert net.seen == {1.0}, "also in the synthetic run, whose batches are used again and again"
     assert result.costs.num_items == 200
@@ -103,4 +114,10 @@ def test_several_loaders_are_refused(tmp_path):
             return [super().train_dataloader(), super().train_dataloader()]
 
     with pytest.raises(ValueError, match="one DataLoader; got list"):
-        measure(Net(), Two(), trainer=make_trainer, directory=str(tmp_path), options=MeasurementOptions())
+        measure(
+            Net(),
+            Two(),
+            trainer=make_trainer,
+            directory=str(tmp_path),
+            options=MeasurementOptions(),
+        )

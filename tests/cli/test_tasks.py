@@ -1,4 +1,6 @@
-"""The tasks of the experiments: deterministic data, no overlap of the splits, metrics against their formulas."""
+"""The tasks of the experiments: deterministic data, no overlap of the splits, metrics against their
+formulas.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,13 @@ import torch
 import torch.nn.functional as F
 
 from lightning_topt.cli.tasks import digits
-from lightning_topt.cli.tasks.byte_lm import ByteGPT, ByteSequences, StdlibBytesDataModule, read_files, split_files
+from lightning_topt.cli.tasks.byte_lm import (
+    ByteGPT,
+    ByteSequences,
+    StdlibBytesDataModule,
+    read_files,
+    split_files,
+)
 from lightning_topt.cli.tasks.digits import DigitsCNN, DigitsDataModule
 
 STDLIB = Path(sysconfig.get_path("stdlib"))
@@ -31,7 +39,9 @@ def test_split_is_by_file_complete_and_without_overlap():
     assert not set(train) & set(val)
     assert 0.05 < len(val) / len(train + val) < 0.15
     assert STDLIB / "argparse.py" in set(train) | set(val)
-    assert not any({"site-packages", "test", "tests"} & set(p.relative_to(STDLIB).parts) for p in train + val)
+    assert not any(
+        {"site-packages", "test", "tests"} & set(p.relative_to(STDLIB).parts) for p in train + val
+    )
 
 
 def test_split_of_a_file_depends_on_its_path_alone(tmp_path):
@@ -50,7 +60,9 @@ def test_split_of_a_file_depends_on_its_path_alone(tmp_path):
 
 
 def test_data_are_the_same_every_time_and_limited():
-    first, second = (StdlibBytesDataModule(seq_len=32, batch_size=4, max_bytes=20_000) for _ in range(2))
+    first, second = (
+        StdlibBytesDataModule(seq_len=32, batch_size=4, max_bytes=20_000) for _ in range(2)
+    )
     first.setup()
     second.setup()
     assert torch.equal(first.train_data.data, second.train_data.data)
@@ -81,7 +93,9 @@ def test_too_little_text_says_what_to_do():
 
 
 def test_bits_per_byte_is_the_mean_over_all_bytes():
-    """Batches of unequal size count by their bytes; the oracle sums the negative log2 probabilities."""
+    """Batches of unequal size count by their bytes; the oracle sums the negative log2
+    probabilities.
+    """
     torch.manual_seed(0)
     model = ByteGPT(num_layers=1, hidden=16, num_heads=2, seq_len=8)
     sequences = torch.randint(0, 256, (7, 9), dtype=torch.uint8)
@@ -112,7 +126,9 @@ def test_tied_head_shares_its_weights():
 
 
 def test_learning_rate_warms_up_and_decays_to_a_tenth():
-    model = ByteGPT(num_layers=1, hidden=16, num_heads=2, seq_len=8, warmup_steps=10, decay_steps=110)
+    model = ByteGPT(
+        num_layers=1, hidden=16, num_heads=2, seq_len=8, warmup_steps=10, decay_steps=110
+    )
     rates = [model._rate(step) for step in range(200)]
     assert rates[0] == pytest.approx(0.1)
     assert rates[10] == pytest.approx(1)
@@ -129,7 +145,9 @@ def test_wrong_head_count_is_refused():
 
 def test_byte_gpt_learns():
     pl.seed_everything(0)
-    model = ByteGPT(num_layers=1, hidden=32, num_heads=2, seq_len=32, learning_rate=1e-2, warmup_steps=2)
+    model = ByteGPT(
+        num_layers=1, hidden=32, num_heads=2, seq_len=32, learning_rate=1e-2, warmup_steps=2
+    )
     data = StdlibBytesDataModule(seq_len=32, batch_size=8, max_bytes=40_000)
     run = trainer(max_steps=60, limit_val_batches=8, num_sanity_val_steps=0)
     run.fit(model, datamodule=data)
@@ -167,7 +185,9 @@ def test_missing_scikit_learn_says_what_to_install(monkeypatch):
         DigitsDataModule().setup()
 
 
-@pytest.mark.parametrize(("module", "shape"), [(ByteGPT(1, 16, 2, 8), (2, 9)), (DigitsCNN(), (2, 1, 8, 8))])
+@pytest.mark.parametrize(
+    ("module", "shape"), [(ByteGPT(1, 16, 2, 8), (2, 9)), (DigitsCNN(), (2, 1, 8, 8))]
+)
 def test_every_parameter_gets_a_gradient(module, shape):
     batch = torch.randint(0, 256, shape, dtype=torch.uint8)
     if isinstance(module, DigitsCNN):

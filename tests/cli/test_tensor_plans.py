@@ -26,7 +26,9 @@ class Losses(Callback):
     def __init__(self) -> None:
         self.seen: list[float] = []
 
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         self.seen.append(mean_over_ranks(outputs["loss"]))
 
 
@@ -41,21 +43,31 @@ def data() -> ByteSequences:
 
 def fit(rank: int, plan: Path) -> list[float]:
     losses = Losses()
-    topt_trainer(str(plan), callbacks=[losses], max_epochs=1).fit(model(), DataLoader(data(), batch_size=4))
+    topt_trainer(str(plan), callbacks=[losses], max_epochs=1).fit(
+        model(), DataLoader(data(), batch_size=4)
+    )
     return losses.seen
 
 
-def test_a_plan_with_a_tensor_axis_is_verified_and_trains_as_one_process_does(tmp_path: Path) -> None:
+def test_a_plan_with_a_tensor_axis_is_verified_and_trains_as_one_process_does(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "plan" / "plan.yaml"
-    finished(topt("plan", *TINY, *CLUSTER, *PLANNED, f"hydra.run.dir={path.parent}", folder=tmp_path))
+    finished(
+        topt("plan", *TINY, *CLUSTER, *PLANNED, f"hydra.run.dir={path.parent}", folder=tmp_path)
+    )
     plan = ParallelPlan.load(path)
     assert plan.mesh.names == ("tensor",) and plan.batch_size == 4
     assert all(block.config.parameters for block in plan.blocks if block.block)
     arguments = [f"plan={path}", "devices=2", f"json={tmp_path}/verify.json"]
-    output = " ".join(finished(topt("verify", *TINY, *CLUSTER, *arguments, folder=tmp_path)).split())
+    output = " ".join(
+        finished(topt("verify", *TINY, *CLUSTER, *arguments, folder=tmp_path)).split()
+    )
     assert "rank 0 of a fake group of 2 ranks took a step and did what is said here" in output
     assert "all 2 ranks of this machine took a step and did what is said here" in output
-    assert {row["axis"] for row in json.loads((tmp_path / "verify.json").read_text())["collectives"]} == {"tensor"}
+    assert {
+        row["axis"] for row in json.loads((tmp_path / "verify.json").read_text())["collectives"]
+    } == {"tensor"}
     alone, samples = Losses(), data()
     order = DistributedSampler(samples, num_replicas=1, rank=0)  # Lightning's order
     make_trainer(callbacks=[alone]).fit(model(), DataLoader(samples, batch_size=4, sampler=order))

@@ -16,7 +16,13 @@ from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, StagePlan, uniform_plan
 from lightning_topt.plan.presets import PRESETS
 
-TINY = ["model.num_layers=2", "model.hidden=32", "model.num_heads=2", "model.seq_len=32", "data.max_bytes=40000"]
+TINY = [
+    "model.num_layers=2",
+    "model.hidden=32",
+    "model.num_heads=2",
+    "model.seq_len=32",
+    "data.max_bytes=40000",
+]
 WIDE = 300
 
 
@@ -26,7 +32,14 @@ def topt_verify(tmp_path, monkeypatch, capsys):
 
     def run(*arguments):
         path = tmp_path / "verify.json"
-        command = ["topt", "verify", *TINY, f"json={path}", f"hydra.run.dir={tmp_path}/run", *arguments]
+        command = [
+            "topt",
+            "verify",
+            *TINY,
+            f"json={path}",
+            f"hydra.run.dir={tmp_path}/run",
+            *arguments,
+        ]
         monkeypatch.setattr(sys, "argv", command)
         monkeypatch.setenv("COLUMNS", str(WIDE))
         code = 0
@@ -41,12 +54,22 @@ def topt_verify(tmp_path, monkeypatch, capsys):
 
 
 def test_a_plan_by_name_on_a_fake_group(topt_verify):
-    code, output, record = topt_verify("plan=zero3", "ranks=64", "cluster=a100_8x8", "global_batch_size=512")
-    assert code == 0 and "would run" in output and "rank 0 of a fake group of 64 ranks took a step and did" in output
+    code, output, record = topt_verify(
+        "plan=zero3", "ranks=64", "cluster=a100_8x8", "global_batch_size=512"
+    )
+    assert (
+        code == 0
+        and "would run" in output
+        and "rank 0 of a fake group of 64 ranks took a step and did" in output
+    )
     assert record["schema_version"] == 1 and record["would_run"] and record["world_size"] == 64
     assert sorted(rank for group in record["held"] for rank in group["ranks"]) == list(range(64))
     assert record["held"][0]["ranks"][0] == 0 and "0-31" in output
-    assert [row["op"] for row in record["collectives"]] == ["all_gather", "all_gather", "reduce_scatter"]
+    assert [row["op"] for row in record["collectives"]] == [
+        "all_gather",
+        "all_gather",
+        "reduce_scatter",
+    ]
     assert record["peak_bytes"] > sum(
         record["held"][0][kind] for kind in ("parameters", "gradients", "optimizer_state")
     )
@@ -57,7 +80,11 @@ def test_a_plan_file_without_a_captured_step(topt_verify, tmp_path):
     plan.save(tmp_path / "plan.yaml")
     code, output, record = topt_verify(f"plan={tmp_path}/plan.yaml", "capture=false", "rank=511")
     assert code == 0 and "rank 511 of a fake group of 512 ranks" in output
-    assert record["peak_bytes"] is None and set(record["held"][0]["blocks"]) == {"", "blocks.0", "blocks.1"}
+    assert record["peak_bytes"] is None and set(record["held"][0]["blocks"]) == {
+        "",
+        "blocks.0",
+        "blocks.1",
+    }
 
 
 def staged_plan(data=1):
@@ -71,15 +98,29 @@ def staged_plan(data=1):
 
 def test_a_plan_with_stages(topt_verify, tmp_path):
     staged_plan(data=128).save(tmp_path / "plan.yaml")
-    code, output, record = topt_verify(f"plan={tmp_path}/plan.yaml", "cluster=a100_8x8", "cluster.num_nodes=32")
-    assert code == 0 and "would run" in output and "not tried on a fake group" in output and "activations" in output
-    assert [(row["what"], row["count"]) for row in record["messages"]] == [("activations", 4), ("gradients", 4)]
+    code, output, record = topt_verify(
+        f"plan={tmp_path}/plan.yaml", "cluster=a100_8x8", "cluster.num_nodes=32"
+    )
+    assert (
+        code == 0
+        and "would run" in output
+        and "not tried on a fake group" in output
+        and "activations" in output
+    )
+    assert [(row["what"], row["count"]) for row in record["messages"]] == [
+        ("activations", 4),
+        ("gradients", 4),
+    ]
     assert len(record["held"]) == 2 and len(record["held"][0]["ranks"]) == 128
 
     for plan in (staged_plan(), replace(staged_plan(), num_microbatches=2, own_batches=True)):
         plan.save(tmp_path / "plan.yaml")
         code, output, record = topt_verify(f"plan={tmp_path}/plan.yaml", "devices=2")
-        assert code == 0 and "all 2 ranks of this machine took a step" in output and "than said" not in output
+        assert (
+            code == 0
+            and "all 2 ranks of this machine took a step" in output
+            and "than said" not in output
+        )
         assert [row["count"] for row in record["messages"]] == [plan.num_microbatches] * 2
     code, output, _ = topt_verify(f"plan={tmp_path}/plan.yaml", "global_batch_size=7")
     assert code == 1 and "a batch of 7 samples cannot be divided evenly over 2" in output
@@ -87,7 +128,9 @@ def test_a_plan_with_stages(topt_verify, tmp_path):
 
 def test_ranks_of_this_machine_agree(topt_verify):
     code, output, record = topt_verify("plan=zero1+recompute", "devices=2", "rehearse=false")
-    assert code == 0 and "all 2 ranks of this machine took a step and did what is said here" in output
+    assert (
+        code == 0 and "all 2 ranks of this machine took a step and did what is said here" in output
+    )
     assert {row["op"] for row in record["collectives"]} == {"all_reduce", "broadcast"}
 
 
@@ -102,16 +145,28 @@ def test_ranks_that_hold_more_or_call_less_are_problems(topt_verify, monkeypatch
     monkeypatch.setattr(observed_step.ObservedRun, "observe", other)
     code, output, record = topt_verify("plan=zero2", "devices=2", "rehearse=false")
     assert code == 1 and "would not run" in output and not record["would_run"]
-    more, *_, calls = [problem for problem in record["problems"] if "more differences" not in problem]
-    assert more.startswith("rank 0 of this machine holds 4 bytes more than said: parameters of block ")
+    more, *_, calls = [
+        problem for problem in record["problems"] if "more differences" not in problem
+    ]
+    assert more.startswith(
+        "rank 0 of this machine holds 4 bytes more than said: parameters of block "
+    )
     assert calls.endswith("all_gather over data (2 ranks) in forward: 5 expected, but not called")
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["plan=ddp", "ranks=64", "global_batch_size=100"], 1, "cannot be divided evenly over 64 data-parallel ranks"),
-        (["plan=ddp", "ranks=64", "cluster=h100_2x8"], 1, "64 ranks do not fit the cluster 'h100_2x8' with 16 devices"),
+        (
+            ["plan=ddp", "ranks=64", "global_batch_size=100"],
+            1,
+            "cannot be divided evenly over 64 data-parallel ranks",
+        ),
+        (
+            ["plan=ddp", "ranks=64", "cluster=h100_2x8"],
+            1,
+            "64 ranks do not fit the cluster 'h100_2x8' with 16 devices",
+        ),
         ([], 2, "say which plan is to be verified"),
         (["plan=ddp"], 2, "say ranks=<number>"),
         (["plan=zero9", "ranks=4"], 2, "neither a file nor one of"),
@@ -154,5 +209,6 @@ def test_a_rank_of_this_machine_that_fails_is_a_problem(topt_verify, monkeypatch
     code, _, record = topt_verify("plan=ddp", "ranks=2")
     assert (
         code == 1
-        and "rank 0 of a fake group of 2 ranks failed: RuntimeError: no room on this rank" in record["problems"][0]
+        and "rank 0 of a fake group of 2 ranks failed: RuntimeError: no room on this rank"
+        in record["problems"][0]
     )

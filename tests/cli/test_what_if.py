@@ -44,8 +44,14 @@ def test_a_list_of_clusters_is_what_hydra_can_read() -> None:
     assert as_hydra_reads(["cluster=a"]) == ["cluster=a"]
 
 
-def test_several_clusters_counts_and_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["cluster=[a100_8x8,h100_2x8,mixed_a100_v100]", "device_counts=[8,32]", "batch_size=[32,64]"]
+def test_several_clusters_counts_and_batches(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [
+        "cluster=[a100_8x8,h100_2x8,mixed_a100_v100]",
+        "device_counts=[8,32]",
+        "batch_size=[32,64]",
+    ]
     command("plan", tmp_path, *arguments, "work.samples=1e6", "spot=null", "accumulate=1")
     estimates = best(tmp_path)
     kinds = {(e["cluster"], e["devices"], e["batch_size"], e["spot"]) for e in estimates}
@@ -54,7 +60,9 @@ def test_several_clusters_counts_and_batches(tmp_path: Path, capsys: pytest.Capt
     (chosen,) = [e for e in estimates if e["chosen"]]
     assert chosen["money"] == min(e["money"] for e in estimates)
     notes = record(tmp_path)["notes"]
-    assert len(notes) == 2 and all("Left out: 32 x h100_2x8" in note and "16" in note for note in notes)
+    assert len(notes) == 2 and all(
+        "Left out: 32 x h100_2x8" in note and "16" in note for note in notes
+    )
     assert record(tmp_path)["reason"].startswith(f"{chosen['devices']} x {chosen['cluster']}")
     assert ParallelPlan.load(tmp_path / "plan.yaml").mesh.size == chosen["devices"]
     page = (tmp_path / "scenarios.html").read_text()
@@ -65,7 +73,12 @@ def test_several_clusters_counts_and_batches(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_searches_side_by_side_find_what_one_process_does(tmp_path: Path) -> None:
-    arguments = ["cluster=[a100_8x8,h100_2x8]", "device_counts=[8,32]", "batch_size=[32,64]", "accumulate=1"]
+    arguments = [
+        "cluster=[a100_8x8,h100_2x8]",
+        "device_counts=[8,32]",
+        "batch_size=[32,64]",
+        "accumulate=1",
+    ]
     for processes in (1, 3):
         (tmp_path / str(processes)).mkdir()
         command("plan", tmp_path / str(processes), *arguments, f"processes={processes}")
@@ -78,18 +91,36 @@ def test_searches_side_by_side_find_what_one_process_does(tmp_path: Path) -> Non
 
 def test_lengths_are_captured_one_by_one(tmp_path: Path) -> None:
     command(
-        "plan", tmp_path, "cluster=a100_8x8", "device_counts=[8]", "batch_size=32", "seq_len=[32,64]", "work.tokens=1e9"
+        "plan",
+        tmp_path,
+        "cluster=a100_8x8",
+        "device_counts=[8]",
+        "batch_size=32",
+        "seq_len=[32,64]",
+        "work.tokens=1e9",
     )
     short, long = best(tmp_path)
-    assert (short["seq_len"], long["seq_len"]) == (32, 64) and long["peak_bytes"] > short["peak_bytes"]
-    steps = [each["run_seconds"] / each["step_seconds"] / (1 + each["overhead"]) for each in (short, long)]
+    assert (short["seq_len"], long["seq_len"]) == (32, 64) and long["peak_bytes"] > short[
+        "peak_bytes"
+    ]
+    steps = [
+        each["run_seconds"] / each["step_seconds"] / (1 + each["overhead"])
+        for each in (short, long)
+    ]
     assert steps == pytest.approx([1e9 / 32 / 32, 1e9 / 32 / 64])
 
 
 def test_all_devices_of_a_cluster_where_only_a_batch_is_given(tmp_path: Path) -> None:
-    command("plan", tmp_path, "cluster=h100_2x8", "batch_size=32", "cluster.device.price_per_hour=5")
+    command(
+        "plan", tmp_path, "cluster=h100_2x8", "batch_size=32", "cluster.device.price_per_hour=5"
+    )
     (only,) = best(tmp_path)
-    assert only["devices"] == 16 and only["chosen"] and only["price_per_hour"] == 5 and only["money"] is None
+    assert (
+        only["devices"] == 16
+        and only["chosen"]
+        and only["price_per_hour"] == 5
+        and only["money"] is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -100,15 +131,31 @@ def test_all_devices_of_a_cluster_where_only_a_batch_is_given(tmp_path: Path) ->
             NoPlanFitsError,
             "the nearest is 8 x a100_8x8, 32 samples of 32 with",
         ),
-        (["work.samples=1e9", "limits.budget=0.01"], NoPlanFitsError, "the plan does not finish for 0.01"),
-        (["limits.deadline=20d"], ValueError, r"say what it takes, for instance work\.tokens=300e9"),
-        (["objective=money", "cluster.device.price_per_hour=null"], ValueError, "'a100_8x8' has no price"),
+        (
+            ["work.samples=1e9", "limits.budget=0.01"],
+            NoPlanFitsError,
+            "the plan does not finish for 0.01",
+        ),
+        (
+            ["limits.deadline=20d"],
+            ValueError,
+            r"say what it takes, for instance work\.tokens=300e9",
+        ),
+        (
+            ["objective=money", "cluster.device.price_per_hour=null"],
+            ValueError,
+            "'a100_8x8' has no price",
+        ),
         (["spot=true", "cluster.device.spot_price_per_hour=null"], ValueError, "give one"),
         (["work.samples=1", "work.steps=1"], ValueError, "work is one of tokens, samples or steps"),
         (["work.steps=-1"], ValueError, r"work\.steps is positive"),
         (["limits.deadline=soon"], ValueError, r"limits\.deadline: 'soon' is not a quantity"),
         (["limits.budget=much"], ValueError, r"limits\.budget is a finite number"),
-        (["objective=speed"], ValueError, "objective must be one of time, memory, devices, throughput, money"),
+        (
+            ["objective=speed"],
+            ValueError,
+            "objective must be one of time, memory, devices, throughput, money",
+        ),
         (["batch_size=0"], ValueError, "batch_size is at least 1"),
         (["batch_size=[]"], ValueError, "the list is empty"),
         (["processes=0"], ValueError, "processes is at least 1"),
@@ -122,7 +169,9 @@ def test_what_cannot_be_is_one_sentence(
     arguments: list[str], error: type[Exception], says: str, tmp_path: Path
 ) -> None:
     base = ["cluster=a100_8x8"]
-    base += [] if any(word.startswith("device_counts") for word in arguments) else ["device_counts=[8]"]
+    base += (
+        [] if any(word.startswith("device_counts") for word in arguments) else ["device_counts=[8]"]
+    )
     base += [] if any(word.startswith("batch_size") for word in arguments) else ["batch_size=32"]
     with pytest.raises(error, match=says) as raised:
         command("plan", tmp_path, *base, *arguments)
@@ -132,42 +181,75 @@ def test_what_cannot_be_is_one_sentence(
 def test_a_length_is_for_models_that_have_one(tmp_path: Path) -> None:
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
         config = compose("plan", overrides=["model=cnn", "data=digits", "seq_len=16"])
-    with pytest.raises(ValueError, match=r"a model with the entry model\.seq_len, which this one does not have"):
+    with pytest.raises(
+        ValueError, match=r"a model with the entry model\.seq_len, which this one does not have"
+    ):
         plan.run(config)
 
 
 def test_stages_and_tensor_axes_are_among_the_choices(tmp_path: Path) -> None:
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        words = [*TINY, "cluster=h100_2x8", "batch_size=16", "device_counts=[4]", "mesh={pipeline:2,data:2}"]
-        config = compose("plan", overrides=[*words, f"hydra.runtime.output_dir={tmp_path}"], return_hydra_config=True)
+        words = [
+            *TINY,
+            "cluster=h100_2x8",
+            "batch_size=16",
+            "device_counts=[4]",
+            "mesh={pipeline:2,data:2}",
+        ]
+        config = compose(
+            "plan",
+            overrides=[*words, f"hydra.runtime.output_dir={tmp_path}"],
+            return_hydra_config=True,
+        )
         HydraConfig.instance().set_config(config)
         plan.run(config)
     (only,) = best(tmp_path)
-    assert only["devices"] == 4 and "pipeline 2 x data 2" in only["plan"] and only["accumulate"] == 1
+    assert (
+        only["devices"] == 4 and "pipeline 2 x data 2" in only["plan"] and only["accumulate"] == 1
+    )
 
 
 def test_the_command_line(tmp_path: Path) -> None:
-    """A process of its own: a list of clusters, a deadline that nothing keeps, an unknown cluster."""
+    """A process of its own: a list of clusters, a deadline that nothing keeps, an unknown
+    cluster.
+    """
     folder = tmp_path / "run"
     words = [*SMALL, "device_counts=[8]", "batch_size=32", f"hydra.run.dir={folder}"]
     output = finished(topt("plan", *words, "cluster=[a100_8x8,h100_2x8]", folder=tmp_path))
     assert "h100_2x8" in output and len(best(folder)) == 2 and "run folder" in output
     wrong = topt("plan", *words, "cluster=[a100_8x8,nothing]", folder=tmp_path)
     *_, last = wrong.stderr.strip().splitlines()
-    assert wrong.returncode == 2 and last.startswith("topt: ") and "Could not find 'cluster/nothing'" in last, (
-        wrong.stderr
-    )
+    assert (
+        wrong.returncode == 2
+        and last.startswith("topt: ")
+        and "Could not find 'cluster/nothing'" in last
+    ), wrong.stderr
 
 
 def test_advice_has_every_topic_with_formula_and_source(tmp_path: Path) -> None:
     log = tmp_path / "metrics.csv"
     log.write_text(
-        "step,gradient_noise_scale\n" + "".join(f"{k},{value}\n" for k, value in enumerate([1e9, "", 60, 80]))
+        "step,gradient_noise_scale\n"
+        + "".join(f"{k},{value}\n" for k, value in enumerate([1e9, "", 60, 80]))
     )
-    arguments = ["cluster=cloud_25gbe_16x8", "device_counts=[8]", "batch_size=32", f"log={log}", "exchange_tail=2"]
+    arguments = [
+        "cluster=cloud_25gbe_16x8",
+        "device_counts=[8]",
+        "batch_size=32",
+        f"log={log}",
+        "exchange_tail=2",
+    ]
     command("advise", tmp_path, *arguments)
     found = json.loads((tmp_path / "advice.json").read_text())["advice"]
-    topics = {"batch size", "number of devices", "bottleneck", "data", "cache", "parameter servers", "compression"}
+    topics = {
+        "batch size",
+        "number of devices",
+        "bottleneck",
+        "data",
+        "cache",
+        "parameter servers",
+        "compression",
+    }
     assert {each["topic"] for each in found} == topics | {"bounded loss"}
     assert all(each["source"] for each in found)
     assert all(each["formula"] and each["inputs"] for each in found if each["value"] is not None)

@@ -1,4 +1,6 @@
-"""Buckets without DDP: gradients by name, exchanged on ranks of a test, one bucket after the other."""
+"""Buckets without DDP: gradients by name, exchanged on ranks of a test, one bucket after the
+other.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from lightning_topt.communication.bucket import Bucket, BucketExchange, BucketLa
 from lightning_topt.communication.exchange_context import ExchangeContext
 from lightning_topt.communication.topology import Topology, make_groups
 
-# Two matrices of one shape, a convolution, a vector, a matrix too small for factors, an embedding that the tests exempt.
+# Two matrices of one shape, a convolution, a vector, a matrix too small for factors, an embedding
+# that the tests exempt.
 SHAPES = {
     "first": (24, 20),
     "second": (24, 20),
@@ -32,22 +35,34 @@ TWO_BUCKETS = [["conv", "embedding", "second"], ["bias", "first", "small"]]
 def gradients_of(rank: int, step: int, *, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """The gradients of one rank in one step."""
     generator = torch.Generator().manual_seed(100 * step + rank)
-    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in SHAPES.items()}
+    return {
+        name: torch.randn(shape, generator=generator).to(dtype) for name, shape in SHAPES.items()
+    }
 
 
 def make_layout(shapes: Mapping[str, Sequence[int]], *, exempt: Sequence[str] = ()) -> BucketLayout:
-    """These parameters one after the other; the same object for the same parameters, as under DDP."""
-    return _layout(tuple(shapes), tuple(torch.Size(shape) for shape in shapes.values()), tuple(exempt))
+    """These parameters one after the other; the same object for the same parameters, as under
+    DDP.
+    """
+    return _layout(
+        tuple(shapes), tuple(torch.Size(shape) for shape in shapes.values()), tuple(exempt)
+    )
 
 
 @functools.cache
-def _layout(names: tuple[str, ...], sizes: tuple[torch.Size, ...], exempt: tuple[str, ...]) -> BucketLayout:
+def _layout(
+    names: tuple[str, ...], sizes: tuple[torch.Size, ...], exempt: tuple[str, ...]
+) -> BucketLayout:
     numels = [size.numel() for size in sizes]
     offsets = [sum(numels[:index]) for index in range(len(numels))]
-    return BucketLayout(names, tuple(offsets), tuple(numels), sizes, tuple(name in exempt for name in names))
+    return BucketLayout(
+        names, tuple(offsets), tuple(numels), sizes, tuple(name in exempt for name in names)
+    )
 
 
-def make_exchange(method: GradientMethod, rank: int, world_size: int, *, nodes: int = 1) -> BucketExchange:
+def make_exchange(
+    method: GradientMethod, rank: int, world_size: int, *, nodes: int = 1
+) -> BucketExchange:
     """An exchange on all ranks, on so many nodes. A collective call."""
     topology = Topology(nodes, world_size // nodes, rank)
     groups = make_groups(
@@ -89,6 +104,9 @@ def exchange_step(
         result = run_stages(exchange.stages(bucket))
         assert result.data_ptr() == buffer.data_ptr()
         means.update(
-            {name: result[part].view(gradients[name].shape) for name, part in zip(names, layout.slices, strict=True)}
+            {
+                name: result[part].view(gradients[name].shape)
+                for name, part in zip(names, layout.slices, strict=True)
+            }
         )
     return means

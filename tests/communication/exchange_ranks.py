@@ -1,4 +1,6 @@
-"""Models, batches and a slow simulation of all ranks in one process, for tests of gradient exchanges."""
+"""Models, batches and a slow simulation of all ranks in one process, for tests of gradient
+exchanges.
+"""
 
 from __future__ import annotations
 
@@ -49,21 +51,29 @@ def wrap(
     settings: Mapping[str, Any] | None = None,
     **ddp_options: Any,
 ) -> tuple[DistributedDataParallel, CompressedExchange]:
-    """A DDP model of several small buckets with an exchange; `settings`: as in `ExchangeSettings`."""
+    """A DDP model of several small buckets with an exchange; `settings`: as in
+    `ExchangeSettings`.
+    """
     ddp_options = {"bucket_cap_mb": 0.005, **ddp_options}
     ddp = DistributedDataParallel(model or make_model(), **ddp_options)
-    exchange = CompressedExchange(method, topology=topology, device=torch.device("cpu"), **(settings or {}))
+    exchange = CompressedExchange(
+        method, topology=topology, device=torch.device("cpu"), **(settings or {})
+    )
     exchange.register(ddp)
     return ddp, exchange
 
 
-def train(ddp: DistributedDataParallel, *, rank: int, steps: range, lr: float = 0.1) -> Iterator[dict[str, Tensor]]:
+def train(
+    ddp: DistributedDataParallel, *, rank: int, steps: range, lr: float = 0.1
+) -> Iterator[dict[str, Tensor]]:
     """Plain SGD; the gradient of every step, by name."""
     optimizer = torch.optim.SGD(ddp.parameters(), lr=lr)
     for step in steps:
         optimizer.zero_grad()
         loss_of(ddp, rank, step).backward()
-        yield {name: p.grad.clone() for name, p in ddp.module.named_parameters() if p.grad is not None}
+        yield {
+            name: p.grad.clone() for name, p in ddp.module.named_parameters() if p.grad is not None
+        }
         optimizer.step()
 
 
@@ -77,30 +87,39 @@ def assert_equal_on_all_ranks(ddp: DistributedDataParallel) -> None:
 class Simulation:
     """All ranks in one process, in float64, written down as the formulas stand: the oracle.
 
-    A *holder* is a rank, or a node where hierarchical; it keeps residual and velocity per parameter, whatever the buckets.
-    Gradients come in by rank and name; buckets are lists of names.
+    A *holder* is a rank, or a node where hierarchical; it keeps residual and velocity per
+    parameter, whatever the buckets. Gradients come in by rank and name; buckets are lists of names.
     """
 
-    def __init__(self, options: TopK, topology: Topology, *, hierarchical: bool, exempt: set[str]) -> None:
+    def __init__(
+        self, options: TopK, topology: Topology, *, hierarchical: bool, exempt: set[str]
+    ) -> None:
         self.options, self.exempt = options, exempt
         self.holder_size = topology.ranks_per_node if hierarchical else 1
         self.kept: dict[Any, Tensor] = {}  # (kind, holder, name) -> values
         self.exempt_velocities: dict[str, Tensor] = {}
 
-    def step(self, gradients: list[dict[str, Tensor]], buckets: list[list[str]], step: int) -> dict[str, Tensor]:
+    def step(
+        self, gradients: list[dict[str, Tensor]], buckets: list[list[str]], step: int
+    ) -> dict[str, Tensor]:
         mean = {name: torch.zeros(value.shape).double() for name, value in gradients[0].items()}
         holders = len(gradients) // self.holder_size
         for names in buckets:
             for holder in range(holders):
                 ranks = gradients[holder * self.holder_size : (holder + 1) * self.holder_size]
-                node = [torch.stack([g[name].double() for g in ranks]).mean(0).view(-1) for name in names]
+                node = [
+                    torch.stack([g[name].double() for g in ranks]).mean(0).view(-1)
+                    for name in names
+                ]
                 node = [g * (name not in self.exempt) for name, g in zip(names, node, strict=True)]
                 for name, sent in zip(names, self._sent(holder, names, node, step), strict=True):
                     mean[name] += sent.view(mean[name].shape) / holders
         for name in self.exempt:
             mean[name] = torch.stack([g[name].double() for g in gradients]).mean(0)
             if self.options.momentum:
-                mean[name] += self.options.momentum * self.exempt_velocities.get(name, torch.zeros_like(mean[name]))
+                mean[name] += self.options.momentum * self.exempt_velocities.get(
+                    name, torch.zeros_like(mean[name])
+                )
                 self.exempt_velocities[name] = mean[name]
         return mean
 
@@ -108,13 +127,21 @@ class Simulation:
         """What a holder sends of one bucket, by parameter."""
         numels = [g.numel() for g in node]
         residual, velocity = (
-            torch.cat([self.kept.get((kind, holder, n), torch.zeros_like(g)) for n, g in zip(names, node, strict=True)])
+            torch.cat(
+                [
+                    self.kept.get((kind, holder, n), torch.zeros_like(g))
+                    for n, g in zip(names, node, strict=True)
+                ]
+            )
             for kind in ("residual", "velocity")
         )
         velocity = self.options.momentum * velocity + torch.cat(node)
         residual = residual + velocity
         compressible = torch.cat(
-            [torch.full((g.numel(),), n not in self.exempt) for n, g in zip(names, node, strict=True)]
+            [
+                torch.full((g.numel(),), n not in self.exempt)
+                for n, g in zip(names, node, strict=True)
+            ]
         )
         sent = torch.zeros_like(residual)
         for start, stop in shard_bounds(len(residual), local_size=self.holder_size):
@@ -128,10 +155,14 @@ class Simulation:
             sent[taken] = residual[taken]
             if self.options.bits is not None and not self.options.is_dense_step(step):
                 taken = taken.sort().values
-                sent[taken] = torch.tensor(in_few_bits(residual[taken].tolist(), self.options.bits, 64)).double()
+                sent[taken] = torch.tensor(
+                    in_few_bits(residual[taken].tolist(), self.options.bits, 64)
+                ).double()
         residual = (residual - sent) * self.options.error_feedback
         for kind, flat in (("residual", residual), ("velocity", velocity)):
-            self.kept |= {(kind, holder, n): part for n, part in zip(names, flat.split(numels), strict=True)}
+            self.kept |= {
+                (kind, holder, n): part for n, part in zip(names, flat.split(numels), strict=True)
+            }
         return sent.split(numels)
 
 

@@ -1,4 +1,6 @@
-"""A transport that loses what a seed says, in place of datagrams: the sum of what it does not lose, by an all-reduce."""
+"""A transport that loses what a seed says, in place of datagrams: the sum of what it does not lose,
+by an all-reduce.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ BLOCK = 16  # elements that are lost together
 
 
 class LossyTransport:
-    """Loses blocks of 16 elements with the probability of `tolerance`, nothing of `exact`; another choice in each start."""
+    """Loses blocks of 16 elements with the probability of `tolerance`, nothing of `exact`; another
+    choice in each start.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group, self.bytes_sent, self.starts = group, 0, 0
@@ -37,7 +41,9 @@ class LossyTransport:
     ) -> Handle:
         generator = np.random.default_rng([self.rank, self.starts, bucket])
         self.starts += 1
-        lost = np.repeat(generator.random(-(-len(values) // BLOCK)) < tolerance, BLOCK)[: len(values)]
+        lost = np.repeat(generator.random(-(-len(values) // BLOCK)) < tolerance, BLOCK)[
+            : len(values)
+        ]
         for start, stop in exact:
             lost[start:stop] = False
         total = torch.from_numpy(np.where(lost, np.float32(0), values))
@@ -46,12 +52,16 @@ class LossyTransport:
             dist.all_reduce(tensor, group=self.group)
         if rescale:
             total.mul_(self.world_size).div_(arrived.clamp(min=1))
-        edges = np.flatnonzero(np.diff(np.concatenate([[0], lost.astype(np.int8), [0]]))).reshape(-1, 2)
+        edges = np.flatnonzero(np.diff(np.concatenate([[0], lost.astype(np.int8), [0]]))).reshape(
+            -1, 2
+        )
         outcome = Outcome(edges.astype(np.int64), values[lost].copy(), len(values))
         target = values if out is None else out
         target[:] = total.mul_(scale).numpy()
         self.bytes_sent += 4 * len(values)
-        handle = Handle(bucket, values, target, None, tolerance, scale, rescale, priority, outcome=outcome)
+        handle = Handle(
+            bucket, values, target, None, tolerance, scale, rescale, priority, outcome=outcome
+        )
         handle.done.set()
         return handle
 

@@ -1,4 +1,6 @@
-"""Gradients by datagrams that may be lost: what arrives, what is held back; on a transport whose losses a seed decides."""
+"""Gradients by datagrams that may be lost: what arrives, what is held back; on a transport whose
+losses a seed decides.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ LOSS = 0.4
 def lossy(method: GradientMethod, rank: int, world_size: int, *, nodes: int = 1) -> Any:
     """An exchange of `method` over `LossyTransport`."""
 
-    def connect(store: Any, *, rank: int, world_size: int, timeout_seconds: float, bits: int) -> LossyTransport:
+    def connect(
+        store: Any, *, rank: int, world_size: int, timeout_seconds: float, bits: int
+    ) -> LossyTransport:
         return LossyTransport(group)
 
     group = None
@@ -46,13 +50,24 @@ def lossy(method: GradientMethod, rank: int, world_size: int, *, nodes: int = 1)
 
 def all_lost(exchange: Any, steps: range, rank: int, **options: Any) -> list[dict[str, Tensor]]:
     return [
-        exchange_step(exchange, gradients_of(rank, step), step=step, exempt=EXEMPT, buckets=TWO_BUCKETS, **options)
+        exchange_step(
+            exchange,
+            gradients_of(rank, step),
+            step=step,
+            exempt=EXEMPT,
+            buckets=TWO_BUCKETS,
+            **options,
+        )
         for step in steps
     ]
 
 
-def kept(rank: int, world_size: int, nodes: int, options: dict[str, Any]) -> tuple[list[Any], float, float]:
-    """Means of all steps; the largest difference of all that came and is held back from all there was; what is held back."""
+def kept(
+    rank: int, world_size: int, nodes: int, options: dict[str, Any]
+) -> tuple[list[Any], float, float]:
+    """Means of all steps; the largest difference of all that came and is held back from all there
+    was; what is held back.
+    """
     exchange = lossy(BoundedLoss(tolerance=LOSS, **options), rank, world_size, nodes=nodes)
     means = all_lost(exchange, range(STEPS), rank)
     held, norm = exchange.state_dict()["residual"], exchange.residual_norm()
@@ -82,7 +97,9 @@ def test_what_came_and_what_is_held_back_is_all_there_was(world_size, nodes, opt
 
 
 def parts(rank: int, options: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The second step (the first is dense), and what this rank's contribution to it was counted as."""
+    """The second step (the first is dense), and what this rank's contribution to it was counted
+    as.
+    """
     exchange = lossy(BoundedLoss(tolerance=LOSS, error_feedback=False, **options), rank, 2)
     mean = all_lost(exchange, range(2), rank)[1]
     assert not exchange.state_dict() and exchange.residual_norm() == 0
@@ -95,11 +112,18 @@ def test_without_feedback_a_lost_gradient_counts_as_zero_or_is_rescaled() -> Non
         whole = lost_one = 0
         for name in SHAPES:
             both = (first[name] + second[name]) / 2
-            singles = [first[name], second[name]] if options else [first[name] / 2, second[name] / 2]
+            singles = (
+                [first[name], second[name]] if options else [first[name] / 2, second[name] / 2]
+            )
             close = [torch.isclose(mean[name], each, atol=1e-6) for each in (both, *singles)]
             zero = mean[name] == 0
-            assert (torch.stack(close).any(0) | zero).all() and (name not in EXEMPT or close[0].all())
-            whole, lost_one = whole + int(close[0].sum()), lost_one + int(torch.stack(close[1:]).any(0).sum())
+            assert (torch.stack(close).any(0) | zero).all() and (
+                name not in EXEMPT or close[0].all()
+            )
+            whole, lost_one = (
+                whole + int(close[0].sum()),
+                lost_one + int(torch.stack(close[1:]).any(0).sum()),
+            )
         assert whole > 100 and lost_one > 100
 
 
@@ -123,10 +147,14 @@ def test_protected_entries_are_never_lost() -> None:
 
 
 def states(rank: int, world_size: int, nodes: int) -> tuple[bool, float]:
-    """A state that is taken before the last step is settled continues alike; a step that is thrown away is held back."""
+    """A state that is taken before the last step is settled continues alike; a step that is thrown
+    away is held back.
+    """
     exchange = lossy(BoundedLoss(tolerance=LOSS), rank, world_size, nodes=nodes)
     all_lost(exchange, range(3), rank)
-    state = {kind: {n: t.clone() for n, t in of.items()} for kind, of in exchange.state_dict().items()}
+    state = {
+        kind: {n: t.clone() for n, t in of.items()} for kind, of in exchange.state_dict().items()
+    }
     other = lossy(BoundedLoss(tolerance=LOSS), rank, world_size, nodes=nodes)
     other.load_state_dict(state)
     other.transport.starts = exchange.transport.starts
@@ -143,7 +171,10 @@ def states(rank: int, world_size: int, nodes: int) -> tuple[bool, float]:
 
 
 def all_lost_alike(exchange: Any, other: Any, step: int, rank: int) -> list[str]:
-    first, second = all_lost(exchange, range(step, step + 1), rank)[0], all_lost(other, range(step, step + 1), rank)[0]
+    first, second = (
+        all_lost(exchange, range(step, step + 1), rank)[0],
+        all_lost(other, range(step, step + 1), rank)[0],
+    )
     return [name for name in first if torch.equal(first[name], second[name])]
 
 
@@ -154,7 +185,9 @@ def test_state_continues_alike_and_skipped_steps_are_held_back(world_size: int, 
 
 
 def test_parts_of_a_bucket() -> None:
-    """One for each large parameter, with the small and exempt ones after it; a shard has its share of them."""
+    """One for each large parameter, with the small and exempt ones after it; a shard has its share
+    of them.
+    """
     shapes = {"a": (3,), "b": (10, 10), "c": (4,), "d": (20, 10), "norm": (50,), "e": (100,)}
     layout = make_layout(shapes, exempt=("norm",))
     found = lossy_parts(layout, start=0, stop=457, least=60)
@@ -170,14 +203,18 @@ BIG = {"first": (300, 400), "bias": (700,), "second": (200_000,)}
 
 
 def over_datagrams(rank: int, tolerance: float) -> tuple[float, list[float], bool]:
-    """All that came and is held back against all there was, and the largest share of a parameter that was lost in a step."""
+    """All that came and is held back against all there was, and the largest share of a parameter
+    that was lost in a step.
+    """
     exchange = make_exchange(BoundedLoss(tolerance=tolerance), rank, 3)
     given = {name: torch.zeros(shape) for name, shape in BIG.items()}
     came, shares, equal = {name: torch.zeros(shape) for name, shape in BIG.items()}, [], True
     for step in range(6):
         generator = torch.Generator().manual_seed(10 * step + rank)
         gradients = {name: torch.randn(shape, generator=generator) for name, shape in BIG.items()}
-        for name, mean in exchange_step(exchange, gradients, step=step, buckets=[list(BIG)], exempt=("bias",)).items():
+        for name, mean in exchange_step(
+            exchange, gradients, step=step, buckets=[list(BIG)], exempt=("bias",)
+        ).items():
             came[name] += mean
             given[name] += gradients[name] / 3
             first = mean.clone()
@@ -200,7 +237,9 @@ def test_what_real_datagrams_lose_is_held_back_and_bounded_for_each_parameter() 
         assert worst < 1e-4 and equal and max(shares) <= 0.2
 
 
-def trained(rank: int, method: GradientMethod, shape: tuple[int, int]) -> tuple[list[Any], dict[str, float], float]:
+def trained(
+    rank: int, method: GradientMethod, shape: tuple[int, int]
+) -> tuple[list[Any], dict[str, float], float]:
     """Gradients of some steps over real datagrams, and what the exchange says of itself."""
     ddp, exchange = wrap(method, topology=Topology(*shape, rank))
     gradients = list(train(ddp, rank=rank, steps=range(5)))
@@ -218,7 +257,11 @@ def test_with_loss_0_it_is_the_mean_to_the_order_of_additions(shape: tuple[int, 
         for step, expected in zip(ours, exact, strict=True):
             for name, gradient in step.items():
                 torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-6)
-        assert details["lost_share"] == 0 and details["rejected_datagrams"] == 0 and details["bytes_per_second"] > 0
+        assert (
+            details["lost_share"] == 0
+            and details["rejected_datagrams"] == 0
+            and details["bytes_per_second"] > 0
+        )
         assert 0.8 < share < 2  # small buckets: headers and messages of the side channel count
 
 
@@ -234,7 +277,9 @@ def test_16_bits_send_half_and_differ_by_rounding() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"protected": 0.01}, {"bits": 16}], ids=str)
 def test_ranks_stay_equal_over_real_datagrams(options: dict[str, Any]) -> None:
-    for gradients, details, _ in run_ranks(trained, 2, BoundedLoss(tolerance=0.05, **options), (2, 1)):
+    for gradients, details, _ in run_ranks(
+        trained, 2, BoundedLoss(tolerance=0.05, **options), (2, 1)
+    ):
         assert len(gradients) == 5 and 0 <= details["lost_share"] <= 0.05
 
 
@@ -257,6 +302,11 @@ def test_wrong_options(options: dict[str, Any], says: str) -> None:
 
 def test_words() -> None:
     assert BoundedLoss().words == "by datagrams, 1 % may be lost"
-    given = BoundedLoss(tolerance=0.03, hierarchical=True, protected=0.001, rescale=True, error_feedback=False)
+    given = BoundedLoss(
+        tolerance=0.03, hierarchical=True, protected=0.001, rescale=True, error_feedback=False
+    )
     assert BoundedLoss(bits=16).words == "by datagrams, in 16 bits, 1 % may be lost"
-    assert given.words == "by datagrams between nodes, top-k 0.1 % beside them, 3 % may be lost, rescaled"
+    assert (
+        given.words
+        == "by datagrams between nodes, top-k 0.1 % beside them, 3 % may be lost, rescaled"
+    )

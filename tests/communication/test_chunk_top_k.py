@@ -8,7 +8,11 @@ import torch
 
 from lightning_topt.communication.selection import NonFiniteError
 from lightning_topt.communication.selection.chunk_kernels import count_reaching, find_threshold
-from lightning_topt.communication.selection.chunk_top_k import Chunks, _take_on_device, take_chunk_top_k
+from lightning_topt.communication.selection.chunk_top_k import (
+    Chunks,
+    _take_on_device,
+    take_chunk_top_k,
+)
 from lightning_topt.communication.selection.lanes import INFINITY_BITS
 
 
@@ -38,7 +42,14 @@ def _numbers(numel, kind, seed):
 @pytest.mark.parametrize("kind", ["normal", "ties", "heavy"])
 @pytest.mark.parametrize(
     ("numel", "chunk", "density"),
-    [(1000, 64, 0.05), (4096, 1024, 0.01), (10, 64, 0.5), (300, 7, 1.0), (257, 256, 0.1), (9000, 4096, 0.03)],
+    [
+        (1000, 64, 0.05),
+        (4096, 1024, 0.01),
+        (10, 64, 0.5),
+        (300, 7, 1.0),
+        (257, 256, 0.1),
+        (9000, 4096, 0.03),
+    ],
 )
 def test_takes_what_sorting_takes(kind, numel, chunk, density):
     added, residual = _numbers(numel, kind, 1), _numbers(numel, kind, 2)
@@ -54,7 +65,10 @@ def test_takes_what_sorting_takes(kind, numel, chunk, density):
 
 def test_other_devices_take_the_same():
     chunks = Chunks.of_density(1000, chunk=64, density=0.05)
-    added, residual = torch.from_numpy(_numbers(1000, "normal", 1)), torch.from_numpy(_numbers(1000, "normal", 2))
+    added, residual = (
+        torch.from_numpy(_numbers(1000, "normal", 1)),
+        torch.from_numpy(_numbers(1000, "normal", 2)),
+    )
     other = residual.clone()
     chosen = take_chunk_top_k(added, residual, chunks, decay=0.5)
     again = _take_on_device(added, other, chunks, decay=0.5, scale=1.0)
@@ -95,5 +109,11 @@ def test_every_rank_is_found(kind, guess):
     order = np.sort(np.abs(values))[::-1]
     for k in range(1, 151):
         threshold, reaching = find_threshold(values, bits, 0, 150, k, guess)
-        assert reaching == count_reaching(values, bits, 0, 150, threshold) == (bits & 0x7FFFFFFF >= threshold).sum()
-        assert reaching >= k and (reaching == k or order[k - 1] == np.int32(threshold).view(np.float32))
+        assert (
+            reaching
+            == count_reaching(values, bits, 0, 150, threshold)
+            == (bits & 0x7FFFFFFF >= threshold).sum()
+        )
+        assert reaching >= k and (
+            reaching == k or order[k - 1] == np.int32(threshold).view(np.float32)
+        )

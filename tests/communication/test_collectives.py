@@ -7,7 +7,12 @@ import torch
 import torch.distributed as dist
 
 from lightning_topt.communication import collectives
-from lightning_topt.communication.collectives import AllGather, ReduceScatter, all_gather_into, reduce_scatter_into
+from lightning_topt.communication.collectives import (
+    AllGather,
+    ReduceScatter,
+    all_gather_into,
+    reduce_scatter_into,
+)
 from tests.launch import run_ranks
 
 
@@ -15,7 +20,10 @@ def compare(rank: int, n: int, dtype: torch.dtype, in_place: bool) -> None:
     world_size = dist.get_world_size()
     collectives.CHUNK_ELEMENTS = 8
     data = torch.randn(n, generator=torch.Generator().manual_seed(rank)).to(dtype)
-    ours, theirs = torch.zeros(world_size * n, dtype=dtype), torch.zeros(world_size * n, dtype=dtype)
+    ours, theirs = (
+        torch.zeros(world_size * n, dtype=dtype),
+        torch.zeros(world_size * n, dtype=dtype),
+    )
     if in_place:
         ours.view(world_size, n)[rank].copy_(data)
         all_gather_into(ours, ours.view(world_size, n)[rank])
@@ -43,9 +51,13 @@ def test_equal_to_torch(world_size: int, n: int, dtype: torch.dtype) -> None:
 
 
 def compare_in_groups(rank: int) -> None:
-    """Neighbours, and ranks a stride apart: the groups of FSDP2 on a mesh of 2 x 2, both in use at once."""
+    """Neighbours, and ranks a stride apart: the groups of FSDP2 on a mesh of 2 x 2, both in use at
+    once.
+    """
     collectives.CHUNK_ELEMENTS = 8
-    groups = [[dist.new_group(part) for part in parts] for parts in ([[0, 1], [2, 3]], [[0, 2], [1, 3]])]
+    groups = [
+        [dist.new_group(part) for part in parts] for parts in ([[0, 1], [2, 3]], [[0, 2], [1, 3]])
+    ]
     inner, across = groups[0][rank // 2], groups[1][rank % 2]
     data = torch.randn(21, generator=torch.Generator().manual_seed(rank))
     whole = torch.randn(42, generator=torch.Generator().manual_seed(rank))

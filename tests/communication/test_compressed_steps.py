@@ -1,4 +1,6 @@
-"""Outer steps whose deltas travel in few bits: SparseLoCo and quantized steps, flat and between nodes."""
+"""Outer steps whose deltas travel in few bits: SparseLoCo and quantized steps, flat and between
+nodes.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ SHAPES = {"weight": (30, 9), "bias": (13,)}  # not a multiple of any chunk or gr
 NUMEL, STEPS = 283, 7
 METHODS = [
     SparseLoCo(every=2, density=0.1, chunk=64, bits=2),
-    SparseLoCo(every=3, density=0.3, chunk=4096, bits=8, residual_decay=1.0, outer_learning_rate=0.7),
+    SparseLoCo(
+        every=3, density=0.3, chunk=4096, bits=8, residual_decay=1.0, outer_learning_rate=0.7
+    ),
     QuantizedSteps(every=2, bits=4),
     QuantizedSteps(every=3, bits=1, outer_momentum=0.5),
 ]
@@ -28,7 +32,10 @@ METHODS = [
 
 def _initial(seed):
     generator = torch.Generator().manual_seed(seed)
-    return {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()}
+    return {
+        name: nn.Parameter(torch.randn(shape, generator=generator))
+        for name, shape in SHAPES.items()
+    }
 
 
 def _gradient(rank, step):
@@ -39,7 +46,9 @@ def _gradient(rank, step):
 def _local_step(parameters, gradient):
     """What a rank's own optimizer does."""
     with torch.no_grad():
-        for (name, parameter), part in zip(parameters.items(), gradient.split([270, 13]), strict=True):
+        for (name, parameter), part in zip(
+            parameters.items(), gradient.split([270, 13]), strict=True
+        ):
             parameter.mul_(0.9).sub_(0.1 * part.view(SHAPES[name]))
 
 
@@ -104,14 +113,25 @@ class Twin:
         return result
 
     def _rounded(self, values, group=GROUP):
-        return LevelFormat(len(values), self.method.bits, group).round(torch.tensor(values).float()).double().numpy()
+        return (
+            LevelFormat(len(values), self.method.bits, group)
+            .round(torch.tensor(values).float())
+            .double()
+            .numpy()
+        )
 
 
 def _twin(method, ranks, part=NUMEL):
-    theta, momentum, twin = _flat(_initial(seed=0)).double().numpy(), np.zeros(NUMEL), Twin(method, ranks, part)
+    theta, momentum, twin = (
+        _flat(_initial(seed=0)).double().numpy(),
+        np.zeros(NUMEL),
+        Twin(method, ranks, part),
+    )
     replicas = [theta.copy() for _ in range(ranks)]
     for step in range(STEPS):
-        replicas = [0.9 * own - 0.1 * _gradient(rank, step).numpy() for rank, own in enumerate(replicas)]
+        replicas = [
+            0.9 * own - 0.1 * _gradient(rank, step).numpy() for rank, own in enumerate(replicas)
+        ]
         if (step + 1) % method.every == 0 or step + 1 == STEPS:
             mean = twin.mean([theta - own for own in replicas])
             momentum = method.outer_momentum * momentum + mean
@@ -126,7 +146,8 @@ def test_equals_the_slow_twin(method):
     theta, residuals = _twin(method, 3)
     for rank, (parameters, residual, statistics) in enumerate(results):
         assert torch.equal(parameters, results[0][0])
-        np.testing.assert_allclose(parameters, theta, atol=2e-3)  # another order of a sum may round another way
+        # another order of a sum may round another way
+        np.testing.assert_allclose(parameters, theta, atol=2e-3)
         np.testing.assert_allclose(residual, residuals[rank], atol=2e-3)
         assert 0 < statistics.bytes_sent < 0.25 * statistics.dense_bytes
 
@@ -176,7 +197,10 @@ def _continued(rank, method):
     for step in range(5):
         _local_step(parameters, _gradient(rank, step))
         outer.after_step()
-    state, values = outer.state_dict(), {name: value.detach().clone() for name, value in parameters.items()}
+    state, values = (
+        outer.state_dict(),
+        {name: value.detach().clone() for name, value in parameters.items()},
+    )
     second = OuterSteps(resumed.items(), method)
     second.load_state_dict(state)
     with torch.no_grad():
@@ -195,11 +219,15 @@ def test_state_round_trip(method):
 
 
 def _nodes(rank, method):
-    """Plain SGD with averaged gradients inside each node; parameters and residual after three outer steps."""
+    """Plain SGD with averaged gradients inside each node; parameters and residual after three outer
+    steps.
+    """
     parameters = _initial(seed=rank)
     outer = OuterSteps(parameters.items(), method, topology=Topology(2, 2, rank))
     for step in range(6):
-        for parameter, part in zip(parameters.values(), _gradient(rank, step).split([270, 13]), strict=True):
+        for parameter, part in zip(
+            parameters.values(), _gradient(rank, step).split([270, 13]), strict=True
+        ):
             parameter.grad = part.view(parameter.shape).clone()
         outer.average_gradients()
         with torch.no_grad():
@@ -231,7 +259,9 @@ def test_a_node_is_one_replica():
         torch.testing.assert_close(parameters, ranks[0][0], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("method", [SparseLoCo(every=2, density=1.0, bits=8), QuantizedSteps(every=2, bits=8)], ids=str)
+@pytest.mark.parametrize(
+    "method", [SparseLoCo(every=2, density=1.0, bits=8), QuantizedSteps(every=2, bits=8)], ids=str
+)
 def test_between_nodes_shards_travel(method):
     nodes, ranks = run_ranks(_nodes, 4, method), run_ranks(_of_nodes, 2, method)
     for rank, (parameters, state, _) in enumerate(nodes):

@@ -24,7 +24,9 @@ def _twin(tile):
                         * math.cos(math.pi * (2 * i + 1) * f / (2 * height))
                         * math.cos(math.pi * (2 * j + 1) * g / (2 * width))
                     )
-            result[f, g] = total * math.sqrt((1 + (f > 0)) / height) * math.sqrt((1 + (g > 0)) / width)
+            result[f, g] = (
+                total * math.sqrt((1 + (f > 0)) / height) * math.sqrt((1 + (g > 0)) / width)
+            )
     return result
 
 
@@ -50,18 +52,26 @@ def test_comes_back(shape):
     tiles = Tiles.of_shape(torch.Size(shape), limit=32)
     coefficients = tiles.encode(tensor)
     torch.testing.assert_close(tiles.decode(coefficients), tensor, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(coefficients.norm(), tensor.norm(), rtol=1e-5, atol=1e-5)  # orthonormal
+    # orthonormal
+    torch.testing.assert_close(coefficients.norm(), tensor.norm(), rtol=1e-5, atol=1e-5)
 
 
 def test_a_smooth_matrix_needs_few_coefficients():
     x = torch.linspace(0, 1, 64)
     smooth = torch.outer(x, x**2)
-    coefficients = Tiles.of_shape(smooth.shape, limit=64).encode(smooth.view(-1)).abs().sort(descending=True).values
+    coefficients = (
+        Tiles.of_shape(smooth.shape, limit=64)
+        .encode(smooth.view(-1))
+        .abs()
+        .sort(descending=True)
+        .values
+    )
     assert coefficients[:32].square().sum() > 0.99 * coefficients.square().sum()
 
 
 @pytest.mark.parametrize(
-    ("length", "limit", "expected"), [(96, 64, 48), (50257, 64, 29), (7, 64, 7), (128, 64, 64), (13, 4, 1)]
+    ("length", "limit", "expected"),
+    [(96, 64, 48), (50257, 64, 29), (7, 64, 7), (128, 64, 64), (13, 4, 1)],
 )
 def test_tiles_divide(length, limit, expected):
     assert tile_length(length, limit) == expected

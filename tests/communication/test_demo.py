@@ -10,7 +10,13 @@ from lightning_topt.communication import DeMo
 from lightning_topt.communication.cosine import Tiles
 from lightning_topt.communication.exchange_context import ExchangeContext
 from lightning_topt.communication.topology import Topology, make_groups
-from tests.communication.buckets import SHAPES, TWO_BUCKETS, exchange_step, gradients_of, make_exchange
+from tests.communication.buckets import (
+    SHAPES,
+    TWO_BUCKETS,
+    exchange_step,
+    gradients_of,
+    make_exchange,
+)
 from tests.communication.exchange_ranks import assert_equal_on_all_ranks, loss_of, train, wrap
 from tests.launch import run_ranks
 
@@ -19,11 +25,15 @@ STEPS = range(1, 6)
 
 
 class Twin:
-    """All holders in one process, float64: momentum in the basis of the parameters, one tile at a time."""
+    """All holders in one process, float64: momentum in the basis of the parameters, one tile at a
+    time.
+    """
 
     def __init__(self, method, holders):
         self.method = method
-        self.momentum = [{n: torch.zeros(s).double() for n, s in SHAPES.items()} for _ in range(holders)]
+        self.momentum = [
+            {n: torch.zeros(s).double() for n, s in SHAPES.items()} for _ in range(holders)
+        ]
 
     def step(self, gradients):
         """Sign of the sum, and the sum, by name; gradients by holder and name."""
@@ -72,7 +82,9 @@ def test_flat_is_the_definition():
 def _by_nodes(rank):
     topology = Topology(2, 2, rank)
     groups = make_groups(topology, num_stages=1, hierarchical=True, timeout_seconds=30)
-    exchange = METHOD.make_exchange(ExchangeContext(topology, groups, torch.device("cpu"), timeout_seconds=30))
+    exchange = METHOD.make_exchange(
+        ExchangeContext(topology, groups, torch.device("cpu"), timeout_seconds=30)
+    )
     results = [exchange_step(exchange, gradients_of(rank, step), step=step) for step in (0, *STEPS)]
     return results, exchange.state_dict(), exchange.bytes_sent
 
@@ -99,7 +111,9 @@ def _first(rank):
 def test_the_first_step_is_the_sign_of_the_mean_and_leaves_nothing():
     for found, norm in run_ranks(_first, 2):
         for name in SHAPES:
-            assert torch.equal(found[name], (gradients_of(0, 0)[name] + gradients_of(1, 0)[name]).sign())
+            assert torch.equal(
+                found[name], (gradients_of(0, 0)[name] + gradients_of(1, 0)[name]).sign()
+            )
         assert norm == 0
 
 

@@ -1,4 +1,6 @@
-"""Sparse exchanges on gloo ranks against a slow simulation; checkpoints; what DDP does to a hook."""
+"""Sparse exchanges on gloo ranks against a slow simulation; checkpoints; what DDP does to a
+hook.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,12 @@ from tests.communication.exchange_ranks import (
 from tests.launch import run_ranks
 
 
-def against_simulation(rank: int, options: TopK, shape: tuple[int, int], hierarchical: bool, resume: bool) -> int:
-    """Six steps, the last three after a checkpoint into a new DDP (whose first bucket holds everything) if `resume`."""
+def against_simulation(
+    rank: int, options: TopK, shape: tuple[int, int], hierarchical: bool, resume: bool
+) -> int:
+    """Six steps, the last three after a checkpoint into a new DDP (whose first bucket holds
+    everything) if `resume`.
+    """
     topology = Topology(*shape, rank)
     ddp, exchange = wrap(options, topology=topology)
     exempt = set(exempt_names(ddp.module, options.exempt))
@@ -42,7 +48,9 @@ def against_simulation(rank: int, options: TopK, shape: tuple[int, int], hierarc
                 expected = simulation.step(everyone, bucket_names(exchange), step)
                 for name, value in gradient.items():
                     scale = expected[name].abs().max().item()
-                    torch.testing.assert_close(value.double(), expected[name], rtol=1e-6, atol=2e-6 * scale, msg=name)
+                    torch.testing.assert_close(
+                        value.double(), expected[name], rtol=1e-6, atol=2e-6 * scale, msg=name
+                    )
             parameters = {n: t - 0.1 * gradient[n] for n, t in parameters.items()}
         assert_equal_on_all_ranks(ddp)
         if resume and steps.start == 0:
@@ -52,7 +60,11 @@ def against_simulation(rank: int, options: TopK, shape: tuple[int, int], hierarc
             ddp, exchange = wrap(options, topology=topology, model=ddp.module)
             exchange.load_state_dict(state[0])
     statistics = exchange.statistics()
-    assert statistics.steps == 6 - 3 * resume and statistics.exchange_seconds > 0 and statistics.exposed_seconds >= 0
+    assert (
+        statistics.steps == 6 - 3 * resume
+        and statistics.exchange_seconds > 0
+        and statistics.exposed_seconds >= 0
+    )
     assert options.density == 1 or 0 < statistics.bytes_sent < statistics.dense_bytes
     assert (statistics.residual_norm > 0) == (options.error_feedback and options.density < 1)
     exchange.close()
@@ -122,16 +134,22 @@ def test_state_on_other_ranks(target):
     assert len(loaded[0]["ranks"]) == target[0] and all(not other["ranks"] for other in loaded[1:])
     for kind in ("residual", "velocity"):
         for name in state["ranks"][0][kind]:
-            before, after = (torch.stack([r[kind][name] for r in s["ranks"]]).mean(0) for s in (state, loaded[0]))
+            before, after = (
+                torch.stack([r[kind][name] for r in s["ranks"]]).mean(0) for s in (state, loaded[0])
+            )
             torch.testing.assert_close(after, before)
-            assert target[0] == 2 or all(torch.allclose(r[kind][name], before) for r in loaded[0]["ranks"])
+            assert target[0] == 2 or all(
+                torch.allclose(r[kind][name], before) for r in loaded[0]["ranks"]
+            )
 
 
 def test_state_of_another_model():
     state = run_ranks(saved_after, 2, (2, 1), 2)[0]
     tensors = state["ranks"][0]["residual"]
     tensors["0.weight"] = tensors["0.weight"][1:]
-    with pytest.raises(RuntimeError, match=r"state of 0.weight has 639 elements, the parameter 640"):
+    with pytest.raises(
+        RuntimeError, match=r"state of 0.weight has 639 elements, the parameter 640"
+    ):
         run_ranks(saved_after_loading, 1, (1, 1), state)
     tensors["old.weight"] = tensors.pop("0.weight")
     with pytest.raises(RuntimeError, match=r"parameter that the model lacks: old.weight"):
@@ -140,14 +158,20 @@ def test_state_of_another_model():
         run_ranks(saved_after_loading, 1, (1, 1), state | {"method": "sign"})
 
 
-def lossless(rank: int, ddp_options: dict[str, Any], accumulate: int, dtype: torch.dtype, method: str) -> None:
+def lossless(
+    rank: int, ddp_options: dict[str, Any], accumulate: int, dtype: torch.dtype, method: str
+) -> None:
     """A density of 1 gives DDP's own gradients, whatever DDP does."""
 
     def model() -> nn.Module:
         return Branches().to(dtype)
 
     plain = DistributedDataParallel(model(), **ddp_options)
-    options = TopK(density=1.0, exempt=("norm", "layers.3.b*")) if method == "topk" else read_method(method)
+    options = (
+        TopK(density=1.0, exempt=("norm", "layers.3.b*"))
+        if method == "topk"
+        else read_method(method)
+    )
     ddp, exchange = wrap(options, model=model(), **ddp_options)
     for step in range(4):
         for both in (plain, ddp):
@@ -155,11 +179,19 @@ def lossless(rank: int, ddp_options: dict[str, Any], accumulate: int, dtype: tor
             for micro in range(accumulate):
                 branch = 0 if ddp_options.get("static_graph") else (step + micro) % 2
                 with both.no_sync() if micro + 1 < accumulate else nullcontext():
-                    both(batch(rank, 10 * step + micro)[0].to(dtype), branch=branch).float().square().mean().backward()
-        for (name, ours), theirs in zip(ddp.module.named_parameters(), plain.module.parameters(), strict=True):
+                    both(
+                        batch(rank, 10 * step + micro)[0].to(dtype), branch=branch
+                    ).float().square().mean().backward()
+        for (name, ours), theirs in zip(
+            ddp.module.named_parameters(), plain.module.parameters(), strict=True
+        ):
             assert (ours.grad is None) == (theirs.grad is None), name
             if ours.grad is not None:
-                tolerance = {"rtol": 2e-6, "atol": 1e-7} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 1e-3}
+                tolerance = (
+                    {"rtol": 2e-6, "atol": 1e-7}
+                    if dtype == torch.float32
+                    else {"rtol": 2e-2, "atol": 1e-3}
+                )
                 torch.testing.assert_close(ours.grad, theirs.grad, **tolerance, msg=name)
     assert exchange.statistics().steps == 4
     exchange.close()
@@ -171,7 +203,9 @@ class Branches(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList([nn.Linear(16, 40), nn.Linear(40, 30), nn.Linear(40, 30), nn.Linear(30, 50)])
+        self.layers = nn.ModuleList(
+            [nn.Linear(16, 40), nn.Linear(40, 30), nn.Linear(40, 30), nn.Linear(30, 50)]
+        )
 
     def forward(self, x: torch.Tensor, *, branch: int) -> torch.Tensor:
         x = self.layers[1 + branch](torch.tanh(self.layers[0](x)))

@@ -1,4 +1,6 @@
-"""Overlap, stragglers, the choice of dense, counted bytes, the debug check, bad input, dead peers."""
+"""Overlap, stragglers, the choice of dense, counted bytes, the debug check, bad input, dead
+peers.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_topt.communication import BF16, BoundedLoss, Dense, GradientMethod, LinkCosts, TopK, peers
+from lightning_topt.communication import (
+    BF16,
+    BoundedLoss,
+    Dense,
+    GradientMethod,
+    LinkCosts,
+    TopK,
+    peers,
+)
 from lightning_topt.communication.hook import CompressedExchange
 from lightning_topt.communication.peers import PeerLostError
 from lightning_topt.communication.topology import Topology
@@ -71,7 +81,9 @@ def delayed(rank: int, shape: tuple[int, int], seconds: float) -> list[Tensor]:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_straggler_changes_nothing(shape):
-    punctual, late = (run_ranks(delayed, shape[0] * shape[1], shape, seconds) for seconds in (0.0, 0.05))
+    punctual, late = (
+        run_ranks(delayed, shape[0] * shape[1], shape, seconds) for seconds in (0.0, 0.05)
+    )
     for rank in range(1, len(late)):
         assert all(torch.equal(a, b) for a, b in zip(late[0], late[rank], strict=True))
     assert all(torch.equal(a, b) for a, b in zip(punctual[0], late[0], strict=True))
@@ -117,7 +129,9 @@ def link_chosen(rank: int, shape: tuple[int, int], link: LinkCosts) -> float:
 
 
 def test_dense_where_cheaper():
-    """A ring of messages takes half the hops of a ring all-reduce: only many ranks or many bytes make dense cheaper."""
+    """A ring of messages takes half the hops of a ring all-reduce: only many ranks or many bytes
+    make dense cheaper.
+    """
     slow = LinkCosts(0.0, 1e6)
     assert max(run_ranks(link_chosen, 2, (2, 1), slow)) < 0.2
     options = TopK(density=0.99, link=slow, exempt=())
@@ -148,7 +162,9 @@ def ratio(exchange: CompressedExchange) -> float:
 
 
 def test_dense_inside_nodes():
-    """A sum inside each node before the network saves a third of the bytes of a ring over 2 x 2 ranks."""
+    """A sum inside each node before the network saves a third of the bytes of a ring over 2 x 2
+    ranks.
+    """
     assert run_ranks(dense_in_nodes, 4) == pytest.approx([2 / 3] * 4, rel=1e-3)
 
 
@@ -159,16 +175,23 @@ def bytes_of_a_step(rank: int, shape: tuple[int, int]) -> tuple[int, list[Any]]:
     list(train(ddp, rank=rank, steps=range(2, 3)))
     layouts = exchange._needed().layouts
     exchange.close()
-    return exchange.statistics().bytes_sent, [sum(layouts[index][1].numels) for index in sorted(layouts)]
+    return exchange.statistics().bytes_sent, [
+        sum(layouts[index][1].numels) for index in sorted(layouts)
+    ]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_bytes_of_a_step(shape):
     """Each rank's message to each other node (flat: around the ring)."""
     for sent, numels in run_ranks(bytes_of_a_step, shape[0] * shape[1], shape):
-        shards = [n for numel in numels for n in ([numel] if shape[1] == 1 else [numel // 2, numel - numel // 2])]
+        shards = [
+            n
+            for numel in numels
+            for n in ([numel] if shape[1] == 1 else [numel // 2, numel - numel // 2])
+        ]
         expected = sum(MessageFormat(n, round(0.05 * n)).nbytes for n in shards)
-        assert abs(sent - expected) <= 8 * len(numels)  # equal sizes for shards that differ by an element
+        # equal sizes for shards that differ by an element
+        assert abs(sent - expected) <= 8 * len(numels)
 
 
 def debugged(rank: int) -> str:
@@ -185,15 +208,24 @@ def debugged(rank: int) -> str:
 
 def test_debug_names_the_parameter():
     for message in run_ranks(debugged, 2):
-        assert "parameter 3.weight differs between rank 0 and rank 1 after 3 exchanged steps" in message
+        assert (
+            "parameter 3.weight differs between rank 0 and rank 1 after 3 exchanged steps"
+            in message
+        )
 
 
 def bad_input(rank: int) -> None:
     world_size = dist.get_world_size()
-    with pytest.raises(ValueError, match=r"world size is 2, but the topology has 2 nodes x 2 ranks"):
+    with pytest.raises(
+        ValueError, match=r"world size is 2, but the topology has 2 nodes x 2 ranks"
+    ):
         CompressedExchange(TopK(), topology=Topology(2, 2, rank))
-    exchange = CompressedExchange(TopK(density=0.01 * (1 + rank)), topology=Topology(world_size, 1, rank))
-    with pytest.raises(TypeError, match=r"a Linear cannot be exchanged compressed.*DistributedDataParallel"):
+    exchange = CompressedExchange(
+        TopK(density=0.01 * (1 + rank)), topology=Topology(world_size, 1, rank)
+    )
+    with pytest.raises(
+        TypeError, match=r"a Linear cannot be exchanged compressed.*DistributedDataParallel"
+    ):
         exchange.register(nn.Linear(2, 2))
     ddp = nn.parallel.DistributedDataParallel(make_model())
     with pytest.raises(ValueError, match=r"density is 0.02 on rank 1 and 0.01 on rank 0"):
@@ -238,7 +270,10 @@ def test_dead_peer_is_named(method, shape, dead, tmp_path):
     world_size = shape[0] * shape[1]
     shared = (str(tmp_path / "store"), context.SimpleQueue(), context.Barrier(world_size))
     args = (world_size, *shared, 20, (method, shape, dead, str(tmp_path)))
-    ranks = [context.Process(target=_rank, args=(dies, rank, *args), daemon=True) for rank in range(world_size)]
+    ranks = [
+        context.Process(target=_rank, args=(dies, rank, *args), daemon=True)
+        for rank in range(world_size)
+    ]
     for process in ranks:
         process.start()
     for process in ranks:

@@ -1,4 +1,6 @@
-"""Gradients that are not finite, steps that are thrown away, loss scales, rounding: nothing is sent or lost silently."""
+"""Gradients that are not finite, steps that are thrown away, loss scales, rounding: nothing is sent
+or lost silently.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,9 @@ def skips(rank: int, shape: tuple[int, int], momentum: float, exempt_is_bad: boo
         dist.all_reduce(node, group=group)
         node /= 2
     if not momentum:
-        torch.testing.assert_close(after["0.weight"], before["0.weight"] + node, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(
+            after["0.weight"], before["0.weight"] + node, rtol=1e-5, atol=1e-7
+        )
     assert all(torch.isfinite(value).all() for value in after.values())
     gradients = list(train(ddp, rank=rank, steps=range(4, 6)))
     assert all(torch.isfinite(g).all() for gradient in gradients for g in gradient.values())
@@ -104,7 +108,9 @@ def put_back(rank: int, values: dict[str, Any]) -> None:
     for name, value in residuals(exchange).items():
         parameter = plain.get_parameter(name)
         if parameter.dim() > 1:
-            torch.testing.assert_close(value, before[name] + parameter.grad.view(-1), rtol=1e-5, atol=1e-7)
+            torch.testing.assert_close(
+                value, before[name] + parameter.grad.view(-1), rtol=1e-5, atol=1e-7
+            )
     exchange.close()
 
 
@@ -114,7 +120,9 @@ def test_step_skipped_puts_back(values):
 
 
 def nothing_lost(rank: int, values: dict[str, Any]) -> None:
-    """What is applied and what is held back add up to all gradients, also where values are rounded."""
+    """What is applied and what is held back add up to all gradients, also where values are
+    rounded.
+    """
     ddp, exchange = wrap(TopK(density=0.03, **values))
     total: dict[str, Tensor] = {}
     applied: dict[str, Tensor] = {}
@@ -127,18 +135,23 @@ def nothing_lost(rank: int, values: dict[str, Any]) -> None:
         for name, value in gradient.items():
             applied[name] = applied.get(name, 0) + value
             total[name] = total.get(name, 0) + plain.get_parameter(name).grad
-        parameters = {name: p.detach() - 0.1 * gradient[name] for name, p in plain.named_parameters()}
+        parameters = {
+            name: p.detach() - 0.1 * gradient[name] for name, p in plain.named_parameters()
+        }
     for name, held in residuals(exchange).items():
         pending, everything = held.view(total[name].shape).clone(), total[name]
         dist.all_reduce(pending)
         dist.all_reduce(everything)
-        torch.testing.assert_close(applied[name] + pending / 2, everything / 2, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            applied[name] + pending / 2, everything / 2, rtol=1e-5, atol=1e-6
+        )
     assert_equal_on_all_ranks(ddp)
     exchange.close()
 
 
 @pytest.mark.parametrize(
-    "values", [{}, {"value_dtype": "bfloat16"}, {"value_dtype": "float16"}, {"bits": 2}, {"bits": 1}]
+    "values",
+    [{}, {"value_dtype": "bfloat16"}, {"value_dtype": "float16"}, {"bits": 2}, {"bits": 1}],
 )
 def test_nothing_is_lost(values):
     run_ranks(nothing_lost, 2, values)
@@ -154,7 +167,9 @@ def scaled(rank: int, shape: tuple[int, int]) -> None:
         loss_of(plain, rank, step).backward()
         (loss_of(ddp, rank, step) * exchange.loss_scale).backward()
         for ours, theirs in zip(ddp.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(ours.grad / exchange.loss_scale, theirs.grad, rtol=1e-6, atol=1e-9)
+            torch.testing.assert_close(
+                ours.grad / exchange.loss_scale, theirs.grad, rtol=1e-6, atol=1e-9
+            )
 
 
 @pytest.mark.parametrize("shape", SHAPES)

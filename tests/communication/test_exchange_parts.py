@@ -40,7 +40,11 @@ def test_message_round_trip(dtype, numel, k, low_bits):
     form = MessageFormat(numel, k, dtype)
     assert form.low_bits == low_bits
     generator = torch.Generator().manual_seed(k)
-    indices = torch.randint(numel, (4 * k,), generator=generator).unique()[:k] if k < numel else torch.arange(k)
+    indices = (
+        torch.randint(numel, (4 * k,), generator=generator).unique()[:k]
+        if k < numel
+        else torch.arange(k)
+    )
     indices[-1] = numel - 1
     indices, values = indices[:k].int(), torch.randn(k, generator=generator) * 1e5
     message = torch.full((form.nbytes + 4,), 255, dtype=torch.uint8)
@@ -70,7 +74,13 @@ def test_a_message_with_entries_missing_is_an_error():
 
 def test_message_sizes():
     """Near the entropy of which entries were sent; never more than 4 bytes per index."""
-    for numel, density in [(10**7, 0.01), (10**7, 0.001), (10**7, 0.04), (10**7, 0.1), (10**7, 0.25)]:
+    for numel, density in [
+        (10**7, 0.01),
+        (10**7, 0.001),
+        (10**7, 0.04),
+        (10**7, 0.1),
+        (10**7, 0.25),
+    ]:
         form = MessageFormat(numel, round(numel * density))
         bits = 8 * (form.nbytes / form.k - 4)
         entropy = (-density * math.log2(density) - (1 - density) * math.log2(1 - density)) / density
@@ -173,12 +183,16 @@ def test_lost_store(monkeypatch):
     monkeypatch.setattr(peers, "POLL_SECONDS", 0)
     monitor = PeerMonitor(Gone(), rank=2, world_size=4)
     assert not monitor.look()  # an idle rank does not end the job
-    assert "rank 0, unless torchrun does) is gone" in str(monitor.diagnose(RuntimeError("timed out")))
+    assert "rank 0, unless torchrun does) is gone" in str(
+        monitor.diagnose(RuntimeError("timed out"))
+    )
 
 
 def test_topology():
     torchrun = {"LOCAL_WORLD_SIZE": "2"}
-    assert Topology.from_environment(rank=3, world_size=4, environment=torchrun) == Topology(2, 2, 3)
+    assert Topology.from_environment(rank=3, world_size=4, environment=torchrun) == Topology(
+        2, 2, 3
+    )
     slurm = {"SLURM_PROCID": "0", "SLURM_NTASKS_PER_NODE": "4", "SLURM_NNODES": "2"}
     assert Topology.from_environment(rank=0, world_size=8, environment=slurm) == Topology(2, 4, 0)
     slurm["SLURM_NTASKS_PER_NODE"] = "2(x2)"
@@ -205,8 +219,14 @@ def test_topology():
         ({"momentum": 1.0}, "momentum is at least 0"),
         ({"momentum": 0.9, "error_feedback": False}, "needs error_feedback"),
         ({"dense_steps": 0}, "dense_steps is at least 1"),
-        ({"method": "bf16", "density": 0.1}, "method 'bf16' has no option 'density'; its options are dense_steps"),
-        ({"method": "topk", "rank": 4}, "method 'topk' has no option 'rank'; its options are dense_steps, "),
+        (
+            {"method": "bf16", "density": 0.1},
+            "method 'bf16' has no option 'density'; its options are dense_steps",
+        ),
+        (
+            {"method": "topk", "rank": 4},
+            "method 'topk' has no option 'rank'; its options are dense_steps, ",
+        ),
         ({"timeout_seconds": 0}, "method 'topk' has no option 'timeout_seconds'"),
     ],
 )
@@ -217,7 +237,9 @@ def test_bad_options(options, message):
 
 def test_density_warms_up():
     options = TopK(density=0.01, warmup_steps=2, dense_steps=2)
-    assert [options.density_at(step) for step in range(6)] == pytest.approx([1, 1, 0.25, 0.05, 0.01, 0.01])
+    assert [options.density_at(step) for step in range(6)] == pytest.approx(
+        [1, 1, 0.25, 0.05, 0.01, 0.01]
+    )
     assert TopK(density=0.5, warmup_steps=2).density_at(1) == 0.5
     assert TopK(exempt=["bias"]).exempt == ("bias",)
     with pytest.raises(ValueError, match="positive bandwidth"):
@@ -225,24 +247,44 @@ def test_density_warms_up():
 
 
 def test_density_of_all_together():
-    """What each sends depends on how many do: ranks, or nodes where gradients are summed inside them."""
+    """What each sends depends on how many do: ranks, or nodes where gradients are summed inside
+    them.
+    """
     method = TopK(density=None, bits=2)
-    assert [method.on(Topology(nodes, 2, 0)).density for nodes in (1, 2, 4)] == pytest.approx([0.08, 0.08, 0.04])
+    assert [method.on(Topology(nodes, 2, 0)).density for nodes in (1, 2, 4)] == pytest.approx(
+        [0.08, 0.08, 0.04]
+    )
     assert replace(method, hierarchical=False).on(Topology(2, 2, 0)).density == pytest.approx(0.04)
     assert TopK(density=0.5).on(Topology(2, 2, 0)) == TopK(density=0.5)
     assert read_method(method.as_mapping()) == method
-    assert [TopK(density=d).steps_under_adam is not None for d in (None, 0.2, 0.01)] == [True, True, False]
+    assert [TopK(density=d).steps_under_adam is not None for d in (None, 0.2, 0.01)] == [
+        True,
+        True,
+        False,
+    ]
     assert method.density_at(0) == 1
     with pytest.raises(ValueError, match="depends on the number of ranks"):
         method.density_at(1)
 
 
 def test_exempt_names():
-    model = nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 3), nn.LayerNorm(3), nn.BatchNorm1d(3), nn.GRU(3, 3))
+    model = nn.Sequential(
+        nn.Embedding(4, 3), nn.Linear(3, 3), nn.LayerNorm(3), nn.BatchNorm1d(3), nn.GRU(3, 3)
+    )
     assert exempt_names(model, ()) == frozenset()
     assert exempt_names(model, ("embedding",)) == {"0.weight"}
-    assert exempt_names(model, ("bias",)) == {"1.bias", "2.bias", "3.bias", "4.bias_ih_l0", "4.bias_hh_l0"}
-    assert exempt_names(model, ("norm",)) == {f"{layer}.{name}" for layer in (2, 3) for name in ("weight", "bias")}
+    assert exempt_names(model, ("bias",)) == {
+        "1.bias",
+        "2.bias",
+        "3.bias",
+        "4.bias_ih_l0",
+        "4.bias_hh_l0",
+    }
+    assert exempt_names(model, ("norm",)) == {
+        f"{layer}.{name}" for layer in (2, 3) for name in ("weight", "bias")
+    }
     assert exempt_names(model, ("4.weight_?h*",)) == {"4.weight_ih_l0", "4.weight_hh_l0"}
-    with pytest.raises(ValueError, match=r"exempt='head.*' matches no parameter; names look like 0.weight"):
+    with pytest.raises(
+        ValueError, match=r"exempt='head.*' matches no parameter; names look like 0.weight"
+    ):
         exempt_names(model, ("head.*",))

@@ -15,7 +15,9 @@ WORLD_SIZE = 3
 
 def _means(rank, method, dtype, scale):
     exchange = make_exchange(read_method(method), rank, WORLD_SIZE)
-    gradients = {name: gradient * scale for name, gradient in gradients_of(rank, 1, dtype=dtype).items()}
+    gradients = {
+        name: gradient * scale for name, gradient in gradients_of(rank, 1, dtype=dtype).items()
+    }
     means = exchange_step(exchange, gradients, step=1)
     return means, exchange.bytes_sent
 
@@ -32,7 +34,12 @@ def test_mean_to_half_precision_equal_on_all_ranks(method, dtype):
             assert means[name].dtype == dtype
             assert torch.equal(means[name], results[0][0][name])
             # Each of three terms, each of two sums and the result are rounded once.
-            tolerance = 6 * torch.finfo(torch.bfloat16 if dtype == torch.bfloat16 else read_method(method).dtype).eps
+            tolerance = (
+                6
+                * torch.finfo(
+                    torch.bfloat16 if dtype == torch.bfloat16 else read_method(method).dtype
+                ).eps
+            )
             assert torch.allclose(means[name].double(), expected, rtol=0, atol=tolerance)
             assert bytes_sent == 2 * 2 * numel * (WORLD_SIZE - 1) // WORLD_SIZE
 

@@ -34,7 +34,9 @@ def test_other_devices_say_the_same(bits):
     plain = torch.zeros(form.nbytes, dtype=torch.uint8)
     form._encode_torch(values, plain)
     torch.testing.assert_close(form.decode(plain), form.round(values), rtol=1e-2, atol=0)
-    levels = plain[: form.level_bytes].view(torch.bfloat16)[: form.groups * form.levels_each].float()
+    levels = (
+        plain[: form.level_bytes].view(torch.bfloat16)[: form.groups * form.levels_each].float()
+    )
     assert torch.equal(form._decode_torch(levels.view(form.groups, -1), plain), form.decode(plain))
 
 
@@ -47,7 +49,10 @@ def test_zeros_arrive(bits):
 def test_more_bits_are_more_exact():
     torch.manual_seed(0)
     values = torch.randn(4096)
-    errors = [float((LevelFormat(4096, bits).round(values) - values).norm() / values.norm()) for bits in BITS]
+    errors = [
+        float((LevelFormat(4096, bits).round(values) - values).norm() / values.norm())
+        for bits in BITS
+    ]
     assert errors == sorted(errors, reverse=True)
     assert errors[0] < 0.62 and errors[1] < 0.4 and errors[2] < 0.15 and errors[3] < 0.01
 
@@ -57,7 +62,9 @@ def test_equal_magnitudes_keep_them():
     assert torch.equal(LevelFormat(4, 2).round(values), values)
 
 
-@pytest.mark.parametrize(("numel", "bits", "nbytes"), [(1024, 2, 8 * 4 + 256), (1024, 1, 16 + 128), (10, 4, 4 + 8)])
+@pytest.mark.parametrize(
+    ("numel", "bits", "nbytes"), [(1024, 2, 8 * 4 + 256), (1024, 1, 16 + 128), (10, 4, 4 + 8)]
+)
 def test_sizes(numel, bits, nbytes):
     assert LevelFormat(numel, bits).nbytes == nbytes
 
@@ -72,7 +79,11 @@ def test_messages_arrive(bits, segments):
     message = torch.full((form.nbytes + 8,), 255, dtype=torch.uint8)
     form.pack(values, indices, out=message)
     found = form.unpack(message)
-    assert found.finite and torch.equal(found.values, form.round(values)) and torch.equal(found.indices, indices.long())
+    assert (
+        found.finite
+        and torch.equal(found.values, form.round(values))
+        and torch.equal(found.indices, indices.long())
+    )
     form.pack_nonfinite(out=message)
     assert not form.unpack(message).finite or not k
 

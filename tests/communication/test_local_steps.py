@@ -36,7 +36,8 @@ def _local_step(parameters, rank, step):
 
 
 def _train(rank, options, steps=STEPS, dtype=torch.float32):
-    parameters = {name: value.to(dtype) for name, value in _initial(seed=rank).items()}  # only those of rank 0 count
+    # only those of rank 0 count
+    parameters = {name: value.to(dtype) for name, value in _initial(seed=rank).items()}
     local = OuterSteps(parameters.items(), LocalSteps(**options))
     for step in range(steps):
         _local_step(parameters, rank, step)
@@ -54,26 +55,36 @@ def _twin(*, every, outer_learning_rate=0.7, outer_momentum=0.9, density=None, r
         theta.values(), lr=outer_learning_rate, momentum=outer_momentum, nesterov=outer_momentum > 0
     )
     residuals = [0.0] * WORLD_SIZE
-    replicas = [{name: value.detach().clone() for name, value in theta.items()} for _ in range(WORLD_SIZE)]
+    replicas = [
+        {name: value.detach().clone() for name, value in theta.items()} for _ in range(WORLD_SIZE)
+    ]
     for step in range(STEPS):
         for rank, replica in enumerate(replicas):
             _local_step(replica, rank, step)
         if (step + 1) % every and step + 1 < STEPS:
             continue
         deltas = [
-            torch.cat([(theta[name] - replica[name]).detach().view(-1) for name in SHAPES]) for replica in replicas
+            torch.cat([(theta[name] - replica[name]).detach().view(-1) for name in SHAPES])
+            for replica in replicas
         ]
         if density is not None:
             for rank, delta in enumerate(deltas):
                 pending = residual_decay * residuals[rank] + delta
-                largest = pending.abs().argsort(descending=True)[: max(1, round(density * delta.numel()))]
+                largest = pending.abs().argsort(descending=True)[
+                    : max(1, round(density * delta.numel()))
+                ]
                 deltas[rank] = torch.zeros_like(pending).index_put((largest,), pending[largest])
                 residuals[rank] = pending - deltas[rank]
         mean = torch.stack(deltas).mean(0)
-        for parameter, part in zip(theta.values(), mean.split([p.numel() for p in theta.values()]), strict=True):
+        for parameter, part in zip(
+            theta.values(), mean.split([p.numel() for p in theta.values()]), strict=True
+        ):
             parameter.grad = part.view(parameter.shape)
         outer.step()
-        replicas = [{name: value.detach().clone() for name, value in theta.items()} for _ in range(WORLD_SIZE)]
+        replicas = [
+            {name: value.detach().clone() for name, value in theta.items()}
+            for _ in range(WORLD_SIZE)
+        ]
     return theta, residuals
 
 
@@ -85,7 +96,13 @@ def _twin(*, every, outer_learning_rate=0.7, outer_momentum=0.9, density=None, r
         {"every": 1},
         {"every": 100},
         {"every": 2, "density": 0.2},
-        {"every": 2, "density": 0.3, "outer_momentum": 0.0, "outer_learning_rate": 1.0, "residual_decay": 0.9},
+        {
+            "every": 2,
+            "density": 0.3,
+            "outer_momentum": 0.0,
+            "outer_learning_rate": 1.0,
+            "residual_decay": 0.9,
+        },
     ],
 )
 def test_equals_the_slow_twin(options):
@@ -101,13 +118,19 @@ def test_equals_the_slow_twin(options):
 
 
 def test_one_local_step_without_outer_optimizer_is_parameter_averaging():
-    results = run_ranks(_train, WORLD_SIZE, {"every": 1, "outer_learning_rate": 1.0, "outer_momentum": 0.0})
+    results = run_ranks(
+        _train, WORLD_SIZE, {"every": 1, "outer_learning_rate": 1.0, "outer_momentum": 0.0}
+    )
     parameters = _initial(seed=0)
     for step in range(STEPS):
-        replicas = [{name: value.clone() for name, value in parameters.items()} for _ in range(WORLD_SIZE)]
+        replicas = [
+            {name: value.clone() for name, value in parameters.items()} for _ in range(WORLD_SIZE)
+        ]
         for rank, replica in enumerate(replicas):
             _local_step(replica, rank, step)
-        parameters = {name: torch.stack([replica[name] for replica in replicas]).mean(0) for name in SHAPES}
+        parameters = {
+            name: torch.stack([replica[name] for replica in replicas]).mean(0) for name in SHAPES
+        }
     for name in SHAPES:
         torch.testing.assert_close(results[1][0][name], parameters[name], rtol=0, atol=2e-6)
 
@@ -136,7 +159,12 @@ def test_values_of_16_bits(value_dtype, density):
 def _conserved(rank, value_dtype):
     """Without outer optimizer: what arrived and what is held back is all there was."""
     parameters = _initial(seed=0)
-    options = {"density": 0.3, "outer_learning_rate": 1.0, "outer_momentum": 0.0, "value_dtype": value_dtype}
+    options = {
+        "density": 0.3,
+        "outer_learning_rate": 1.0,
+        "outer_momentum": 0.0,
+        "value_dtype": value_dtype,
+    }
     local = OuterSteps(parameters.items(), LocalSteps(every=2, **options))
     start, total = local.anchor.clone(), 0.0
     for step in range(6):
@@ -155,7 +183,10 @@ def test_the_sparse_form_loses_nothing(value_dtype):
 
 
 def test_statistics():
-    numel, ring = sum(torch.Size(shape).numel() for shape in SHAPES.values()), 2 * (WORLD_SIZE - 1) / WORLD_SIZE
+    numel, ring = (
+        sum(torch.Size(shape).numel() for shape in SHAPES.values()),
+        2 * (WORLD_SIZE - 1) / WORLD_SIZE,
+    )
     _, statistics, _ = run_ranks(_train, WORLD_SIZE, {"every": EVERY})[0]
     assert (statistics.local_steps, statistics.outer_steps) == (STEPS, 3)
     flags = 4 * WORLD_SIZE
@@ -174,7 +205,9 @@ def test_parameters_of_16_bits_keep_a_float32_anchor():
             assert parameters[name].dtype == torch.bfloat16
             assert torch.equal(parameters[name], results[0][0][name])
             assert torch.equal(parameters[name], state["anchor"][name].bfloat16())
-            torch.testing.assert_close(parameters[name].float(), exact[0][0][name], rtol=0, atol=0.1)
+            torch.testing.assert_close(
+                parameters[name].float(), exact[0][0][name], rtol=0, atol=0.1
+            )
 
 
 def _standing_still(rank):
@@ -208,7 +241,9 @@ def _continued(rank, options):
         for tensors, steps in ((parameters, local), (resumed, second)):
             _local_step(tensors, rank, step)
             steps.after_step()
-    return all(torch.equal(resumed[name], parameters[name]) for name in SHAPES), second.statistics.outer_steps
+    return all(
+        torch.equal(resumed[name], parameters[name]) for name in SHAPES
+    ), second.statistics.outer_steps
 
 
 @pytest.mark.parametrize("options", [{"every": 2}, {"every": 2, "density": 0.1}])
@@ -259,7 +294,9 @@ def _not_finite(rank):
     if rank == 1:
         parameters["bias"][3] = torch.nan
     before = {name: value.clone() for name, value in parameters.items()}
-    with pytest.raises(FloatingPointError, match=r"rank 1 have NaN or infinities after 2 local steps"):
+    with pytest.raises(
+        FloatingPointError, match=r"rank 1 have NaN or infinities after 2 local steps"
+    ):
         local.after_step()
     return all(torch.equal(before[n].nan_to_num(), parameters[n].nan_to_num()) for n in SHAPES)
 
@@ -293,7 +330,9 @@ def _waits_too_long(rank):
     outer_steps.GRACE_SECONDS = 1.0
     local = OuterSteps([torch.zeros(3)], LocalSteps(every=1), timeout_seconds=0.3)
     if rank == 0:
-        with pytest.raises(PeerLostError, match=r"^rank 1 did not answer.*waited longer than 0.3 s"):
+        with pytest.raises(
+            PeerLostError, match=r"^rank 1 did not answer.*waited longer than 0.3 s"
+        ):
             local.after_step()
     else:
         time.sleep(3)
@@ -311,7 +350,10 @@ def test_timeout():
         ({"every": 1, "outer_momentum": 1.0}, "outer_momentum is at least 0 and below 1"),
         ({"every": 1, "density": 0.0}, "density is the fraction sent"),
         ({"every": 1, "density": 1.5}, "density is the fraction sent"),
-        ({"every": 1, "residual_decay": 0.9}, "residual_decay is from 0 to 1, and 1 where no density"),
+        (
+            {"every": 1, "residual_decay": 0.9},
+            "residual_decay is from 0 to 1, and 1 where no density",
+        ),
         ({"every": 1, "value_dtype": "float64"}, "value_dtype is one of"),
     ],
 )

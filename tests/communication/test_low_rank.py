@@ -17,7 +17,14 @@ from lightning_topt.communication.methods.power_sgd.factors import (
     plan_factors,
     saves_enough,
 )
-from tests.communication.buckets import SHAPES, TWO_BUCKETS, exchange_step, gradients_of, make_exchange, make_layout
+from tests.communication.buckets import (
+    SHAPES,
+    TWO_BUCKETS,
+    exchange_step,
+    gradients_of,
+    make_exchange,
+    make_layout,
+)
 from tests.launch import run_ranks
 
 WORLD_SIZE, STEPS = 3, 5
@@ -39,7 +46,9 @@ def test_matrix_shapes_and_savings():
     assert matrix_shape(torch.Size((5,))) == (5, 1)
     assert matrix_shape(torch.Size(())) == (1, 1)
     assert matrix_shape(torch.Size((0, 4))) == (0, 0)
-    assert saves_enough(torch.Size((100, 100)), rank=24) and not saves_enough(torch.Size((100, 100)), rank=25)
+    assert saves_enough(torch.Size((100, 100)), rank=24) and not saves_enough(
+        torch.Size((100, 100)), rank=25
+    )
     assert not saves_enough(torch.Size((1000,)), rank=1)
 
 
@@ -53,9 +62,17 @@ def test_orthonormal_of_matrices_that_lack_rank():
 
 
 def _run(rank, error_feedback, low_rank):
-    exchange = make_exchange(PowerSGD(rank=low_rank, error_feedback=error_feedback), rank, WORLD_SIZE)
+    exchange = make_exchange(
+        PowerSGD(rank=low_rank, error_feedback=error_feedback), rank, WORLD_SIZE
+    )
     means = [
-        exchange_step(exchange, gradients_of(rank, step), step=step, buckets=TWO_BUCKETS, exempt=("embedding",))
+        exchange_step(
+            exchange,
+            gradients_of(rank, step),
+            step=step,
+            buckets=TWO_BUCKETS,
+            exempt=("embedding",),
+        )
         for step in range(1, STEPS)
     ]
     return means, exchange.bytes_sent, exchange.state_dict(), exchange.residual_norm()
@@ -64,11 +81,19 @@ def _run(rank, error_feedback, low_rank):
 def _twin(error_feedback, low_rank):
     """Algorithms 1 and 2 of PowerSGD, all workers in one process, float64."""
     shapes = {name: matrix_shape(torch.Size(SHAPES[name])) for name in SHAPES}
-    q = {name: first_factor(name, columns=shapes[name][1], rank=low_rank).T.double().numpy() for name in FACTORED}
-    residuals = [{name: np.zeros(shape) for name, shape in shapes.items()} for _ in range(WORLD_SIZE)]
+    q = {
+        name: first_factor(name, columns=shapes[name][1], rank=low_rank).T.double().numpy()
+        for name in FACTORED
+    }
+    residuals = [
+        {name: np.zeros(shape) for name, shape in shapes.items()} for _ in range(WORLD_SIZE)
+    ]
     for step in range(1, STEPS):
         pending = [
-            {n: g.double().numpy().reshape(shapes[n]) + residuals[r][n] for n, g in gradients_of(r, step).items()}
+            {
+                n: g.double().numpy().reshape(shapes[n]) + residuals[r][n]
+                for n, g in gradients_of(r, step).items()
+            }
             for r in range(WORLD_SIZE)
         ]
         means = {name: np.mean([p[name] for p in pending], axis=0) for name in SHAPES}
@@ -91,13 +116,17 @@ def test_several_steps_equal_the_slow_twin(error_feedback, low_rank):
         for means, *_ in results:
             for name in SHAPES:
                 assert torch.equal(means[step][name], results[0][0][step][name])
-                np.testing.assert_allclose(means[step][name].reshape(expected[name].shape), expected[name], atol=1e-4)
+                np.testing.assert_allclose(
+                    means[step][name].reshape(expected[name].shape), expected[name], atol=1e-4
+                )
     sent_per_step = 4 * (low_rank * (24 + 20) * 2 + low_rank * (12 + 27) + 13 + 6 + 80)
     residuals = twin[-1][1]
     for rank, (_, bytes_sent, state, norm) in enumerate(results):
         for name, value in state["residual"].items():
             np.testing.assert_allclose(value, residuals[rank][name].reshape(-1), atol=1e-4)
-        assert norm == pytest.approx(np.sqrt(sum((r**2).sum() for r in residuals[rank].values())), rel=1e-4)
+        assert norm == pytest.approx(
+            np.sqrt(sum((r**2).sum() for r in residuals[rank].values())), rel=1e-4
+        )
         ring = 2 * (WORLD_SIZE - 1) / WORLD_SIZE
         assert bytes_sent == pytest.approx((STEPS - 1) * ring * sent_per_step, abs=4 * STEPS)
 
@@ -109,21 +138,29 @@ def test_gradient_of_low_rank_arrives_whole():
         gradients = gradients_of(rank, 0)
         for name in FACTORED:
             rows, columns = matrix_shape(gradients[name].shape)
-            product = torch.randn(rows, 2, generator=generator) @ torch.randn(2, columns, generator=generator)
+            product = torch.randn(rows, 2, generator=generator) @ torch.randn(
+                2, columns, generator=generator
+            )
             gradients[name] = product.view(gradients[name].shape) * (rank + 1)
         means = exchange_step(exchange, gradients, step=1)
-        return all(torch.allclose(means[n], gradients[n] * 1.5 / (rank + 1), atol=1e-4) for n in FACTORED)
+        return all(
+            torch.allclose(means[n], gradients[n] * 1.5 / (rank + 1), atol=1e-4) for n in FACTORED
+        )
 
     assert run_ranks(run, 2) == [True, True]
 
 
 def _net():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(24, 32), nn.Tanh(), nn.Linear(32, 24), nn.Tanh(), nn.Linear(24, 4))
+    return nn.Sequential(
+        nn.Linear(24, 32), nn.Tanh(), nn.Linear(32, 24), nn.Tanh(), nn.Linear(24, 4)
+    )
 
 
 def _gradients_by_torch(rank, low_rank, steps):
-    """The gradients that torch's own hook makes (in one bucket), the local ones, and the Q that it starts from."""
+    """The gradients that torch's own hook makes (in one bucket), the local ones, and the Q that it
+    starts from.
+    """
     net = DistributedDataParallel(_net())
     state = torch_power_sgd.PowerSGDState(
         process_group=None, matrix_approximation_rank=low_rank, start_powerSGD_iter=2, random_seed=3
@@ -137,12 +174,21 @@ def _gradients_by_torch(rank, low_rank, steps):
         local.append({name: parameter.grad for name, parameter in alone.named_parameters()})
         net.zero_grad()
         net(inputs).square().mean().backward()
-        averaged.append({name: parameter.grad.clone() for name, parameter in net.module.named_parameters()})
+        averaged.append(
+            {name: parameter.grad.clone() for name, parameter in net.module.named_parameters()}
+        )
     # The hook draws one seed and then, shape by shape in bucket order, the random factors.
     generator = torch.Generator().manual_seed(int(np.random.RandomState(3).randint(1_000_000_000)))
     parameters = dict(net.module.named_parameters())
-    order = [name for name, p in reversed(parameters.items()) if p.dim() > 1 and saves_enough(p.shape, rank=low_rank)]
-    first = {name: torch.randn(1, parameters[name].shape[1], low_rank, generator=generator)[0].mT for name in order}
+    order = [
+        name
+        for name, p in reversed(parameters.items())
+        if p.dim() > 1 and saves_enough(p.shape, rank=low_rank)
+    ]
+    first = {
+        name: torch.randn(1, parameters[name].shape[1], low_rank, generator=generator)[0].mT
+        for name in order
+    }
     assert len({parameters[name].shape for name in order}) == len(order)
     return averaged, local, first
 
@@ -156,7 +202,10 @@ def _against_torch(rank, low_rank):
     for step in range(steps):
         means = exchange_step(exchange, local[step], step=step, buckets=[list(reversed(local[0]))])
         for name, mean in means.items():
-            worst = max(worst, float((mean - averaged[step][name]).abs().max() / averaged[step][name].abs().max()))
+            worst = max(
+                worst,
+                float((mean - averaged[step][name]).abs().max() / averaged[step][name].abs().max()),
+            )
     return worst
 
 

@@ -1,4 +1,6 @@
-"""One contract for all methods: what every `BucketExchange` must do, alone and under DDP. A new method is added to METHODS."""
+"""One contract for all methods: what every `BucketExchange` must do, alone and under DDP. A new
+method is added to METHODS.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,13 @@ from tests.communication.buckets import (
     gradients_of,
     make_exchange,
 )
-from tests.communication.exchange_ranks import assert_equal_on_all_ranks, bucket_names, loss_of, train, wrap
+from tests.communication.exchange_ranks import (
+    assert_equal_on_all_ranks,
+    bucket_names,
+    loss_of,
+    train,
+    wrap,
+)
 from tests.launch import run_ranks
 
 METHODS = {
@@ -34,7 +42,8 @@ METHODS = {
 MEANS = [name for name in METHODS if name != "demo"]  # which gives the sign of a sum: test_demo.py
 FEEDBACK = ["topk", "powersgd", "sign", "bounded_loss"]
 EXEMPT = dict.fromkeys(FEEDBACK, ("bias",))
-WHOLE = {"dense": (1, 1), "bounded_loss": (1, 1.5)}  # bytes sent / dense bytes, where no method makes them fewer
+# bytes sent / dense bytes, where no method makes them fewer
+WHOLE = {"dense": (1, 1), "bounded_loss": (1, 1.5)}
 
 
 def made(method, **options):
@@ -56,7 +65,10 @@ def _exchange(rank, method, world_size=2, **options):
 
 def _steps(exchange, rank, steps, *, method, **kwargs):
     exempt = EXEMPT.get(method, ())
-    return [exchange_step(exchange, gradients_of(rank, step), step=step, exempt=exempt, **kwargs) for step in steps]
+    return [
+        exchange_step(exchange, gradients_of(rank, step), step=step, exempt=exempt, **kwargs)
+        for step in steps
+    ]
 
 
 def _same(one, other, *, tolerance=0.0):
@@ -72,7 +84,9 @@ def _first_step(rank, method):
 @pytest.mark.parametrize("name", MEANS)
 def test_first_step_is_the_exact_mean(name):
     results = run_ranks(_first_step, 2, name)
-    expected = {n: torch.stack([gradients_of(rank, 0)[n] for rank in range(2)]).mean(0) for n in SHAPES}
+    expected = {
+        n: torch.stack([gradients_of(rank, 0)[n] for rank in range(2)]).mean(0) for n in SHAPES
+    }
     for means in results:
         _same([means], [expected], tolerance=1e-6)
 
@@ -87,7 +101,10 @@ def _resumed(rank, method):
     other = _exchange(rank, method)
     if state:
         other.load_state_dict(state)
-    _same(_steps(exchange, rank, range(4, 7), method=method), _steps(other, rank, range(4, 7), method=method))
+    _same(
+        _steps(exchange, rank, range(4, 7), method=method),
+        _steps(other, rank, range(4, 7), method=method),
+    )
     return bool(state)
 
 
@@ -100,13 +117,15 @@ def _relaid(rank, method):
     whole, cut = _exchange(rank, method), _exchange(rank, method)
     _same(
         _steps(whole, rank, range(6), method=method),
-        _steps(cut, rank, range(3), method=method) + _steps(cut, rank, range(3, 6), method=method, buckets=TWO_BUCKETS),
+        _steps(cut, rank, range(3), method=method)
+        + _steps(cut, rank, range(3, 6), method=method, buckets=TWO_BUCKETS),
         tolerance=1e-5,
     )
     return cut.residual_norm() - whole.residual_norm()
 
 
-@pytest.mark.parametrize("name", sorted(set(METHODS) - {"topk"}))  # topk selects per bucket: test_exchange.py
+# topk selects per bucket: test_exchange.py
+@pytest.mark.parametrize("name", sorted(set(METHODS) - {"topk"}))
 def test_residuals_follow_their_parameters_to_new_buckets(name):
     assert run_ranks(_relaid, 2, name) == pytest.approx([0, 0], abs=1e-4)
 
@@ -168,7 +187,9 @@ def test_gradients_of_16_bits(name):
     _same(first, second)
     whole = run_ranks(_first_step, 2, name)[0]
     for step in first:
-        assert all(torch.isfinite(mean).all() and mean.dtype == torch.bfloat16 for mean in step.values())
+        assert all(
+            torch.isfinite(mean).all() and mean.dtype == torch.bfloat16 for mean in step.values()
+        )
     for parameter, mean in first[0].items() if name in MEANS else ():
         torch.testing.assert_close(mean.float(), whole[parameter], rtol=0.02, atol=0.02)
 
@@ -208,7 +229,10 @@ def _nothing_is_lost(rank, method):
     for name in SHAPES:
         given = sum(gradients_of(rank, step)[name] for step in steps)
         pair = torch.stack(
-            [residual[name].view(-1) if name in residual else torch.zeros(given.numel()), given.view(-1)]
+            [
+                residual[name].view(-1) if name in residual else torch.zeros(given.numel()),
+                given.view(-1),
+            ]
         )
         dist.all_reduce(pair)
         received = sum(step[name] for step in means).view(-1)
@@ -222,9 +246,9 @@ def test_error_feedback_loses_nothing(name):
 
 
 def _mean_loss(ddp, world_size):
-    return sum(float(loss_of(ddp.module, rank, step)) for rank in range(world_size) for step in range(4)) / (
-        4 * world_size
-    )
+    return sum(
+        float(loss_of(ddp.module, rank, step)) for rank in range(world_size) for step in range(4)
+    ) / (4 * world_size)
 
 
 def _trained(rank, method, world_size):
@@ -258,7 +282,9 @@ def _continued(rank, method):
     resumed, second = wrap(made(method), model=copy.deepcopy(ddp.module), bucket_cap_mb=25)
     second.load_state_dict(state[0])
     for ours, theirs in zip(
-        train(ddp, rank=rank, steps=range(5, 9)), train(resumed, rank=rank, steps=range(5, 9)), strict=True
+        train(ddp, rank=rank, steps=range(5, 9)),
+        train(resumed, rank=rank, steps=range(5, 9)),
+        strict=True,
     ):
         _same([ours], [theirs], tolerance=1e-6)
     exchange.close()

@@ -37,7 +37,9 @@ def parameters_after(rank: int, form: str, options: GradientMethod) -> torch.Ten
     assert_equal_on_all_ranks(ddp)
     exchange.close()
     (node,) = made
-    assert isinstance(node, CollectiveNodeExchange if form == "collectives" else SharedMemoryNodeExchange)
+    assert isinstance(
+        node, CollectiveNodeExchange if form == "collectives" else SharedMemoryNodeExchange
+    )
     assert form == "collectives" or node.direct is (form == "direct")
     return torch.cat([parameter.detach().view(-1) for parameter in ddp.parameters()])
 
@@ -49,6 +51,11 @@ def no_room(descriptor: int, start: int, size: int) -> None:
 @pytest.mark.parametrize("density", [0.02, 0.5], ids=["messages shared", "sums shared"])
 def test_same_bits_by_memory_segments_and_collectives(density: float) -> None:
     options = TopK(density=density)
-    results = {form: run_ranks(parameters_after, 4, form, options) for form in ("direct", "segments", "collectives")}
+    results = {
+        form: run_ranks(parameters_after, 4, form, options)
+        for form in ("direct", "segments", "collectives")
+    }
     for form in ("segments", "collectives"):
-        assert all(torch.equal(a, b) for a, b in zip(results[form], results["direct"], strict=True)), form
+        assert all(
+            torch.equal(a, b) for a, b in zip(results[form], results["direct"], strict=True)
+        ), form

@@ -23,7 +23,9 @@ from tests.launch import run_ranks
 
 
 def exchange(*, direct: bool = True, timeout_seconds: float = 20) -> SharedMemoryNodeExchange:
-    return SharedMemoryNodeExchange(dist.group.WORLD, timeout_seconds=timeout_seconds, direct=direct)
+    return SharedMemoryNodeExchange(
+        dist.group.WORLD, timeout_seconds=timeout_seconds, direct=direct
+    )
 
 
 def bucket_of(rank: int, n: int, dtype: torch.dtype) -> Tensor:
@@ -62,14 +64,22 @@ def all_methods_of(node: SharedMemoryNodeExchange, rank: int, sizes: list[int]) 
             assert torch.equal(shards, bucket_of(7, n, dtype))
         gathering = node.all_gather(torch.full((n,), rank + 1, dtype=torch.uint8))
         gathering.wait()
-        assert torch.equal(gathering.result(), torch.arange(1, ranks + 1, dtype=torch.uint8)[:, None].expand(ranks, n))
+        assert torch.equal(
+            gathering.result(),
+            torch.arange(1, ranks + 1, dtype=torch.uint8)[:, None].expand(ranks, n),
+        )
 
 
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_equal_to_torch(ranks: int, direct: bool) -> None:
     block = node_memory.BLOCK_BYTES // 4 * ranks
-    run_ranks(all_methods, ranks, direct, [1, 0, 2, 5, 1001, 2 * block, block - 1, 3, 2 * block + 7, 400_000])
+    run_ranks(
+        all_methods,
+        ranks,
+        direct,
+        [1, 0, 2, 5, 1001, 2 * block, block - 1, 3, 2 * block + 7, 400_000],
+    )
 
 
 def special_values(rank: int) -> None:
@@ -80,7 +90,9 @@ def special_values(rank: int) -> None:
         flat = flat if rank == 0 else torch.full_like(flat, -0.0)
         pending = node.reduce_scatter(flat)
         pending.wait()
-        torch.testing.assert_close(pending.result(), bits.view(dtype).float() + -0.0, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(
+            pending.result(), bits.view(dtype).float() + -0.0, rtol=0, atol=0, equal_nan=True
+        )
     flat = torch.tensor([float("inf"), float("nan"), -0.0, 1e-45] * 2)
     pending = node.reduce_scatter(flat)
     pending.wait()
@@ -187,8 +199,16 @@ def test_tensors_that_cannot_be_exchanged() -> None:
 
 def memory_held() -> list[str]:
     """Descriptors and mappings of shared memory that this process has."""
-    links = [os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if os.path.islink(entry.path)]
-    return [line for line in links + Path("/proc/self/maps").read_text().splitlines() if "memfd:lightning_topt" in line]
+    links = [
+        os.readlink(entry.path)
+        for entry in os.scandir("/proc/self/fd")
+        if os.path.islink(entry.path)
+    ]
+    return [
+        line
+        for line in links + Path("/proc/self/maps").read_text().splitlines()
+        if "memfd:lightning_topt" in line
+    ]
 
 
 def held_after_close(rank: int, direct: bool) -> tuple[int, list[str]]:
@@ -217,7 +237,9 @@ def unavailable(rank: int, case: str) -> str:
     elif case == "machines":
         node_page.BOOT = Path(__file__).parent / ("test_collectives.py" if rank else "__init__.py")
     elif case == "namespaces" and rank == 1:
-        node_page.map_of = lambda process, descriptor, size: node_page.map_shared(node_page.reserve(size), size=size)
+        node_page.map_of = lambda process, descriptor, size: node_page.map_shared(
+            node_page.reserve(size), size=size
+        )
     with pytest.raises(NodeMemoryUnavailable) as caught:
         SharedMemoryNodeExchange(dist.group.WORLD, timeout_seconds=5)
     message = str(caught.value)
@@ -230,7 +252,10 @@ def unavailable(rank: int, case: str) -> str:
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        ("full", r"local rank 0 .*cannot reserve \d+ bytes of shared memory: No space left on device"),
+        (
+            "full",
+            r"local rank 0 .*cannot reserve \d+ bytes of shared memory: No space left on device",
+        ),
         ("machines", "local rank 1 .*not on the machine of local rank 0"),
         ("namespaces", "local rank 1 .*another process namespace"),
     ],
@@ -252,7 +277,9 @@ def forbidden(rank: int) -> str:
 
 def test_where_reading_is_forbidden_ranks_copy_through_segments() -> None:
     reasons = run_ranks(forbidden, 2)
-    assert reasons == ["local rank 1: reading the memory of local rank 0: Operation not permitted"] * 2
+    assert (
+        reasons == ["local rank 1: reading the memory of local rank 0: Operation not permitted"] * 2
+    )
 
 
 def no_room(rank: int) -> None:
@@ -263,7 +290,9 @@ def no_room(rank: int) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         os.posix_fallocate = full
-    with pytest.raises((OSError, LocalPeerLost), match=r"cannot reserve \d+ bytes|local rank 1 .*has left"):
+    with pytest.raises(
+        (OSError, LocalPeerLost), match=r"cannot reserve \d+ bytes|local rank 1 .*has left"
+    ):
         node.reduce_scatter(torch.ones(100)).wait()
 
 

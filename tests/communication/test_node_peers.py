@@ -19,7 +19,9 @@ from tests.launch import run_ranks
 from tests.shared_memory import shared_files
 
 
-def survive(rank: int, store: str, direct: bool, polls: bool, publishes: bool, queue: SimpleQueue) -> None:
+def survive(
+    rank: int, store: str, direct: bool, polls: bool, publishes: bool, queue: SimpleQueue
+) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=3)
     node = SharedMemoryNodeExchange(dist.group.WORLD, direct=direct, timeout_seconds=60)
@@ -42,13 +44,17 @@ def survive(rank: int, store: str, direct: bool, polls: bool, publishes: bool, q
 
 @pytest.mark.parametrize("publishes", [False, True])
 @pytest.mark.parametrize(("direct", "polls"), [(True, False), (True, True), (False, False)])
-def test_a_killed_rank_is_named_and_leaves_nothing(tmp_path: Path, direct: bool, polls: bool, publishes: bool) -> None:
+def test_a_killed_rank_is_named_and_leaves_nothing(
+    tmp_path: Path, direct: bool, polls: bool, publishes: bool
+) -> None:
     """Whether it dies before the others can read what it sent, or before it sends."""
     before = shared_files()
     context = mp.get_context("fork")
     queue = context.SimpleQueue()
     arguments = (str(tmp_path / "store"), direct, polls, publishes, queue)
-    ranks = [context.Process(target=survive, args=(rank, *arguments), daemon=True) for rank in range(3)]
+    ranks = [
+        context.Process(target=survive, args=(rank, *arguments), daemon=True) for rank in range(3)
+    ]
     for process in ranks:
         process.start()
     messages = []
@@ -59,7 +65,9 @@ def test_a_killed_rank_is_named_and_leaves_nothing(tmp_path: Path, direct: bool,
         assert lost == 1
         messages.append(message)
     # The second may find that out itself, or hear it from the first.
-    news = [message for message in messages if "local rank 1 was given up by local rank" not in message]
+    news = [
+        message for message in messages if "local rank 1 was given up by local rank" not in message
+    ]
     assert news and all(f"process {ranks[1].pid}) has ended" in message for message in news)
     for process in ranks:
         process.join()

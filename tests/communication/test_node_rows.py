@@ -1,4 +1,6 @@
-"""Slices averaged and rows gathered through memory, against means and copies by torch; ranks that die or disagree."""
+"""Slices averaged and rows gathered through memory, against means and copies by torch; ranks that
+die or disagree.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def average(rank: int, sizes: list[int]) -> None:
         expected = sum(values(r, n).double() for r in range(ranks))[begin:end] / ranks
         torch.testing.assert_close(flat[begin:end].double(), expected, rtol=1e-6, atol=1e-6)
         if ranks == 2:  # halves are exact and two terms have one order
-            assert torch.equal(flat[begin:end], (sum(values(r, n) for r in range(2)) / 2)[begin:end])
+            assert torch.equal(
+                flat[begin:end], (sum(values(r, n) for r in range(2)) / 2)[begin:end]
+            )
         mine = values(rank, n)
         assert torch.equal(flat[:begin], mine[:begin]) and torch.equal(flat[end:], mine[end:])
         assert torch.equal(work.result(), flat[begin:end])
@@ -56,9 +60,13 @@ def gather(rank: int) -> None:
         for dtype in (torch.float32, torch.bfloat16, torch.int64):
             true = {r: [(values(r + step, max(1, torch.Size(s).numel()))[: torch.Size(s).numel()] * 9).to(dtype).view(s)
                         for s in shapes[r]] for r in shapes}  # fmt: skip
-            parts = {r: [t.clone() if r == rank else torch.zeros_like(t) for t in true[r]] for r in true}
+            parts = {
+                r: [t.clone() if r == rank else torch.zeros_like(t) for t in true[r]] for r in true
+            }
             node.gather_rows(parts).wait()
-            assert all(torch.equal(a, b) for r in true for a, b in zip(parts[r], true[r], strict=True))
+            assert all(
+                torch.equal(a, b) for r in true for a, b in zip(parts[r], true[r], strict=True)
+            )
             for part in parts.get(rank, ()):
                 part.fill_(0)  # the others have read it by now
     node.close()
@@ -101,7 +109,8 @@ def where(rank: int) -> list[bool]:
     group, cpu = dist.group.WORLD, torch.device("cpu")
     made = [
         node_rows(group, device=cpu, num_nodes=1, timeout_seconds=9),
-        node_rows(group, device=cpu, num_nodes=2, timeout_seconds=9),  # the link between nodes is not to be bypassed
+        # the link between nodes is not to be bypassed
+        node_rows(group, device=cpu, num_nodes=2, timeout_seconds=9),
         node_rows(group, device=torch.device("cuda", 0), num_nodes=1, timeout_seconds=9),
     ]
     return [node is not None for node in made]

@@ -18,20 +18,30 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from lightning_topt.communication import rank_watch
 from lightning_topt.communication.processes import fate_of, own_identity
-from lightning_topt.communication.rank_watch import is_of_collective, time_limit, watch_ranks, within_limit
+from lightning_topt.communication.rank_watch import (
+    is_of_collective,
+    time_limit,
+    watch_ranks,
+    within_limit,
+)
 from tests.launch import free_port
 
 ERROR = RuntimeError("Connection closed by peer")
 LIMIT = timedelta(seconds=60)
 
 
-def on_tcp(function: Callable[..., str], world_size: int, *, reporters: list[int]) -> dict[int, str]:
-    """Run ``function(rank, pids)`` on ranks whose store rank 0 hosts; what the `reporters` return."""
+def on_tcp(
+    function: Callable[..., str], world_size: int, *, reporters: list[int]
+) -> dict[int, str]:
+    """Run ``function(rank, pids)`` on ranks whose store rank 0 hosts; what the `reporters`
+    return.
+    """
     context = mp.get_context("fork")
     queue = context.SimpleQueue()
     port = free_port()
     ranks = [
-        context.Process(target=_rank, args=(function, rank, world_size, port, queue)) for rank in range(world_size)
+        context.Process(target=_rank, args=(function, rank, world_size, port, queue))
+        for rank in range(world_size)
     ]
     for process in ranks:
         process.start()
@@ -52,7 +62,11 @@ def on_tcp(function: Callable[..., str], world_size: int, *, reporters: list[int
 def _rank(function: Any, rank: int, world_size: int, port: int, queue: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size, timeout=LIMIT
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=world_size,
+        timeout=LIMIT,
     )
     queue.put((rank, function(rank)))
     time.sleep(60)  # until the test has read everything
@@ -78,7 +92,11 @@ def loses_rank_1(rank: int) -> str:
 def test_a_rank_in_a_long_step_is_not_taken_for_the_lost_one() -> None:
     message = on_tcp(loses_rank_1, 3, reporters=[0, 2])[0]
     assert message.startswith("rank 1 did not answer in a collective call (rank 1: process ")
-    assert "has ended" in message and "rank 2" not in message and message.endswith("Connection closed by peer")
+    assert (
+        "has ended" in message
+        and "rank 2" not in message
+        and message.endswith("Connection closed by peer")
+    )
 
 
 def alive_or_ended(rank: int) -> str:
@@ -95,7 +113,9 @@ def alive_or_ended(rank: int) -> str:
 def test_ranks_that_are_alive_or_ended_with_an_error_of_their_own() -> None:
     alive, ended = on_tcp(alive_or_ended, 2, reporters=[0, 1])[0].split("|")
     assert "all ranks are alive" in alive and "rank 1 is at" in alive and "in long_step" in alive
-    assert ended.startswith("rank 1 ended with ValueError: a user's mistake; seen by rank 0: Connection")
+    assert ended.startswith(
+        "rank 1 ended with ValueError: a user's mistake; seen by rank 0: Connection"
+    )
 
 
 def loses_the_host(rank: int) -> str:
@@ -117,7 +137,9 @@ def loses_the_host(rank: int) -> str:
 
 def test_a_stopped_host_of_the_store_is_named_and_keeps_nobody_waiting() -> None:
     message = on_tcp(loses_the_host, 2, reporters=[1])[1]
-    assert message.startswith("rank 0 did not answer: the job's store, which it hosts, does not (process ")
+    assert message.startswith(
+        "rank 0 did not answer: the job's store, which it hosts, does not (process "
+    )
     assert "is stopped" in message
 
 
@@ -143,7 +165,8 @@ def left_behind(rank: int) -> str:
     dist.barrier()
     deadline = time.monotonic() + 20
     while (after := counted()) != before and time.monotonic() < deadline:
-        time.sleep(0.01)  # the other rank's thread, and on a busy machine this one's, ends a little later
+        # the other rank's thread, and on a busy machine this one's, ends a little later
+        time.sleep(0.01)
     return f"{during != before} {after == before or (before, during, after)}"
 
 
@@ -179,7 +202,10 @@ def test_where_calls_do_not_raise_the_neighbour_reports_a_silent_rank() -> None:
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
-        (RuntimeError("[/gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer"), True),
+        (
+            RuntimeError("[/gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer"),
+            True,
+        ),
         (RuntimeError("Application timeout caused pair closure"), True),
         (dist.DistStoreError("wait timeout after 2000ms"), True),
         (dist.DistBackendError("NCCL communicator was aborted on rank 0"), True),
@@ -200,5 +226,11 @@ def test_fates() -> None:
     own = own_identity()
     assert fate_of(own) == ""
     boot, space, process, _ = own.split()
-    assert fate_of(f"{boot} {space} {process} 1") == f"process {process} has ended"  # its number is another's now
-    assert fate_of(f"other {space} {process} 1") == fate_of(f"{boot} other {process} 1") == fate_of("") == ""
+    # its number is another's now
+    assert fate_of(f"{boot} {space} {process} 1") == f"process {process} has ended"
+    assert (
+        fate_of(f"other {space} {process} 1")
+        == fate_of(f"{boot} other {process} 1")
+        == fate_of("")
+        == ""
+    )

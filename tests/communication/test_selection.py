@@ -31,10 +31,16 @@ DATA = {
     "equal": lambda n: torch.full((n,), -2.5),
     "ascending": lambda n: torch.arange(n).float() / n,
     "mostly zeros": lambda n: torch.randn(n) * (torch.rand(n) < 1e-3),
-    "all but few equal": lambda n: torch.where(torch.rand(n) < 1e-3, torch.randn(n) * 3, torch.ones(n)),
-    "periodic": lambda n: (torch.arange(n) % 12800 < 64) * torch.rand(n),  # what the sample sees is all there is
-    "unseen": lambda n: (torch.arange(n) % 12800 >= 64) * torch.rand(n),  # the sample sees zeros only
-    "clustered": lambda n: (torch.rand(n // 500 + 1, 1) < 0.02).mul(torch.randn(n // 500 + 1, 500)).flatten()[:n],
+    "all but few equal": lambda n: torch.where(
+        torch.rand(n) < 1e-3, torch.randn(n) * 3, torch.ones(n)
+    ),
+    # what the sample sees is all there is
+    "periodic": lambda n: (torch.arange(n) % 12800 < 64) * torch.rand(n),
+    # the sample sees zeros only
+    "unseen": lambda n: (torch.arange(n) % 12800 >= 64) * torch.rand(n),
+    "clustered": lambda n: (
+        (torch.rand(n // 500 + 1, 1) < 0.02).mul(torch.randn(n // 500 + 1, 500)).flatten()[:n]
+    ),
     "descending": lambda n: -torch.arange(n).flip(0).float() / n,
     "tiny": lambda n: torch.randn(n) * 1e-42,  # denormal numbers
 }
@@ -117,11 +123,18 @@ def test_feedback_is_accumulate_select_zero(data, n, dtype, momentum):
     gradient, residual = DATA[data](n).to(dtype), torch.randn(n)
     velocity = torch.randn(n) if momentum else None
     for k in sorted({0, 1, n // 100, n}):
-        moved = None if velocity is None else torch.tensor(momentum) * velocity + torch.tensor(0.5) * gradient.float()
+        moved = (
+            None
+            if velocity is None
+            else torch.tensor(momentum) * velocity + torch.tensor(0.5) * gradient.float()
+        )
         expected = residual + (0.5 * gradient.float() if moved is None else moved)
-        values, indices = feedback_top_k(gradient, residual, k, scale=0.5, velocity=velocity, momentum=momentum)
+        values, indices = feedback_top_k(
+            gradient, residual, k, scale=0.5, velocity=velocity, momentum=momentum
+        )
         assert indices.dtype == torch.int32 and values.dtype == torch.float32
-        # Multiply-add may be fused in one of the two, which moves a value by one rounding: compare what was kept and taken.
+        # Multiply-add may be fused in one of the two, which moves a value by one rounding: compare
+        # what was kept and taken.
         whole = residual.clone()
         whole[indices] = values
         torch.testing.assert_close(whole, expected, rtol=1e-6, atol=1e-6)
@@ -142,7 +155,8 @@ def test_a_gradient_that_is_not_finite_changes_nothing(momentum, where, k):
     gradient[where] = float("nan")
     with pytest.raises(NonFiniteError):
         feedback_top_k(gradient, residual, k, velocity=velocity, momentum=momentum)
-    torch.testing.assert_close(residual, before[0], rtol=1e-6, atol=1e-6)  # undone by subtraction: up to rounding
+    # undone by subtraction: up to rounding
+    torch.testing.assert_close(residual, before[0], rtol=1e-6, atol=1e-6)
     if velocity is not None:
         torch.testing.assert_close(velocity, before[1], rtol=1e-5, atol=1e-5)
 
@@ -154,9 +168,11 @@ def test_a_gradient_that_is_not_finite_changes_nothing(momentum, where, k):
         ("zeros", 2000, ["ties"]),
         ("mostly zeros", 2000, ["ties"]),
         ("all but few equal", 2000, ["ties"]),
-        ("periodic", 100, ["lower", "list"]),  # the sample holds everything, so its bound is too high
+        # the sample holds everything, so its bound is too high
+        ("periodic", 100, ["lower", "list"]),
         ("periodic", 2000, ["lower", "whole"]),  # more than there is
-        ("unseen", 2000, ["whole"]),  # the bound is zero, and nothing but its size says that this is wrong
+        # the bound is zero, and nothing but its size says that this is wrong
+        ("unseen", 2000, ["whole"]),
     ],
 )
 def test_where_the_sample_misleads_the_search_goes_on_as_meant(data, k, ways, monkeypatch):
@@ -174,7 +190,9 @@ def test_where_the_sample_misleads_the_search_goes_on_as_meant(data, k, ways, mo
 
     monkeypatch.setattr(threshold_search, "_chosen", spy_chosen)
     monkeypatch.setattr(threshold_search, "_with_ties", lambda *a: taken.append("ties") or tied(*a))
-    monkeypatch.setattr(threshold_search, "_corrected_bound", lambda *a: taken.append("lower") or lower(*a))
+    monkeypatch.setattr(
+        threshold_search, "_corrected_bound", lambda *a: taken.append("lower") or lower(*a)
+    )
     x, residual = DATA[data](200_003), torch.zeros(200_003)
     assert torch.equal(top_k(x, k).indices, slow_indices(x, k))
     assert taken == ways
@@ -224,7 +242,12 @@ def test_first_largest_prefers_the_first():
 
 def test_warm_up_compiles_everything_without_the_interpreters_lock():
     warm_up()
-    for kernel in (numba_kernels.collect, numba_kernels.collect_sum, numba_kernels.take, numba_kernels.zero_at):
+    for kernel in (
+        numba_kernels.collect,
+        numba_kernels.collect_sum,
+        numba_kernels.take,
+        numba_kernels.zero_at,
+    ):
         assert kernel.signatures and kernel.targetoptions["nogil"]
 
 
@@ -243,9 +266,15 @@ def test_kernels_compile_where_no_cache_can_be_written(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_what_other_devices_run_follows_the_compiled_form(dtype):
     """The plain-torch step of error feedback, here on CPU tensors."""
-    gradient, residual, velocity = torch.randn(100_000).to(dtype), torch.randn(100_000), torch.randn(100_000)
+    gradient, residual, velocity = (
+        torch.randn(100_000).to(dtype),
+        torch.randn(100_000),
+        torch.randn(100_000),
+    )
     states = [(residual.clone(), velocity.clone()) for _ in range(2)]
-    first = feedback_top_k(gradient, states[0][0], 500, scale=0.5, velocity=states[0][1], momentum=0.5)
+    first = feedback_top_k(
+        gradient, states[0][0], 500, scale=0.5, velocity=states[0][1], momentum=0.5
+    )
     second = _feedback_device(gradient, states[1][0], 500, 0.5, states[1][1], 0.5)
     assert torch.equal(first.indices, second.indices)
     for ours, twin in ((first.values, second.values), *zip(*states, strict=True)):

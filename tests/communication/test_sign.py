@@ -15,7 +15,13 @@ from lightning_topt.communication.methods.sign.sign_bits import (
     take_signs,
     take_signs_torch,
 )
-from tests.communication.buckets import SHAPES, TWO_BUCKETS, exchange_step, gradients_of, make_exchange
+from tests.communication.buckets import (
+    SHAPES,
+    TWO_BUCKETS,
+    exchange_step,
+    gradients_of,
+    make_exchange,
+)
 from tests.launch import run_ranks
 
 WORLD_SIZE, STEPS = 3, 4
@@ -50,7 +56,13 @@ def test_mean_abs():
 def _run(rank, error_feedback):
     exchange = make_exchange(Sign(error_feedback=error_feedback), rank, WORLD_SIZE)
     means = [
-        exchange_step(exchange, gradients_of(rank, step), step=step, buckets=TWO_BUCKETS, exempt=("bias", "embedding"))
+        exchange_step(
+            exchange,
+            gradients_of(rank, step),
+            step=step,
+            buckets=TWO_BUCKETS,
+            exempt=("bias", "embedding"),
+        )
         for step in range(1, STEPS)
     ]
     return means, exchange.bytes_sent, exchange.state_dict()["residual"], exchange.residual_norm()
@@ -58,18 +70,27 @@ def _run(rank, error_feedback):
 
 def _twin(error_feedback):
     """Algorithm 2 of EF-signSGD, all workers in one process, one numpy line per formula."""
-    residuals = [{name: np.zeros(shape) for name, shape in SHAPES.items()} for _ in range(WORLD_SIZE)]
+    residuals = [
+        {name: np.zeros(shape) for name, shape in SHAPES.items()} for _ in range(WORLD_SIZE)
+    ]
     for step in range(1, STEPS):
         sent = []
         for rank in range(WORLD_SIZE):
-            gradients = {name: value.double().numpy() for name, value in gradients_of(rank, step).items()}
+            gradients = {
+                name: value.double().numpy() for name, value in gradients_of(rank, step).items()
+            }
             pending = {name: gradients[name] + residuals[rank][name] for name in SHAPES}
-            sent.append({name: np.abs(p).mean() * np.where(p < 0, -1, 1) for name, p in pending.items()})
+            sent.append(
+                {name: np.abs(p).mean() * np.where(p < 0, -1, 1) for name, p in pending.items()}
+            )
             for name in ("bias", "embedding"):
                 sent[rank][name] = pending[name]
             if error_feedback:
                 residuals[rank] = {name: pending[name] - sent[rank][name] for name in SHAPES}
-        yield {name: np.mean([message[name] for message in sent], axis=0) for name in SHAPES}, residuals
+        yield (
+            {name: np.mean([message[name] for message in sent], axis=0) for name in SHAPES},
+            residuals,
+        )
 
 
 @pytest.mark.parametrize("error_feedback", [True, False])
@@ -92,6 +113,8 @@ def test_several_steps_equal_the_slow_twin(error_feedback):
 
 def test_bytes_are_an_eighth_of_the_elements():
     per_step = run_ranks(_run, WORLD_SIZE, True)[0][1] / (STEPS - 1)
-    compressed = sum(torch.Size(SHAPES[name]).numel() for name in ("first", "second", "conv", "small"))
+    compressed = sum(
+        torch.Size(SHAPES[name]).numel() for name in ("first", "second", "conv", "small")
+    )
     exempt = 4 * (13 + 80) * 2 * (WORLD_SIZE - 1) / WORLD_SIZE
     assert per_step == pytest.approx((WORLD_SIZE - 1) * (compressed / 8 + 4 * 4) + exempt, abs=16)

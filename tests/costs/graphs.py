@@ -1,4 +1,6 @@
-"""Random operator graphs: a chain of blocks with the root's segments before, between and after them."""
+"""Random operator graphs: a chain of blocks with the root's segments before, between and after
+them.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +35,13 @@ def graph_of(
     buffer_bytes: int,
     input_bytes: Amount,
 ) -> OpGraph:
-    """A graph whose tensors have the memory of `timeline`; its first operators run one in each segment."""
+    """A graph whose tensors have the memory of `timeline`; its first operators run one in each
+    segment.
+    """
     step = step_of(timeline, batch_size, [op.name for op in ops])
-    return OpGraph(model, batch_size, ops, edges, parameters, blocks, step, buffer_bytes, input_bytes)
+    return OpGraph(
+        model, batch_size, ops, edges, parameters, blocks, step, buffer_bytes, input_bytes
+    )
 
 
 def step_of(timeline: tuple[Segment, ...], batch_size: int, operators: list[str]) -> Step:
@@ -45,11 +51,17 @@ def step_of(timeline: tuple[Segment, ...], batch_size: int, operators: list[str]
         back = 2 * count - 1 - k
         kept, output = segment.kept_bytes, segment.output_bytes
         temporary = segment.forward_peak_bytes + Amount(-kept.fixed, -kept.per_sample)
-        lives = [(output, k, back + 1), (kept + Amount(-output.fixed, -output.per_sample), k, back + 1)]
+        lives = [
+            (output, k, back + 1),
+            (kept + Amount(-output.fixed, -output.per_sample), k, back + 1),
+        ]
         lives += [(temporary, k, k + 1), (segment.backward_peak_bytes, back, back + 1)]
         if segment.block:
             calls.append(ModuleCall(segment.block, k, k + 1, (), (len(tensors),), True))
-        tensors += [StepTensor(operators[k], TensorSpec((), "uint8"), size, first, end) for size, first, end in lives]
+        tensors += [
+            StepTensor(operators[k], TensorSpec((), "uint8"), size, first, end)
+            for size, first, end in lives
+        ]
     order = (*range(count), *reversed(range(count)))
     return Step((batch_size, 2 * batch_size), order, count, tuple(tensors), tuple(calls))
 
@@ -97,7 +109,9 @@ def random_graph(seed: int, *, num_blocks: int = 3, alike: bool = False) -> OpGr
 
 
 def profile_of(graph: OpGraph, *, elementwise: bool = True, add: bool = False) -> OptimizerProfile:
-    """An Adam-like optimizer: two states per element, a step count, temporaries as large as the parameter."""
+    """An Adam-like optimizer: two states per element, a step count, temporaries as large as the
+    parameter.
+    """
     updates = {
         p.name: ParameterUpdate(8 * p.numel + 4, 28.0 * p.numel, 10.0, 4.0 * p.numel, add)
         for p in graph.parameters
@@ -116,7 +130,9 @@ def _amount(rng: random.Random) -> Amount:
 
 
 def _kernel(rng: random.Random) -> Kernel:
-    return Kernel("aten.mm.default", {"n": rng.randint(0, 99)}, _amount(rng), _amount(rng), rng.randint(1, 3))
+    return Kernel(
+        "aten.mm.default", {"n": rng.randint(0, 99)}, _amount(rng), _amount(rng), rng.randint(1, 3)
+    )
 
 
 def _segment(rng: random.Random, block: str) -> Segment:

@@ -14,7 +14,13 @@ from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.costs.collective_curves import COLLECTIVES, CollectiveCurve
 from lightning_topt.costs.communication import estimate_collective_seconds
 from lightning_topt.costs.groups import Group, mesh_groups, ranks_of_groups
-from lightning_topt.costs.measured_links import WaitTimer, collective_timers, curve, fit_link, process_groups
+from lightning_topt.costs.measured_links import (
+    WaitTimer,
+    collective_timers,
+    curve,
+    fit_link,
+    process_groups,
+)
 from lightning_topt.graph.kernels import encode_arguments
 from lightning_topt.graph.op_graph import Amount, Block, Kernel, Op, OpGraph, Step
 from tests.launch import run_ranks
@@ -91,7 +97,10 @@ def test_ranks_on_two_nodes_measure_the_network_between():
     assert (cluster.devices_per_node, cluster.num_nodes) == (1, 2)
     assert {key[1:] for key in cluster.collectives} == {(2, 1)}
     assert cluster.inter is not None and cluster.inter.datagrams is not None
-    assert cluster.inter.datagrams == cluster.intra.datagrams and cluster.inter.datagrams.bandwidth > 1e5
+    assert (
+        cluster.inter.datagrams == cluster.intra.datagrams
+        and cluster.inter.datagrams.bandwidth > 1e5
+    )
 
 
 def test_several_ranks_on_two_nodes_measure_the_link_inside_too():
@@ -100,7 +109,9 @@ def test_several_ranks_on_two_nodes_measure_the_link_inside_too():
     assert all(other.intra == cluster.intra for other in clusters)
     assert (cluster.devices_per_node, cluster.num_nodes) == (2, 2)
     groups = Group(4), Group(2), Group(2, 2)
-    assert set(cluster.collectives) == {(op, group.size, group.stride) for op in COLLECTIVES for group in groups}
+    assert set(cluster.collectives) == {
+        (op, group.size, group.stride) for op in COLLECTIVES for group in groups
+    }
     links = [cluster.intra, cluster.inter]
     assert [replace(link, datagrams=None) for link in links] == [
         fit_link(cluster.collectives, group) for group in groups[1:]
@@ -111,12 +122,16 @@ def test_several_ranks_on_two_nodes_measure_the_link_inside_too():
 def test_a_curve_never_falls():
     assert curve({1e3: 1.0, 1e6: 4.0, 1e4: 2.0}).seconds == (1.0, 2.0, 4.0)
     falling = curve({1e3: 1.0, 1e4: 4.0, 1e5: 1.0, 1e6: 9.0})
-    assert falling.sizes == (1e3, 1e4, 1e5, 1e6) and falling.seconds == pytest.approx((1.0, 2.0, 2.0, 9.0))
+    assert falling.sizes == (1e3, 1e4, 1e5, 1e6) and falling.seconds == pytest.approx(
+        (1.0, 2.0, 2.0, 9.0)
+    )
     assert curve({1.0: 8.0, 2.0: 2.0, 3.0: 0.5}).seconds == pytest.approx((2.0, 2.0, 2.0))
 
 
 def late_on_rank(rank):
-    """One rank comes 40 ms late to every exchange that has work before it: its products take 10 ms, those of all 5 ms."""
+    """One rank comes 40 ms late to every exchange that has work before it: its products take 10 ms,
+    those of all 5 ms.
+    """
     make, measured_links._products = (
         measured_links._products,
         lambda device, count: lambda: time.sleep(0.01 * count * rank),
@@ -132,21 +147,31 @@ def test_ranks_that_wait_for_one_another_are_part_of_a_collective():
     one, other = run_ranks(late_on_rank, 2)
     assert one == other >= 0.4 * 0.04  # the first waited for the other, which did not: half of it
     waits = Cluster("c", Device("d", 1, {"float32": 1.0}, 1.0), 2, 1, Link(0.0, 1.0))
-    waits = replace(waits, collectives={("all_reduce", 2, 1): CollectiveCurve((8.0, 16.0), (1.0, 2.0), 0.5)})
+    waits = replace(
+        waits, collectives={("all_reduce", 2, 1): CollectiveCurve((8.0, 16.0), (1.0, 2.0), 0.5)}
+    )
     assert Cluster.from_dict(waits.to_dict()) == waits
-    seconds = [estimate_collective_seconds(waits, op="all_reduce", size=size, group=Group(2)) for size in (8.0, 160.0)]
+    seconds = [
+        estimate_collective_seconds(waits, op="all_reduce", size=size, group=Group(2))
+        for size in (8.0, 160.0)
+    ]
     assert seconds == pytest.approx([1.5, 20.5])
 
 
 def timers_on_rank(rank):
     groups = mesh_groups(4, devices_per_node=2)
     with process_groups(groups) as made:
-        found = {group: dist.get_process_group_ranks(process_group) for group, process_group in made.items()}
+        found = {
+            group: dist.get_process_group_ranks(process_group)
+            for group, process_group in made.items()
+        }
         timers = collective_timers(
             made, ops=COLLECTIVES, device=torch.device("cpu"), budgets=dict.fromkeys(groups, 0.0)
         )
         values = {}
-        for key in ((op, group.size, group.stride) for op in ("all_reduce", "broadcast") for group in groups):
+        for key in (
+            (op, group.size, group.stride) for op in ("all_reduce", "broadcast") for group in groups
+        ):
             value = torch.full((4,), 10.0**rank)
             timers[key].make(value)()
             values[key] = value.tolist()
@@ -160,13 +185,21 @@ def test_every_kind_of_group_is_timed_in_its_own_ranks():
             for group in (Group(4), Group(2), Group(2, 2))
         }
         for group, ranks in found.items():
-            assert values["all_reduce", group.size, group.stride] == [sum(10.0**r for r in ranks)] * 4
+            assert (
+                values["all_reduce", group.size, group.stride] == [sum(10.0**r for r in ranks)] * 4
+            )
             assert values["broadcast", group.size, group.stride] == [10.0 ** ranks[0]] * 4
-        assert all(len(points) == 4 and all(size % 16 == 0 for size in points) for points in times.values())
+        assert all(
+            len(points) == 4 and all(size % 16 == 0 for size in points) for points in times.values()
+        )
 
 
 def states():
-    generators = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    generators = (
+        random.getstate(),
+        np.random.get_state()[1].tolist(),
+        torch.get_rng_state().tolist(),
+    )
     return *generators, torch.is_grad_enabled(), torch.get_default_dtype()
 
 
@@ -176,7 +209,14 @@ def test_generators_and_modes_are_as_before():
     before = states()
     calibrate(budget_seconds=0.1)
     assert states() == before
-    assert len(measure_kernels(OpGraph("M", 1, (op,), (), (), (Block("", 0, False),), Step((1, 1)), 0, Amount()))) == 1
+    assert (
+        len(
+            measure_kernels(
+                OpGraph("M", 1, (op,), (), (), (Block("", 0, False),), Step((1, 1)), 0, Amount())
+            )
+        )
+        == 1
+    )
     assert states() == before
 
 

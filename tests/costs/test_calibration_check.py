@@ -11,7 +11,12 @@ import torch
 from lightning_topt.costs import calibration_check
 from lightning_topt.costs.calibrate import calibrate
 from lightning_topt.costs.calibration_changes import changes_between, largest_and_median
-from lightning_topt.costs.calibration_check import CheckedPoint, check_calibration, sizes_between, summarize
+from lightning_topt.costs.calibration_check import (
+    CheckedPoint,
+    check_calibration,
+    sizes_between,
+    summarize,
+)
 from lightning_topt.costs.cluster import Cluster, Link
 from lightning_topt.costs.collective_curves import CollectiveCurve
 from lightning_topt.costs.communication import ring_seconds
@@ -22,7 +27,9 @@ from tests.launch import run_ranks
 
 def checked(rank: int) -> tuple[Cluster, list[CheckedPoint], list[CheckedPoint]]:
     cluster = calibrate(budget_seconds=0.4)
-    device = dataclasses.replace(cluster.device, op_overhead_seconds=cluster.device.op_overhead_seconds * 1e6)
+    device = dataclasses.replace(
+        cluster.device, op_overhead_seconds=cluster.device.op_overhead_seconds * 1e6
+    )
     wrong = dataclasses.replace(
         cluster,
         device=device,
@@ -60,18 +67,30 @@ def test_ranks_agree_on_how_a_table_reproduces_itself_and_a_wrong_one_does_not()
 
 def test_one_process_has_a_device_alone() -> None:
     points = check_calibration(calibrate(budget_seconds=0.2), budget_seconds=0.2)
-    assert points and all("ranks" not in point.constant and "link" not in point.constant for point in points)
+    assert points and all(
+        "ranks" not in point.constant and "link" not in point.constant for point in points
+    )
 
 
 def test_errors_are_shares_of_what_was_measured() -> None:
-    points = [CheckedPoint("a", "1", 2.0, 1.0), CheckedPoint("b", "1", 1.0, 1.0), CheckedPoint("a", "2", 0.5, 1.0)]
+    points = [
+        CheckedPoint("a", "1", 2.0, 1.0),
+        CheckedPoint("b", "1", 1.0, 1.0),
+        CheckedPoint("a", "2", 0.5, 1.0),
+    ]
     first, second = summarize(points)
     assert (first.constant, first.points, first.at) == ("a", 2, "1")
     assert (first.median, first.largest, second.largest) == (0.75, 1.0, 0.0)
 
 
 def test_places_between_the_sizes_of_a_curve() -> None:
-    assert sizes_between(CollectiveCurve((100.0, 400.0, 3600.0), (1.0, 1.0, 2.0))) == [100, 200, 400, 1200, 3600]
+    assert sizes_between(CollectiveCurve((100.0, 400.0, 3600.0), (1.0, 1.0, 2.0))) == [
+        100,
+        200,
+        400,
+        1200,
+        3600,
+    ]
 
 
 def test_a_link_is_asked_for_groups_that_it_joins() -> None:

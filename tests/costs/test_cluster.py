@@ -42,7 +42,9 @@ def test_units(parse, text, value):
     assert parse(text) == pytest.approx(value, rel=1e-12)
 
 
-@pytest.mark.parametrize("text", ["2Gb", "80 gigabytes", "", "-1GB", "nan", "inf", True, None, "1GB/s", "GiB"])
+@pytest.mark.parametrize(
+    "text", ["2Gb", "80 gigabytes", "", "-1GB", "nan", "inf", True, None, "1GB/s", "GiB"]
+)
 def test_wrong_sizes(text):
     with pytest.raises(ValueError, match="memory_limit"):
         parse_bytes(text, name="memory_limit")
@@ -55,10 +57,17 @@ def test_formatting():
         "1.50 GiB",
         "3.00 GiB",
     ]
-    assert [format_seconds(value) for value in (2, 1.5, 0.0123, 4e-5)] == ["2 s", "1.5 s", "12.3 ms", "40 us"]
+    assert [format_seconds(value) for value in (2, 1.5, 0.0123, 4e-5)] == [
+        "2 s",
+        "1.5 s",
+        "12.3 ms",
+        "40 us",
+    ]
 
 
-@pytest.mark.parametrize("name", ["local_cpu", "a100_8x8", "h100_2x8", "cloud_25gbe_16x8", "mixed_a100_v100"])
+@pytest.mark.parametrize(
+    "name", ["local_cpu", "a100_8x8", "h100_2x8", "cloud_25gbe_16x8", "mixed_a100_v100"]
+)
 def test_shipped_clusters_load_and_round_trip(name, tmp_path):
     path = CONF / f"{name}.yaml"
     cluster = Cluster.load(path)
@@ -79,7 +88,16 @@ def test_measured_curves_round_trip(tmp_path):
     curve = CollectiveCurve((1e3, 1e6), (1e-5, 1e-3))
     device = Device("d", 100, {"float32": 1.0, "bfloat16": 2.0}, 1.0, 0.0, 2.5, 7)
     cluster = Cluster(
-        "c", device, 2, 2, Link(0.0, 1.0), Link(1.0, 0.5), {("all_reduce", 2, 2): curve}, 0.25, "gloo", "me"
+        "c",
+        device,
+        2,
+        2,
+        Link(0.0, 1.0),
+        Link(1.0, 0.5),
+        {("all_reduce", 2, 2): curve},
+        0.25,
+        "gloo",
+        "me",
     )
     cluster.save(tmp_path / "c.yaml")
     assert Cluster.load(tmp_path / "c.yaml") == cluster
@@ -160,23 +178,51 @@ def test_unreadable_files(tmp_path):
 
 
 def test_nodes_of_several_kinds_count_as_the_slowest_of_all():
-    fast = Device("fast", 100, {"float32": 4.0, "bfloat16": 8.0}, 4.0, op_overhead_seconds=1.0, price_per_hour=4.0)
-    slow = Device("slow", 50, {"float32": 2.0}, 8.0, op_overhead_seconds=0.5, price_per_hour=1.0, process_bytes=3)
+    fast = Device(
+        "fast",
+        100,
+        {"float32": 4.0, "bfloat16": 8.0},
+        4.0,
+        op_overhead_seconds=1.0,
+        price_per_hour=4.0,
+    )
+    slow = Device(
+        "slow",
+        50,
+        {"float32": 2.0},
+        8.0,
+        op_overhead_seconds=0.5,
+        price_per_hour=1.0,
+        process_bytes=3,
+    )
     nodes = [NodeType(fast, 8, 1, Link(1.0, 5.0)), NodeType(slow, 4, 4)]
     cluster = Cluster.of_nodes(nodes, name="both", intra=Link(2.0, 9.0), inter=Link(1.0, 1.0))
     assert (cluster.devices_per_node, cluster.num_nodes, cluster.num_devices) == (4, 6, 24)
     assert cluster.intra == Link(2.0, 5.0)
     common = cluster.device
-    assert (common.memory_bytes, common.memory_bandwidth, common.op_overhead_seconds, common.process_bytes) == (
+    assert (
+        common.memory_bytes,
+        common.memory_bandwidth,
+        common.op_overhead_seconds,
+        common.process_bytes,
+    ) == (
         50,
         4,
         1,
         3,
     )
-    assert common.flops == {"float32": 2.0, "bfloat16": 2.0} and common.price_per_hour == pytest.approx(
-        (8 * 4 + 16) / 24
-    )
-    assert [cluster.node_of(rank) for rank in (0, 7, 8, 11, 12, 23)] == [(0, 0), (0, 0), (1, 1), (1, 1), (1, 2), (1, 4)]
+    assert common.flops == {
+        "float32": 2.0,
+        "bfloat16": 2.0,
+    } and common.price_per_hour == pytest.approx((8 * 4 + 16) / 24)
+    assert [cluster.node_of(rank) for rank in (0, 7, 8, 11, 12, 23)] == [
+        (0, 0),
+        (0, 0),
+        (1, 1),
+        (1, 1),
+        (1, 2),
+        (1, 4),
+    ]
     assert cluster.of_kinds([0]).device == fast and cluster.of_kinds([0]).intra == Link(1.0, 5.0)
     assert cluster.of_kinds([1]).device == slow and cluster.of_kinds([0, 1]).device == common
     assert Cluster.from_dict(cluster.to_dict()) == cluster

@@ -54,14 +54,26 @@ def rows() -> Tensor:
 
 
 CASES = {
-    "gpt": (lambda: GPT(4), lambda: (torch.zeros(4, 8, dtype=torch.long),) * 2, [f"blocks.{n}" for n in range(4)]),
+    "gpt": (
+        lambda: GPT(4),
+        lambda: (torch.zeros(4, 8, dtype=torch.long),) * 2,
+        [f"blocks.{n}" for n in range(4)],
+    ),
     "embedding": (
         lambda: GPT(2),
         lambda: (torch.zeros(4, 8, dtype=torch.long),) * 2,
         ["tokens", "blocks.0", "blocks.1"],
     ),
-    "unet": (lambda: Step(Unet()), rows, [f"inner.{name}" for name in ("first", "down", "middle", "up", "last")]),
-    "masks": (lambda: Step(Masks()), rows, ["inner.encode", *(f"inner.layers.{n}" for n in range(3))]),
+    "unet": (
+        lambda: Step(Unet()),
+        rows,
+        [f"inner.{name}" for name in ("first", "down", "middle", "up", "last")],
+    ),
+    "masks": (
+        lambda: Step(Masks()),
+        rows,
+        ["inner.encode", *(f"inner.layers.{n}" for n in range(3))],
+    ),
 }
 
 
@@ -77,7 +89,9 @@ def test_crossings_are_those_of_a_traced_step(case: str) -> None:
     )
     assert chain_of(graph) == tuple(names)
     found = find_crossings(graph, locate(graph))
-    flow = trace_flow(module, lambda module, batch: module.training_step(batch, 0), batch, units=names)
+    flow = trace_flow(
+        module, lambda module, batch: module.training_step(batch, 0), batch, units=names
+    )
     crossed = 0.0
     for n in range(1, len(names)):
         stages = assign_calls(flow, [names[:n], names[n:]])
@@ -95,6 +109,10 @@ def test_a_tied_parameter_is_used_where_it_is_read_first_and_last() -> None:
     graph = capture(GPT(4, tied=True), (torch.zeros(4, 8, dtype=torch.long),) * 2)
     segments = locate(graph)
     uses = uses_of_parameters(graph, segments, find_crossings(graph, segments).places)
-    assert uses["tokens.weight"] == (0, 3) and uses["positions.weight"] == (0,) and uses["norm.weight"] == (3,)
+    assert (
+        uses["tokens.weight"] == (0, 3)
+        and uses["positions.weight"] == (0,)
+        and uses["norm.weight"] == (3,)
+    )
     assert all(uses[f"blocks.{n}.up.weight"] == (n,) for n in range(4))
     assert {place for places in itertools.chain(uses.values()) for place in places} == {0, 1, 2, 3}

@@ -1,4 +1,6 @@
-"""Seconds of exchanges that may lose datagrams: against a simulation of rounds, and as the search and calibration use them."""
+"""Seconds of exchanges that may lose datagrams: against a simulation of rounds, and as the search
+and calibration use them.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,13 @@ import pytest
 from lightning_topt.communication import BoundedLoss, Topology
 from lightning_topt.costs.cluster import Cluster, ClusterError, Device, Link
 from lightning_topt.costs.collective_curves import CollectiveCurve
-from lightning_topt.costs.datagrams import DATAGRAM_BYTES, bounded_loss_seconds, path_of, phase_seconds, resent_rounds
+from lightning_topt.costs.datagrams import (
+    DATAGRAM_BYTES,
+    bounded_loss_seconds,
+    path_of,
+    phase_seconds,
+    resent_rounds,
+)
 from lightning_topt.costs.exchange_model import make_exchange_model
 from lightning_topt.costs.groups import Group
 from lightning_topt.costs.measured_datagrams import measure_datagrams
@@ -25,7 +33,9 @@ PATH = DatagramPath(2e-3, 0.05, 1e6)
 
 
 def simulated_phase(path: DatagramPath, *, sent: float, tolerance: float) -> tuple[float, int]:
-    """Bytes put on the network and rounds of asking, until few enough datagrams are missing; every round loses its share."""
+    """Bytes put on the network and rounds of asking, until few enough datagrams are missing; every
+    round loses its share.
+    """
     missing, on_network, rounds = sent, sent, 0
     missing *= path.loss
     while missing > max(tolerance * sent, DATAGRAM_BYTES):
@@ -42,23 +52,32 @@ def test_a_phase_is_that_of_rounds_of_asking(loss: float, tolerance: float) -> N
     on_network, rounds = simulated_phase(path, sent=sent, tolerance=tolerance)
     assert resent_rounds(path, sent=sent, tolerance=tolerance) == rounds
     seconds = phase_seconds(path, sent=sent, tolerance=tolerance)
-    # A receiver that has enough says so at once: what is sent in the last round is not all of what is missing.
-    assert seconds <= 1.001 * (on_network / path.bandwidth + path.round_trip_seconds * (0.5 + rounds))
+    # A receiver that has enough says so at once: what is sent in the last round is not all of what
+    # is missing.
+    assert seconds <= 1.001 * (
+        on_network / path.bandwidth + path.round_trip_seconds * (0.5 + rounds)
+    )
     assert seconds >= (1 - tolerance) * on_network / path.bandwidth
 
 
 def test_losing_more_is_never_slower() -> None:
-    seconds = [bounded_loss_seconds(PATH, size=1e6, ranks=4, tolerance=t) for t in (0.0, 0.01, 0.03, 0.05, 0.2)]
+    seconds = [
+        bounded_loss_seconds(PATH, size=1e6, ranks=4, tolerance=t)
+        for t in (0.0, 0.01, 0.03, 0.05, 0.2)
+    ]
     assert seconds == sorted(seconds, reverse=True) and seconds[0] > seconds[-1]
     clean = replace(PATH, loss=0.0)
-    assert bounded_loss_seconds(clean, size=1e6, ranks=4, tolerance=0.01) == pytest.approx(1.5 + 2e-3)
+    assert bounded_loss_seconds(clean, size=1e6, ranks=4, tolerance=0.01) == pytest.approx(
+        1.5 + 2e-3
+    )
 
 
 def test_paths_of_groups() -> None:
     intra, inter = Link(1e-4, 1e7, DatagramPath(1e-4, 0.0, 8e6)), Link(1e-3, 1e6)
     cluster = Cluster("toy", DEVICE, 2, 3, intra, inter)
     assert path_of(cluster, group=Group(2)) == intra.datagrams
-    assert path_of(cluster, group=Group(3, 2)) == DatagramPath(2e-3, 0.0, 1e6)  # not measured: as the link
+    # not measured: as the link
+    assert path_of(cluster, group=Group(3, 2)) == DatagramPath(2e-3, 0.0, 1e6)
     # Of six ranks on three nodes four of the five others are elsewhere.
     assert path_of(cluster, group=Group(6)) == DatagramPath(2e-3, 0.0, 1e6 / 0.8)
     slowest = slowest_link([intra, Link(1e-5, 1e9, DatagramPath(1e-5, 0.1, 1e9))])
@@ -72,7 +91,11 @@ def test_files_have_datagrams() -> None:
     data = cluster.to_dict()
     data["inter"]["datagrams"] = {"round_trip_seconds": "2ms", "bandwidth": "8Mb/s"}
     assert Cluster.from_dict(data).inter == Link(1e-3, 1e6, DatagramPath(2e-3, 0.0, 1e6))
-    for wrong, says in (({"loss": 1.0}, "loss a share"), ({"rate": 3}, "unknown entries"), ({"loss": "x"}, "loss")):
+    for wrong, says in (
+        ({"loss": 1.0}, "loss a share"),
+        ({"rate": 3}, "unknown entries"),
+        ({"loss": "x"}, "loss"),
+    ):
         data["inter"]["datagrams"] = {"round_trip_seconds": "2ms", "bandwidth": "8Mb/s", **wrong}
         with pytest.raises(ClusterError, match=says):
             Cluster.from_dict(data)
@@ -89,7 +112,9 @@ def machines(path: DatagramPath, *, seconds_per_byte: float) -> Cluster:
 def test_the_model_adds_datagrams_up() -> None:
     graph, method = random_graph(3), BoundedLoss(tolerance=0.02)
     cluster = machines(PATH, seconds_per_byte=1e-6)
-    model = make_exchange_model(method.choices(Topology(4, 1, 0))[0], graph=graph, cluster=cluster, world_size=4)
+    model = make_exchange_model(
+        method.choices(Topology(4, 1, 0))[0], graph=graph, cluster=cluster, world_size=4
+    )
     for block in graph.blocks:
         size = sum(4 * p.numel for p in graph.block_parameters(block.name) if p.trainable)
         expected = bounded_loss_seconds(PATH, size=size, ranks=4, tolerance=0.02) if size else 0.0
@@ -101,9 +126,16 @@ def test_it_is_chosen_where_the_all_reduce_suffers_and_datagrams_do_not() -> Non
     graph = random_graph(3)
 
     def fastest(cluster: Cluster) -> object:
-        # Views, so that exchanges alone decide: copies out of buckets would make hybrid ZeRO-2 faster by 2 %.
+        # Views, so that exchanges alone decide: copies out of buckets would make hybrid ZeRO-2
+        # faster by 2 %.
         request = SearchRequest(
-            graph, cluster, profile_of(graph), (4,), 8, exchanges=(BoundedLoss(),), gradient_views=(True,)
+            graph,
+            cluster,
+            profile_of(graph),
+            (4,),
+            8,
+            exchanges=(BoundedLoss(),),
+            gradient_views=(True,),
         )
         plan = min(search_plans(request).points, key=lambda point: point.step_seconds).plan
         return plan.gradient_exchange
@@ -121,4 +153,8 @@ def measured(rank: int) -> DatagramPath | None:
 def test_two_ranks_measure_the_same_path() -> None:
     first, second = run_ranks(measured, 2)
     assert first is not None and first == second
-    assert 0 <= first.loss < 0.5 and 1e5 < first.bandwidth < 1e12 and np.isfinite(first.round_trip_seconds)
+    assert (
+        0 <= first.loss < 0.5
+        and 1e5 < first.bandwidth < 1e12
+        and np.isfinite(first.round_trip_seconds)
+    )

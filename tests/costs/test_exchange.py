@@ -1,4 +1,6 @@
-"""Compressed exchanges: bytes and seconds against explicit sums and a simulated network, and against a real exchange."""
+"""Compressed exchanges: bytes and seconds against explicit sums and a simulated network, and
+against a real exchange.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,12 @@ from lightning_topt.communication.level_message import LevelMessage
 from lightning_topt.communication.topology import Topology
 from lightning_topt.communication.wire import MessageFormat
 from lightning_topt.costs.cluster import Cluster, Device, Link
-from lightning_topt.costs.exchange_model import ExchangeModel, exempt_parameters, legal_exchanges, make_exchange_model
+from lightning_topt.costs.exchange_model import (
+    ExchangeModel,
+    exempt_parameters,
+    legal_exchanges,
+    make_exchange_model,
+)
 from lightning_topt.costs.groups import Group
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.graph.capture import capture
@@ -66,21 +73,28 @@ def model_of(options: GradientMethod, *, world_size: int = 6) -> ExchangeModel:
     return make_exchange_model(options, graph=one_block(), cluster=CLUSTER, world_size=world_size)
 
 
-# ---- seconds --------------------------------------------------------------------------------------------------------
+# ---- seconds
+# --------------------------------------------------------------------------------------------------------
 
 
 def ring_pass(sizes: list[float], links: list[Link]) -> float:
-    """Every rank sends what it has to the next, hop by hop, until all rows (bytes) have been everywhere; a clock each."""
+    """Every rank sends what it has to the next, hop by hop, until all rows (bytes) have been
+    everywhere; a clock each.
+    """
     ranks, clocks = len(sizes), [0.0] * len(sizes)
     rows = list(range(ranks))
     for _ in range(ranks - 1):
-        arrivals = [clocks[r] + links[r].latency_seconds + sizes[rows[r]] / links[r].bandwidth for r in range(ranks)]
+        arrivals = [
+            clocks[r] + links[r].latency_seconds + sizes[rows[r]] / links[r].bandwidth
+            for r in range(ranks)
+        ]
         clocks = [max(clocks[r], arrivals[r - 1]) for r in range(ranks)]
         rows = [rows[r - 1] for r in range(ranks)]
     return max(clocks)
 
 
-WORLD = Link(INTER.latency_seconds, min(INTRA.bandwidth, 2 * INTER.bandwidth))  # one ring has the node's whole network
+# one ring has the node's whole network
+WORLD = Link(INTER.latency_seconds, min(INTRA.bandwidth, 2 * INTER.bandwidth))
 
 
 def world_ring(size: float, *, passes: int = 1) -> float:
@@ -100,7 +114,9 @@ def seconds_by_hand(options: GradientMethod) -> float:
     if options.name == "bf16":
         return world_ring(2 * (WEIGHT + BIAS) / 6, passes=2)
     if options.name == "powersgd":
-        return world_ring((4 * 40 * 3 + 4 * BIAS) / 6, passes=2) + world_ring(4 * 30 * 3 / 6, passes=2)
+        return world_ring((4 * 40 * 3 + 4 * BIAS) / 6, passes=2) + world_ring(
+            4 * 30 * 3 / 6, passes=2
+        )
     if options.name == "sign":
         message = 4 + WEIGHT // 8 + 2  # in whole words
         return world_ring(message) + small - 5 * WORLD.latency_seconds
@@ -121,7 +137,9 @@ def seconds_by_hand(options: GradientMethod) -> float:
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=names)
-def test_network_seconds_are_those_of_messages_passed_on_hop_by_hop(options: GradientMethod) -> None:
+def test_network_seconds_are_those_of_messages_passed_on_hop_by_hop(
+    options: GradientMethod,
+) -> None:
     model = model_of(options)
     launches = model.work[""].calls * DEVICE.op_overhead_seconds
     # The latencies of exempt gradients are told apart by sending one byte.
@@ -132,7 +150,8 @@ def test_device_seconds_by_hand() -> None:
     n, s, w = WEIGHT + BIAS, 4 * (WEIGHT + BIAS), WEIGHT
     k = round(0.1 * w)
     expected = {
-        # gradient read, residual read and written; 50 bytes an entry to pack; zeros; 6 messages at 100; exempt 10 passes
+        # gradient read, residual read and written; 50 bytes an entry to pack; zeros; 6 messages at
+        # 100; exempt 10 passes
         OPTIONS[0]: s + 8 * n + 50 * k + s + 6 * 100 * k + 10 * 4 * BIAS,
         OPTIONS[1]: (4 + 8) * n / 2 + 50 * k / 2 + s + 6 * 100 * k / 2 + 10 * 4 * BIAS,
         # 6 messages are larger than the gradient: 3 are decoded
@@ -145,7 +164,9 @@ def test_device_seconds_by_hand() -> None:
         OPTIONS[7]: 2 * s + 20 * n + 6 * (8 * w + 156) + 10 * 4 * BIAS,
     }
     for options, moved in expected.items():
-        assert model_of(options).device_seconds("") == pytest.approx(moved / DEVICE.memory_bandwidth), names(options)
+        assert model_of(options).device_seconds("") == pytest.approx(
+            moved / DEVICE.memory_bandwidth
+        ), names(options)
     # P = M Q, Q = M^T P, P Q^T twice: 2 operations each; bases of P and Q
     slow = replace(CLUSTER, device=replace(DEVICE, flops={"float32": 1.0}))
     low_rank = make_exchange_model(OPTIONS[6], graph=one_block(), cluster=slow, world_size=6)
@@ -157,8 +178,11 @@ def test_work_on_the_device_is_never_hidden() -> None:
     model = model_of(OPTIONS[0])
     for overlap in (0.0, 1.0):
         cluster = replace(CLUSTER, overlap=overlap)
-        step = PlanCosts(TrainingStep(graph, cluster, profile_of(graph), data_mesh(6), 1, exchange=OPTIONS[0]))
-        copies = 2 * 2 * 4 * (WEIGHT + BIAS) / DEVICE.memory_bandwidth  # into DDP's bucket, and back
+        step = PlanCosts(
+            TrainingStep(graph, cluster, profile_of(graph), data_mesh(6), 1, exchange=OPTIONS[0])
+        )
+        # into DDP's bucket, and back
+        copies = 2 * 2 * 4 * (WEIGHT + BIAS) / DEVICE.memory_bandwidth
         result = explain(step, {"": OpConfig.zero(0)})
         whole = model.worker_seconds("") + model.device_seconds("") + copies
         assert result.seconds["reduce"] == pytest.approx(whole)
@@ -166,28 +190,41 @@ def test_work_on_the_device_is_never_hidden() -> None:
         assert result.exposed_communication_seconds == pytest.approx(whole)
 
 
-# ---- bytes ----------------------------------------------------------------------------------------------------------
+# ---- bytes
+# ----------------------------------------------------------------------------------------------------------
 
 
 def test_memory_of_an_exchange() -> None:
-    """Two blocks; `b` is last in forward, so its exchange is in flight first, and until backward is over."""
+    """Two blocks; `b` is last in forward, so its exchange is in flight first, and until backward is
+    over.
+    """
     parameters = tuple(Parameter(f"{b}.w", (20, 20), "float32", b) for b in "ab")
     ops = tuple(Op(b, "Linear", b, b, (f"{b}.w",), (), (), (), Amount()) for b in "ab")
     timeline = tuple(Segment(b, Amount(), Amount(), Amount(), Amount()) for b in "ab")
     blocks = (Block("a", 0, True), Block("b", 0, True))
     graph = graph_of("M", 1, ops, (), parameters, blocks, timeline, 0, Amount())
-    cluster, configs = replace(CLUSTER, devices_per_node=4, num_nodes=1), {b: OpConfig.zero(0) for b in "ab"}
+    cluster, configs = (
+        replace(CLUSTER, devices_per_node=4, num_nodes=1),
+        {b: OpConfig.zero(0) for b in "ab"},
+    )
 
     def phases(options: GradientMethod | None) -> dict[str, float]:
-        step = PlanCosts(TrainingStep(graph, cluster, profile_of(graph), data_mesh(4), 1, exchange=options))
+        step = PlanCosts(
+            TrainingStep(graph, cluster, profile_of(graph), data_mesh(4), 1, exchange=options)
+        )
         return dict(explain(step, configs).phases)
 
     whole = phases(None)
     form = MessageFormat(400, 40)
     held, buffers = 4 * 400 + 8 * 40, 5 * form.nbytes
-    difference = {name: size - whole[name] for name, size in phases(replace(BASE, hierarchical=False)).items()}
-    assert difference.pop("rebuild_buckets") == 0  # before the second forward: the first step was dense
-    assert {difference[name] for name in ("forward 0", "forward 1", "forward_over", "update")} == {2 * held}
+    difference = {
+        name: size - whole[name] for name, size in phases(replace(BASE, hierarchical=False)).items()
+    }
+    # before the second forward: the first step was dense
+    assert difference.pop("rebuild_buckets") == 0
+    assert {difference[name] for name in ("forward 0", "forward 1", "forward_over", "update")} == {
+        2 * held
+    }
     assert difference["backward 1"] == 2 * held + buffers
     assert difference["backward 0"] == 2 * held + 2 * buffers == max(difference.values())
     no_memory = {name: size - whole[name] for name, size in phases(BF16()).items()}
@@ -208,7 +245,9 @@ def test_compiled_kernels_count_where_bytes_beside_tensors_do() -> None:
 
 
 def test_by_nodes_a_rank_holds_back_its_shard_only() -> None:
-    flat, by_nodes = (model_of(replace(BASE, hierarchical=h)).work[""].kept_bytes for h in (False, True))
+    flat, by_nodes = (
+        model_of(replace(BASE, hierarchical=h)).work[""].kept_bytes for h in (False, True)
+    )
     assert flat == 4 * (WEIGHT + BIAS) + 8 * 120 and by_nodes == 2 * (WEIGHT + BIAS) + 8 * 60
 
 
@@ -217,7 +256,10 @@ class Small(L.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Parameter(torch.randn(40, 16)), nn.Parameter(torch.randn(3, 40))
+        self.first, self.second = (
+            nn.Parameter(torch.randn(40, 16)),
+            nn.Parameter(torch.randn(3, 40)),
+        )
         self.scale, self.bias = nn.Parameter(torch.ones(40)), nn.Parameter(torch.zeros(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -245,7 +287,9 @@ def really_sent(rank: int, options: GradientMethod) -> tuple[int, int]:
     return sent, sum(tensor.nbytes for tensor in residual.values())
 
 
-@pytest.mark.parametrize("options", [o for o in OPTIONS if not o.sums_in_nodes(Topology(2, 1, 0))], ids=names)
+@pytest.mark.parametrize(
+    "options", [o for o in OPTIONS if not o.sums_in_nodes(Topology(2, 1, 0))], ids=names
+)
 def test_messages_are_as_large_as_in_a_real_exchange(options: GradientMethod) -> None:
     graph = capture(Small(), torch.zeros(4, 16), second_batch=torch.zeros(8, 16))
     cluster = replace(CLUSTER, devices_per_node=1)
@@ -259,7 +303,8 @@ def test_messages_are_as_large_as_in_a_real_exchange(options: GradientMethod) ->
     assert work.kept_bytes >= held
 
 
-# ---- what is exempt, what is legal ----------------------------------------------------------------------------------
+# ---- what is exempt, what is legal
+# ----------------------------------------------------------------------------------
 
 
 class Norms(GPT):
@@ -272,7 +317,16 @@ class Norms(GPT):
 
 
 @pytest.mark.parametrize(
-    "rules", [(), ("norm",), ("bias",), ("norm", "bias"), ("embedding",), ("blocks.0.*", "head*"), ("*.qkv.*", "bias")]
+    "rules",
+    [
+        (),
+        ("norm",),
+        ("bias",),
+        ("norm", "bias"),
+        ("embedding",),
+        ("blocks.0.*", "head*"),
+        ("*.qkv.*", "bias"),
+    ],
 )
 def test_the_same_parameters_are_exempt_as_in_the_module(rules: tuple[str, ...]) -> None:
     module = Norms() if "head*" not in rules else GPT()
@@ -293,11 +347,14 @@ def test_the_same_parameters_are_exempt_as_in_the_module(rules: tuple[str, ...])
         (6, BF16(), [None]),
     ],
 )
-def test_what_ranks_leave_open(world_size: int, options: GradientMethod, expected: list[bool | None]) -> None:
+def test_what_ranks_leave_open(
+    world_size: int, options: GradientMethod, expected: list[bool | None]
+) -> None:
     found = legal_exchanges(options, cluster=CLUSTER, world_size=world_size)
     assert [getattr(choice, "hierarchical", None) for choice in found] == expected
     assert all(
-        {**choice.as_mapping(), "hierarchical": 0} == {**options.as_mapping(), "hierarchical": 0} for choice in found
+        {**choice.as_mapping(), "hierarchical": 0} == {**options.as_mapping(), "hierarchical": 0}
+        for choice in found
     )
 
 
@@ -309,14 +366,21 @@ def test_wrong_models_are_refused() -> None:
         0,
         1,
     }  # whole gradients
-    for ranks, options in ((1, given), (2, replace(BASE, hierarchical=True)), (3, replace(BASE, hierarchical=True))):
+    for ranks, options in (
+        (1, given),
+        (2, replace(BASE, hierarchical=True)),
+        (3, replace(BASE, hierarchical=True)),
+    ):
         with pytest.raises(ValueError, match="cannot exchange gradients"):
             TrainingStep(graph, CLUSTER, profile, data_mesh(ranks), 1, exchange=options)
 
 
 def test_ranks_beside_tensor_axes() -> None:
     """Every second rank of nodes of two: none of them share one."""
-    assert [choice.hierarchical for choice in legal_exchanges(BASE, cluster=CLUSTER, world_size=3, stride=2)] == [False]
+    assert [
+        choice.hierarchical
+        for choice in legal_exchanges(BASE, cluster=CLUSTER, world_size=3, stride=2)
+    ] == [False]
     given = BF16()
     model = make_exchange_model(given, graph=one_block(), cluster=CLUSTER, world_size=3, stride=2)
     (block,) = model.graph.blocks

@@ -9,11 +9,23 @@ import statistics
 import pytest
 
 from lightning_topt.costs.cluster import Cluster, ClusterError, Device, Link
-from lightning_topt.costs.failures import Failures, daly_interval, expected_seconds, run_time, young_interval
+from lightning_topt.costs.failures import (
+    Failures,
+    daly_interval,
+    expected_seconds,
+    run_time,
+    young_interval,
+)
 
 
 def played(
-    source: random.Random, *, steps: float, interval: float, writing: float, restart: float, between: float
+    source: random.Random,
+    *,
+    steps: float,
+    interval: float,
+    writing: float,
+    restart: float,
+    between: float,
 ) -> float:
     """The seconds of one run whose failures are drawn."""
     clock, done, next_failure = 0.0, 0.0, source.expovariate(1 / between)
@@ -30,8 +42,12 @@ def played(
     return clock
 
 
-@pytest.mark.parametrize(("between", "writing", "restart"), [(1000.0, 5.0, 20.0), (200.0, 10.0, 40.0)])
-def test_expected_time_is_the_mean_of_runs_that_are_played(between: float, writing: float, restart: float) -> None:
+@pytest.mark.parametrize(
+    ("between", "writing", "restart"), [(1000.0, 5.0, 20.0), (200.0, 10.0, 40.0)]
+)
+def test_expected_time_is_the_mean_of_runs_that_are_played(
+    between: float, writing: float, restart: float
+) -> None:
     source, interval = random.Random(0), daly_interval(writing, seconds_between=between)
     times = {"interval": interval, "writing": writing, "restart": restart, "between": between}
     runs = [played(source, steps=40 * interval, **times) for _ in range(400)]
@@ -83,13 +99,17 @@ def test_a_run_that_never_reaches_a_checkpoint_takes_for_ever() -> None:
 
 
 def test_cluster_files_have_failures_and_spot_prices(tmp_path) -> None:
-    device = Device("d", 10**9, {"float32": 1e12}, 1e11, price_per_hour=2.0, spot_price_per_hour=1.0)
+    device = Device(
+        "d", 10**9, {"float32": 1e12}, 1e11, price_per_hour=2.0, spot_price_per_hour=1.0
+    )
     failures = Failures(1e-5, None, restart_seconds=60.0, checkpoint_bandwidth=1e9)
     cluster = Cluster("c", device, 8, 1, Link(1e-5, 1e9), failures=failures)
     cluster.save(tmp_path / "c.yaml")
     assert Cluster.load(tmp_path / "c.yaml") == cluster
     plain = {**cluster.to_dict(), "failures": {"per_device_hour": -1}}
-    with pytest.raises(ClusterError, match=r"failures\.per_device_hour must be finite and at least 0"):
+    with pytest.raises(
+        ClusterError, match=r"failures\.per_device_hour must be finite and at least 0"
+    ):
         Cluster.from_dict(plain)
     with pytest.raises(ClusterError, match="unknown entries"):
         Cluster.from_dict({**plain, "failures": {"rate": 1}})

@@ -12,8 +12,15 @@ from lightning_topt.costs.cluster import Cluster, ClusterError, Device, Link, No
 from lightning_topt.costs.compute import host_bound_seconds
 from lightning_topt.costs.fitted_constants import CONSTANTS, fit_constants, least_factors
 
-CLUSTER = Cluster("c", Device("d", 10**9, {"float32": 1e12}, 1e11, launch_seconds=1e-5), 2, 1, Link(1e-5, 1e9))
-STEPS = [(flops, size, kernels) for flops in (1e9, 1e11, 1e12) for size in (1e8, 1e10) for kernels in (10, 1000)]
+CLUSTER = Cluster(
+    "c", Device("d", 10**9, {"float32": 1e12}, 1e11, launch_seconds=1e-5), 2, 1, Link(1e-5, 1e9)
+)
+STEPS = [
+    (flops, size, kernels)
+    for flops in (1e9, 1e11, 1e12)
+    for size in (1e8, 1e10)
+    for kernels in (10, 1000)
+]
 
 
 def seconds_of(cluster: Cluster) -> list[float]:
@@ -67,7 +74,9 @@ def test_a_few_odd_steps_do_not_decide():
 
 def test_factors_between_kinds_of_time():
     first, second = np.array([1.0, 2.0, 0.1, 1.0]), np.array([0.1, 0.0, 1.0, 1.0])
-    found = least_factors(lambda a: a[0] * first + a[1] * second, 1.2 * first + 0.7 * second, widths=(0.5, 0.5))
+    found = least_factors(
+        lambda a: a[0] * first + a[1] * second, 1.2 * first + 0.7 * second, widths=(0.5, 0.5)
+    )
     assert found == pytest.approx([1.2, 0.7], rel=0.01)
 
 
@@ -89,17 +98,26 @@ def test_every_constant_is_one_of_a_cluster():
 
 def test_error_figures():
     figure = ErrorFigure.of([1.1, 0.8, 1.0], [1.0, 1.0, 1.0])
-    assert figure.median == pytest.approx(0.1) and figure.p90 == pytest.approx(0.18) and figure.runs == 3
+    assert (
+        figure.median == pytest.approx(0.1)
+        and figure.p90 == pytest.approx(0.18)
+        and figure.runs == 3
+    )
     fitted = ErrorFigure.of([1.1, 0.8, 1.0, 1.0], [1.0] * 4, fitted=3)
     assert fitted.p90 == pytest.approx(2 * ErrorFigure.of([1.1, 0.8, 1.0, 1.0], [1.0] * 4).p90)
     assert str(figure) == "half of 3 runs within 10 %, nine of ten within 18 %"
-    assert "half of 3 runs within 10 %" in sentence_of(Accuracy(figure, source="here")) and sentence_of(None) == UNKNOWN
+    assert (
+        "half of 3 runs within 10 %" in sentence_of(Accuracy(figure, source="here"))
+        and sentence_of(None) == UNKNOWN
+    )
     with pytest.raises(ValueError, match="at least 1 run"):
         ErrorFigure(0.1, 0.2, 0)
 
 
 def test_a_cluster_file_keeps_its_accuracy(tmp_path):
-    known = replace(CLUSTER, accuracy=Accuracy(ErrorFigure(0.05, 0.1, 40), ErrorFigure(0.01, 0.02, 8), "rows"))
+    known = replace(
+        CLUSTER, accuracy=Accuracy(ErrorFigure(0.05, 0.1, 40), ErrorFigure(0.01, 0.02, 8), "rows")
+    )
     known.save(tmp_path / "c.yaml")
     assert Cluster.load(tmp_path / "c.yaml") == known
     assert Cluster.from_dict(CLUSTER.to_dict()) == CLUSTER

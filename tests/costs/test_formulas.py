@@ -25,7 +25,12 @@ DEVICE = Device("d", 1, {"float32": 100.0, "bfloat16": 200.0}, 10.0, 0.5)
 
 
 def cluster(**changes):
-    arguments = {"devices_per_node": 4, "num_nodes": 2, "intra": Link(1.0, 100.0), "inter": Link(2.0, 10.0)} | changes
+    arguments = {
+        "devices_per_node": 4,
+        "num_nodes": 2,
+        "intra": Link(1.0, 100.0),
+        "inter": Link(2.0, 10.0),
+    } | changes
     return Cluster("c", DEVICE, **arguments)
 
 
@@ -38,7 +43,8 @@ def cluster(**changes):
         ("broadcast", Group(4), 2 * 1 + 10),
         ("send_recv", Group(4), 1 + 10),
         ("all_to_all", Group(4), 3 * (1 + 1000 / (16 * 100))),
-        ("all_reduce", Group(8), 2 * 7 * (2 + 1000 / (8 * 40))),  # 4 devices share the network of a node: 40 bytes/s
+        # 4 devices share the network of a node: 40 bytes/s
+        ("all_reduce", Group(8), 2 * 7 * (2 + 1000 / (8 * 40))),
         ("broadcast", Group(8), 3 * 2 + 25),
         ("send_recv", Group(8), 2 + 25),
         ("all_to_all", Group(8), 3 * (1 + 1000 / (64 * 100)) + 4 * (2 + 1000 / (64 * 10))),
@@ -53,16 +59,22 @@ def cluster(**changes):
     ],
 )
 def test_formulas_by_group(op, group, seconds):
-    assert estimate_collective_seconds(cluster(), op=op, size=1000, group=group) == pytest.approx(seconds)
+    assert estimate_collective_seconds(cluster(), op=op, size=1000, group=group) == pytest.approx(
+        seconds
+    )
 
 
 def test_a_fast_network_is_bound_inside_the_node():
     fast = cluster(inter=Link(2.0, 1000.0))
-    assert estimate_collective_seconds(fast, op="all_gather", size=800, group=Group(8)) == pytest.approx(7 * (2 + 1))
+    assert estimate_collective_seconds(
+        fast, op="all_gather", size=800, group=Group(8)
+    ) == pytest.approx(7 * (2 + 1))
 
 
 def network_bytes(groups: list[list[int]], devices_per_node: int, *, size: float) -> float:
-    """The most that a node sends to others in a reduce-scatter: rings in all groups at once, followed hop by hop."""
+    """The most that a node sends to others in a reduce-scatter: rings in all groups at once,
+    followed hop by hop.
+    """
     sent: dict[int, float] = {}
     for ranks in groups:
         for source, target in zip(ranks, [*ranks[1:], ranks[0]], strict=True):
@@ -72,7 +84,9 @@ def network_bytes(groups: list[list[int]], devices_per_node: int, *, size: float
     return max(sent.values())
 
 
-@pytest.mark.parametrize("group", [Group(16), Group(2, 8), Group(4, 4), Group(4, 2), Group(2, 4), Group(8, 2)])
+@pytest.mark.parametrize(
+    "group", [Group(16), Group(2, 8), Group(4, 4), Group(4, 2), Group(2, 4), Group(8, 2)]
+)
 def test_groups_share_a_node_as_rings_followed_hop_by_hop_do(group):
     slow = cluster(intra=Link(0.0, 1e9), inter=Link(0.0, 10.0), num_nodes=4)
     rings = ranks_of_groups(group, 16)
@@ -93,8 +107,14 @@ def test_all_reduce_is_reduce_scatter_and_all_gather(group):
 def test_a_measurement_beats_the_formula_for_its_group_only():
     measured = cluster(collectives={("all_reduce", 2, 4): CollectiveCurve((1000.0,), (0.125,))})
     groups = Group(2, 4), Group(2), Group(2, 2), Group(8)
-    seconds = [estimate_collective_seconds(measured, op="all_reduce", size=1000, group=group) for group in groups]
-    formula = [estimate_collective_seconds(cluster(), op="all_reduce", size=1000, group=group) for group in groups]
+    seconds = [
+        estimate_collective_seconds(measured, op="all_reduce", size=1000, group=group)
+        for group in groups
+    ]
+    formula = [
+        estimate_collective_seconds(cluster(), op="all_reduce", size=1000, group=group)
+        for group in groups
+    ]
     assert seconds == [0.125, *formula[1:]]
 
 
@@ -107,7 +127,9 @@ def test_wrong_collectives():
 
 
 def kernel(name="aten.mm.default", *, flops=NOTHING, traffic=NOTHING, arguments=None, count=1):
-    return Kernel(name, arguments or {"args": [{"tensor": [[2], [1], "float32"]}]}, flops, traffic, count)
+    return Kernel(
+        name, arguments or {"args": [{"tensor": [[2], [1], "float32"]}]}, flops, traffic, count
+    )
 
 
 def test_roofline():
@@ -128,8 +150,12 @@ def test_the_dtype_decides_the_rate():
 def test_a_measurement_scales_with_the_roofline():
     k = kernel(flops=Amount(0, 100))
     measured = {kernel_key(k): 9.0}
-    same = estimate_kernel_seconds(k, batch_size=2, device=DEVICE, measured=measured, measured_batch_size=2)
-    double = estimate_kernel_seconds(k, batch_size=4, device=DEVICE, measured=measured, measured_batch_size=2)
+    same = estimate_kernel_seconds(
+        k, batch_size=2, device=DEVICE, measured=measured, measured_batch_size=2
+    )
+    double = estimate_kernel_seconds(
+        k, batch_size=4, device=DEVICE, measured=measured, measured_batch_size=2
+    )
     assert same == 9.0
     assert double == pytest.approx(9.0 * 4.5 / 2.5)
 
@@ -150,13 +176,15 @@ def test_the_host_issues_kernels_while_the_device_runs():
 
 
 def test_a_pass_takes_the_slower_of_device_and_host():
-    kernels = [kernel(flops=Amount(100, 0), count=3), kernel(traffic=Amount(10, 0))]  # 6 s in 4 kernels
+    # 6 s in 4 kernels
+    kernels = [kernel(flops=Amount(100, 0), count=3), kernel(traffic=Amount(10, 0))]
 
     def seconds(**changes):
         return estimate_pass_seconds(kernels, batch_size=1, device=replace(DEVICE, **changes))
 
     assert seconds() == 6.0
-    assert seconds(launch_seconds=30.0) == pytest.approx(120.0, rel=1e-3)  # the host's 4 x 30 s hide the device
+    # the host's 4 x 30 s hide the device
+    assert seconds(launch_seconds=30.0) == pytest.approx(120.0, rel=1e-3)
     assert seconds(launch_seconds=0.1) == pytest.approx(6.0, rel=1e-3)
     assert seconds(framework_seconds=0.25) == 7.0  # a CPU is its own host
     assert estimate_pass_seconds([], batch_size=1, device=DEVICE) == 0.0
@@ -164,10 +192,13 @@ def test_a_pass_takes_the_slower_of_device_and_host():
 
 def test_collectives_of_a_pass_are_the_devices_work():
     """The host is ahead of them as of kernels, and issues them."""
-    kernels = [kernel(flops=Amount(100, 0), count=3), kernel(traffic=Amount(10, 0))]  # 6 s in 4 kernels
+    # 6 s in 4 kernels
+    kernels = [kernel(flops=Amount(100, 0), count=3), kernel(traffic=Amount(10, 0))]
 
     def seconds(**changes):
-        return estimate_pass_seconds(kernels, batch_size=1, device=replace(DEVICE, **changes), collectives=[2.0, 4.0])
+        return estimate_pass_seconds(
+            kernels, batch_size=1, device=replace(DEVICE, **changes), collectives=[2.0, 4.0]
+        )
 
     assert seconds() == 12.0
     assert seconds(launch_seconds=30.0) == pytest.approx(180.0, rel=1e-3)
@@ -182,7 +213,9 @@ def test_products_that_do_not_fill_the_device_are_slower():
 
 
 def test_the_time_of_a_launch_is_that_of_small_layers(monkeypatch):
-    """Each layer of the step has a product, a norm and an activation, and five kernels in the backward pass."""
+    """Each layer of the step has a product, a norm and an activation, and five kernels in the
+    backward pass.
+    """
     called = []
 
     def timed(call, **options):
@@ -193,7 +226,9 @@ def test_the_time_of_a_launch_is_that_of_small_layers(monkeypatch):
 
     monkeypatch.setattr(framework, "time_call", timed)
     assert framework.measure_launch(torch.device("cpu")) == 0.0 and called == []
-    assert framework.measure_launch(torch.device("meta")) == pytest.approx(1.92 / called[0], rel=0.02)
+    assert framework.measure_launch(torch.device("meta")) == pytest.approx(
+        1.92 / called[0], rel=0.02
+    )
 
 
 class CountKernels(TorchDispatchMode):
@@ -204,12 +239,24 @@ class CountKernels(TorchDispatchMode):
         self.count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        free = {"t", "transpose", "view", "detach", "expand", "empty_strided", "ones_like", "_unsafe_view"}
+        free = {
+            "t",
+            "transpose",
+            "view",
+            "detach",
+            "expand",
+            "empty_strided",
+            "ones_like",
+            "_unsafe_view",
+        }
         self.count += func.overloadpacket.__name__ not in free
         return func(*args, **(kwargs or {}))
 
 
 def test_kernels_take_their_large_results_anew():
     small, large = Amount(1000), Amount(0, 1 << 16)
-    kernels = [Kernel("a", {}, Amount(), Amount(), 5, small), Kernel("b", {}, Amount(), Amount(), 3, large)]
+    kernels = [
+        Kernel("a", {}, Amount(), Amount(), 5, small),
+        Kernel("b", {}, Amount(), Amount(), 3, large),
+    ]
     assert kernels_bytes(kernels, batch_size=2) == 3 * 2 * (1 << 16)

@@ -7,8 +7,16 @@ from lightning_topt.graph.mesh_axes import Axis, Mesh, hybrid_mesh
 def test_where_groups_lie():
     assert Group(4).is_inside(4) and Group(2, 2).is_inside(4)
     assert not Group(8).is_inside(4) and not Group(2, 4).is_inside(4)
-    assert [Group(8).ranks_on_node(4), Group(2, 4).ranks_on_node(4), Group(4, 2).ranks_on_node(4)] == [4, 1, 2]
-    assert [Group(2, 8).groups_on_node(4), Group(2, 4).groups_on_node(4), Group(4, 2).groups_on_node(4)] == [4, 4, 2]
+    assert [
+        Group(8).ranks_on_node(4),
+        Group(2, 4).ranks_on_node(4),
+        Group(4, 2).ranks_on_node(4),
+    ] == [4, 1, 2]
+    assert [
+        Group(2, 8).groups_on_node(4),
+        Group(2, 4).groups_on_node(4),
+        Group(4, 2).groups_on_node(4),
+    ] == [4, 4, 2]
     for wrong in ((0, 1), (2, 0), (2.0, 1), (True, 1)):
         with pytest.raises(ValueError, match="at least 1"):
             Group(*wrong)
@@ -16,7 +24,11 @@ def test_where_groups_lie():
 
 def test_groups_along_the_axes_of_a_mesh():
     mesh = hybrid_mesh(2, 4)
-    assert [group_along(mesh, axes) for axes in ([0], [1], [0, 1])] == [Group(2, 4), Group(4), Group(8)]
+    assert [group_along(mesh, axes) for axes in ([0], [1], [0, 1])] == [
+        Group(2, 4),
+        Group(4),
+        Group(8),
+    ]
     cube = Mesh((Axis("data", 2), Axis("a", 2), Axis("tensor", 3)))
     assert group_along(cube, [0, 1]) == Group(4, 3)
     with pytest.raises(ValueError, match="'data', 'tensor'"):

@@ -1,4 +1,6 @@
-"""Measurements are made once per set-up, are the same on all ranks, and never cost more than a warning."""
+"""Measurements are made once per set-up, are the same on all ranks, and never cost more than a
+warning.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ def everything(directory, *, lines=None, optimizer=optim.AdamW, **options):
     progress = None if lines is None else lines.append
     found = Measurements.open(directory=directory, progress=progress, **options)
     module = nn.Linear(3, 2)
-    updates = found.update_seconds([optimizer(module.parameters())], named_parameters=module.named_parameters())
+    updates = found.update_seconds(
+        [optimizer(module.parameters())], named_parameters=module.named_parameters()
+    )
     return found.cluster().to_dict(), found.kernel_seconds(graph()), updates
 
 
@@ -65,8 +69,12 @@ def test_a_second_start_measures_nothing_and_has_the_same_numbers(tmp_path, coun
     assert len(counted) == 4 and len(lines) == 3
     (file,) = (tmp_path / "cache").glob("*.json")
     assert Measurements.open(directory=tmp_path / "cache").path == file
-    assert file.stat().st_mode & 0o777 == 0o600 and (tmp_path / "cache").stat().st_mode & 0o777 == 0o700
-    assert "aten." not in file.read_text() and "AdamW" not in file.read_text()  # shapes by hash, no names
+    assert (
+        file.stat().st_mode & 0o777 == 0o600
+        and (tmp_path / "cache").stat().st_mode & 0o777 == 0o700
+    )
+    # shapes by hash, no names
+    assert "aten." not in file.read_text() and "AdamW" not in file.read_text()
 
 
 def test_another_set_up_and_a_refresh_measure_again(tmp_path, counted, monkeypatch):
@@ -88,7 +96,9 @@ def test_a_start_measures_what_data_parallelism_uses_and_topt_calibrate_everythi
     tmp_path, monkeypatch, refresh, count
 ):
     asked = []
-    monkeypatch.setattr(measurements, "calibrate", lambda **o: asked.append(o["collectives"]) or cluster_of(1))
+    monkeypatch.setattr(
+        measurements, "calibrate", lambda **o: asked.append(o["collectives"]) or cluster_of(1)
+    )
     Measurements.open(directory=tmp_path, refresh=refresh).cluster()
     assert len(asked[0]) == count
 
@@ -108,7 +118,10 @@ def test_a_network_namespace_is_told_from_one_before_that_had_its_number():
         networks.append(ours.recv())
     if None in networks:
         pytest.skip("a network namespace needs root")
-    assert len(set(networks)) == 4 and machine_setup._network() == machine_setup._network() not in networks
+    assert (
+        len(set(networks)) == 4
+        and machine_setup._network() == machine_setup._network() not in networks
+    )
 
 
 def test_generators_and_modes_are_as_before(tmp_path, counted):
@@ -131,7 +144,9 @@ def test_optimizers_whose_code_is_in_no_file_are_measured_each_time(tmp_path, co
     module = nn.Linear(3, 2)
     with pytest.raises(OptimizerError, match="not a parameter"):
         stranger = optim.AdamW(nn.Linear(3, 2).parameters())
-        Measurements.open(directory=tmp_path).update_seconds([stranger], named_parameters=module.named_parameters())
+        Measurements.open(directory=tmp_path).update_seconds(
+            [stranger], named_parameters=module.named_parameters()
+        )
 
 
 def on_rank(rank, directory):
@@ -179,25 +194,46 @@ def stored_cluster(directory, value, *, ranks, monkeypatch):
     return found._cluster_in(found.entries)
 
 
-def test_measurements_by_scope_of_older_versions_are_read_where_they_have_all_groups(tmp_path, monkeypatch):
+def test_measurements_by_scope_of_older_versions_are_read_where_they_have_all_groups(
+    tmp_path, monkeypatch
+):
     def older(ranks):
-        curve = {"op": "all_reduce", "scope": "intra", "world_size": ranks, "bytes": [4096], "seconds": [1e-4]}
+        curve = {
+            "op": "all_reduce",
+            "scope": "intra",
+            "world_size": ranks,
+            "bytes": [4096],
+            "seconds": [1e-4],
+        }
         return {**cluster_of(ranks, backend="gloo").to_dict(), "collectives": [curve]}
 
     two = stored_cluster(tmp_path, older(2), ranks=2, monkeypatch=monkeypatch)
     assert two is not None and set(two.collectives) == {("all_reduce", 2, 1)}
     assert stored_cluster(tmp_path, older(4), ranks=4, monkeypatch=monkeypatch) is None
     value = older(4)
-    groups = {"group_size": 4, "stride": 1}, {"group_size": 2, "stride": 1}, {"group_size": 2, "stride": 2}
-    value["collectives"] = [{"op": "all_reduce", **group, "bytes": [4096], "seconds": [1e-4]} for group in groups]
-    assert stored_cluster(tmp_path, value, ranks=4, monkeypatch=monkeypatch) == Cluster.from_dict(value)
+    groups = (
+        {"group_size": 4, "stride": 1},
+        {"group_size": 2, "stride": 1},
+        {"group_size": 2, "stride": 2},
+    )
+    value["collectives"] = [
+        {"op": "all_reduce", **group, "bytes": [4096], "seconds": [1e-4]} for group in groups
+    ]
+    assert stored_cluster(tmp_path, value, ranks=4, monkeypatch=monkeypatch) == Cluster.from_dict(
+        value
+    )
 
 
 SPOILED = {
     "damaged": lambda file: file.write_text("{"),
     "nested": lambda file: file.write_text("[" * 100_000),
-    "wrong types": lambda file: file.write_text(json.dumps({**json.loads(file.read_text()), "entries": [1]})),
-    "a link": lambda file: (file.rename(file.with_suffix(".other")), file.symlink_to(file.with_suffix(".other"))),
+    "wrong types": lambda file: file.write_text(
+        json.dumps({**json.loads(file.read_text()), "entries": [1]})
+    ),
+    "a link": lambda file: (
+        file.rename(file.with_suffix(".other")),
+        file.symlink_to(file.with_suffix(".other")),
+    ),
     "a folder": lambda file: (file.unlink(), file.mkdir()),
     "a pipe": lambda file: (file.unlink(), os.mkfifo(file)),
     "writable by others": lambda file: file.chmod(0o666),
@@ -235,7 +271,11 @@ def test_values_that_are_no_measurements_are_measured_again(tmp_path, counted):
     first = everything(tmp_path)
     found = Measurements.open(directory=tmp_path)
     for wrong in (True, float("nan"), []):
-        found.entries = {name: Entry(time.time(), wrong) for name in found.entries if not name.startswith("graph")}
+        found.entries = {
+            name: Entry(time.time(), wrong)
+            for name in found.entries
+            if not name.startswith("graph")
+        }
         found._refreshed = time.time()  # what is in the file goes
         found.save()
         before = len(counted)
@@ -245,7 +285,11 @@ def test_values_that_are_no_measurements_are_measured_again(tmp_path, counted):
 
 def test_old_entries_and_those_of_the_future_are_not_used(tmp_path):
     now = time.time()
-    entries = {"old": Entry(now - 31 * 86400, 1.0), "new": Entry(now, 2.0), "future": Entry(now + 1e6, 3.0)}
+    entries = {
+        "old": Entry(now - 31 * 86400, 1.0),
+        "new": Entry(now, 2.0),
+        "future": Entry(now + 1e6, 3.0),
+    }
     save(tmp_path, SETUP, entries)
     assert load(tmp_path, SETUP) == {"new": entries["new"]}
     (file,) = tmp_path.glob("*.json")
@@ -271,7 +315,8 @@ def test_a_full_disk_costs_a_warning_and_leaves_the_old_file(tmp_path, monkeypat
     monkeypatch.setattr(measurement_store.os, "fsync", full)
     with pytest.warns(UserWarning, match="No space left"):
         save(tmp_path, SETUP, {"kernel b": Entry(time.time(), 1.0)})
-    assert load(tmp_path, SETUP) == entries and len(list(tmp_path.iterdir())) == 2  # the file and the lock
+    # the file and the lock
+    assert load(tmp_path, SETUP) == entries and len(list(tmp_path.iterdir())) == 2
 
 
 def write(directory, number):

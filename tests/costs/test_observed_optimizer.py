@@ -1,4 +1,6 @@
-"""What is seen in real steps, against what trial steps on copies show; and that watching changes nothing."""
+"""What is seen in real steps, against what trial steps on copies show; and that watching changes
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -48,16 +50,19 @@ CASES = [
 ids = [f"{cls.__module__.split('.')[0]}.{cls.__name__}{sorted(options)}" for cls, options in CASES]
 
 # Where watching sees something else than trial steps, and is right:
-# - a transposed view is no traffic; a trial counts the many of SOAP as such, and is made on 64 x 64, not on the real sizes
+# - a transposed view is no traffic; a trial counts the many of SOAP as such, and is made on 64 x
+#   64, not on the real sizes
 # - what is written to `out=` is traffic; a trial leaves it out
 OTHER_TRAFFIC = {pytorch_optimizer.SOAP: None, optim.Adamax: 64.0}  # bytes per element
-# - temporaries of Lamb are all alive together, but a trial compares 4 * 4096 elements with 4 times (4096 elements and a
-#   norm), finds the first a little less and counts them as of one parameter
+# - temporaries of Lamb are all alive together, but a trial compares 4 * 4096 elements with 4 times
+#   (4096 elements and a norm), finds the first a little less and counts them as of one parameter
 OTHER_TEMPORARIES = {pytorch_optimizer.Lamb}
 
 
 class Model(nn.Module):
-    """Equal layers in a row, as most of a network is; dims are all different, as those of trial steps."""
+    """Equal layers in a row, as most of a network is; dims are all different, as those of trial
+    steps.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +112,8 @@ def test_agrees_with_trial_steps(cls, options):
         update = seen.updates[name]
         assert update.state_bytes == expected.state_bytes, name
     calls = [sum(update.calls for update in profile.updates.values()) for profile in (read, seen)]
-    assert 0.95 * calls[0] - 1 <= calls[1] <= calls[0] + 25  # a trial leaves out those that are made once for all
+    # a trial leaves out those that are made once for all
+    assert 0.95 * calls[0] - 1 <= calls[1] <= calls[0] + 25
     for name in (f"layers.{index}.weight" for index in range(5)):
         per_element = OTHER_TRAFFIC.get(cls, read.updates[name].moved_bytes / (48 * 80))
         if per_element is not None:
@@ -117,14 +123,18 @@ def test_agrees_with_trial_steps(cls, options):
         for rows in (0, 1, 33):
             assert seen.state_bytes_of(name, (rows, 48)) == read.state_bytes_of(name, (rows, 48))
     if cls in OTHER_TEMPORARIES:
-        assert temporaries(seen) == pytest.approx(4 * sum(p.numel() for p in model.parameters()), rel=0.05)
+        assert temporaries(seen) == pytest.approx(
+            4 * sum(p.numel() for p in model.parameters()), rel=0.05
+        )
     else:
         assert temporaries(seen) == pytest.approx(temporaries(read), rel=0.15)
     assert len({seen.kinds[f"layers.{index}.weight"] for index in range(5)}) == 1
 
 
 def test_temporaries_of_a_loop_are_those_of_this_model():
-    """Variables of one parameter are alive while the next one's are made: a trial takes the next one to be as large."""
+    """Variables of one parameter are alive while the next one's are made: a trial takes the next
+    one to be as large.
+    """
     model = nn.ModuleList([nn.Linear(100, 100), nn.Linear(2, 2)])
     model.loss = lambda: sum((p**2).sum() for p in model.parameters())
     optimizer = optim.AdamW(model.parameters())
@@ -139,21 +149,32 @@ def test_groups_with_other_options_frozen_and_several_optimizers(foreach):
     model = Model()
     matrices, vectors = list(model.layers.parameters()), list(model.norm.parameters())
     optimizers = [
-        optim.SGD([{"params": matrices[:3], "momentum": 0.9}, {"params": matrices[3:]}], lr=0.1, foreach=foreach),
+        optim.SGD(
+            [{"params": matrices[:3], "momentum": 0.9}, {"params": matrices[3:]}],
+            lr=0.1,
+            foreach=foreach,
+        ),
         optim.Adagrad([*vectors, model.frozen], foreach=foreach),
     ]
     read = read_optimizer(optimizers, named_parameters=model.named_parameters())
     seen, observer = observe(model, optimizers, timed=3)
     assert seen.name == "SGD + Adagrad"
-    assert {n: u.state_bytes for n, u in seen.updates.items()} == {n: u.state_bytes for n, u in read.updates.items()}
-    assert seen.state_bytes("layers.0.weight") == 4 * 48 * 80 and seen.state_bytes("layers.4.weight") == 0
+    assert {n: u.state_bytes for n, u in seen.updates.items()} == {
+        n: u.state_bytes for n, u in read.updates.items()
+    }
+    assert (
+        seen.state_bytes("layers.0.weight") == 4 * 48 * 80
+        and seen.state_bytes("layers.4.weight") == 0
+    )
     assert (
         seen.state_bytes("frozen") == 16 + 4
         and "frozen" not in seen.probes
         and "frozen" not in seen.seconds_per_element
     )
     for name in ("layers.0.weight", "layers.4.weight"):
-        assert seen.updates[name].moved_bytes == pytest.approx(read.updates[name].moved_bytes, rel=0.01)
+        assert seen.updates[name].moved_bytes == pytest.approx(
+            read.updates[name].moved_bytes, rel=0.01
+        )
     assert [observer.timed(optimizer) for optimizer in optimizers] == [3, 3]
     seconds = seen.seconds_per_element
     assert set(seconds) == set(read.probes)
@@ -204,7 +225,12 @@ def test_watching_changes_nothing(cls, with_closure):
                 assert vars(optimizer)["step"] is attributes["step"]
             scheduler.step()
         state = copy.deepcopy(optimizer.state_dict())
-        return [*model.parameters(), *losses], state, getattr(optimizer, "calls", 6), torch.get_rng_state()
+        return (
+            [*model.parameters(), *losses],
+            state,
+            getattr(optimizer, "calls", 6),
+            torch.get_rng_state(),
+        )
 
     plain, watched = train(False), train(True)
     assert all(torch.equal(a, b) for a, b in zip(plain[0], watched[0], strict=True))
@@ -234,7 +260,10 @@ def test_what_a_closure_does_is_not_the_optimizers():
             return loss
 
     model = Model()
-    for optimizer in (optim.AdamW(model.parameters()), Twice([p for p in model.parameters() if p.requires_grad])):
+    for optimizer in (
+        optim.AdamW(model.parameters()),
+        Twice([p for p in model.parameters() if p.requires_grad]),
+    ):
         observer = OptimizerObserver([optimizer], named_parameters=model.named_parameters())
         calls = []
 
@@ -258,7 +287,11 @@ def test_what_a_closure_does_is_not_the_optimizers():
         else:
             without, _ = observe(model, [optim.AdamW(model.parameters())])
             assert len(calls) == 4 and update == without.updates["layers.0.weight"]
-        assert profile.seconds_per_element["layers.0.weight"] * sum(p.numel() for p in model.parameters()) < 0.02
+        assert (
+            profile.seconds_per_element["layers.0.weight"]
+            * sum(p.numel() for p in model.parameters())
+            < 0.02
+        )
 
 
 def test_never_calls_its_closure_and_needs_none():
@@ -289,7 +322,9 @@ def test_lbfgs_by_formula():
     for context in (observer.recording, observer.timing):
         with context(optimizer):
             optimizer.step(closure)
-    assert observer.profile() == read_optimizer([optimizer], named_parameters=model.named_parameters())
+    assert observer.profile() == read_optimizer(
+        [optimizer], named_parameters=model.named_parameters()
+    )
     assert not observer.profile().seconds_per_element
 
 
@@ -315,7 +350,9 @@ def test_collectives_inside(fake_group):
     model = Model()
     plain, observer = observe(model, [Own(model.parameters())])
     assert plain.elementwise and plain.by_parameter and not observer.collectives
-    profile, observer = observe(model, [Own([model.norm.weight]), Averaged(model.layers.parameters(), lr=0.1)])
+    profile, observer = observe(
+        model, [Own([model.norm.weight]), Averaged(model.layers.parameters(), lr=0.1)]
+    )
     assert observer.collectives and not profile.elementwise and not profile.by_parameter
 
     optimizer = Own(model.parameters())
@@ -339,7 +376,8 @@ class OnSelf(optim.Optimizer):
         for p in trained:
             self.momentum.setdefault(p, torch.zeros_like(p)).add_(p.grad)
             if p.ndim == 2:
-                self.rows[p] = self.rows[p] + p.grad.sum(1) if p in self.rows else p.grad.sum(1)  # a new one each time
+                # a new one each time
+                self.rows[p] = self.rows[p] + p.grad.sum(1) if p in self.rows else p.grad.sum(1)
             p.sub_(self.momentum[p], alpha=0.1)
         if self.flat is None:
             self.flat = torch.zeros(sum(p.numel() for p in trained))
@@ -374,7 +412,9 @@ def test_inner_optimizers_and_keys_that_are_no_parameters():
     inner = optim.AdamW([p for p in model.parameters() if p.requires_grad])
     profile, _ = observe(model, [Outer(inner)])
     real = sum(leaf.nbytes for state in inner.state.values() for leaf in state.values()) + 4 * 5000
-    assert sum(update.state_bytes for update in profile.updates.values()) == pytest.approx(real, abs=10)
+    assert sum(update.state_bytes for update in profile.updates.values()) == pytest.approx(
+        real, abs=10
+    )
 
 
 def test_gradients_in_one_bucket():
@@ -401,7 +441,9 @@ def test_a_first_step_alone():
         twice, _ = observe(model, [optim.AdamW(model.parameters(), **options)], steps=2)
         for name, update in twice.updates.items():
             assert once.updates[name].state_bytes == update.state_bytes
-            assert once.updates[name].temporary_bytes == pytest.approx(update.temporary_bytes, rel=0.01, abs=16)
+            assert once.updates[name].temporary_bytes == pytest.approx(
+                update.temporary_bytes, rel=0.01, abs=16
+            )
 
 
 def test_a_skipped_step_counts_for_nothing():
@@ -419,7 +461,8 @@ def test_a_skipped_step_counts_for_nothing():
         if overflow:
             with pytest.raises(OptimizerError, match="no step of SGD has been recorded"):
                 observer.profile()
-    assert observer.profile().updates["layers.0.weight"].calls == 1  # unscaling is not the optimizer's
+    # unscaling is not the optimizer's
+    assert observer.profile().updates["layers.0.weight"].calls == 1
 
 
 def test_parameters_without_gradient_are_like_their_kind():
@@ -446,7 +489,11 @@ def test_kernels_that_no_dispatcher_sees():
             for group in self.param_groups:
                 for p in group["params"]:
                     if p.grad is not None:
-                        state = self.state[p].setdefault("m", torch.zeros_like(p)) if p not in self.state else None
+                        state = (
+                            self.state[p].setdefault("m", torch.zeros_like(p))
+                            if p not in self.state
+                            else None
+                        )
                         array = p.detach().numpy() if state is None else None
                         if array is not None:
                             array -= 0.1 * p.grad.numpy()
@@ -454,7 +501,8 @@ def test_kernels_that_no_dispatcher_sees():
     model = Model()
     profile, _ = observe(model, [Foreign(model.parameters())])
     assert profile.state_bytes("layers.0.weight") == 4 * 48 * 80
-    assert profile.updates["layers.0.weight"].moved_bytes == 5 * 4 * 48 * 80  # parameter and state twice, gradient once
+    # parameter and state twice, gradient once
+    assert profile.updates["layers.0.weight"].moved_bytes == 5 * 4 * 48 * 80
 
 
 def test_errors_of_the_step_are_the_users():
@@ -470,7 +518,11 @@ def test_errors_of_the_step_are_the_users():
     for context in (observer.recording, observer.timing):
         with pytest.raises(KeyError, match="mine"), context(optimizer):
             optimizer.step()
-    assert "step" not in vars(optimizer) and not observer.recorded(optimizer) and not observer.timed(optimizer)
+    assert (
+        "step" not in vars(optimizer)
+        and not observer.recorded(optimizer)
+        and not observer.timed(optimizer)
+    )
     assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
 
 
@@ -523,7 +575,9 @@ def test_a_compiled_step_stays_compiled():
     with observer.recording(optimizer):
         optimizer.step()
     assert len(graphs) == before
-    assert observer.profile().updates["layers.0.weight"].moved_bytes == pytest.approx(12 * 48 * 80, rel=0.01)
+    assert observer.profile().updates["layers.0.weight"].moved_bytes == pytest.approx(
+        12 * 48 * 80, rel=0.01
+    )
 
 
 @pytest.mark.parametrize(
@@ -557,7 +611,9 @@ def test_equal_dims_are_told_apart_by_others_of_their_kind():
             for p in self.param_groups[0]["params"]:
                 self.state[p].setdefault("columns", torch.zeros_like(p[0])).add_(p.grad.sum(0))
 
-    model = nn.ModuleDict({"square": nn.Linear(6, 6, bias=False), "other": nn.Linear(6, 5, bias=False)})
+    model = nn.ModuleDict(
+        {"square": nn.Linear(6, 6, bias=False), "other": nn.Linear(6, 5, bias=False)}
+    )
     model.loss = lambda: sum((p**2).sum() for p in model.parameters())
     profile, _ = observe(model, [Columns(model.parameters())])
     assert profile.state_bytes_of("square.weight", (2, 6)) == 4 * 6
@@ -572,7 +628,9 @@ def test_seconds_contain_the_overhead_of_calls_once():
 
     def whole(profile):
         named = [(n, p.numel()) for n, p in model.named_parameters() if p.requires_grad]
-        return sum(profile.update_seconds(name, numel=numel, device=device) for name, numel in named)
+        return sum(
+            profile.update_seconds(name, numel=numel, device=device) for name, numel in named
+        )
 
     calls = sum(update.calls for update in observer.profile().updates.values())
     once, twice = whole(observer.profile(op_overhead_seconds=overhead)), whole(observer.profile())
@@ -599,14 +657,18 @@ def test_higher_order_operators_pass():
         @torch.no_grad()
         def step(self, closure=None):
             parameters = self.param_groups[0]["params"]
-            stepped = foreach_map(lambda p, g: p - 0.1 * g, parameters, [p.grad for p in parameters])
+            stepped = foreach_map(
+                lambda p, g: p - 0.1 * g, parameters, [p.grad for p in parameters]
+            )
             for p, new in zip(parameters, stepped, strict=True):
                 p.copy_(new)
 
     model = Model()
     trained = [p for p in model.parameters() if p.requires_grad]
     profile, _ = observe(model, [Mapped(trained)])
-    assert profile.updates["layers.0.weight"].moved_bytes == pytest.approx(4 * 48 * 80 * (3 + 3), rel=0.01)
+    assert profile.updates["layers.0.weight"].moved_bytes == pytest.approx(
+        4 * 48 * 80 * (3 + 3), rel=0.01
+    )
 
 
 def test_overhead_is_small_and_nothing_stays_alive():

@@ -79,7 +79,13 @@ def test_state_is_that_of_a_real_step(cls, options):
 def test_several_optimizers_and_groups():
     model = Model()
     optimizers = [
-        optim.SGD([{"params": [model.embed.weight], "momentum": 0.9}, {"params": model.conv.parameters()}], lr=0.1),
+        optim.SGD(
+            [
+                {"params": [model.embed.weight], "momentum": 0.9},
+                {"params": model.conv.parameters()},
+            ],
+            lr=0.1,
+        ),
         optim.AdamW(model.head.parameters()),
     ]
     profile = read_optimizer(optimizers, named_parameters=model.named_parameters())
@@ -103,7 +109,9 @@ def test_fake_tensors_tensor_rates_and_schedulers():
 
 def test_bfloat16_state():
     model = nn.Linear(8, 8).to(torch.bfloat16)
-    profile = read_optimizer([optim.AdamW(model.parameters())], named_parameters=model.named_parameters())
+    profile = read_optimizer(
+        [optim.AdamW(model.parameters())], named_parameters=model.named_parameters()
+    )
     assert profile.state_bytes("weight") == 2 * 2 * 64 + 4
 
 
@@ -113,7 +121,9 @@ def test_temporaries_and_traffic():
     def read(device_type="cpu", **options):
         optimizer = optim.AdamW(model.parameters(), **options)
         named = model.named_parameters()
-        return read_optimizer([optimizer], named_parameters=named, device_type=device_type).updates["weight"]
+        return read_optimizer([optimizer], named_parameters=named, device_type=device_type).updates[
+            "weight"
+        ]
 
     loop, foreach, fused = read(), read(foreach=True), read(fused=True)
     assert not loop.temporaries_add and loop.temporary_bytes > 0
@@ -127,9 +137,13 @@ def test_temporaries_and_traffic():
 
 def test_lbfgs_is_not_shardable():
     model = nn.Linear(4, 3)
-    profile = read_optimizer([optim.LBFGS(model.parameters())], named_parameters=model.named_parameters())
+    profile = read_optimizer(
+        [optim.LBFGS(model.parameters())], named_parameters=model.named_parameters()
+    )
     assert not profile.elementwise and not profile.by_parameter
-    optimizer = optim.LBFGS(model.parameters(), max_iter=150, tolerance_grad=0, tolerance_change=0, lr=1e-4)
+    optimizer = optim.LBFGS(
+        model.parameters(), max_iter=150, tolerance_grad=0, tolerance_change=0, lr=1e-4
+    )
     x = torch.rand(64, 4)
 
     def closure():
@@ -155,11 +169,18 @@ def test_own_optimizers():
         pass
 
     model = nn.Linear(2, 2)
-    assert read_optimizer([Named(model.parameters())], named_parameters=model.named_parameters()).elementwise
+    assert read_optimizer(
+        [Named(model.parameters())], named_parameters=model.named_parameters()
+    ).elementwise
     with pytest.raises(OptimizerError, match=r"trial step of Sharp failed.*needs a closure"):
-        read_optimizer([Sharp(model.parameters(), lr=0.1)], named_parameters=model.named_parameters())
+        read_optimizer(
+            [Sharp(model.parameters(), lr=0.1)], named_parameters=model.named_parameters()
+        )
     with pytest.raises(OptimizerError, match="not a parameter of the module"):
-        read_optimizer([optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)], named_parameters=model.named_parameters())
+        read_optimizer(
+            [optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)],
+            named_parameters=model.named_parameters(),
+        )
 
 
 def test_a_step_that_is_unknown_keeps_everything_whole():
@@ -181,16 +202,25 @@ def test_a_step_that_is_unknown_keeps_everything_whole():
 
 def test_measured_seconds():
     model = Model()
-    optimizers = [optim.SGD([model.embed.weight], lr=0.1), optim.AdamW([model.head.weight, model.head.bias])]
+    optimizers = [
+        optim.SGD([model.embed.weight], lr=0.1),
+        optim.AdamW([model.head.weight, model.head.bias]),
+    ]
     named = dict(model.named_parameters())
     seconds = measure_update_seconds(
-        optimizers, named_parameters=named.items(), device=torch.device("cpu"), max_numel=1 << 16, budget_seconds=0.1
+        optimizers,
+        named_parameters=named.items(),
+        device=torch.device("cpu"),
+        max_numel=1 << 16,
+        budget_seconds=0.1,
     )
     assert set(seconds) == {"embed.weight", "head.weight", "head.bias"}
     assert all(0 < value < 1e-3 for value in seconds.values())
     device = Device("d", 1, {"float32": 1.0}, 100.0, 0.0)
     profile = read_optimizer(optimizers, named_parameters=named.items())
-    assert profile.update_seconds("embed.weight", numel=66, device=device) == pytest.approx(66 * 12 / 100)
+    assert profile.update_seconds("embed.weight", numel=66, device=device) == pytest.approx(
+        66 * 12 / 100
+    )
     assert profile.update_seconds("frozen", numel=4, device=device) == 0
 
 
@@ -212,7 +242,9 @@ def test_a_step_that_communicates_is_not_timed():
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
         seconds = measure_update_seconds(
-            [Shared(model.parameters(), lr=0.1)], named_parameters=model.named_parameters(), device=torch.device("cpu")
+            [Shared(model.parameters(), lr=0.1)],
+            named_parameters=model.named_parameters(),
+            device=torch.device("cpu"),
         )
     finally:
         dist.destroy_process_group()

@@ -1,4 +1,6 @@
-"""Trial steps on the optimizers of a training leave them, what they refer to, and all generators as they were."""
+"""Trial steps on the optimizers of a training leave them, what they refer to, and all generators as
+they were.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,21 @@ class Own(optim.SGD):
     def __init__(self, parameters, **options):
         super().__init__(parameters, **options)
         self.n, self.seen, self.by_name, self.rate = 0, [], {"steps": [0]}, torch.tensor(1.0)
-        self.helper, self.all = Helper(), [p for group in self.param_groups for p in group["params"]]
+        self.helper, self.all = (
+            Helper(),
+            [p for group in self.param_groups for p in group["params"]],
+        )
         calls = []
 
         def note(value):
             calls.append(value)
 
-        self.calls, self.note, self.append, self.partly = calls, note, calls.append, partial(calls.append, 7)
+        self.calls, self.note, self.append, self.partly = (
+            calls,
+            note,
+            calls.append,
+            partial(calls.append, 7),
+        )
 
     def step(self, closure=None):
         self.n += 1
@@ -37,7 +47,12 @@ class Own(optim.SGD):
         self.by_name["steps"][0] += 1
         self.rate.mul_(0.5)
         self.helper.count += 1
-        for function, arguments in ((self.note, [1]), (self.append, [2]), (self.partly, []), (self.helper.tick, [])):
+        for function, arguments in (
+            (self.note, [1]),
+            (self.append, [2]),
+            (self.partly, []),
+            (self.helper.tick, []),
+        ):
             function(*arguments)
         for parameter in self.all:
             with torch.no_grad():
@@ -54,7 +69,9 @@ class Helper:
 
 
 class Wrapper(optim.Optimizer):
-    """Steps another optimizer, whose groups and state it shows, and keeps slow weights every so often."""
+    """Steps another optimizer, whose groups and state it shows, and keeps slow weights every so
+    often.
+    """
 
     def __init__(self, base):
         self.base, self.slow = base, {}
@@ -82,7 +99,11 @@ class Shown(Wrapper):
 def both(optimizer, module):
     profile = read_optimizer([optimizer], named_parameters=module.named_parameters())
     measure_update_seconds(
-        [optimizer], named_parameters=module.named_parameters(), device=CPU, max_numel=64, budget_seconds=0.01
+        [optimizer],
+        named_parameters=module.named_parameters(),
+        device=CPU,
+        max_numel=64,
+        budget_seconds=0.01,
     )
     return profile
 
@@ -94,7 +115,9 @@ def trained(module, optimizer):
             parameter.grad = torch.rand_like(parameter)
         if _ == 0:
             optimizer.step()
-    return copy.deepcopy((module.state_dict(), optimizer.state_dict(), [p.grad for p in module.parameters()]))
+    return copy.deepcopy(
+        (module.state_dict(), optimizer.state_dict(), [p.grad for p in module.parameters()])
+    )
 
 
 def same(left, right):
@@ -116,9 +139,20 @@ def test_what_an_optimizer_keeps_for_itself_is_not_touched():
     hook = register_optimizer_step_pre_hook(lambda *arguments: hooked.append(2))
     names = set(vars(optimizer))
     assert both(optimizer, module).state_bytes("weight") == 24
-    assert (optimizer.n, optimizer.seen, optimizer.by_name, optimizer.rate) == (1, [1], {"steps": [1]}, 0.5)
-    assert optimizer.calls == [1, 2, 7] and optimizer.helper.count == 1 and optimizer.helper.ticks == [1]
-    assert same(before, (module.state_dict(), optimizer.state_dict(), [p.grad for p in module.parameters()]))
+    assert (optimizer.n, optimizer.seen, optimizer.by_name, optimizer.rate) == (
+        1,
+        [1],
+        {"steps": [1]},
+        0.5,
+    )
+    assert (
+        optimizer.calls == [1, 2, 7]
+        and optimizer.helper.count == 1
+        and optimizer.helper.ticks == [1]
+    )
+    assert same(
+        before, (module.state_dict(), optimizer.state_dict(), [p.grad for p in module.parameters()])
+    )
     assert set(vars(optimizer)) == names and hooked == []
     optimizer.step()
     hook.remove()
@@ -135,7 +169,8 @@ def test_wrapped_optimizers_are_not_touched_and_all_they_keep_counts(cls):
     profile = both(optimizer, module)
     assert same(before, module.state_dict())
     assert not optimizer.base.state and not optimizer.slow
-    assert profile.state_bytes("weight") == 3 * 24 + 4  # two of Adam with its count, and the slow weights
+    # two of Adam with its count, and the slow weights
+    assert profile.state_bytes("weight") == 3 * 24 + 4
 
 
 def test_generators_and_modes_are_as_before():
@@ -144,12 +179,23 @@ def test_generators_and_modes_are_as_before():
             random.random()
             np.random.rand()
             torch.rand(3)
-            assert torch.get_default_dtype() == torch.float32 and not torch.is_inference_mode_enabled()
+            assert (
+                torch.get_default_dtype() == torch.float32 and not torch.is_inference_mode_enabled()
+            )
             super().step()
 
     def states():
-        generators = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
-        return *generators, torch.is_grad_enabled(), torch.get_default_dtype(), torch.is_inference_mode_enabled()
+        generators = (
+            random.getstate(),
+            np.random.get_state()[1].tolist(),
+            torch.get_rng_state().tolist(),
+        )
+        return (
+            *generators,
+            torch.is_grad_enabled(),
+            torch.get_default_dtype(),
+            torch.is_inference_mode_enabled(),
+        )
 
     module = nn.Linear(3, 2)
     before = states()

@@ -1,4 +1,6 @@
-"""Redistributions by hand, every pair on two axes against all orders, and against what DTensor sends."""
+"""Redistributions by hand, every pair on two axes against all orders, and against what DTensor
+sends.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,12 @@ from torch.distributed.tensor.debug import CommDebugMode
 from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.costs.communication import estimate_collective_seconds
 from lightning_topt.costs.groups import Group
-from lightning_topt.costs.redistribution import estimate_edge, estimate_redistribution, gradient_placements, local_bytes
+from lightning_topt.costs.redistribution import (
+    estimate_edge,
+    estimate_redistribution,
+    gradient_placements,
+    local_bytes,
+)
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import Partial, Replicate, Shard
 from tests.launch import run_ranks
@@ -27,11 +34,15 @@ ROW, TWO = Mesh((Axis("tensor", 4),)), Mesh((Axis("data", 2, "inter"), Axis("ten
 
 
 def cluster(*, backend="nccl", inter=Link(2.0, 10.0)):  # noqa: B008 a frozen value
-    return Cluster("c", Device("d", 1, {"float32": 1.0}, M), 4, 2, Link(1.0, 100.0), inter, backend=backend)
+    return Cluster(
+        "c", Device("d", 1, {"float32": 1.0}, M), 4, 2, Link(1.0, 100.0), inter, backend=backend
+    )
 
 
 def moved(source, target, *, mesh=ROW, size=800.0, **options):
-    return estimate_redistribution(cluster(**options), mesh=mesh, source=source, target=target, size=size)
+    return estimate_redistribution(
+        cluster(**options), mesh=mesh, source=source, target=target, size=size
+    )
 
 
 @pytest.mark.parametrize(
@@ -52,14 +63,19 @@ def test_one_axis_by_hand(source, target, backend, op, copied, peak):
     (step,) = found.steps
     assert (step.axis, step.op, step.copied_bytes, found.peak_bytes) == (0, op, copied, peak)
     assert found.allocated_bytes == peak
-    collective = estimate_collective_seconds(cluster(), op=op, size=800, group=Group(4)) if op else 0.0
+    collective = (
+        estimate_collective_seconds(cluster(), op=op, size=800, group=Group(4)) if op else 0.0
+    )
     assert found.seconds == pytest.approx(collective + 2 * copied / M)
 
 
 @pytest.mark.parametrize(("source", "target", "peak"), [(S0, S1, 800 + 200), (S1, S0, 1600)])
 def test_gloo_gathers_and_cuts(source, target, peak):
     found = moved((source,), (target,), backend="gloo")
-    assert [(step.op, step.result_bytes) for step in found.steps] == [("all_gather", 800), ("", 200)]
+    assert [(step.op, step.result_bytes) for step in found.steps] == [
+        ("all_gather", 800),
+        ("", 200),
+    ]
     assert found.peak_bytes == peak
 
 
@@ -86,14 +102,20 @@ def test_the_smaller_tensor_travels_between_nodes():
 
 def test_a_dim_that_an_inner_axis_cuts_is_gathered_first():
     found = moved((S0, S0), (R, S0), mesh=TWO)
-    assert [(step.axis, step.op) for step in found.steps] == [(1, "all_gather"), (0, "all_gather"), (1, "")]
+    assert [(step.axis, step.op) for step in found.steps] == [
+        (1, "all_gather"),
+        (0, "all_gather"),
+        (1, ""),
+    ]
     assert [step.result_bytes for step in found.steps] == [400, 800, 200]
     assert found.peak_bytes == 400 + 800
     assert found.seconds == pytest.approx(3 * (1 + 400 / 400) + (2 + 800 / 20) + 2 * 200 / M)
 
 
 def follow(placements, target, *, spent=0.0, steps=0):
-    """The least seconds over all sequences of at most five changes to a target or Replicate, by trying them."""
+    """The least seconds over all sequences of at most five changes to a target or Replicate, by
+    trying them.
+    """
     best = spent if placements == target else float("inf")
     for axis, new in itertools.product(range(2), (R, P, S0, S1)) if steps < 5 else ():
         old, other = placements[axis], placements[1 - axis]
@@ -101,12 +123,20 @@ def follow(placements, target, *, spent=0.0, steps=0):
         if cut or new == old or new not in (R, target[axis]) or (new == P and old != R):
             continue
         size = 800 / (TWO.shape[1 - axis] if isinstance(other, Shard) else 1)
-        (step,) = (one := moved((old,), (new,), mesh=Mesh((Axis("a", TWO.shape[axis]),)), size=size)).steps
+        (step,) = (
+            one := moved((old,), (new,), mesh=Mesh((Axis("a", TWO.shape[axis]),)), size=size)
+        ).steps
         group = Group(2, 4) if axis == 0 else Group(4)
         seconds = one.seconds - (
-            estimate_collective_seconds(cluster(), op=step.op, size=size, group=Group(group.size)) if step.op else 0.0
+            estimate_collective_seconds(cluster(), op=step.op, size=size, group=Group(group.size))
+            if step.op
+            else 0.0
         )
-        seconds += estimate_collective_seconds(cluster(), op=step.op, size=size, group=group) if step.op else 0.0
+        seconds += (
+            estimate_collective_seconds(cluster(), op=step.op, size=size, group=group)
+            if step.op
+            else 0.0
+        )
         changed = (new, other) if axis == 0 else (other, new)
         best = min(best, follow(changed, target, spent=spent + seconds, steps=steps + 1))
     return best
@@ -122,7 +152,9 @@ PAIRS = [
 @pytest.mark.parametrize("target", sorted({target for _, target in PAIRS}, key=str), ids=str)
 def test_the_order_is_the_best_of_all(target):
     for source in (source for source, wanted in PAIRS if wanted == target):
-        assert moved(source, target, mesh=TWO).seconds == pytest.approx(follow(source, target)), source
+        assert moved(source, target, mesh=TWO).seconds == pytest.approx(follow(source, target)), (
+            source
+        )
 
 
 def test_edges_price_the_gradient_too():
@@ -131,7 +163,8 @@ def test_edges_price_the_gradient_too():
     assert [step.op for step in column.backward.steps] == ["reduce_scatter"]
     assert column.seconds == column.forward.seconds + column.backward.seconds
     row = estimate_edge(cluster(), mesh=ROW, source=(P,), target=(S0,), size=800)
-    assert [step.op for step in row.backward.steps] == ["all_gather"]  # the gradient of every summand is whole
+    # the gradient of every summand is whole
+    assert [step.op for step in row.backward.steps] == ["all_gather"]
     same = estimate_edge(cluster(), mesh=ROW, source=(P,), target=(R,), size=800)
     assert same.forward.seconds > 0 and same.backward.steps == ()
     assert gradient_placements((P, S1, R)) == (R, S1, R)
@@ -146,7 +179,11 @@ def test_what_torch_does_not_do():
 
 
 TORCH = {R: TorchReplicate(), P: TorchPartial(), S0: TorchShard(0), S1: TorchShard(1)}
-COLLECTIVES = {"all_reduce": "all_reduce", "reduce_scatter": "reduce_scatter", "all_gather": "all_gather"}
+COLLECTIVES = {
+    "all_reduce": "all_reduce",
+    "reduce_scatter": "reduce_scatter",
+    "all_gather": "all_gather",
+}
 
 
 def sent_by_dtensor(rank, pairs):
@@ -155,23 +192,35 @@ def sent_by_dtensor(rank, pairs):
     found = []
     for source, target in pairs:
         shape = [8 // (4 if source == S0 else 1), 8 // (4 if source == S1 else 1)]
-        x = DTensor.from_local(torch.ones(shape), mesh, [TORCH[source]], run_check=False).requires_grad_()
+        x = DTensor.from_local(
+            torch.ones(shape), mesh, [TORCH[source]], run_check=False
+        ).requires_grad_()
         counts = []
         with CommDebugMode() as forward:
             y = x.redistribute(placements=[TORCH[target]])
-        gradient = DTensor.from_local(torch.ones_like(y.to_local()), mesh, [TORCH[R if target == P else target]])
+        gradient = DTensor.from_local(
+            torch.ones_like(y.to_local()), mesh, [TORCH[R if target == P else target]]
+        )
         with CommDebugMode() as backward:
             y.backward(gradient)
         for mode in (forward, backward):
-            counts.append(sorted(str(op) for op, n in mode.get_comm_counts().items() for _ in range(n)))
+            counts.append(
+                sorted(str(op) for op, n in mode.get_comm_counts().items() for _ in range(n))
+            )
         found.append(counts)
     return found
 
 
 def test_dtensor_sends_what_is_priced():
     pairs = [(a, b) for a, b in itertools.product((R, P, S0, S1), repeat=2) if b not in (a, P)]
-    for (source, target), counts in zip(pairs, run_ranks(sent_by_dtensor, 4, pairs)[0], strict=True):
-        edge = estimate_edge(cluster(backend="gloo"), mesh=ROW, source=(source,), target=(target,), size=256)
+    for (source, target), counts in zip(
+        pairs, run_ranks(sent_by_dtensor, 4, pairs)[0], strict=True
+    ):
+        edge = estimate_edge(
+            cluster(backend="gloo"), mesh=ROW, source=(source,), target=(target,), size=256
+        )
         for part, sent in zip((edge.forward, edge.backward), counts, strict=True):
             ops = [step.op for step in part.steps if step.op]
-            assert len(ops) == len(sent) and all(COLLECTIVES[op] in name for op, name in zip(ops, sent, strict=True))
+            assert len(ops) == len(sent) and all(
+                COLLECTIVES[op] in name for op, name in zip(ops, sent, strict=True)
+            )

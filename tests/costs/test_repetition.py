@@ -1,4 +1,6 @@
-"""Measurements are repeated until the two fastest rounds agree; the fastest counts, or the median."""
+"""Measurements are repeated until the two fastest rounds agree; the fastest counts, or the
+median.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ def test_halves_that_agree_are_enough_and_have_all_other_parts_between_them():
     order = []
     parts = {name: part(1.0, 1.1, order=order, name=name) for name in "ab"}
     found = repeat_parts(parts, seconds_left=lambda: 1.0)
-    assert {name: fastest(rounds) for name, rounds in found.items()} == {"a": {"t": 1.0}, "b": {"t": 1.0}}
+    assert {name: fastest(rounds) for name, rounds in found.items()} == {
+        "a": {"t": 1.0},
+        "b": {"t": 1.0},
+    }
     assert usual(found["a"]) == {"t": 1.05}
     assert order == ["a", "b", "a", "b"]
 
@@ -47,5 +52,8 @@ def test_repeating_is_bounded_by_rounds_and_by_time():
     count = []
     never = [2.0**-i for i in range(9)]
     parts = {"a": part(*never, order=count)}
-    assert fastest(repeat_parts(parts, seconds_left=lambda: 1.0)["a"]) == {"t": 2.0**-4} and len(count) == 5
+    assert (
+        fastest(repeat_parts(parts, seconds_left=lambda: 1.0)["a"]) == {"t": 2.0**-4}
+        and len(count) == 5
+    )
     assert fastest(repeat_parts({"a": part(*never)}, seconds_left=lambda: -1.0)["a"]) == {"t": 0.5}

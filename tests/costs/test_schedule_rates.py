@@ -28,7 +28,9 @@ def most_held(actions):
 
 
 def waits(counts):
-    """Activations that are held and those of them that wait, where nothing else is worse, the most held first."""
+    """Activations that are held and those of them that wait, where nothing else is worse, the most
+    held first.
+    """
     late = counts[:, counts.shape[1] // 2 :].sum(axis=1)
     pairs = set(zip(counts.sum(axis=1).tolist(), late.tolist(), strict=True))
     worst = [p for p in pairs if not any(q != p and q[0] >= p[0] and q[1] >= p[1] for q in pairs)]
@@ -48,7 +50,9 @@ def test_rates_give_the_seconds_of_equal_stages_and_what_ranks_hold(name):
         assert stages * lead + 3 * rates.load + rates.weights == pytest.approx(simulated)
         for rank, actions in enumerate(schedule.actions):
             assert {rates.held[stage] for stage in schedule.stages_of(rank)} == {most_held(actions)}
-            assert {rates.waits[stage] for stage in schedule.stages_of(rank)} == {waits(held_counts(schedule)[rank])}
+            assert {rates.waits[stage] for stage in schedule.stages_of(rank)} == {
+                waits(held_counts(schedule)[rank])
+            }
         count += 1
     assert count > 20
 
@@ -59,7 +63,9 @@ def test_rates_of_transfers_are_exact_where_links_are_no_bottleneck(name):
         rates = rates_of(name, num_ranks=ranks, num_microbatches=micro, stages_per_rank=1)
         schedule = make_schedule(name, num_ranks=ranks, num_microbatches=micro)
         edges = {(s, s + 1): 0.25 for s in range(ranks - 1)}
-        simulated = step_seconds(schedule, StageCosts([1.0] * ranks, [2.0] * ranks, transfer_seconds=edges))
+        simulated = step_seconds(
+            schedule, StageCosts([1.0] * ranks, [2.0] * ranks, transfer_seconds=edges)
+        )
         round_trip = 0.5
         load = max(3 * rates.load + rates.sent_load * round_trip, rates.sent_floor * round_trip)
         assert 3 * ranks + (ranks - 1) * round_trip + load == pytest.approx(simulated)

@@ -1,4 +1,6 @@
-"""Jobs of the tests of coordinated preparation: real processes that iterate over the same data set and say what they got."""
+"""Jobs of the tests of coordinated preparation: real processes that iterate over the same data set
+and say what they got.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,12 @@ class Samples(torch.utils.data.Dataset):
     """
 
     def __init__(
-        self, log: Path | None = None, *, seconds: float = 0.0, hang_at: int | None = None, barrier: Any = None
+        self,
+        log: Path | None = None,
+        *,
+        seconds: float = 0.0,
+        hang_at: int | None = None,
+        barrier: Any = None,
     ) -> None:
         self.log, self.seconds, self.hang_at, self.barrier = log, seconds, hang_at, barrier
 
@@ -83,16 +90,23 @@ def loader_of(dataset: Any, directory: Path, **changes: Any) -> CoordinatedLoade
 
 def digest(batch: Any) -> str:
     """Of all bits of a batch."""
-    return hashlib.sha256(b"".join(batch[name].numpy().tobytes() for name in sorted(batch))).hexdigest()
+    return hashlib.sha256(
+        b"".join(batch[name].numpy().tobytes() for name in sorted(batch))
+    ).hexdigest()
 
 
 def expected(epochs: int = 1) -> list[list[str]]:
-    """The batches of one job alone, prepared one after the other without any of the machinery: the oracle."""
+    """The batches of one job alone, prepared one after the other without any of the machinery: the
+    oracle.
+    """
 
     def prepare() -> list[list[str]]:
         collate = torch.utils.data.default_collate
         preparation = Preparation(Samples(), batches=Shuffled(), collate_fn=collate, seed=SEED)
-        return [[digest(preparation.prepare(epoch, batch)) for batch in range(NUM_BATCHES)] for epoch in range(epochs)]
+        return [
+            [digest(preparation.prepare(epoch, batch)) for batch in range(NUM_BATCHES)]
+            for epoch in range(epochs)
+        ]
 
     state = torch.get_rng_state(), np.random.get_state(), random.getstate()
     try:
@@ -119,8 +133,9 @@ class Result:
 class Job:
     """A forked process in a group of its own.
 
-    It passes `barrier` when it has joined, takes `seconds` for each batch, and after `pause` = (number, path) of them waits
-    until the path is there. `log` has the number of batches that it got.
+    It passes `barrier` when it has joined, takes `seconds` for each batch, and after `pause` =
+    (number, path) of them waits until the path is there. `log` has the number of batches that it
+    got.
     """
 
     def __init__(self, loader: Any, **options: Any) -> None:

@@ -1,4 +1,6 @@
-"""A tier that cannot be opened, or breaks while it is used, costs the samples that it would have held and nothing else."""
+"""A tier that cannot be opened, or breaks while it is used, costs the samples that it would have
+held and nothing else.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,18 @@ pytestmark = pytest.mark.usefixtures("shared")
 
 
 def broken(monkeypatch, folder, code):
-    """Nothing in `folder` can be made or written from now on: as on a disk that is full, or read-only, or another user's."""
+    """Nothing in `folder` can be made or written from now on: as on a disk that is full, or
+    read-only, or another user's.
+    """
     is_full = code in (errno.ENOSPC, errno.EDQUOT)
 
     def fails(function, when):
         def call(target, *arguments, **options):
-            path = os.readlink(f"/proc/self/fd/{target}") if isinstance(target, int) else os.fspath(target)
+            path = (
+                os.readlink(f"/proc/self/fd/{target}")
+                if isinstance(target, int)
+                else os.fspath(target)
+            )
             if path.startswith(str(folder)) and when(target, *arguments):
                 raise OSError(code, os.strerror(code), path)
             return function(target, *arguments, **options)
@@ -43,7 +51,9 @@ def broken(monkeypatch, folder, code):
         return call
 
     def is_new(path, flags=os.O_CREAT, *_):
-        return (flags & os.O_CREAT and not os.path.exists(path)) or (flags & os.O_RDWR and not is_full)
+        return (flags & os.O_CREAT and not os.path.exists(path)) or (
+            flags & os.O_RDWR and not is_full
+        )
 
     def is_longer(descriptor, words, offset, *_):
         return not is_full or offset + len(words) > os.fstat(descriptor).st_size
@@ -51,7 +61,12 @@ def broken(monkeypatch, folder, code):
     monkeypatch.setattr(os, "open", fails(os.open, is_new))
     monkeypatch.setattr(Path, "mkdir", fails(Path.mkdir, lambda path, *_: not os.path.exists(path)))
     monkeypatch.setattr(os, "pwrite", fails(os.pwrite, is_longer))
-    for owner, name in [(Path, "write_text"), (os, "pwritev"), (os, "ftruncate"), (os, "posix_fallocate")]:
+    for owner, name in [
+        (Path, "write_text"),
+        (os, "pwritev"),
+        (os, "ftruncate"),
+        (os, "posix_fallocate"),
+    ]:
         monkeypatch.setattr(owner, name, fails(getattr(owner, name), lambda *_: True))
 
 
@@ -99,7 +114,9 @@ def test_what_another_user_has_put_in_its_place_is_not_written(tmp_path, monkeyp
 def test_with_no_place_at_all_samples_come_from_the_source(tmp_path, monkeypatch):
     monkeypatch.setattr(memory_file, "SHARED", tmp_path / "nowhere", raising=False)
     broken(monkeypatch, tmp_path, errno.ENOSPC)
-    with pytest.warns(UserWarning, match=r"without its memory cache .* and its disk cache") as caught:
+    with pytest.warns(
+        UserWarning, match=r"without its memory cache .* and its disk cache"
+    ) as caught:
         cache = make(tmp_path / "new", write_behind=True)
     assert len(caught) == 1 and cache.tiers == []
     assert epoch(cache) == epoch(cache) == EVERYTHING
@@ -114,7 +131,8 @@ def test_what_is_left_out_is_left_out_in_workers_too(tmp_path, monkeypatch):
         broken(patch, tmp_path, errno.ENOSPC)
         with pytest.warns(UserWarning):
             cache = make(tmp_path / "new")
-    with warnings.catch_warnings():  # each of them would have a memory of its own, and warn in every epoch
+    # each of them would have a memory of its own, and warn in every epoch
+    with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert pickle.loads(pickle.dumps(cache)).tiers == []
 
@@ -170,7 +188,9 @@ def test_a_tier_whose_lock_is_held_is_left_out(tmp_path, monkeypatch, what):
     holder = FORK.Process(target=_hold, args=(tmp_path / "f" / name, held))
     holder.start()
     assert held.wait(120)
-    with pytest.warns(UserWarning, match=f"without its {what} cache .*locked by another process") as caught:
+    with pytest.warns(
+        UserWarning, match=f"without its {what} cache .*locked by another process"
+    ) as caught:
         cache = make(tmp_path)
     assert len(caught) == 1 and len(cache.tiers) == 1
     assert epoch(cache) == EVERYTHING and epoch(cache) == []
@@ -227,7 +247,9 @@ def test_a_disk_that_cannot_be_read_gives_misses(tmp_path, monkeypatch):
         assert epoch(cache) == EVERYTHING
         statistics = cache.statistics()
         cache.refuse("two draws differ")
-    assert statistics.misses == 2 * ITEMS and statistics.disk_items == 0 and statistics.disk_bytes == 0
+    assert (
+        statistics.misses == 2 * ITEMS and statistics.disk_items == 0 and statistics.disk_bytes == 0
+    )
     assert len(caught) <= 3  # reading, storing, emptying: not one per sample
 
 

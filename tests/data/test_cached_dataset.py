@@ -16,7 +16,12 @@ from lightning_topt import data
 from lightning_topt.data.cache import sample_values
 from lightning_topt.data.cache.cached_batches import BatchDataset, ReadyBatch, collate
 from lightning_topt.data.cache.cached_dataset import CachedDataset
-from lightning_topt.data.cache.determinism import NotDeterministicError, deterministic, marked_method, other_randomness
+from lightning_topt.data.cache.determinism import (
+    NotDeterministicError,
+    deterministic,
+    marked_method,
+    other_randomness,
+)
 from lightning_topt.data.cache.sample_cache import RefusedCacheError, SampleCache
 from lightning_topt.data.cache.sample_codec import UnsupportedSample
 
@@ -37,7 +42,11 @@ KINDS = {
     "tensor": lambda i: torch.full((2, 3), float(i)),
     "empty": lambda i: torch.empty(0, 2),
     "pair": lambda i: (torch.full((3,), i, dtype=torch.uint8), i),
-    "dict": lambda i: {"a": np.full((2,), i, np.float32), "b": [float(i), bool(i % 2)], "c": np.array(i)},
+    "dict": lambda i: {
+        "a": np.full((2,), i, np.float32),
+        "b": [float(i), bool(i % 2)],
+        "c": np.array(i),
+    },
     "named": lambda i: Point(torch.full((2,), i).bfloat16(), i),
     "strings": lambda i: {"name": f"{i:03d}", "x": torch.tensor(i)},
     "scalars": lambda i: (np.float32(i), np.int64(i), np.bool_(i % 2)),
@@ -62,7 +71,9 @@ class Data(Dataset):
 
 def cached(dataset, tmp_path, **options):
     options = {"memory_bytes": 1 << 22, "disk_bytes": 0} | options
-    return CachedDataset(dataset, SampleCache(tmp_path, fingerprint="f", num_items=len(dataset), **options))
+    return CachedDataset(
+        dataset, SampleCache(tmp_path, fingerprint="f", num_items=len(dataset), **options)
+    )
 
 
 def same(a, b):
@@ -133,15 +144,20 @@ def test_an_item_twice_in_a_batch_is_stored_once(tmp_path):
 
 
 @pytest.mark.parametrize("memory_bytes", [1 << 22, 3000, 0])
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "large"])  # which torch cannot collate
+# which torch cannot collate
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "large"])
 def test_batches_are_what_default_collate_gives(tmp_path, kind, memory_bytes):
     make = KINDS[kind]
-    dataset = BatchDataset(cached(Data(make), tmp_path, memory_bytes=memory_bytes, disk_bytes=1 << 22))
+    dataset = BatchDataset(
+        cached(Data(make), tmp_path, memory_bytes=memory_bytes, disk_bytes=1 << 22)
+    )
     for seed in range(3):
         order = random.Random(seed).sample(range(ITEMS), ITEMS)
         for first in range(0, ITEMS, 7):
             indices = order[first : first + 7]
-            same(collate(dataset.__getitems__(indices)), default_collate([make(i) for i in indices]))
+            same(
+                collate(dataset.__getitems__(indices)), default_collate([make(i) for i in indices])
+            )
     ready = isinstance(dataset.__getitems__([1, 2, 3]), ReadyBatch)
     if memory_bytes == 1 << 22:
         assert ready == (kind != "strings")
@@ -159,16 +175,23 @@ def test_batches_of_different_layouts_are_collated_by_torch(tmp_path):
 def test_in_a_loader_with_workers(tmp_path, num_workers):
     make = KINDS["pair"]
     dataset = BatchDataset(cached(Data(make), tmp_path))
-    loader = DataLoader(dataset, 8, collate_fn=collate, num_workers=num_workers, persistent_workers=num_workers > 0)
+    loader = DataLoader(
+        dataset, 8, collate_fn=collate, num_workers=num_workers, persistent_workers=num_workers > 0
+    )
     for _ in range(3):
-        same(list(loader), [default_collate([make(i) for i in range(s, s + 8)]) for s in range(0, ITEMS, 8)])
+        same(
+            list(loader),
+            [default_collate([make(i) for i in range(s, s + 8)]) for s in range(0, ITEMS, 8)],
+        )
     statistics = dataset.dataset.cache.statistics()
     assert (statistics.misses, statistics.memory_hits) == (ITEMS, 2 * ITEMS)
 
 
 def test_samples_of_different_sizes_are_read_and_counted_once(tmp_path):
     make = lambda i: torch.full((2 + i % 2,), i)  # noqa: E731
-    dataset = BatchDataset(cached(Data(make), tmp_path, memory_bytes=ITEMS // 2 * 96, disk_bytes=1 << 20))
+    dataset = BatchDataset(
+        cached(Data(make), tmp_path, memory_bytes=ITEMS // 2 * 96, disk_bytes=1 << 20)
+    )
     for done in range(3):
         same(dataset.__getitems__(range(ITEMS)), [make(i) for i in range(ITEMS)])
         statistics = dataset.cache.statistics(reset=True)
@@ -193,7 +216,11 @@ def test_a_damaged_header_is_found_out_and_the_sample_read_again(tmp_path, at):
 
 
 def test_in_spawned_workers(tmp_path):
-    data = BatchDataset(CachedDataset(Augmented(), SampleCache(tmp_path, fingerprint="f", num_items=ITEMS, **MEMORY)))
+    data = BatchDataset(
+        CachedDataset(
+            Augmented(), SampleCache(tmp_path, fingerprint="f", num_items=ITEMS, **MEMORY)
+        )
+    )
     options = {"num_workers": 1, "multiprocessing_context": "spawn", "persistent_workers": True}
     loader = DataLoader(data, 8, collate_fn=collate, **options)
     for _ in range(2):
@@ -241,7 +268,9 @@ def test_only_the_marked_part_is_cached_and_the_rest_stays_random(tmp_path):
 class Random(Data):
     def __init__(self, source, probability=1.0):
         def make(i):
-            draw = {"torch": torch.rand(()).item, "numpy": np.random.rand, "python": random.random}[source]
+            draw = {"torch": torch.rand(()).item, "numpy": np.random.rand, "python": random.random}[
+                source
+            ]
             return torch.tensor(draw() if draw() <= probability else 2.0)
 
         super().__init__(make)

@@ -1,4 +1,6 @@
-"""Several jobs prepare their batches together: real processes that start late, are slow, stop, fail and die."""
+"""Several jobs prepare their batches together: real processes that start late, are slow, stop, fail
+and die.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,12 @@ def nothing_is_left(tmp_path):
     yield
     assert shared_files() <= shared
     assert not (tmp_path / "meet").exists()
-    wait_until(lambda: loader_of(Samples(), tmp_path / "meet")._address[1:] not in Path("/proc/net/unix").read_text())
+    wait_until(
+        lambda: (
+            loader_of(Samples(), tmp_path / "meet")._address[1:]
+            not in Path("/proc/net/unix").read_text()
+        )
+    )
     gc.collect()  # frames of expected exceptions hold batches
     assert kept(os.getpid()) == []
 
@@ -73,7 +80,10 @@ def start(tmp_path):
 def test_three_jobs_prepare_each_batch_once_and_each_gets_all_of_them(tmp_path, start):
     logs = [tmp_path / f"log{number}" for number in range(3)]
     barrier, workers = CONTEXT.Barrier(3), CONTEXT.Barrier(3)
-    jobs = [start(Samples(log, seconds=0.01, barrier=workers), job={"epochs": 2, "barrier": barrier}) for log in logs]
+    jobs = [
+        start(Samples(log, seconds=0.01, barrier=workers), job={"epochs": 2, "barrier": barrier})
+        for log in logs
+    ]
     results = [job.result() for job in jobs]
     for result in results:
         assert result.batches == expected(2)
@@ -94,7 +104,9 @@ def test_a_job_alone_gets_the_same_bits(tmp_path, start):
 
 
 @pytest.mark.parametrize(("number", "timeout_seconds"), [(signal.SIGKILL, 30), (signal.SIGSTOP, 3)])
-def test_what_a_killed_or_stopped_job_had_claimed_is_prepared_by_others(tmp_path, start, number, timeout_seconds):
+def test_what_a_killed_or_stopped_job_had_claimed_is_prepared_by_others(
+    tmp_path, start, number, timeout_seconds
+):
     logs = [tmp_path / f"log{number}" for number in range(3)]
     victim = start(Samples(logs[0], hang_at=0), timeout_seconds=timeout_seconds)
     wait_until(lambda: lines(logs[0]))  # it holds the first batch, and will for ten minutes
@@ -106,13 +118,20 @@ def test_what_a_killed_or_stopped_job_had_claimed_is_prepared_by_others(tmp_path
     assert len(lines(logs[0])) == 1
 
 
-@pytest.mark.parametrize("whole", [True, False], ids=["with its workers", "and its workers end by themselves"])
+@pytest.mark.parametrize(
+    "whole", [True, False], ids=["with its workers", "and its workers end by themselves"]
+)
 def test_a_killed_job_takes_its_workers_with_it(tmp_path, start, whole):
     log = tmp_path / "log"
-    victim = start(Samples(log, seconds=0.05), job={"seconds": 0.2, "log": tmp_path / "got"}, num_workers=2)
+    victim = start(
+        Samples(log, seconds=0.05), job={"seconds": 0.2, "log": tmp_path / "got"}, num_workers=2
+    )
     wait_until(lambda: lines(tmp_path / "got"))
     workers = [
-        int(pid) for pid in Path(f"/proc/{victim.process.pid}/task/{victim.process.pid}/children").read_text().split()
+        int(pid)
+        for pid in Path(f"/proc/{victim.process.pid}/task/{victim.process.pid}/children")
+        .read_text()
+        .split()
     ]
     assert len(workers) == 2
     os.kill(victim.process.pid, signal.SIGKILL)
@@ -132,7 +151,9 @@ def test_jobs_that_come_late_or_are_slow_get_everything(tmp_path, start):
 
 
 @pytest.mark.parametrize("batches_kept", [0.5, 2, 5])
-def test_a_slow_job_does_not_hold_up_the_others_nor_take_more_memory_than_agreed(tmp_path, start, batches_kept):
+def test_a_slow_job_does_not_hold_up_the_others_nor_take_more_memory_than_agreed(
+    tmp_path, start, batches_kept
+):
     barrier, got, log = CONTEXT.Barrier(2), tmp_path / "got", tmp_path / "log"
     nbytes = sample_codec.size_of(sample_codec.encode(default_collate([Samples()[0]] * 2)))
     memory = int(batches_kept * nbytes)
@@ -143,11 +164,14 @@ def test_a_slow_job_does_not_hold_up_the_others_nor_take_more_memory_than_agreed
     result = fast.result()
     os.kill(slow.process.pid, signal.SIGCONT)
     assert result.batches == expected(3) and slow.result().batches == expected()
-    assert (batches_kept > 1) <= result.kept_bytes <= memory + 2 * nbytes  # each worker may just have handed one over
+    # each worker may just have handed one over
+    assert (batches_kept > 1) <= result.kept_bytes <= memory + 2 * nbytes
     assert result.warned == []
 
 
-def test_without_the_coordinator_jobs_go_on_alone_warn_once_and_meet_again_in_the_next_epoch(tmp_path, start):
+def test_without_the_coordinator_jobs_go_on_alone_warn_once_and_meet_again_in_the_next_epoch(
+    tmp_path, start
+):
     barrier = CONTEXT.Barrier(2)
     logs, is_killed = [tmp_path / "a", tmp_path / "b"], tmp_path / "killed"
     options = {"barrier": barrier, "epochs": 3, "seconds": 0.03, "pause": (2, is_killed)}
@@ -243,7 +267,10 @@ def test_an_iteration_goes_on_where_a_checkpoint_was_taken(tmp_path):
     resumed = loader_of(Samples(), tmp_path / "meet")
     resumed.load_state_dict(state)
     resumed.set_epoch(0)  # as Lightning does
-    assert [got + [digest(batch) for batch in resumed], [digest(batch) for batch in resumed]] == expected(2)
+    assert [
+        got + [digest(batch) for batch in resumed],
+        [digest(batch) for batch in resumed],
+    ] == expected(2)
     assert resumed.state_dict() == {"epoch": 2, "batch": 0}
     resumed.close()
 
@@ -276,14 +303,22 @@ def as_pair(samples):
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_batches_of_any_kind_in_processes_that_are_not_forked(tmp_path, method):
     loader = loader_of(
-        [3, 4, 5], tmp_path / "meet", batches=Thirds(), collate_fn=as_pair, multiprocessing_context=method
+        [3, 4, 5],
+        tmp_path / "meet",
+        batches=Thirds(),
+        collate_fn=as_pair,
+        multiprocessing_context=method,
     )
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # they reach the coordinator
         batches = list(loader)
     loader.close()
     assert [batch.left for batch in batches] == [[3], [4], [5]]
-    assert batches[0].right["name"] == ["photograph"] and batches[0].right["image"].tolist() == [0, 1, 2]
+    assert batches[0].right["name"] == ["photograph"] and batches[0].right["image"].tolist() == [
+        0,
+        1,
+        2,
+    ]
 
 
 class Thirds:
@@ -292,7 +327,9 @@ class Thirds:
 
 
 def test_what_cannot_be_shared_is_said(tmp_path):
-    loader = loader_of([1], tmp_path / "meet", batches=lambda epoch: [[0]], collate_fn=lambda samples: object())
+    loader = loader_of(
+        [1], tmp_path / "meet", batches=lambda epoch: [[0]], collate_fn=lambda samples: object()
+    )
     with pytest.raises(TypeError, match="cannot store as plain data"):
         list(loader)
     loader.close()

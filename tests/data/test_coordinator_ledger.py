@@ -1,4 +1,6 @@
-"""Who prepares what: rules one by one, and whole searches of jobs simulated with random speeds, deaths and memory."""
+"""Who prepares what: rules one by one, and whole searches of jobs simulated with random speeds,
+deaths and memory.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,9 @@ def test_a_claim_is_given_to_another_when_it_is_old_and_somebody_waits():
         finish(ledger, other)
         list(ledger.assignments(9))
     assert other not in ledger.claims  # two batches per worker are prepared or claimed
-    assert claimed[slow] not in {claim.position for worker, claim in ledger.claims.items() if worker != slow}
+    assert claimed[slow] not in {
+        claim.position for worker, claim in ledger.claims.items() if worker != slow
+    }
     assert ledger.next_deadline(9) is None and list(ledger.assignments(1000)) == []  # nobody waits
     ledger.request("b")
     assert ledger.next_deadline(9) == 10
@@ -185,7 +189,9 @@ def test_a_job_whose_workers_failed_does_not_try_again():
 
 @pytest.mark.parametrize("seed", range(60))
 def test_every_job_gets_every_batch_once_whatever_happens(seed):
-    """Random speeds, sizes, memory, deaths, hanging workers and late jobs: the survivors get everything, in order."""
+    """Random speeds, sizes, memory, deaths, hanging workers and late jobs: the survivors get
+    everything, in order.
+    """
     chance = random.Random(seed)
     memory, largest, epochs, batches = chance.choice([50, 400, 3000]), 200, 2, chance.randint(1, 12)
     ledger = Ledger(timeout_seconds=15, max_held=chance.choice([2, 1000]))
@@ -204,10 +210,13 @@ def test_every_job_gets_every_batch_once_whatever_happens(seed):
                 for place in range(chance.randint(1, 2)):
                     workers += 1
                     ledger.add_idle(workers, name)
-                    if place > 0 and chance.random() < 0.3:  # a job of which all hang would not get far alone either
+                    # a job of which all hang would not get far alone either
+                    if place > 0 and chance.random() < 0.3:
                         hanging.add(workers)
             elif name in ledger.jobs and name not in waiting and chance.random() < speed[name]:
-                if len(got[name]) == len(expected) or (dies.get(name) and len(got[name]) > batches // 2):
+                if len(got[name]) == len(expected) or (
+                    dies.get(name) and len(got[name]) > batches // 2
+                ):
                     for worker in [worker for worker, job in ledger.workers.items() if job == name]:
                         ledger.remove_worker(worker)
                     ledger.remove_job(name)
@@ -216,7 +225,9 @@ def test_every_job_gets_every_batch_once_whatever_happens(seed):
                     ledger.start(name, (got[name][-1][0] + 1, 0), end=batches)
                 ledger.request(name)
                 waiting.add(name)
-        for worker in [worker for worker in ledger.claims if worker not in hanging and chance.random() < 0.4]:
+        for worker in [
+            worker for worker in ledger.claims if worker not in hanging and chance.random() < 0.4
+        ]:
             finish(ledger, worker, nbytes=chance.randint(1, largest), now=now)
         for name, position in ledger.deliveries():
             got[name].append(position)

@@ -65,7 +65,9 @@ class Counting(Items):
 def test_it_is_said_once_which_attributes_change_and_what_to_do(names):
     data = Counting()
     names.name_of(data)
-    with pytest.warns(UserWarning, match=r"Counting is not as it was .*\(calls, seen changed\)") as caught:
+    with pytest.warns(
+        UserWarning, match=r"Counting is not as it was .*\(calls, seen changed\)"
+    ) as caught:
         for _ in range(5):
             data.read()
             names.name_of(data)
@@ -105,7 +107,9 @@ def test_one_that_is_made_anew_in_each_epoch_says_what_is_never_the_same(names):
         warnings.simplefilter("error")
         epoch(0), epoch(1)  # a second fit may have other data
         epoch(2, "validation"), epoch(3, "test")
-    with pytest.warns(UserWarning, match=r"Items is made anew .*\(made_at changed\).*ignored_by_cache") as caught:
+    with pytest.warns(
+        UserWarning, match=r"Items is made anew .*\(made_at changed\).*ignored_by_cache"
+    ) as caught:
         for number in range(4, 8):
             epoch(number)
     assert len(caught) == 1
@@ -170,7 +174,9 @@ def test_files_are_looked_at_when_something_else_has_changed(names, tmp_path):
 
 def test_without_looking_at_files(tmp_path):
     names = DatasetNames(data_version="1")
-    assert names.name_of(Items(path=str(tmp_path))) == fingerprint(Items(path=str(tmp_path)), data_version="1")
+    assert names.name_of(Items(path=str(tmp_path))) == fingerprint(
+        Items(path=str(tmp_path)), data_version="1"
+    )
 
 
 def test_ranks_that_disagree_stay(names):

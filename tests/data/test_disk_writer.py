@@ -1,4 +1,6 @@
-"""The process that copies samples from memory to disk: what it copies, and what happens to whom when somebody dies."""
+"""The process that copies samples from memory to disk: what it copies, and what happens to whom
+when somebody dies.
+"""
 
 from __future__ import annotations
 
@@ -185,7 +187,9 @@ def test_without_a_place_for_its_lock_it_copies_all_the_same(tmp_path):
 
 
 def test_it_tries_again_when_there_is_no_other_time(tmp_path, monkeypatch):
-    """A lock that was held a moment ago, by a process that was stopped, may be free when the job ends."""
+    """A lock that was held a moment ago, by a process that was stopped, may be free when the job
+    ends.
+    """
     monkeypatch.setattr(segment_store, "_warned", {})
     cache = make(tmp_path, behind=False, memory=ITEMS, disk=0)
     fill(cache)

@@ -53,7 +53,9 @@ def test_equal_code_and_state_have_equal_names():
     assert fingerprint(made()) == fingerprint(made())
 
 
-@pytest.mark.parametrize("change", [{"factor": 3}, {"constant": 6}, {"added": 2}, {"state": (1, 3)}, {"state": [1, 2]}])
+@pytest.mark.parametrize(
+    "change", [{"factor": 3}, {"constant": 6}, {"added": 2}, {"state": (1, 3)}, {"state": [1, 2]}]
+)
 def test_any_change_of_code_or_state_changes_the_name(change):
     assert fingerprint(made(**change)) != fingerprint(made())
 
@@ -115,12 +117,17 @@ def test_randomness_is_no_part_of_it():
 def test_files_that_are_named_count_with_size_and_time(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("one")
-    before, version = fingerprint(made([str(path)])), fingerprint(made([str(path)]), data_version="1")
+    before, version = (
+        fingerprint(made([str(path)])),
+        fingerprint(made([str(path)]), data_version="1"),
+    )
     assert fingerprint(made([path])) != fingerprint(made([tmp_path / "b.txt"]))
     path.write_text("three")
     assert fingerprint(made([str(path)])) != before
     assert (
-        fingerprint(made([str(path)]), data_version="1") == version != fingerprint(made([str(path)]), data_version="2")
+        fingerprint(made([str(path)]), data_version="1")
+        == version
+        != fingerprint(made([str(path)]), data_version="2")
     )
 
 
@@ -150,7 +157,10 @@ def test_files_count_in_whatever_way_they_are_named(tmp_path, form):
 
 
 def test_arrays_of_texts_that_name_nothing():
-    arrays = [np.array(texts) for texts in (["a.b", "/c"], ["a.b", "/d"], [""], [b"."], [b"\xff/"], ["\ud800/"], [])]
+    arrays = [
+        np.array(texts)
+        for texts in (["a.b", "/c"], ["a.b", "/d"], [""], [b"."], [b"\xff/"], ["\ud800/"], [])
+    ]
     assert len({fingerprint(made(array)) for array in arrays}) == len(arrays)
 
 
@@ -175,13 +185,19 @@ def test_what_getstate_leaves_out_does_not_count():
 
 
 def test_a_lock_that_is_no_state_goes_by_name():
-    values = {"__name__": "users_module", "lock": threading.Lock(), "__getitem__": lambda self, index: self.lock}
+    values = {
+        "__name__": "users_module",
+        "lock": threading.Lock(),
+        "__getitem__": lambda self, index: self.lock,
+    }
     kinds = [type("Data", (), values | {"by": by}) for by in (1, 1, 2)]
     names = [fingerprint([kind, kind()]) for kind in kinds]
     assert names[0] == names[1] != names[2]
 
 
-@pytest.mark.parametrize("made_of", [lambda cls: cls, lambda cls: [cls], lambda cls: [cls, cls([1])]])
+@pytest.mark.parametrize(
+    "made_of", [lambda cls: cls, lambda cls: [cls], lambda cls: [cls, cls([1])]]
+)
 def test_a_class_in_the_state_counts_with_its_code(made_of):
     names = [fingerprint([made_of(type(made(added=added)))]) for added in (1, 1, 2)]
     assert names[0] == names[1] != names[2]
@@ -263,7 +279,8 @@ def test_a_cache_that_is_in_use_changes_nothing(tmp_path, kind):
     before = fingerprint(data)
     copy.deepcopy(data)  # Python notes things on the class
     dataset = CachedDataset(
-        data, SampleCache(tmp_path, fingerprint=before, num_items=3, memory_bytes=4096, disk_bytes=0)
+        data,
+        SampleCache(tmp_path, fingerprint=before, num_items=3, memory_bytes=4096, disk_bytes=0),
     )
     assert dataset[1] == 1
     assert fingerprint(data) == before == fingerprint(kind())
@@ -281,7 +298,9 @@ def test_files_that_the_kernel_makes_up_do_not_count(tmp_path, monkeypatch):
     for time in (1, 2):
         os.utime(tmp_path / "a", ns=(time, time))
         monkeypatch.setattr(os, "stat", lambda path, **options: look(tmp_path / "a", **options))
-        names.append((fingerprint(["/proc/uptime", b"/sys/power/state"]), fingerprint(["/data/uptime"])))
+        names.append(
+            (fingerprint(["/proc/uptime", b"/sys/power/state"]), fingerprint(["/data/uptime"]))
+        )
         monkeypatch.undo()
     assert names[0][0] == names[1][0] and names[0][1] != names[1][1]
 
@@ -305,6 +324,10 @@ def test_files_of_a_shared_part_count_once(tmp_path):
     file.write_text("1")
     paths = [str(file)]
     shared = fingerprint([paths, paths])
-    assert shared == fingerprint([[str(file)], [str(file)]]) == fingerprint(pickle.loads(pickle.dumps([paths, paths])))
+    assert (
+        shared
+        == fingerprint([[str(file)], [str(file)]])
+        == fingerprint(pickle.loads(pickle.dumps([paths, paths])))
+    )
     file.write_text("22")
     assert fingerprint([paths, paths]) != shared

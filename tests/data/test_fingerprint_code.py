@@ -1,4 +1,6 @@
-"""Whatever code determines a sample is in the fingerprint, and nothing that comes and goes while samples are drawn."""
+"""Whatever code determines a sample is in the fingerprint, and nothing that comes and goes while
+samples are drawn.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,15 @@ import torch
 
 from lightning_topt.data.cache.fingerprint import fingerprint
 from tests.data.test_fingerprint import CODE
-from tests.data.users_code import HELPERS, USES, data_of, executed, named_in_other_processes, unseen, write
+from tests.data.users_code import (
+    HELPERS,
+    USES,
+    data_of,
+    executed,
+    named_in_other_processes,
+    unseen,
+    write,
+)
 
 __all__ = ["unseen"]  # a fixture
 
@@ -32,7 +42,9 @@ def using(use, *, added):
     helpers = types.ModuleType("helpers")
     executed(HELPERS.format(added=added), vars(helpers))
     namespace = {"helpers": helpers, **vars(helpers)} | {"__name__": "users_module"}
-    return executed(f"class Data:\n    def __getitem__(self, i):\n        return {use}", namespace)["Data"]()
+    return executed(f"class Data:\n    def __getitem__(self, i):\n        return {use}", namespace)[
+        "Data"
+    ]()
 
 
 @pytest.mark.parametrize("use", USES)
@@ -64,15 +76,21 @@ def test_code_that_is_imported_when_it_is_needed_counts(monkeypatch, module, bod
     assert names[0] == names[1] != names[2]
 
 
-LATER = {"later/__init__.py": "", "later/first.py": "from later.second import BY\ndef one(x):\n    return x + BY\n"}
+LATER = {
+    "later/__init__.py": "",
+    "later/first.py": "from later.second import BY\ndef one(x):\n    return x + BY\n",
+}
 LATER["later/second.py"] = "BY = 1\n"
 
 
 @pytest.mark.parametrize(
-    "body", ["from later.first import one; return one(i)", "import later.first as f; return f.one(i)"]
+    "body",
+    ["from later.first import one; return one(i)", "import later.first as f; return f.one(i)"],
 )
 @pytest.mark.parametrize("changed", sorted(LATER))
-def test_modules_that_are_not_imported_yet_count_with_all_they_import(tmp_path, monkeypatch, unseen, body, changed):
+def test_modules_that_are_not_imported_yet_count_with_all_they_import(
+    tmp_path, monkeypatch, unseen, body, changed
+):
     names = {}
     for kind, text in {
         "as before": "",
@@ -89,7 +107,9 @@ def test_modules_that_are_not_imported_yet_count_with_all_they_import(tmp_path, 
             assert fingerprint(data) == names[kind]
         unseen()
     assert names["as before"] == names["again"]
-    assert (names["other"] != names["again"]) == (changed != "later/__init__.py" or body.startswith("import"))
+    assert (names["other"] != names["again"]) == (
+        changed != "later/__init__.py" or body.startswith("import")
+    )
 
 
 def test_imports_that_will_fail_are_left_to_fail(tmp_path, monkeypatch, unseen):
@@ -103,7 +123,9 @@ def test_imports_that_will_fail_are_left_to_fail(tmp_path, monkeypatch, unseen):
         "import later",
     ]
     names = [fingerprint(data_of("users.data", body)) for body in bodies]
-    assert len(set(names)) == len(names) and names == [fingerprint(data_of("users.data", body)) for body in bodies]
+    assert len(set(names)) == len(names) and names == [
+        fingerprint(data_of("users.data", body)) for body in bodies
+    ]
 
 
 MODULE = """
@@ -130,7 +152,9 @@ def test_a_long_way_through_the_code():
     functions = "".join(f"def f{i}(x):\n    return f{i + 1}(x)\n" for i in range(3000))
     names = []
     for last in (1, 1, 2):
-        namespace = executed(f"{functions}def f3000(x):\n    return {last}", {"__name__": "users_module"})
+        namespace = executed(
+            f"{functions}def f3000(x):\n    return {last}", {"__name__": "users_module"}
+        )
         names.append(fingerprint([namespace["f0"]]))
     assert names[0] == names[1] != names[2]
 
@@ -150,4 +174,6 @@ def test_equal_in_processes_with_other_hash_seeds_and_addresses(tmp_path):
     plain = CODE.format(factor=2, constant=5, added=1)
     write(tmp_path, {"users_module.py": code, "helpers.py": "one = len", "plain_module.py": plain})
     data = "plain_module.Data([{'x', 'y', 'z'}, frozenset('abcdef'), torch.nn.Linear])"
-    assert [len(names) for names in named_in_other_processes(tmp_path, "users_module.using()", data)] == [1, 1]
+    assert [
+        len(names) for names in named_in_other_processes(tmp_path, "users_module.using()", data)
+    ] == [1, 1]

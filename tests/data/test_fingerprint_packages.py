@@ -24,7 +24,10 @@ def install(folder, *, version="1.0", code=CODE, checksum="sha256=a", listed=Tru
         write(folder, {"installed-1.dist-info/RECORD": record})
 
 
-INSTALLED = ["import installed; return installed.decode(i)", "from installed import Resize; return Resize()(i)"]
+INSTALLED = [
+    "import installed; return installed.decode(i)",
+    "from installed import Resize; return Resize()(i)",
+]
 
 
 def name_installed(folder, monkeypatch, unseen, body, *, imported, **changes):
@@ -39,7 +42,9 @@ def name_installed(folder, monkeypatch, unseen, body, *, imported, **changes):
 
 
 @pytest.mark.parametrize("body", INSTALLED)
-def test_installed_packages_go_by_version_and_what_is_installed(tmp_path, monkeypatch, unseen, body):
+def test_installed_packages_go_by_version_and_what_is_installed(
+    tmp_path, monkeypatch, unseen, body
+):
     changes = [
         {},
         {"version": "1.1"},
@@ -48,7 +53,14 @@ def test_installed_packages_go_by_version_and_what_is_installed(tmp_path, monkey
     ]
     names = [
         [
-            name_installed(tmp_path / f"{number} {imported}", monkeypatch, unseen, body, imported=imported, **change)
+            name_installed(
+                tmp_path / f"{number} {imported}",
+                monkeypatch,
+                unseen,
+                body,
+                imported=imported,
+                **change,
+            )
             for imported in (False, True)
         ]
         for number, change in enumerate(changes)
@@ -61,20 +73,26 @@ def test_installed_packages_go_by_version_and_what_is_installed(tmp_path, monkey
 def test_a_package_without_a_list_of_its_files_is_followed(tmp_path, monkeypatch, unseen, body):
     codes = [CODE, f"{CODE}# a remark", CODE.replace("return x", "return x + 1")]
     names = [
-        name_installed(tmp_path / str(i), monkeypatch, unseen, body, imported=True, listed=False, code=code)
+        name_installed(
+            tmp_path / str(i), monkeypatch, unseen, body, imported=True, listed=False, code=code
+        )
         for i, code in enumerate(codes)
     ]
     assert names[0] == names[1] != names[2]
 
 
-@pytest.mark.parametrize("name", ["special.expit", "ndimage._nd_image.zoom_shift", "special.cython_special.expit"])
+@pytest.mark.parametrize(
+    "name", ["special.expit", "ndimage._nd_image.zoom_shift", "special.cython_special.expit"]
+)
 def test_functions_written_in_c_count_with_their_version(monkeypatch, unseen, name):
     module, _, function = f"scipy.{name}".rpartition(".")
     value = getattr(pytest.importorskip(module), function)
     before, known = fingerprint([value]), packages._installed
     packages.version.cache_clear()
     with monkeypatch.context() as patch:
-        patch.setattr(packages, "_installed", lambda top: known(top)._replace(version="another one"))
+        patch.setattr(
+            packages, "_installed", lambda top: known(top)._replace(version="another one")
+        )
         assert fingerprint([value]) != before
 
 
@@ -84,13 +102,19 @@ def test_extensions_of_the_user_count_with_their_content(tmp_path, monkeypatch, 
     versions = []
     for content in ("one", "one", "two"):
         write(tmp_path, {file: content})
-        versions.append(fingerprint(data_of("users.data", "import installed; return installed.decode(i)")))
+        versions.append(
+            fingerprint(data_of("users.data", "import installed; return installed.decode(i)"))
+        )
         unseen()
     assert versions[0] == versions[1] != versions[2] and not packages.is_library("installed")
 
 
 def test_a_module_of_the_user_may_have_a_name_of_pythons(tmp_path, monkeypatch, unseen):
-    assert packages.is_library("graphlib") and packages.is_library("math") and packages.is_library("os.path")
+    assert (
+        packages.is_library("graphlib")
+        and packages.is_library("math")
+        and packages.is_library("os.path")
+    )
     unseen()
     monkeypatch.syspath_prepend(tmp_path)
     write(tmp_path, {"graphlib.py": ""})

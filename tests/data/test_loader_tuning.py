@@ -14,7 +14,13 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
 from lightning_topt.data.loading import trials as loader_trials
 from lightning_topt.data.loading import tuning as loader_tuning
-from lightning_topt.data.loading.trials import LoaderTrials, Preparation, TrialLoader, nbytes, prepare
+from lightning_topt.data.loading.trials import (
+    LoaderTrials,
+    Preparation,
+    TrialLoader,
+    nbytes,
+    prepare,
+)
 from lightning_topt.data.loading.tuning import (
     choose_prefetch_factor,
     cores_per_rank,
@@ -27,10 +33,17 @@ from tests.clock import Clock
 
 
 class Trials:
-    """Trials whose batches take `seconds(workers)`; `disturbed` says which of them take thrice that."""
+    """Trials whose batches take `seconds(workers)`; `disturbed` says which of them take thrice
+    that.
+    """
 
     def __init__(self, seconds, *, receive=0.001, disturbed=(), time_for=100):
-        self.seconds, self.receive, self.disturbed, self.time_for = seconds, receive, disturbed, time_for
+        self.seconds, self.receive, self.disturbed, self.time_for = (
+            seconds,
+            receive,
+            disturbed,
+            time_for,
+        )
         self.done = []
 
     def __call__(self, count):
@@ -82,14 +95,16 @@ def test_a_disturbed_trial_is_repeated():
 def test_without_time_the_rest_is_estimated_and_said():
     trials = Trials(scaling(up_to=100), time_for=2, receive=0.125)
     found = trials.choose(1.0, 64)
-    assert trials.done == [1, 2] and found.num_workers == 8  # 1/8 s is what the training process needs to receive
+    # 1/8 s is what the training process needs to receive
+    assert trials.done == [1, 2] and found.num_workers == 8
     assert "estimated" in found.reason
 
 
 def test_a_slow_loader_is_not_tried_when_the_time_is_over():
     trials = Trials(scaling(up_to=100), time_for=0)
     assert trials.choose(1.0, 8).num_workers == 8 and not trials.done
-    assert trials.choose(0.001, 8).num_workers == 0 and trials.done == [1]  # which is quick, and would be a bad guess
+    # which is quick, and would be a bad guess
+    assert trials.choose(0.001, 8).num_workers == 0 and trials.done == [1]
 
 
 def test_without_room_for_a_batch_there_are_no_workers():
@@ -103,7 +118,14 @@ def prepared(*, spread=0.0, batch_bytes=1000.0, seconds=1.0):
 
 @pytest.mark.parametrize(
     ("spread", "workers", "memory", "expected"),
-    [(0.0, 4, 1e9, 2), (0.6, 4, 1e9, 3), (50.0, 4, 1e9, 8), (0.6, 4, 8000, 2), (0.6, 4, 4000, 1), (0.6, 4, 10, 1)],
+    [
+        (0.0, 4, 1e9, 2),
+        (0.6, 4, 1e9, 3),
+        (50.0, 4, 1e9, 8),
+        (0.6, 4, 8000, 2),
+        (0.6, 4, 4000, 1),
+        (0.6, 4, 10, 1),
+    ],
 )
 def test_prefetching_covers_the_spread_within_the_memory(spread, workers, memory, expected):
     assert choose_prefetch_factor(prepared(spread=spread), workers, memory_bytes=memory) == expected
@@ -115,7 +137,9 @@ def test_cores_are_shared_by_ranks(monkeypatch):
 
 
 def test_the_memory_is_a_share_of_what_is_free(monkeypatch, tmp_path):
-    monkeypatch.setattr(loader_tuning.psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
+    monkeypatch.setattr(
+        loader_tuning.psutil, "virtual_memory", lambda: SimpleNamespace(available=1000)
+    )
     monkeypatch.setattr(loader_tuning.shutil, "disk_usage", lambda _: SimpleNamespace(free=60))
     monkeypatch.setattr(loader_tuning, "_SHARED_MEMORY", tmp_path / "none")
     assert memory_for_waiting(2) == 50
@@ -171,7 +195,10 @@ def test_numbers_are_taken_without_a_trial(made_up):
     loader = DataLoader(Items(), 4)
     for workers, ahead in ((0, None), (0, "auto"), (3, 5), (3, None)):
         choice = tune_loader(loader, num_workers=workers, prefetch_factor=ahead, **NUMBERS)
-        assert (choice.num_workers, choice.prefetch_factor) == (workers, None if workers == 0 else ahead)
+        assert (choice.num_workers, choice.prefetch_factor) == (
+            workers,
+            None if workers == 0 else ahead,
+        )
         assert "given" in choice.reason and not choice.batch_seconds
     assert not made_up
     with pytest.raises(ValueError, match="prefetch_factor"):
@@ -181,11 +208,18 @@ def test_numbers_are_taken_without_a_trial(made_up):
 def test_what_is_auto_is_tried_within_cores_memory_and_seconds(made_up):
     loader = DataLoader(Items(), 4)
     choice = tune_loader(loader, num_workers="auto", prefetch_factor="auto", **NUMBERS)
-    assert (choice.num_workers, choice.prefetch_factor) == (8, 4) and choice.batch_seconds[8] == 1 / 8
-    assert made_up[0].given_seconds == pytest.approx(1 / 6)  # the preparation, 1, 2, 4, 8 and one repeated
-    choice = tune_loader(loader, num_workers="auto", prefetch_factor=7, **NUMBERS | {"memory_bytes": 3500})
+    assert (choice.num_workers, choice.prefetch_factor) == (8, 4) and choice.batch_seconds[
+        8
+    ] == 1 / 8
+    # the preparation, 1, 2, 4, 8 and one repeated
+    assert made_up[0].given_seconds == pytest.approx(1 / 6)
+    choice = tune_loader(
+        loader, num_workers="auto", prefetch_factor=7, **NUMBERS | {"memory_bytes": 3500}
+    )
     assert (choice.num_workers, choice.prefetch_factor) == (3, 7)
-    choice = tune_loader(loader, num_workers="auto", prefetch_factor=7, **NUMBERS | {"memory_bytes": 1})
+    choice = tune_loader(
+        loader, num_workers="auto", prefetch_factor=7, **NUMBERS | {"memory_bytes": 1}
+    )
     assert (choice.num_workers, choice.prefetch_factor) == (0, None)
     choice = tune_loader(loader, num_workers=5, prefetch_factor="auto", **NUMBERS)
     assert (choice.num_workers, choice.prefetch_factor) == (5, 4) and not made_up[-1].done
@@ -193,14 +227,24 @@ def test_what_is_auto_is_tried_within_cores_memory_and_seconds(made_up):
 
 def test_a_daemon_has_no_workers(made_up, monkeypatch):
     monkeypatch.setattr(multiprocessing, "current_process", lambda: SimpleNamespace(daemon=True))
-    choice = tune_loader(DataLoader(Items(), 4), num_workers="auto", prefetch_factor="auto", **NUMBERS)
-    assert (choice.num_workers, choice.prefetch_factor) == (0, None) and "daemon" in choice.reason and not made_up
+    choice = tune_loader(
+        DataLoader(Items(), 4), num_workers="auto", prefetch_factor="auto", **NUMBERS
+    )
+    assert (
+        (choice.num_workers, choice.prefetch_factor) == (0, None)
+        and "daemon" in choice.reason
+        and not made_up
+    )
 
 
 def test_random_states_are_as_before(made_up):
     states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
     tune_loader(DataLoader(Items(), 4), num_workers="auto", prefetch_factor="auto", **NUMBERS)
-    assert states == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
+    assert states == (
+        random.getstate(),
+        np.random.get_state()[1].tolist(),
+        torch.get_rng_state().tolist(),
+    )
 
 
 @pytest.mark.parametrize(("batch_size", "size"), [(64, 8), (5, 5), (1, 1)])
@@ -233,7 +277,10 @@ def test_trials_read_in_other_processes_and_leave_the_loader_alone(kind):
     loader = LOADERS[kind](data)
     before = [batch for batch in loader.batch_sampler] if kind == "own batches" else None
     trials = LoaderTrials(loader, seconds=0.05)
-    assert trials.loader.batch_size == {"batches": 4, "sampler of batches": 4, "own batches": 3, "no batches": 1}[kind]
+    assert (
+        trials.loader.batch_size
+        == {"batches": 4, "sampler of batches": 4, "own batches": 3, "no batches": 1}[kind]
+    )
     result = trials.prepare()
     assert result.batch_bytes == trials.loader.batch_size * 32 and result.seconds > 0
     times = trials.run(1)
@@ -259,7 +306,9 @@ class OwnError(ValueError):
     pass
 
 
-@pytest.mark.parametrize(("error", "expected"), [(OwnError("no such file"), OwnError), (None, None)])
+@pytest.mark.parametrize(
+    ("error", "expected"), [(OwnError("no such file"), OwnError), (None, None)]
+)
 def test_what_the_data_set_raises_comes_through(error, expected):
     trials = LoaderTrials(DataLoader(Items(error=error), 4), seconds=0.01)
     if expected:
@@ -284,6 +333,10 @@ def test_a_data_set_without_samples_cannot_be_tried():
 
 
 def test_bytes_of_a_batch():
-    batch = {"a": torch.zeros(4), "b": [np.zeros(2), (torch.zeros(1, dtype=torch.int8),)], "c": "text"}
+    batch = {
+        "a": torch.zeros(4),
+        "b": [np.zeros(2), (torch.zeros(1, dtype=torch.int8),)],
+        "c": "text",
+    }
     assert 16 + 16 + 1 + 4 < nbytes(batch) < 16 + 16 + 1 + 100
     assert nbytes(lambda: None) > 0

@@ -1,4 +1,6 @@
-"""Batches copied from mapped memory are those that are read piece by piece, and nothing that is not whole gets into one."""
+"""Batches copied from mapped memory are those that are read piece by piece, and nothing that is not
+whole gets into one.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ ITEMS = 12
 
 
 class Samples:
-    """Pictures and labels; those from `other` on have another type of the same size, the odd ones of `sizes` another shape."""
+    """Pictures and labels; those from `other` on have another type of the same size, the odd ones
+    of `sizes` another shape.
+    """
 
     def __init__(self, *, other=ITEMS, sizes=False):
         self.other, self.sizes = other, sizes
@@ -32,12 +36,17 @@ class Samples:
     def __getitem__(self, index):
         kind = torch.int32 if index >= self.other else torch.float32
         shape = (30, 6) if self.sizes and index % 2 else (30, 5)
-        return {"x": torch.arange(index, index + shape[0] * shape[1], dtype=kind).view(shape), "y": index}
+        return {
+            "x": torch.arange(index, index + shape[0] * shape[1], dtype=kind).view(shape),
+            "y": index,
+        }
 
 
 @pytest.fixture
 def cache(tmp_path):
-    cache = SampleCache(tmp_path, fingerprint="f", num_items=ITEMS, memory_bytes=1 << 16, disk_bytes=0)
+    cache = SampleCache(
+        tmp_path, fingerprint="f", num_items=ITEMS, memory_bytes=1 << 16, disk_bytes=0
+    )
     yield cache
     cache.close()
 
@@ -92,7 +101,10 @@ def test_other_layouts_in_one_batch(cache, options):
     data = filled(cache, samples)
     for _ in range(2):
         found = data.__getitems__([1, 2, 7, 8])
-        assert all(equal_samples(sample, samples[item]) for sample, item in zip(found, [1, 2, 7, 8], strict=True))
+        assert all(
+            equal_samples(sample, samples[item])
+            for sample, item in zip(found, [1, 2, 7, 8], strict=True)
+        )
         alike = [8, 10] if options == {"sizes": True} else [7, 8]
         assert equal(data.__getitems__(alike).batch, expected(samples, alike))
 
@@ -142,7 +154,9 @@ def test_the_file_cannot_become_shorter(cache):
 
 
 def test_room_that_is_not_used_takes_no_memory(tmp_path):
-    cache = SampleCache(tmp_path, fingerprint="f", num_items=ITEMS, memory_bytes=1 << 34, disk_bytes=0)
+    cache = SampleCache(
+        tmp_path, fingerprint="f", num_items=ITEMS, memory_bytes=1 << 34, disk_bytes=0
+    )
     assert os.fstat(cache.memory.file.descriptor).st_blocks * 512 < 1 << 20
     cache.close()
 
@@ -183,14 +197,18 @@ def test_all_at_once_only_where_all_are_verified(cache):
     assert mapped.find_all(np.array([2]), header=head, nbytes=known.nbytes + 1) is None
     rows = torch.zeros((3, known.nbytes - 5), dtype=torch.uint8)
     mapped.take(offsets, 5, rows)
-    assert [bytes(row.numpy()) for row in rows] == [bytes(cache.get(item))[5:] for item in (9, 2, 9)]
+    assert [bytes(row.numpy()) for row in rows] == [
+        bytes(cache.get(item))[5:] for item in (9, 2, 9)
+    ]
     cache.memory.clear()
     assert mapped.find_all(np.array([2, 9]), **want) is None
 
 
 @pytest.mark.parametrize("where", [1 << 40, (1 << 64) - 8])
 def test_a_record_that_points_outside_of_the_file(cache, where):
-    """After its entry was verified: the batch is read one by one then, and the entry from the source."""
+    """After its entry was verified: the batch is read one by one then, and the entry from the
+    source.
+    """
     samples = Samples()
     batches = filled(cache, samples)
     items = list(range(ITEMS))
@@ -210,7 +228,9 @@ def test_new_entries_are_verified_ahead_and_damaged_ones_are_not(cache, monkeypa
     cache.mapped.verify_new([0])  # 1, 2 and 3 are another process's
     assert [cache.memory.is_verified(item) for item in range(ITEMS)] == [True] * 3 + [False] * 9
     cache.mapped.verify_new([4, 5, 6])
-    assert [cache.memory.is_verified(item) for item in range(ITEMS)] == [item != 3 for item in range(ITEMS)]
+    assert [cache.memory.is_verified(item) for item in range(ITEMS)] == [
+        item != 3 for item in range(ITEMS)
+    ]
     batch = batches.__getitems__(list(range(ITEMS))).batch
     assert equal(batch, expected(samples, range(ITEMS)))
     assert cache.statistics().damaged == 1
@@ -246,7 +266,9 @@ def test_a_kernel_that_cannot_map_ahead(cache, monkeypatch):
 
 
 def test_samples_of_equal_size_with_more_layouts_than_there_are_numbers(cache, monkeypatch):
-    """Shapes (30, 5) and (5, 30) have as many bytes; neither may be taken for the other where layouts have no numbers left."""
+    """Shapes (30, 5) and (5, 30) have as many bytes; neither may be taken for the other where
+    layouts have no numbers left.
+    """
     monkeypatch.setattr(mapped_entries, "_MOST_HEADERS", 1)
 
     class Turned(Samples):
@@ -261,5 +283,7 @@ def test_samples_of_equal_size_with_more_layouts_than_there_are_numbers(cache, m
             items = list(range(start, ITEMS, 3))
             assert equal(batches.__getitems__(items).batch, expected(samples, items))
             mixed = [*range(start, ITEMS), *range(start)]
-            assert all(map(equal_samples, batches.__getitems__(mixed), [samples[item] for item in mixed]))
+            assert all(
+                map(equal_samples, batches.__getitems__(mixed), [samples[item] for item in mixed])
+            )
         cache.mapped.verify_new(range(ITEMS))

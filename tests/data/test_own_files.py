@@ -1,4 +1,6 @@
-"""What another user has put in place of a cache's files is neither written nor believed; what a cache opened it closes."""
+"""What another user has put in place of a cache's files is neither written nor believed; what a
+cache opened it closes.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +95,8 @@ def test_memory_that_another_user_planted_is_not_served(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("what", "mode"), [("", 0o770), ("", 0o707), ("..", 0o777), ("samples", 0o660), ("disk.lock", 0o602)]
+    ("what", "mode"),
+    [("", 0o770), ("", 0o707), ("..", 0o777), ("samples", 0o660), ("disk.lock", 0o602)],
 )
 def test_where_others_may_write_nothing_is_believed(tmp_path, what, mode):
     directory = tmp_path / "directory"

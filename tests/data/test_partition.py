@@ -1,4 +1,6 @@
-"""Who owns what: balanced, the same everywhere, as a twin in Python's own integers computes it; and two caches that share."""
+"""Who owns what: balanced, the same everywhere, as a twin in Python's own integers computes it; and
+two caches that share.
+"""
 
 from __future__ import annotations
 
@@ -34,25 +36,75 @@ def slow_owners(num_items, num_nodes, seed):
 @pytest.mark.parametrize(("num_items", "num_nodes"), SIZES)
 def test_no_node_has_more_than_one_item_more_than_another(num_items, num_nodes):
     counts = np.bincount(owners(num_items, num_nodes=num_nodes, seed=5), minlength=num_nodes)
-    assert len(counts) == num_nodes and counts.sum() == num_items and counts.max() - counts.min() <= 1
+    assert (
+        len(counts) == num_nodes and counts.sum() == num_items and counts.max() - counts.min() <= 1
+    )
 
 
 @pytest.mark.parametrize("seed", [0, 1, -1, 2**63, 2**64 + 3])
 @pytest.mark.parametrize(("num_items", "num_nodes"), SIZES)
 def test_the_slow_twin_says_the_same(num_items, num_nodes, seed):
-    assert owners(num_items, num_nodes=num_nodes, seed=seed).tolist() == slow_owners(num_items, num_nodes, seed)
+    assert owners(num_items, num_nodes=num_nodes, seed=seed).tolist() == slow_owners(
+        num_items, num_nodes, seed
+    )
 
 
 def test_the_hash_is_splitmix64():
     """The generator's first numbers from state 0, with the published constants."""
     first = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
-    assert _mixed(np.arange(1, 4, dtype=np.uint64)).tolist() == first == [slow_mixed(n) for n in (1, 2, 3)]
+    assert (
+        _mixed(np.arange(1, 4, dtype=np.uint64)).tolist()
+        == first
+        == [slow_mixed(n) for n in (1, 2, 3)]
+    )
 
 
 def test_numbers_that_never_change():
     """Nodes with other versions of anything must agree: these were computed once."""
-    assert owners(20, num_nodes=3, seed=0).tolist() == [1, 2, 0, 0, 0, 0, 1, 2, 0, 0, 1, 2, 2, 1, 1, 1, 2, 1, 0, 2]
-    assert owners(20, num_nodes=4, seed=12345).tolist() == [0, 1, 1, 0, 1, 2, 3, 0, 2, 2, 0, 0, 3, 2, 2, 1, 3, 1, 3, 3]
+    assert owners(20, num_nodes=3, seed=0).tolist() == [
+        1,
+        2,
+        0,
+        0,
+        0,
+        0,
+        1,
+        2,
+        0,
+        0,
+        1,
+        2,
+        2,
+        1,
+        1,
+        1,
+        2,
+        1,
+        0,
+        2,
+    ]
+    assert owners(20, num_nodes=4, seed=12345).tolist() == [
+        0,
+        1,
+        1,
+        0,
+        1,
+        2,
+        3,
+        0,
+        2,
+        2,
+        0,
+        0,
+        3,
+        2,
+        2,
+        1,
+        3,
+        1,
+        3,
+        3,
+    ]
     assert owners(20, num_nodes=3, seed=0).dtype == np.int32
 
 
@@ -97,10 +149,18 @@ def epoch(cache):
 def test_two_caches_hold_each_item_once_and_read_the_source_once(tmp_path, tiers):
     memory, disk = tiers
     caches = [
-        SampleCache(tmp_path / str(i), fingerprint="f", num_items=ITEMS, memory_bytes=memory, disk_bytes=disk)
+        SampleCache(
+            tmp_path / str(i),
+            fingerprint="f",
+            num_items=ITEMS,
+            memory_bytes=memory,
+            disk_bytes=disk,
+        )
         for i in range(2)
     ]
-    servers = [PeerServer(cache.tiers, host=HERE, secret=SECRET, fingerprint="f") for cache in caches]
+    servers = [
+        PeerServer(cache.tiers, host=HERE, secret=SECRET, fingerprint="f") for cache in caches
+    ]
     for i, cache in enumerate(caches):
         cache.peers = client([server.address for server in servers], node=i)
     own = [len(owned(i, num_nodes=2)) for i in range(2)]
@@ -111,11 +171,15 @@ def test_two_caches_hold_each_item_once_and_read_the_source_once(tmp_path, tiers
         assert epoch(caches[i]) == 0
         counts = caches[i].statistics()
         assert (counts.misses, counts.damaged, counts.peer_hits) == (0, 0, ITEMS - own[i])
-        assert counts.memory_hits + counts.disk_hits == own[i] and (counts.disk_hits == 0) == (memory > 0)
+        assert counts.memory_hits + counts.disk_hits == own[i] and (counts.disk_hits == 0) == (
+            memory > 0
+        )
     for i, cache in enumerate(caches):
         sizes = [size_of(encode(sample(item))) for item in owned(i, num_nodes=2)]
         counts = cache.statistics()
-        assert (counts.memory_items, counts.memory_bytes) == ((own[i], sum(sizes)) if memory else (0, 0))
+        assert (counts.memory_items, counts.memory_bytes) == (
+            (own[i], sum(sizes)) if memory else (0, 0)
+        )
         assert (counts.disk_items, counts.disk_bytes) == ((own[i], sum(sizes)) if disk else (0, 0))
         cache.close()
     for server in servers:

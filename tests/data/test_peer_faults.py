@@ -1,4 +1,6 @@
-"""Nodes that die, hang, lie or do not belong here: nobody waits for them twice, nobody gets a wrong sample."""
+"""Nodes that die, hang, lie or do not belong here: nobody waits for them twice, nobody gets a wrong
+sample.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,9 @@ def hung_up(channel):
     channel.close()
 
 
-@pytest.mark.parametrize("wrong", [{"secret": bytes(32)}, {"fingerprint": "g"}, {"num_items": ITEMS + 1}])
+@pytest.mark.parametrize(
+    "wrong", [{"secret": bytes(32)}, {"fingerprint": "g"}, {"num_items": ITEMS + 1}]
+)
 def test_a_client_with_another_secret_or_other_data_gets_nothing(pair, wrong):
     peers = client(pair, **wrong)
     others = [item for item in range(ITEMS) if not peers.is_own(item)]
@@ -89,7 +93,10 @@ def test_a_server_that_does_not_know_the_secret_is_not_asked(pair):
         connection.sendall(words[32:])  # the client's own proof
         heard.append(connection.recv(1 << 16))
 
-    with listening(reflect) as address, pytest.warns(UserWarning, match="does not know the run's secret"):
+    with (
+        listening(reflect) as address,
+        pytest.warns(UserWarning, match="does not know the run's secret"),
+    ):
         assert client([pair[0], address]).fetch(THEIRS[:3]) == [None] * 3
         wait_until(lambda: heard)
     assert heard == [b""]
@@ -97,7 +104,10 @@ def test_a_server_that_does_not_know_the_secret_is_not_asked(pair):
 
 @pytest.mark.parametrize("words", [b"SSH-2.0-OpenSSH_9.6" + bytes(40), b"", MAGIC[:5]])
 def test_something_else_that_listens_there(pair, words):
-    with listening(lambda connection: connection.sendall(words)) as address, pytest.warns(UserWarning, match="node 1"):
+    with (
+        listening(lambda connection: connection.sendall(words)) as address,
+        pytest.warns(UserWarning, match="node 1"),
+    ):
         assert client([pair[0], address]).fetch(THEIRS[:2]) == [None] * 2
 
 
@@ -136,7 +146,9 @@ def test_a_restarted_owner_costs_nothing(pair):
 
 
 def test_a_stopped_owner_takes_no_other_with_it_and_is_not_waited_for_again(nodes, monkeypatch):
-    """The other one's answer is larger than the connection's buffers, and it waits while the first does not answer."""
+    """The other one's answer is larger than the connection's buffers, and it waits while the first
+    does not answer.
+    """
     trio = nodes(3, memory=1 << 26)
     first, other = owned(1, num_nodes=3), owned(2, num_nodes=3)[:3]
     large = np.random.default_rng(0).bytes(4 << 20)
@@ -149,7 +161,9 @@ def test_a_stopped_owner_takes_no_other_with_it_and_is_not_waited_for_again(node
         with pytest.warns(UserWarning, match=r"node 1 .* no answer in time"):
             entries = peers.fetch([*first, *other])
         assert plain(entries) == [None] * len(first) + [large] * 3
-        monkeypatch.setattr(peer_link, "connect", lambda *_, **__: pytest.fail("it was asked again"))
+        monkeypatch.setattr(
+            peer_link, "connect", lambda *_, **__: pytest.fail("it was asked again")
+        )
         assert peers.fetch(first) == [None] * len(first) and peers._link(1).is_down
     finally:
         os.kill(trio[1].server.process.pid, signal.SIGCONT)
@@ -200,7 +214,9 @@ def test_a_file_that_was_cut_off(pair):
     ends = {item: store.locate(item).offset + store.locate(item).nbytes for item in THEIRS}
     cut = sorted(ends.values())[len(THEIRS) // 2]
     os.ftruncate(store.file.descriptor, cut)
-    assert plain(peers.fetch(THEIRS)) == [payload(item) if ends[item] <= cut else None for item in THEIRS]
+    assert plain(peers.fetch(THEIRS)) == [
+        payload(item) if ends[item] <= cut else None for item in THEIRS
+    ]
     assert peers.counts.unanswered == 0
 
 
@@ -229,7 +245,9 @@ def test_malformed_requests_end_their_conversation_only(pair, request_bytes):
 
 
 @pytest.mark.parametrize(
-    "words", [b"GET / HTTP/1.1\r\n" * 5, os.urandom(1 << 16), bytes(64)], ids=["http", "random", "zeros"]
+    "words",
+    [b"GET / HTTP/1.1\r\n" * 5, os.urandom(1 << 16), bytes(64)],
+    ids=["http", "random", "zeros"],
 )
 def test_garbage_instead_of_a_proof(pair, words):
     enemy = connect(pair[1].server.address, deadline=soon())

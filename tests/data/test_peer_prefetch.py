@@ -8,7 +8,14 @@ import threading
 import time
 
 import pytest
-from torch.utils.data import BatchSampler, ConcatDataset, RandomSampler, Sampler, SequentialSampler, Subset
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    Subset,
+)
 
 from lightning_topt.data.cache.cached_dataset import CachedDataset
 from lightning_topt.data.cache.sample_cache import SampleCache
@@ -74,7 +81,8 @@ def test_what_was_announced_is_there(others, peers):
     assert others.asked == [(False, [1, 3, 5]), (False, [7, 9])]
     assert peers.fetch([1, 3, 5]) == [b"0001", b"0003", None]
     assert peers.fetch([9, 7, 11]) == [b"0009", b"0007", b"0011"]
-    assert others.asked[2:] == [(True, [11])]  # neither what had come nor what is known to be nowhere
+    # neither what had come nor what is known to be nowhere
+    assert others.asked[2:] == [(True, [11])]
     assert peers.prefetched == 5
 
 
@@ -203,7 +211,9 @@ class Announced:
             yield indices
 
 
-@pytest.mark.parametrize("options, looks", [({}, True), ({"num_workers": 1}, False), ({"sampler": Own()}, False)])
+@pytest.mark.parametrize(
+    "options, looks", [({}, True), ({"num_workers": 1}, False), ({"sampler": Own()}, False)]
+)
 def test_loaders_look_ahead_where_it_changes_nothing(options, looks):
     lookahead = Announced()
     loader = ResumableLoader(list(range(4)), batch_size=2, lookahead=lookahead, **options)
@@ -213,7 +223,9 @@ def test_loaders_look_ahead_where_it_changes_nothing(options, looks):
 
 def test_indices_are_followed_to_their_items(tmp_path, others):
     def cached(name, length):
-        cache = SampleCache(tmp_path, fingerprint=name, num_items=length, memory_bytes=1 << 16, disk_bytes=0)
+        cache = SampleCache(
+            tmp_path, fingerprint=name, num_items=length, memory_bytes=1 << 16, disk_bytes=0
+        )
         others = Others()
         cache.peers = PrefetchingPeers(others, ahead_bytes=1 << 20)
         return CachedDataset(list(range(length)), cache), others

@@ -1,4 +1,6 @@
-"""The process that serves a node's entries: what it lets in, where it listens, what it knows, and that it ends."""
+"""The process that serves a node's entries: what it lets in, where it listens, what it knows, and
+that it ends.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +104,8 @@ def test_many_that_come_at_once_are_all_served(nodes):
 def offered(channel, *entries):
     """Offer (item, claimed bytes, claimed checksum); which are wanted."""
     channel.send(
-        [REQUEST.pack(OFFER, len(entries)), b"".join(ENTRY.pack(*entry) for entry in entries)], deadline=soon()
+        [REQUEST.pack(OFFER, len(entries)), b"".join(ENTRY.pack(*entry) for entry in entries)],
+        deadline=soon(),
     )
     return list(channel.receive(len(entries), deadline=soon()))
 
@@ -115,7 +118,9 @@ def test_offers_that_are_too_large_or_have_no_room_are_refused(nodes):
     mine = client(two, limits=two[1].limits)
     mine.push(THEIRS[0], [bytes(3001)])  # not even offered
     mine.close()
-    assert peers.counts.pushes.refused == mine.counts.pushes.refused == 1 and not two[1].has(THEIRS[0])
+    assert peers.counts.pushes.refused == mine.counts.pushes.refused == 1 and not two[1].has(
+        THEIRS[0]
+    )
     enemy = friend(two[1].server.address)
     item = THEIRS[0]
     assert offered(enemy, (item, 2**63, 0), (item, 3001, 0), (item, 3000, 0)) == [0, 0, 1]
@@ -180,7 +185,8 @@ def _serve_and_hang(folder, pipe, closes):
     node = Node(folder)
     if not closes:
         light_process._started.clear()
-    worker = FORK.Process(target=time.sleep, args=[60], daemon=True)  # has inherited what its parent has open
+    # has inherited what its parent has open
+    worker = FORK.Process(target=time.sleep, args=[60], daemon=True)
     worker.start()
     pipe.send((node.server.process.pid, worker.pid))
     time.sleep(60)
@@ -202,7 +208,9 @@ def test_it_ends_with_the_process_that_started_it(tmp_path, closes):
 
 
 def test_a_forked_process_neither_ends_it_nor_keeps_it(pair):
-    child, other = (FORK.Process(target=time.sleep, args=[seconds], daemon=True) for seconds in (0, 60))
+    child, other = (
+        FORK.Process(target=time.sleep, args=[seconds], daemon=True) for seconds in (0, 60)
+    )
     child.start()
     other.start()
     child.join(30)
@@ -241,22 +249,48 @@ def test_it_imports_neither_torch_nor_what_could_unpickle(pair):
     assert not {"torch", "lightning", "multiprocessing", "asyncio"} & set(modules)
     prefix = "lightning_topt."
     folders = {f"{prefix}{folder}" for folder in ("basics", "data", "data.cache", "data.peers")}
-    assert [n.removeprefix(prefix) for n in modules if n.startswith(prefix) and n not in folders] == NAMES
+    assert [
+        n.removeprefix(prefix) for n in modules if n.startswith(prefix) and n not in folders
+    ] == NAMES
     for name in NAMES:
         tree = ast.parse((package / f"{name.replace('.', '/')}.py").read_text())
         named = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-        named |= {part for node in ast.walk(tree) if isinstance(node, ast.Import) for part in [node.names[0].name]}
+        named |= {
+            part
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Import)
+            for part in [node.names[0].name]
+        }
         assert not named & {"pickle", "marshal", "shelve", "eval", "exec", "compile", "__import__"}
-        assert not any(isinstance(node, ast.Attribute) and node.attr in ("load", "save") for node in ast.walk(tree))
+        assert not any(
+            isinstance(node, ast.Attribute) and node.attr in ("load", "save")
+            for node in ast.walk(tree)
+        )
 
 
 def test_a_client_needs_an_address_of_every_other_node():
     with pytest.raises(ValueError, match="addresses"):
         Peers([None, None], node=0, num_items=ITEMS, seed=0, secret=SECRET, fingerprint="f")
     with pytest.raises(ValueError, match="positive"):
-        Peers([None, (HERE, 1)], node=0, num_items=ITEMS, seed=0, secret=SECRET, fingerprint="f", timeout_seconds=0)
+        Peers(
+            [None, (HERE, 1)],
+            node=0,
+            num_items=ITEMS,
+            seed=0,
+            secret=SECRET,
+            fingerprint="f",
+            timeout_seconds=0,
+        )
     with pytest.raises(ValueError, match="queue_bytes"):
-        Peers([None, (HERE, 1)], node=0, num_items=ITEMS, seed=0, secret=SECRET, fingerprint="f", queue_bytes="0 B")
+        Peers(
+            [None, (HERE, 1)],
+            node=0,
+            num_items=ITEMS,
+            seed=0,
+            secret=SECRET,
+            fingerprint="f",
+            queue_bytes="0 B",
+        )
     with pytest.raises(ValueError, match="positive"):
         PeerLimits(items=0)
     with pytest.raises(ValueError, match="no interface"):
@@ -270,7 +304,13 @@ def test_addresses_of_another_family(nodes):
     server = PeerServer([two[0].memory], host="::1", secret=SECRET, fingerprint="f")
     two[0].memory.write(THEIRS[0], [payload(THEIRS[0])])
     peers = Peers(
-        [None, server.address], node=0, num_items=ITEMS, seed=3, secret=SECRET, fingerprint="f", timeout_seconds=10
+        [None, server.address],
+        node=0,
+        num_items=ITEMS,
+        seed=3,
+        secret=SECRET,
+        fingerprint="f",
+        timeout_seconds=10,
     )
     assert plain(peers.fetch(THEIRS[:1])) == [payload(THEIRS[0])]
     server.close()
@@ -281,7 +321,10 @@ HELLO = len(MAGIC) + 32
 
 def strangers(address, sources):
     """Connections that say nothing, one from each address of this machine."""
-    return [socket.create_connection(address, timeout=30, source_address=(source, 0)) for source in sources]
+    return [
+        socket.create_connection(address, timeout=30, source_address=(source, 0))
+        for source in sources
+    ]
 
 
 def greet(connection):
@@ -302,7 +345,9 @@ def test_a_flood_of_strangers_keeps_no_peer_out(nodes, limits):
         two[1].memory.write(item, [payload(item)])
     known = client(two)
     assert is_well(known)
-    flood = strangers(two[1].server.address, [HERE, "127.0.0.2"] * 150 + [f"127.0.1.{n}" for n in range(1, 201)])
+    flood = strangers(
+        two[1].server.address, [HERE, "127.0.0.2"] * 150 + [f"127.0.1.{n}" for n in range(1, 201)]
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         assert is_well(known)

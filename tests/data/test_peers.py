@@ -1,4 +1,6 @@
-"""Nodes that give their entries to each other over real sockets: what arrives is what is stored, and what was pushed stays."""
+"""Nodes that give their entries to each other over real sockets: what arrives is what is stored,
+and what was pushed stays.
+"""
 
 from __future__ import annotations
 
@@ -39,15 +41,22 @@ class Node:
             os.open(folder / "samples", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600),
         ]
         self.memory, self.disk = (
-            SegmentStore(StoreFile(file, num_items=num_items, lock=folder / f"{name}.lock"), capacity_bytes=capacity)
-            for name, file, capacity in zip(("memory", "disk"), self.files, (memory, disk), strict=True)
+            SegmentStore(
+                StoreFile(file, num_items=num_items, lock=folder / f"{name}.lock"),
+                capacity_bytes=capacity,
+            )
+            for name, file, capacity in zip(
+                ("memory", "disk"), self.files, (memory, disk), strict=True
+            )
         )
         self.limits = PeerLimits(**limits)
         self.serve(port=port)
 
     def serve(self, *, port=0):
         stores = [self.memory, self.disk]
-        self.server = PeerServer(stores, host=HERE, secret=SECRET, fingerprint="f", port=port, limits=self.limits)
+        self.server = PeerServer(
+            stores, host=HERE, secret=SECRET, fingerprint="f", port=port, limits=self.limits
+        )
 
     def has(self, item):
         """The names of the stores that hold the item, as it should be."""
@@ -64,7 +73,13 @@ class Node:
 
 def client(nodes, *, node=0, **options):
     addresses = [each if isinstance(each, tuple) else each.server.address for each in nodes]
-    known = {"num_items": ITEMS, "seed": SEED, "secret": SECRET, "fingerprint": "f", "timeout_seconds": 10}
+    known = {
+        "num_items": ITEMS,
+        "seed": SEED,
+        "secret": SECRET,
+        "fingerprint": "f",
+        "timeout_seconds": 10,
+    }
     return Peers(addresses, node=node, **{**known, **options})
 
 
@@ -117,10 +132,14 @@ def test_one_fetch_brings_what_all_owners_hold_in_the_order_of_the_question(node
     entries[-1][:] = 0  # writable, and nobody else's
     assert plain(entries[:-1]) == expected[:-1]
     # A connection's next answer comes after the promotion that the one before made.
-    assert all(trio[1].has(item) == {"memory", "disk"} for item in owned(1, num_nodes=3) if item % 3 == 1)
+    assert all(
+        trio[1].has(item) == {"memory", "disk"} for item in owned(1, num_nodes=3) if item % 3 == 1
+    )
     assert peers.fetch([]) == []
     fill(trio[0], own)
-    assert plain(client(trio, node=2).fetch(sorted(own))) == [payload(i) if i % 3 < 2 else None for i in sorted(own)]
+    assert plain(client(trio, node=2).fetch(sorted(own))) == [
+        payload(i) if i % 3 < 2 else None for i in sorted(own)
+    ]
 
 
 def test_memory_that_is_full_is_not_promoted_to(nodes):
@@ -134,7 +153,9 @@ def test_memory_that_is_full_is_not_promoted_to(nodes):
     assert pair[1].memory.used_bytes == 0
 
 
-@pytest.mark.parametrize("limits", [{"reply_bytes": 4000}, {"items": 3}, {"items": 5, "reply_bytes": 1}])
+@pytest.mark.parametrize(
+    "limits", [{"reply_bytes": 4000}, {"items": 3}, {"items": 5, "reply_bytes": 1}]
+)
 def test_answers_that_are_cut_into_pieces(nodes, monkeypatch, limits):
     pair, questions, ask = nodes(2, **limits), [], peer_client.ask
 
@@ -149,7 +170,10 @@ def test_answers_that_are_cut_into_pieces(nodes, monkeypatch, limits):
     assert plain(peers.fetch(items)) == [payload(item) if item % 3 < 2 else None for item in items]
     assert peers.counts.fetched + peers.counts.absent == len(items)
     sizes = [len(payload(item)) for item in items if item % 3 < 2]
-    assert max(questions) <= pair[1].limits.items and len(questions) >= len(items) / pair[1].limits.items
+    assert (
+        max(questions) <= pair[1].limits.items
+        and len(questions) >= len(items) / pair[1].limits.items
+    )
     assert len(questions) >= sum(sizes) / max(*sizes, pair[1].limits.reply_bytes)
 
 
@@ -178,7 +202,9 @@ def test_a_full_owner_refuses_and_says_so(nodes):
         peers.push(item, [payload(item)])
         peers.close()
     stored = sum(bool(pair[1].has(item)) for item in items)
-    assert stored == peers.counts.pushes.stored == 1 and peers.counts.pushes.refused == len(items) - 1
+    assert (
+        stored == peers.counts.pushes.stored == 1 and peers.counts.pushes.refused == len(items) - 1
+    )
 
 
 class Pushing(Dataset):
@@ -193,7 +219,9 @@ class Pushing(Dataset):
     def __getitem__(self, index):
         item = self.items[index]
         self.peers.push(item, [payload(item)])
-        return plain(self.peers.fetch(self.items[:1])) == [payload(self.items[0])], self.peers.counts.fetched
+        return plain(self.peers.fetch(self.items[:1])) == [
+            payload(self.items[0])
+        ], self.peers.counts.fetched
 
 
 def test_a_workers_last_pushes_are_not_lost(nodes, monkeypatch):
@@ -207,9 +235,14 @@ def test_a_workers_last_pushes_are_not_lost(nodes, monkeypatch):
     items = owned(1, num_nodes=2)
     peers = client(pair, queue_bytes="1MiB")
     pair[1].memory.write(items[0], [payload(items[0])])
-    assert plain(peers.fetch(items[:1])) == [payload(items[0])]  # a connection that a fork must not share
+    # a connection that a fork must not share
+    assert plain(peers.fetch(items[:1])) == [payload(items[0])]
     fetched = peers.counts.fetched
-    batches = list(DataLoader(Pushing(peers, items), batch_size=5, num_workers=2, multiprocessing_context="fork"))
+    batches = list(
+        DataLoader(
+            Pushing(peers, items), batch_size=5, num_workers=2, multiprocessing_context="fork"
+        )
+    )
     assert all(right.all() for right, _ in batches)
     assert [counts[0].item() for _, counts in batches[:2]] == [1, 1]  # each process has its own
     assert peers.counts.fetched == fetched
@@ -237,7 +270,9 @@ def test_threads_share_it(nodes):
     def work(seed):
         for item in np.random.default_rng(seed).permutation(others).tolist():
             peers.push(item, [payload(item)])
-            wrong.extend(entry for entry in plain(peers.fetch([item])) if entry not in (None, payload(item)))
+            wrong.extend(
+                entry for entry in plain(peers.fetch([item])) if entry not in (None, payload(item))
+            )
 
     threads = [threading.Thread(target=work, args=[seed]) for seed in range(4)]
     for thread in threads:

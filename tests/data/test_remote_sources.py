@@ -1,4 +1,6 @@
-"""Sources of any kind that fsspec opens: read once, in forked workers too; what fails, comes late or changes stays right."""
+"""Sources of any kind that fsspec opens: read once, in forked workers too; what fails, comes late
+or changes stays right.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ ITEMS, BATCH = 12, 4
 
 
 class Server(http.server.ThreadingHTTPServer):
-    """Files number 0 .. `ITEMS` - 1, of `version`; `fails` holds numbers that it answers with an error once."""
+    """Files number 0 .. `ITEMS` - 1, of `version`; `fails` holds numbers that it answers with an
+    error once.
+    """
 
     daemon_threads = True
 
@@ -72,7 +76,9 @@ class Remote(Dataset):
 
     def __getitem__(self, index):
         filesystem, path = fsspec.core.url_to_fs(self.urls[index])
-        return torch.frombuffer(bytearray(filesystem.cat_file(path)), dtype=torch.float32).clone(), index
+        return torch.frombuffer(
+            bytearray(filesystem.cat_file(path)), dtype=torch.float32
+        ).clone(), index
 
 
 class Module(pl.LightningDataModule):
@@ -86,12 +92,16 @@ class Module(pl.LightningDataModule):
 
 def cached(tmp_path, urls, *, version="1", **options):
     module = Module(urls, **options)
-    return CachedDataModule(module, directory=tmp_path, memory_bytes=1 << 20, disk_bytes=1 << 20, data_version=version)
+    return CachedDataModule(
+        module, directory=tmp_path, memory_bytes=1 << 20, disk_bytes=1 << 20, data_version=version
+    )
 
 
 def right(loader, *, offset=0):
     """One epoch; whether every sample came once and is what it should be."""
-    found = sorted((int(index), values) for batch in loader for values, index in zip(*batch, strict=True))
+    found = sorted(
+        (int(index), values) for batch in loader for values, index in zip(*batch, strict=True)
+    )
     assert [index for index, _ in found] == list(range(ITEMS))
     return all((values == index + offset).all() for index, values in found)
 
@@ -122,10 +132,13 @@ def test_any_file_system(tmp_path, kind):
     data.close()
 
 
-SPAWNED = {"num_workers": 1, "multiprocessing_context": "spawn", "persistent_workers": True}  # starting one takes long
+# starting one takes long
+SPAWNED = {"num_workers": 1, "multiprocessing_context": "spawn", "persistent_workers": True}
 
 
-@pytest.mark.parametrize("options", [{}, {"num_workers": 2}, SPAWNED], ids=["alone", "workers", "spawned"])
+@pytest.mark.parametrize(
+    "options", [{}, {"num_workers": 2}, SPAWNED], ids=["alone", "workers", "spawned"]
+)
 def test_http_is_asked_once(tmp_path, server, options):
     data = cached(tmp_path, http_urls(server), **options)
     loader = data.train_dataloader()
@@ -182,5 +195,7 @@ def test_local_files_that_change_are_found_out_without_a_version(tmp_path):
                 with open(path, "wb") as file:
                     file.write(np.full(6, number + offset, np.float32).tobytes())
         data = cached(tmp_path / "cache", urls, version=None)
-        assert right(data.train_dataloader(), offset=offset) and right(data.train_dataloader(), offset=offset)
+        assert right(data.train_dataloader(), offset=offset) and right(
+            data.train_dataloader(), offset=offset
+        )
         data.close()

@@ -60,7 +60,9 @@ class Stateful(Sampler):
 
     def __iter__(self):
         self.passes += 1
-        yield from torch.randperm(ITEMS, generator=torch.Generator().manual_seed(self.passes)).tolist()
+        yield from torch.randperm(
+            ITEMS, generator=torch.Generator().manual_seed(self.passes)
+        ).tolist()
 
     def state_dict(self):
         return {"passes": self.passes}
@@ -81,18 +83,28 @@ LOADERS = {
     "in order": lambda data: ResumableLoader(data, 4),
     "shuffled": lambda data: ResumableLoader(data, 4, shuffle=True),
     "generator": lambda data: ResumableLoader(data, 4, shuffle=True, generator=seeded()),
-    "sampler": lambda data: ResumableLoader(data, 4, sampler=RandomSampler(data, generator=seeded()), drop_last=True),
+    "sampler": lambda data: ResumableLoader(
+        data, 4, sampler=RandomSampler(data, generator=seeded()), drop_last=True
+    ),
     "replacement": lambda data: ResumableLoader(
         data, 4, sampler=RandomSampler(data, replacement=True, num_samples=30, generator=seeded())
     ),
-    "weighted": lambda data: ResumableLoader(data, 4, sampler=WeightedRandomSampler(torch.arange(ITEMS) + 1.0, ITEMS)),
-    "batch sampler": lambda data: ResumableLoader(data, batch_sampler=BatchSampler(RandomSampler(data), 5, False)),
+    "weighted": lambda data: ResumableLoader(
+        data, 4, sampler=WeightedRandomSampler(torch.arange(ITEMS) + 1.0, ITEMS)
+    ),
+    "batch sampler": lambda data: ResumableLoader(
+        data, batch_sampler=BatchSampler(RandomSampler(data), 5, False)
+    ),
     "no batches": lambda data: ResumableLoader(data, batch_size=None, shuffle=True),
-    "distributed": lambda data: ResumableLoader(data, 2, sampler=DistributedSampler(data, num_replicas=2, rank=1)),
+    "distributed": lambda data: ResumableLoader(
+        data, 2, sampler=DistributedSampler(data, num_replicas=2, rank=1)
+    ),
     "own order": lambda data: ResumableLoader(data, 4, sampler=OwnOrder()),
     "stateful": lambda data: ResumableLoader(data, 4, sampler=Stateful()),
     "workers": lambda data: ResumableLoader(data, 4, shuffle=True, num_workers=2),
-    "persistent": lambda data: ResumableLoader(data, 4, shuffle=True, num_workers=1, persistent_workers=True),
+    "persistent": lambda data: ResumableLoader(
+        data, 4, shuffle=True, num_workers=1, persistent_workers=True
+    ),
 }
 
 
@@ -142,7 +154,9 @@ def test_an_interrupted_epoch_goes_on_in_its_order(kind):
         again = through_a_checkpoint(resumed.state_dict())
         assert [first, *as_lists(rest)] == after
     if not resumed.num_workers:
-        assert len(data.read) == sum(len(batch) if isinstance(batch, list) else 1 for batch in after)
+        assert len(data.read) == sum(
+            len(batch) if isinstance(batch, list) else 1 for batch in after
+        )
     third = LOADERS[kind](Numbers())
     third.load_state_dict(again)
     assert as_lists(third) == after[1:]
@@ -222,7 +236,9 @@ def test_an_order_that_cannot_be_drawn_again_warns(changed):
 
 def test_another_rank_takes_its_own_part():
     def made(rank):
-        return ResumableLoader(Numbers(), 2, sampler=DistributedSampler(Numbers(), num_replicas=2, rank=rank))
+        return ResumableLoader(
+            Numbers(), 2, sampler=DistributedSampler(Numbers(), num_replicas=2, rank=rank)
+        )
 
     first, second = made(0), made(1)
     batches = epoch(first, 2), epoch(second, 2)

@@ -16,7 +16,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_topt.data.cache.memory_file import REGISTRY, MemoryUnavailable, available_bytes, open_shared
+from lightning_topt.data.cache.memory_file import (
+    REGISTRY,
+    MemoryUnavailable,
+    available_bytes,
+    open_shared,
+)
 from lightning_topt.data.cache.sample_cache import RefusedCacheError, SampleCache
 from lightning_topt.data.cache.sample_codec import decode, encode, size_of
 from tests.preloaded import preloaded_python
@@ -35,7 +40,12 @@ SIZE = size_of(encode(sample(0)))
 
 def make(directory, *, memory=ITEMS, disk=ITEMS, **options):
     return SampleCache(
-        directory, fingerprint="f", num_items=ITEMS, memory_bytes=memory * SIZE, disk_bytes=disk * SIZE, **options
+        directory,
+        fingerprint="f",
+        num_items=ITEMS,
+        memory_bytes=memory * SIZE,
+        disk_bytes=disk * SIZE,
+        **options,
     )
 
 
@@ -103,9 +113,14 @@ def test_processes_share_one_memory(tmp_path, context):
 def test_another_job_finds_the_memory(tmp_path):
     cache = make(tmp_path, disk=0)
     epoch(cache)
-    code = f"from tests.data.test_sample_cache import *; print(len(epoch(make({str(tmp_path)!r}, disk=0))))"
+    code = (
+        f"from tests.data.test_sample_cache import *; print(len(epoch(make({str(tmp_path)!r}, "
+        "disk=0))))"
+    )
     root = Path(__file__).parents[2]
-    job = subprocess.run([preloaded_python(), "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    job = subprocess.run(
+        [preloaded_python(), "-c", code], cwd=root, capture_output=True, text=True, check=True
+    )
     assert job.stdout.strip() == "0"
 
 
@@ -134,7 +149,9 @@ def test_nothing_is_left_in_shared_memory_by_a_killed_job(tmp_path):
 
 def test_the_memory_goes_with_the_last_cache(tmp_path):
     def held():
-        names = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _exists(fd)]
+        names = [
+            os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _exists(fd)
+        ]
         return sum("memfd:lightning-topt" in name for name in names)
 
     def _exists(fd):
@@ -185,14 +202,20 @@ NO_ROOM = {
 @pytest.mark.parametrize(("memory", "disk"), NO_ROOM)
 def test_no_room_is_an_error(tmp_path, memory, disk):
     with pytest.raises(ValueError, match=NO_ROOM[memory, disk]):
-        SampleCache(tmp_path, fingerprint="f", num_items=ITEMS, memory_bytes=memory, disk_bytes=disk)
+        SampleCache(
+            tmp_path, fingerprint="f", num_items=ITEMS, memory_bytes=memory, disk_bytes=disk
+        )
 
 
 def test_sizes_are_numbers_or_text(tmp_path):
     kept = []
     for memory, disk in ((1536, 2000), ("1.5KiB", "2 kB")):
         cache = SampleCache(
-            tmp_path / str(disk), fingerprint="f", num_items=ITEMS, memory_bytes=memory, disk_bytes=disk
+            tmp_path / str(disk),
+            fingerprint="f",
+            num_items=ITEMS,
+            memory_bytes=memory,
+            disk_bytes=disk,
         )
         assert (cache.memory_bytes, cache.disk_bytes) == (1536, 2000)
         for item in range(ITEMS):
@@ -269,13 +292,22 @@ def _lru_hits(orders, *, capacity):
 
 
 def test_never_evicting_hits_what_theory_says_and_lru_far_less(tmp_path):
-    """MinIO hits x of the items in every epoch; LRU under fresh permutations x + (1 - x) ln(1 - x)."""
+    """MinIO hits x of the items in every epoch; LRU under fresh permutations x + (1 - x) ln(1 -
+    x).
+    """
     number, epochs = 1000, 6
-    orders = [torch.randperm(number, generator=torch.Generator().manual_seed(s)).tolist() for s in range(epochs)]
+    orders = [
+        torch.randperm(number, generator=torch.Generator().manual_seed(s)).tolist()
+        for s in range(epochs)
+    ]
     for share in (0.25, 0.5, 0.75):
         size = size_of(encode(0))
         cache = SampleCache(
-            tmp_path, fingerprint=str(share), num_items=number, memory_bytes=int(share * number) * size, disk_bytes=0
+            tmp_path,
+            fingerprint=str(share),
+            num_items=number,
+            memory_bytes=int(share * number) * size,
+            disk_bytes=0,
         )
         for index, order in enumerate(orders):
             cache.statistics(reset=True)
@@ -284,7 +316,11 @@ def test_never_evicting_hits_what_theory_says_and_lru_far_less(tmp_path):
                     cache.put(item, encode(item))
             if index:
                 assert cache.statistics().memory_hits == share * number
-        lru = _lru_hits(itertools.chain(*orders), capacity=int(share * number)) / (epochs - 1) / number
+        lru = (
+            _lru_hits(itertools.chain(*orders), capacity=int(share * number))
+            / (epochs - 1)
+            / number
+        )
         assert lru == pytest.approx(share + (1 - share) * math.log(1 - share), abs=0.03)
 
 

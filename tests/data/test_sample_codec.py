@@ -65,7 +65,9 @@ def same(a, b):
         same(vars(a), vars(b))
     elif isinstance(a, Image.Image):
         assert a.mode == b.mode and a.size == b.size and a.tobytes() == b.tobytes()
-        assert a.getpalette() == b.getpalette() and a.info.get("transparency") == b.info.get("transparency")
+        assert a.getpalette() == b.getpalette() and a.info.get("transparency") == b.info.get(
+            "transparency"
+        )
     else:
         assert a == b or (a != a and b != b)
 
@@ -110,7 +112,9 @@ VALUES = [
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: f"{type(value).__name__}")
 def test_round_trip(value):
     entry = entry_of(value)
-    assert len(entry) == size_of(encode(value)) == layout(entry).nbytes and len(entry) % ALIGNMENT == 0
+    assert (
+        len(entry) == size_of(encode(value)) == layout(entry).nbytes and len(entry) % ALIGNMENT == 0
+    )
     if isinstance(value, torch.Tensor) and value.is_conj():
         value = value.resolve_conj()
     same(value, decode(entry))
@@ -132,7 +136,13 @@ def test_random_nestings_come_back():
         if kind == 0:
             return rng.choice(VALUES)
         items = [make(depth + 1) for _ in range(rng.randrange(4))]
-        return items if kind == 1 else tuple(items) if kind == 2 else {str(i): x for i, x in enumerate(items)}
+        return (
+            items
+            if kind == 1
+            else tuple(items)
+            if kind == 2
+            else {str(i): x for i, x in enumerate(items)}
+        )
 
     for _ in range(100):
         sample = make(0)
@@ -149,14 +159,23 @@ def test_tensors_are_views_of_the_entry():
 
 
 def test_samples_that_differ_in_values_have_one_layout():
-    first, second = (layout(entry_of((torch.full((3,), x), int(x), float(x), True))) for x in (1.0, 2.0))
+    first, second = (
+        layout(entry_of((torch.full((3,), x), int(x), float(x), True))) for x in (1.0, 2.0)
+    )
     assert first is second  # by its header's bytes
     assert layout(entry_of((torch.ones(4), 1, 1.0, True))) is not first
 
 
 @pytest.mark.parametrize(
     "value",
-    [object(), {1.5: 1}, np.array([object()]), torch.ones(2, requires_grad=True), torch.ones(2).to_sparse(), {1, 2}],
+    [
+        object(),
+        {1.5: 1},
+        np.array([object()]),
+        torch.ones(2, requires_grad=True),
+        torch.ones(2).to_sparse(),
+        {1, 2},
+    ],
     ids=["object", "key", "objects", "gradient", "sparse", "set"],
 )
 def test_what_is_no_plain_data_is_refused(value):
@@ -180,7 +199,8 @@ def test_bytes_that_are_no_entry_raise_value_error():
     for size in range(0, len(entry), 3):
         with pytest.raises(ValueError):
             decode(entry[:size])
-    for _ in range(300):  # a cache never decodes such bytes (checksums); all the same they only give errors or data
+    # a cache never decodes such bytes (checksums); all the same they only give errors or data
+    for _ in range(300):
         broken = bytearray(entry)
         broken[rng.randrange(4 + len(layout(entry).header))] ^= 1 << rng.randrange(8)
         try:
@@ -209,9 +229,13 @@ def test_layouts_take_a_bounded_number_of_bytes():
         grown = tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()
-    assert grown < 16 << 20 and sum(map(len, sample_layout._layouts)) <= sample_layout.KEPT_HEADER_BYTES
+    assert (
+        grown < 16 << 20
+        and sum(map(len, sample_layout._layouts)) <= sample_layout.KEPT_HEADER_BYTES
+    )
     assert layout_of(headers[-1]) is layout_of(headers[-1])
-    assert len(layout_of(header_of(entry_of([{"key": i} for i in range(40_000)]))).leaves) == 40_000  # kept by nobody
+    # kept by nobody
+    assert len(layout_of(header_of(entry_of([{"key": i} for i in range(40_000)]))).leaves) == 40_000
 
 
 def test_entries_of_another_version_are_not_read():

@@ -20,8 +20,27 @@ def saved(image, **options):
 def pictures():
     rng = np.random.default_rng(0)
     rgb, rgba = (Image.fromarray(rng.integers(0, 255, (7, 5, n), dtype=np.uint8)) for n in (3, 4))
-    modes = ["1", "L", "LA", "La", "P", "PA", "RGB", "RGBX", "RGBA", "RGBa", "CMYK", "YCbCr", "HSV", "I", "F"]
-    found = {mode: (rgba if mode in ("La", "RGBa") else rgb).convert({"La": "LA"}.get(mode, mode)) for mode in modes}
+    modes = [
+        "1",
+        "L",
+        "LA",
+        "La",
+        "P",
+        "PA",
+        "RGB",
+        "RGBX",
+        "RGBA",
+        "RGBa",
+        "CMYK",
+        "YCbCr",
+        "HSV",
+        "I",
+        "F",
+    ]
+    found = {
+        mode: (rgba if mode in ("La", "RGBa") else rgb).convert({"La": "LA"}.get(mode, mode))
+        for mode in modes
+    }
     found |= {mode: Image.new(mode, (3, 2), 259) for mode in ("I;16", "I;16B")}
     found |= {f"empty {mode}": Image.new(mode, (0, 3)) for mode in ("RGB", "P", "1")}
     found["4 colours"] = rgb.quantize(4)
@@ -43,12 +62,17 @@ def test_pictures(name):
     found = kept([image])[0]
     image.load()
     assert type(found) is Image.Image
-    assert found.mode == image.mode and found.size == image.size and found.tobytes() == image.tobytes()
+    assert (
+        found.mode == image.mode and found.size == image.size and found.tobytes() == image.tobytes()
+    )
     assert found.info == image.info and dict(found.getexif()) == dict(image.getexif())
     assert found.getpalette(None) == image.getpalette(None)
     if image.mode in ("P", "PA"):
         assert found.im.getpalettemode() == image.im.getpalettemode()
-        assert found.palette.mode == image.palette.mode and found.palette.colors == image.palette.colors
+        assert (
+            found.palette.mode == image.palette.mode
+            and found.palette.colors == image.palette.colors
+        )
         assert found.convert("RGBA").tobytes() == image.convert("RGBA").tobytes()
     if image.mode not in ("La", "I;16B"):  # which Pillow itself does not convert
         assert found.convert().mode == image.convert().mode

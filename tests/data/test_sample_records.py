@@ -93,7 +93,9 @@ def without(value, name):
 
 def state_of(value):
     slots = {name for base in type(value).__mro__ for name in getattr(base, "__slots__", ())}
-    return getattr(value, "__dict__", {}) | {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    return getattr(value, "__dict__", {}) | {
+        name: getattr(value, name) for name in slots if hasattr(value, name)
+    }
 
 
 def touched(value):

@@ -1,4 +1,6 @@
-"""Every kind of value comes back equal in type and value, or is refused with a sentence that says what to do."""
+"""Every kind of value comes back equal in type and value, or is refused with a sentence that says
+what to do.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,10 @@ REFUSED = {
     "long_double": (np.longdouble(1), "plain dtypes"),
     "long_complex": (np.zeros(2, np.clongdouble), "plain dtypes"),
     "parameter": (torch.nn.Parameter(torch.ones(2)), r"as_subclass\(torch\.Tensor\)"),
-    "frozen_parameter": (torch.nn.Parameter(torch.ones(2), requires_grad=False), r"as_subclass\(torch\.Tensor\)"),
+    "frozen_parameter": (
+        torch.nn.Parameter(torch.ones(2), requires_grad=False),
+        r"as_subclass\(torch\.Tensor\)",
+    ),
     "tensor_subclass": (torch.ones(2).as_subclass(Wrapped), r"as_subclass\(torch\.Tensor\)"),
     "gradient": (torch.ones(2, requires_grad=True), "need no gradient"),
     "sparse": (torch.eye(2).to_sparse(), "dense"),
@@ -112,7 +117,12 @@ def test_what_would_come_back_as_something_else_is_refused(name):
 def test_tensors_that_are_not_dense_are_refused():
     parts = [torch.ones(2), torch.ones(3)]
     quantized = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
-    for value in (torch.nested.nested_tensor(parts), torch.eye(2).to_sparse_csr(), torch.eye(2).to_mkldnn(), quantized):
+    for value in (
+        torch.nested.nested_tensor(parts),
+        torch.eye(2).to_sparse_csr(),
+        torch.eye(2).to_mkldnn(),
+        quantized,
+    ):
         with pytest.raises(UnsupportedSample, match="dense"):
             encode([value])
     with pytest.raises(UnsupportedSample, match=r"as_subclass\(torch\.Tensor\)"):
@@ -128,13 +138,24 @@ def test_a_sample_that_holds_itself_is_refused():
 
 ARRAYS = {
     "scalars": [np.float32(1), np.int8(-1), np.bool_(True), np.complex64(1j), np.float64(2)],
-    "texts": [np.str_(""), np.str_("a\0"), np.str_("é"), np.bytes_(b""), np.bytes_(b"a\0"), np.void(b"abc")],
+    "texts": [
+        np.str_(""),
+        np.str_("a\0"),
+        np.str_("é"),
+        np.bytes_(b""),
+        np.bytes_(b"a\0"),
+        np.void(b"abc"),
+    ],
     "times": [np.datetime64("NaT"), np.datetime64("2026-01-02", "25s"), np.timedelta64(3, "D")],
     "time_arrays": [np.array(["2026-01-02", "NaT"], "M8[D]"), np.arange(3).astype("m8[25s]")],
     "big_endian": [np.arange(3, dtype=">i4"), np.zeros((2, 0), ">f8"), np.array("é", ">U3")],
     "no_dimensions": [np.array(3), np.array("a"), np.array(True)],
     "empty": [np.zeros((2, 0)), np.zeros(0, "U3"), np.zeros((0, 3), np.float16)],
-    "strided": [np.asfortranarray(np.eye(3)), np.arange(8)[::-2], np.broadcast_to(np.float32(1), (2, 2))],
+    "strided": [
+        np.asfortranarray(np.eye(3)),
+        np.arange(8)[::-2],
+        np.broadcast_to(np.float32(1), (2, 2)),
+    ],
     "texts_in_arrays": [np.array(["ab", "", "c\0"]), np.array([b"ab", b""]), np.zeros(2, "V3")],
 }
 
@@ -142,7 +163,9 @@ ARRAYS = {
 @pytest.mark.parametrize("name", ARRAYS)
 def test_arrays_and_scalars(name):
     for value, found in zip(ARRAYS[name], kept(ARRAYS[name]), strict=True):
-        assert type(found) is type(value) and found.dtype == value.dtype and found.shape == value.shape
+        assert (
+            type(found) is type(value) and found.dtype == value.dtype and found.shape == value.shape
+        )
         assert found.tobytes() == value.tobytes()
         if isinstance(value, str | bytes):
             assert len(found) == len(value) and found == value
@@ -165,12 +188,33 @@ def test_tensors_of_every_dtype_and_strides():
         assert [x.dtype for x in found] == [dtype] * 3
         assert [x.shape for x in found] == [(2, 3), (0, 3), ()]
     pixels = torch.rand(2, 3, 4, 5)
-    for value in (pixels.to(memory_format=torch.channels_last), pixels.permute(3, 1, 0, 2), pixels[:, ::2]):
+    for value in (
+        pixels.to(memory_format=torch.channels_last),
+        pixels.permute(3, 1, 0, 2),
+        pixels[:, ::2],
+    ):
         found = kept(value)
         assert torch.equal(found, value) and found.is_contiguous()
 
 
-PLAIN = [True, 1, 1.0, 1 + 0j, None, b"", "", "\ud83d\ude00", -0.0, 2**63, -(2**63) - 1, 10**5000, (), (1,), [], {}]
+PLAIN = [
+    True,
+    1,
+    1.0,
+    1 + 0j,
+    None,
+    b"",
+    "",
+    "\ud83d\ude00",
+    -0.0,
+    2**63,
+    -(2**63) - 1,
+    10**5000,
+    (),
+    (1,),
+    [],
+    {},
+]
 
 
 def test_plain_values_keep_their_types():
@@ -189,27 +233,44 @@ def test_sequences_of_numbers(kind):
     rng = random.Random(0)
     for length in LENGTHS:
         ints = kind(rng.randrange(-(2**63), 2**63) for _ in range(length))
-        floats = kind(rng.choice([rng.gauss(0, 1), -0.0, float("inf"), 5e-324]) for _ in range(length))
+        floats = kind(
+            rng.choice([rng.gauss(0, 1), -0.0, float("inf"), 5e-324]) for _ in range(length)
+        )
         bools = kind(rng.random() < 0.5 for _ in range(length))
-        for value in (ints, floats, bools, ints + floats, ints + bools, (*ints, 2**63), ints + kind([2**63])):
+        for value in (
+            ints,
+            floats,
+            bools,
+            ints + floats,
+            ints + bools,
+            (*ints, 2**63),
+            ints + kind([2**63]),
+        ):
             found = kept({"x": value})["x"]
             assert type(found) is type(value) and found == value and str(found) == str(value)
             assert list(map(type, found)) == list(map(type, value))
 
 
 def test_a_sequence_of_numbers_is_one_leaf():
-    known = layout(entry_of({"x": list(range(512)), "y": (0.5,) * 100, "z": [True] * 8, "s": [1] * 7}))
+    known = layout(
+        entry_of({"x": list(range(512)), "y": (0.5,) * 100, "z": [True] * 8, "s": [1] * 7})
+    )
     assert len(known.leaves) == 1 + 1 + 8 + 7
     first, second = (layout(entry_of([i] * 512)) for i in (1, 2))
     assert first is second
 
 
 def test_batches_of_sequences_of_numbers(tmp_path):
-    samples = [{"ids": list(range(i, i + 20)), "weights": (float(i),) * 9, "label": i} for i in range(12)]
+    samples = [
+        {"ids": list(range(i, i + 20)), "weights": (float(i),) * 9, "label": i} for i in range(12)
+    ]
     cache = SampleCache(tmp_path, fingerprint="f", num_items=12, memory_bytes=1 << 20, disk_bytes=0)
     dataset = BatchDataset(CachedDataset(samples, cache))
     for _ in range(2):
-        found, wanted = collate(dataset.__getitems__([3, 1, 4])), default_collate([samples[i] for i in (3, 1, 4)])
+        found, wanted = (
+            collate(dataset.__getitems__([3, 1, 4])),
+            default_collate([samples[i] for i in (3, 1, 4)]),
+        )
         assert found.keys() == wanted.keys() and torch.equal(found["label"], wanted["label"])
         for name in ("ids", "weights"):
             assert type(found[name]) is type(wanted[name]) is list

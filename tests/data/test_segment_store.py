@@ -69,13 +69,19 @@ def test_entries_of_many_buffers(folder):
 def test_never_evicts_and_holds_exactly_its_capacity(folder):
     store = open_store(folder, capacity_bytes=10_500)
     order = random.Random(0).sample(range(ITEMS), ITEMS)
-    assert [store.write(item, [payload(item)]) for item in order] == [True] * 10 + [False] * (ITEMS - 10)
+    assert [store.write(item, [payload(item)]) for item in order] == [True] * 10 + [False] * (
+        ITEMS - 10
+    )
     assert sorted(order[:10]) == [item for item in range(ITEMS) if item in store]
-    assert store.write(order[20], [payload(0, 400)]) and not store.write(order[21], [payload(0, 400)])
+    assert store.write(order[20], [payload(0, 400)]) and not store.write(
+        order[21], [payload(0, 400)]
+    )
 
 
 def test_every_flipped_bit_is_found(folder):
-    """Anywhere in the file: in entries, index or header, never a wrong sample; what is lost is stored again."""
+    """Anywhere in the file: in entries, index or header, never a wrong sample; what is lost is
+    stored again.
+    """
     store, rng = open_store(folder), random.Random(1)
     for item in range(ITEMS):
         store.write(item, [payload(item)])
@@ -116,11 +122,16 @@ def _write_for_ever(folder, seed, begins):
 
 
 def test_writers_killed_at_random_moments(folder):
-    """The next ones find no wrong sample, wait for no lock, and can store everything; places do not leak."""
+    """The next ones find no wrong sample, wait for no lock, and can store everything; places do not
+    leak.
+    """
     rng, found = random.Random(0), 0
     for seed in range(25):
         begin = [FORK.Event() for _ in range(2)]
-        writers = [FORK.Process(target=_write_for_ever, args=(folder, seed + 100 * i, begin[i])) for i in range(2)]
+        writers = [
+            FORK.Process(target=_write_for_ever, args=(folder, seed + 100 * i, begin[i]))
+            for i in range(2)
+        ]
         for writer in writers:
             writer.start()
         assert all(begins.wait(120) for begins in begin)
@@ -144,9 +155,14 @@ def test_a_writer_killed_between_reserving_and_publishing_leaves_its_place(folde
     assert store.claim([5], [1000]) != [None] and 5 not in store
     used = store.used_bytes
     other = open_store(folder)
-    assert other.write(5, [payload(5)]) and content(store, 5) == payload(5) and other.used_bytes == used
+    assert (
+        other.write(5, [payload(5)])
+        and content(store, 5) == payload(5)
+        and other.used_bytes == used
+    )
     assert store.claim([6], [500]) != [None]
-    assert other.write(6, [payload(6)]) and content(store, 6) == payload(6)  # of another size: another place
+    # of another size: another place
+    assert other.write(6, [payload(6)]) and content(store, 6) == payload(6)
 
 
 def test_a_damaged_entry_is_stored_again_in_its_place(folder):
@@ -155,7 +171,11 @@ def test_a_damaged_entry_is_stored_again_in_its_place(folder):
     os.pwrite(store.file.descriptor, b"?", store.locate(1).offset + 10)
     used = store.used_bytes
     assert store.read(1) is None and store.damaged == 1 and store._record(1)[0] == CLAIMED
-    assert store.write(1, [payload(1)]) and content(store, 1) == payload(1) and store.used_bytes == used
+    assert (
+        store.write(1, [payload(1)])
+        and content(store, 1) == payload(1)
+        and store.used_bytes == used
+    )
 
 
 def _write_all(folder, seed, barrier):
@@ -240,7 +260,10 @@ def test_several_at_once_are_stored_as_far_as_there_is_room(folder):
     store.claim([2], [1000])
     items = [0, 1, 2, 3, 4, 5]
     sizes = [1000, 1000, 1000, 1000, 400, 600]  # 3 has no room left, 4 has, 5 has not
-    entries = [[payload(item, size)[:300], payload(item, size)[300:]] for item, size in zip(items, sizes, strict=True)]
+    entries = [
+        [payload(item, size)[:300], payload(item, size)[300:]]
+        for item, size in zip(items, sizes, strict=True)
+    ]
     digests = [checksum(parts, item=item) for item, parts in zip(items, entries, strict=True)]
     assert store.write_many(items, entries, digests) == [True, True, True, False, True, False]
     again = open_store(folder, capacity_bytes=3500)
@@ -251,11 +274,15 @@ def test_several_at_once_are_stored_as_far_as_there_is_room(folder):
 
 def test_those_before_the_memory_is_full_are_stored(folder):
     left = iter([150_000, 150_000, 0])
-    store = open_store(folder, capacity_bytes=1 << 30, available=lambda: next(left, 0), num_items=200)
+    store = open_store(
+        folder, capacity_bytes=1 << 30, available=lambda: next(left, 0), num_items=200
+    )
     items = [0, 1, 2]
     entries = [[payload(item, 100_000)] for item in items]
     with pytest.warns(UserWarning, match="no memory is left"):
-        done = store.write_many(items, entries, [checksum(parts, item=item) for item, parts in enumerate(entries)])
+        done = store.write_many(
+            items, entries, [checksum(parts, item=item) for item, parts in enumerate(entries)]
+        )
     assert done == [True, False, False] and content(store, 0) == payload(0, 100_000)
     assert not store.write(3, [payload(3)]) and content(store, 0) == payload(0, 100_000)
 
@@ -272,6 +299,8 @@ def test_no_more_is_written_after_one_entry_failed(folder, monkeypatch):
     monkeypatch.setattr(os, "pwritev", second_fails)
     entries = [[payload(item)] for item in range(4)]
     with pytest.warns(UserWarning, match="No space left"):
-        done = store.write_many(range(4), entries, [checksum(parts, item=item) for item, parts in enumerate(entries)])
+        done = store.write_many(
+            range(4), entries, [checksum(parts, item=item) for item, parts in enumerate(entries)]
+        )
     assert done == [True, False, False, False] and len(written) == 2
     assert [content(store, item) for item in range(4)] == [payload(0), None, None, None]

@@ -1,4 +1,6 @@
-"""The instruments of the stall measurement against what can be worked out, and the whole of it on a small source."""
+"""The instruments of the stall measurement against what can be worked out, and the whole of it on a
+small source.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +29,27 @@ from torch.utils.data import (
 from lightning_topt.data.stalls import loop as stall_loop
 from lightning_topt.data.stalls import measurement as stall_measurement
 from lightning_topt.data.stalls.advice import what_if
-from lightning_topt.data.stalls.loop import LoopTimes, Watched, check_loader, loader_over, samples_per_batch, touch
-from lightning_topt.data.stalls.measurement import MeasurementOptions, contention, measure_stalls, sample_costs
-from lightning_topt.data.stalls.probes import SampleProbe, fit_link, probe_samples, probe_source, read_rate
+from lightning_topt.data.stalls.loop import (
+    LoopTimes,
+    Watched,
+    check_loader,
+    loader_over,
+    samples_per_batch,
+    touch,
+)
+from lightning_topt.data.stalls.measurement import (
+    MeasurementOptions,
+    contention,
+    measure_stalls,
+    sample_costs,
+)
+from lightning_topt.data.stalls.probes import (
+    SampleProbe,
+    fit_link,
+    probe_samples,
+    probe_source,
+    read_rate,
+)
 from lightning_topt.data.stalls.stall_report import advice, print_report, save_png
 from lightning_topt.plugins.measured_cache import MeasuredCache
 from tests.clock import Clock
@@ -72,7 +92,12 @@ def test_watched_times_only_what_comes_after_the_skipped(clock):
         clock.now += 1  # the step
     times = watched.times()
     assert seen == list(range(14)) and watched.used == 14
-    assert times.batches == 10 and times.batch_seconds == 4 and times.wait_seconds == 3 and times.core_seconds == 1
+    assert (
+        times.batches == 10
+        and times.batch_seconds == 4
+        and times.wait_seconds == 3
+        and times.core_seconds == 1
+    )
 
 
 def test_watched_ends_with_its_time_but_not_before_its_least(clock):
@@ -147,7 +172,9 @@ def test_a_wait_is_no_work():
     probes, samples = probe_samples(Source(wait=0.01).__getitem__, range(20), seconds=10, warmup=2)
     assert len(probes) == 18 and [index for _, index in samples] == list(range(20))
     assert all(probe.seconds >= 0.01 for probe in probes)
-    assert sum(probe.wait_seconds for probe in probes) > 0.5 * sum(probe.seconds for probe in probes)
+    assert sum(probe.wait_seconds for probe in probes) > 0.5 * sum(
+        probe.seconds for probe in probes
+    )
     spun, _ = probe_samples(Spinning().__getitem__, range(20), seconds=10)
     assert sum(probe.core_seconds for probe in spun) >= 0.9 * len(spun) * Spinning.seconds
     assert len(probe_samples(Source(wait=0.02).__getitem__, range(200), seconds=0.1)[0]) < 10
@@ -173,7 +200,9 @@ def test_the_source_is_probed_in_another_process():
 
 
 class Connects(Source):
-    """As sources do: opens its connection at the first sample; a process that finds another's is lost."""
+    """As sources do: opens its connection at the first sample; a process that finds another's is
+    lost.
+    """
 
     connection: int | None = None
 
@@ -197,7 +226,9 @@ def test_latency_and_rate_are_told_apart_by_sizes():
     sizes = [10_000.0 + 700 * i for i in range(60)]
     probes = probes_of(sizes, latency=0.002, rate=25e6)
     assert fit_link(probes) == pytest.approx((0.002, 25e6))
-    disturbed = [probe._replace(seconds=5.0) if i % 20 == 7 else probe for i, probe in enumerate(probes)]
+    disturbed = [
+        probe._replace(seconds=5.0) if i % 20 == 7 else probe for i, probe in enumerate(probes)
+    ]
     latency, rate = fit_link(disturbed)
     assert rate == pytest.approx(25e6, rel=0.1)
     mean = sum(probe.wait_seconds for probe in disturbed) / 60
@@ -223,7 +254,10 @@ def test_a_samples_costs_are_those_of_a_worker_that_does_nothing_else():
     found = sample_costs(cold, idle, 4, 0.01)
     assert found == pytest.approx((0.07 / 4, 0.12 / 4, 0.04 / 4))
     assert sample_costs(cold._replace(other_core_seconds=0.0), idle, 4, 0.01).other_seconds == 0
-    assert sample_costs(cold._replace(other_core_seconds=1.0), idle, 4, 0.01).other_seconds == found.wait_seconds
+    assert (
+        sample_costs(cold._replace(other_core_seconds=1.0), idle, 4, 0.01).other_seconds
+        == found.wait_seconds
+    )
     assert sample_costs(cold._replace(worker_core_seconds=0.3), idle, 4, 0.01)[0] == 0
 
 
@@ -238,11 +272,16 @@ def test_contention_from_a_crowded_loop():
     taken = 1.3 * work
 
     def crowded(busy: float) -> LoopTimes:
-        return LoopTimes(50, taken / busy, 0.0, COSTS.step_core_seconds, taken - COSTS.step_core_seconds)
+        return LoopTimes(
+            50, taken / busy, 0.0, COSTS.step_core_seconds, taken - COSTS.step_core_seconds
+        )
 
     assert contention(COSTS, crowded(4.0), cores=4) == pytest.approx(1.3)
-    assert contention(COSTS, crowded(2.5), cores=4) == pytest.approx(1.6)  # half as busy beyond the first core
-    assert contention(COSTS, crowded(1.1), cores=4) == contention(COSTS, crowded(1.0), cores=1) == 1.0
+    # half as busy beyond the first core
+    assert contention(COSTS, crowded(2.5), cores=4) == pytest.approx(1.6)
+    assert (
+        contention(COSTS, crowded(1.1), cores=4) == contention(COSTS, crowded(1.0), cores=1) == 1.0
+    )
 
 
 def test_a_disk_has_a_rate(tmp_path):
@@ -266,7 +305,11 @@ def measure(source: Source, folder: Path, *, workers: int = 0, **loader: Any) ->
     loader = {"batch_size": 4, "num_workers": workers, "shuffle": True, **loader}
     with MeasuredCache(OPTIONS.memory_bytes) as cache:
         result = measure_stalls(
-            DataLoader(source, **loader), train=train, cache=cache, directory=str(folder), options=OPTIONS
+            DataLoader(source, **loader),
+            train=train,
+            cache=cache,
+            directory=str(folder),
+            options=OPTIONS,
         )
     return result, runs, seen
 
@@ -275,7 +318,9 @@ def test_each_part_of_a_data_set_has_samples_of_its_own():
     parts = ConcatDataset([Source(20), Subset(Source(30), range(10))])
     with MeasuredCache(OPTIONS.memory_bytes) as cache:
         for _ in range(2):
-            batches = list(cache.loader_over(DataLoader(parts, batch_size=5), list(range(30)), num_workers=0))
+            batches = list(
+                cache.loader_over(DataLoader(parts, batch_size=5), list(range(30)), num_workers=0)
+            )
             assert torch.cat([index for _, index in batches]).tolist() == [*range(20), *range(10)]
 
 
@@ -292,7 +337,9 @@ def test_all_of_it(tmp_path, workers):
     assert result.cold.batch_seconds > 4 * wait / max(1, workers) * 0.9
     assert result.costs.latency_seconds > 0.75 * wait
     assert result.stalls.total_seconds == pytest.approx(result.cold.batch_seconds)
-    assert result.stalls.fetch_seconds > 0.5 * (result.cold.batch_seconds - result.cached.batch_seconds)
+    assert result.stalls.fetch_seconds > 0.5 * (
+        result.cold.batch_seconds - result.cached.batch_seconds
+    )
     record = json.loads(json.dumps(result.to_dict()))
     assert record["costs"]["batch_size"] == 4 and record["stalls"]["fraction"] > 0
 
@@ -300,7 +347,9 @@ def test_all_of_it(tmp_path, workers):
     console = Console(record=True, width=120, file=io.StringIO())
     print_report(result, rows, console=console)
     text = console.export_text()
-    assert "of training waits for data" in text and "cache in memory" in text and "accelerator" in text
+    assert (
+        "of training waits for data" in text and "cache in memory" in text and "accelerator" in text
+    )
     save_png(tmp_path / "stalls.png", result, rows)
     assert (tmp_path / "stalls.png").read_bytes().startswith(b"\x89PNG")
 
@@ -337,10 +386,19 @@ def test_what_cannot_be_measured_is_said(tmp_path):
 
 def test_advice_where_the_model_is_off(tmp_path):
     result, *_ = measure(Source(400, wait=0.002), tmp_path)
-    off = type(result)(result.costs, result.setup, result.synthetic, LoopTimes(9, 9.0, 0, 0, 0), result.cached)
+    off = type(result)(
+        result.costs, result.setup, result.synthetic, LoopTimes(9, 9.0, 0, 0, 0), result.cached
+    )
     assert any("with care" in sentence for sentence in advice(off))
 
 
 def test_any_batch_can_be_touched():
-    strange = [torch.empty(0), torch.ones(3, dtype=torch.complex64), torch.ones(4, 5).t(), "text", None, 3]
+    strange = [
+        torch.empty(0),
+        torch.ones(3, dtype=torch.complex64),
+        torch.ones(4, 5).t(),
+        "text",
+        None,
+        3,
+    ]
     touch({"x": (*strange, [torch.eye(3).to_sparse()]), "y": torch.tensor(1)})

@@ -1,4 +1,6 @@
-"""The model of a loop that waits for data: against sums, bounds, a loop played in small steps, and DS-Analyzer's formula."""
+"""The model of a loop that waits for data: against sums, bounds, a loop played in small steps, and
+DS-Analyzer's formula.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,8 @@ def test_what_others_compute_meanwhile_takes_cores_from_the_workers():
     assert batch_seconds(costs, SetUp(0, 1)) == pytest.approx(
         batch_seconds(replace(costs, other_seconds=0.0), SetUp(0, 1))
     )
-    work = 32 * (0.004 + 0.0006) + 0.001 + 0.002 + 0.0005 + 0.004  # cores; all are busy with enough workers
+    # cores; all are busy with enough workers
+    work = 32 * (0.004 + 0.0006) + 0.001 + 0.002 + 0.0005 + 0.004
     assert batch_seconds(costs, SetUp(6, 1)) == pytest.approx(work, rel=0.03)
     assert bounds(costs, SetUp(6, 1))["cores"] == pytest.approx(work)
 
@@ -78,12 +81,17 @@ def test_where_one_resource_is_far_the_slowest_it_is_the_whole(changes, setup, s
     costs = replace(COSTS, **changes)
     limits = bounds(costs, setup)
     assert max(limits, key=limits.__getitem__) == slowest
-    assert batch_seconds(costs, setup) == pytest.approx(limits[slowest], rel=0.04)  # batches come in bursts
+    # batches come in bursts
+    assert batch_seconds(costs, setup) == pytest.approx(limits[slowest], rel=0.04)
 
 
 def random_costs(rng: np.random.Generator) -> StallCosts:
     amounts = dict(
-        zip(("step", "latency", "prepare", "hit", "collate", "worker", "receive"), rng.random(7), strict=True)
+        zip(
+            ("step", "latency", "prepare", "hit", "collate", "worker", "receive"),
+            rng.random(7),
+            strict=True,
+        )
     )
     return StallCosts(
         batch_size=int(rng.integers(1, 40)),
@@ -106,18 +114,32 @@ def random_costs(rng: np.random.Generator) -> StallCosts:
 def test_never_faster_than_any_bound_and_never_slower_than_all_in_turn(seed):
     rng = np.random.default_rng(seed)
     costs = random_costs(rng)
-    setup = SetUp(int(rng.integers(0, 5)), int(rng.integers(1, 9)), memory_share=float(rng.choice([0.0, 1.0])))
+    setup = SetUp(
+        int(rng.integers(0, 5)), int(rng.integers(1, 9)), memory_share=float(rng.choice([0.0, 1.0]))
+    )
     seconds, limits = batch_seconds(costs, setup), bounds(costs, setup)
     assert seconds >= max(limits.values()) * (1 - 1e-6)
     in_turn = bounds(costs, replace(setup, num_workers=1))
     threads = max(costs.step_seconds, costs.step_core_seconds)
-    assert seconds <= (in_turn["workers"] + costs.receive_seconds + costs.collate_seconds + threads) * (1 + 1e-6)
+    assert seconds <= (
+        in_turn["workers"] + costs.receive_seconds + costs.collate_seconds + threads
+    ) * (1 + 1e-6)
 
 
-def stepped(costs: StallCosts, *, workers: int, cores: int, batches: int = 40, tick: float = 2e-5) -> float:
-    """The loop played in small steps, without a cache: slow and obvious. Seconds per batch of its second half."""
-    work = [("delay", costs.latency_seconds), ("link", costs.source_bytes), ("core", costs.miss_seconds)]
-    todo = [(name, amount) for _ in range(costs.batch_size) for name, amount in work] + [("core", costs.worker_seconds)]
+def stepped(
+    costs: StallCosts, *, workers: int, cores: int, batches: int = 40, tick: float = 2e-5
+) -> float:
+    """The loop played in small steps, without a cache: slow and obvious. Seconds per batch of its
+    second half.
+    """
+    work = [
+        ("delay", costs.latency_seconds),
+        ("link", costs.source_bytes),
+        ("core", costs.miss_seconds),
+    ]
+    todo = [(name, amount) for _ in range(costs.batch_size) for name, amount in work] + [
+        ("core", costs.worker_seconds)
+    ]
     queues = [[b for b in range(2 * workers) if b % workers == w] for w in range(workers)]
     jobs: list[list[tuple[str, float]]] = [[] for _ in range(workers)]
     done: set[int] = set()
@@ -162,15 +184,24 @@ def test_against_a_loop_played_in_small_steps(workers, cores):
 
 
 def test_contention_counts_as_far_as_cores_are_busy():
-    costs = replace(COSTS, contention=1.5, prepare_seconds=0.01, latency_seconds=0.0, link_bytes_per_second=inf)
-    assert batch_seconds(costs, SetUp(0, 2)) == batch_seconds(replace(costs, contention=1.0), SetUp(0, 2))
-    crowded, alone = (batch_seconds(c, SetUp(8, 2)) for c in (costs, replace(costs, contention=1.0)))
+    costs = replace(
+        COSTS, contention=1.5, prepare_seconds=0.01, latency_seconds=0.0, link_bytes_per_second=inf
+    )
+    assert batch_seconds(costs, SetUp(0, 2)) == batch_seconds(
+        replace(costs, contention=1.0), SetUp(0, 2)
+    )
+    crowded, alone = (
+        batch_seconds(c, SetUp(8, 2)) for c in (costs, replace(costs, contention=1.0))
+    )
     assert crowded == pytest.approx(1.5 * alone, rel=0.02)
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
 def test_more_cache_is_never_slower(workers):
-    speeds = [samples_per_second(COSTS, SetUp(workers, 2, memory_share=share)) for share in (0, 0.25, 0.5, 0.75, 1)]
+    speeds = [
+        samples_per_second(COSTS, SetUp(workers, 2, memory_share=share))
+        for share in (0, 0.25, 0.5, 0.75, 1)
+    ]
     assert all(later >= earlier * 0.995 for earlier, later in pairwise(speeds))
 
 
@@ -192,10 +223,13 @@ def test_least_cache_is_ds_analyzers_where_its_assumptions_hold(needed_rate):
         receive_seconds=0.0,
         entry_bytes=1,
     )
-    # x* = (D/S - N/R) / (D/S - D/C) of DS-Analyzer's what-if (arXiv 2007.06775, section 3.4), in items per second
+    # x* = (D/S - N/R) / (D/S - D/C) of DS-Analyzer's what-if (arXiv 2007.06775, section 3.4), in
+    # items per second
     expected = (1 / 200 - 1 / needed_rate) / (1 / 200 - 1 / 5000)
     assert 0 < expected < 1
-    assert least_cache(costs, SetUp(1, 2, prefetch_factor=8), within=0.01) == pytest.approx(expected, abs=0.03)
+    assert least_cache(costs, SetUp(1, 2, prefetch_factor=8), within=0.01) == pytest.approx(
+        expected, abs=0.03
+    )
 
 
 def test_no_cache_is_worth_having_where_the_step_is_slower():
@@ -203,22 +237,31 @@ def test_no_cache_is_worth_having_where_the_step_is_slower():
 
 
 def test_parts_add_up_to_what_was_measured():
-    stalls = split_stalls(COSTS, SetUp(1, 2), cold_seconds=0.10, cached_seconds=0.03, step_seconds=0.02)
+    stalls = split_stalls(
+        COSTS, SetUp(1, 2), cold_seconds=0.10, cached_seconds=0.03, step_seconds=0.02
+    )
     assert stalls.total_seconds == pytest.approx(0.10) and stalls.fraction == pytest.approx(0.8)
     assert stalls.loading_seconds == pytest.approx(0.01)
     assert stalls.fetch_seconds > 0 and stalls.prepare_seconds > 0
     no_wait = replace(COSTS, latency_seconds=0.0, link_bytes_per_second=inf)
     assert (
-        split_stalls(no_wait, SetUp(1, 2), cold_seconds=0.1, cached_seconds=0.03, step_seconds=0.02).fetch_seconds == 0
+        split_stalls(
+            no_wait, SetUp(1, 2), cold_seconds=0.1, cached_seconds=0.03, step_seconds=0.02
+        ).fetch_seconds
+        == 0
     )
     no_work = replace(COSTS, prepare_seconds=COSTS.hit_seconds, collate_seconds=0.0)
-    stalls = split_stalls(no_work, SetUp(0, 2), cold_seconds=0.1, cached_seconds=0.03, step_seconds=0.02)
+    stalls = split_stalls(
+        no_work, SetUp(0, 2), cold_seconds=0.1, cached_seconds=0.03, step_seconds=0.02
+    )
     assert stalls.prepare_seconds == pytest.approx(0, abs=1e-9)
 
 
 def test_workers_are_chosen_as_few_as_do():
     assert best_num_workers(replace(COSTS, step_seconds=0.2), SetUp(0, 4)) == 1
-    assert best_num_workers(replace(COSTS, latency_seconds=0.05, step_seconds=0.3), SetUp(0, 4)) == 6
+    assert (
+        best_num_workers(replace(COSTS, latency_seconds=0.05, step_seconds=0.3), SetUp(0, 4)) == 6
+    )
     warm = SetUp(4, 4, memory_share=1.0)
     nothing = replace(COSTS, collate_seconds=0.0, hit_seconds=0.0, receive_seconds=0.001)
     assert best_num_workers(nothing, warm) == 0
@@ -233,8 +276,14 @@ def test_questions_asked():
     assert rows[0].setup == SetUp(1, 2)
     for row in rows:
         assert row.samples_per_second == pytest.approx(samples_per_second(COSTS, row.setup))
-    unknown = replace(COSTS, link_bytes_per_second=inf, disk_bytes_per_second=inf, latency_seconds=0.0)
-    assert {row.group for row in what_if(unknown, SetUp(1, 2))} == groups - {"cache on disk", "source", "mine"}
+    unknown = replace(
+        COSTS, link_bytes_per_second=inf, disk_bytes_per_second=inf, latency_seconds=0.0
+    )
+    assert {row.group for row in what_if(unknown, SetUp(1, 2))} == groups - {
+        "cache on disk",
+        "source",
+        "mine",
+    }
 
 
 @pytest.mark.parametrize(
@@ -247,7 +296,9 @@ def test_wrong_set_ups(changes):
         SetUp(**{"num_workers": 1, "cores": 1, **changes})
 
 
-@pytest.mark.parametrize("changes", [{"batch_size": 0}, {"contention": 0.5}, {"link_bytes_per_second": 0.0}])
+@pytest.mark.parametrize(
+    "changes", [{"batch_size": 0}, {"contention": 0.5}, {"link_bytes_per_second": 0.0}]
+)
 def test_wrong_costs(changes):
     with pytest.raises(ValueError):
         replace(COSTS, **changes)

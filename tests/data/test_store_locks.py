@@ -1,4 +1,6 @@
-"""The lock of a store's writers: the dead hold none, and who is held up by one that is stopped waits for it once."""
+"""The lock of a store's writers: the dead hold none, and who is held up by one that is stopped
+waits for it once.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ class Clock:
 
 
 class Holder:
-    """Another process that holds every lock while it is `stopped`; seconds are those of its own clock."""
+    """Another process that holds every lock while it is `stopped`; seconds are those of its own
+    clock.
+    """
 
     def __init__(self, monkeypatch):
         self.clock, self.stopped, self._lockf = Clock(), True, store_file.fcntl.lockf
@@ -57,7 +61,9 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_a_lock_that_stays_held_is_waited_for_once_and_tried_again_now_and_then(folder, monkeypatch):
+def test_a_lock_that_stays_held_is_waited_for_once_and_tried_again_now_and_then(
+    folder, monkeypatch
+):
     store = open_store(folder)
     store.write(9, [payload(9)])
     holder = Holder(monkeypatch)
@@ -79,7 +85,8 @@ def test_a_lock_that_stays_held_is_waited_for_once_and_tried_again_now_and_then(
     holder.clock.now += store_file.PAUSE_SECONDS
     assert write(0) == (0, True) and write(1) == (0, True) and content(store, 0) == payload(0)
     holder.stopped = True
-    assert write(2)[0] == pytest.approx(store_file.LOCK_SECONDS, abs=0.02)  # it was to be had meanwhile
+    # it was to be had meanwhile
+    assert write(2)[0] == pytest.approx(store_file.LOCK_SECONDS, abs=0.02)
 
 
 def test_damaged_entries_wait_for_it_once_too(folder, monkeypatch):
@@ -93,7 +100,11 @@ def test_damaged_entries_wait_for_it_once_too(folder, monkeypatch):
     assert waited <= store_file.LOCK_SECONDS + 0.02 and store.damaged == 5
     holder.stopped = False
     holder.clock.now += store_file.PAUSE_SECONDS
-    assert content(store, 0) is None and store.write(0, [payload(0)]) and content(store, 0) == payload(0)
+    assert (
+        content(store, 0) is None
+        and store.write(0, [payload(0)])
+        and content(store, 0) == payload(0)
+    )
 
 
 def test_samples_do_not_wait_for_a_stopped_process(folder, monkeypatch):

@@ -1,4 +1,6 @@
-"""Code as users write it, made anew as often as a test likes, and modules that nobody has seen before."""
+"""Code as users write it, made anew as often as a test likes, and modules that nobody has seen
+before.
+"""
 
 from __future__ import annotations
 
@@ -135,7 +137,9 @@ def executed(code, namespace):
 
 def data_of(module, body):
     namespace = {"__name__": module, "__package__": module.rpartition(".")[0]}
-    return executed(f"class Data:\n    def __getitem__(self, i):\n        {body}", namespace)["Data"]()
+    return executed(f"class Data:\n    def __getitem__(self, i):\n        {body}", namespace)[
+        "Data"
+    ]()
 
 
 @pytest.fixture
@@ -143,7 +147,9 @@ def unseen(monkeypatch):
     """Forgets which modules there are."""
 
     def forget():
-        for name in [name for name in sys.modules if name.partition(".")[0] in ("later", "installed")]:
+        for name in [
+            name for name in sys.modules if name.partition(".")[0] in ("later", "installed")
+        ]:
             del sys.modules[name]
         fingerprint_code._LATER.clear()
         for cached in (
@@ -173,11 +179,16 @@ def named_in_other_processes(folder, *values):
     """
     modules = ", ".join(sorted({value.partition(".")[0] for value in values}))
     names = ", ".join(f"fingerprint({value})" for value in values)
-    code = f"import {modules}, torch\nfrom lightning_topt.data.cache.fingerprint import fingerprint\nprint({names})"
+    code = (
+        f"import {modules}, torch\nfrom lightning_topt.data.cache.fingerprint import "
+        f"fingerprint\nprint({names})"
+    )
     environment = {**os.environ, "PYTHONPATH": f"{folder}:{Path(__file__).parents[2]}"}
     seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
     jobs = [
-        subprocess.Popen([python, "-c", code], env=environment | {"PYTHONHASHSEED": seed}, stdout=subprocess.PIPE)
+        subprocess.Popen(
+            [python, "-c", code], env=environment | {"PYTHONHASHSEED": seed}, stdout=subprocess.PIPE
+        )
         for python in (sys.executable, preloaded_python())
     ]
     said = [job.communicate()[0].decode().split() for job in jobs]

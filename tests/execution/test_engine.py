@@ -1,4 +1,6 @@
-"""Every way of running a plan against one process without any of it: losses, gradients' effect, parameters, states."""
+"""Every way of running a plan against one process without any of it: losses, gradients' effect,
+parameters, states.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,16 @@ CPU = torch.device("cpu")
 
 
 class Net(nn.Module):
-    """Embedding tied to the head, three equal blocks with uneven sizes (7 does not divide by 2), a loose parameter."""
+    """Embedding tied to the head, three equal blocks with uneven sizes (7 does not divide by 2), a
+    loose parameter.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(11, 7)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(7, 13), nn.GELU(), nn.Linear(13, 7)) for _ in range(3))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(7, 13), nn.GELU(), nn.Linear(13, 7)) for _ in range(3)
+        )
         self.scale = nn.Parameter(torch.ones(7))
         self.head = nn.Linear(7, 11, bias=False)
         self.head.weight = self.embed.weight
@@ -34,7 +40,9 @@ class Net(nn.Module):
         x = self.embed(tokens)
         for block in self.blocks:
             x = x + block(x)
-        return nn.functional.cross_entropy(self.head(x * self.scale).flatten(0, 1), tokens.roll(1, 1).flatten())
+        return nn.functional.cross_entropy(
+            self.head(x * self.scale).flatten(0, 1), tokens.roll(1, 1).flatten()
+        )
 
 
 BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
@@ -117,7 +125,13 @@ def train(rank: int, plan: ParallelPlan, optimizer_name: str) -> tuple[Any, ...]
     assert all(p is originals[n] for n, p in module.named_parameters())
     assert type(module) is Net and type(module.blocks[0]) is nn.Sequential
     module(data()[0]).backward()  # a plain module again: runs without any peer
-    return losses, module_state, optimizer_state, {k: v.clone() for k, v in module.state_dict().items()}, held
+    return (
+        losses,
+        module_state,
+        optimizer_state,
+        {k: v.clone() for k, v in module.state_dict().items()},
+        held,
+    )
 
 
 def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -146,7 +160,12 @@ def test_plan_equals_one_process(name: str, optimizer_name: str) -> None:
 
 def test_optimizer_state_is_divided() -> None:
     _, _, optimizer_state = one_process(OPTIMIZERS["adamw"])
-    total = sum(t.numel() for values in optimizer_state["state"].values() for t in values.values() if t.dim())
+    total = sum(
+        t.numel()
+        for values in optimizer_state["state"].values()
+        for t in values.values()
+        if t.dim()
+    )
     for stage in (1, 2, 3):
         plan = PLANS[f"zero{stage}"]
         held = [result[-1] for result in run_ranks(train, WORLD, plan, "adamw")]
@@ -154,7 +173,9 @@ def test_optimizer_state_is_divided() -> None:
         assert max(held) <= 0.62 * total  # 7 rows on 2 ranks: 4 + 3
 
 
-def resume(rank: int, plan: ParallelPlan, module_state: dict[str, Any], optimizer_state: dict[str, Any]) -> Any:
+def resume(
+    rank: int, plan: ParallelPlan, module_state: dict[str, Any], optimizer_state: dict[str, Any]
+) -> Any:
     module = Net()
     module.load_state_dict(module_state)
     engine = Engine(plan, module, device=CPU)
@@ -170,11 +191,15 @@ def resume(rank: int, plan: ParallelPlan, module_state: dict[str, Any], optimize
     return engine.module_state(), engine.optimizer_state(optimizer)
 
 
-@pytest.mark.parametrize("target", ["zero0", "zero1", "zero2", "zero3-recompute", "mixed-replicated"])
+@pytest.mark.parametrize(
+    "target", ["zero0", "zero1", "zero2", "zero3-recompute", "mixed-replicated"]
+)
 @pytest.mark.parametrize("source", ["zero1", "zero3"])
 def test_state_of_one_plan_resumes_under_another(source: str, target: str) -> None:
     _, module_state, optimizer_state, _, _ = run_ranks(train, WORLD, PLANS[source], "adamw")[0]
-    actual, actual_optimizer = run_ranks(resume, WORLD, PLANS[target], module_state, optimizer_state)[0]
+    actual, actual_optimizer = run_ranks(
+        resume, WORLD, PLANS[target], module_state, optimizer_state
+    )[0]
     torch.manual_seed(0)
     module = Net()
     module.load_state_dict(module_state)
@@ -195,11 +220,14 @@ def bad_plans(rank: int) -> list[str]:
         uniform_plan(0, data_parallel_size=3),
         uniform_plan(3, data_parallel_size=WORLD, blocks=["layers.0"]),
         uniform_plan(3, data_parallel_size=WORLD, blocks=["blocks.0", "blocks.0.0"]),
-        ParallelPlan.of_blocks(mesh=WORLD, blocks=(BlockPlan("", OpConfig.zero(0, recompute=True)),)),
+        ParallelPlan.of_blocks(
+            mesh=WORLD, blocks=(BlockPlan("", OpConfig.zero(0, recompute=True)),)
+        ),
         uniform_plan(0, data_parallel_size=WORLD, blocks=["blocks"], recompute=["blocks"]),
         uniform_plan(2, data_parallel_size=WORLD, blocks=["blocks"]),
     ]
-    Engine(uniform_plan(1, data_parallel_size=WORLD, blocks=["blocks"]), Net(), device=CPU)  # to group parameters
+    # to group parameters
+    Engine(uniform_plan(1, data_parallel_size=WORLD, blocks=["blocks"]), Net(), device=CPU)
     for plan in plans:
         with pytest.raises(PlanError) as error:
             Engine(plan, Net(), device=CPU).apply()

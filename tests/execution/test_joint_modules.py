@@ -1,4 +1,6 @@
-"""Models of transformers whose ranks bring a batch each and run them at once in their layers, against DDP."""
+"""Models of transformers whose ranks bring a batch each and run them at once in their layers,
+against DDP.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +30,15 @@ from tests.techniques.tensor_parallel.traced import prices
 
 MODELS = {  # modules that are joint, at least
     "llama": ["model.model.layers.0", "model.model.layers.1", "model.model.embed_tokens"],
-    "bert": ["model.bert.encoder.layer.0", "model.bert.encoder.layer.1"],  # its embeddings expand a constant
-    "t5": ["model.encoder.block.0.layer.0.SelfAttention.q", "model.decoder.block.1.layer.0.SelfAttention.o"],
+    # its embeddings expand a constant
+    "bert": ["model.bert.encoder.layer.0", "model.bert.encoder.layer.1"],
+    "t5": [
+        "model.encoder.block.0.layer.0.SelfAttention.q",
+        "model.decoder.block.1.layer.0.SelfAttention.o",
+    ],
     "vit": ["model.vit.layers.0", "model.vit.layers.1"],
-    "clip": ["model.text_model.encoder.layers.0", "model.vision_model.encoder.layers.0"],  # a loss within the batch
+    # a loss within the batch
+    "clip": ["model.text_model.encoder.layers.0", "model.vision_model.encoder.layers.0"],
 }
 MESH = Mesh((Axis("data", 1), Axis("tensor", 2)))
 CPU = torch.device("cpu")
@@ -57,12 +64,19 @@ def joint_plan(module: nn.Module, batch: Any) -> ParallelPlan:
     for name, (placement,) in layout.placements.items():
         block = next(b for b in sorted(placed, reverse=True) if name.startswith(f"{b}.") or not b)
         placed[block][name.removeprefix(f"{block}.")] = (whole.storage.parameters[0], placement)
-    blocks = [BlockPlan(name, replace(whole, parameters=tuple(each.items()))) for name, each in placed.items()]
+    blocks = [
+        BlockPlan(name, replace(whole, parameters=tuple(each.items())))
+        for name, each in placed.items()
+    ]
     return ParallelPlan.of_blocks(blocks, mesh=MESH, joint=layout.joint)
 
 
 def train(
-    step: Callable[[Any], Tensor], module: nn.Module, batches: list[Any], around: Around, attach: Any = None
+    step: Callable[[Any], Tensor],
+    module: nn.Module,
+    batches: list[Any],
+    around: Around,
+    attach: Any = None,
 ) -> Any:
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, eps=1e-4)
     if attach is not None:
@@ -99,7 +113,9 @@ def both(rank: int, made: dict[str, tuple[Any, list[Any], ParallelPlan]]) -> dic
         root = engine.apply()
         forward = module.forward
 
-        def step(batch: Any, module: Any = module, root: Any = root, forward: Any = forward) -> Tensor:
+        def step(
+            batch: Any, module: Any = module, root: Any = root, forward: Any = forward
+        ) -> Tensor:
             def as_step(batch: Any) -> Any:  # as Lightning calls it through DDP
                 module.forward = forward
                 return module.training_step(batch, 0)
@@ -112,7 +128,11 @@ def both(rank: int, made: dict[str, tuple[Any, list[Any], ParallelPlan]]) -> dic
         got = train(step, module, own, engine.around_step, engine.attach_optimizers)
         engine.release()
         states = alone.state_dict(), module.state_dict()
-        found[name] = expected, got, [{key: value.clone() for key, value in state.items()} for state in states]
+        found[name] = (
+            expected,
+            got,
+            [{key: value.clone() for key, value in state.items()} for state in states],
+        )
     return found
 
 
@@ -137,4 +157,6 @@ def test_models_train_as_under_ddp(results: list[dict[str, Any]], name: str) -> 
         (losses, drawn), (own_losses, own_drawn), (expected, found) = of_rank[name]
         assert own_losses == pytest.approx(losses, rel=1e-5) and torch.equal(drawn, own_drawn)
         for key, value in expected.items():
-            torch.testing.assert_close(found[key], value, rtol=1e-5, atol=1e-5, msg=lambda m, k=key: f"{k}: {m}")
+            torch.testing.assert_close(
+                found[key], value, rtol=1e-5, atol=1e-5, msg=lambda m, k=key: f"{k}: {m}"
+            )

@@ -107,9 +107,11 @@ def test_cuda_peak():
 
 
 def mark_settled_base(meter: MemoryMeter) -> None:
-    """Mark the base once it is not lower after a while: a thread of gloo may hold what it sent last a little longer.
+    """Mark the base once it is not lower after a while: a thread of gloo may hold what it sent last
+    a little longer.
 
-    What the test's process has freed before it was forked is given back: it would be taken again, unseen.
+    What the test's process has freed before it was forked is given back: it would be taken again,
+    unseen.
     """
     lowest = sys.maxsize
     for _ in range(50):
@@ -127,7 +129,8 @@ def reduce_peaks(rank: int, size: int) -> list[int]:
     whole, part = torch.ones(size // 4), torch.ones(size // 8)
     meter, peaks = MemoryMeter(device), []
     reduce_scatter_into(part, whole)
-    for _ in range(5):  # pages that the kernel takes away or gives back meanwhile make one peak of them lower or higher
+    # pages that the kernel takes away or gives back meanwhile make one peak of them lower or higher
+    for _ in range(5):
         mark_settled_base(meter)
         meter.reset_peak()
         reduce_scatter_into(part, whole)

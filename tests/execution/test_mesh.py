@@ -15,17 +15,21 @@ from lightning_topt.graph.mesh_axes import Mesh, data_mesh, hybrid_mesh
         (
             hybrid_mesh(2, 4),
             8,
-            "axis data_replicate between nodes, and in this run (nodes of 8 ranks) it lies inside a node",
+            "axis data_replicate between nodes, and in this run (nodes of 8 ranks) it lies inside "
+            "a node",
         ),
         (
             hybrid_mesh(2, 4),
             2,
-            "axis data_shard inside a node, and in this run (nodes of 2 ranks) it lies between nodes",
+            "axis data_shard inside a node, and in this run (nodes of 2 ranks) it lies between "
+            "nodes",
         ),
         (hybrid_mesh(1, 4), 4, None),
         (data_mesh(8), 2, None),
     ],
 )
-def test_nodes_other_than_the_plan_was_made_for(mesh: Mesh, ranks_per_node: int, found: str | None) -> None:
+def test_nodes_other_than_the_plan_was_made_for(
+    mesh: Mesh, ranks_per_node: int, found: str | None
+) -> None:
     difference = layout_difference(mesh, ranks_per_node=ranks_per_node)
     assert difference is None if found is None else found in (difference or "")

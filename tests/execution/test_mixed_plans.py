@@ -1,4 +1,6 @@
-"""ZeRO levels mixed block by block on a mesh of 2 x 2 ranks, against one process: gradients, clipping, steps, states."""
+"""ZeRO levels mixed block by block on a mesh of 2 x 2 ranks, against one process: gradients,
+clipping, steps, states.
+"""
 
 from __future__ import annotations
 
@@ -38,21 +40,30 @@ OPTIMIZERS: dict[str, Any] = {
         torch.optim.RMSprop(p[1::2], lr=1e-2, foreach=True),
     ],
 }
-# Several optimizers, and states on the host: with blocks on both axes, on one axis, and beside a hook.
+# Several optimizers, and states on the host: with blocks on both axes, on one axis, and beside a
+# hook.
 CASES = [(layout, "fused AdamW") for layout in LAYOUTS] + [
-    (layout, "foreach SGD and RMSprop") for layout in ("all of them", "one axis", "gradients exchanged by a hook")
+    (layout, "foreach SGD and RMSprop")
+    for layout in ("all of them", "one axis", "gradients exchanged by a hook")
 ]
 
 
 class Net(nn.Module):
-    """Five blocks of sizes that no number of ranks divides; tied and frozen parameters; a buffer that rank 0 knows best."""
+    """Five blocks of sizes that no number of ranks divides; tied and frozen parameters; a buffer
+    that rank 0 knows best.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(11, 7)
         for name in "abcde":
-            self.add_module(name, nn.Sequential(nn.Linear(7, 13), nn.GELU(), nn.Linear(13, 7), nn.LayerNorm(7)))
-        self.scale, self.shift = nn.Parameter(torch.ones(7)), nn.Parameter(torch.zeros(3, 7), requires_grad=False)
+            self.add_module(
+                name, nn.Sequential(nn.Linear(7, 13), nn.GELU(), nn.Linear(13, 7), nn.LayerNorm(7))
+            )
+        self.scale, self.shift = (
+            nn.Parameter(torch.ones(7)),
+            nn.Parameter(torch.zeros(3, 7), requires_grad=False),
+        )
         self.head = nn.Linear(7, 11, bias=False)
         self.head.weight = self.embed.weight
         self.register_buffer("offset", torch.zeros(7))
@@ -61,17 +72,24 @@ class Net(nn.Module):
         x = self.embed(tokens) + self.offset
         for name in "abcde":
             x = x + self.get_submodule(name)(x)
-        return nn.functional.cross_entropy(self.head(x * self.scale + self.shift[0]), tokens.roll(1))
+        return nn.functional.cross_entropy(
+            self.head(x * self.scale + self.shift[0]), tokens.roll(1)
+        )
 
 
 def plan_of(layout: str) -> ParallelPlan:
     mesh_name, *presets = LAYOUTS[layout]
     mesh = MESHES[mesh_name]
     blocks = [
-        BlockPlan(name, OpConfig(PRESETS[preset.rstrip("+")].storage(mesh), recompute=preset.endswith("+")))
+        BlockPlan(
+            name,
+            OpConfig(PRESETS[preset.rstrip("+")].storage(mesh), recompute=preset.endswith("+")),
+        )
         for name, preset in zip([*"abcde", ""], presets, strict=True)
     ]
-    exchange = TopK(density=1.0, hierarchical=False) if layout == "gradients exchanged by a hook" else None
+    exchange = (
+        TopK(density=1.0, hierarchical=False) if layout == "gradients exchanged by a hook" else None
+    )
     return ParallelPlan.of_blocks(blocks, mesh=mesh, gradient_exchange=exchange)
 
 
@@ -94,7 +112,9 @@ def whole(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def step(module: nn.Module, optimizers: list[Any], clip_norm: Any, clip_value: Any) -> tuple[dict[str, Tensor], float]:
+def step(
+    module: nn.Module, optimizers: list[Any], clip_norm: Any, clip_value: Any
+) -> tuple[dict[str, Tensor], float]:
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     norm = float(clip_norm(parameters, 0.5))
     clip_value(parameters, 0.05)
@@ -132,24 +152,41 @@ def train(rank: int, layout: str, optimizer_name: str) -> Any:
         module.offset.fill_(float(rank))  # as statistics that each rank has of its own batches
         losses = engine.run_step(shares(batch, rank), loss_of)
         dist.all_reduce(mean := losses.mean())
-        record.append((mean.item() / WORLD, *step(module, optimizers, engine.clip_norm, engine.clip_value)))
+        record.append(
+            (mean.item() / WORLD, *step(module, optimizers, engine.clip_norm, engine.clip_value))
+        )
     state = engine.state_dict()
     if engine.exchange is not None:
-        whole_ones = {n for n in originals if n.startswith(("b.", "c.", "e.")) or "." not in n or n == "embed.weight"}
+        whole_ones = {
+            n
+            for n in originals
+            if n.startswith(("b.", "c.", "e.")) or "." not in n or n == "embed.weight"
+        }
         assert rank or set(state["exchange"]["ranks"][0]["residual"]) == whole_ones - {"shift"}
     if "foreach" in optimizer_name:
         engine.optimizer_state_to_host()
     engine.release()
     engine.close()
-    assert all(p is originals[n] for n, p in module.named_parameters()) and module.head.weight is module.embed.weight
+    assert (
+        all(p is originals[n] for n, p in module.named_parameters())
+        and module.head.weight is module.embed.weight
+    )
     assert type(module) is Net and not any(m._forward_hooks for m in module.modules())
     module(data()[0]).backward()  # a plain module again: runs without any peer
     after = [engine.optimizer_state(optimizer) for optimizer in optimizers]
     for optimizer in optimizers:
         engine.return_optimizer_state(optimizer)
     returned = [optimizer.state for optimizer in optimizers]
-    values = {name: returned[0].get(p) or returned[-1].get(p) for name, p in module.named_parameters()}
-    return record, state, {name: value.clone() for name, value in module.state_dict().items()}, after, values
+    values = {
+        name: returned[0].get(p) or returned[-1].get(p) for name, p in module.named_parameters()
+    }
+    return (
+        record,
+        state,
+        {name: value.clone() for name, value in module.state_dict().items()},
+        after,
+        values,
+    )
 
 
 def every_layout(rank: int) -> Any:
@@ -163,7 +200,9 @@ def ranks() -> Any:
 
 def is_divided(name: str, layout: str) -> bool:
     block = name[0] if name[0] in "abcde" and name[1] == "." else ""
-    return name == "shift" or dict(zip([*"abcde", ""], LAYOUTS[layout][1:], strict=True))[block].startswith("zero1")
+    return name == "shift" or dict(zip([*"abcde", ""], LAYOUTS[layout][1:], strict=True))[
+        block
+    ].startswith("zero1")
 
 
 def assert_close(actual: Any, expected: Any) -> None:
@@ -182,14 +221,20 @@ def test_mixed_plan_equals_one_process(ranks: Any, layout: str, optimizer_name: 
     }
     for of_rank in ranks:
         record, _, released, _, values = of_rank[layout, optimizer_name]
-        for (loss, gradients, norm), (loss_1, gradients_1, norm_1) in zip(record, expected, strict=True):
-            assert loss == pytest.approx(loss_1, rel=1e-5) and norm == pytest.approx(norm_1, rel=1e-5)
+        for (loss, gradients, norm), (loss_1, gradients_1, norm_1) in zip(
+            record, expected, strict=True
+        ):
+            assert loss == pytest.approx(loss_1, rel=1e-5) and norm == pytest.approx(
+                norm_1, rel=1e-5
+            )
             assert_close(gradients, gradients_1)
         assert_close(released, dict(parameters))
         for name, state in values.items():
             if state is not None:  # (that of ZeRO level 1 stays divided)
                 assert_close(state, wanted_of[name])
-        assert {n for n, state in values.items() if state is None} <= {n for n in values if is_divided(n, layout)}
+        assert {n for n, state in values.items() if state is None} <= {
+            n for n in values if is_divided(n, layout)
+        }
     _, state, _, after, _ = ranks[0][layout, optimizer_name]
     assert_close(state["module"], dict(parameters))
     for of_optimizer in (state["optimizers"], after):

@@ -1,4 +1,6 @@
-"""Checkpoint folders: written by ranks that each keep a part, read under other plans and on other numbers of ranks."""
+"""Checkpoint folders: written by ranks that each keep a part, read under other plans and on other
+numbers of ranks.
+"""
 
 from __future__ import annotations
 
@@ -117,22 +119,33 @@ def continued(before: Any, ranks: int = 4) -> Any:
     torch.stack([module(part) for part in data()[1].chunk(ranks)]).mean().backward()
     for optimizer in optimizers:
         optimizer.step()
-    return {"module": module.state_dict(), "optimizers": [optimizer.state_dict() for optimizer in optimizers]}
+    return {
+        "module": module.state_dict(),
+        "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+    }
 
 
 EXACTLY, CLOSELY = {"rtol": 0.0, "atol": 0.0}, {"rtol": 1e-5, "atol": 1e-6}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_plan_writes_what_the_next_one_reads(saved_and_resumed: Any, folder: Path, layout: str) -> None:
+def test_every_plan_writes_what_the_next_one_reads(
+    saved_and_resumed: Any, folder: Path, layout: str
+) -> None:
     saved, resumed = saved_and_resumed
     whole = read_sharded_checkpoint(folder / layout)
     assert whole["step"] == 1
-    assert_equal({"module": whole["state_dict"], "optimizers": whole["optimizer_states"]}, saved[layout], **EXACTLY)
+    assert_equal(
+        {"module": whole["state_dict"], "optimizers": whole["optimizer_states"]},
+        saved[layout],
+        **EXACTLY,
+    )
     loaded, after = resumed[layout]
     assert_equal(loaded, saved[layout], **EXACTLY)
     assert_equal(after, continued(saved[layout]), **CLOSELY)
-    assert sorted(path.name for path in folder.iterdir() if path.name.startswith(layout)) == [layout]
+    assert sorted(path.name for path in folder.iterdir() if path.name.startswith(layout)) == [
+        layout
+    ]
 
 
 def test_on_another_number_of_ranks(saved_and_resumed: Any, folder: Path) -> None:
@@ -143,7 +156,11 @@ def test_on_another_number_of_ranks(saved_and_resumed: Any, folder: Path) -> Non
         assert_equal(after, expected, **CLOSELY)
         for name in (f"level {level}", f"level {level}, released"):
             whole = read_sharded_checkpoint(folder / name)
-            assert_equal({"module": whole["state_dict"], "optimizers": whole["optimizer_states"]}, expected, **CLOSELY)
+            assert_equal(
+                {"module": whole["state_dict"], "optimizers": whole["optimizer_states"]},
+                expected,
+                **CLOSELY,
+            )
 
 
 def test_no_rank_writes_the_whole_state(saved_and_resumed: Any, folder: Path) -> None:
@@ -152,14 +169,21 @@ def test_no_rank_writes_the_whole_state(saved_and_resumed: Any, folder: Path) ->
 
 
 def step_on_rows(rank: int, folder: Path) -> Any:
-    """An optimizer whose step is cut into rows, saved by one division of them and read by another."""
+    """An optimizer whose step is cut into rows, saved by one division of them and read by
+    another.
+    """
     torch.manual_seed(0)
     module, attached = Net(), []
     for owners in ([0, 1, 2, 3], [2, 0, 3, 1]):
         optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
         parameters = [*enumerate(module.parameters())]
-        shares = [Share(i, len(p), p.numel(), float(p.numel()), splittable=True) for i, p in parameters]
-        pieces = [replace(piece, owner=owners[piece.owner]) for piece in assign_pieces(shares, world_size=4)]
+        shares = [
+            Share(i, len(p), p.numel(), float(p.numel()), splittable=True) for i, p in parameters
+        ]
+        pieces = [
+            replace(piece, owner=owners[piece.owner])
+            for piece in assign_pieces(shares, world_size=4)
+        ]
         install = functools.partial(install_parallel_step, pieces=pieces)
         attached.append(AttachedOptimizer(optimizer, replaced={}, split={}, attach=[install]))
     module(data()[0]).backward()
@@ -169,7 +193,11 @@ def step_on_rows(rank: int, folder: Path) -> Any:
     stored = open_sharded(folder / "rows", torch.load(folder / "rows" / REST, weights_only=True))
     attached[1].load(stored["optimizer_states"][0])
     kept = attached[1].own_state()["state"].values()
-    held = sum(v.local.numel() if isinstance(v, TensorChunks) else v.numel() for s in kept for v in s.values())
+    held = sum(
+        v.local.numel() if isinstance(v, TensorChunks) else v.numel()
+        for s in kept
+        for v in s.values()
+    )
     return [one.full_state() for one in attached], held
 
 

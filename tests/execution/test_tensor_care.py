@@ -1,4 +1,6 @@
-"""What user code does to split parameters beside calling modules: right as in one process, or refused in a sentence."""
+"""What user code does to split parameters beside calling modules: right as in one process, or
+refused in a sentence.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,8 @@ class Net(nn.Module):
         return out.square().mean() + (self.down(self.hidden(0.5 * x)) - 1).square().mean()
 
 
-# ---- hooks ------------------------------------------------------------------------------------------------------------
+# ---- hooks
+# ------------------------------------------------------------------------------------------------------------
 
 
 def hooked(where: str, register: str, hook: Callable[..., Any]) -> Callable[[], Net]:
@@ -77,21 +80,30 @@ def parameter_hook() -> Net:
 
 
 HOOKS = {
-    "forward hook": hooked("up", "register_forward_hook", lambda net, i, o: (net.note(i, o), 1.5 * o)[1]),
-    "forward pre-hook": hooked("down", "register_forward_pre_hook", lambda net, i: (net.note(i), (0.5 * i[0],))[1]),
+    "forward hook": hooked(
+        "up", "register_forward_hook", lambda net, i, o: (net.note(i, o), 1.5 * o)[1]
+    ),
+    "forward pre-hook": hooked(
+        "down", "register_forward_pre_hook", lambda net, i: (net.note(i), (0.5 * i[0],))[1]
+    ),
     "pre-hook with sizes": hooked(
-        "down", "register_forward_pre_hook", lambda net, i: (i[0].view(-1, 32) * torch.linspace(0.5, 1.5, 32),)
+        "down",
+        "register_forward_pre_hook",
+        lambda net, i: (i[0].view(-1, 32) * torch.linspace(0.5, 1.5, 32),),
     ),
     "backward hook": hooked("up", "register_full_backward_hook", noting),
     "backward hook, inner sizes in": hooked("down", "register_full_backward_hook", noting),
-    "backward hook that changes": hooked("down", "register_full_backward_hook", lambda net, gi, go: (2 * gi[0],)),
+    "backward hook that changes": hooked(
+        "down", "register_full_backward_hook", lambda net, gi, go: (2 * gi[0],)
+    ),
     "backward pre-hook": hooked(
         "up", "register_full_backward_pre_hook", lambda net, go: (net.note(go), (2 * go[0],))[1]
     ),
     "hook on a tensor": TensorHook,
 }
 
-# ---- parametrizations -------------------------------------------------------------------------------------------------
+# ---- parametrizations
+# -------------------------------------------------------------------------------------------------
 
 
 def parametrized(how: Callable[[nn.Module], Any]) -> Callable[[], Net]:
@@ -112,7 +124,8 @@ PARAMETRIZED = {
     "spectral_norm of old": parametrized(nn.utils.spectral_norm),
 }
 
-# ---- in place ---------------------------------------------------------------------------------------------------------
+# ---- in place
+# ---------------------------------------------------------------------------------------------------------
 
 
 def set_data(value: Callable[[Tensor], Tensor]) -> Callable[[Net], Any]:
@@ -148,10 +161,13 @@ CHANGES: dict[str, Callable[[Net], Any]] = {
     "orthogonal_": lambda net: nn.init.orthogonal_(net.up.weight),
     "transposed": lambda net: net.up.weight.t().mul_(0.5),
     "average": average,
-    "running average": lambda net: net.note(net.down.weight.detach().clone().lerp_(net.up.weight.t(), 0.1)),
+    "running average": lambda net: net.note(
+        net.down.weight.detach().clone().lerp_(net.up.weight.t(), 0.1)
+    ),
 }
 
-# ---- sizes in Python --------------------------------------------------------------------------------------------------
+# ---- sizes in Python
+# --------------------------------------------------------------------------------------------------
 
 
 class Sizes(Net):
@@ -172,11 +188,14 @@ SIZES: dict[str, Callable[[Sizes, Tensor], Tensor]] = {
     "as_strided": lambda net, h: h.as_strided((8, 32), (32, 1)),
 }
 
-# ---- gradients in forward ---------------------------------------------------------------------------------------------
+# ---- gradients in forward
+# ---------------------------------------------------------------------------------------------
 
 
 class Penalty(Net):
-    """Of the gradient of an input (Gulrajani et al., arXiv 1704.00028), and of that of a parameter: gradients of gradients."""
+    """Of the gradient of an input (Gulrajani et al., arXiv 1704.00028), and of that of a parameter:
+    gradients of gradients.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.clone().requires_grad_()
@@ -184,7 +203,9 @@ class Penalty(Net):
         (of_input,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
         (of_weight,) = torch.autograd.grad(out.square().sum(), self.up.weight, create_graph=True)
         self.note(of_weight)
-        return out.square().mean() + 0.3 * of_input.square().mean() + 0.1 * of_weight.square().mean()
+        return (
+            out.square().mean() + 0.3 * of_input.square().mean() + 0.1 * of_weight.square().mean()
+        )
 
 
 class Compiled(Net):
@@ -209,7 +230,9 @@ class MaxNorm(Net):
 OTHERS: dict[str, Callable[[], Net]] = {
     "gradients of gradients": Penalty,
     "compiled": Compiled,
-    "parameter of another": lambda: Sizes(lambda net, h: h + nn.Parameter(net.up.weight.detach()).mean(1)),
+    "parameter of another": lambda: Sizes(
+        lambda net, h: h + nn.Parameter(net.up.weight.detach()).mean(1)
+    ),
     "copy of a parameter": lambda: Sizes(lambda net, h: h * copy.deepcopy(net.up.bias)),
 }
 
@@ -222,7 +245,8 @@ RIGHT: dict[str, Callable[[], Net]] = {
 }
 
 
-# ---- refused ----------------------------------------------------------------------------------------------------------
+# ---- refused
+# ----------------------------------------------------------------------------------------------------------
 
 
 def set_wrong_shape(net: Net) -> None:
@@ -235,8 +259,14 @@ def write_array(net: Net) -> None:
 
 REFUSED: dict[str, tuple[Callable[[], Net], str]] = {
     "hook on a parameter": (parameter_hook, "parameter 'up.weight' has a hook"),
-    "data of another shape": (lambda: Net(set_wrong_shape), "set to those of one of shape (16, 32)"),
-    "view of a copy": (lambda: Net(lambda net: net.up.weight[1].mul_(2)), "mul_ changes a view of a split tensor"),
+    "data of another shape": (
+        lambda: Net(set_wrong_shape),
+        "set to those of one of shape (16, 32)",
+    ),
+    "view of a copy": (
+        lambda: Net(lambda net: net.up.weight[1].mul_(2)),
+        "mul_ changes a view of a split tensor",
+    ),
     "out=": (
         lambda: Net(lambda net: torch.mul(net.up.weight, 0.9, out=net.up.weight)),
         "mul changes a tensor in place",
@@ -251,14 +281,20 @@ REFUSED: dict[str, tuple[Callable[[], Net], str]] = {
         "a module whose parameters are split cannot be copied",
     ),
     "table of small norm": (MaxNorm, "embedding changes a tensor in place"),
-    "vmap": (lambda: Sizes(lambda net, h: torch.func.vmap(torch.tanh)(h)), "a transform of torch.func"),
+    "vmap": (
+        lambda: Sizes(lambda net, h: torch.func.vmap(torch.tanh)(h)),
+        "a transform of torch.func",
+    ),
     "grad": (
-        lambda: Sizes(lambda net, h: h + torch.func.grad(lambda w: w.square().sum())(net.up.weight).sum()),
+        lambda: Sizes(
+            lambda net, h: h + torch.func.grad(lambda w: w.square().sum())(net.up.weight).sum()
+        ),
         "a transform of torch.func",
     ),
 }
 
-# ---- both -------------------------------------------------------------------------------------------------------------
+# ---- both
+# -------------------------------------------------------------------------------------------------------------
 
 
 def cut(name: str, parameter: Tensor) -> Shard | None:
@@ -267,7 +303,9 @@ def cut(name: str, parameter: Tensor) -> Shard | None:
     return Shard(0) if parameter.shape[0] == 32 else None
 
 
-def steps(net: Net, loss_of: Callable[[Tensor], float], optimizer: torch.optim.Optimizer) -> list[float]:
+def steps(
+    net: Net, loss_of: Callable[[Tensor], float], optimizer: torch.optim.Optimizer
+) -> list[float]:
     losses, x = [], torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
     for step in range(3):
         torch.manual_seed(step)
@@ -296,11 +334,15 @@ def split(make: Callable[[], Net]) -> Any:
     found = ((name, cut(name, parameter)) for name, parameter in net.named_parameters())
     placed = tuple((name, (shard,)) for name, shard in found if shard is not None)
     config = OpConfig(PRESETS["ddp"].storage(MESH), parameters=placed)
-    engine = Engine(ParallelPlan.of_blocks([BlockPlan("", config)], mesh=MESH), net, device=torch.device("cpu"))
+    engine = Engine(
+        ParallelPlan.of_blocks([BlockPlan("", config)], mesh=MESH), net, device=torch.device("cpu")
+    )
     engine.apply()
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     engine.attach_optimizers([optimizer])
-    losses = steps(net, lambda x: engine.run_step([x], lambda model, batch: model(batch)).item(), optimizer)
+    losses = steps(
+        net, lambda x: engine.run_step([x], lambda model, batch: model(batch)).item(), optimizer
+    )
     engine.release()
     return losses, {name: value.detach() for name, value in net.state_dict().items()}, net.seen
 
@@ -320,11 +362,15 @@ def test_right_or_refused() -> None:
     for found, sentences in run_ranks(on_ranks, 2):
         for name, (losses, state, seen) in found.items():
             expected, states, saw = one_process(RIGHT[name])
-            torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=2e-4, atol=1e-5, msg=name)
+            torch.testing.assert_close(
+                torch.tensor(losses), torch.tensor(expected), rtol=2e-4, atol=1e-5, msg=name
+            )
             assert [shape for shape, _ in seen] == [shape for shape, _ in saw], name
             squares = [torch.tensor([value for _, value in each]) for each in (seen, saw)]
             torch.testing.assert_close(*squares, rtol=1e-3, atol=1e-5, msg=name)
             for each, value in states.items():
-                torch.testing.assert_close(state[each], value, rtol=1e-3, atol=1e-4, msg=f"{name}: {each}")
+                torch.testing.assert_close(
+                    state[each], value, rtol=1e-3, atol=1e-4, msg=f"{name}: {each}"
+                )
         for name, (_, words) in REFUSED.items():
             assert words in sentences[name], (name, sentences[name])

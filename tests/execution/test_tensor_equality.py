@@ -14,8 +14,16 @@ from tests.launch import run_ranks
 
 BY_NAME = {plan.name: plan for plan in PLANS}
 FAST = {
-    "T5": ("ZeRO-3 x tensor 2 + recomputation", "two tensor axes, rows and columns", "tensor_2d 4 + recomputation"),
-    "ViT": ("context 4", "ZeRO-2 x tensor 2 + accumulation + clipping", "float16 exchange x tensor 2"),
+    "T5": (
+        "ZeRO-3 x tensor 2 + recomputation",
+        "two tensor axes, rows and columns",
+        "tensor_2d 4 + recomputation",
+    ),
+    "ViT": (
+        "context 4",
+        "ZeRO-2 x tensor 2 + accumulation + clipping",
+        "float16 exchange x tensor 2",
+    ),
     "conv": ("ZeRO levels mixed x tensor 2", "tensor 4", "ZeRO-3 x tensor 2, bfloat16"),
 }
 
@@ -23,7 +31,9 @@ FAST = {
 def parts(rank: int) -> Any:
     found = []
     for model, names in FAST.items():
-        found += compare(rank, comparison=COMPARISON, cases=[(BY_NAME[name], model) for name in names])
+        found += compare(
+            rank, comparison=COMPARISON, cases=[(BY_NAME[name], model) for name in names]
+        )
     plan = BY_NAME["data 2 x tensor 2"]
     wrong = run_plan(rank, MODELS["conv"], replace(plan, clip=0.5))
     return found, against_one_process(wrong, MODELS["conv"], plan) if rank == 0 else None
@@ -41,7 +51,11 @@ def test_plans_and_models_are_those_of_one_process() -> None:
 
 
 def test_rows_are_read_back_and_counted() -> None:
-    found = {("a", "x"): {"loss": (1e-9, 1e-6)}, ("a", "y"): Refusal("no"), ("b", "x"): {"loss": (1e-3, 1e-6)}}
+    found = {
+        ("a", "x"): {"loss": (1e-9, 1e-6)},
+        ("a", "y"): Refusal("no"),
+        ("b", "x"): {"loss": (1e-3, 1e-6)},
+    }
     plans = [replace(PLANS[0], name="a"), replace(PLANS[0], name="b")]
     rows = {plan.name: row(plan, ["x", "y"], found) for plan in plans}
     assert read_rows(f"text\n\n{table([*rows.values()], ['x', 'y'])}\n", ["x", "y"]) == rows
@@ -52,7 +66,10 @@ def test_rows_are_read_back_and_counted() -> None:
 def test_there_are_thirty_plans_of_five_models() -> None:
     def mixes(plan: Plan) -> bool:
         more = (
-            len(plan.axes) + (plan.storage not in ("ddp", "hybrid")) + (plan.microbatches > 1) + (plan.clip is not None)
+            len(plan.axes)
+            + (plan.storage not in ("ddp", "hybrid"))
+            + (plan.microbatches > 1)
+            + (plan.clip is not None)
         )
         return more + plan.bfloat16 + (plan.exchange is not None) > 2
 

@@ -1,4 +1,6 @@
-"""Gradients of slices travel compressed along the data axes: what stays equal, what is held back, and where it is saved."""
+"""Gradients of slices travel compressed along the data axes: what stays equal, what is held back,
+and where it is saved.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,12 @@ from torch import Tensor
 from lightning_topt.communication import FP16, GradientMethod, TopK
 from lightning_topt.communication.topology import Topology
 from lightning_topt.execution.engine import Engine
-from lightning_topt.execution.sharded_checkpoint import EXCHANGE_AT, REST, open_sharded, save_sharded
+from lightning_topt.execution.sharded_checkpoint import (
+    EXCHANGE_AT,
+    REST,
+    open_sharded,
+    save_sharded,
+)
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import Shard
 from lightning_topt.plan.parallel_plan import PlanError, uniform_plan
@@ -39,7 +46,9 @@ TOP_K = TopK(density=0.05, hierarchical=False, exempt=())
 NODES = {"one node": (1, 4), "two nodes": (2, 2)}
 
 
-def engine_of(exchange: GradientMethod, layout: str = "beside DDP", nodes: str = "one node") -> Engine:
+def engine_of(
+    exchange: GradientMethod, layout: str = "beside DDP", nodes: str = "one node"
+) -> Engine:
     plan = replace(plan_of(layout), gradient_exchange=exchange)
     options = RunOptions(topology=Topology(*NODES[nodes], dist.get_rank()))
     engine = Engine(plan, Net(), device=CPU, options=options)
@@ -71,7 +80,9 @@ def train(rank: int) -> Any:
         for layout in ("beside DDP", "beside ZeRO-1", "all of them"):
             torch.manual_seed(rank)
             engine = engine_of(
-                exchange, layout, "two nodes" if getattr(exchange, "hierarchical", False) else "one node"
+                exchange,
+                layout,
+                "two nodes" if getattr(exchange, "hierarchical", False) else "one node",
             )
             losses = [step(engine, batch, rank) for batch in data()]
             found[name, layout] = losses, engine.module_state()
@@ -98,13 +109,21 @@ def interrupted(rank: int, folder: Path) -> Any:
     own, exchange = engine.state_dict(full=False), engine.exchange
     assert exchange is not None
     save_sharded(
-        folder, module=own["module"], optimizers=own["optimizers"], exchange=exchange.own_state_dict(), rest={}
+        folder,
+        module=own["module"],
+        optimizers=own["optimizers"],
+        exchange=exchange.own_state_dict(),
+        rest={},
     )
     losses.append(step(engine, data()[-1], rank))
     whole = {n: p for n, p in engine.module.named_parameters() if engine.slices_of(p) == 1}
     everyone: list[Any] = [None] * 4
-    dist.all_gather_object(everyone, {name: parameter.tolist() for name, parameter in whole.items()})
-    assert all(each == everyone[0] for each in everyone), "parameters that are not split differ between tensor ranks"
+    dist.all_gather_object(
+        everyone, {name: parameter.tolist() for name, parameter in whole.items()}
+    )
+    assert all(each == everyone[0] for each in everyone), (
+        "parameters that are not split differ between tensor ranks"
+    )
     engine.release()
     engine.close()
     dist.broadcast_object_list(saved)
@@ -145,7 +164,9 @@ def test_what_is_held_back_is_saved_of_whole_parameters(tmp_path: Path) -> None:
     sizes = {name: value.numel() for name, value in saved["module"].items()}
     split = {name for name, value in ranks[0]["residual"].items() if value.any()}
     assert {"blocks.0.up.weight", "blocks.0.qkv.weight", "head.weight"} <= split
-    assert all(value.numel() == sizes[name] for one in ranks for name, value in one["residual"].items())
+    assert all(
+        value.numel() == sizes[name] for one in ranks for name, value in one["residual"].items()
+    )
     elsewhere = run_ranks(under_ddp, 2, saved)[0]
     for own, other in zip(ranks, elsewhere["ranks"], strict=True):
         assert all(torch.equal(own["residual"][name], other["residual"][name]) for name in split)

@@ -1,4 +1,6 @@
-"""Plans with tensor axes, alone and beside every way of data parallelism, against one process: gradients, clipping, states."""
+"""Plans with tensor axes, alone and beside every way of data parallelism, against one process:
+gradients, clipping, states.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_topt.execution.engine import Engine
-from lightning_topt.execution.sharded_checkpoint import REST, open_sharded, read_sharded_checkpoint, save_sharded
+from lightning_topt.execution.sharded_checkpoint import (
+    REST,
+    open_sharded,
+    read_sharded_checkpoint,
+    save_sharded,
+)
 from lightning_topt.execution.tensor_chunks import TensorChunks
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import OpConfig, Placement, Replicate, Shard
@@ -27,8 +34,12 @@ CPU = torch.device("cpu")
 TENSOR = Mesh((Axis("tensor", 4),))
 BESIDE_DATA = Mesh((Axis("data", 2), Axis("tensor", 2)))
 OF_REST = {"tokens.weight": Shard(0), "positions.weight": Shard(1), "head.weight": Shard(0)}
-CUBE = Mesh((Axis("data", 1), Axis("tensor_tokens", 2), Axis("tensor_rows", 2), Axis("tensor_columns", 1)))
-GATHERED = Mesh((Axis("data", 2), Axis("tensor_tokens", 2), Axis("tensor_rows", 1), Axis("tensor_columns", 1)))
+CUBE = Mesh(
+    (Axis("data", 1), Axis("tensor_tokens", 2), Axis("tensor_rows", 2), Axis("tensor_columns", 1))
+)
+GATHERED = Mesh(
+    (Axis("data", 2), Axis("tensor_tokens", 2), Axis("tensor_rows", 1), Axis("tensor_columns", 1))
+)
 # What runs the blocks 0, 1 and the rest; "+" recomputes.
 LAYOUTS: dict[str, tuple[Mesh, str, str, str]] = {
     "tensor axis alone": (TENSOR, "ddp", "ddp+", "ddp"),
@@ -72,7 +83,10 @@ def plan_of(layout: str) -> ParallelPlan:
     mesh, *presets = LAYOUTS[layout]
     if layout.startswith("cube"):
         border = (Replicate(), Shard(0), Shard(0), Shard(2))
-        common = {"sums": (Replicate(), Shard(0), Shard(0), Shard(0)), "gathers": ("tensor_tokens",)}
+        common = {
+            "sums": (Replicate(), Shard(0), Shard(0), Shard(0)),
+            "gathers": ("tensor_tokens",),
+        }
         blocks = [
             BlockPlan(
                 name,
@@ -88,7 +102,9 @@ def plan_of(layout: str) -> ParallelPlan:
             for name, preset in zip(("blocks.0", "blocks.1", ""), presets, strict=True)
         ]
         return ParallelPlan.of_blocks(blocks, mesh=mesh)
-    by_step = tuple(Replicate() if axis in mesh.data_axes else Shard(1) for axis in range(len(mesh.axes)))
+    by_step = tuple(
+        Replicate() if axis in mesh.data_axes else Shard(1) for axis in range(len(mesh.axes))
+    )
     border, sums = ((by_step,), by_step) if layout.endswith("by step") else ((), ())
     blocks = [
         BlockPlan(
@@ -113,7 +129,11 @@ def data() -> Tensor:
 
 def shares(batch: Tensor, mesh: Mesh, rank: int) -> list[Tensor]:
     """The microbatches of a rank: equal along tensor axes."""
-    return list(batch.chunk(mesh.data_parallel_size)[rank // mesh.ranks_along(mesh.tensor_axes)].chunk(MICROBATCHES))
+    return list(
+        batch.chunk(mesh.data_parallel_size)[rank // mesh.ranks_along(mesh.tensor_axes)].chunk(
+            MICROBATCHES
+        )
+    )
 
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
@@ -122,7 +142,8 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
-    # The gradient of a key's bias is zero but for rounding: a large eps keeps Adam from making steps of it.
+    # The gradient of a key's bias is zero but for rounding: a large eps keeps Adam from making
+    # steps of it.
     return torch.optim.AdamW(module.parameters(), lr=1e-2, eps=1e-3, fused=True)
 
 
@@ -150,7 +171,9 @@ def train(rank: int, layout: str) -> Any:
     engine.apply()
     optimizer = optimizer_of(module)
     engine.attach_optimizers([optimizer])
-    elements = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in module.parameters())
+    elements = sum(
+        (p.to_local() if isinstance(p, DTensor) else p).numel() for p in module.parameters()
+    )
     record = []
     for batch in data():
         losses = engine.run_step(shares(batch, plan.mesh, rank), loss_of)
@@ -162,7 +185,8 @@ def train(rank: int, layout: str) -> Any:
     state = engine.state_dict()
     again = resumed(plan, state)
     outside = None
-    if not any(isinstance(p, DTensor) for p in module.parameters()):  # FSDP2's modules are called by their root
+    # FSDP2's modules are called by their root
+    if not any(isinstance(p, DTensor) for p in module.parameters()):
         with torch.no_grad():
             outside = module(data()[0]).item()
     engine.release()
@@ -173,7 +197,14 @@ def train(rank: int, layout: str) -> Any:
     loss.backward()
     assert outside is None or outside == pytest.approx(loss.item(), rel=1e-5)
     after = engine.optimizer_state(optimizer)
-    return record, state, {name: value.clone() for name, value in module.state_dict().items()}, after, elements, again
+    return (
+        record,
+        state,
+        {name: value.clone() for name, value in module.state_dict().items()},
+        after,
+        elements,
+        again,
+    )
 
 
 def resumed(plan: ParallelPlan, state: Any) -> Any:
@@ -208,13 +239,19 @@ def test_a_plan_trains_as_one_process(layout: str) -> None:
     expected, module_state, optimizer_state = one_process()
     results = run_ranks(train, 4, layout)
     for record, _, module, _, _, _ in results:
-        torch.testing.assert_close(torch.tensor(record), torch.tensor(expected), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            torch.tensor(record), torch.tensor(expected), rtol=1e-5, atol=1e-6
+        )
         for name, value in module_state.items():
             torch.testing.assert_close(module[name], value, rtol=1e-4, atol=1e-6)
     if layout == "tensor axis alone":  # ranks hold their slices only
         whole = {name: p.numel() for name, p in Net().named_parameters()}
-        split = sum(count for name, count in whole.items() if name.endswith((*MEGATRON_BLOCK, *OF_REST)))
-        assert {elements for *_, elements, _ in results} == {sum(whole.values()) - split + split // 4}
+        split = sum(
+            count for name, count in whole.items() if name.endswith((*MEGATRON_BLOCK, *OF_REST))
+        )
+        assert {elements for *_, elements, _ in results} == {
+            sum(whole.values()) - split + split // 4
+        }
     _, state, module, after, _, again = results[0]
     assert all(torch.equal(state["module"][name], value) for name, value in module.items())
     same_states(state["optimizers"][0], optimizer_state)
@@ -223,7 +260,9 @@ def test_a_plan_trains_as_one_process(layout: str) -> None:
     assert all(torch.equal(again["module"][name], value) for name, value in module.items())
 
 
-def bad_plan(changes: dict[str, Shard], mesh: Mesh = TENSOR, *, block: str = "", **entries: Any) -> ParallelPlan:
+def bad_plan(
+    changes: dict[str, Shard], mesh: Mesh = TENSOR, *, block: str = "", **entries: Any
+) -> ParallelPlan:
     plain = PRESETS["ddp"].storage(mesh)
     config = OpConfig(plain, parameters=placed(changes, mesh), **entries)
     rest = [BlockPlan("", OpConfig(plain))] if block else []
@@ -240,7 +279,10 @@ def beyond(rank: int) -> str:
 
 
 def test_a_border_that_a_tensor_cannot_have_is_named() -> None:
-    sentence = "input 0 of block 'blocks.0' has the shape (8, 8, 16), and the plan splits its dim 3 along axis 'tensor'"
+    sentence = (
+        "input 0 of block 'blocks.0' has the shape (8, 8, 16), and the plan splits its dim "
+        "3 along axis 'tensor'"
+    )
     assert sentence in run_ranks(beyond, 4)[0]
 
 
@@ -268,12 +310,22 @@ def refused(rank: int) -> list[str]:
 
 def test_what_cannot_be_split_is_named() -> None:
     sentences = run_ranks(refused, 4)[0]
-    wanted = ["no dim 2", "has none of that name", "does not divide into 3 parts for 4 ranks", "axis 'time'"]
-    wanted += ["along axis 'data', which is no tensor axis", "takes care of its sums", "which is never called itself"]
+    wanted = [
+        "no dim 2",
+        "has none of that name",
+        "does not divide into 3 parts for 4 ranks",
+        "axis 'time'",
+    ]
+    wanted += [
+        "along axis 'data', which is no tensor axis",
+        "takes care of its sums",
+        "which is never called itself",
+    ]
     assert all(words in sentence for words, sentence in zip(wanted, sentences, strict=True))
 
 
-# ---- folders of shards ------------------------------------------------------------------------------------------------
+# ---- folders of shards
+# ------------------------------------------------------------------------------------------------
 
 
 def attached(plan: ParallelPlan) -> tuple[Engine, torch.optim.Optimizer]:
@@ -299,15 +351,26 @@ def kept_elements(engine: Engine) -> int:
     own = [engine.optimizer_state(each, full=False)["state"] for each in engine._optimizers]
     held = (value for state in own for values in state.values() for value in values.values())
     return sum(
-        (v.local if isinstance(v, TensorChunks) else v.to_local() if isinstance(v, DTensor) else v).numel()
+        (
+            v.local
+            if isinstance(v, TensorChunks)
+            else v.to_local()
+            if isinstance(v, DTensor)
+            else v
+        ).numel()
         for v in held
     )
 
 
 def folders(rank: int, folder: Path) -> Any:
-    """A step under each plan, saved; each read again under the next one, and once more after the plan is taken back."""
-    layouts = [layout for layout in LAYOUTS if "by step" not in layout]  # (which hold what others hold)
-    plans = {layout: plan_of(layout) for layout in layouts} | {"zero3": uniform_plan(3, data_parallel_size=4)}
+    """A step under each plan, saved; each read again under the next one, and once more after the
+    plan is taken back.
+    """
+    # (which hold what others hold)
+    layouts = [layout for layout in LAYOUTS if "by step" not in layout]
+    plans = {layout: plan_of(layout) for layout in layouts} | {
+        "zero3": uniform_plan(3, data_parallel_size=4)
+    }
     saved, loaded, kept = {}, {}, {}
     for name, plan in plans.items():
         torch.manual_seed(rank)
@@ -340,9 +403,15 @@ def test_folders_of_shards_go_from_plan_to_plan(tmp_path: Path) -> None:
     saved, loaded, _ = run_ranks(folders, 4, tmp_path)[0]
     for (name, suffix), found in loaded.items():
         same_states(found["optimizers"][0], saved[name]["optimizers"][0], exactly=True)
-        assert all(torch.equal(found["module"][each], value) for each, value in saved[name]["module"].items())
+        assert all(
+            torch.equal(found["module"][each], value)
+            for each, value in saved[name]["module"].items()
+        )
         plain = read_sharded_checkpoint(tmp_path / f"{name}{suffix}")
-        assert all(torch.equal(plain["state_dict"][each], value) for each, value in saved[name]["module"].items())
+        assert all(
+            torch.equal(plain["state_dict"][each], value)
+            for each, value in saved[name]["module"].items()
+        )
         same_states(plain["optimizer_states"][0], saved[name]["optimizers"][0], exactly=True)
     there = run_ranks(on_two_ranks, 2, tmp_path)[0]
     same_states(there["optimizers"][0], saved["all of them"]["optimizers"][0], exactly=True)

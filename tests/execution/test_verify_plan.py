@@ -1,4 +1,6 @@
-"""Plans verified without ranks: what each rank would hold and exchange, against a slow twin, a fake group and real ranks."""
+"""Plans verified without ranks: what each rank would hold and exchange, against a slow twin, a fake
+group and real ranks.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,12 @@ from lightning_topt.costs.groups import Group
 from lightning_topt.execution.collective_rows import CollectiveRow, axis_name, differences_of_rows
 from lightning_topt.execution.compare_observed import with_observations
 from lightning_topt.execution.held_bytes import KINDS, held_bytes
-from lightning_topt.execution.observed_step import CannotRehearseError, Observation, ObservedRun, rehearse_rank
+from lightning_topt.execution.observed_step import (
+    CannotRehearseError,
+    Observation,
+    ObservedRun,
+    rehearse_rank,
+)
 from lightning_topt.execution.verification_report import print_verification
 from lightning_topt.execution.verify_plan import Verification, verify_plan
 from lightning_topt.graph.capture import capture
@@ -63,14 +70,21 @@ def plan_of(preset, ranks, *, blocks=BLOCKS, recompute=()):
 
 
 def mixed_plan(ranks):
-    """Every level in one plan, on a mesh of two axes: shards over all ranks, over two of them, and none."""
+    """Every level in one plan, on a mesh of two axes: shards over all ranks, over two of them, and
+    none.
+    """
     mesh = hybrid_mesh(ranks // 2, 2)
-    levels = [OpConfig.zero(3, axes=2), OpConfig.zero(2, axes=2, over=[1]), OpConfig.zero(1, axes=2)]
+    levels = [
+        OpConfig.zero(3, axes=2),
+        OpConfig.zero(2, axes=2, over=[1]),
+        OpConfig.zero(1, axes=2),
+    ]
     named = [BlockPlan(name, config) for name, config in zip(BLOCKS, levels, strict=True)]
     return ParallelPlan.of_blocks([*named, BlockPlan("", OpConfig.zero(0, axes=2))], mesh=mesh)
 
 
-# ---- what is held, against a twin that cuts tensors ------------------------------------------------------------------------
+# ---- what is held, against a twin that cuts tensors
+# ------------------------------------------------------------------------
 
 
 def cut_bytes(module, plan, rank):
@@ -83,7 +97,11 @@ def cut_bytes(module, plan, rank):
         count = plan.mesh.ranks_along(axes)
         grid = np.arange(plan.mesh.size).reshape(plan.mesh.shape)
         place = np.argwhere(grid == rank)[0]
-        index = int(np.ravel_multi_index([place[a] for a in axes], [plan.mesh.shape[a] for a in axes])) if axes else 0
+        index = (
+            int(np.ravel_multi_index([place[a] for a in axes], [plan.mesh.shape[a] for a in axes]))
+            if axes
+            else 0
+        )
         parts = parameter.chunk(count)
         total += parts[index].nbytes if index < len(parts) else 0
     return total
@@ -95,18 +113,29 @@ def test_every_preset_at_any_size(preset, ranks):
     module, plan = on_meta(), plan_of(preset, ranks)
     found = verify_plan(plan, module, optimizers_of=optimizers_of)
     assert found.would_run and found.held_by_rank.shape == (ranks, len(KINDS))
-    held, whole = dict(zip(KINDS, found.held_by_rank.T, strict=True)), sum(p.nbytes for p in module.parameters())
+    held, whole = (
+        dict(zip(KINDS, found.held_by_rank.T, strict=True)),
+        sum(p.nbytes for p in module.parameters()),
+    )
     assert [held["parameters"][rank] for rank in (0, 1, ranks - 1)] == [
         cut_bytes(module, plan, rank) for rank in (0, 1, ranks - 1)
     ]
     assert (held["parameters"] == held["gradients"]).all()
-    copies = {"zero2": 1, "zero3": 1, "hybrid_zero2": ranks // 2, "hybrid": ranks // 2}.get(preset, ranks)
+    copies = {"zero2": 1, "zero3": 1, "hybrid_zero2": ranks // 2, "hybrid": ranks // 2}.get(
+        preset, ranks
+    )
     assert held["parameters"].sum() == copies * whole
     parameters = len(
         list(module.parameters())
     )  # AdamW has two moments of each, and 4 bytes of a step count for each part
-    counts = (held["optimizer_state"].sum() - 2 * (whole if preset == "zero1" else copies * whole)) / 4
-    assert parameters <= counts < parameters + ranks if preset == "zero1" else counts == parameters * ranks
+    counts = (
+        held["optimizer_state"].sum() - 2 * (whole if preset == "zero1" else copies * whole)
+    ) / 4
+    assert (
+        parameters <= counts < parameters + ranks
+        if preset == "zero1"
+        else counts == parameters * ranks
+    )
     assert {row.op for row in found.collectives} == {
         "ddp": {"all_reduce"},
         "zero1": {"all_reduce", "broadcast"},
@@ -116,11 +145,14 @@ def test_every_preset_at_any_size(preset, ranks):
     assert sum(len(ranks) for ranks, _ in found.equal_ranks()) == ranks
 
 
-# ---- the same from the code that runs ---------------------------------------------------------------------------------------
+# ---- the same from the code that runs
+# ---------------------------------------------------------------------------------------
 
 
 def assert_equal(found: Verification, seen):
-    assert seen.held == {block: tuple(sizes[seen.rank].tolist()) for block, sizes in found.held.items()}
+    assert seen.held == {
+        block: tuple(sizes[seen.rank].tolist()) for block, sizes in found.held.items()
+    }
     assert differences_of_rows(found.collectives, seen.collectives) == []
 
 
@@ -146,7 +178,9 @@ def test_a_rank_of_a_fake_group_does_what_was_said(plan, rank):
 def test_what_cannot_be_rehearsed_says_why():
     module, batch = on_meta(), batch_for(gpt())
     with pytest.raises(CannotRehearseError, match=r"reads the memory of its tensors.* GiB"):
-        rehearse_rank(plan_of("ddp", 4), module, batch, optimizers_of=optimizers_of, memory_limit=1000)
+        rehearse_rank(
+            plan_of("ddp", 4), module, batch, optimizers_of=optimizers_of, memory_limit=1000
+        )
     plan = replace(plan_of("ddp", 4), gradient_exchange=BF16())
     with pytest.raises(CannotRehearseError, match="reads what other ranks send"):
         rehearse_rank(plan, module, batch, optimizers_of=optimizers_of)
@@ -165,9 +199,15 @@ MODELS = {"GPT": (gpt, BLOCKS), "ConvNet": (ConvNet, ["conv2", "hidden"]), "Wide
 def plans_on(ranks):
     names = ["ddp", "zero1", "zero2", "zero3", *(["hybrid"] if ranks == 4 else [])]
     plans = [("GPT", plan_of(name, ranks)) for name in names]
-    plans += [("ConvNet", plan_of(name, ranks, blocks=MODELS["ConvNet"][1])) for name in ("ddp", "zero3")]
+    plans += [
+        ("ConvNet", plan_of(name, ranks, blocks=MODELS["ConvNet"][1])) for name in ("ddp", "zero3")
+    ]
     if ranks == 4:
-        return [*plans, ("GPT", mixed_plan(ranks)), ("GPT", plan_of("zero3", ranks, recompute=BLOCKS))]
+        return [
+            *plans,
+            ("GPT", mixed_plan(ranks)),
+            ("GPT", plan_of("zero3", ranks, recompute=BLOCKS)),
+        ]
     return [*plans, ("Wide", plan_of("zero1", ranks))]
 
 
@@ -197,7 +237,8 @@ def test_real_ranks_do_what_was_said(ranks):
         assert row.count > 1, "one bucket would not show that they are packed alike"
 
 
-# ---- plans that would not run ----------------------------------------------------------------------------------------------
+# ---- plans that would not run
+# ----------------------------------------------------------------------------------------------
 
 
 class Scalar(GPT):
@@ -216,7 +257,9 @@ def of(config, block="blocks.0", *, mesh=None, rest=None, **given):
     """A plan of one block and the rest."""
     mesh = mesh or data_mesh(4)
     other = rest or OpConfig.zero(0, axes=len(mesh.axes))
-    return ParallelPlan.of_blocks([BlockPlan(block, config), BlockPlan("", other)], mesh=mesh, **given)
+    return ParallelPlan.of_blocks(
+        [BlockPlan(block, config), BlockPlan("", other)], mesh=mesh, **given
+    )
 
 
 def split(name, *placements, ranks=4, block="blocks.0"):
@@ -245,14 +288,24 @@ BAD = {
         {},
         "made for another model .* make a new plan",
     ),
-    "a module that is not there": (gpt, of(ZERO3, "layers.0"), {}, r"does not have: \['layers.0'\].* make a new plan"),
+    "a module that is not there": (
+        gpt,
+        of(ZERO3, "layers.0"),
+        {},
+        r"does not have: \['layers.0'\].* make a new plan",
+    ),
     "a block in another": (
         gpt,
         plan_of("zero3", 4, blocks=["blocks.0", "blocks.0.up"]),
         {},
         "'blocks.0.up' .* lies inside",
     ),
-    "a list of modules": (gpt, of(ZERO3, "blocks"), {}, "'blocks' of the plan is a ModuleList, which is never called"),
+    "a list of modules": (
+        gpt,
+        of(ZERO3, "blocks"),
+        {},
+        "'blocks' of the plan is a ModuleList, which is never called",
+    ),
     "tied over blocks": (
         lambda: gpt(tied=True),
         of(ZERO3, "head"),
@@ -293,13 +346,15 @@ BAD = {
         gpt,
         split("up.weight", Shard(0), ranks=5),
         {},
-        "dim 0 of parameter 'blocks.0.up.weight' along axis 'tensor' has size 64, which does not divide into 5 ranks",
+        "dim 0 of parameter 'blocks.0.up.weight' along axis 'tensor' has size 64, which does not "
+        "divide into 5 ranks",
     ),
     "heads that leave a rest": (
         gpt,
         split("qkv.weight", Shard(0, parts=3), ranks=5),
         {},
-        "'blocks.0.qkv.weight' along axis 'tensor' has size 48, which does not divide into 3 parts for 5 ranks",
+        "'blocks.0.qkv.weight' along axis 'tensor' has size 48, which does not divide into 3 parts "
+        "for 5 ranks",
     ),
     "a dim that is not there": (
         gpt,
@@ -329,7 +384,8 @@ BAD = {
         gpt,
         plan_of("ddp", 4),
         {"cluster": small_cluster("0.0001GB")},
-        "the fullest rank needs .* for parameters, gradients and optimizer state, and tiny .* shard more",
+        "the fullest rank needs .* for parameters, gradients and optimizer state, and tiny .* "
+        "shard more",
     ),
     "a batch that leaves a rest": (
         gpt,
@@ -346,7 +402,9 @@ BAD = {
     "batches of their own on the ranks of a tensor group": (
         gpt,
         replace(
-            preset_plan(PRESETS["ddp"], mesh=Mesh((Axis("data", 2), Axis("tensor", 4))), blocks=BLOCKS),
+            preset_plan(
+                PRESETS["ddp"], mesh=Mesh((Axis("data", 2), Axis("tensor", 4))), blocks=BLOCKS
+            ),
             num_microbatches=4,
         ),
         {"global_batch_size": 64, "batch_size": 4},
@@ -364,7 +422,12 @@ BAD = {
         {},
         "'blocks.0' has parameters of torch.float16 and torch.float32",
     ),
-    "nothing to train": (lambda: gpt().requires_grad_(False), plan_of("ddp", 4), {}, "GPT has no trainable parameters"),
+    "nothing to train": (
+        lambda: gpt().requires_grad_(False),
+        plan_of("ddp", 4),
+        {},
+        "GPT has no trainable parameters",
+    ),
 }
 
 
@@ -388,7 +451,8 @@ def test_activations_and_unused_parameters_are_known_from_the_step():
     peak = verify_plan(plan, module, optimizers_of=optimizers_of, graph=graph).peak_bytes
     held = verify_plan(plan, module, optimizers_of=optimizers_of).held_by_rank.sum(axis=1).max()
     assert peak > held
-    cluster = small_cluster(f"{(held + peak) / 2 / 1e9}GB")  # enough for what is held, and not for a step
+    # enough for what is held, and not for a step
+    cluster = small_cluster(f"{(held + peak) / 2 / 1e9}GB")
     assert verify_plan(plan, module, optimizers_of=optimizers_of, cluster=cluster).would_run
     found = verify_plan(plan, module, optimizers_of=optimizers_of, cluster=cluster, graph=graph)
     assert not found.would_run and "for a training step" in found.problems[0]
@@ -398,7 +462,11 @@ def test_more_ranks_than_rows_is_a_note():
     found = verify_plan(plan_of("zero3", 64), on_meta(), optimizers_of=optimizers_of)
     assert found.would_run and "has 16 rows for 64 ranks: 48 of them hold none" in found.notes[0]
     assert found.held_by_rank[63].tolist()[:2] < found.held_by_rank[0].tolist()[:2]
-    assert found.held_by_rank[63, KINDS.index("padding")] > 0 == found.held_by_rank[0, KINDS.index("padding")]
+    assert (
+        found.held_by_rank[63, KINDS.index("padding")]
+        > 0
+        == found.held_by_rank[0, KINDS.index("padding")]
+    )
 
 
 def test_differences_are_sentences():
@@ -407,7 +475,10 @@ def test_differences_are_sentences():
     assert differences_of_rows(rows, rows) == []
     fewer = [replace(rows[0], count=rows[0].count - 1), *rows[1:]]
     (sentence,) = differences_of_rows(rows, fewer)
-    assert sentence.startswith("all_gather over data (4 ranks) in forward: 4 of ") and "3 of" in sentence
+    assert (
+        sentence.startswith("all_gather over data (4 ranks) in forward: 4 of ")
+        and "3 of" in sentence
+    )
     (sentence,) = differences_of_rows(rows, rows[1:])
     assert sentence == "all_gather over data (4 ranks) in forward: 4 expected, but not called"
     (sentence,) = differences_of_rows(rows[1:], rows)
@@ -428,9 +499,15 @@ def test_slices_along_tensor_axes_are_what_a_rank_holds():
     plan, module, whole = split("up.weight", Shard(0)), on_meta(), on_meta()
     placements = split_placements({block.block: block.config for block in plan.blocks}, plan.mesh)
     split_parameters(module, placements, TensorAxes.of_mesh(plan.mesh, rank=0))
-    assert module.blocks[0].up.weight.shape == (16, 16) and module.blocks[1].up.weight.shape == (64, 16)
+    assert module.blocks[0].up.weight.shape == (16, 16) and module.blocks[1].up.weight.shape == (
+        64,
+        16,
+    )
     configs = {block.block: block.config for block in plan.blocks}
-    held, before = (held_bytes(parameters_by_block(each, configs), configs, plan.mesh) for each in (module, whole))
+    held, before = (
+        held_bytes(parameters_by_block(each, configs), configs, plan.mesh)
+        for each in (module, whole)
+    )
     less = (before["blocks.0"] - held["blocks.0"])[:, :2]
     assert held["blocks.0"].shape == (8, len(KINDS)) and (less == 4 * 3 * 16 * 16).all()
     assert (held[""] == before[""]).all()
@@ -445,10 +522,13 @@ def test_what_is_exchanged_along_tensor_axes_is_learnt_from_a_rank():
         and learnt.would_run
         and learnt.notes == ("rank 3 here took a step and did what is said here",)
     )
-    other = with_observations(learnt, [Observation(4, {}, (replace(rows[0], count=3),))], where="here")
+    other = with_observations(
+        learnt, [Observation(4, {}, (replace(rows[0], count=3),))], where="here"
+    )
     (problem,) = other.problems
     assert problem.startswith(
-        "rank 4 here calls other collectives: all_reduce over tensor (4 ranks) in forward: 2 of 64 bytes"
+        "rank 4 here calls other collectives: all_reduce over tensor (4 ranks) in forward: 2 of 64 "
+        "bytes"
     )
 
 
@@ -457,12 +537,20 @@ def test_the_same_gradients_in_other_buckets_are_a_note():
     row = CollectiveRow("backward", "all_reduce", "data", 4, 2, 64)
     said = Verification(plan, (), collectives=(row,))
     found = with_observations(said, [Observation(0, {}, (replace(row, count=3),))], where="here")
-    assert found.would_run and "rank 0 here has other buckets: all_reduce over data (4 ranks)" in found.notes[0]
+    assert (
+        found.would_run
+        and "rank 0 here has other buckets: all_reduce over data (4 ranks)" in found.notes[0]
+    )
     found = with_observations(said, [Observation(0, {}, (replace(row, nbytes=65),))], where="here")
-    assert not found.would_run and "2 of 64 bytes in all expected, 2 of 65 called" in found.problems[0]
-    copies = CollectiveRow("backward", "all_reduce", "data_replicate", 2, 2, 64)  # of shards, which are not packed
+    assert (
+        not found.would_run and "2 of 64 bytes in all expected, 2 of 65 called" in found.problems[0]
+    )
+    # of shards, which are not packed
+    copies = CollectiveRow("backward", "all_reduce", "data_replicate", 2, 2, 64)
     said = Verification(plan_of("hybrid", 4), (), collectives=(copies,))
-    assert not with_observations(said, [Observation(0, {}, (replace(copies, count=3),))], where="here").would_run
+    assert not with_observations(
+        said, [Observation(0, {}, (replace(copies, count=3),))], where="here"
+    ).would_run
 
 
 def test_an_optimizer_that_cannot_be_tried_is_no_problem_of_a_plan_that_leaves_it_whole():
@@ -472,10 +560,16 @@ def test_an_optimizer_that_cannot_be_tried_is_no_problem_of_a_plan_that_leaves_i
 
     given = {"optimizers_of": lambda module: [NeedsClosure(module.parameters(), lr=0.1)]}
     found = verify_plan(plan_of("ddp", 4), on_meta(), **given)
-    assert found.would_run and not found.knows_state and "the step of NeedsClosure needs a closure" in found.notes[0]
+    assert (
+        found.would_run
+        and not found.knows_state
+        and "the step of NeedsClosure needs a closure" in found.notes[0]
+    )
     sizes = {block: tuple(held[0].tolist()) for block, held in found.held.items()}
     more = {block: (*each[:2], 8, each[3]) for block, each in sizes.items()}
-    assert with_observations(found, [Observation(0, more, found.collectives)], where="here").would_run
+    assert with_observations(
+        found, [Observation(0, more, found.collectives)], where="here"
+    ).would_run
     assert not verify_plan(plan_of("zero3", 4), on_meta(), **given).would_run
 
 
@@ -502,7 +596,9 @@ def test_many_problems_are_printed_in_part(capsys):
 
 def test_a_rehearsal_leaves_no_mesh_behind():
     """Meshes of equal ranks are one key of DTensor's caches, whichever rank they were made on."""
-    rehearse_rank(plan_of("zero3", 4), on_meta(), batch_for(gpt()), optimizers_of=optimizers_of, rank=1)
+    rehearse_rank(
+        plan_of("zero3", 4), on_meta(), batch_for(gpt()), optimizers_of=optimizers_of, rank=1
+    )
     dist.init_process_group("fake", rank=2, world_size=4, store=FakeStore())
     try:
         mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("data",))

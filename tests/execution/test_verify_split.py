@@ -34,11 +34,15 @@ def optimizers_of(module: Any) -> list[torch.optim.Optimizer]:
 
 
 def megatron(data: int, tensor: int, preset: str) -> ParallelPlan:
-    """Return a plan in which every layer is split as section 3 of arXiv 1909.08053 has it, the rest whole."""
+    """Return a plan in which every layer is split as section 3 of arXiv 1909.08053 has it, the rest
+    whole.
+    """
     mesh = Mesh((Axis("data", data), Axis("tensor", tensor)))
     storage = PRESETS[preset].storage(mesh)
     split = tuple((name, (Replicate(), placement)) for name, placement in MEGATRON_BLOCK.items())
-    blocks = [BlockPlan(f"blocks.{index}", OpConfig(storage, parameters=split)) for index in range(LAYERS)]
+    blocks = [
+        BlockPlan(f"blocks.{index}", OpConfig(storage, parameters=split)) for index in range(LAYERS)
+    ]
     return ParallelPlan.of_blocks([*blocks, BlockPlan("", OpConfig(storage))], mesh=mesh)
 
 
@@ -50,7 +54,9 @@ def test_split_layers_on_many_ranks(preset: str, data: int) -> None:
         module = gpt()
     alone = verify_plan(plan, module, optimizers_of=optimizers_of)
     last = plan.mesh.size - 1
-    seen = rehearse_rank(plan, module, batch_for(gpt(), SAMPLES), optimizers_of=optimizers_of, rank=last)
+    seen = rehearse_rank(
+        plan, module, batch_for(gpt(), SAMPLES), optimizers_of=optimizers_of, rank=last
+    )
     found = with_observations(alone, [seen], where="of a fake group")
     assert found.would_run, found.problems
     # Every data rank holds a part of its slice of a layer under ZeRO-3, and all of it otherwise.
@@ -58,8 +64,13 @@ def test_split_layers_on_many_ranks(preset: str, data: int) -> None:
     slices = 4 * (SPLIT_ELEMENTS // tensor + OTHER_ELEMENTS)
     assert len(of_layer) == data * tensor
     assert of_layer.sum() == slices * tensor * (1 if preset == "zero3" else data)
-    # Two all-reduces of a layer in each pass, of a whole activation: 8 (P - 1) / P Th elements sent by a ring.
-    sums = {row.during: (row.op, row.count, row.nbytes) for row in found.collectives if row.axis == "tensor"}
+    # Two all-reduces of a layer in each pass, of a whole activation: 8 (P - 1) / P Th elements sent
+    # by a ring.
+    sums = {
+        row.during: (row.op, row.count, row.nbytes)
+        for row in found.collectives
+        if row.axis == "tensor"
+    }
     expected = "all_reduce", 2 * LAYERS, 2 * LAYERS * SAMPLES * CONTEXT * WIDTH * 4
     assert sums == {"forward": expected, "backward": expected}
     assert {row.ranks for row in found.collectives} == {tensor, data}

@@ -34,9 +34,14 @@ def plan_of(
     config = OpConfig(PRESETS[storage].storage(mesh))
     names = [f"blocks.{index}" for index in range(4)]
     size = len(names) // stages
-    parts = [[BlockPlan(name, config) for name in names[s * size : (s + 1) * size]] for s in range(stages)]
+    parts = [
+        [BlockPlan(name, config) for name in names[s * size : (s + 1) * size]]
+        for s in range(stages)
+    ]
     parts[0].append(BlockPlan("", config))
-    return ParallelPlan(mesh, tuple(StagePlan(tuple(p)) for p in parts), schedule=schedule, num_microbatches=PARTS)
+    return ParallelPlan(
+        mesh, tuple(StagePlan(tuple(p)) for p in parts), schedule=schedule, num_microbatches=PARTS
+    )
 
 
 def optimizers_of(module: Any) -> list[torch.optim.Optimizer]:
@@ -44,13 +49,17 @@ def optimizers_of(module: Any) -> list[torch.optim.Optimizer]:
 
 
 def parts() -> list[Any]:
-    return list(zip(*(tensor.split(SAMPLES // PARTS) for tensor in batch_for(gpt(), SAMPLES)), strict=True))
+    return list(
+        zip(*(tensor.split(SAMPLES // PARTS) for tensor in batch_for(gpt(), SAMPLES)), strict=True)
+    )
 
 
 def verified(plan: ParallelPlan, *, tied: bool = False) -> Verification:
     with torch.device("meta"):
         module = gpt(tied)
-    return verify_plan(plan, module, optimizers_of=optimizers_of, example=Example(call_training_step, parts()[0]))
+    return verify_plan(
+        plan, module, optimizers_of=optimizers_of, example=Example(call_training_step, parts()[0])
+    )
 
 
 @pytest.mark.parametrize("data", [1, 256])

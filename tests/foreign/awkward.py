@@ -23,7 +23,9 @@ class Classifier(L.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 5))
+        self.net = nn.Sequential(
+            nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 5)
+        )
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = F.cross_entropy(self.net(batch[0]), batch[1])
@@ -54,7 +56,9 @@ class StoredList(Classifier):
         self.decayed = list(self.net.parameters())
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return super().training_step(batch, batch_idx) + 0.1 * sum(p.pow(2).sum() for p in self.decayed)
+        return super().training_step(batch, batch_idx) + 0.1 * sum(
+            p.pow(2).sum() for p in self.decayed
+        )
 
 
 @program()
@@ -93,7 +97,9 @@ class CountingBlock(nn.Module):
 @program()
 def block_that_counts_its_calls() -> Any:
     module = Classifier()
-    module.net = nn.Sequential(nn.Linear(8, 16), *(CountingBlock(16) for _ in range(3)), nn.Linear(16, 5))
+    module.net = nn.Sequential(
+        nn.Linear(8, 16), *(CountingBlock(16) for _ in range(3)), nn.Linear(16, 5)
+    )
     return module, loader(row_and_label)
 
 
@@ -130,7 +136,9 @@ def histograms_of_weights() -> Any:
 
 
 class ValuesInStep(Classifier):
-    """Reads values: `.item()`, `isnan`, masks, `nonzero`, printing, asserts; keeps a list; draws random numbers."""
+    """Reads values: `.item()`, `isnan`, masks, `nonzero`, printing, asserts; keeps a list; draws
+    random numbers.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,13 +225,21 @@ def speech(source: torch.Generator, index: int) -> tuple[Tensor, Tensor]:
 
 def speech_batch(batch: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
     sounds, texts = zip(*batch, strict=True)
-    return pad_sequence(list(sounds), batch_first=True), torch.stack(texts), torch.tensor([len(s) for s in sounds])
+    return (
+        pad_sequence(list(sounds), batch_first=True),
+        torch.stack(texts),
+        torch.tensor([len(s) for s in sounds]),
+    )
 
 
 class Ctc(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.rnn, self.head = nn.Conv1d(4, 16, 3, padding=1), nn.GRU(16, 16), nn.Linear(16, 6)
+        self.conv, self.rnn, self.head = (
+            nn.Conv1d(4, 16, 3, padding=1),
+            nn.GRU(16, 16),
+            nn.Linear(16, 6),
+        )
         self.ctc = nn.CTCLoss(zero_infinity=True)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -336,7 +352,10 @@ class StringKeys(torch.utils.data.Dataset[Any]):
     """Samples are looked up by name; the sampler hands out names."""
 
     def __init__(self) -> None:
-        self.rows = {f"row{number}": sample for number, sample in enumerate(Samples(32, row_and_label).samples)}
+        self.rows = {
+            f"row{number}": sample
+            for number, sample in enumerate(Samples(32, row_and_label).samples)
+        }
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -372,7 +391,9 @@ class ByLength(BatchSampler):
 @program(use_distributed_sampler=False)
 def batch_sampler_with_workers() -> Any:
     data = Samples(32, row_and_label)
-    return Classifier(), DataLoader(data, batch_sampler=ByLength(SequentialSampler(data)), num_workers=1)
+    return Classifier(), DataLoader(
+        data, batch_sampler=ByLength(SequentialSampler(data)), num_workers=1
+    )
 
 
 class OneShot(IterableDataset[Any]):
@@ -406,7 +427,9 @@ def scalar_parameter() -> Any:
 
 class TwoLoaders(Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return super().training_step(batch["a"], batch_idx) + super().training_step(batch["b"], batch_idx)
+        return super().training_step(batch["a"], batch_idx) + super().training_step(
+            batch["b"], batch_idx
+        )
 
 
 @program()
@@ -466,7 +489,9 @@ def dictionary_of_outputs() -> Any:
 
 
 class LastGradient(torch.optim.Optimizer):
-    """Steps along the gradient and half of its change since the last step, whose gradient it keeps as it was given."""
+    """Steps along the gradient and half of its change since the last step, whose gradient it keeps
+    as it was given.
+    """
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})

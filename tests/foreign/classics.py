@@ -57,7 +57,12 @@ class ImageClassifier(L.LightningModule):
         super().__init__()
         self.save_hyperparameters(ignore=["backbone"])
         self.backbone = backbone or nn.Sequential(
-            nn.Conv2d(3, 8, 3), nn.ReLU(), nn.BatchNorm2d(8), nn.Dropout2d(0.25), nn.Flatten(), nn.Linear(288, 5)
+            nn.Conv2d(3, 8, 3),
+            nn.ReLU(),
+            nn.BatchNorm2d(8),
+            nn.Dropout2d(0.25),
+            nn.Flatten(),
+            nn.Linear(288, 5),
         )
         self.val_acc = MulticlassAccuracy(5)
 
@@ -80,7 +85,9 @@ class ImageClassifier(L.LightningModule):
 class Images(L.LightningDataModule):
     def setup(self, stage: str) -> None:
         everything = Samples(40, image_and_label)
-        self.train, self.val = random_split(everything, [32, 8], generator=torch.Generator().manual_seed(1))
+        self.train, self.val = random_split(
+            everything, [32, 8], generator=torch.Generator().manual_seed(1)
+        )
 
     def train_dataloader(self) -> Any:
         return DataLoader(self.train, batch_size=4, shuffle=True)
@@ -98,7 +105,9 @@ class Gan(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
-        self.generator = nn.Sequential(nn.Linear(4, 16), nn.LeakyReLU(0.2), nn.Linear(16, 192), nn.Tanh())
+        self.generator = nn.Sequential(
+            nn.Linear(4, 16), nn.LeakyReLU(0.2), nn.Linear(16, 192), nn.Tanh()
+        )
         self.discriminator = nn.Sequential(nn.Linear(192, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1))
 
     def forward(self, z: Tensor) -> Tensor:
@@ -199,7 +208,9 @@ def reinforcement_learning_dqn() -> Any:
 
 
 class LanguageModel(L.LightningModule):
-    """nn.Transformer with positions in a buffer, trained with SGD and clipped, as in Lightning's demos."""
+    """nn.Transformer with positions in a buffer, trained with SGD and clipped, as in Lightning's
+    demos.
+    """
 
     def __init__(self, vocab: int = 32, width: int = 16) -> None:
         super().__init__()
@@ -212,7 +223,9 @@ class LanguageModel(L.LightningModule):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         inputs, targets = batch[:, :-1], batch[:, 1:]
         mask = nn.Transformer.generate_square_subsequent_mask(inputs.shape[1])
-        hidden = self.encoder(self.embed(inputs) * 4 + self.positions[: inputs.shape[1]], mask=mask, is_causal=True)
+        hidden = self.encoder(
+            self.embed(inputs) * 4 + self.positions[: inputs.shape[1]], mask=mask, is_causal=True
+        )
         loss = F.nll_loss(F.log_softmax(self.decoder(hidden), -1).flatten(0, 1), targets.flatten())
         self.log("train_loss", loss, prog_bar=True)
         return loss
@@ -227,11 +240,15 @@ def transformer_language_model() -> Any:
 
 
 class Byol(L.LightningModule):
-    """Two views of an image, an online network and a momentum copy that follows it after each batch."""
+    """Two views of an image, an online network and a momentum copy that follows it after each
+    batch.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.online = nn.Sequential(nn.Flatten(), nn.Linear(192, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 8))
+        self.online = nn.Sequential(
+            nn.Flatten(), nn.Linear(192, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 8)
+        )
         self.predictor = nn.Linear(8, 8)
         self.target = deepcopy(self.online)
         for parameter in self.target.parameters():
@@ -242,7 +259,9 @@ class Byol(L.LightningModule):
         first, second = batch[0], batch[0].flip(-1)
         with torch.no_grad():
             goal = F.normalize(self.target(second), dim=-1)
-        loss = 2 - 2 * (F.normalize(self.predictor(self.online(first)), dim=-1) * goal).sum(-1).mean()
+        loss = (
+            2 - 2 * (F.normalize(self.predictor(self.online(first)), dim=-1) * goal).sum(-1).mean()
+        )
         with torch.no_grad():
             self.queue[:, : goal.shape[0]] = goal.T
         self.log("loss", loss)
@@ -250,7 +269,9 @@ class Byol(L.LightningModule):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         with torch.no_grad():
-            for online, target in zip(self.online.parameters(), self.target.parameters(), strict=True):
+            for online, target in zip(
+                self.online.parameters(), self.target.parameters(), strict=True
+            ):
                 target.mul_(0.99).add_(online, alpha=0.01)
 
     def configure_optimizers(self) -> Any:
@@ -298,14 +319,18 @@ def stateful_loader() -> Any:
     return ImageClassifier(), Stateful()
 
 
-# ---- lightning-hydra-template -----------------------------------------------------------------------------------------
+# ---- lightning-hydra-template
+# -----------------------------------------------------------------------------------------
 
 
 class SimpleDenseNet(nn.Module):
     def __init__(self, input_size: int = 192, width: int = 16, output_size: int = 5) -> None:
         super().__init__()
         self.model = nn.Sequential(
-            nn.Linear(input_size, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, output_size)
+            nn.Linear(input_size, width),
+            nn.BatchNorm1d(width),
+            nn.ReLU(),
+            nn.Linear(width, output_size),
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -313,7 +338,9 @@ class SimpleDenseNet(nn.Module):
 
 
 class TemplateModule(L.LightningModule):
-    def __init__(self, net: nn.Module, optimizer: partial[Any], scheduler: partial[Any] | None, compile: bool) -> None:
+    def __init__(
+        self, net: nn.Module, optimizer: partial[Any], scheduler: partial[Any] | None, compile: bool
+    ) -> None:
         super().__init__()
         self.save_hyperparameters(logger=False)
         self.net, self.criterion = net, nn.CrossEntropyLoss()
@@ -354,15 +381,29 @@ class TemplateModule(L.LightningModule):
     def configure_optimizers(self) -> Any:
         optimizer = self.hparams.optimizer(params=self.trainer.model.parameters())
         scheduler = self.hparams.scheduler(optimizer=optimizer)
-        settings = {"scheduler": scheduler, "monitor": "val/loss", "interval": "epoch", "frequency": 1}
+        settings = {
+            "scheduler": scheduler,
+            "monitor": "val/loss",
+            "interval": "epoch",
+            "frequency": 1,
+        }
         return {"optimizer": optimizer, "lr_scheduler": settings}
 
 
 TEMPLATE = {
     "_target_": "tests.foreign.classics.TemplateModule",
     "net": {"_target_": "tests.foreign.classics.SimpleDenseNet"},
-    "optimizer": {"_target_": "torch.optim.Adam", "_partial_": True, "lr": 1e-3, "weight_decay": 0.0},
-    "scheduler": {"_target_": "torch.optim.lr_scheduler.ReduceLROnPlateau", "_partial_": True, "patience": 10},
+    "optimizer": {
+        "_target_": "torch.optim.Adam",
+        "_partial_": True,
+        "lr": 1e-3,
+        "weight_decay": 0.0,
+    },
+    "scheduler": {
+        "_target_": "torch.optim.lr_scheduler.ReduceLROnPlateau",
+        "_partial_": True,
+        "patience": 10,
+    },
     "compile": False,
 }
 

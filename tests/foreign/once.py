@@ -1,4 +1,6 @@
-"""Programs that ask iterators, queues, threads, processes and data sets with state; batches that change."""
+"""Programs that ask iterators, queues, threads, processes and data sets with state; batches that
+change.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +34,15 @@ from tests.foreign.shelf import Samples, generator, row_and_label
 
 
 class SemiSupervised(Net):
-    """After a report: the second loader of semi-supervised training is an iterator that the step asks."""
+    """After a report: the second loader of semi-supervised training is an iterator that the step
+    asks.
+    """
 
     def on_train_start(self) -> None:
         order = torch.Generator().manual_seed(100 + self.global_rank)
-        self.stream = iter(DataLoader(Samples(64, numbered), batch_size=4, shuffle=True, generator=order))
+        self.stream = iter(
+            DataLoader(Samples(64, numbered), batch_size=4, shuffle=True, generator=order)
+        )
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         extra, _, numbers = next(self.stream)
@@ -60,7 +66,9 @@ class CycledLoader(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y, numbers = next(self.second)
         self.trace.append(numbers.tolist())
-        return super().training_step(batch, batch_idx) + 0.5 * super().training_step((x, y), batch_idx)
+        return super().training_step(batch, batch_idx) + 0.5 * super().training_step(
+            (x, y), batch_idx
+        )
 
 
 @counted("itertools.cycle over a second loader")
@@ -95,7 +103,9 @@ def generator_of_noise() -> Built:
 class CountsOn(Net):
     def __init__(self) -> None:
         super().__init__()
-        self.tickets = zip(itertools.count(100, 10), iter(random.Random(5).random, None), strict=False)
+        self.tickets = zip(
+            itertools.count(100, 10), iter(random.Random(5).random, None), strict=False
+        )
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         number, weight = next(self.tickets)
@@ -273,13 +283,17 @@ def shared_histogram() -> Built:
     return Built(CountsLabels(seen), rows(), lambda: list(seen))
 
 
-NUMBERS_LINES = "import sys\nfor number, line in enumerate(sys.stdin): print(number, len(line), flush=True)"
+NUMBERS_LINES = (
+    "import sys\nfor number, line in enumerate(sys.stdin): print(number, len(line), flush=True)"
+)
 
 
 class AsksProcess(Net):
     def on_train_start(self) -> None:
         command = [sys.executable, "-I", "-S", "-c", NUMBERS_LINES]
-        self.helper = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.helper = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.helper.stdin.write("x" * batch_idx + "\n")
@@ -357,7 +371,9 @@ class RaisesLevel(Net):
 @counted("data set whose level the step raises, and that notes what it is asked")
 def curriculum_in_the_data_set() -> Built:
     data = Curriculum()
-    return Built(RaisesLevel(data), DataLoader(data, batch_size=4), lambda: (data.level, data.asked))
+    return Built(
+        RaisesLevel(data), DataLoader(data, batch_size=4), lambda: (data.level, data.asked)
+    )
 
 
 class CountsVisits(Net):
@@ -374,10 +390,16 @@ class CountsVisits(Net):
         return (F.cross_entropy(self.net(x), y, reduction="none") / seen).mean()
 
 
-@counted("dictionary of visits by number of sample, over two epochs", max_epochs=2, limit_train_batches=6)
+@counted(
+    "dictionary of visits by number of sample, over two epochs", max_epochs=2, limit_train_batches=6
+)
 def visits_of_samples() -> Built:
     module = CountsVisits()
-    return Built(module, DataLoader(Samples(48, numbered), batch_size=4), lambda: sorted(module.visits.items()))
+    return Built(
+        module,
+        DataLoader(Samples(48, numbered), batch_size=4),
+        lambda: sorted(module.visits.items()),
+    )
 
 
 class NotesNumbers(Net):
@@ -402,10 +424,16 @@ def loader_with_its_own_generator() -> Built:
 class OwnSources(Net):
     def __init__(self) -> None:
         super().__init__()
-        self.python, self.numpy, self.torch = random.Random(1), np.random.default_rng(2), generator(3)
+        self.python, self.numpy, self.torch = (
+            random.Random(1),
+            np.random.default_rng(2),
+            generator(3),
+        )
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x = batch[0] * self.python.uniform(0.9, 1.1) + 0.1 * torch.randn(batch[0].shape, generator=self.torch)
+        x = batch[0] * self.python.uniform(0.9, 1.1) + 0.1 * torch.randn(
+            batch[0].shape, generator=self.torch
+        )
         x = x + torch.from_numpy(self.numpy.normal(scale=0.1, size=8).astype(np.float32))
         return super().training_step((x, batch[1]), batch_idx)
 
@@ -415,19 +443,27 @@ def own_sources_of_chance() -> Built:
     module = OwnSources()
 
     def evidence() -> Any:
-        return digest(module.python.getstate(), module.numpy.bit_generator.state, module.torch.get_state())
+        return digest(
+            module.python.getstate(), module.numpy.bit_generator.state, module.torch.get_state()
+        )
 
     return Built(module, rows(), evidence)
 
 
 class GlobalSources(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x = batch[0] * random.uniform(0.9, 1.1) + 0.1 * torch.randn_like(batch[0]) + 0.1 * np.random.rand()
+        x = (
+            batch[0] * random.uniform(0.9, 1.1)
+            + 0.1 * torch.randn_like(batch[0])
+            + 0.1 * np.random.rand()
+        )
         return super().training_step((F.dropout(x, 0.1), batch[1]), batch_idx)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         state = np.random.get_state()
-        self.trace.append(digest(random.getstate(), state[1].tolist(), state[2], torch.get_rng_state()))
+        self.trace.append(
+            digest(random.getstate(), state[1].tolist(), state[2], torch.get_rng_state())
+        )
 
 
 @counted("states of the global generators after each batch")
@@ -443,7 +479,9 @@ class ThrowsCoin(Net):
         if mixes:
             share = random.betavariate(1, 1)
             logits = self.net(share * x + (1 - share) * x.flip(0))
-            return share * F.cross_entropy(logits, y) + (1 - share) * F.cross_entropy(logits, y.flip(0))
+            return share * F.cross_entropy(logits, y) + (1 - share) * F.cross_entropy(
+                logits, y.flip(0)
+            )
         return F.cross_entropy(self.net(x), y)
 
 
@@ -476,7 +514,9 @@ def statistics_of_the_first_batch() -> Built:
 
 
 def picture_and_boxes(source: torch.Generator, index: int) -> tuple[Tensor, Any]:
-    return torch.randn(3, 8, 8, generator=source), (1 + 15 * torch.rand(2, 4, generator=source)).numpy()
+    return torch.randn(3, 8, 8, generator=source), (
+        1 + 15 * torch.rand(2, 4, generator=source)
+    ).numpy()
 
 
 def detection_batch(samples: list[Any]) -> dict[str, Any]:
@@ -485,7 +525,9 @@ def detection_batch(samples: list[Any]) -> dict[str, Any]:
 
 
 class Detector(Net):
-    """After a report: boxes stay NumPy arrays, which the step scales by the size of the picture, in place."""
+    """After a report: boxes stay NumPy arrays, which the step scales by the size of the picture, in
+    place.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -496,7 +538,9 @@ class Detector(Net):
         for target in batch["targets"]:
             target["boxes"] /= 16
         self.trace.append(max(float(target["boxes"].max()) for target in batch["targets"]))
-        wanted = torch.stack([torch.from_numpy(target["boxes"]).flatten() for target in batch["targets"]])
+        wanted = torch.stack(
+            [torch.from_numpy(target["boxes"]).flatten() for target in batch["targets"]]
+        )
         return F.smooth_l1_loss(self.net(batch["pictures"]), wanted)
 
 
@@ -506,7 +550,9 @@ def numpy_targets() -> Built:
 
 
 def list_of_dicts(samples: list[Any]) -> list[dict[str, Any]]:
-    return [{"row": x, "label": y, "raw": {"number": number}, "done": []} for x, y, number in samples]
+    return [
+        {"row": x, "label": y, "raw": {"number": number}, "done": []} for x, y, number in samples
+    ]
 
 
 class ChangesDicts(Net):

@@ -1,4 +1,6 @@
-"""Programs that talk to the other ranks themselves: in the step, in hooks, in optimizers, by groups of their own."""
+"""Programs that talk to the other ranks themselves: in the step, in hooks, in optimizers, by groups
+of their own.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,11 @@ class GathersObjects(Net):
     """After a report: a helper makes its group when it is first asked for, and keeps it."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.trace.append(mean_of_objects({"samples": len(batch[0]), "batch": batch_idx, "rank": self.global_rank}))
+        self.trace.append(
+            mean_of_objects(
+                {"samples": len(batch[0]), "batch": batch_idx, "rank": self.global_rank}
+            )
+        )
         return super().training_step(batch, batch_idx)
 
 
@@ -55,7 +61,11 @@ class OwnGroups(Net):
         if name not in self.groups:
             self.trace.append(name)
             every = range(dist.get_world_size())
-            made = [dist.new_group([rank]) for rank in every] if name == "mine" else [dist.new_group(list(every))]
+            made = (
+                [dist.new_group([rank]) for rank in every]
+                if name == "mine"
+                else [dist.new_group(list(every))]
+            )
             self.groups[name] = made[self.global_rank if name == "mine" else 0]
         return self.groups[name]
 
@@ -150,7 +160,9 @@ class AsksStrategy(Net):
         return self.dice.random()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        amount = self.trainer.strategy.broadcast(self.throw() if self.global_rank == 0 else None, src=0)
+        amount = self.trainer.strategy.broadcast(
+            self.throw() if self.global_rank == 0 else None, src=0
+        )
         self.trace.append(amount)
         loss = super().training_step((batch[0] + amount * batch[0].roll(1, 0), batch[1]), batch_idx)
         mean = self.trainer.strategy.reduce(batch[0].sum(), reduce_op="mean")
@@ -218,7 +230,11 @@ class SyncedNorm(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.scale, self.shift, self.calls = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width)), 0
+        self.scale, self.shift, self.calls = (
+            nn.Parameter(torch.ones(width)),
+            nn.Parameter(torch.zeros(width)),
+            0,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
@@ -278,7 +294,9 @@ class Centroids(Net):
                 near = F.one_hot(torch.cdist(x, self.centers).argmin(-1), 5).float()
                 sums = torch.cat([near.T @ x, near.sum(0)[:, None]], -1)
                 dist.all_reduce(sums)
-                self.centers = torch.where(sums[:, 8:] > 0, sums[:, :8] / sums[:, 8:].clamp(min=1), self.centers)
+                self.centers = torch.where(
+                    sums[:, 8:] > 0, sums[:, :8] / sums[:, 8:].clamp(min=1), self.centers
+                )
                 self.trace.append(sums[:, 8].tolist())
         return F.cross_entropy(self.net(x), torch.cdist(x, self.centers).argmin(-1))
 
@@ -348,9 +366,13 @@ def orthogonal(matrix: Tensor, steps: int = 5) -> Tensor:
 
 
 class GatheredMuon(torch.optim.Optimizer):
-    """Each rank makes the updates of its matrices orthogonal, and gathers those of the others; vectors take plain steps."""
+    """Each rank makes the updates of its matrices orthogonal, and gathers those of the others;
+    vectors take plain steps.
+    """
 
-    def __init__(self, params: Any, seen: list[Any], lr: float = 0.02, momentum: float = 0.9) -> None:
+    def __init__(
+        self, params: Any, seen: list[Any], lr: float = 0.02, momentum: float = 0.9
+    ) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum})
         self.seen = seen
 
@@ -380,7 +402,9 @@ class GatheredMuon(torch.optim.Optimizer):
                 dist.all_gather(everyone, mine)
                 self.seen.append([p.numel() for p in together])
                 for parameter, update in zip(together, everyone, strict=False):
-                    parameter.add_(update[: parameter.numel()].view_as(parameter), alpha=-group["lr"])
+                    parameter.add_(
+                        update[: parameter.numel()].view_as(parameter), alpha=-group["lr"]
+                    )
         return loss
 
 
@@ -424,7 +448,9 @@ def step_that_ranks_agree_on() -> Built:
 
 
 class Gossips(Net):
-    """A second network, which ddp does not know, is averaged over ranks by hand every third batch."""
+    """A second network, which ddp does not know, is averaged over ranks by hand every third
+    batch.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""Programs that watch their own step: modes, profilers, hooks on nodes, tensor subclasses; and fits that are not plain."""
+"""Programs that watch their own step: modes, profilers, hooks on nodes, tensor subclasses; and fits
+that are not plain.
+"""
 
 from __future__ import annotations
 
@@ -104,9 +106,14 @@ def saved_tensors_packed_by_the_user() -> Built:
 
 class Profiles(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler, record_function("own part"):
+        with (
+            profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler,
+            record_function("own part"),
+        ):
             loss = super().training_step(batch, batch_idx)
-        self.trace.append([event.count for event in profiler.key_averages() if event.key == "own part"])
+        self.trace.append(
+            [event.count for event in profiler.key_averages() if event.key == "own part"]
+        )
         return loss
 
 
@@ -116,7 +123,9 @@ def profiler_in_the_step() -> Built:
 
 
 class SeesCalls(Net):
-    """A profiler of Python, as debuggers and coverage set it, sees which functions of this module are called."""
+    """A profiler of Python, as debuggers and coverage set it, sees which functions of this module
+    are called.
+    """
 
     def on_train_start(self) -> None:
         self.before = sys.getprofile()
@@ -142,7 +151,9 @@ def calls_seen_by_python() -> Built:
 
 
 class HooksNodes(Net):
-    """Hooks on nodes of the graph, on several gradients together, and on all modules of the program."""
+    """Hooks on nodes of the graph, on several gradients together, and on all modules of the
+    program.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +172,9 @@ class HooksNodes(Net):
         loss = super().training_step(batch, batch_idx)
         loss.grad_fn.register_hook(lambda *args: self.note("node"))
         loss.grad_fn.register_prehook(lambda *args: self.note("before node"))
-        register_multi_grad_hook(tuple(self.net[4].parameters()), lambda grads: self.note("both"), mode="all")
+        register_multi_grad_hook(
+            tuple(self.net[4].parameters()), lambda grads: self.note("both"), mode="all"
+        )
         return loss
 
     def on_train_end(self) -> None:
@@ -223,14 +236,18 @@ def scripted_block() -> Built:
 @counted("Trainer(detect_anomaly=True)", detect_anomaly=True)
 def anomalies_watched() -> Built:
     module = Net()
-    module.net[1].register_forward_hook(lambda *args: module.trace.append(torch.is_anomaly_enabled()))
+    module.net[1].register_forward_hook(
+        lambda *args: module.trace.append(torch.is_anomaly_enabled())
+    )
     return traced(module)
 
 
 @counted("dtypes that blocks see under autocast", precision="bf16-mixed")
 def dtypes_under_autocast() -> Built:
     module = Net()
-    module.net[1].register_forward_hook(lambda block, inputs, output: module.trace.append(str(output.dtype)))
+    module.net[1].register_forward_hook(
+        lambda block, inputs, output: module.trace.append(str(output.dtype))
+    )
     return traced(module)
 
 
@@ -257,7 +274,9 @@ class Validates(Net):
         return rows()
 
 
-@counted("validation between batches", limit_val_batches=2, val_check_interval=4, num_sanity_val_steps=1)
+@counted(
+    "validation between batches", limit_val_batches=2, val_check_interval=4, num_sanity_val_steps=1
+)
 def validation_between_batches() -> Built:
     return traced(Validates())
 
@@ -265,11 +284,18 @@ def validation_between_batches() -> Built:
 class CountsUpdates(Net):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-        optimizer.register_step_post_hook(lambda *args: self.trace.append((self.current_epoch, self.global_step)))
+        optimizer.register_step_post_hook(
+            lambda *args: self.trace.append((self.current_epoch, self.global_step))
+        )
         return optimizer
 
 
-@counted("accumulation whose epochs end in the middle", accumulate_grad_batches=4, max_epochs=2, limit_train_batches=6)
+@counted(
+    "accumulation whose epochs end in the middle",
+    accumulate_grad_batches=4,
+    max_epochs=2,
+    limit_train_batches=6,
+)
 def accumulation_cut_by_epochs() -> Built:
     return traced(CountsUpdates())
 
@@ -314,5 +340,7 @@ class NotesWorkers(Net):
 @counted("reads counted over the workers of a loader, and their seeds")
 def reads_of_workers() -> Built:
     reads, module = multiprocessing.Value("i", 0), NotesWorkers()
-    data = DataLoader(ReadByWorkers(reads), batch_size=4, num_workers=2, multiprocessing_context="fork")
+    data = DataLoader(
+        ReadByWorkers(reads), batch_size=4, num_workers=2, multiprocessing_context="fork"
+    )
     return Built(module, data, lambda: (module.trace, reads.value))

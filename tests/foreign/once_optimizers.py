@@ -1,4 +1,6 @@
-"""Programs whose optimizers and rates count: kept gradients, closures asked again, frozen parts, manual optimization."""
+"""Programs whose optimizers and rates count: kept gradients, closures asked again, frozen parts,
+manual optimization.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ def late_group_of_parameters() -> Built:
 
 
 class WarmsUp(Net):
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+    ) -> None:
         rate = 1e-2 * min(1.0, (self.trainer.global_step + 1) / 8)
         for group in optimizer.param_groups:
             group["lr"] = rate
@@ -91,7 +95,9 @@ class AccumulatesWithRates(Net):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": rate, "interval": "step"}}
 
 
-@counted("gradient accumulation and a scheduler that counts what it is asked", accumulate_grad_batches=3)
+@counted(
+    "gradient accumulation and a scheduler that counts what it is asked", accumulate_grad_batches=3
+)
 def accumulation_with_rates() -> Built:
     module = AccumulatesWithRates()
     return Built(module, rows(), lambda: (module.trace, module.asked))
@@ -115,7 +121,9 @@ def rate_dropped_by_hand() -> Built:
 
 
 class DeltaOfGradients(torch.optim.Optimizer):
-    """Adds the change of the gradient since the last step, whose tensor it keeps: `zero_grad` leaves it alone."""
+    """Adds the change of the gradient since the last step, whose tensor it keeps: `zero_grad`
+    leaves it alone.
+    """
 
     def __init__(self, params: Any, seen: list[Any], lr: float = 0.05) -> None:
         super().__init__(params, {"lr": lr})
@@ -150,12 +158,16 @@ def gradients_kept_by_the_optimizer() -> Built:
 
 
 class KeepsGradientsOutside(Net):
-    """A callback-like hook keeps the gradients themselves, and compares them with those of the next step."""
+    """A callback-like hook keeps the gradients themselves, and compares them with those of the next
+    step.
+    """
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         mine = [p.grad for p in self.net.parameters()]
         if batches := getattr(self, "kept", None):
-            self.trace.append([bool(torch.equal(old, new)) for old, new in zip(batches, mine, strict=True)])
+            self.trace.append(
+                [bool(torch.equal(old, new)) for old, new in zip(batches, mine, strict=True)]
+            )
         self.kept = mine
 
 
@@ -167,7 +179,9 @@ def gradients_kept_by_the_module() -> Built:
 
 
 class ScheduleFree(torch.optim.Optimizer):
-    """SGD without a schedule: trains at an interpolation, evaluates at the average; `train` and `eval` exchange them."""
+    """SGD without a schedule: trains at an interpolation, evaluates at the average; `train` and
+    `eval` exchange them.
+    """
 
     def __init__(self, params: Any, seen: list[str], lr: float = 0.1, beta: float = 0.9) -> None:
         super().__init__(params, {"lr": lr, "beta": beta, "k": 0, "train": False})
@@ -202,7 +216,9 @@ class ScheduleFree(torch.optim.Optimizer):
             share, beta = 1 / (group["k"] + 1), group["beta"]
             for parameter in group["params"]:
                 z = self.state[parameter].setdefault("z", parameter.clone())
-                parameter.lerp_(z, share).add_(parameter.grad, alpha=group["lr"] * (beta * (1 - share) - 1))
+                parameter.lerp_(z, share).add_(
+                    parameter.grad, alpha=group["lr"] * (beta * (1 - share) - 1)
+                )
                 z.sub_(parameter.grad, alpha=group["lr"])
             group["k"] += 1
         self.seen.append("step")
@@ -259,7 +275,9 @@ def closure_asked_twice() -> Built:
 
 class TrainsByCurvature(TrainsFlat):
     def configure_optimizers(self) -> Any:
-        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3, tolerance_grad=0, tolerance_change=0)
+        return torch.optim.LBFGS(
+            self.parameters(), lr=0.1, max_iter=3, tolerance_grad=0, tolerance_change=0
+        )
 
 
 @counted("LBFGS, which asks the closure three times")
@@ -322,7 +340,10 @@ class Gan(Net):
         forger, critic = self.optimizers()
         noise = torch.randn(len(batch[0]), 4)
         self.toggle_optimizer(critic)
-        loss = F.softplus(self.critic(self.net(noise).detach())).mean() + F.softplus(-self.critic(batch[0])).mean()
+        loss = (
+            F.softplus(self.critic(self.net(noise).detach())).mean()
+            + F.softplus(-self.critic(batch[0])).mean()
+        )
         critic.zero_grad()
         self.manual_backward(loss)
         critic.step()
@@ -339,7 +360,9 @@ class Gan(Net):
             self.trace.append("forger")
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.net.parameters(), lr=1e-2), torch.optim.Adam(self.critic.parameters(), lr=1e-2)
+        return torch.optim.Adam(self.net.parameters(), lr=1e-2), torch.optim.Adam(
+            self.critic.parameters(), lr=1e-2
+        )
 
 
 @counted("two optimizers by manual optimization, one of them every other step", find_unused=True)
@@ -347,7 +370,10 @@ def two_optimizers_by_hand() -> Built:
     module = Gan()
 
     def evidence() -> Any:
-        states = [optimizer.state[optimizer.param_groups[0]["params"][0]] for optimizer in module.trainer.optimizers]
+        states = [
+            optimizer.state[optimizer.param_groups[0]["params"][0]]
+            for optimizer in module.trainer.optimizers
+        ]
         return module.trace, [int(state["step"]) for state in states], module.global_step
 
     return Built(module, rows(), evidence)

@@ -1,4 +1,6 @@
-"""Programs that keep state of Python: caches, classes, loggers, hooks, files, data bases, environments."""
+"""Programs that keep state of Python: caches, classes, loggers, hooks, files, data bases,
+environments.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,11 @@ class Positions(Net):
 def cached_positions() -> Built:
     positions.cache_clear()
     module = Positions()
-    return Built(module, rows(), lambda: (module.trace, positions.cache_info()[:2], float(positions(4, 8).sum())))
+    return Built(
+        module,
+        rows(),
+        lambda: (module.trace, positions.cache_info()[:2], float(positions(4, 8).sum())),
+    )
 
 
 MASKS: dict[tuple[int, ...], Tensor] = {}
@@ -74,7 +80,9 @@ def masks_by_shape() -> Built:
     MASKS_MADE.clear()
 
     def evidence() -> Any:
-        return list(MASKS_MADE), {shape: (type(mask).__name__, mask.tolist()) for shape, mask in MASKS.items()}
+        return list(MASKS_MADE), {
+            shape: (type(mask).__name__, mask.tolist()) for shape, mask in MASKS.items()
+        }
 
     return Built(Masks(), rows(), evidence)
 
@@ -158,7 +166,9 @@ class Nested(nn.Module):
 class ContextDepth(Net):
     def __init__(self) -> None:
         super().__init__()
-        nested = Nested(nn.Sequential(nn.Linear(16, 16), Nested(nn.Linear(16, 16), self.trace)), self.trace)
+        nested = Nested(
+            nn.Sequential(nn.Linear(16, 16), Nested(nn.Linear(16, 16), self.trace)), self.trace
+        )
         self.net = nn.Sequential(nn.Linear(8, 16), nested, nn.Linear(16, 5))
 
 
@@ -247,7 +257,9 @@ class BoundLoggers(Net):
         return loss
 
 
-@counted("methods log and log_dict kept under other names, and a logger that counts", log_every_n_steps=1)
+@counted(
+    "methods log and log_dict kept under other names, and a logger that counts", log_every_n_steps=1
+)
 def bound_loggers() -> Built:
     logger, module = KeepsLog(), BoundLoggers()
     return Built(module, rows(), lambda: (logger.calls, module.trace), {"logger": logger})
@@ -364,7 +376,9 @@ class OverriddenSteps(Net):
         self.trace.append("backward")
         super().backward(loss, *args, **kwargs)
 
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+    ) -> None:
         self.trace.append("step")
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
 
@@ -479,7 +493,9 @@ class WritesTable(Net):
         self.base = base
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.base.executemany("insert into seen (label) values (?)", [(number,) for number in batch[1].tolist()])
+        self.base.executemany(
+            "insert into seen (label) values (?)", [(number,) for number in batch[1].tolist()]
+        )
         (count,) = self.base.execute("select count(*) from seen where label = 0").fetchone()
         return super().training_step(batch, batch_idx) * (1 + 0.01 * count)
 
@@ -488,7 +504,9 @@ class WritesTable(Net):
 def rows_of_a_data_base() -> Built:
     base = sqlite3.connect(":memory:", check_same_thread=False)
     base.execute("create table seen (id integer primary key, label integer)")
-    return Built(WritesTable(base), rows(), lambda: base.execute("select id, label from seen").fetchall())
+    return Built(
+        WritesTable(base), rows(), lambda: base.execute("select id, label from seen").fetchall()
+    )
 
 
 class WritesMap(Net):
@@ -534,7 +552,9 @@ def one_hot(places: Any) -> Tensor:
 
 
 class DeepQ(Net):
-    """Each step plays with a soft policy by its own dice, keeps what happened, and learns from what it kept."""
+    """Each step plays with a soft policy by its own dice, keeps what happened, and learns from what
+    it kept.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -549,7 +569,9 @@ class DeepQ(Net):
             place, reward, done = self.play.step(action)
             self.kept.append((self.place, action, reward, place, done))
             self.place = self.play.reset() if done else place
-        before, actions, rewards, after, done = zip(*self.dice.choices(list(self.kept), k=8), strict=True)
+        before, actions, rewards, after, done = zip(
+            *self.dice.choices(list(self.kept), k=8), strict=True
+        )
         with torch.no_grad():
             ahead = self.target(one_hot(after)).amax(-1) * (1 - torch.tensor(done).float())
         if batch_idx % 4 == 3:
@@ -561,7 +583,9 @@ class DeepQ(Net):
 @counted("environment with state, played in the step, and a replay buffer")
 def replay_of_an_environment() -> Built:
     module = DeepQ()
-    return Built(module, rows(), lambda: (module.play.steps, module.play.episodes, list(module.kept)))
+    return Built(
+        module, rows(), lambda: (module.play.steps, module.play.episodes, list(module.kept))
+    )
 
 
 class Episodes(torch.utils.data.IterableDataset[Any]):

@@ -1,4 +1,6 @@
-"""Runs counting programs on a pair of ranks under ddp and another strategy; a pair that hangs or dies names what it ran."""
+"""Runs counting programs on a pair of ranks under ddp and another strategy; a pair that hangs or
+dies names what it ran.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,10 @@ def run_counted(program: Counted, strategy: Strategy) -> tuple[Run, Any]:
         options.update(built[0].options)
         return built[0].module, built[0].data
 
-    run, evidence = run_program(Program(program.name, make, options, program.find_unused), strategy), None
+    run, evidence = (
+        run_program(Program(program.name, make, options, program.find_unused), strategy),
+        None,
+    )
     if not run.error:
         try:
             evidence = built[0].evidence()
@@ -49,7 +54,11 @@ def first_difference(one: Any, two: Any, where: str = "evidence") -> str:
     if type(one) is type(two) and one == two:
         return ""
     if isinstance(one, dict) and isinstance(two, dict):
-        keys = [key for key in {**one, **two} if key not in one or key not in two or one[key] != two[key]]
+        keys = [
+            key
+            for key in {**one, **two}
+            if key not in one or key not in two or one[key] != two[key]
+        ]
         if keys and keys[0] in one and keys[0] in two:
             return first_difference(one[keys[0]], two[keys[0]], f"{where}[{keys[0]!r}]")
     if isinstance(one, list | tuple) and isinstance(two, list | tuple):
@@ -57,7 +66,9 @@ def first_difference(one: Any, two: Any, where: str = "evidence") -> str:
             if left != right:
                 lengths = f" (of {len(one)} against {len(two)})" if len(one) != len(two) else ""
                 return first_difference(left, right, f"{where}[{index}]{lengths}")
-        return f"{where} has {len(one)} entries against {len(two)}: {one!r:.200} against {two!r:.200}"
+        return (
+            f"{where} has {len(one)} entries against {len(two)}: {one!r:.200} against {two!r:.200}"
+        )
     return f"{where}: {one!r:.200} against {two!r:.200}"
 
 
@@ -70,9 +81,11 @@ def compare_on_this_rank(
     stacks: Sequence[Path],
     limit_seconds: float,
 ) -> None:
-    """Run each program under ddp and under `strategy`; tell what is begun, what failed, and how they differ.
+    """Run each program under ddp and under `strategy`; tell what is begun, what failed, and how
+    they differ.
 
-    Ranks begin each run together: one that failed must not send what the other, still running, takes for its own.
+    Ranks begin each run together: one that failed must not send what the other, still running,
+    takes for its own.
     """
     # Ranks are daemons, which may not start the workers of a loader.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
@@ -91,7 +104,11 @@ def compare_on_this_rank(
                 told.put((rank, "failed", f"{run_name}: {error}"))
         (expected, counts), (run, other_counts) = runs
         found = differences(expected, run, exactly=run.is_plain)
-        if not expected.error and not run.error and (difference := first_difference(counts, other_counts)):
+        if (
+            not expected.error
+            and not run.error
+            and (difference := first_difference(counts, other_counts))
+        ):
             found.insert(0, difference)
         expected.state, run.state = {}, {}
         told.put((rank, "ended", pickle.dumps(Outcome(program.name, found, expected, run))))
@@ -100,9 +117,15 @@ def compare_on_this_rank(
 class Pair:
     """Two ranks that run programs one after the other, and what they have told so far."""
 
-    def __init__(self, names: Sequence[str], strategy: MakeStrategy, folder: str, limit_seconds: float) -> None:
+    def __init__(
+        self, names: Sequence[str], strategy: MakeStrategy, folder: str, limit_seconds: float
+    ) -> None:
         context = multiprocessing.get_context("fork")
-        self.results, self.told, self.limit_seconds = context.SimpleQueue(), context.SimpleQueue(), limit_seconds
+        self.results, self.told, self.limit_seconds = (
+            context.SimpleQueue(),
+            context.SimpleQueue(),
+            limit_seconds,
+        )
         self.stacks = [Path(folder, f"stack{rank}") for rank in range(RANKS)]
         arguments = (names, strategy, context.Barrier(RANKS), self.told, self.stacks, limit_seconds)
         common = (f"{folder}/store", self.results, context.Barrier(RANKS), 2 * limit_seconds)
@@ -126,7 +149,9 @@ class Pair:
             running = [rank for rank in range(RANKS) if rank not in ended]
             sources: list[Any] = [self.told._reader, self.results._reader]  # type: ignore[attr-defined]
             sources += [self.processes[rank].sentinel for rank in running]
-            ready = wait(sources, timeout=max(0.0, self.begun + self.limit_seconds - time.monotonic()))
+            ready = wait(
+                sources, timeout=max(0.0, self.begun + self.limit_seconds - time.monotonic())
+            )
             if sources[0] in ready:
                 self.hear(*self.told.get())
             elif sources[1] in ready:
@@ -159,8 +184,14 @@ class Pair:
             threads = file.read_text().split("\n\n") if file.exists() else []
             threads = [thread for thread in threads if __file__ in thread]
             code = self.processes[rank].exitcode
-            about = f"rank {rank} {self.doing[rank]}" + ("" if code is None else f", ended with {code}")
-            lines += [about, self.failed[rank], "\n".join(threads[0].splitlines()[1:16]) if threads else ""]
+            about = f"rank {rank} {self.doing[rank]}" + (
+                "" if code is None else f", ended with {code}"
+            )
+            lines += [
+                about,
+                self.failed[rank],
+                "\n".join(threads[0].splitlines()[1:16]) if threads else "",
+            ]
         return "\n".join(filter(None, lines))
 
     def end(self, grace_seconds: float) -> None:
@@ -174,10 +205,11 @@ class Pair:
 def compare_counts(
     names: Sequence[str], strategy: MakeStrategy, *, limit_seconds: float = 60, most_lost: int = 3
 ) -> list[Outcome]:
-    """The outcomes of all programs on both of 2 ranks, under ddp and `strategy`; ranks are started once.
+    """The outcomes of all programs on both of 2 ranks, under ddp and `strategy`; ranks are started
+    once.
 
-    A run that takes longer than `limit_seconds`, or ends its rank, is told as a difference; the programs after it go on with
-    new ranks, until `most_lost` of them were lost.
+    A run that takes longer than `limit_seconds`, or ends its rank, is told as a difference; the
+    programs after it go on with new ranks, until `most_lost` of them were lost.
     """
     load_kernels()
     outcomes: list[Outcome] = []
@@ -197,8 +229,12 @@ def compare_counts(
             return [*outcomes, Outcome(left[-1], [wrong], Run(), Run(error=wrong))]
         lost += 1
         # A rank that dies before the first run of a program was ended by the program before.
-        between = ended and f"waits to begin {left[ended]} under {ddp_strategy.__name__}, ended" in wrong
-        outcomes.append(Outcome(left[ended - 1 if between else ended], [wrong], Run(), Run(error=wrong)))
+        between = (
+            ended and f"waits to begin {left[ended]} under {ddp_strategy.__name__}, ended" in wrong
+        )
+        outcomes.append(
+            Outcome(left[ended - 1 if between else ended], [wrong], Run(), Run(error=wrong))
+        )
         left = left[ended if between else ended + 1 :]
     outcomes += [Outcome(name, ["was not run"], Run(), Run(error="was not run")) for name in left]
     return outcomes

@@ -1,4 +1,6 @@
-"""Programs that count how often their code runs: each makes a module, its data, and what tells the counts."""
+"""Programs that count how often their code runs: each makes a module, its data, and what tells the
+counts.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ COUNT = 2 * 4 * STEPS  # samples: batches of 4 on 2 ranks
 
 
 class Built(NamedTuple):
-    """What a program makes: `evidence` is asked after the fit, on each rank; `options` go to the Trainer."""
+    """What a program makes: `evidence` is asked after the fit, on each rank; `options` go to the
+    Trainer.
+    """
 
     module: L.LightningModule
     data: Any
@@ -29,7 +33,9 @@ class Built(NamedTuple):
 
 @dataclass(frozen=True)
 class Counted:
-    """A program, and in words what of it runs once; `make` makes everything anew, and empties its caches."""
+    """A program, and in words what of it runs once; `make` makes everything anew, and empties its
+    caches.
+    """
 
     name: str
     kind: str
@@ -41,7 +47,9 @@ class Counted:
 COUNTED: dict[str, Counted] = {}
 
 
-def counted(kind: str, *, find_unused: bool = False, **options: Any) -> Callable[[Callable[[], Built]], Any]:
+def counted(
+    kind: str, *, find_unused: bool = False, **options: Any
+) -> Callable[[Callable[[], Built]], Any]:
     """Put the decorated function on the shelf under its name."""
 
     def register(make: Callable[[], Built]) -> Callable[[], Built]:
@@ -57,13 +65,19 @@ def numbered(source: torch.Generator, index: int) -> tuple[Tensor, Tensor, int]:
     return torch.randn(8, generator=source), label(source), index
 
 
-def rows(sample: Callable[[torch.Generator, int], Any] = row_and_label, **options: Any) -> DataLoader[Any]:
+def rows(
+    sample: Callable[[torch.Generator, int], Any] = row_and_label, **options: Any
+) -> DataLoader[Any]:
     return DataLoader(Samples(COUNT, sample), **{"batch_size": 4, **options})
 
 
 def mlp(inputs: int = 8, hidden: int = 32, outputs: int = 5) -> nn.Sequential:
     return nn.Sequential(
-        nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, outputs)
+        nn.Linear(inputs, hidden),
+        nn.ReLU(),
+        nn.Linear(hidden, hidden),
+        nn.ReLU(),
+        nn.Linear(hidden, outputs),
     )
 
 

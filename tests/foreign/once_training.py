@@ -1,4 +1,6 @@
-"""Programs whose models and losses count: teachers, queues of keys, banks, blocks, hooks, own autograd."""
+"""Programs whose models and losses count: teachers, queues of keys, banks, blocks, hooks, own
+autograd.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ class MomentumContrast(Net):
             for slow, fast in zip(self.keys.parameters(), self.net.parameters(), strict=True):
                 slow.lerp_(fast, 0.1)
             key = F.normalize(self.keys(batch[0] + 0.05 * torch.randn_like(batch[0])), dim=-1)
-        logits = torch.cat([(query * key).sum(-1, keepdim=True), query @ self.queue.clone().T], -1) / 0.2
+        logits = (
+            torch.cat([(query * key).sum(-1, keepdim=True), query @ self.queue.clone().T], -1) / 0.2
+        )
         everyone = self.all_gather(key).flatten(0, 1)
         place = int(self.pointer)
         self.trace.append(place)
@@ -71,7 +75,9 @@ def queue_of_keys() -> Built:
 
 
 class MemoryBank(Net):
-    """What the network said of each sample is kept by its number; a tensor that is no buffer, and counts beside it."""
+    """What the network said of each sample is kept by its number; a tensor that is no buffer, and
+    counts beside it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,7 +200,14 @@ class TogglesModes(Net):
 
     def __init__(self) -> None:
         super().__init__()
-        parts = (nn.Linear(8, 16), nn.BatchNorm1d(16), Modes(self.trace), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 5))
+        parts = (
+            nn.Linear(8, 16),
+            nn.BatchNorm1d(16),
+            Modes(self.trace),
+            nn.ReLU(),
+            nn.Dropout(0.2),
+            nn.Linear(16, 5),
+        )
         self.net = nn.Sequential(*parts)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -202,7 +215,9 @@ class TogglesModes(Net):
         with torch.no_grad():
             wanted = self.net(batch[0]).argmax(-1)
         self.net.train()
-        return super().training_step(batch, batch_idx) + 0.2 * F.cross_entropy(self.net(batch[0]), wanted)
+        return super().training_step(batch, batch_idx) + 0.2 * F.cross_entropy(
+            self.net(batch[0]), wanted
+        )
 
 
 @counted("train and eval toggled inside the step")
@@ -214,7 +229,9 @@ def modes_toggled_in_the_step() -> Built:
 def batches_tracked_by_batch_norm() -> Built:
     module = Net()
     norms = nn.BatchNorm1d(16), nn.BatchNorm1d(16, momentum=None)
-    module.net = nn.Sequential(nn.Linear(8, 16), norms[0], nn.ReLU(), nn.Linear(16, 16), norms[1], nn.Linear(16, 5))
+    module.net = nn.Sequential(
+        nn.Linear(8, 16), norms[0], nn.ReLU(), nn.Linear(16, 16), norms[1], nn.Linear(16, 5)
+    )
     return Built(module, rows(), lambda: [int(norm.num_batches_tracked) for norm in norms])
 
 
@@ -280,7 +297,9 @@ def activations_kept_by_hooks() -> Built:
     module = KeepsActivations()
 
     def evidence() -> Any:
-        return sorted(module.counts.items()), {name: type(kept).__name__ for name, kept in module.activations.items()}
+        return sorted(module.counts.items()), {
+            name: type(kept).__name__ for name, kept in module.activations.items()
+        }
 
     return Built(module, rows(), evidence)
 
@@ -310,7 +329,9 @@ class DomainAdversary(Net):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         reversed_ = CountedReversal.apply(self.net(batch[0]), 0.1 * batch_idx)
-        return super().training_step(batch, batch_idx) + F.cross_entropy(self.domain(reversed_), batch[1] % 2)
+        return super().training_step(batch, batch_idx) + F.cross_entropy(
+            self.domain(reversed_), batch[1] % 2
+        )
 
 
 @counted("own torch.autograd.Function that counts its calls")
@@ -324,7 +345,11 @@ class Checkpoints(Net):
 
     def __init__(self, *, use_reentrant: bool) -> None:
         super().__init__()
-        self.first, self.last, self.use_reentrant = nn.Linear(8, 16), nn.Linear(16, 5), use_reentrant
+        self.first, self.last, self.use_reentrant = (
+            nn.Linear(8, 16),
+            nn.Linear(16, 5),
+            use_reentrant,
+        )
         self.net = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.1), nn.Tanh())
         self.net[0].register_forward_hook(lambda *args: self.trace.append(torch.is_grad_enabled()))
 
@@ -381,16 +406,22 @@ def hooks_on_parameters() -> Built:
 
 
 class PerSample(Net):
-    """Samples with large gradients weigh less: torch.func over the parameters inside of the step."""
+    """Samples with large gradients weigh less: torch.func over the parameters inside of the
+    step.
+    """
 
     def loss_of_one(self, parameters: Any, x: Tensor, y: Tensor) -> Tensor:
         self.trace.append(tuple(x.shape))
-        return F.cross_entropy(torch.func.functional_call(self.net, parameters, (x[None],)), y[None])
+        return F.cross_entropy(
+            torch.func.functional_call(self.net, parameters, (x[None],)), y[None]
+        )
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
         parameters = {name: p.detach() for name, p in self.net.named_parameters()}
-        slopes = torch.func.vmap(torch.func.grad(self.loss_of_one), in_dims=(None, 0, 0))(parameters, x, y)
+        slopes = torch.func.vmap(torch.func.grad(self.loss_of_one), in_dims=(None, 0, 0))(
+            parameters, x, y
+        )
         sizes = sum(slope.flatten(1).square().sum(-1) for slope in slopes.values())
         return (F.cross_entropy(self.net(x), y, reduction="none") / (1 + sizes.sqrt())).mean()
 
@@ -404,10 +435,14 @@ class SparseTable(Net):
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(64, 8, sparse=True)
-        self.table.weight.register_hook(lambda gradient: self.trace.append((gradient.is_sparse, gradient._nnz())))
+        self.table.weight.register_hook(
+            lambda gradient: self.trace.append((gradient.is_sparse, gradient._nnz()))
+        )
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return super().training_step((self.table((batch[0] * 10).long() % 64).mean(1), batch[1]), batch_idx)
+        return super().training_step(
+            (self.table((batch[0] * 10).long() % 64).mean(1), batch[1]), batch_idx
+        )
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)

@@ -29,7 +29,9 @@ SEED, STEPS = 11, 3
 
 @dataclass
 class Run:
-    """What one run of a program left: losses of its steps, the module's state, and how it was planned."""
+    """What one run of a program left: losses of its steps, the module's state, and how it was
+    planned.
+    """
 
     losses: list[float] = field(default_factory=list)
     state: dict[str, Tensor] = field(default_factory=dict)
@@ -47,7 +49,9 @@ class KeepLosses(L.Callback):
     def __init__(self) -> None:
         self.losses: list[float] = []
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         found = [outputs["loss"]] if outputs else list(trainer.callback_metrics.values())
         self.losses += [mean_over_ranks(leaf.detach()) for leaf in tree_leaves(found)]
 
@@ -58,12 +62,20 @@ def run_program(program: Program, strategy: Strategy) -> Run:
     L.seed_everything(SEED, verbose=False)
     try:
         module, data = program.make()
-        options: dict[str, Any] = {"limit_train_batches": STEPS, "limit_val_batches": 0, **program.options}
-        trainer = make_trainer(strategy, devices=dist.get_world_size(), callbacks=[keeper], **options)
+        options: dict[str, Any] = {
+            "limit_train_batches": STEPS,
+            "limit_val_batches": 0,
+            **program.options,
+        }
+        trainer = make_trainer(
+            strategy, devices=dist.get_world_size(), callbacks=[keeper], **options
+        )
         with warnings.catch_warnings(), redirect_stdout(StringIO()):
             warnings.simplefilter("ignore")
             datamodule = isinstance(data, L.LightningDataModule)
-            trainer.fit(module, **({"datamodule": data} if datamodule else {"train_dataloaders": data}))
+            trainer.fit(
+                module, **({"datamodule": data} if datamodule else {"train_dataloaders": data})
+            )
         run.losses = keeper.losses
         run.state = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
     except Exception as error:
@@ -72,14 +84,18 @@ def run_program(program: Program, strategy: Strategy) -> Run:
     plan = getattr(strategy, "parallel_plan", None)
     if plan is not None:
         run.plan, run.planned_by = plan.summary(), getattr(strategy, "planned_by", "")
-        plain = (block.config.storage.level == 0 and not block.config.recompute for block in plan.blocks)
+        plain = (
+            block.config.storage.level == 0 and not block.config.recompute for block in plan.blocks
+        )
         run.is_plain = not plan.mesh.tensor_axes and all(plain)
         run.planning_seconds = strategy.planning_seconds or 0.0  # type: ignore[attr-defined]
     return run
 
 
 def differences(one: Run, two: Run, *, exactly: bool) -> list[str]:
-    """How `two` differs from `one`, in words; [] where losses and states are equal (within float32's reordering)."""
+    """How `two` differs from `one`, in words; [] where losses and states are equal (within
+    float32's reordering).
+    """
     if one.error or two.error:
         return [error for error in (one.error, two.error) if error]
     tolerance = {"rtol": 0.0, "atol": 0.0} if exactly else {"rtol": 1e-4, "atol": 1e-5}
@@ -90,7 +106,9 @@ def differences(one: Run, two: Run, *, exactly: bool) -> list[str]:
     if one.state.keys() != two.state.keys():
         found.append(f"names {sorted(one.state.keys() ^ two.state.keys())}")
     for name in one.state.keys() & two.state.keys():
-        if not torch.allclose(one.state[name].double(), two.state[name].double(), equal_nan=True, **tolerance):
+        if not torch.allclose(
+            one.state[name].double(), two.state[name].double(), equal_nan=True, **tolerance
+        ):
             found.append(f"{name} differs")
     return found
 
@@ -117,8 +135,11 @@ class Outcome:
 Strategies = Sequence[Callable[[Program], Strategy]]
 
 
-def compare_on_this_rank(rank: int, names: Sequence[str], strategies: Strategies) -> list[list[Outcome]]:
-    """Run each program under ddp and under each of `strategies`; an outcome for each program and strategy.
+def compare_on_this_rank(
+    rank: int, names: Sequence[str], strategies: Strategies
+) -> list[list[Outcome]]:
+    """Run each program under ddp and under each of `strategies`; an outcome for each program and
+    strategy.
 
     A failure on one rank only would leave the other waiting, and ends with its time-out.
     """
@@ -129,14 +150,23 @@ def compare_on_this_rank(rank: int, names: Sequence[str], strategies: Strategies
         expected = run_program(program, ddp_strategy(program))
         runs = [run_program(program, strategy(program)) for strategy in strategies]
         told = [differences(expected, run, exactly=run.is_plain) for run in runs]
-        outcomes.append([Outcome(program.name, found, expected, run) for found, run in zip(told, runs, strict=True)])
+        outcomes.append(
+            [
+                Outcome(program.name, found, expected, run)
+                for found, run in zip(told, runs, strict=True)
+            ]
+        )
         for run in (expected, *runs):
             run.state = {}
     return outcomes
 
 
-def compare(names: Sequence[str], strategies: Strategies, *, timeout_seconds: float = 240) -> list[list[Outcome]]:
+def compare(
+    names: Sequence[str], strategies: Strategies, *, timeout_seconds: float = 240
+) -> list[list[Outcome]]:
     """For each strategy the outcomes of all programs on both of 2 ranks, which are started once."""
     arguments = (compare_on_this_rank, 2, (list(names), strategies))
     ranks = run_ranks(_as_torchrun, 2, *arguments, timeout_seconds=timeout_seconds)
-    return [[program[index] for rank in ranks for program in rank] for index in range(len(strategies))]
+    return [
+        [program[index] for rank in ranks for program in rank] for index in range(len(strategies))
+    ]

@@ -1,4 +1,6 @@
-"""Programs as strangers write them: each makes a module and its data, as under any strategy. See `test_shelf.py`."""
+"""Programs as strangers write them: each makes a module and its data, as under any strategy. See
+`test_shelf.py`.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ class Samples(Dataset[Any]):
         return self.samples[index]
 
 
-def loader(sample: Callable[[torch.Generator, int], Any], *, batch_size: int = 4, **kwargs: Any) -> DataLoader[Any]:
+def loader(
+    sample: Callable[[torch.Generator, int], Any], *, batch_size: int = 4, **kwargs: Any
+) -> DataLoader[Any]:
     return DataLoader(Samples(32, sample), batch_size=batch_size, **kwargs)
 
 

@@ -1,4 +1,5 @@
-"""User code runs exactly as often as under Lightning's ddp: counts, traces, losses and state of programs that count.
+"""User code runs exactly as often as under Lightning's ddp: counts, traces, losses and state of
+programs that count.
 
 Each test takes all programs; the environment variable ONCE takes some, by their names.
 """
@@ -27,8 +28,11 @@ from tests.foreign.once_run import compare_counts, first_difference
 from tests.foreign.once_shelf import COUNTED, Built, Counted, Net, traced
 from tests.foreign.run import Outcome, ddp_strategy, topt_strategy
 
-CLUSTER = yaml.safe_load((Path(__file__).parents[2] / "conf" / "cluster" / "local_cpu.yaml").read_text())
-# These models are small beside what a process takes: what a plan saves would be less than the prediction's error.
+CLUSTER = yaml.safe_load(
+    (Path(__file__).parents[2] / "conf" / "cluster" / "local_cpu.yaml").read_text()
+)
+# These models are small beside what a process takes: what a plan saves would be less than the
+# prediction's error.
 CLUSTER["device"]["process_bytes"] = 0
 
 
@@ -64,11 +68,14 @@ KNOWN: dict[Any, dict[str, str]] = {
         "steps_that_return_nothing": "manual optimization runs under the plan 'ddp' only",
     },
     memory: {
-        "gradients_kept_by_the_optimizer": "False against True",  # plans of least memory make gradients views of buckets
+        # plans of least memory make gradients views of buckets
+        "gradients_kept_by_the_optimizer": "False against True",
         "gradients_kept_by_the_module": "False against True",
-        "body_unfrozen_at_step_5": "other parameters are trained",  # than those that DDP was made for
+        # than those that DDP was made for
+        "body_unfrozen_at_step_5": "other parameters are trained",
         "weights_averaged_by_torch": "other parameters are trained",
-        "gradients_per_sample": "watching the step failed",  # storages inside of torch.func cannot be told
+        # storages inside of torch.func cannot be told
+        "gradients_per_sample": "watching the step failed",
         "two_optimizers_by_hand": "manual optimization cannot be planned",
         "steps_that_return_nothing": "manual optimization cannot be planned",
     },
@@ -93,7 +100,9 @@ def chosen() -> list[str]:
 def shortened(text: str, *, first: int = 12, last: int = 10) -> str:
     """`text` without the middle of its lines: traces of Lightning are long."""
     lines = text.splitlines()
-    return text if len(lines) <= first + last else "\n".join([*lines[:first], "...", *lines[-last:]])
+    return (
+        text if len(lines) <= first + last else "\n".join([*lines[:first], "...", *lines[-last:]])
+    )
 
 
 def wrong(outcomes: Sequence[Outcome], known: dict[str, str]) -> list[str]:
@@ -107,7 +116,9 @@ def wrong(outcomes: Sequence[Outcome], known: dict[str, str]) -> list[str]:
         if name not in known and text:
             found.append(f"{name}: {shortened(text)}")
         if name in known and known[name] not in text:
-            found.append(f"{name}: {known[name]!r} was expected, not {text or 'what is equal to ddp'!r}")
+            found.append(
+                f"{name}: {known[name]!r} was expected, not {text or 'what is equal to ddp'!r}"
+            )
     return found
 
 
@@ -122,7 +133,9 @@ def test_user_code_runs_as_often_as_under_ddp(strategy: Any) -> None:
     assert all(len(outcome.ddp.losses) >= 9 for outcome in ran), "a program that took no steps"
     if strategy is memory:
         planned = [outcome for outcome in ran if outcome.topt.planned_by == "search"]
-        assert {outcome.name for outcome in planned if outcome.topt.is_plain} == set(KEPT_WHOLE) & set(chosen())
+        assert {outcome.name for outcome in planned if outcome.topt.is_plain} == set(
+            KEPT_WHOLE
+        ) & set(chosen())
         assert len(planned) > 0.9 * len(ran), "a plan came too late for most programs"
 
 

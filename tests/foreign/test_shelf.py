@@ -1,4 +1,6 @@
-"""Every program of the shelf trains under our strategy as under Lightning's ddp: losses of three steps, and its whole state."""
+"""Every program of the shelf trains under our strategy as under Lightning's ddp: losses of three
+steps, and its whole state.
+"""
 
 from __future__ import annotations
 
@@ -51,17 +53,27 @@ NOT_IN_SHARDS = {
 
 @pytest.mark.parametrize("shelf", SHELVES, ids=lambda shelf: shelf.__name__.rpartition(".")[2])
 def test_programs_train_as_under_ddp(shelf: ModuleType) -> None:
-    """Under "topt" every program; under the plan "zero3+recompute" those that can, the others are refused with the reason."""
+    """Under "topt" every program; under the plan "zero3+recompute" those that can, the others are
+    refused with the reason.
+    """
     chosen, sharded = compare(names_of(shelf), [searched, in_shards])
     check(chosen)
-    assert all(len(outcome.ddp.losses) >= STEPS for outcome in chosen), "a program that took no steps"
+    assert all(len(outcome.ddp.losses) >= STEPS for outcome in chosen), (
+        "a program that took no steps"
+    )
     check([outcome for outcome in sharded if outcome.name not in NOT_IN_SHARDS])
     for outcome in sharded:
         if outcome.name in NOT_IN_SHARDS:
             assert NOT_IN_SHARDS[outcome.name] in outcome.topt.error, outcome.name
-            assert outcome.topt.error.startswith(("PlanError", "RemotePlanningError")), outcome.topt.error
+            assert outcome.topt.error.startswith(("PlanError", "RemotePlanningError")), (
+                outcome.topt.error
+            )
 
 
 def check(outcomes: list[Outcome]) -> None:
-    wrong = [f"{outcome.name}: {'; '.join(outcome.differences)}" for outcome in outcomes if outcome.differences]
+    wrong = [
+        f"{outcome.name}: {'; '.join(outcome.differences)}"
+        for outcome in outcomes
+        if outcome.differences
+    ]
     assert not wrong, "\n".join(wrong)

@@ -1,4 +1,6 @@
-"""Models of Hugging Face's transformers, built from small configurations (nothing is downloaded), as their users train them."""
+"""Models of Hugging Face's transformers, built from small configurations (nothing is downloaded),
+as their users train them.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +32,23 @@ class Pretrained(L.LightningModule):
     def configure_optimizers(self) -> Any:
         no_decay = ("bias", "norm.weight", "LayerNorm.weight")
         groups = [
-            {"params": [p for n, p in self.named_parameters() if not n.endswith(no_decay)], "weight_decay": 0.01},
-            {"params": [p for n, p in self.named_parameters() if n.endswith(no_decay)], "weight_decay": 0.0},
+            {
+                "params": [p for n, p in self.named_parameters() if not n.endswith(no_decay)],
+                "weight_decay": 0.01,
+            },
+            {
+                "params": [p for n, p in self.named_parameters() if n.endswith(no_decay)],
+                "weight_decay": 0.0,
+            },
         ]
-        # The gradient of a key bias is zero but for rounding; a tiny eps would turn that noise into steps.
+        # The gradient of a key bias is zero but for rounding; a tiny eps would turn that noise into
+        # steps.
         optimizer = torch.optim.AdamW(groups, lr=1e-3, eps=1e-4)
         if not self.scheduled:
             return optimizer
-        scheduler = hf.get_linear_schedule_with_warmup(optimizer, 1, self.trainer.estimated_stepping_batches)
+        scheduler = hf.get_linear_schedule_with_warmup(
+            optimizer, 1, self.trainer.estimated_stepping_batches
+        )
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
 
@@ -62,26 +73,43 @@ def picture_and_label(source: torch.Generator, index: int) -> dict[str, Tensor]:
 
 
 def picture_and_text(source: torch.Generator, index: int) -> dict[str, Any]:
-    return {"pixel_values": image(source, size=16), "input_ids": tokens(source, LENGTH, VOCAB), "return_loss": True}
+    return {
+        "pixel_values": image(source, size=16),
+        "input_ids": tokens(source, LENGTH, VOCAB),
+        "return_loss": True,
+    }
 
 
 def without_flags(batch: list[dict[str, Any]]) -> dict[str, Any]:
-    stacked = {key: torch.stack([entry[key] for entry in batch]) for key in ("pixel_values", "input_ids")}
+    stacked = {
+        key: torch.stack([entry[key] for entry in batch]) for key in ("pixel_values", "input_ids")
+    }
     return {**stacked, "return_loss": True}
 
 
 def segmentation(source: torch.Generator, index: int) -> dict[str, Tensor]:
-    return {"pixel_values": image(source, size=32), "labels": torch.randint(0, 3, (32, 32), generator=source)}
+    return {
+        "pixel_values": image(source, size=32),
+        "labels": torch.randint(0, 3, (32, 32), generator=source),
+    }
 
 
 def sound_and_text(source: torch.Generator, index: int) -> dict[str, Tensor]:
-    return {"input_features": torch.randn(8, 16, generator=source), "labels": tokens(source, 6, VOCAB)}
+    return {
+        "input_features": torch.randn(8, 16, generator=source),
+        "labels": tokens(source, 6, VOCAB),
+    }
 
 
 SMALL = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 HALVES = {**SMALL, "intermediate_size": 32, "max_position_embeddings": 16, "num_key_value_heads": 1}
 PATCHES = {
-    **{"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32},
+    **{
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+    },
     **{"image_size": 16, "patch_size": 8},
 }
 
@@ -106,26 +134,42 @@ def bert() -> Any:
 @program()
 def t5() -> Any:
     config = hf.T5Config(
-        vocab_size=VOCAB, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, decoder_start_token_id=0
+        vocab_size=VOCAB,
+        d_model=16,
+        d_kv=8,
+        d_ff=32,
+        num_layers=2,
+        num_heads=2,
+        decoder_start_token_id=0,
     )
     return Pretrained(hf.T5ForConditionalGeneration(config)), loader(translation)
 
 
 @program()
 def mixtral() -> Any:
-    config = hf.MixtralConfig(**HALVES, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True)
+    config = hf.MixtralConfig(
+        **HALVES, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True
+    )
     return Pretrained(hf.MixtralForCausalLM(config)), loader(language)
 
 
 @program()
 def vit() -> Any:
-    return Pretrained(hf.ViTForImageClassification(hf.ViTConfig(**PATCHES, num_labels=5))), loader(picture_and_label)
+    return Pretrained(hf.ViTForImageClassification(hf.ViTConfig(**PATCHES, num_labels=5))), loader(
+        picture_and_label
+    )
 
 
 @program()
 def swin() -> Any:
     config = hf.SwinConfig(
-        image_size=16, patch_size=2, embed_dim=8, depths=[1, 1], num_heads=[2, 2], window_size=4, num_labels=5
+        image_size=16,
+        patch_size=2,
+        embed_dim=8,
+        depths=[1, 1],
+        num_heads=[2, 2],
+        window_size=4,
+        num_labels=5,
     )
     return Pretrained(hf.SwinForImageClassification(config)), loader(picture_and_label)
 
@@ -133,7 +177,12 @@ def swin() -> Any:
 @program()
 def convnext() -> Any:
     config = hf.ConvNextConfig(
-        num_channels=3, patch_size=2, hidden_sizes=[8, 16], depths=[1, 1], num_stages=2, num_labels=5
+        num_channels=3,
+        patch_size=2,
+        hidden_sizes=[8, 16],
+        depths=[1, 1],
+        num_stages=2,
+        num_labels=5,
     )
     return Pretrained(hf.ConvNextForImageClassification(config)), loader(picture_and_label)
 
@@ -141,7 +190,12 @@ def convnext() -> Any:
 @program()
 def clip() -> Any:
     config = hf.CLIPConfig(
-        text_config={**SMALL, "intermediate_size": 32, "max_position_embeddings": 16, "eos_token_id": 1},
+        text_config={
+            **SMALL,
+            "intermediate_size": 32,
+            "max_position_embeddings": 16,
+            "eos_token_id": 1,
+        },
         vision_config=PATCHES,
         projection_dim=8,
     )
@@ -188,7 +242,9 @@ def whisper() -> Any:
 
 
 class Detector(Pretrained):
-    """Batches with a list of dictionaries, one for each image; a Hungarian matching on the CPU inside the loss."""
+    """Batches with a list of dictionaries, one for each image; a Hungarian matching on the CPU
+    inside the loss.
+    """
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         outputs = self.model(pixel_values=batch["pixel_values"], labels=batch["labels"])
@@ -211,5 +267,7 @@ def list_of_dicts(batch: list[dict[str, Any]]) -> dict[str, Any]:
 @program()
 def yolos_detection() -> Any:
     settings = {**PATCHES, "image_size": [16, 16]}
-    config = hf.YolosConfig(**settings, num_detection_tokens=5, num_labels=4, use_mid_position_embeddings=False)
+    config = hf.YolosConfig(
+        **settings, num_detection_tokens=5, num_labels=4, use_mid_position_embeddings=False
+    )
     return Detector(hf.YolosForObjectDetection(config)), loader(boxes, collate_fn=list_of_dicts)

@@ -1,4 +1,6 @@
-"""Networks in the style of timm, segmentation_models_pytorch, torchvision's detectors and diffusers, written anew and small."""
+"""Networks in the style of timm, segmentation_models_pytorch, torchvision's detectors and
+diffusers, written anew and small.
+"""
 
 from __future__ import annotations
 
@@ -46,10 +48,14 @@ class InvertedResidual(nn.Module):
             nn.Conv2d(channels, wide, 1, bias=False), nn.BatchNorm2d(wide), nn.SiLU(inplace=True)
         )
         self.depthwise = nn.Sequential(
-            nn.Conv2d(wide, wide, 3, padding=1, groups=wide, bias=False), nn.BatchNorm2d(wide), nn.SiLU(inplace=True)
+            nn.Conv2d(wide, wide, 3, padding=1, groups=wide, bias=False),
+            nn.BatchNorm2d(wide),
+            nn.SiLU(inplace=True),
         )
         self.se = SqueezeExcite(wide)
-        self.project = nn.Sequential(nn.Conv2d(wide, channels, 1, bias=False), nn.BatchNorm2d(channels))
+        self.project = nn.Sequential(
+            nn.Conv2d(wide, channels, 1, bias=False), nn.BatchNorm2d(channels)
+        )
         self.drop_path = DropPath(0.2)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -98,21 +104,35 @@ def efficientnet() -> Any:
 
 
 class LayerScaled(nn.Module):
-    """A vision transformer's block with a class token's layer scale (a parameter of its own) and fused attention."""
+    """A vision transformer's block with a class token's layer scale (a parameter of its own) and
+    fused attention.
+    """
 
     def __init__(self, width: int, heads: int = 2) -> None:
         super().__init__()
         self.heads = heads
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.gamma1, self.gamma2 = nn.Parameter(1e-1 * torch.ones(width)), nn.Parameter(1e-1 * torch.ones(width))
-        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+        self.gamma1, self.gamma2 = (
+            nn.Parameter(1e-1 * torch.ones(width)),
+            nn.Parameter(1e-1 * torch.ones(width)),
+        )
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
+        )
         self.drop_path = DropPath(0.1)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
-        q, k, v = self.qkv(self.norm1(x)).reshape(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
-        attended = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, length, width)
+        q, k, v = (
+            self.qkv(self.norm1(x))
+            .reshape(batch, length, 3, self.heads, -1)
+            .permute(2, 0, 3, 1, 4)
+            .unbind(0)
+        )
+        attended = (
+            F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, length, width)
+        )
         x = x + self.drop_path(self.gamma1 * self.proj(attended))
         return x + self.drop_path(self.gamma2 * self.mlp(self.norm2(x)))
 
@@ -121,7 +141,10 @@ class TimmViT(nn.Module):
     def __init__(self, width: int = 16) -> None:
         super().__init__()
         self.patch_embed = nn.Conv2d(3, width, 4, stride=4)
-        self.cls_token, self.pos_embed = nn.Parameter(torch.zeros(1, 1, width)), nn.Parameter(torch.zeros(1, 5, width))
+        self.cls_token, self.pos_embed = (
+            nn.Parameter(torch.zeros(1, 1, width)),
+            nn.Parameter(torch.zeros(1, 5, width)),
+        )
         self.blocks = nn.Sequential(*(LayerScaled(width) for _ in range(3)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 5)
 
@@ -139,17 +162,33 @@ def timm_like_vit() -> Any:
 class DoubleConv(nn.Sequential):
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(
-            *(nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True)),
-            *(nn.Conv2d(outputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True)),
+            *(
+                nn.Conv2d(inputs, outputs, 3, padding=1),
+                nn.BatchNorm2d(outputs),
+                nn.ReLU(inplace=True),
+            ),
+            *(
+                nn.Conv2d(outputs, outputs, 3, padding=1),
+                nn.BatchNorm2d(outputs),
+                nn.ReLU(inplace=True),
+            ),
         )
 
 
 class UNet(nn.Module):
     def __init__(self, classes: int = 3) -> None:
         super().__init__()
-        self.down1, self.down2, self.bottom = DoubleConv(3, 8), DoubleConv(8, 16), DoubleConv(16, 32)
+        self.down1, self.down2, self.bottom = (
+            DoubleConv(3, 8),
+            DoubleConv(8, 16),
+            DoubleConv(16, 32),
+        )
         self.up2, self.up1 = nn.ConvTranspose2d(32, 16, 2, 2), nn.ConvTranspose2d(16, 8, 2, 2)
-        self.merge2, self.merge1, self.head = DoubleConv(32, 16), DoubleConv(16, 8), nn.Conv2d(8, classes, 1)
+        self.merge2, self.merge1, self.head = (
+            DoubleConv(32, 16),
+            DoubleConv(16, 8),
+            nn.Conv2d(8, classes, 1),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         first = self.down1(x)
@@ -160,7 +199,9 @@ class UNet(nn.Module):
 
 
 class Segmentation(L.LightningModule):
-    """segmentation_models_pytorch's example: a Dice loss, outputs of the steps kept and cleared at the end of the epoch."""
+    """segmentation_models_pytorch's example: a Dice loss, outputs of the steps kept and cleared at
+    the end of the epoch.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,7 +216,12 @@ class Segmentation(L.LightningModule):
         logits = self.model((pixels - self.mean) / 2.0)
         goal = F.one_hot(mask, 3).permute(0, 3, 1, 2).float()
         share = logits.softmax(1)
-        dice = 1 - (2 * (share * goal).sum((0, 2, 3)) / (share + goal).sum((0, 2, 3)).clamp_min(1e-6)).mean()
+        dice = (
+            1
+            - (
+                2 * (share * goal).sum((0, 2, 3)) / (share + goal).sum((0, 2, 3)).clamp_min(1e-6)
+            ).mean()
+        )
         hits = (logits.argmax(1) == mask).sum()
         return {"loss": dice, "hits": hits}
 
@@ -194,7 +240,11 @@ class Segmentation(L.LightningModule):
 
 
 def image_and_mask(source: torch.Generator, index: int) -> dict[str, Any]:
-    return {"image": image(source), "mask": torch.randint(0, 3, (8, 8), generator=source), "name": f"{index}.png"}
+    return {
+        "image": image(source),
+        "mask": torch.randint(0, 3, (8, 8), generator=source),
+        "name": f"{index}.png",
+    }
 
 
 @program()
@@ -216,7 +266,10 @@ class Detector(nn.Module):
         height = max(picture.shape[1] for picture in images)
         width = max(picture.shape[2] for picture in images)
         stacked = torch.stack(
-            [F.pad(picture, (0, width - picture.shape[2], 0, height - picture.shape[1])) for picture in images]
+            [
+                F.pad(picture, (0, width - picture.shape[2], 0, height - picture.shape[1]))
+                for picture in images
+            ]
         )
         features = self.backbone(stacked)
         scores, places = self.classify(features), self.locate(features)
@@ -227,7 +280,10 @@ class Detector(nn.Module):
             positive[target["labels"], y, x] = 1.0
             classification.append(F.binary_cross_entropy_with_logits(scores[number], positive))
             location.append(F.smooth_l1_loss(places[number][:, y, x].T, target["boxes"]))
-        return {"classification": torch.stack(classification).mean(), "location": torch.stack(location).mean()}
+        return {
+            "classification": torch.stack(classification).mean(),
+            "location": torch.stack(location).mean(),
+        }
 
 
 class Detection(L.LightningModule):
@@ -238,7 +294,9 @@ class Detection(L.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         images, targets = batch
         losses = self.model(list(images), [dict(target.items()) for target in targets])
-        self.log_dict({f"train_{name}": value for name, value in losses.items()}, batch_size=len(images))
+        self.log_dict(
+            {f"train_{name}": value for name, value in losses.items()}, batch_size=len(images)
+        )
         return sum(losses.values())  # type: ignore[return-value]
 
     def configure_optimizers(self) -> Any:
@@ -248,7 +306,10 @@ class Detection(L.LightningModule):
 def picture_with_boxes(source: torch.Generator, index: int) -> tuple[Tensor, dict[str, Tensor]]:
     count, size = 1 + index % 3, 8 + 2 * (index % 2)
     boxes = torch.cat([torch.randint(0, 8, (count, 2), generator=source), torch.ones(count, 2)], -1)
-    return image(source, size=size), {"boxes": boxes, "labels": torch.randint(0, 4, (count,), generator=source)}
+    return image(source, size=size), {
+        "boxes": boxes,
+        "labels": torch.randint(0, 4, (count,), generator=source),
+    }
 
 
 def as_lists(batch: list[Any]) -> Any:
@@ -265,8 +326,14 @@ class TimeBlock(nn.Module):
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.norm1, self.conv1 = nn.GroupNorm(2, channels), nn.Conv2d(channels, channels, 3, padding=1)
-        self.norm2, self.conv2 = nn.GroupNorm(2, channels), nn.Conv2d(channels, channels, 3, padding=1)
+        self.norm1, self.conv1 = (
+            nn.GroupNorm(2, channels),
+            nn.Conv2d(channels, channels, 3, padding=1),
+        )
+        self.norm2, self.conv2 = (
+            nn.GroupNorm(2, channels),
+            nn.Conv2d(channels, channels, 3, padding=1),
+        )
         self.time = nn.Linear(16, channels)
 
     def forward(self, x: Tensor, time: Tensor) -> Tensor:

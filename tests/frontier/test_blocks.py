@@ -1,4 +1,6 @@
-"""Operators of a block eliminated to a matrix over its boundary, against brute force over all operators of the chain."""
+"""Operators of a block eliminated to a matrix over its boundary, against brute force over all
+operators of the chain.
+"""
 
 import itertools
 
@@ -13,7 +15,9 @@ from tests.frontier.tables import SHAPES
 
 
 def random_block(rng, *, shape, operators, configs, humps=1, ties=False, forbidden=0.0):
-    """A block's table: (seconds, backward, exchange) with backward a part of seconds, (static, kept, late, humps)."""
+    """A block's table: (seconds, backward, exchange) with backward a part of seconds, (static,
+    kept, late, humps).
+    """
 
     def costs(*size):
         def values(*more):
@@ -30,12 +34,17 @@ def random_block(rng, *, shape, operators, configs, humps=1, ties=False, forbidd
 
     counts = [int(rng.integers(1, configs + 1)) for _ in range(operators)]
     nodes = tuple(OperatorCosts(f"op{i}", tuple(range(k)), *costs(k)) for i, k in enumerate(counts))
-    edges = tuple(EdgeCosts(f"op{i}", f"op{j}", *costs(counts[i], counts[j])) for i, j in SHAPES[shape](rng, operators))
+    edges = tuple(
+        EdgeCosts(f"op{i}", f"op{j}", *costs(counts[i], counts[j]))
+        for i, j in SHAPES[shape](rng, operators)
+    )
     return CostTable(nodes, edges, np.zeros(3), np.zeros(3 + humps))
 
 
 def all_plans(table, *, first, last):
-    """The block with every plan that is allowed as a configuration: what elimination must not lose anything of."""
+    """The block with every plan that is allowed as a configuration: what elimination must not lose
+    anything of.
+    """
     names = [operator.name for operator in table.operators]
     plans, rows = [], []
     for plan in itertools.product(*(range(len(operator.configs)) for operator in table.operators)):
@@ -48,7 +57,9 @@ def all_plans(table, *, first, last):
         if np.isfinite(seconds).all():
             plans.append(plan)
             rows.append([*seconds, *size[:3], size[3:].max()])
-    sides = (np.array([plan[names.index(name)] for plan in plans], np.intp) for name in (first, last))
+    sides = (
+        np.array([plan[names.index(name)] for plan in plans], np.intp) for name in (first, last)
+    )
     return BlockCosts(tuple(plans), *np.array(rows).T, *sides)
 
 
@@ -60,7 +71,15 @@ def test_a_chain_of_eliminated_blocks_equals_one_of_all_plans(shape, ties, forbi
     fewer = 0
     for trial in range(6):
         tables = [
-            random_block(rng, shape=shape, operators=4, configs=3, humps=1 + trial % 2, ties=ties, forbidden=forbidden)
+            random_block(
+                rng,
+                shape=shape,
+                operators=4,
+                configs=3,
+                humps=1 + trial % 2,
+                ties=ties,
+                forbidden=forbidden,
+            )
             for _ in range(2)
         ]
         last = "op0" if trial == 5 else "op3"
@@ -73,17 +92,36 @@ def test_a_chain_of_eliminated_blocks_equals_one_of_all_plans(shape, ties, forbi
         order = (0, 1, 0)
         edges = []
         for a, b in itertools.pairwise(order):
-            size = len(tables[a].operators[-1 if last == "op3" else 0].configs), len(tables[b].operators[0].configs)
+            size = (
+                len(tables[a].operators[-1 if last == "op3" else 0].configs),
+                len(tables[b].operators[0].configs),
+            )
             edges.append(BlockEdge(*(rng.integers(0, 512, (2, *size)) / 1024)))
-        found, expected = (search_chain(ChainTable(tuple(blocks), order, tuple(edges))) for blocks in (small, whole))
+        found, expected = (
+            search_chain(ChainTable(tuple(blocks), order, tuple(edges)))
+            for blocks in (small, whole)
+        )
         assert found.exact and expected.exact
         np.testing.assert_array_equal(found.seconds, expected.seconds)
         np.testing.assert_array_equal(found.bytes, expected.bytes)
-        fewer += sum(len(block.configs) for block in small) < sum(len(block.configs) for block in whole)
-        for block, full in zip(small, whole, strict=True):  # what a plan says it costs is what it costs
+        fewer += sum(len(block.configs) for block in small) < sum(
+            len(block.configs) for block in whole
+        )
+        # what a plan says it costs is what it costs
+        for block, full in zip(small, whole, strict=True):
             for i, plan in enumerate(block.configs):
                 at = full.configs.index(plan)
-                for name in ("seconds", "backward", "exchange", "static", "kept", "late", "hump", "inputs", "outputs"):
+                for name in (
+                    "seconds",
+                    "backward",
+                    "exchange",
+                    "static",
+                    "kept",
+                    "late",
+                    "hump",
+                    "inputs",
+                    "outputs",
+                ):
                     assert getattr(block, name)[i] == getattr(full, name)[at]
     assert fewer or forbidden
 
@@ -105,7 +143,10 @@ def test_bad_blocks_are_refused():
         eliminate_block(table, first="op0", last="op9")
     with pytest.raises(ValueError, match="max_branches is 1"):
         eliminate_block(
-            random_block(rng, shape="complete", operators=4, configs=4), first="op0", last="op3", max_branches=1
+            random_block(rng, shape="complete", operators=4, configs=4),
+            first="op0",
+            last="op3",
+            max_branches=1,
         )
     with pytest.raises(ValueError, match="columns"):
         eliminate_block(CostTable((), (), np.zeros(2), np.zeros(4)), first="a", last="b")

@@ -6,7 +6,12 @@ import pytest
 from lightning_topt.costs.chain_table import BlockCosts, BlockEdge, ChainTable
 from lightning_topt.frontier import frontier_search
 from lightning_topt.frontier.frontier_search import search_chain, search_frontier
-from tests.frontier.tables import assert_equals_brute_force, one_column_per_point_in_time, random_chain, simulate
+from tests.frontier.tables import (
+    assert_equals_brute_force,
+    one_column_per_point_in_time,
+    random_chain,
+    simulate,
+)
 
 
 @pytest.fixture(params=["numpy", "compiled"])
@@ -20,8 +25,13 @@ def test_evaluate_equals_a_simulated_step(layouts):
     rng = np.random.default_rng(0)
     for _ in range(60):
         blocks, forward = int(rng.integers(1, 7)), bool(rng.random() < 0.5)
-        table = random_chain(rng, blocks=blocks, configs=3, edges=0.6, layouts=layouts, forward=forward)
-        plans = np.stack([rng.integers(0, len(table.block(n).configs), 8) for n in range(len(table.order))], axis=1)
+        table = random_chain(
+            rng, blocks=blocks, configs=3, edges=0.6, layouts=layouts, forward=forward
+        )
+        plans = np.stack(
+            [rng.integers(0, len(table.block(n).configs), 8) for n in range(len(table.order))],
+            axis=1,
+        )
         seconds, size = table.evaluate(plans)
         for plan, *costs in zip(plans, seconds, size, strict=True):
             np.testing.assert_allclose(costs, simulate(table, plan), rtol=1e-14)
@@ -46,7 +56,12 @@ def test_equals_one_column_per_point_in_time(way, blocks):
     rng = np.random.default_rng(blocks)
     for trial in range(4):
         table = random_chain(
-            rng, blocks=blocks, configs=3, edges=[0.0, 0.5, 1.0][trial % 3], ties=trial == 3, forward=trial > 1
+            rng,
+            blocks=blocks,
+            configs=3,
+            edges=[0.0, 0.5, 1.0][trial % 3],
+            ties=trial == 3,
+            forward=trial > 1,
         )
         few, many = search_chain(table), search_frontier(one_column_per_point_in_time(table))
         assert few.exact and many.exact and len(few)
@@ -56,10 +71,15 @@ def test_equals_one_column_per_point_in_time(way, blocks):
 
 @pytest.mark.parametrize("forward", [False, True])
 def test_columns_do_not_grow_with_depth(forward):
-    """A chain of 60 blocks costs no more per block than one of 20 (the number of candidates, not seconds)."""
+    """A chain of 60 blocks costs no more per block than one of 20 (the number of candidates, not
+    seconds).
+    """
     rng = np.random.default_rng(0)
     table = random_chain(rng, blocks=4, configs=4, forward=forward)
-    layers = [frontier_search.chain_layers(ChainTable(table.blocks, (0, 1, 2, 3) * count)) for count in (5, 15)]
+    layers = [
+        frontier_search.chain_layers(ChainTable(table.blocks, (0, 1, 2, 3) * count))
+        for count in (5, 15)
+    ]
     assert {layer.columns for some in layers for layer in some} == {5 if forward else 4, 2}
 
 
@@ -87,5 +107,7 @@ def test_bad_tables_are_refused():
 
 
 def test_no_blocks_is_the_fixed_cost():
-    (point,) = search_chain(ChainTable((), (), fixed_seconds=2.0, fixed_bytes=3.0, update_bytes=4.0)).points
+    (point,) = search_chain(
+        ChainTable((), (), fixed_seconds=2.0, fixed_bytes=3.0, update_bytes=4.0)
+    ).points
     assert (point.step_seconds, point.peak_bytes, point.choice) == (2.0, 7.0, {})

@@ -16,7 +16,9 @@ from tests.frontier.tables import random_chain
 
 def union(tables):
     """(seconds, bytes) of the best plans of all tables, by bytes ascending."""
-    points = sorted((p.peak_bytes, p.step_seconds) for table in tables for p in brute_force_frontier(table))
+    points = sorted(
+        (p.peak_bytes, p.step_seconds) for table in tables for p in brute_force_frontier(table)
+    )
     best = []
     for size, seconds in points:
         if not best or seconds < best[-1][0]:
@@ -30,7 +32,9 @@ def random_meshes(rng, count, **options):
     for _ in range(count):
         table = random_chain(rng, blocks=int(rng.integers(1, 5)), configs=3, **options)
         more = float(rng.integers(0, 8))
-        made.append(ChainTable(table.blocks, table.order, table.edges, more, more, table.update_bytes))
+        made.append(
+            ChainTable(table.blocks, table.order, table.edges, more, more, table.update_bytes)
+        )
     return made
 
 
@@ -44,7 +48,9 @@ def test_equals_brute_force_over_all_meshes(monkeypatch, prices, ties, forbidden
     rng = np.random.default_rng([prices, ties, int(10 * forbidden)])
     dropped = 0
     for _ in range(15):
-        tables = random_meshes(rng, int(rng.integers(1, 5)), edges=0.5, ties=ties, forbidden=forbidden)
+        tables = random_meshes(
+            rng, int(rng.integers(1, 5)), edges=0.5, ties=ties, forbidden=forbidden
+        )
         found = search_meshes((i, lambda table=table: table) for i, table in enumerate(tables))
         assert found.exact
         assert [(p.step_seconds, p.peak_bytes) for _, p in found.points] == union(tables)
@@ -70,7 +76,9 @@ def test_chains_of_different_depth_and_columns_side_by_side(monkeypatch, prices)
         ]
         assert {4, 5} >= {column_count(table) for table in tables}
         found = search_meshes((i, lambda table=table: table) for i, table in enumerate(tables))
-        assert found.exact and [(p.step_seconds, p.peak_bytes) for _, p in found.points] == union(tables)
+        assert found.exact and [(p.step_seconds, p.peak_bytes) for _, p in found.points] == union(
+            tables
+        )
         assert all(len(point.choice) == depths[label] for label, point in found.points)
 
 
@@ -79,7 +87,11 @@ def test_a_mesh_that_is_dearer_throughout_is_not_searched(monkeypatch):
     table = random_chain(np.random.default_rng(0), blocks=6, configs=3)
     dear = ChainTable(table.blocks, table.order, table.edges, 1e3, 1e3)
     found = search_meshes([("dear", lambda: dear), ("cheap", lambda: table)])
-    assert found.searched == ("cheap",) and {label for label, _ in found.points} == {"cheap"} and found.exact
+    assert (
+        found.searched == ("cheap",)
+        and {label for label, _ in found.points} == {"cheap"}
+        and found.exact
+    )
 
 
 def test_time_that_is_up_is_said(monkeypatch):
@@ -94,7 +106,8 @@ def test_time_that_is_up_is_said(monkeypatch):
     for _, wanted in whole.points:  # no plan is better than what was found by more than the bound
         factor = 1 + found.error_bound + 1e-9
         assert any(
-            p.step_seconds <= wanted.step_seconds * factor and p.peak_bytes <= wanted.peak_bytes * factor
+            p.step_seconds <= wanted.step_seconds * factor
+            and p.peak_bytes <= wanted.peak_bytes * factor
             for _, p in found.points
         )
 

@@ -12,7 +12,11 @@ from lightning_topt.frontier.pareto import pareto_rows, pareto_rows_2, unique_ro
 def slow_minimal(costs):
     """The distinct minimal rows, sorted."""
     rows = sorted(set(map(tuple, costs.tolist())))
-    return [r for r in rows if not any(o != r and all(a <= b for a, b in zip(o, r, strict=True)) for o in rows)]
+    return [
+        r
+        for r in rows
+        if not any(o != r and all(a <= b for a, b in zip(o, r, strict=True)) for o in rows)
+    ]
 
 
 def random_costs(rng, n, c, *, ties):
@@ -30,7 +34,11 @@ def compiled_rows(costs, *, most, first=None):
     )
     order = np.lexsort((costs.sum(axis=1), np.repeat(np.arange(len(first) - 1), np.diff(first))))
     state_kernels.minimal(costs, first, order, held, floor, kept, counts, most)
-    return np.split(kept[: counts.sum()], np.cumsum(counts)[1:-1]) if len(first) > 2 else kept[: counts.sum()]
+    return (
+        np.split(kept[: counts.sum()], np.cumsum(counts)[1:-1])
+        if len(first) > 2
+        else kept[: counts.sum()]
+    )
 
 
 @pytest.mark.parametrize("ties", [False, True])
@@ -59,7 +67,8 @@ def test_pareto_rows_with_constant_equal_and_many_kept_columns():
     rng = np.random.default_rng(0)
     first = rng.random(6000)
     costs = np.stack([first, np.ones(6000), 1 - first, 5 + first, rng.random(6000)], axis=1)
-    assert len(pareto_rows(costs)) == 6000  # first and 1 - first trade off: all minimal, in many blocks and chunks
+    # first and 1 - first trade off: all minimal, in many blocks and chunks
+    assert len(pareto_rows(costs)) == 6000
     assert len(pareto_rows(costs[:, [0, 1, 3]])) == 1
     assert len(pareto_rows(np.ones((5, 3)))) == 1
     assert len(pareto_rows(np.ones((5, 0)))) == 1

@@ -7,12 +7,19 @@ from lightning_topt.costs.cost_table import CostTable, EdgeCosts, OperatorCosts
 from lightning_topt.frontier import frontier_search, table_layers, walk, wide
 from lightning_topt.frontier.brute_force import brute_force_frontier
 from lightning_topt.frontier.frontier_search import search_frontier
-from tests.frontier.tables import SHAPES, assert_costs_are_evaluated, assert_equals_brute_force, random_table
+from tests.frontier.tables import (
+    SHAPES,
+    assert_costs_are_evaluated,
+    assert_equals_brute_force,
+    random_table,
+)
 
 
 @pytest.fixture(params=["numpy", "compiled", "compiled in small steps", "compiled without joining"])
 def way(request, monkeypatch):
-    """By NumPy alone; compiled; with few partial plans at first, few comparisons and tiny chunks; from one end only."""
+    """By NumPy alone; compiled; with few partial plans at first, few comparisons and tiny chunks;
+    from one end only.
+    """
     if request.param != "numpy":
         monkeypatch.setattr(frontier_search, "_SMALL", 0)
     if request.param == "compiled in small steps":  # also of joined plans
@@ -44,7 +51,13 @@ def test_equal_operators_and_many_columns(way, same):
     rng = np.random.default_rng(same)
     for trial in range(12):
         table = random_table(
-            rng, shape="isolated", operators=6, configs=4, moments=1 + trial % 5, same=same, ties=trial % 2 == 0
+            rng,
+            shape="isolated",
+            operators=6,
+            configs=4,
+            moments=1 + trial % 5,
+            same=same,
+            ties=trial % 2 == 0,
         )
         assert_equals_brute_force(table, search_frontier(table))
 
@@ -56,7 +69,8 @@ def test_sums_that_round_differently_lose_nothing_but_the_rounding():
         frontier, expected = search_frontier(table), brute_force_frontier(table)
         for plan in expected:
             assert any(
-                p.step_seconds <= plan.step_seconds + 1e-12 and p.peak_bytes <= plan.peak_bytes + 1e-12
+                p.step_seconds <= plan.step_seconds + 1e-12
+                and p.peak_bytes <= plan.peak_bytes + 1e-12
                 for p in frontier.points
             )
 
@@ -65,21 +79,37 @@ def assert_bound_holds(table, frontier):
     """Every plan has a point that is at most ``1 + error_bound`` times as dear in both costs."""
     for plan in brute_force_frontier(table):
         factor = 1 + frontier.error_bound + 1e-12
-        near = (frontier.seconds <= plan.step_seconds * factor) & (frontier.bytes <= plan.peak_bytes * factor)
+        near = (frontier.seconds <= plan.step_seconds * factor) & (
+            frontier.bytes <= plan.peak_bytes * factor
+        )
         assert near.any() or frontier.error_bound == np.inf
     assert_costs_are_evaluated(table, frontier)
 
 
 @pytest.mark.parametrize("shape", ["isolated", "chain", "skips", "complete"])
 @pytest.mark.parametrize(
-    "limit", [{"max_points": 1}, {"max_points": 3}, {"max_bytes": 500.0}, {"max_branches": 5}, {"epsilon": 0.05}]
+    "limit",
+    [
+        {"max_points": 1},
+        {"max_points": 3},
+        {"max_bytes": 500.0},
+        {"max_branches": 5},
+        {"epsilon": 0.05},
+    ],
 )
 def test_what_was_given_up_stays_within_the_bound(monkeypatch, shape, limit):
     monkeypatch.setattr(frontier_search, "_SMALL", 0)
     rng = np.random.default_rng([len(shape), len(limit)])
     inexact = 0
     for trial in range(10):
-        table = random_table(rng, shape=shape, operators=5, configs=4, paths=1 + trial % 2, forbidden=0.1 * (trial % 3))
+        table = random_table(
+            rng,
+            shape=shape,
+            operators=5,
+            configs=4,
+            paths=1 + trial % 2,
+            forbidden=0.1 * (trial % 3),
+        )
         frontier = search_frontier(table, **limit)
         inexact += not frontier.exact
         assert frontier.exact == (frontier.error_bound == 0)
@@ -93,20 +123,28 @@ def test_what_was_given_up_stays_within_the_bound(monkeypatch, shape, limit):
 @pytest.mark.parametrize("columns", [1, 2])
 def test_time_that_is_up_leaves_what_is_known(columns):
     rng = np.random.default_rng(columns)
-    table = random_table(rng, shape="chain", operators=60, configs=8, paths=columns, moments=columns)
+    table = random_table(
+        rng, shape="chain", operators=60, configs=8, paths=columns, moments=columns
+    )
     frontier = search_frontier(table, max_seconds=1e-9)
     assert len(frontier) and not frontier.exact and 0 < frontier.error_bound < np.inf
     assert_costs_are_evaluated(table, frontier)
-    whole = search_frontier(random_table(rng, shape="chain", operators=6, configs=3), max_seconds=60)
+    whole = search_frontier(
+        random_table(rng, shape="chain", operators=6, configs=3), max_seconds=60
+    )
     assert whole.exact
 
 
-@pytest.mark.parametrize("limit", [{"max_branches": 4}, {"max_points": 1}, {"max_points": 2, "epsilon": 0.3}])
+@pytest.mark.parametrize(
+    "limit", [{"max_branches": 4}, {"max_points": 1}, {"max_points": 2, "epsilon": 0.3}]
+)
 def test_plans_that_cost_little_or_nothing(monkeypatch, limit):
     """No relative error can be stated where the least costs are zero or less."""
     monkeypatch.setattr(frontier_search, "_SMALL", 0)
     rng = np.random.default_rng(3)
-    tables = [random_table(rng, shape="complete", operators=4, configs=4, ties=True) for _ in range(25)]
+    tables = [
+        random_table(rng, shape="complete", operators=4, configs=4, ties=True) for _ in range(25)
+    ]
     found = [search_frontier(table, **limit) for table in tables]
     assert any(frontier.error_bound > 0 for frontier in found)
     assert any(frontier.error_bound == np.inf for frontier in found) or "max_branches" not in limit
@@ -149,18 +187,27 @@ def test_bad_tables_and_limits_are_refused():
 
 def test_long_chain_does_not_exhaust_the_stack():
     rng = np.random.default_rng(0)
-    table = random_table(rng, shape="chain", operators=600, configs=2, paths=1, moments=1, ties=True)
+    table = random_table(
+        rng, shape="chain", operators=600, configs=2, paths=1, moments=1, ties=True
+    )
     frontier = search_frontier(table)
     assert frontier.exact and len(frontier) > 1
     assert_costs_are_evaluated(table, frontier)
 
 
 def test_operators_are_reordered_where_the_table_scatters_neighbours():
-    """A chain whose operators are listed alternately from both ends: its own order would join half of them."""
+    """A chain whose operators are listed alternately from both ends: its own order would join half
+    of them.
+    """
     rng = np.random.default_rng(1)
     chain = random_table(rng, shape="chain", operators=16, configs=4, same=True)
     order = [index for pair in zip(range(8), range(15, 7, -1), strict=True) for index in pair]
-    shuffled = CostTable(tuple(chain.operators[i] for i in order), chain.edges, chain.fixed_seconds, chain.fixed_bytes)
+    shuffled = CostTable(
+        tuple(chain.operators[i] for i in order),
+        chain.edges,
+        chain.fixed_seconds,
+        chain.fixed_bytes,
+    )
     graph = table_layers.TableGraph(shuffled)
     assert graph.most_transitions(graph.order(()), ()) <= 64
     found, expected = (search_frontier(table, max_seconds=1e6) for table in (shuffled, chain))

@@ -6,7 +6,14 @@ import itertools
 import numpy as np
 import pytest
 
-from lightning_topt.costs.stage_table import StageBlock, StageChain, StageKind, StageLink, StageTable, StageVariant
+from lightning_topt.costs.stage_table import (
+    StageBlock,
+    StageChain,
+    StageKind,
+    StageLink,
+    StageTable,
+    StageVariant,
+)
 from lightning_topt.frontier import stage_cuts, stage_states
 from lightning_topt.frontier.brute_force import brute_force_stages
 from lightning_topt.frontier.run_kernels import states_of_runs
@@ -30,22 +37,40 @@ def random_chain(rng, order, configs, *, ties):
     return StageChain(tuple(blocks), order)
 
 
-def random_stages(rng, schedule, *, blocks, stages, ties=False, distinct=None, configs=2, devices=2):
-    """Devices have costs of their own, links too; stages s of S hold as many microbatches as their schedule says."""
-    order = tuple(rng.integers(0, distinct or blocks, blocks).tolist()) if distinct else tuple(range(blocks))
+def random_stages(
+    rng, schedule, *, blocks, stages, ties=False, distinct=None, configs=2, devices=2
+):
+    """Devices have costs of their own, links too; stages s of S hold as many microbatches as their
+    schedule says.
+    """
+    order = (
+        tuple(rng.integers(0, distinct or blocks, blocks).tolist())
+        if distinct
+        else tuple(range(blocks))
+    )
     counts = rng.integers(1, configs + 1, max(order) + 1)
     variants = []
     for _ in range(devices):
         chain = random_chain(rng, order, counts, ties=ties)
         variants.append(
-            StageVariant(chain, *(grid(rng, len(counts), ties=ties) * rng.integers(0, 2) for _ in range(5)))
+            StageVariant(
+                chain, *(grid(rng, len(counts), ties=ties) * rng.integers(0, 2) for _ in range(5))
+            )
         )
-    links = tuple(StageLink(*(grid(rng, blocks, ties=ties) * rng.integers(0, 2) for _ in range(4))) for _ in range(2))
+    links = tuple(
+        StageLink(*(grid(rng, blocks, ties=ties) * rng.integers(0, 2) for _ in range(4)))
+        for _ in range(2)
+    )
     micro = int(rng.integers(1, 6))
-    held = {"gpipe": [micro] * stages}.get(schedule, [min(stages - s, micro) for s in range(stages)])
+    held = {"gpipe": [micro] * stages}.get(
+        schedule, [min(stages - s, micro) for s in range(stages)]
+    )
     flushes = schedule != "continuous"
     held = held if flushes else [stages - s for s in range(stages)]
-    waits = [((w, 1.0), (w - 0.5, s + 1.0)) if schedule == "zero_bubble" else () for s, w in enumerate(held)]
+    waits = [
+        ((w, 1.0), (w - 0.5, s + 1.0)) if schedule == "zero_bubble" else ()
+        for s, w in enumerate(held)
+    ]
     kinds = tuple(
         StageKind(
             tuple(sorted(set(rng.integers(0, devices, rng.integers(1, 3)).tolist()))),
@@ -57,8 +82,12 @@ def random_stages(rng, schedule, *, blocks, stages, ties=False, distinct=None, c
         for w, late in zip(held, waits, strict=True)
     )
     shared = grid(rng, 2, blocks, blocks + 1, ties=ties) if rng.random() < 0.3 else None
-    lead, load = {"zero_bubble": (0.5, micro - 0.5), "continuous": (0.0, 1.0)}.get(schedule, (1.0, micro - 1.0))
-    return StageTable(tuple(variants), kinds, links, lead, load, 1.0, shared, float(rng.integers(0, 3)), 1.0)
+    lead, load = {"zero_bubble": (0.5, micro - 0.5), "continuous": (0.0, 1.0)}.get(
+        schedule, (1.0, micro - 1.0)
+    )
+    return StageTable(
+        tuple(variants), kinds, links, lead, load, 1.0, shared, float(rng.integers(0, 3)), 1.0
+    )
 
 
 def costs(frontier):
@@ -70,18 +99,37 @@ def costs(frontier):
 def test_equals_brute_force(schedule, ties):
     """300 chains in all, of up to 10 blocks and 4 stages, on devices and links that differ."""
     rng = np.random.default_rng([SCHEDULES.index(schedule), ties])
-    sizes = [(2, 2, 3), (3, 2, 3), (4, 3, 2), (5, 4, 2), (7, 4, 1), (10, 4, 1), (8, 3, 2), (6, 1, 2), (5, 5, 2)]
+    sizes = [
+        (2, 2, 3),
+        (3, 2, 3),
+        (4, 3, 2),
+        (5, 4, 2),
+        (7, 4, 1),
+        (10, 4, 1),
+        (8, 3, 2),
+        (6, 1, 2),
+        (5, 5, 2),
+    ]
     several = 0
     for number in range(52):
         blocks, stages, configs = sizes[number % len(sizes)]
         distinct = 2 if number % 3 == 0 else None
         table = random_stages(
-            rng, schedule, blocks=blocks, stages=stages, configs=configs, distinct=distinct, ties=ties
+            rng,
+            schedule,
+            blocks=blocks,
+            stages=stages,
+            configs=configs,
+            distinct=distinct,
+            ties=ties,
         )
         found = search_stages(table)
         assert found.exact and costs(found) == brute_force_stages(table)
         for point in found.points:
-            assert table.evaluate(point.ends, point.variants, point.configs) == (point.step_seconds, point.peak_bytes)
+            assert table.evaluate(point.ends, point.variants, point.configs) == (
+                point.step_seconds,
+                point.peak_bytes,
+            )
         several += len(found.points) > 1
     assert several > 20
 
@@ -90,7 +138,9 @@ def test_equals_brute_force(schedule, ties):
 def test_compiled_cuts_are_those_of_arrays(schedule, monkeypatch):
     rng, feasible = np.random.default_rng(5), 0
     for _ in range(20):
-        table = random_stages(rng, schedule, blocks=9, stages=int(rng.integers(1, 6)), distinct=4, configs=3)
+        table = random_stages(
+            rng, schedule, blocks=9, stages=int(rng.integers(1, 6)), distinct=4, configs=3
+        )
         limits = [(np.inf, np.inf), *(rng.random((6, 2)) * 20).tolist()]
         found = []
         for small in (np.inf, -1):
@@ -180,17 +230,26 @@ def test_compiled_states_are_those_of_arrays(epsilon, most):
 def test_runs_that_receive_alike_are_one_class(shared):
     rng = np.random.default_rng(3)
     table = random_stages(rng, SCHEDULES[0], blocks=8, stages=3, ties=True, distinct=2)
-    table = dataclasses.replace(table, shared=rng.integers(0, 2, (2, 8, 9)).astype(float) if shared else None)
+    table = dataclasses.replace(
+        table, shared=rng.integers(0, 2, (2, 8, 9)).astype(float) if shared else None
+    )
     runs, link = stage_states.runs_of(table.order), table.links[0]
     of, run_of, extras = stage_states._classes(table, runs, 0)
     rows = {}
     for i, j in itertools.combinations(range(9), 2):
-        received = [float(getattr(link, name)[i]) if i else 0.0 for name in ("lead", "load", "floor", "kept")]
+        received = [
+            float(getattr(link, name)[i]) if i else 0.0
+            for name in ("lead", "load", "floor", "kept")
+        ]
         more = [0.0, 0.0] if table.shared is None else table.shared[:, i, j].tolist()
         rows[i, j] = (int(runs.of[i, j]), *received, *more)
     ordered = sorted(set(rows.values()))
-    assert {(i, j): ordered.index(row) for (i, j), row in rows.items()} == {(i, j): of[i, j] for i, j in rows}
-    assert [(run, *more) for run, more in zip(run_of.tolist(), extras.tolist(), strict=True)] == ordered
+    assert {(i, j): ordered.index(row) for (i, j), row in rows.items()} == {
+        (i, j): of[i, j] for i, j in rows
+    }
+    assert [
+        (run, *more) for run, more in zip(run_of.tolist(), extras.tolist(), strict=True)
+    ] == ordered
 
 
 def test_equal_runs_share_their_states():
@@ -216,4 +275,7 @@ def test_tables_that_cannot_be_are_refused():
     with pytest.raises(ValueError, match="kept must be finite"):
         StageBlock(("a",), *np.ones((3, 1)), np.array([np.inf]), np.ones(1))
     with pytest.raises(ValueError, match="epsilon"):
-        search_stages(StageTable((StageVariant.of(chain),), (kind,), (StageLink.none(2),), 1.0, 1.0), epsilon=1.0)
+        search_stages(
+            StageTable((StageVariant.of(chain),), (kind,), (StageLink.none(2),), 1.0, 1.0),
+            epsilon=1.0,
+        )

@@ -29,7 +29,8 @@ def run_step(module: Any, batch: Any) -> Tensor:
 
 
 def allocator_peaks(module: nn.Module, batch: Any) -> tuple[int, int]:
-    """Highest bytes allocated since the start of the step in its forward and in its backward, by torch's profiler.
+    """Highest bytes allocated since the start of the step in its forward and in its backward, by
+    torch's profiler.
 
     On one thread: kernels with several take memory for each.
     """
@@ -44,7 +45,9 @@ def allocator_peaks(module: nn.Module, batch: Any) -> tuple[int, int]:
 def _allocator_peaks(module: nn.Module, batch: Any) -> tuple[int, int]:
     run_step(module, batch).backward()
     module.zero_grad(set_to_none=True)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True) as profiler:
+    with profile(
+        activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True
+    ) as profiler:
         with record_function("FORWARD"):
             loss = run_step(module, batch)
         with record_function("BACKWARD"):
@@ -73,10 +76,15 @@ def _allocator_peaks(module: nn.Module, batch: Any) -> tuple[int, int]:
 
 
 def saved_bytes(module: nn.Module, batch: Any) -> int:
-    """Bytes of the distinct storages that autograd saves, without parameters, buffers and the batch."""
+    """Bytes of the distinct storages that autograd saves, without parameters, buffers and the
+    batch.
+    """
     from lightning_topt.graph.structures import tensors_in
 
-    seen = {t.untyped_storage()._cdata for t in (*module.parameters(), *module.buffers(), *tensors_in(batch))}
+    seen = {
+        t.untyped_storage()._cdata
+        for t in (*module.parameters(), *module.buffers(), *tensors_in(batch))
+    }
     sizes: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -86,22 +94,29 @@ def saved_bytes(module: nn.Module, batch: Any) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        run_step(module, batch)  # the graph lives to the end of this line, so no address is used twice
+        # the graph lives to the end of this line, so no address is used twice
+        run_step(module, batch)
     return sum(sizes.values())
 
 
 class BlockMemory(TorchDispatchMode):
-    """Live bytes of activations on real tensors: highest while each block computes in forward, and afterwards."""
+    """Live bytes of activations on real tensors: highest while each block computes in forward, and
+    afterwards.
+    """
 
     def __init__(self, module: nn.Module, outside: list[Tensor], blocks: list[str]) -> None:
         super().__init__()
-        self.outside = {t.untyped_storage()._cdata for t in (*module.parameters(), *module.buffers(), *outside)}
+        self.outside = {
+            t.untyped_storage()._cdata for t in (*module.parameters(), *module.buffers(), *outside)
+        }
         self.live: dict[int, int] = {}
         self.references: dict[int, Any] = {}
         self.current = ""
         self.forward_peaks: dict[str, int] = {}
         for name in blocks:
-            module.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: self.enter(name))
+            module.get_submodule(name).register_forward_pre_hook(
+                lambda *_, name=name: self.enter(name)
+            )
             module.get_submodule(name).register_forward_hook(lambda *_: self.enter(""))
 
     def enter(self, name: str) -> None:
@@ -112,7 +127,9 @@ class BlockMemory(TorchDispatchMode):
         for tensor in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(tensor, Tensor):
                 self.track(tensor)
-        self.forward_peaks[self.current] = max(self.forward_peaks.get(self.current, 0), sum(self.live.values()))
+        self.forward_peaks[self.current] = max(
+            self.forward_peaks.get(self.current, 0), sum(self.live.values())
+        )
         return out
 
     def track(self, tensor: Tensor) -> None:
@@ -120,4 +137,6 @@ class BlockMemory(TorchDispatchMode):
         key = storage._cdata
         if key not in self.live and key not in self.outside:
             self.live[key] = storage.nbytes()
-            self.references[key] = weakref.ref(storage, lambda _: (self.live.pop(key), self.references.pop(key)))
+            self.references[key] = weakref.ref(
+                storage, lambda _: (self.live.pop(key), self.references.pop(key))
+            )

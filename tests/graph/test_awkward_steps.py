@@ -1,4 +1,6 @@
-"""Mixtures of experts under autocast, sparse and complex parameters, synchronized batch normalization, gathers."""
+"""Mixtures of experts under autocast, sparse and complex parameters, synchronized batch
+normalization, gathers.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ class Experts(Net):
     def __init__(self) -> None:
         super().__init__()
         self.gate = nn.Linear(8, 4)
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)) for _ in range(4))
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)) for _ in range(4)
+        )
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         weights = F.softmax(self.gate(x), dim=-1, dtype=torch.float)
@@ -80,11 +84,15 @@ def test_mixtures_of_experts_under_autocast(experts: Any) -> None:
     torch.manual_seed(0)
     module = experts()
     real = observe_step(module, X, forward_context=bfloat16)
-    assert [block.name for block in real.blocks if "experts" in block.name] == [f"experts.{i}" for i in range(4)]
+    assert [block.name for block in real.blocks if "experts" in block.name] == [
+        f"experts.{i}" for i in range(4)
+    ]
     assert sum(flops_of(op, "forward", 4) for op in real.ops) > 2 * 4 * (64 + 32)
     if experts is CapacityExperts:
         fake = capture(module, X, forward_context=bfloat16, batch_scaling=False)
-        assert [op.name for op in fake.ops] == [op.name for op in real.ops] and fake.blocks == real.blocks
+        assert [op.name for op in fake.ops] == [
+            op.name for op in real.ops
+        ] and fake.blocks == real.blocks
     else:
         with pytest.raises(ValueError) as caught:
             capture(module, X, forward_context=bfloat16, batch_scaling=False)
@@ -98,7 +106,9 @@ class SparseTables(Net):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         index = torch.ones(len(batch), dtype=torch.long)
-        return super().training_step(batch + self.table(index) + self.bag(index[:, None]), batch_idx)
+        return super().training_step(
+            batch + self.table(index) + self.bag(index[:, None]), batch_idx
+        )
 
 
 class Complex(Net):
@@ -107,12 +117,18 @@ class Complex(Net):
         self.filter = nn.Parameter(torch.ones(5, dtype=torch.cfloat))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return super().training_step(torch.fft.irfft(torch.fft.rfft(batch) * self.filter, n=8), batch_idx)
+        return super().training_step(
+            torch.fft.irfft(torch.fft.rfft(batch) * self.filter, n=8), batch_idx
+        )
 
 
 @pytest.mark.parametrize("module", [SparseTables(), Complex()], ids=["sparse", "complex"])
 def test_sparse_and_complex_parameters(module: Any) -> None:
-    for graph in (capture(module, X), capture(module, X, batch_scaling=False), observe_step(module, X)):
+    for graph in (
+        capture(module, X),
+        capture(module, X, batch_scaling=False),
+        observe_step(module, X),
+    ):
         assert graph.unused == ()
     assert {p.dtype for p in graph.parameters} <= {"float32", "complex64"}
 
@@ -131,7 +147,9 @@ class Contrastive(Net):
         y = self.net(batch)
         everyone = self.all_gather(y, sync_grads=True)
         assert everyone.shape == (dist.get_world_size(), *y.shape)
-        return (y.unsqueeze(0) - everyone).square().mean() + self.all_gather(y.detach().sum()).sum() * 0
+        return (y.unsqueeze(0) - everyone).square().mean() + self.all_gather(
+            y.detach().sum()
+        ).sum() * 0
 
 
 def _strategy(rank: int) -> Any:

@@ -40,7 +40,9 @@ def test_gpt() -> None:
     found = blocks(GPT(layers=4))
     repeated = {name: value for name, value in found.items() if name.startswith("blocks.")}
     assert list(repeated) == [f"blocks.{i}" for i in range(4)]
-    assert len({group for group, _ in repeated.values()}) == 1 and all(value[1] for value in repeated.values())
+    assert len({group for group, _ in repeated.values()}) == 1 and all(
+        value[1] for value in repeated.values()
+    )
     assert set(found) == {"", *repeated}
 
 
@@ -51,9 +53,20 @@ def test_large_embedding_and_head_are_blocks_unless_tied() -> None:
 
 def test_cnn() -> None:
     found = blocks(ConvNet())
-    assert {name for name in found if name} == {"conv1", "norm1", "conv2", "norm2", "hidden", "head"}
+    assert {name for name in found if name} == {
+        "conv1",
+        "norm1",
+        "conv2",
+        "norm2",
+        "hidden",
+        "head",
+    }
     # Running statistics would be updated twice.
-    assert [name for name, (_, recomputable) in found.items() if not recomputable] == ["", "norm1", "norm2"]
+    assert [name for name, (_, recomputable) in found.items() if not recomputable] == [
+        "",
+        "norm1",
+        "norm2",
+    ]
 
 
 def test_mlp_layers() -> None:
@@ -116,7 +129,14 @@ def test_module_used_without_forward_makes_no_block() -> None:
 
 def test_block_without_gradient_or_with_in_place_input_is_not_recomputable() -> None:
     frozen = nn.Linear(8, 8).requires_grad_(False)
-    found = blocks(Net(frozen=frozen, plain=nn.Linear(8, 8), inplace=nn.Sequential(nn.ReLU(True), nn.Linear(8, 8))), X)
+    found = blocks(
+        Net(
+            frozen=frozen,
+            plain=nn.Linear(8, 8),
+            inplace=nn.Sequential(nn.ReLU(True), nn.Linear(8, 8)),
+        ),
+        X,
+    )
     assert not found["frozen"][1] and found["plain"][1] and not found["inplace"][1]
 
 
@@ -154,5 +174,10 @@ def test_the_blocks_that_cannot_run_again_are_named_with_the_reason() -> None:
     normed = {f"norm{i}": nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for i in range(2)}
     net = Net(frozen=frozen, first=nn.Linear(8, 8), second=Counts(8, 8), **normed)
     why = why_not_recomputed(capture(net, torch.zeros(4, 8)))
-    assert why is not None and why.startswith("of ") and "'first'" not in why and "'frozen'" not in why
-    assert "1 ('second') do not do the same" in why and "2 ('norm0', ...) change tensors that are older" in why
+    assert (
+        why is not None and why.startswith("of ") and "'first'" not in why and "'frozen'" not in why
+    )
+    assert (
+        "1 ('second') do not do the same" in why
+        and "2 ('norm0', ...) change tensors that are older" in why
+    )

@@ -40,7 +40,8 @@ def flops(graph: OpGraph, direction: str, batch_size: int) -> float:
     return sum(flops_of(op, direction, batch_size) for op in graph.ops)
 
 
-# ---- compute --------------------------------------------------------------------------------------------------------
+# ---- compute
+# --------------------------------------------------------------------------------------------------------
 
 
 def test_flops_of_linear_layers() -> None:
@@ -70,10 +71,12 @@ def test_bytes_of_kernels() -> None:
     assert kernel.name == "aten.addmm.default"
     assert kernel.bytes.at(4) == 4 * (64 + 4 * 16 + 16 * 64 + 4 * 64)
     embedding = next(op for op in capture(GPT(), batch_for(GPT())).ops if op.name == "tokens")
-    assert embedding.forward[0].bytes.at(4) == 4 * 8 * (8 + 2 * 4 * 16)  # indices, rows read, rows written
+    # indices, rows read, rows written
+    assert embedding.forward[0].bytes.at(4) == 4 * 8 * (8 + 2 * 4 * 16)
 
 
-# ---- parameters, operators, edges -----------------------------------------------------------------------------------
+# ---- parameters, operators, edges
+# -----------------------------------------------------------------------------------
 
 
 def test_parameters_and_tying() -> None:
@@ -88,7 +91,9 @@ def test_parameters_and_tying() -> None:
     assert [p.name for p in graph.parameters if p.aliases] == ["tokens.weight"]
     readers = [op.name for op in graph.ops if "tokens.weight" in op.parameters]
     assert readers == ["tokens", "head"]
-    assert by_name["tokens.weight"].block == "" and by_name["blocks.1.up.weight"].block == "blocks.1"
+    assert (
+        by_name["tokens.weight"].block == "" and by_name["blocks.1.up.weight"].block == "blocks.1"
+    )
 
 
 def test_operators_and_edges_of_a_chain() -> None:
@@ -97,7 +102,11 @@ def test_operators_and_edges_of_a_chain() -> None:
     assert [op.name for op in graph.ops] == names
     assert [(edge.source, edge.target) for edge in graph.edges] == list(pairwise(names))
     assert graph.edges[0].tensor.shape == (4, 64) and graph.edges[0].tensor.batch_dim == 0
-    assert [op.kind for op in graph.ops] == ["Linear", "ReLU"] * 2 + ["Linear", "aten.pow", "aten.mean"]
+    assert [op.kind for op in graph.ops] == ["Linear", "ReLU"] * 2 + [
+        "Linear",
+        "aten.pow",
+        "aten.mean",
+    ]
 
 
 def test_edges_pass_through_views() -> None:
@@ -105,15 +114,31 @@ def test_edges_pass_through_views() -> None:
     edges = {(edge.source, edge.target) for edge in graph.edges}
     attention = "blocks.0:_scaled_dot_product_flash_attention_for_cpu_1"
     assert {("blocks.0.qkv", attention), (attention, "blocks.0.project")} <= edges
-    assert {(":add_1", "blocks.0.norm1"), (":add_1", "blocks.0:add_1"), ("tokens", ":add_1")} <= edges
+    assert {
+        (":add_1", "blocks.0.norm1"),
+        (":add_1", "blocks.0:add_1"),
+        ("tokens", ":add_1"),
+    } <= edges
 
 
 def test_control_flow_is_followed() -> None:
     deep, shallow = (capture(Branching(deep=deep), torch.zeros(4, 8)) for deep in (True, False))
     kinds = [op.kind for op in deep.ops]
-    assert kinds[:7] == ["Linear", "aten.relu", "aten.mul", "aten.tanh", "aten.relu", "aten.mul", "Linear"]
+    assert kinds[:7] == [
+        "Linear",
+        "aten.relu",
+        "aten.mul",
+        "aten.tanh",
+        "aten.relu",
+        "aten.mul",
+        "Linear",
+    ]
     assert "second" not in [op.name for op in shallow.ops]
-    assert [op.name for op in capture(CalledTwice(), torch.zeros(4, 8)).ops][:3] == ["shared", "drop", "shared:2"]
+    assert [op.name for op in capture(CalledTwice(), torch.zeros(4, 8)).ops][:3] == [
+        "shared",
+        "drop",
+        "shared:2",
+    ]
 
 
 def test_backward_kernels_belong_to_their_operator() -> None:
@@ -133,26 +158,34 @@ def test_in_place_change_of_a_slice() -> None:
             x[:, 0] = 0
             return x.exp().mean()
 
-    backward = {op.name: [kernel.name for kernel in op.backward] for op in capture(Slice(), torch.zeros(4, 8)).ops}
+    backward = {
+        op.name: [kernel.name for kernel in op.backward]
+        for op in capture(Slice(), torch.zeros(4, 8)).ops
+    }
     # Autograd makes the node for the slice after the operator has run.
     assert backward[":exp_1"] == ["aten.mul.Tensor"]
     assert "aten.copy_.default" in backward[":fill__1"]
 
 
-# ---- memory ---------------------------------------------------------------------------------------------------------
+# ---- memory
+# ---------------------------------------------------------------------------------------------------------
 
 
 @every_model
 def test_saved_bytes_are_those_of_a_real_step(module: Any) -> None:
     graph = capture(module, batch_for(module, 4))
-    assert sum(op.saved_bytes.at(4) for op in graph.ops) == saved_bytes(fresh(module), batch_for(module, 4))
+    assert sum(op.saved_bytes.at(4) for op in graph.ops) == saved_bytes(
+        fresh(module), batch_for(module, 4)
+    )
 
 
 def fresh(module: Any) -> Any:
     """An equal module of its own, which a test may run."""
     copied = type(module)()
     if isinstance(module, GPT):
-        copied = GPT(tied=module.head.weight is module.tokens.weight, dropout=module.blocks[0].dropout)
+        copied = GPT(
+            tied=module.head.weight is module.tokens.weight, dropout=module.blocks[0].dropout
+        )
     return copied
 
 
@@ -179,7 +212,18 @@ WIDE += [ConvNet(8), MLP((512, 512, 512, 512)), Branching(256), CalledTwice(256)
 @pytest.mark.parametrize(
     "module",
     WIDE,
-    ids=["sums", "sums-of-views", "gpt", "gpt-tied", "gpt-dropout", "cnn", "mlp", "branching", "twice", "dict"],
+    ids=[
+        "sums",
+        "sums-of-views",
+        "gpt",
+        "gpt-tied",
+        "gpt-dropout",
+        "cnn",
+        "mlp",
+        "branching",
+        "twice",
+        "dict",
+    ],
 )
 def test_peaks_are_those_of_the_real_allocator(module: Any) -> None:
     batch = batch_for(module, 16)
@@ -202,7 +246,9 @@ def test_forward_segments_are_those_of_a_real_step() -> None:
         loss = run_step(module, batch)
     kept, peaks = 0.0, {}
     for segment in graph.timeline:
-        peaks[segment.block] = max(peaks.get(segment.block, 0), kept + segment.forward_peak_bytes.at(4))
+        peaks[segment.block] = max(
+            peaks.get(segment.block, 0), kept + segment.forward_peak_bytes.at(4)
+        )
         kept += segment.kept_bytes.at(4)
     assert peaks == memory.forward_peaks
     assert kept == sum(memory.live.values()) and loss.numel() == 1
@@ -221,7 +267,13 @@ def test_segments_cover_forward_and_backward() -> None:
     start, live = graph.step.backward_start, StepMemory(graph.step, 4).live
     assert max(forward) == live[:start].max()
     assert max(backward) == live[start:].max()
-    assert [segment.block for segment in graph.timeline] == ["", "blocks.0", "blocks.1", "blocks.2", ""]
+    assert [segment.block for segment in graph.timeline] == [
+        "",
+        "blocks.0",
+        "blocks.1",
+        "blocks.2",
+        "",
+    ]
     block = graph.timeline[2]
     hidden = 8 * 16 * 4
     assert block.output_bytes.per_sample == hidden
@@ -243,7 +295,8 @@ def test_recomputing_keeps_an_input_that_nothing_else_keeps() -> None:
     sizes = {s.block: (s.kept_bytes.per_sample, s.output_bytes.per_sample) for s in graph.timeline}
     # ReLU saves its output, not its input, which plain training frees.
     assert sizes["first"] == (0, 0)
-    # The outputs of ReLU and Linear are kept; recomputing keeps Linear's output and the input of ReLU.
+    # The outputs of ReLU and Linear are kept; recomputing keeps Linear's output and the input of
+    # ReLU.
     assert sizes["second"] == (32 + 32, 32 + 32)
 
 
@@ -251,9 +304,9 @@ def test_recomputing_keeps_an_input_that_nothing_else_keeps() -> None:
 def test_amounts_are_linear_in_the_batch(module: Any) -> None:
     small, large = (capture(module, batch_for(module, size)) for size in (4, 12))
     for a, b in zip(small.ops, large.ops, strict=True):
-        assert flops_of(a, "forward", 12) == flops_of(b, "forward", 12) and flops_of(a, "backward", 12) == flops_of(
-            b, "backward", 12
-        )
+        assert flops_of(a, "forward", 12) == flops_of(b, "forward", 12) and flops_of(
+            a, "backward", 12
+        ) == flops_of(b, "backward", 12)
         assert a.saved_bytes.at(12) == b.saved_bytes.at(12)
         assert [k.bytes.at(12) for k in a.forward] == [k.bytes.at(12) for k in b.forward]
         for spec, other in zip(a.outputs, b.outputs, strict=True):
@@ -264,7 +317,9 @@ def test_amounts_are_linear_in_the_batch(module: Any) -> None:
         assert s.output_bytes.at(12) == pytest.approx(t.output_bytes.at(12))
         # The moment of a peak may move with the batch size, where fixed bytes weigh.
         assert s.forward_peak_bytes.at(12) == pytest.approx(t.forward_peak_bytes.at(12), rel=0.02)
-        assert s.backward_peak_bytes.at(12) == pytest.approx(t.backward_peak_bytes.at(12), rel=0.02, abs=64)
+        assert s.backward_peak_bytes.at(12) == pytest.approx(
+            t.backward_peak_bytes.at(12), rel=0.02, abs=64
+        )
     assert small.input_bytes.at(12) == large.input_bytes.at(12)
 
 
@@ -276,7 +331,8 @@ def test_memory_of_seven_billion_parameters_is_not_allocated() -> None:
     capture(GPT(), batch_for(GPT()))  # what imports and caches need
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     graph = capture(module, (tokens, tokens))
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 1024  # KiB; parameters are 26 GiB
+    # KiB; parameters are 26 GiB
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 1024
     assert sum(p.numel for p in graph.parameters) == sum(p.numel() for p in module.parameters())
     assert len([block for block in graph.blocks if block.name.startswith("blocks.")]) == 32
 
@@ -305,7 +361,8 @@ def test_capture_for_cuda_runs_its_kernels_and_allocates_nothing() -> None:
     assert flops(graph, "forward", 4) == flops(capture(module, batch), "forward", 4)
 
 
-# ---- the user's objects ---------------------------------------------------------------------------------------------
+# ---- the user's objects
+# ---------------------------------------------------------------------------------------------
 
 
 @every_model
@@ -315,7 +372,9 @@ def test_nothing_of_the_user_changes(module: Any) -> None:
     logged: list[Any] = []
     batch = batch_for(module)
     state = {name: value.clone() for name, value in module.state_dict().items()}
-    gradients = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+    gradients = {
+        name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None
+    }
     attributes = {name: sorted(vars(m)) for name, m in module.named_modules()}
     hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in module.modules()]
     generators = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
@@ -325,7 +384,9 @@ def test_nothing_of_the_user_changes(module: Any) -> None:
     assert logged == []
     assert all(torch.equal(value, state[name]) for name, value in module.state_dict().items())
     assert {name for name, p in module.named_parameters() if p.grad is not None} == set(gradients)
-    assert all(torch.equal(module.get_parameter(name).grad, value) for name, value in gradients.items())
+    assert all(
+        torch.equal(module.get_parameter(name).grad, value) for name, value in gradients.items()
+    )
     assert attributes == {name: sorted(vars(m)) for name, m in module.named_modules()}
     assert hooks == [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in module.modules()]
     assert torch.equal(generators[0], torch.get_rng_state()) and generators[1] == random.getstate()
@@ -355,7 +416,9 @@ def test_random_numbers_in_the_step_are_taken_back() -> None:
 
 
 def test_precision_context_is_applied() -> None:
-    graph = capture(MLP(), batch_for(MLP()), forward_context=lambda: torch.autocast("cpu", dtype=torch.bfloat16))
+    graph = capture(
+        MLP(), batch_for(MLP()), forward_context=lambda: torch.autocast("cpu", dtype=torch.bfloat16)
+    )
     linear = next(op for op in graph.ops if op.name == "net.2")
     assert linear.outputs[0].dtype == "bfloat16"
     assert {p.dtype for p in graph.parameters} == {"float32"}
@@ -378,8 +441,12 @@ def test_configure_optimizers_runs_on_a_fake_copy() -> None:
                 parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
         scheduler.step()
-    assert sum(p.numel() for p in copied.parameters()) == sum(p.numel() for p in module.parameters())
-    assert {id(p) for p in copied.parameters()} == {id(p) for p in optimizer.param_groups[0]["params"]}
+    assert sum(p.numel() for p in copied.parameters()) == sum(
+        p.numel() for p in module.parameters()
+    )
+    assert {id(p) for p in copied.parameters()} == {
+        id(p) for p in optimizer.param_groups[0]["params"]
+    }
 
 
 def test_one_sample_is_captured_as_two():
@@ -389,5 +456,8 @@ def test_one_sample_is_captured_as_two():
     assert one.batch_size == 2
     for graph in (one, capture(module, batch_for(module, 1), second_batch=batch_for(module, 2))):
         assert graph.blocks == two.blocks and graph.parameters == two.parameters
-        flops = [sum(flops_of(op, "forward", 3) + flops_of(op, "backward", 3) for op in g.ops) for g in (graph, two)]
+        flops = [
+            sum(flops_of(op, "forward", 3) + flops_of(op, "backward", 3) for op in g.ops)
+            for g in (graph, two)
+        ]
         assert flops[0] == pytest.approx(flops[1])

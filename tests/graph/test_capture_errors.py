@@ -1,4 +1,6 @@
-"""What cannot be captured is refused with operator, line and a way out; the user's own errors stay their own."""
+"""What cannot be captured is refused with operator, line and a way out; the user's own errors stay
+their own.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,14 @@ def test_value_of_a_tensor() -> None:
             loss = self.net(batch).square().mean()
             return loss * 2 if loss.item() > 1 else loss
 
-    refuse(Item(), X, "_local_scalar_dense", "return loss * 2 if loss.item() > 1 else loss", __file__, WAY_OUT)
+    refuse(
+        Item(),
+        X,
+        "_local_scalar_dense",
+        "return loss * 2 if loss.item() > 1 else loss",
+        __file__,
+        WAY_OUT,
+    )
 
 
 def test_shape_that_depends_on_values() -> None:
@@ -50,7 +59,14 @@ def test_shape_that_depends_on_values() -> None:
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
             return self.net(batch)[torch.nonzero(batch[:, 0])].mean()
 
-    refuse(Nonzero(), X, "nonzero", "self.net(batch)[torch.nonzero(batch[:, 0])]", "test_capture_errors.py", WAY_OUT)
+    refuse(
+        Nonzero(),
+        X,
+        "nonzero",
+        "self.net(batch)[torch.nonzero(batch[:, 0])]",
+        "test_capture_errors.py",
+        WAY_OUT,
+    )
 
 
 def test_value_inside_a_submodule() -> None:
@@ -88,7 +104,14 @@ def test_operator_without_fake_implementation() -> None:
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
             return self.net(torch.ops.topt_test.double(batch)).mean()
 
-    refuse(Custom(), X, "topt_test.double", "torch.ops.topt_test.double(batch)", "no shape-only", WAY_OUT)
+    refuse(
+        Custom(),
+        X,
+        "topt_test.double",
+        "torch.ops.topt_test.double(batch)",
+        "no shape-only",
+        WAY_OUT,
+    )
 
 
 def test_manual_optimization() -> None:
@@ -125,7 +148,13 @@ def test_loss_that_needs_no_gradient() -> None:
 
 def test_batches_without_a_size() -> None:
     refuse(Net(), {"name": "x"}, "no tensor")
-    refuse(Net(), {"a": torch.zeros(4, 8), "b": torch.zeros(3)}, "no common size", "second_batch", "(4, 8), (3,)")
+    refuse(
+        Net(),
+        {"a": torch.zeros(4, 8), "b": torch.zeros(3)},
+        "no common size",
+        "second_batch",
+        "(4, 8), (3,)",
+    )
     refuse(Net(), X, "exactly one size", second_batch=X)
     refuse(Net(), X, "exactly one size", second_batch=torch.zeros(5, 9))
     refuse(Net(), X, "differ in more", second_batch=torch.zeros(5))
@@ -202,7 +231,8 @@ def test_lazy_parameters() -> None:
         capture(Lazy(), X)
 
 
-# ---- what works although it is awkward ------------------------------------------------------------------------------
+# ---- what works although it is awkward
+# ------------------------------------------------------------------------------
 
 
 def test_metrics_that_read_values_do_not_stop_the_capture() -> None:
@@ -211,7 +241,9 @@ def test_metrics_that_read_values_do_not_stop_the_capture() -> None:
             super().__init__()
             self.f1 = torchmetrics.F1Score("multiclass", num_classes=8)
             self.auroc = torchmetrics.AUROC("multiclass", num_classes=8)
-            self.both = torchmetrics.MetricCollection([torchmetrics.MeanMetric(), torchmetrics.MaxMetric()])
+            self.both = torchmetrics.MetricCollection(
+                [torchmetrics.MeanMetric(), torchmetrics.MaxMetric()]
+            )
 
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
             logits = self.net(batch)
@@ -226,7 +258,10 @@ def test_metrics_that_read_values_do_not_stop_the_capture() -> None:
     before = [metric.clone() for metric in (module.f1.tp, module.both.MeanMetric.mean_value)]
     graph = capture(module, X)
     assert "net" in [op.name for op in graph.ops]
-    assert [torch.equal(a, b) for a, b in zip(before, (module.f1.tp, module.both.MeanMetric.mean_value), strict=True)]
+    assert [
+        torch.equal(a, b)
+        for a, b in zip(before, (module.f1.tp, module.both.MeanMetric.mean_value), strict=True)
+    ]
     assert module.f1._update_count == 0
 
 
@@ -251,7 +286,9 @@ def test_trainer_and_what_cannot_be_copied_are_shared() -> None:
             return super().training_step(batch, batch_idx) * self.stub.global_step
 
     module = Owner()
-    module._trainer = trainer = L.Trainer(logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    module._trainer = trainer = L.Trainer(
+        logger=False, enable_checkpointing=False, enable_progress_bar=False
+    )
     graph = capture(module, X)
     assert graph.model == "Owner" and module._trainer is trainer
     assert torch.equal(module.lists[0], torch.zeros(3)) and len(module.lists) == 1
@@ -284,7 +321,9 @@ def test_gradient_inside_the_step() -> None:
     class Penalty(Net):
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
             batch = batch.requires_grad_()
-            (gradient,) = torch.autograd.grad(self.net(batch).tanh().sum(), batch, create_graph=True)
+            (gradient,) = torch.autograd.grad(
+                self.net(batch).tanh().sum(), batch, create_graph=True
+            )
             return gradient.square().sum()
 
     graph = capture(Penalty(), X)
@@ -307,10 +346,13 @@ def test_checkpointed_module() -> None:
 
     for use_reentrant in (True, False):
         graph = capture(Checkpointed(use_reentrant), X)
-        recomputed = [k.name for op in graph.ops for k in op.backward if k.name == "aten.tanh.default"]
+        recomputed = [
+            k.name for op in graph.ops for k in op.backward if k.name == "aten.tanh.default"
+        ]
         assert len(recomputed) == 1
         products = sum(flops_of(op, "backward", 4) for op in graph.ops) / (2 * 4 * 64)
-        # Two for each of four layers but the first, and those computed again; torch's newer form stops before the last.
+        # Two for each of four layers but the first, and those computed again; torch's newer form
+        # stops before the last.
         assert products == 7 + (2 if use_reentrant else 1)
 
 
@@ -353,7 +395,8 @@ def test_transforms_of_functions() -> None:
 
     class Gradients(Net):
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            gradients = torch.func.vmap(torch.func.grad(lambda row: row.square().sum()))(batch)  # by samples
+            # by samples
+            gradients = torch.func.vmap(torch.func.grad(lambda row: row.square().sum()))(batch)
             return (self.net(batch) * gradients).mean()
 
     refuse(Vmapped(), X, "torch.func", "# by rows", WAY_OUT)

@@ -1,4 +1,6 @@
-"""Calls that are left out of a recording and copied, against recordings in which every call runs."""
+"""Calls that are left out of a recording and copied, against recordings in which every call
+runs.
+"""
 
 from __future__ import annotations
 
@@ -109,7 +111,9 @@ class Holds(Block):
 
 
 class Masked(Block):
-    def forward(self, x: Tensor, mask: Tensor | None = None, *, scale: float = 1.0) -> tuple[Tensor, None]:
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, *, scale: float = 1.0
+    ) -> tuple[Tensor, None]:
         return super().forward(x) * mask * scale, None
 
 
@@ -129,7 +133,9 @@ class EncoderDecoder(Net):
         self.encoder = nn.TransformerEncoder(
             nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 3, enable_nested_tensor=False
         )
-        self.decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(8, 2, 16, batch_first=True), 3)
+        self.decoder = nn.TransformerDecoder(
+            nn.TransformerDecoderLayer(8, 2, 16, batch_first=True), 3
+        )
 
     def run(self, x: Tensor) -> Tensor:
         return self.decoder(x[None], self.encoder(x[None]))[0]
@@ -147,7 +153,8 @@ LEFT_OUT = {
     "holds": lambda: Net(Holds),
 }
 
-# ---- what only looks alike -------------------------------------------------------------------------------------------
+# ---- what only looks alike
+# -------------------------------------------------------------------------------------------
 
 
 class Appends(Block):
@@ -223,7 +230,9 @@ class Regularized(Net):
     """Parameters are read outside of the blocks too."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return super().training_step(batch, batch_idx) + sum(p.square().sum() for p in self.parameters())
+        return super().training_step(batch, batch_idx) + sum(
+            p.square().sum() for p in self.parameters()
+        )
 
 
 class Skips(Net):
@@ -416,7 +425,9 @@ def test_copied_calls_are_those_that_run(name: str, copied: list[str]) -> None:
         expected = slow(module, batch_of(module), **kwargs)
         assert len(copied) == before
         assert capture(module, batch_of(module), **kwargs) == expected
-        assert len(copied) > before and {"blocks.3", "blocks.4"} & {".".join(c.split(".")[:2]) for c in copied[before:]}
+        assert len(copied) > before and {"blocks.3", "blocks.4"} & {
+            ".".join(c.split(".")[:2]) for c in copied[before:]
+        }
 
 
 @pytest.mark.parametrize("name", RUN)

@@ -28,7 +28,9 @@ class Block(nn.Module):
 
 
 class Centered(nn.Module):
-    """Its first block reads a running mean, which `late` makes: the second block, or the end of the step."""
+    """Its first block reads a running mean, which `late` makes: the second block, or the end of the
+    step.
+    """
 
     def __init__(self, late: str) -> None:
         super().__init__()
@@ -45,10 +47,16 @@ class Centered(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("late", "is_refused"), [("by block 'second'", True), ("after the last block", True), ("", False)]
+    ("late", "is_refused"),
+    [("by block 'second'", True), ("after the last block", True), ("", False)],
 )
 def test_buffers_of_the_step_before(late: str, is_refused: bool) -> None:
-    flow = trace_flow(Centered(late), lambda module, batch: module(batch), torch.randn(2, 4), units=["first", "second"])
+    flow = trace_flow(
+        Centered(late),
+        lambda module, batch: module(batch),
+        torch.randn(2, 4),
+        units=["first", "second"],
+    )
     assign_calls(flow, [["first", "second"]])
     if not is_refused:
         assert assign_calls(flow, [["first"], ["second"]]) == (0, 1)
@@ -58,7 +66,9 @@ def test_buffers_of_the_step_before(late: str, is_refused: bool) -> None:
 
 
 class Scaled(nn.Module):
-    """Divides by an average of what it has seen, or only keeps one, or computes with a buffer that stays."""
+    """Divides by an average of what it has seen, or only keeps one, or computes with a buffer that
+    stays.
+    """
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -91,7 +101,11 @@ class Scaled(nn.Module):
     ],
 )
 @pytest.mark.parametrize("units", [["0", "1"], ["1"]])
-def test_buffers_that_a_step_changes_and_computes_with(block: nn.Module, carried: set[str], units: list[str]) -> None:
+def test_buffers_that_a_step_changes_and_computes_with(
+    block: nn.Module, carried: set[str], units: list[str]
+) -> None:
     module: Any = nn.Sequential(block, nn.Linear(4, 4))
-    flow = trace_flow(module, lambda module, batch: module(batch).sum(), torch.randn(3, 4), units=units)
+    flow = trace_flow(
+        module, lambda module, batch: module(batch).sum(), torch.randn(3, 4), units=units
+    )
     assert flow.carried <= carried and bool(flow.carried) == bool(carried)

@@ -1,4 +1,6 @@
-"""Flows of steps: what calls need of one another, what binds them to one stage, and what cannot be traced."""
+"""Flows of steps: what calls need of one another, what binds them to one stage, and what cannot be
+traced.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def by_name(flow: StepFlow) -> dict[str, set[str]]:
 
 def test_a_chain_needs_what_is_before():
     module = GPT(layers=2, tied=True)
-    flow = trace_flow(module, call_training_step, batch_for(module, 2), units=["blocks.0", "blocks.1"])
+    flow = trace_flow(
+        module, call_training_step, batch_for(module, 2), units=["blocks.0", "blocks.1"]
+    )
     assert by_name(flow) == {
         **{"tokens": set(), "positions": set(), "blocks.0": {"tokens", "positions"}},
         **{"blocks.1": {"blocks.0"}, "norm": {"blocks.1"}, "head": {"norm"}},
@@ -85,7 +89,10 @@ def test_parameters_that_operators_read_belong_to_the_stages_of_their_readers():
     assert [call.reads for call in flow.calls] == [frozenset(), {"scale"}, {"a.weight"}]
     stages = assign_calls(flow, [["a"], ["b"], ["c"]])
     needed = StageLayout.of_flow(flow, stages, Net(), rank_of_stage=(0, 1, 2)).parameters
-    assert [sorted(name for name in names if "." not in name or name.startswith("a")) for names in needed] == [
+    assert [
+        sorted(name for name in names if "." not in name or name.startswith("a"))
+        for names in needed
+    ] == [
         ["a.bias", "a.weight"],
         ["scale"],
         ["a.weight"],
@@ -147,7 +154,9 @@ def test_what_passes_beside_results_binds_calls_to_one_stage(step, change, pair)
     first, second = pair
     together = [["a", "b", "c"]] if first == "a" else [["a"], ["b", "c"]]
     assert max(assign_calls(flow, together)) == len(together) - 1
-    with pytest.raises(CaptureError, match=rf"no cut may lie between block '{first}' .* by block '{second}'"):
+    with pytest.raises(
+        CaptureError, match=rf"no cut may lie between block '{first}' .* by block '{second}'"
+    ):
         assign_calls(flow, [["a", "b"], ["c"]])
 
 
@@ -159,7 +168,11 @@ def test_batch_norm_on_two_stages_is_refused():
         net.norm = nn.BatchNorm1d(4)
 
     flow = trace(step, change=change, units=["a", "b"])
-    assert flow.calls[1].writes == {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
+    assert flow.calls[1].writes == {
+        "norm.running_mean",
+        "norm.running_var",
+        "norm.num_batches_tracked",
+    }
     with pytest.raises(CaptureError, match="no cut may lie between block 'norm'"):
         assign_calls(flow, [["a"], ["b"]])
 
@@ -171,7 +184,9 @@ def test_values_read_in_between_name_the_line():
             x = x + 1
         return net.c(net.b(x)).mean()
 
-    with pytest.raises(CaptureError, match=r"test_flow_trace.py:\d+, in step: if x.sum\(\) > 0:  # this line"):
+    with pytest.raises(
+        CaptureError, match=r"test_flow_trace.py:\d+, in step: if x.sum\(\) > 0:  # this line"
+    ):
         trace(step)
 
 
@@ -188,7 +203,13 @@ def test_values_read_at_the_end_are_needed():
     def step(net: Any, batch: Tensor) -> Any:
         a = net.a(batch)
         loss = net.c(net.b(a)).mean()
-        net.history = [a.max().item(), f"{loss:.3f}", float(loss), loss.tolist(), loss.detach().numpy()]
+        net.history = [
+            a.max().item(),
+            f"{loss:.3f}",
+            float(loss),
+            loss.tolist(),
+            loss.detach().numpy(),
+        ]
         return loss if not torch.isnan(loss) else None
 
     flow = trace(step)
@@ -261,7 +282,10 @@ def test_reentrant_checkpoints_are_refused():
         ([["a"], []], "stage 1 of 2 has no blocks"),
         ([["a"], ["a", "b"]], "block 'a' is in stages 0 and 1"),
         ([["a", "d"], ["b"]], "does not call 'd'"),
-        ([["b"], ["a"]], "call 1 of the step, block 'b' of stage 0, comes after a call of stage 1 \\('a'\\)"),
+        (
+            [["b"], ["a"]],
+            "call 1 of the step, block 'b' of stage 0, comes after a call of stage 1 \\('a'\\)",
+        ),
     ],
 )
 def test_stages_that_do_not_fit(stages, message):
@@ -269,7 +293,9 @@ def test_stages_that_do_not_fit(stages, message):
         assign_calls(trace(call_training_step), stages)
 
 
-@pytest.mark.parametrize(("units", "message"), [(["x"], "no module 'x'"), (["net", "net.0"], "inside of block 'net'")])
+@pytest.mark.parametrize(
+    ("units", "message"), [(["x"], "no module 'x'"), (["net", "net.0"], "inside of block 'net'")]
+)
 def test_units_that_do_not_fit(units, message):
     def change(net: Any) -> None:
         net.net = nn.Sequential(nn.Linear(4, 4))

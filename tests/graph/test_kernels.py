@@ -16,7 +16,9 @@ from tests.models import GPT, Branching, ConvNet, DictBatch, batch_for
 
 
 @pytest.mark.parametrize(
-    "module", [GPT(), GPT(dropout=0.1), ConvNet(), Branching(), DictBatch()], ids=lambda m: type(m).__name__
+    "module",
+    [GPT(), GPT(dropout=0.1), ConvNet(), Branching(), DictBatch()],
+    ids=lambda m: type(m).__name__,
 )
 def test_every_kernel_of_a_graph_runs_on_real_tensors(module: Any) -> None:
     graph = capture(module, batch_for(module))
@@ -34,7 +36,11 @@ def test_arguments_are_json_and_complete() -> None:
     x = torch.zeros(6, 4).t()
     arguments = encode_arguments(
         (x, 2, 1.5, True, None, "mean", [1, 2], float("-inf")),
-        {"dtype": torch.float64, "device": torch.device("cpu"), "memory_format": torch.channels_last},
+        {
+            "dtype": torch.float64,
+            "device": torch.device("cpu"),
+            "memory_format": torch.channels_last,
+        },
     )
     assert json.loads(json.dumps(arguments)) == arguments
     assert arguments["args"][0] == {"tensor": [[4, 6], [1, 4], "float32"]}
@@ -55,7 +61,9 @@ def test_made_again_with_shape_stride_and_dtype(monkeypatch: pytest.MonkeyPatch)
         pass
 
     class Spy(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             seen.extend(args)
             return func(*args, **(kwargs or {}))
 
@@ -94,10 +102,16 @@ def test_bytes() -> None:
     wide = bias.expand(4, 6)  # there once
     assert measure(add, (x, wide), {}, add(x, wide)).bytes == 4 * (24 + 6 + 24)
     table, index = torch.zeros(1000, 8), torch.zeros(3, dtype=torch.long)
-    assert measure(embedding, (table, index), {}, embedding(table, index)).bytes == 3 * 8 + 2 * 3 * 8 * 4
+    assert (
+        measure(embedding, (table, index), {}, embedding(table, index)).bytes
+        == 3 * 8 + 2 * 3 * 8 * 4
+    )
     added, rows = torch.ops.aten.scatter_add_.default, torch.zeros(3, 8)
     places = torch.zeros(3, 8, dtype=torch.long)
-    assert measure(added, (table, 0, places, rows), {}, added(table, 0, places, rows)).bytes == 24 * 8 + 3 * 24 * 4
+    assert (
+        measure(added, (table, 0, places, rows), {}, added(table, 0, places, rows)).bytes
+        == 24 * 8 + 3 * 24 * 4
+    )
     zero = torch.ops.aten.zero_.default
     assert measure(zero, (x,), {}, zero(x)).bytes == 4 * 24
 
@@ -125,7 +139,8 @@ def test_convolutions_on_cpu_hold_copies_of_their_arguments() -> None:
         assert backward.workspace == x.nbytes + w.nbytes + y.nbytes
         assert (
             backward.allocated
-            == sum(t.nbytes for t in results[:2] if t is not None) + (passes - 1) * backward.workspace
+            == sum(t.nbytes for t in results[:2] if t is not None)
+            + (passes - 1) * backward.workspace
         )
     narrow = torch.zeros(2, 3, 8, 8)  # channels padded to 16
     again = measure(torch.ops.aten.convolution.default, (x, w[:3], None, *options), {}, narrow)

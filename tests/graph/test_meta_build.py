@@ -1,4 +1,6 @@
-"""Models built without memory: the same graph, or a real model where the constructor needs values."""
+"""Models built without memory: the same graph, or a real model where the constructor needs
+values.
+"""
 
 from __future__ import annotations
 

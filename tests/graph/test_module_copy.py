@@ -13,7 +13,9 @@ from lightning_topt.graph.fake import fake_copy
 
 
 class Wrapped:
-    """Stands in the place of a module's forward, as techniques put it there, and is copied with the module."""
+    """Stands in the place of a module's forward, as techniques put it there, and is copied with the
+    module.
+    """
 
     def __init__(self, forward: Any) -> None:
         self.forward = forward
@@ -47,7 +49,9 @@ def test_process_groups_are_shared() -> None:
 
 
 def test_what_cannot_be_copied_is_shared_and_nothing_else() -> None:
-    """The wrapper leads to the whole module, and so to what cannot be copied; still it is not what the copy has to share."""
+    """The wrapper leads to the whole module, and so to what cannot be copied; still it is not what
+    the copy has to share.
+    """
     held, module = Uncopyable(), nn.Sequential(nn.Linear(2, 2))
     module.append(Holds(held))
     vars(module)["forward"] = Wrapped(module.forward)
@@ -62,6 +66,8 @@ def test_what_cannot_be_copied_is_shared_and_nothing_else() -> None:
 def test_a_generator_of_random_numbers_is_copied_with_its_state() -> None:
     generator = torch.Generator().manual_seed(3)
     for _ in range(20):
-        copied, _ = fake_copy(nn.Sequential(nn.Linear(2, 2), Holds([generator])), device=torch.device("cpu"))
+        copied, _ = fake_copy(
+            nn.Sequential(nn.Linear(2, 2), Holds([generator])), device=torch.device("cpu")
+        )
         found: Any = copied[1].held[0]  # type: ignore[index]
         assert found is not generator and torch.equal(found.get_state(), generator.get_state())

@@ -1,4 +1,6 @@
-"""A capture leaves nothing behind: containers, attributes, globals, closures, random states and modes of torch."""
+"""A capture leaves nothing behind: containers, attributes, globals, closures, random states and
+modes of torch.
+"""
 
 from __future__ import annotations
 
@@ -134,7 +136,11 @@ def state_of(module: Any, closed: dict[str, Any]) -> list[Any]:
         [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in module.modules()],
         {name: value.tolist() for name, value in module.state_dict().items()},
         [p.grad for p in module.parameters()],
-        [torch.get_rng_state().tolist(), module.generator.get_state().tolist(), module.rng.bit_generator.state],
+        [
+            torch.get_rng_state().tolist(),
+            module.generator.get_state().tolist(),
+            module.rng.bit_generator.state,
+        ],
         [random.getstate(), np.random.get_state()[1].tolist()],
         [torch.get_default_dtype(), torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")],
         [builtins.print, logging.root.manager.disable],
@@ -215,7 +221,9 @@ def test_containers_keep_their_order_and_identity() -> None:
         holder.counter["c"] += 1
         holder.rows[1][1].append(4)
         holder.rows = []
-    assert list(holder.ordered.items()) == [("a", 1), ("b", 2)] and dict(holder.default) == {"x": [1]}
+    assert list(holder.ordered.items()) == [("a", 1), ("b", 2)] and dict(holder.default) == {
+        "x": [1]
+    }
     assert holder.counter == collections.Counter("aab") and holder.rows == [[1], (2, [3])]
     assert kept == {name: id(value) for name, value in vars(holder).items()}
 
@@ -277,13 +285,22 @@ def test_classes_whose_module_is_no_name_are_left_alone() -> None:
     assert known == {"class": Described} and not is_users(Described.__module__)
 
 
-def test_packages_may_be_installed_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packages_may_be_installed_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By ``pip install --target``; the user's files may lie beside them."""
-    for name in ("topt_installed/__init__.py", "topt_installed/part.py", "topt_alone.py", "topt_own.py"):
+    for name in (
+        "topt_installed/__init__.py",
+        "topt_installed/part.py",
+        "topt_alone.py",
+        "topt_own.py",
+    ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     (tmp_path / "some-1.0.dist-info").mkdir()
-    (tmp_path / "some-1.0.dist-info" / "RECORD").write_text("topt_installed/__init__.py,,\ntopt_alone.py,sha256=1,0\n")
+    (tmp_path / "some-1.0.dist-info" / "RECORD").write_text(
+        "topt_installed/__init__.py,,\ntopt_alone.py,sha256=1,0\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     names = ("topt_installed.part", "topt_alone", "topt_own")
     users = {name: is_users(importlib.import_module(name).__name__) for name in names}

@@ -34,7 +34,10 @@ class Detector(L.LightningModule):
         return sum((self.net(sample["x"]) * sample["weight"]).mean() for sample in batch)
 
 
-LIST = [{"x": torch.zeros(3, 8), "weight": torch.zeros(())}, {"x": torch.zeros(5, 8), "weight": torch.zeros(())}]
+LIST = [
+    {"x": torch.zeros(3, 8), "weight": torch.zeros(())},
+    {"x": torch.zeros(5, 8), "weight": torch.zeros(())},
+]
 
 
 def test_list_of_samples_of_different_sizes() -> None:
@@ -54,7 +57,10 @@ def test_batch_without_a_tensor_and_of_one_sample() -> None:
     assert graph.batch_size == 1 and graph.ops[-2].outputs[0].shape == (7, 4)
     # One sample stays one, where a capture that scales takes two.
     one = capture(GPT(), batch_for(GPT(), 1), batch_scaling=False)
-    assert one.batch_size == 1 and next(op for op in one.ops if op.name == "head").outputs[0].shape[0] == 1
+    assert (
+        one.batch_size == 1
+        and next(op for op in one.ops if op.name == "head").outputs[0].shape[0] == 1
+    )
 
 
 class Anything(Detector):
@@ -82,18 +88,27 @@ def test_the_step_is_called_as_lightning_calls_it(kind: type[Detector]) -> None:
 
 @pytest.mark.parametrize("module", [GPT(), ConvNet()], ids=["gpt", "cnn"])
 def test_amounts_are_those_of_a_capture_that_scales(module: Any) -> None:
-    one, scaled = capture(module, batch_for(module), batch_scaling=False), capture(module, batch_for(module))
+    one, scaled = (
+        capture(module, batch_for(module), batch_scaling=False),
+        capture(module, batch_for(module)),
+    )
     assert one.batch_size == 4 and [op.name for op in one.ops] == [op.name for op in scaled.ops]
-    assert [flops_of(op, "forward", 4) for op in one.ops] == [flops_of(op, "forward", 4) for op in scaled.ops]
+    assert [flops_of(op, "forward", 4) for op in one.ops] == [
+        flops_of(op, "forward", 4) for op in scaled.ops
+    ]
     for a, b in zip(one.timeline, scaled.timeline, strict=True):
-        assert a.kept_bytes.at(4) == b.kept_bytes.at(4) and a.backward_peak_bytes.at(4) == b.backward_peak_bytes.at(4)
+        assert a.kept_bytes.at(4) == b.kept_bytes.at(4) and a.backward_peak_bytes.at(
+            4
+        ) == b.backward_peak_bytes.at(4)
 
 
 def test_costs_refuse_other_batch_sizes() -> None:
     module = GPT()
     graph = capture(module, batch_for(module), batch_scaling=False)
     profile = read_optimizer(
-        [torch.optim.SGD(module.parameters(), lr=0.1)], named_parameters=[*module.named_parameters()], device_type="cpu"
+        [torch.optim.SGD(module.parameters(), lr=0.1)],
+        named_parameters=[*module.named_parameters()],
+        device_type="cpu",
     )
     cluster = cluster_of()
     assert TrainingStep(graph, cluster, profile, data_mesh(2), 4)
@@ -129,7 +144,11 @@ class Instances:
     __slots__ = ("boxes", "fields", "loader", "mask")
 
     def __init__(self, loader: Any) -> None:
-        self.boxes, self.fields, self.mask = Boxes(torch.ones(2, 4)), {"scores": torch.ones(2)}, torch.ones(3)
+        self.boxes, self.fields, self.mask = (
+            Boxes(torch.ones(2, 4)),
+            {"scores": torch.ones(2)},
+            torch.ones(3),
+        )
         self.loader = loader
 
 
@@ -158,7 +177,9 @@ def test_tensors_are_found_in_every_structure() -> None:
     assert len(list(tensors_in(batch))) == 3 + 2 + 4 + 1
     twice = map_tensors(batch, lambda tensor: tensor * 2)
     assert [t.tolist() for t in tensors_in(twice)] == [(t * 2).tolist() for t in tensors_in(batch)]
-    assert type(twice["packed"]) is type(packed) and torch.equal(twice["packed"].data, packed.data * 2)
+    assert type(twice["packed"]) is type(packed) and torch.equal(
+        twice["packed"].data, packed.data * 2
+    )
     assert type(twice["named"]) is type(named) and twice["named"].b == ["text", 3]
     assert twice["sample"].more.maxlen == 3 and twice["instances"].loader is loader
     assert batch["instances"].boxes.tensor.sum() == 8

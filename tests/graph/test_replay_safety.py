@@ -1,4 +1,6 @@
-"""Kernels are replayed on invented arguments, and none may end the process: everything runs in a process of its own."""
+"""Kernels are replayed on invented arguments, and none may end the process: everything runs in a
+process of its own.
+"""
 
 from __future__ import annotations
 
@@ -126,7 +128,10 @@ print("survived", len(tried))
 
 def test_no_operator_ends_the_process() -> None:
     done = subprocess.run(
-        [preloaded_python(), "-c", textwrap.dedent(PROGRAM)], capture_output=True, text=True, timeout=300
+        [preloaded_python(), "-c", textwrap.dedent(PROGRAM)],
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}{done.stderr[-3000:]}"
     assert "survived" in done.stdout

@@ -127,10 +127,16 @@ class Net(L.LightningModule):
 
 
 def recomputable(module: Any, batch: Any, **kwargs: Any) -> dict[str, bool]:
-    return {b.name: b.recomputable for b in capture(module, batch, **kwargs).blocks if b.name.startswith("blocks.")}
+    return {
+        b.name: b.recomputable
+        for b in capture(module, batch, **kwargs).blocks
+        if b.name.startswith("blocks.")
+    }
 
 
-@pytest.mark.parametrize("block", [Counter, OnlyCounts, Total, Appends, Global, LayerDrop, OwnGenerator, Lazy])
+@pytest.mark.parametrize(
+    "block", [Counter, OnlyCounts, Total, Appends, Global, LayerDrop, OwnGenerator, Lazy]
+)
 def test_blocks_that_keep_state_are_not_recomputable(block: type[nn.Module]) -> None:
     assert recomputable(Net(block), X, batch_scaling=False) == dict.fromkeys(
         ["blocks.0", "blocks.1", "blocks.2"], False
@@ -139,17 +145,23 @@ def test_blocks_that_keep_state_are_not_recomputable(block: type[nn.Module]) -> 
 
 @pytest.mark.parametrize("module", [Net(Block), Net(FreshLoss)], ids=["dropout", "fresh-loss"])
 def test_blocks_without_state_are_recomputable(module: Any) -> None:
-    assert recomputable(module, X, batch_scaling=False) == dict.fromkeys(["blocks.0", "blocks.1", "blocks.2"], True)
+    assert recomputable(module, X, batch_scaling=False) == dict.fromkeys(
+        ["blocks.0", "blocks.1", "blocks.2"], True
+    )
 
 
 def test_transformers_with_dropout_and_autocast_are_recomputable() -> None:
     module = GPT(layers=3, dropout=0.1)
-    for context in (lambda: torch.autocast("cpu", dtype=torch.bfloat16), lambda: torch.autocast("cpu", enabled=False)):
+    for context in (
+        lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+        lambda: torch.autocast("cpu", enabled=False),
+    ):
         assert all(recomputable(module, batch_for(module), forward_context=context).values())
     assert all(recomputable(module.eval(), batch_for(module)).values())
 
 
-# ---- as in Hugging Face's models ------------------------------------------------------------------------------------
+# ---- as in Hugging Face's models
+# ------------------------------------------------------------------------------------
 
 
 class Cache:
@@ -177,10 +189,16 @@ class DecoderLayer(nn.Module):
         self.up, self.gate, self.down = nn.Linear(16, 32), nn.Linear(16, 32), nn.Linear(32, 16)
 
     def forward(
-        self, hidden: Tensor, attention_mask: Tensor | None = None, past_key_values: Cache | None = None, **kwargs: Any
+        self,
+        hidden: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Any,
     ) -> tuple[Tensor, ...]:
         x = self.norm(hidden)
-        q, k, v = (layer(x).unflatten(-1, (2, 8)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        q, k, v = (
+            layer(x).unflatten(-1, (2, 8)).transpose(1, 2) for layer in (self.q, self.k, self.v)
+        )
         cos, sin = kwargs["position_embeddings"]
         q, k = (t * cos + t.flip(-1) * sin for t in (q, k))
         if past_key_values is not None:
@@ -201,14 +219,20 @@ class Llama(L.LightningModule):
         tokens = batch["input_ids"]
         mask = None
         if self.mask:
-            mask = torch.full((tokens.shape[1],) * 2, float("-inf")).triu(1)[None, None].repeat(len(tokens), 1, 1, 1)
+            mask = (
+                torch.full((tokens.shape[1],) * 2, float("-inf"))
+                .triu(1)[None, None]
+                .repeat(len(tokens), 1, 1, 1)
+            )
             padding = batch["attention_mask"][:, None, None, :] == 0
             mask = mask.masked_fill(padding, torch.finfo(torch.float32).min)
         angles = torch.arange(tokens.shape[1]).unsqueeze(-1) / 10 ** torch.arange(8)
         positions, cache = (angles.cos(), angles.sin()), Cache() if self.use_cache else None
         hidden = self.tokens(tokens)
         for block in self.blocks:
-            (hidden,) = block(hidden, attention_mask=mask, past_key_values=cache, position_embeddings=positions)
+            (hidden,) = block(
+                hidden, attention_mask=mask, past_key_values=cache, position_embeddings=positions
+            )
         return F.cross_entropy(self.head(hidden).flatten(0, 1), tokens.flatten())
 
 
@@ -226,7 +250,15 @@ def test_caches_of_keys_and_values(mask: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", [Net(Block), Net(FreshLoss), Net(Counter), Llama(False, True), Llama(True, True), Llama(True, False)]
+    "module",
+    [
+        Net(Block),
+        Net(FreshLoss),
+        Net(Counter),
+        Llama(False, True),
+        Llama(True, True),
+        Llama(True, False),
+    ],
 )
 def test_answers_agree_with_a_real_recomputation(module: Any) -> None:
     batch = X if isinstance(module, Net) else llama_batch()

@@ -1,4 +1,6 @@
-"""A watched step gives the graph that a capture gives, runs no code twice, and leaves nothing behind."""
+"""A watched step gives the graph that a capture gives, runs no code twice, and leaves nothing
+behind.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,19 @@ from tests.launch import run_ranks
 
 # Where capture needs a Trainer, or real tensors, or a metric does less on fake ones.
 EQUAL = [
-    *("stored_list_for_l2", "average_by_hand", "nested_dictionaries", "scalar_parameter", "sparse_embeddings"),
-    *("image_classifier", "transformer_language_model", "byol_with_momentum_encoder", "unused_parameters"),
+    *(
+        "stored_list_for_l2",
+        "average_by_hand",
+        "nested_dictionaries",
+        "scalar_parameter",
+        "sparse_embeddings",
+    ),
+    *(
+        "image_classifier",
+        "transformer_language_model",
+        "byol_with_momentum_encoder",
+        "unused_parameters",
+    ),
     *("gradient_penalty", "vit", "convnext", "whisper", "clip"),
 ]
 MEMORY = [*EQUAL, "gpt2", "llama", "bert", "t5", "segformer"]  # whose first call fills caches
@@ -62,7 +75,9 @@ def watch(module: Any, batch: Any) -> OpGraph:
 
 def memory(graph: OpGraph) -> list[float]:
     names = ("kept_bytes", "output_bytes", "forward_peak_bytes", "backward_peak_bytes")
-    return [getattr(segment, name).at(graph.batch_size) for segment in graph.timeline for name in names]
+    return [
+        getattr(segment, name).at(graph.batch_size) for segment in graph.timeline for name in names
+    ]
 
 
 @pytest.mark.parametrize("name", EQUAL)
@@ -93,7 +108,9 @@ class Net(nn.Module):
 
     def __init__(self, block: type[nn.Module] = nn.Identity) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), block(), nn.ReLU()) for _ in range(2))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 8), block(), nn.ReLU()) for _ in range(2)
+        )
         self.calls = 0
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -198,11 +215,14 @@ IMPURE = [Counts, Appends, DrawsPython, DrawsNumpy, OwnGenerator, Statistics, Re
 
 
 @pytest.mark.parametrize("kind", [*IMPURE, Drops, Stores, Constant])
-def test_blocks_that_may_run_again_are_those_whose_call_left_nothing_behind(kind: type[nn.Module]) -> None:
+def test_blocks_that_may_run_again_are_those_whose_call_left_nothing_behind(
+    kind: type[nn.Module],
+) -> None:
     net = Net(kind)
     net.training_step(torch.randn(4, 8), 0)  # what the first step alone sets up
     graph = watch(net, torch.randn(4, 8))
-    # What happens before the first parameter needs no gradient in the first block: the second one is looked at.
+    # What happens before the first parameter needs no gradient in the first block: the second one
+    # is looked at.
     (found,) = [block.recomputable for block in graph.blocks if block.name == "blocks.1"]
     assert found == (kind not in IMPURE)
 
@@ -251,7 +271,11 @@ def test_a_counter_that_only_the_first_step_sets_up_is_no_change() -> None:
     state = ModuleState(net)
     net.training_step(batch, 1)
     assert state.changed() == set()
-    assert [b.recomputable for b in observer.graph(changed=state.changed()).blocks if b.name == "blocks.1"] == [True]
+    assert [
+        b.recomputable
+        for b in observer.graph(changed=state.changed()).blocks
+        if b.name == "blocks.1"
+    ] == [True]
 
 
 def test_nothing_runs_twice_and_nothing_is_left() -> None:
@@ -272,7 +296,9 @@ def test_nothing_runs_twice_and_nothing_is_left() -> None:
     assert kept() is None, "somebody still holds the batch"
 
 
-def test_what_goes_wrong_in_watching_does_not_reach_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_goes_wrong_in_watching_does_not_reach_the_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def fails(*args: Any, **kwargs: Any) -> Any:
         raise KeyError("a mistake of ours")
 
@@ -312,14 +338,17 @@ def test_kernels_are_timed_under_the_names_that_the_graph_has() -> None:
     with timer:
         loss.backward()
     kernels = {
-        (k.name, json.dumps(k.arguments, sort_keys=True)) for op in graph.ops for k in (*op.forward, *op.backward)
+        (k.name, json.dumps(k.arguments, sort_keys=True))
+        for op in graph.ops
+        for k in (*op.forward, *op.backward)
     }
     seconds = timer.seconds()
     assert kernels <= seconds.keys()
     assert all(value > 0 for value in seconds.values())
 
 
-# ---- beside DDP ------------------------------------------------------------------------------------------------------
+# ---- beside DDP
+# ------------------------------------------------------------------------------------------------------
 
 
 def beside_ddp(rank: int, find_unused: bool, views: bool) -> tuple[str, str, int]:
@@ -327,7 +356,9 @@ def beside_ddp(rank: int, find_unused: bool, views: bool) -> tuple[str, str, int
     net, batch = Net(), torch.randn(4, 8)
     alone = watch(net, batch)
     net.zero_grad()
-    wrapped = DistributedDataParallel(net, find_unused_parameters=find_unused, gradient_as_bucket_view=views)
+    wrapped = DistributedDataParallel(
+        net, find_unused_parameters=find_unused, gradient_as_bucket_view=views
+    )
     observer = StepObserver(net, batch)
 
     def forward(batch: Tensor) -> Tensor:
@@ -348,8 +379,12 @@ def beside_ddp(rank: int, find_unused: bool, views: bool) -> tuple[str, str, int
 @pytest.mark.parametrize("views", [False, True])
 def test_what_ddp_does_beside_the_step_is_left_out(find_unused: bool, views: bool) -> None:
     for alone, beside, calls in run_ranks(beside_ddp, 2, find_unused, views):
-        for one, two in zip(OpGraph.from_json(beside).ops, OpGraph.from_json(alone).ops, strict=True):
+        for one, two in zip(
+            OpGraph.from_json(beside).ops, OpGraph.from_json(alone).ops, strict=True
+        ):
             assert (one.forward, one.backward) == (two.forward, two.backward), one.name
         # One number, the gradient of the undivided loss, dies elsewhere.
-        assert memory(OpGraph.from_json(beside)) == pytest.approx(memory(OpGraph.from_json(alone)), abs=4)
+        assert memory(OpGraph.from_json(beside)) == pytest.approx(
+            memory(OpGraph.from_json(alone)), abs=4
+        )
         assert calls == 2

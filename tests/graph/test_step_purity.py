@@ -1,4 +1,6 @@
-"""What a step leaves behind beside tensors is seen, and named, without a copy and without a call of the user's code."""
+"""What a step leaves behind beside tensors is seen, and named, without a copy and without a call of
+the user's code.
+"""
 
 from __future__ import annotations
 
@@ -124,19 +126,34 @@ def rebinds(net: Any) -> None:
 
 
 CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "attribute": (lambda net: setattr(net, "count", net.count + 1), "attribute 'count' of Net changed"),
+    "attribute": (
+        lambda net: setattr(net, "count", net.count + 1),
+        "attribute 'count' of Net changed",
+    ),
     "new attribute": (lambda net: setattr(net, "fresh", 1), "attribute 'fresh' of Net changed"),
     "of a part": (lambda net: setattr(net.part, "state", 3), "attribute 'state' of Part changed"),
-    "a tensor is kept": (lambda net: setattr(net.part, "state", torch.zeros(1)), "attribute 'state' of Part changed"),
+    "a tensor is kept": (
+        lambda net: setattr(net.part, "state", torch.zeros(1)),
+        "attribute 'state' of Part changed",
+    ),
     "list": (lambda net: net.history.append(1), "attribute 'history' of Net changed"),
     "dict": (lambda net: net.by_name.update(a=2), "attribute 'by_name' of Net changed"),
-    "same length": (lambda net: net.recent.rotate() or net.recent.append(net.recent.pop() + 1), "attribute 'recent'"),
-    "deep": (lambda net: net.settings.values["a"].append(3), "attribute 'values' of Settings changed"),
+    "same length": (
+        lambda net: net.recent.rotate() or net.recent.append(net.recent.pop() + 1),
+        "attribute 'recent'",
+    ),
+    "deep": (
+        lambda net: net.settings.values["a"].append(3),
+        "attribute 'values' of Settings changed",
+    ),
     "object": (lambda net: setattr(net.counter, "n", 1), "attribute 'n' of Counter changed"),
     "slots": (lambda net: setattr(net.slots, "n", 1), "attribute 'n' of Slots changed"),
     "array": (lambda net: net.numbers.__setitem__(0, 1.0), "attribute 'numbers' of Net changed"),
     "plain tensor": (lambda net: net.queue.add_(1), "attribute 'queue' of Net changed"),
-    "generator": (lambda net: torch.rand(1, generator=net.generator), "attribute 'generator' of Net changed"),
+    "generator": (
+        lambda net: torch.rand(1, generator=net.generator),
+        "attribute 'generator' of Net changed",
+    ),
     "random.Random": (lambda net: net.random.random(), "attribute 'random' of Net changed"),
     "numpy generator": (lambda net: net.order.random(), "attribute 'order' of Net changed"),
     "python": (lambda net: random.random(), "the state of Python's random numbers changed"),
@@ -144,7 +161,10 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "itertools": (lambda net: next(net.numbering), "attribute 'numbering' of Net changed"),
     "global": (named, "global 'CACHE' of tests.graph.test_step_purity changed"),
     "new global": (rebinds, "global 'ROUNDS' of tests.graph.test_step_purity changed"),
-    "lru_cache": (lambda net: cached(random.randrange(10)) if False else cached(len(counts)), "the cache of cached"),
+    "lru_cache": (
+        lambda net: cached(random.randrange(10)) if False else cached(len(counts)),
+        "the cache of cached",
+    ),
     "closure": (closure(), "variable 'calls' of closure.<locals>.step changed"),
     "defaults": (defaults, "defaults of defaults changed"),
     "function": (by_attribute, "attribute 'calls' of by_attribute changed"),
@@ -156,9 +176,15 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda net: setattr(Counter, "total", Counter.total + 1),
         "attribute 'total' of class Counter",
     ),
-    "frozen": (lambda net: net.net.weight.requires_grad_(False), "requires_grad of 'weight' of Linear changed"),
+    "frozen": (
+        lambda net: net.net.weight.requires_grad_(False),
+        "requires_grad of 'weight' of Linear changed",
+    ),
     "mode": (lambda net: net.part.eval(), "attribute 'training' of Part changed"),
-    "hook": (lambda net: net.net.register_forward_hook(print), "attribute '_forward_hooks' of Linear changed"),
+    "hook": (
+        lambda net: net.net.register_forward_hook(print),
+        "attribute '_forward_hooks' of Linear changed",
+    ),
     "new parameter": (
         lambda net: setattr(net.net, "weight", nn.Parameter(torch.zeros(4, 4))),
         "'weight' of Linear changed",
@@ -178,7 +204,9 @@ def test_what_changed_is_named(step: Any, clause: str) -> None:
 
 
 def free(net: Any) -> None:
-    """What may change: tensors' values, buffers, torch's random numbers, and what is as it was in the end."""
+    """What may change: tensors' values, buffers, torch's random numbers, and what is as it was in
+    the end.
+    """
     with torch.no_grad():
         net.net.weight.add_(1)
         net.mean.mul_(0.9)
@@ -198,7 +226,9 @@ def test_tensors_and_buffers_and_torchs_generators_are_free() -> None:
     assert watch.change() is None
 
 
-@pytest.mark.parametrize("module", [GPT(), MLP(), Branching(), CalledTwice(), DictBatch(), ConvNet()])
+@pytest.mark.parametrize(
+    "module", [GPT(), MLP(), Branching(), CalledTwice(), DictBatch(), ConvNet()]
+)
 def test_the_tests_models_are_pure(module: Any) -> None:
     """A metric counts, and Lightning keeps what is logged."""
     vars(module)["log"] = vars(module)["log_dict"] = lambda *args: None
@@ -239,7 +269,10 @@ UNKNOWN: dict[str, tuple[Any, str]] = {
 def test_what_cannot_be_compared_counts_as_changed(value: Any, kind: str) -> None:
     module = Net()
     module.source = value
-    assert PurityWatch(module).change() == f"attribute 'source' of Net holds a {kind}, which cannot be compared"
+    assert (
+        PurityWatch(module).change()
+        == f"attribute 'source' of Net holds a {kind}, which cannot be compared"
+    )
 
 
 def test_a_list_that_is_too_long_counts_as_changed() -> None:

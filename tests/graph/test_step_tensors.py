@@ -1,4 +1,6 @@
-"""The tensors of a step: who makes them, how long they live; the memory of blocks is a function of them."""
+"""The tensors of a step: who makes them, how long they live; the memory of blocks is a function of
+them.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,17 @@ from tests.models import GPT, MLP, Branching, ConvNet, batch_for
 every_model = pytest.mark.parametrize("module", MODELS, ids=MODEL_IDS)
 
 
-def brute_force(step: Step, blocks: set[str], batch_size: float) -> list[tuple[str, float, float, float, float]]:
-    """Block and bytes (kept, output, forward peak, backward peak) of each segment, position by position."""
+def brute_force(
+    step: Step, blocks: set[str], batch_size: float
+) -> list[tuple[str, float, float, float, float]]:
+    """Block and bytes (kept, output, forward peak, backward peak) of each segment, position by
+    position.
+    """
     owner, calls = {}, {}
     for number, call in enumerate(step.calls):
-        if call.module in blocks and all(position not in owner for position in range(call.first, call.end)):
+        if call.module in blocks and all(
+            position not in owner for position in range(call.first, call.end)
+        ):
             owner |= dict.fromkeys(range(call.first, call.end), number)
             calls[number] = call
     rows: list[list[int]] = []  # positions of each segment
@@ -47,7 +55,9 @@ def brute_force(step: Step, blocks: set[str], batch_size: float) -> list[tuple[s
     def kept(positions: list[int]) -> float:
         return sum(size(t) for t in step.tensors if t.first in positions and step.is_kept(t))
 
-    segment_of_op = {step.order[p]: index for index, positions in enumerate(rows) for p in positions}
+    segment_of_op = {
+        step.order[p]: index for index, positions in enumerate(rows) for p in positions
+    }
     backward: dict[int, float] = {}
     current = len(rows) - 1
     for position in range(step.backward_start, len(step.order)):
@@ -71,27 +81,42 @@ def brute_force(step: Step, blocks: set[str], batch_size: float) -> list[tuple[s
 @every_model
 def test_the_timeline_is_that_of_the_tensors(module: Any) -> None:
     graph = capture(module, batch_for(module))
-    others = [[], [m.path for m in graph.step.modules if "." not in m.path], [b.name for b in graph.blocks]]
+    others = [
+        [],
+        [m.path for m in graph.step.modules if "." not in m.path],
+        [b.name for b in graph.blocks],
+    ]
     for names in others:
         blocks = [Block("", 0, False), *(Block(name, 1, False) for name in names if name)]
         timeline = graph.with_blocks(blocks).timeline
         for size in graph.step.batch_sizes:
             expected = brute_force(graph.step, set(names) - {""}, size)
             kinds = ("kept", "output", "forward_peak", "backward_peak")
-            assert [(s.block, *(getattr(s, f"{k}_bytes").at(size) for k in kinds)) for s in timeline] == expected
+            assert [
+                (s.block, *(getattr(s, f"{k}_bytes").at(size) for k in kinds)) for s in timeline
+            ] == expected
 
 
 def test_tensors_of_a_linear_layer() -> None:
     graph = capture(MLP((16, 64, 32, 8)), torch.zeros(4, 16))
     by_producer = {t.producer: t for t in graph.step.tensors if t.first < graph.step.backward_start}
-    hidden = by_producer["net.1"]  # the output of ReLU, which ReLU saves first and the next layer too
-    assert (hidden.spec.shape, hidden.spec.batch_dim, hidden.bytes.at(5)) == ((4, 64), 0, 5 * 64 * 4)
+    # the output of ReLU, which ReLU saves first and the next layer too
+    hidden = by_producer["net.1"]
+    assert (hidden.spec.shape, hidden.spec.batch_dim, hidden.bytes.at(5)) == (
+        (4, 64),
+        0,
+        5 * 64 * 4,
+    )
     assert hidden.saved_by == "net.1" and graph.step.is_kept(hidden)
     assert by_producer["net.0"].saved_by is None and not graph.step.is_kept(by_producer["net.0"])
     gradients = {t.gradient_of: t for t in graph.step.tensors if t.gradient_of}
     assert {*gradients} == {p.name for p in graph.parameters}
     weight = gradients["net.2.weight"]
-    assert weight.spec.shape == (32, 64) and weight.spec.batch_dim is None and weight.producer == "net.2"
+    assert (
+        weight.spec.shape == (32, 64)
+        and weight.spec.batch_dim is None
+        and weight.producer == "net.2"
+    )
     assert weight.first >= graph.step.backward_start and weight.end == len(graph.step.order) + 1
 
 
@@ -116,23 +141,41 @@ def test_positions_are_those_of_operators() -> None:
     assert structures["blocks.0"] == structures["blocks.2"] != structures["blocks.0.norm1"]
     assert structures["blocks.0.norm1"] == structures["blocks.1.norm2"] == structures["norm"]
     # Dropout is called twice by each block.
-    repeatable = {m.path for m in graph.step.modules if m.path.startswith("blocks.") and not m.path.endswith(".drop")}
-    assert {m.path for m in graph.step.modules if m.repeatable} == {"tokens", "positions", "norm", "head", *repeatable}
+    repeatable = {
+        m.path
+        for m in graph.step.modules
+        if m.path.startswith("blocks.") and not m.path.endswith(".drop")
+    }
+    assert {m.path for m in graph.step.modules if m.repeatable} == {
+        "tokens",
+        "positions",
+        "norm",
+        "head",
+        *repeatable,
+    }
 
 
 def test_a_part_of_a_step_has_the_memory_of_its_tensors() -> None:
     graph = capture(GPT(3), batch_for(GPT(3)))
     step, names = graph.step, [block.name for block in graph.blocks]
-    shares, workspaces = np.random.default_rng(0).choice([0.0, 0.25, 1.0], len(step.tensors)), step.workspaces[::2]
+    shares, workspaces = (
+        np.random.default_rng(0).choice([0.0, 0.25, 1.0], len(step.tensors)),
+        step.workspaces[::2],
+    )
     tensors = tuple(
         replace(tensor, bytes=Amount(tensor.bytes.fixed * share, tensor.bytes.per_sample * share))
         for tensor, share in zip(step.tensors, shares.tolist(), strict=True)
     )
     part = segments(step, names, part=StepPart(shares, workspaces))
-    assert part == segments(replace(step, tensors=tensors, workspaces=workspaces), names) != graph.timeline
+    assert (
+        part
+        == segments(replace(step, tensors=tensors, workspaces=workspaces), names)
+        != graph.timeline
+    )
 
 
-# ---- blocks ---------------------------------------------------------------------------------------------------------
+# ---- blocks
+# ---------------------------------------------------------------------------------------------------------
 
 
 def test_blocks_are_chosen_after_the_capture() -> None:
@@ -145,7 +188,10 @@ def test_blocks_are_chosen_after_the_capture() -> None:
     assert {"tokens", "head", "blocks.0"} < {block.name for block in parts.blocks}
     inner = graph.with_blocks([Block("", 0, False), Block("blocks.1.up", 1, True)])
     assert [op.name for op in inner.ops if op.block] == ["blocks.1.up"]
-    assert [p.name for p in inner.parameters if p.block] == ["blocks.1.up.weight", "blocks.1.up.bias"]
+    assert [p.name for p in inner.parameters if p.block] == [
+        "blocks.1.up.weight",
+        "blocks.1.up.bias",
+    ]
     assert whole.with_blocks(graph.blocks) == graph
     with pytest.raises(ValueError, match=r"'nothing' is not a module of GPT"):
         graph.with_blocks([Block("", 0, False), Block("nothing", 1, True)])
@@ -169,10 +215,18 @@ def test_modules_that_keep_state_are_not_repeatable_and_what_is_beside_them_is()
 
     graph = capture(Outer(), batch_for(Outer()))
     found = {m.path: m.repeatable for m in graph.step.modules}
-    assert found == {"net": False, "net.0": True, "net.1": True, "net.2": True, "net.3": False, "net.4": True}
+    assert found == {
+        "net": False,
+        "net.0": True,
+        "net.1": True,
+        "net.2": True,
+        "net.3": False,
+        "net.4": True,
+    }
 
 
-# ---- files ----------------------------------------------------------------------------------------------------------
+# ---- files
+# ----------------------------------------------------------------------------------------------------------
 
 
 def test_what_contradicts_is_refused() -> None:
@@ -184,7 +238,9 @@ def test_what_contradicts_is_refused() -> None:
         dataclasses.replace(tensor, end=len(graph.step.order) + 2),
     ):
         with pytest.raises(ValueError, match="StepTensor"):
-            dataclasses.replace(graph, step=dataclasses.replace(graph.step, tensors=(wrong,), calls=()))
+            dataclasses.replace(
+                graph, step=dataclasses.replace(graph.step, tensors=(wrong,), calls=())
+            )
     call = dataclasses.replace(graph.step.calls[0], outputs=(10**6,))
     with pytest.raises(ValueError, match="a tensor that does not exist"):
         dataclasses.replace(graph, step=dataclasses.replace(graph.step, calls=(call,)))

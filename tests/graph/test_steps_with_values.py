@@ -49,7 +49,9 @@ class Speech(Net):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         logits = self.net(batch).unsqueeze(1).expand(-1, 2, -1).log_softmax(-1)
-        return F.ctc_loss(logits, torch.ones(2, 2, dtype=torch.long), torch.tensor([4, 4]), torch.tensor([2, 1]))
+        return F.ctc_loss(
+            logits, torch.ones(2, 2, dtype=torch.long), torch.tensor([4, 4]), torch.tensor([2, 1])
+        )
 
 
 class Sparse(Net):
@@ -67,7 +69,9 @@ class Packed(Net):
         self.rnn = nn.GRU(8, 8, batch_first=True)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        packed = pack_padded_sequence(batch[None].repeat(2, 1, 1), torch.tensor([4, 2]), batch_first=True)
+        packed = pack_padded_sequence(
+            batch[None].repeat(2, 1, 1), torch.tensor([4, 2]), batch_first=True
+        )
         return super().training_step(self.rnn(packed)[0].data, batch_idx)
 
 
@@ -82,26 +86,36 @@ X = torch.linspace(-1, 1, 32).reshape(4, 8)
 NEED_VALUES = [Item(), Mask(), Speech(), Packed(), Print()]
 
 
-@pytest.mark.parametrize("module", [*NEED_VALUES, Sparse()], ids=lambda module: type(module).__name__)
+@pytest.mark.parametrize(
+    "module", [*NEED_VALUES, Sparse()], ids=lambda module: type(module).__name__
+)
 def test_steps_that_depend_on_values(module: Any) -> None:
     if not isinstance(module, Sparse):
         with pytest.raises(Exception) as caught:
             capture(module, X, batch_scaling=False)
         assert may_need_values(caught.value)
-    before = {name: (value.clone(), value._version) for name, value in module.state_dict(keep_vars=True).items()}
+    before = {
+        name: (value.clone(), value._version)
+        for name, value in module.state_dict(keep_vars=True).items()
+    }
     graph = observe_step(module, X)
     assert sum(flops_of(op, "forward", 4) for op in graph.ops) >= 2 * 4 * 64
     assert sum(flops_of(op, "backward", 4) for op in graph.ops) >= 2 * 4 * 64
     assert graph.unused == () and OpGraph.from_json(graph.to_json()) == graph
     for name, value in module.state_dict(keep_vars=True).items():
-        assert torch.equal(value, before[name][0]) and value._version == before[name][1] and value.grad is None
+        assert (
+            torch.equal(value, before[name][0])
+            and value._version == before[name][1]
+            and value.grad is None
+        )
 
 
 @pytest.mark.parametrize("module", MODELS, ids=MODEL_IDS)
 def test_a_watched_step_has_the_operators_and_blocks_of_a_captured_one(module: Any) -> None:
     fake = capture(module, batch_for(module), batch_scaling=False)
     real = observe_step(module, batch_for(module))
-    if type(module).__name__ != "ConvNet":  # its metric, which fake tensors cannot follow to the end
+    # its metric, which fake tensors cannot follow to the end
+    if type(module).__name__ != "ConvNet":
         assert [(op.name, op.kind, op.forward, op.parameters) for op in real.ops] == [
             (op.name, op.kind, op.forward, op.parameters) for op in fake.ops
         ]
@@ -119,7 +133,9 @@ def test_what_real_tensors_cannot_help() -> None:
 
 def _hooks_of_all_modules() -> dict[str, int]:
     kept = vars(nn.modules.module).items()
-    return {name: len(hooks) for name, hooks in kept if name.startswith("_global_") and "hooks" in name}
+    return {
+        name: len(hooks) for name, hooks in kept if name.startswith("_global_") and "hooks" in name
+    }
 
 
 def test_users_errors_are_recognised() -> None:
@@ -144,7 +160,8 @@ def test_users_errors_are_recognised() -> None:
     assert _hooks_of_all_modules() == hooks
 
 
-# ---- collectives ----------------------------------------------------------------------------------------------------
+# ---- collectives
+# ----------------------------------------------------------------------------------------------------
 
 
 class Gathers(Net):

@@ -1,4 +1,6 @@
-"""A model under DDP whose gradients are reduce-scattered as soon as they can be, for tests of the fused step."""
+"""A model under DDP whose gradients are reduce-scattered as soon as they can be, for tests of the
+fused step.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,15 @@ from lightning_topt.optim.scattered_gradients import ScatteredGradients
 
 
 class Net(nn.Module):
-    """Several buckets; a frozen, an unused, a transposed and a scalar parameter; weights read without calling their module."""
+    """Several buckets; a frozen, an unused, a transposed and a scalar parameter; weights read
+    without calling their module.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(40, 24)
-        # Reads the weights of its out_proj by itself. No bias: the key's has gradient 0 but for rounding, which AdamW blows up.
+        # Reads the weights of its out_proj by itself. No bias: the key's has gradient 0 but for
+        # rounding, which AdamW blows up.
         self.attention = nn.MultiheadAttention(24, 2, batch_first=True, bias=False)
         self.up, self.down = nn.Linear(24, 70), nn.Linear(70, 24)
         self.turned = nn.Parameter(torch.randn(24, 24).t() * 0.1)
@@ -46,7 +51,9 @@ def loss_of(model: nn.Module, *, rank: int, step: int) -> Tensor:
 def wrap(**options: Any) -> DistributedDataParallel:
     torch.manual_seed(3)
     return DistributedDataParallel(
-        Net(), **{"bucket_cap_mb": 0.01, "find_unused_parameters": True, "gradient_as_bucket_view": True} | options
+        Net(),
+        **{"bucket_cap_mb": 0.01, "find_unused_parameters": True, "gradient_as_bucket_view": True}
+        | options,
     )
 
 
@@ -76,7 +83,9 @@ class Fused:
         if self.exchange.ready and not self.begun:
             self.begun = True
             for optimizer in self.optimizers:
-                install_parallel_step(optimizer, pieces=self.exchange.pieces_of(optimizer), node=self.node)
+                install_parallel_step(
+                    optimizer, pieces=self.exchange.pieces_of(optimizer), node=self.node
+                )
             self.exchange.begin(self.optimizers)
 
 

@@ -13,7 +13,9 @@ from lightning_topt.optim.pieces import Piece, num_rows
 
 
 class Net(nn.Module):
-    """Vectors, a scalar, matrices (one transposed in memory), tied, channels-last, frozen and unused weights."""
+    """Vectors, a scalar, matrices (one transposed in memory), tied, channels-last, frozen and
+    unused weights.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +32,10 @@ class Net(nn.Module):
         self.frozen.requires_grad_(False)
 
     def forward(self, tokens: Tensor, pixels: Tensor) -> Tensor:
-        hidden = self.back(torch.tanh(self.hidden(self.embed(tokens)))) * self.scale + self.conv(pixels).mean() * 0.1
+        hidden = (
+            self.back(torch.tanh(self.hidden(self.embed(tokens)))) * self.scale
+            + self.conv(pixels).mean() * 0.1
+        )
         return self.out(hidden + self.frozen(hidden))
 
 
@@ -47,7 +52,9 @@ def loss_of(net: Net, step: int) -> Tensor:
 
 
 class SignMomentum(Optimizer):
-    """A user's own: element by element, with a list and Python numbers in its state, and a counter in its groups."""
+    """A user's own: element by element, with a list and Python numbers in its state, and a counter
+    in its groups.
+    """
 
     def __init__(self, params: Iterable[Any], lr: float = 0.01) -> None:
         super().__init__(params, {"lr": lr, "calls": 0})
@@ -67,7 +74,9 @@ class SignMomentum(Optimizer):
                 first, second = state["moments"]
                 first.lerp_(p.grad, 0.1)
                 second.lerp_(first, 0.5)
-                p.add_(torch.sign(second) * 0.1 + second, alpha=-group["lr"] / group["calls"] ** 0.5)
+                p.add_(
+                    torch.sign(second) * 0.1 + second, alpha=-group["lr"] / group["calls"] ** 0.5
+                )
         return loss
 
 
@@ -108,22 +117,33 @@ class Decayed(torch.optim.AdamW):
 
 def groups_of(net: Net) -> list[dict[str, Any]]:
     matrices = [p for p in net.parameters() if p.dim() > 1]
-    return [{"params": matrices}, {"params": [p for p in net.parameters() if p.dim() <= 1], "lr": 0.003}]
+    return [
+        {"params": matrices},
+        {"params": [p for p in net.parameters() if p.dim() <= 1], "lr": 0.003},
+    ]
 
 
 def muon(net: Net) -> Optimizer:
     matrices = [p for p in net.parameters() if p.dim() == 2]
-    return torch.optim.Muon([{"params": matrices[:2]}, {"params": matrices[2:], "lr": 0.01}], lr=0.02)
+    return torch.optim.Muon(
+        [{"params": matrices[:2]}, {"params": matrices[2:], "lr": 0.01}], lr=0.02
+    )
 
 
 # name: (makes the optimizer of a net, whether its rule treats every element by itself)
 OPTIMIZERS: dict[str, tuple[Callable[[Net], Optimizer], bool]] = {
     "AdamW": (lambda net: torch.optim.AdamW(groups_of(net), lr=0.01, foreach=False), True),
-    "AdamW foreach": (lambda net: torch.optim.AdamW(groups_of(net), lr=0.01, foreach=True, amsgrad=True), True),
+    "AdamW foreach": (
+        lambda net: torch.optim.AdamW(groups_of(net), lr=0.01, foreach=True, amsgrad=True),
+        True,
+    ),
     "AdamW fused": (lambda net: torch.optim.AdamW(groups_of(net), lr=0.01, fused=True), True),
     "SGD": (lambda net: torch.optim.SGD(groups_of(net), lr=0.1, momentum=0.9, nesterov=True), True),
     "Adagrad": (lambda net: torch.optim.Adagrad(groups_of(net), lr=0.1), True),
-    "RMSprop": (lambda net: torch.optim.RMSprop(groups_of(net), lr=0.01, momentum=0.5, centered=True), True),
+    "RMSprop": (
+        lambda net: torch.optim.RMSprop(groups_of(net), lr=0.01, momentum=0.5, centered=True),
+        True,
+    ),
     "Adafactor": (lambda net: torch.optim.Adafactor(groups_of(net), lr=0.01), False),
     "SignMomentum": (lambda net: SignMomentum(groups_of(net)), True),
     "WholeNorm": (lambda net: WholeNorm(groups_of(net)), False),
@@ -133,8 +153,9 @@ if hasattr(torch.optim, "Muon"):
     OPTIMIZERS["Muon"] = (muon, False)
 
 
-# Relative differences that are allowed. The vectors of this kernel, whose products are not rounded before they are added,
-# end elsewhere in a run of rows than in the whole tensor; everything else is equal in all bits.
+# Relative differences that are allowed. The vectors of this kernel, whose products are not rounded
+# before they are added, end elsewhere in a run of rows than in the whole tensor; everything else is
+# equal in all bits.
 ROUNDING = {"AdamW fused": 1e-3}
 
 
@@ -157,7 +178,9 @@ def row_pieces(parameters: Sequence[Tensor], world_size: int) -> list[Piece]:
             continue
         cuts = [0, *(rows * k // world_size + (k + index) % 2 for k in range(1, world_size)), rows]
         owners = [(k + index) % world_size for k in range(world_size)]
-        pieces += [Piece(index, a, b, owner) for a, b, owner in zip(cuts, cuts[1:], owners, strict=False)]
+        pieces += [
+            Piece(index, a, b, owner) for a, b, owner in zip(cuts, cuts[1:], owners, strict=False)
+        ]
     return pieces
 
 

@@ -1,4 +1,6 @@
-"""The step over a fit where nothing is worth sharing: that of the optimizer itself, until there are other parameters."""
+"""The step over a fit where nothing is worth sharing: that of the optimizer itself, until there are
+other parameters.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,11 @@ FIRST_STEPS = WARMUP_STEPS + len(MEASURED_STEPS)
 def group(tmp_path):
     """Of one rank, for which sharing never pays."""
     dist.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1, timeout=timedelta(seconds=60)
+        "gloo",
+        init_method=f"file://{tmp_path}/store",
+        rank=0,
+        world_size=1,
+        timeout=timedelta(seconds=60),
     )
     yield dist.group.WORLD
     dist.destroy_process_group()
@@ -39,7 +45,10 @@ def test_a_declined_step_looks_at_no_parameter_until_there_are_others(group, mon
     optimizer, plain = torch.optim.AdamW([mine], lr=0.01), torch.optim.AdamW([other], lr=0.01)
     said = []
     step = AdaptiveStep(
-        optimizer, rule=update_rule(optimizer), sharing=Sharing(group, frozenset([mine])), say=said.append
+        optimizer,
+        rule=update_rule(optimizer),
+        sharing=Sharing(group, frozenset([mine])),
+        say=said.append,
     )
     step.start()
 
@@ -52,7 +61,9 @@ def test_a_declined_step_looks_at_no_parameter_until_there_are_others(group, mon
     assert len(step.decisions) == 1 and not step.decisions[0].shared and step.parallel is None
     looked = []
     original = adaptive_step.parameters_of
-    monkeypatch.setattr(adaptive_step, "parameters_of", lambda found: looked.append(found) or original(found))
+    monkeypatch.setattr(
+        adaptive_step, "parameters_of", lambda found: looked.append(found) or original(found)
+    )
     for _ in range(3):
         both()
     assert not looked

@@ -12,8 +12,13 @@ import torch
 from lightning_topt.optim.assignment import Loads, Share, assign_pieces, fill_up
 from lightning_topt.optim.pieces import check_pieces
 
-# torch's order: embedding, 12 layers of attention and two linear maps, norms and biases between them
-GPT_ROWS = [(50_304, 768), *[(2304, 768), (2304,), (768, 768), (3072, 768), (768, 3072), (768,), (768,)] * 12, (768,)]
+# torch's order: embedding, 12 layers of attention and two linear maps, norms and biases between
+# them
+GPT_ROWS = [
+    (50_304, 768),
+    *[(2304, 768), (2304,), (768, 768), (3072, 768), (768, 3072), (768,), (768,)] * 12,
+    (768,),
+]
 
 
 def loads_of(shares, pieces, world_size):
@@ -25,7 +30,9 @@ def loads_of(shares, pieces, world_size):
 
 
 def best_level(shares, world_size):
-    """The slow twin: every owner of every whole share, the rest as one mass that is poured to one level."""
+    """The slow twin: every owner of every whole share, the rest as one mass that is poured to one
+    level.
+    """
     whole = [share for share in shares if not share.splittable]
     liquid = [share for share in shares if share.splittable]
     best = float("inf")
@@ -35,7 +42,9 @@ def best_level(shares, world_size):
             loads.add(share, owner=owner, rows=share.rows)
         if liquid:
             for rank, fraction in enumerate(fill_up(liquid, loads)):
-                cost, nbytes = (sum(column) for column in zip(*map(loads.fractions, liquid), strict=True))
+                cost, nbytes = (
+                    sum(column) for column in zip(*map(loads.fractions, liquid), strict=True)
+                )
                 loads.cost[rank] += fraction * cost
                 loads.bytes[rank] += fraction * nbytes
         best = min(best, loads.level())
@@ -48,7 +57,11 @@ def whole_shares(costs, nbytes):
 
 def check(shares, pieces, world_size):
     rows = {share.index: share.rows for share in shares}
-    check_pieces(pieces, [torch.empty(rows.get(i, 1), 0) for i in range(max(rows) + 1)], world_size=world_size)
+    check_pieces(
+        pieces,
+        [torch.empty(rows.get(i, 1), 0) for i in range(max(rows) + 1)],
+        world_size=world_size,
+    )
     assert {piece.index for piece in pieces} == set(rows)
     assert pieces == sorted(pieces) == assign_pieces(shares, world_size=world_size)
 
@@ -69,7 +82,8 @@ def test_the_known_worst_case_of_list_scheduling():
     shares = whole_shares([3, 3, 2, 2, 2], [3, 3, 2, 2, 2])
     assert best_level(shares, 2) == pytest.approx(6 / 12)
     level = loads_of(shares, assign_pieces(shares, world_size=2), 2).level()
-    assert level == pytest.approx(7 / 12)  # 7/6 of the best, which is the bound: the twin would see a better method
+    # 7/6 of the best, which is the bound: the twin would see a better method
+    assert level == pytest.approx(7 / 12)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -77,7 +91,9 @@ def test_two_criteria_stay_near_the_best(world_size):
     rng = random.Random(world_size)
     ratios = []
     for _ in range(25):
-        shares = whole_shares([rng.random() for _ in range(7)], [rng.randrange(1, 100) for _ in range(7)])
+        shares = whole_shares(
+            [rng.random() for _ in range(7)], [rng.randrange(1, 100) for _ in range(7)]
+        )
         pieces = assign_pieces(shares, world_size=world_size)
         check(shares, pieces, world_size)
         ratios.append(loads_of(shares, pieces, world_size).level() / best_level(shares, world_size))
@@ -85,7 +101,8 @@ def test_two_criteria_stay_near_the_best(world_size):
 
 
 def test_cost_and_bytes_are_both_balanced():
-    # four that are expensive and small, four that are large and cheap: by either alone, the other would be uneven
+    # four that are expensive and small, four that are large and cheap: by either alone, the other
+    # would be uneven
     shares = whole_shares([9, 9, 9, 9, 1, 1, 1, 1], [1, 1, 1, 1, 9, 9, 9, 9])
     loads = loads_of(shares, assign_pieces(shares, world_size=2), 2)
     assert loads.cost == pytest.approx([0.5, 0.5]) and loads.bytes == pytest.approx([0.5, 0.5])
@@ -107,8 +124,12 @@ def test_rows_are_even_and_cuts_few(world_size):
 
 
 def test_uneven_costs_per_byte_are_cut_apart():
-    # calls make small parameters expensive per byte: their run is cut by itself, so that bytes and cost both stay even
-    shares = [Share(0, 1000, 8_000_000, 4.0, True), *(Share(i, 100, 800, 0.04, True) for i in range(1, 101))]
+    # calls make small parameters expensive per byte: their run is cut by itself, so that bytes and
+    # cost both stay even
+    shares = [
+        Share(0, 1000, 8_000_000, 4.0, True),
+        *(Share(i, 100, 800, 0.04, True) for i in range(1, 101)),
+    ]
     loads = loads_of(shares, assign_pieces(shares, world_size=4), 4)
     assert all(abs(4 * part - 1) < 0.05 for part in (*loads.bytes, *loads.cost))
 
@@ -116,7 +137,9 @@ def test_uneven_costs_per_byte_are_cut_apart():
 def test_each_group_is_spread_over_all_ranks():
     shares = [Share(i, 512, 4096, 1.0, True, group=i // 3) for i in range(6)]
     for group in (0, 1):
-        pieces = [piece for piece in assign_pieces(shares, world_size=2) if piece.index // 3 == group]
+        pieces = [
+            piece for piece in assign_pieces(shares, world_size=2) if piece.index // 3 == group
+        ]
         assert Counter(p.owner for p in pieces for _ in range(p.start, p.stop)) == {0: 768, 1: 768}
 
 
@@ -124,8 +147,12 @@ def test_each_group_is_spread_over_all_ranks():
 def test_rows_fill_up_what_whole_parameters_leave(world_size):
     rng = random.Random(10 + world_size)
     for _ in range(15):
-        whole = whole_shares([rng.random() for _ in range(5)], [rng.randrange(1, 100) * 1000 for _ in range(5)])
-        liquid = [Share(5 + i, 1000, rng.randrange(50, 300) * 1000, rng.random(), True) for i in range(3)]
+        whole = whole_shares(
+            [rng.random() for _ in range(5)], [rng.randrange(1, 100) * 1000 for _ in range(5)]
+        )
+        liquid = [
+            Share(5 + i, 1000, rng.randrange(50, 300) * 1000, rng.random(), True) for i in range(3)
+        ]
         pieces = assign_pieces(whole + liquid, world_size=world_size)
         check(whole + liquid, pieces, world_size)
         level = loads_of(whole + liquid, pieces, world_size).level()

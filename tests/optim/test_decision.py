@@ -1,4 +1,6 @@
-"""When sharing pays: the comparison by hand, the search over groups against enumeration, and a measured gather."""
+"""When sharing pays: the comparison by hand, the search over groups against enumeration, and a
+measured gather.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,14 @@ import torch
 
 from lightning_topt.optim import decision
 from lightning_topt.optim.assignment import Share, assign_pieces
-from lightning_topt.optim.decision import GatherCost, GroupCost, choose_pieces, decide, group_costs, measure_gather
+from lightning_topt.optim.decision import (
+    GatherCost,
+    GroupCost,
+    choose_pieces,
+    decide,
+    group_costs,
+    measure_gather,
+)
 from lightning_topt.optim.pieces import Piece
 from tests.launch import run_ranks
 
@@ -42,7 +51,9 @@ def test_groups_pay_the_latency_together():
     costs = [GroupCost(0, 300, 1.0, 0.5), GroupCost(1, 100, 1.0, 0.5)]
     first, second = decide(costs, world_size=2, gather=GatherCost(0.4, 0.0))
     assert (first.gather_seconds, second.gather_seconds) == pytest.approx((0.3, 0.1))
-    first, second = decide([GroupCost(g, 0, 1.0, 0.5) for g in (0, 1)], world_size=2, gather=GatherCost(0.4, 0.0))
+    first, second = decide(
+        [GroupCost(g, 0, 1.0, 0.5) for g in (0, 1)], world_size=2, gather=GatherCost(0.4, 0.0)
+    )
     assert first.gather_seconds == second.gather_seconds == pytest.approx(0.2)
 
 
@@ -51,13 +62,18 @@ def test_told_to():
     (told,) = decide([cost], world_size=2, gather=GatherCost(0.01, 1e-7), always=True)
     assert told.shared and not told.pays
     assert told.reason == (
-        "group 3: shared as told although it does not pay; its update takes 100.00 ms on every rank, 50.00 ms on the busiest "
+        "group 3: shared as told although it does not pay; its update takes 100.00 ms on every "
+        "rank, 50.00 ms on the busiest "
         "of 2 when shared, and gathering 2.0 MB takes 210.00 ms: costs 160.00 ms per step"
     )
     (plain,) = decide([cost], world_size=2, gather=GatherCost(0.01, 1e-7))
-    assert plain.reason.startswith("group 3: not shared;") and plain.reason.endswith("would cost 160.00 ms per step")
+    assert plain.reason.startswith("group 3: not shared;") and plain.reason.endswith(
+        "would cost 160.00 ms per step"
+    )
     (paying,) = decide([cost], world_size=2, gather=FREE, always=True)
-    assert paying.reason.startswith("group 3: shared;") and paying.reason.endswith("saves 50.00 ms per step")
+    assert paying.reason.startswith("group 3: shared;") and paying.reason.endswith(
+        "saves 50.00 ms per step"
+    )
 
 
 def test_one_rank():
@@ -67,14 +83,25 @@ def test_one_rank():
 
 def test_costs_of_groups():
     shares = [rows(0, 3.0), rows(1, 1.0, group=1), rows(2, 0.0, group=2)]
-    pieces = [Piece(0, 0, 500, 0), Piece(0, 500, 1000, 1), Piece(1, 0, 1000, 1), Piece(2, 0, 1000, 0)]
+    pieces = [
+        Piece(0, 0, 500, 0),
+        Piece(0, 500, 1000, 1),
+        Piece(1, 0, 1000, 1),
+        Piece(2, 0, 1000, 0),
+    ]
     costs = group_costs(shares, pieces, sent_bytes={0: 70, 1: 20, 2: 5}, world_size=2)
     # rank 1 is busiest: 1.5 + 1.0 of 4.0
-    assert costs == [GroupCost(0, 70, 3.0, 1.875), GroupCost(1, 20, 1.0, 0.625), GroupCost(2, 5, 0.0, 0.0)]
+    assert costs == [
+        GroupCost(0, 70, 3.0, 1.875),
+        GroupCost(1, 20, 1.0, 0.625),
+        GroupCost(2, 5, 0.0, 0.0),
+    ]
 
 
 def step_seconds(groups, shares, sent, world_size, gather):
-    """The slow twin's view of a step: what is shared on the busiest rank, what is not, and the gather."""
+    """The slow twin's view of a step: what is shared on the busiest rank, what is not, and the
+    gather.
+    """
     shared = [s for s in shares if s.group in groups]
     rest = sum(s.cost_seconds for s in shares if s.group not in groups)
     if not shared:
@@ -95,7 +122,9 @@ def test_chosen_groups_against_enumeration(world_size):
         shares = [Share(i, 100, 100, rng.random(), rng.random() < 0.7, i // 2) for i in range(8)]
         sent = {i: rng.randrange(1, 100) for i in range(8)}
         gather = GatherCost(rng.random() * 0.1, rng.random() * 0.02)
-        pieces, decisions = choose_pieces(shares, sent_bytes=sent, world_size=world_size, gather=gather)
+        pieces, decisions = choose_pieces(
+            shares, sent_bytes=sent, world_size=world_size, gather=gather
+        )
         chosen = {d.group for d in decisions if d.shared}
         assert [d.group for d in decisions] == [0, 1, 2, 3]
         assert {shares[piece.index].group for piece in pieces} == chosen
@@ -118,18 +147,27 @@ def test_what_is_declined_does_not_spoil_the_rest():
     )
     assert [d.shared for d in decisions] == [True, False]
     assert {piece.index for piece in pieces} == {0}
-    pieces, decisions = choose_pieces(shares, sent_bytes={0: 1, 1: 1}, world_size=2, gather=GatherCost(9.0, 0.0))
+    pieces, decisions = choose_pieces(
+        shares, sent_bytes={0: 1, 1: 1}, world_size=2, gather=GatherCost(9.0, 0.0)
+    )
     assert pieces == [] and not any(d.shared for d in decisions)
-    pieces, decisions = choose_pieces(shares, sent_bytes={0: 1, 1: 1}, world_size=2, gather=SLOW, always=True)
+    pieces, decisions = choose_pieces(
+        shares, sent_bytes={0: 1, 1: 1}, world_size=2, gather=SLOW, always=True
+    )
     assert {piece.index for piece in pieces} == {0, 1} and not any(d.pays for d in decisions)
 
 
 def test_one_matrix_that_stays_whole_never_pays():
     """t_op (1 - 1/P) would promise half; the busiest rank still does all of it."""
     pieces, (result,) = choose_pieces(
-        [Share(0, 10, 100, 5.0, False)], sent_bytes={0: 100}, world_size=2, gather=GatherCost(1e-6, 1e-12)
+        [Share(0, 10, 100, 5.0, False)],
+        sent_bytes={0: 100},
+        world_size=2,
+        gather=GatherCost(1e-6, 1e-12),
     )
-    assert not result.pays and result.shared_seconds == result.update_seconds == 5.0 and pieces == []
+    assert (
+        not result.pays and result.shared_seconds == result.update_seconds == 5.0 and pieces == []
+    )
 
 
 def _measured(rank, world_size):
@@ -138,7 +176,10 @@ def _measured(rank, world_size):
     before = [p.clone() for p in parameters]
     pieces = [Piece(0, 0, 150, 0), Piece(0, 150, 300, 1), Piece(1, 0, 7, 1), Piece(2, 0, 100, 0)]
     cpu = torch.device("cpu")
-    costs = [measure_gather(device=cpu), measure_gather(device=cpu, parameters=parameters, pieces=pieces)]
+    costs = [
+        measure_gather(device=cpu),
+        measure_gather(device=cpu, parameters=parameters, pieces=pieces),
+    ]
     assert all(torch.equal(p, q) for p, q in zip(parameters, before, strict=True))
     return costs
 
@@ -153,7 +194,9 @@ def test_a_measured_gather_is_the_same_on_all_ranks():
 def test_the_fit(monkeypatch):
     """A gather that takes 2 s and 3 ns per byte is found out."""
     monkeypatch.setattr(decision.dist, "get_world_size", lambda group: 4)
-    monkeypatch.setattr(decision, "slowest_of_ranks", lambda values, **_: [2 * value for value in values])
+    monkeypatch.setattr(
+        decision, "slowest_of_ranks", lambda values, **_: [2 * value for value in values]
+    )
     times = []
 
     def timed(parameters, pieces, **options):

@@ -20,18 +20,26 @@ State = dict[str, Any]
 
 
 def differences(got: Any, wanted: Any, *, rtol: float = 0, path: str = "") -> list[str]:
-    """Where two nested states differ: types, keys and their order, dtypes, values (all bits, or up to `rtol`)."""
+    """Where two nested states differ: types, keys and their order, dtypes, values (all bits, or up
+    to `rtol`).
+    """
     if type(got) is not type(wanted):
         return [f"{path}: {type(got)} for {type(wanted)}"]
     if isinstance(got, dict):
         if list(got) != list(wanted):
             return [f"{path}: keys {list(got)} for {list(wanted)}"]
-        return [line for key in got for line in differences(got[key], wanted[key], rtol=rtol, path=f"{path}/{key}")]
+        return [
+            line
+            for key in got
+            for line in differences(got[key], wanted[key], rtol=rtol, path=f"{path}/{key}")
+        ]
     if isinstance(got, list | tuple):
         if len(got) != len(wanted):
             return [f"{path}: {len(got)} for {len(wanted)} items"]
         pairs = enumerate(zip(got, wanted, strict=True))
-        return [line for i, (a, b) in pairs for line in differences(a, b, rtol=rtol, path=f"{path}/{i}")]
+        return [
+            line for i, (a, b) in pairs for line in differences(a, b, rtol=rtol, path=f"{path}/{i}")
+        ]
     if isinstance(got, Tensor):
         same = all(getattr(got, a) == getattr(wanted, a) for a in ("dtype", "shape", "device"))
         same = same and got.stride() == wanted.stride()
@@ -65,7 +73,9 @@ def saved(rank: int) -> list[bytes]:
     for name, (make, by_element) in OPTIMIZERS.items():
         net = make_net()
         optimizer = make(net)
-        install_parallel_step(optimizer, pieces=pieces_for(optimizer, dist.get_world_size(), by_element))
+        install_parallel_step(
+            optimizer, pieces=pieces_for(optimizer, dist.get_world_size(), by_element)
+        )
         train(net, optimizer, range(4))
         optimizer.consolidate_state_dict()  # type: ignore[attr-defined]
         if rank == 0:
@@ -81,8 +91,11 @@ def saved(rank: int) -> list[bytes]:
             checkpoints.append(file.getvalue())
         train(net, optimizer, range(4, 5))
         if rank == 0:
-            assert differences(state, before) == []  # a saved state does not change with later steps
-        with pytest.raises(RuntimeError, match=r"call optimizer.consolidate_state_dict\(\) on all ranks"):
+            # a saved state does not change with later steps
+            assert differences(state, before) == []
+        with pytest.raises(
+            RuntimeError, match=r"call optimizer.consolidate_state_dict\(\) on all ranks"
+        ):
             optimizer.state_dict()
     return checkpoints
 
@@ -95,7 +108,9 @@ def resumed(rank: int, checkpoints: list[bytes]) -> None:
         net = make_net(seed=1)
         net.load_state_dict(loaded["net"])
         optimizer = make(net)
-        install_parallel_step(optimizer, pieces=pieces_for(optimizer, dist.get_world_size(), by_element))
+        install_parallel_step(
+            optimizer, pieces=pieces_for(optimizer, dist.get_world_size(), by_element)
+        )
         optimizer.load_state_dict(loaded["optimizer"])
         train(net, optimizer, range(4, 7))
         plain_net, plain = plain_run(name, 7)
@@ -104,7 +119,9 @@ def resumed(rank: int, checkpoints: list[bytes]) -> None:
         if rank == 0:
             wanted = plain.state_dict()
             wanted["state"] = {index: wanted["state"][index] for index in sorted(wanted["state"])}
-            assert differences(optimizer.state_dict(), wanted, rtol=ROUNDING.get(name, 0)) == [], name
+            assert differences(optimizer.state_dict(), wanted, rtol=ROUNDING.get(name, 0)) == [], (
+                name
+            )
             # Loaded tensors may be shared with the optimizer, as torch does; never cut or dropped.
             assert loaded["optimizer"]["state"].keys() == kept["state"].keys()
         else:
@@ -125,7 +142,9 @@ def resumed_plainly(rank: int, checkpoints: list[bytes]) -> None:
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2)])
-def test_checkpoints_are_the_unsharded_ones_and_load_at_another_size(before: int, after: int) -> None:
+def test_checkpoints_are_the_unsharded_ones_and_load_at_another_size(
+    before: int, after: int
+) -> None:
     checkpoints = run_ranks(saved, before)[0]
     assert len(checkpoints) == len(OPTIMIZERS)
     run_ranks(resumed, after, checkpoints)
@@ -133,7 +152,9 @@ def test_checkpoints_are_the_unsharded_ones_and_load_at_another_size(before: int
 
 
 def unsharded_checkpoint(rank: int) -> None:
-    """A plain optimizer's checkpoint, state only of parameters that had gradients, before and after the first step."""
+    """A plain optimizer's checkpoint, state only of parameters that had gradients, before and after
+    the first step.
+    """
     net = make_net()
     optimizer = torch.optim.AdamW(net.parameters())
     install_parallel_step(optimizer, pieces=pieces_for(optimizer, 2, True))

@@ -61,7 +61,12 @@ def gathers(rank: int) -> int:
     world_size, checked = dist.get_world_size(), 0
     memory = NodeRows(dist.group.WORLD, timeout_seconds=30)
     for split in (whole_pieces, row_pieces):
-        for dtype, node in ((None, None), (torch.bfloat16, None), (None, memory), (torch.bfloat16, memory)):
+        for dtype, node in (
+            (None, None),
+            (torch.bfloat16, None),
+            (None, memory),
+            (torch.bfloat16, memory),
+        ):
             for chosen in (None, {0, 2, 3, 8}, set()):
                 parameters = make_parameters(rank)
                 layouts = [p.stride() for p in parameters]
@@ -70,7 +75,9 @@ def gathers(rank: int) -> int:
                 pending = gather.start(chosen)
                 pending.wait()
                 pending.wait()
-                wanted = expected([p for p in pieces if chosen is None or p.index in chosen], dtype=dtype)
+                wanted = expected(
+                    [p for p in pieces if chosen is None or p.index in chosen], dtype=dtype
+                )
                 for index, (got, want) in enumerate(zip(parameters, wanted, strict=True)):
                     assert got.equal(want), (split.__name__, dtype, chosen, index)
                 assert layouts == [p.stride() for p in parameters]
@@ -84,7 +91,9 @@ def test_all_ranks_have_what_owners_hold(world_size: int) -> None:
 
 
 def again(rank: int) -> None:
-    """Repeated gathers see new values, new memory and other parameters; several may be under way at once."""
+    """Repeated gathers see new values, new memory and other parameters; several may be under way at
+    once.
+    """
     gather_module.PACK_BYTES = 100  # more than one pack of small pieces
     parameters = [torch.zeros(6, 2) for _ in range(5)]
     pieces = row_pieces(parameters, 2)
@@ -107,9 +116,15 @@ def test_gathers_again() -> None:
 
 
 def sources(rank: int) -> None:
-    """What an owner sends may be apart from the parameter; only its rounded values arrive, on the owner too."""
+    """What an owner sends may be apart from the parameter; only its rounded values arrive, on the
+    owner too.
+    """
     parameter, pieces = torch.zeros(4, 3), [Piece(0, 0, 1, 0), Piece(0, 1, 4, 1)]
-    exact = {piece: rows_of(torch.full((4, 3), 1 + 2**-12), piece) + rank for piece in pieces if piece.owner == rank}
+    exact = {
+        piece: rows_of(torch.full((4, 3), 1 + 2**-12), piece) + rank
+        for piece in pieces
+        if piece.owner == rank
+    }
     PieceGather([parameter], pieces, dtype=torch.bfloat16, sources=exact).gather()
     assert parameter[:1].eq(1).all() and parameter[1:].eq(2).all()
     assert all(tensor.eq(1 + 2**-12 + rank).all() for tensor in exact.values())
@@ -140,7 +155,8 @@ def left_behind(rank: int) -> list[int]:
         pending = gather.start()
         found.append(tensor_bytes() - before)
         pending.wait()
-        wait_until(lambda: tensor_bytes() == before)  # gloo's thread lets go of a message a moment after it has arrived
+        # gloo's thread lets go of a message a moment after it has arrived
+        wait_until(lambda: tensor_bytes() == before)
     return found
 
 

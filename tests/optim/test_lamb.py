@@ -27,7 +27,16 @@ class Slow:
         self.t = 0
 
     def step(
-        self, gradients, *, lr, betas=(0.9, 0.999), eps=1e-6, decay=0.01, correct=True, clip=None, adapt=lambda w: True
+        self,
+        gradients,
+        *,
+        lr,
+        betas=(0.9, 0.999),
+        eps=1e-6,
+        decay=0.01,
+        correct=True,
+        clip=None,
+        adapt=lambda w: True,
     ):
         self.t += 1
         for x, m, v, g in zip(self.weights, self.m, self.v, gradients, strict=True):
@@ -49,7 +58,10 @@ class Slow:
     [
         ({}, {}),
         ({"weight_decay": 0.0}, {"decay": 0.0}),
-        ({"weight_decay": 1.0, "eps": 0.1, "betas": (0.5, 0.9)}, {"decay": 1.0, "eps": 0.1, "betas": (0.5, 0.9)}),
+        (
+            {"weight_decay": 1.0, "eps": 0.1, "betas": (0.5, 0.9)},
+            {"decay": 1.0, "eps": 0.1, "betas": (0.5, 0.9)},
+        ),
         ({"bias_correction": False}, {"correct": False}),
         ({"trust_clip": 0.7}, {"clip": 0.7}),
         ({"adapt": "matrices"}, {"adapt": lambda x: x.dim() > 1}),
@@ -112,7 +124,8 @@ def test_order_in_memory_does_not_matter():
             set_gradients([parameter], step=step)  # contiguous, whatever the parameter is
             optimizer.step()
         state = optimizers[0].state_dict()
-        optimizers[1].load_state_dict(copy.deepcopy(state))  # contiguous moments for a channels-last parameter
+        # contiguous moments for a channels-last parameter
+        optimizers[1].load_state_dict(copy.deepcopy(state))
     torch.testing.assert_close(last, plain)
     torch.testing.assert_close(strided, plain)
 
@@ -125,7 +138,8 @@ def test_other_dtypes(dtype):
         set_gradients(parameters, step=step)
         optimizer.step()
         slow.step([p.grad for p in parameters], lr=0.1)
-    tolerance = 0.05 if dtype == torch.bfloat16 else 1e-7  # step and so the bias corrections are float32
+    # step and so the bias corrections are float32
+    tolerance = 0.05 if dtype == torch.bfloat16 else 1e-7
     for parameter, weight in zip(parameters, slow.weights, strict=True):
         torch.testing.assert_close(parameter.double(), weight, rtol=tolerance, atol=tolerance)
 

@@ -17,7 +17,9 @@ SHAPES = [(64, 3, 3, 3), (64,), (33, 65), (1,), (), (5, 0), (7, 9)]
 
 def make_parameters(shapes=SHAPES, *, dtype=torch.float32):
     generator = torch.Generator().manual_seed(0)
-    return [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
+    return [
+        torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes
+    ]
 
 
 def set_gradients(parameters, *, step):
@@ -33,7 +35,18 @@ class Slow:
         self.weights = [parameter.detach().double() for parameter in parameters]
         self.v = [torch.zeros_like(weight) for weight in self.weights]
 
-    def step(self, gradients, *, lr, momentum=0.9, weight_decay=0.0, trust=1e-3, eps=1e-8, nesterov=False, adapt=None):
+    def step(
+        self,
+        gradients,
+        *,
+        lr,
+        momentum=0.9,
+        weight_decay=0.0,
+        trust=1e-3,
+        eps=1e-8,
+        nesterov=False,
+        adapt=None,
+    ):
         for w, v, g in zip(self.weights, self.v, gradients, strict=True):
             g = g.double()
             ratio = 1.0
@@ -69,12 +82,15 @@ def test_follows_the_paper(options):
         torch.testing.assert_close(parameter.double(), weight, rtol=2e-6, atol=2e-6)
 
 
-@pytest.mark.parametrize(("adapt", "rule"), [("matrices", lambda w: w.dim() > 1), ("none", lambda w: False)])
+@pytest.mark.parametrize(
+    ("adapt", "rule"), [("matrices", lambda w: w.dim() > 1), ("none", lambda w: False)]
+)
 def test_excluded_parameters_get_the_plain_rate(adapt, rule):
     parameters = make_parameters()
     optimizer, slow = LARS(parameters, lr=0.1, weight_decay=0.1, adapt=adapt), Slow(parameters)
     plain = make_parameters()
-    sgd = torch.optim.SGD(plain, lr=0.1, momentum=0.9, weight_decay=0.1)  # the same with a constant rate
+    # the same with a constant rate
+    sgd = torch.optim.SGD(plain, lr=0.1, momentum=0.9, weight_decay=0.1)
     for step in range(10):
         set_gradients(parameters, step=step)
         set_gradients(plain, step=step)
@@ -90,7 +106,11 @@ def test_excluded_parameters_get_the_plain_rate(adapt, rule):
 def test_groups_have_their_own_options():
     parameters, alone = make_parameters(), make_parameters()
     optimizer = LARS(
-        [{"params": parameters[:3], "weight_decay": 0.1}, {"params": parameters[3:], "adapt": "none"}], lr=0.1
+        [
+            {"params": parameters[:3], "weight_decay": 0.1},
+            {"params": parameters[3:], "adapt": "none"},
+        ],
+        lr=0.1,
     )
     first = LARS(alone[:3], lr=0.1, weight_decay=0.1)
     second = LARS(alone[3:], lr=0.1, adapt="none")
@@ -128,7 +148,11 @@ def test_both_ways_to_update_agree(nesterov, momentum, weight_decay):
         buffers = [parameter.cos() for parameter in parameters] if momentum else []
         rates = torch.linspace(1e-6, 1.0, len(parameters))
         given = rates.tolist() if update is update_each else rates
-        options = {"momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov and momentum > 0}
+        options = {
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov and momentum > 0,
+        }
         update(parameters, gradients, buffers, rates=given, **options)
         results.append([*parameters, *buffers])
     for each, together in zip(*results, strict=True):
@@ -211,7 +235,9 @@ def test_missing_gradients_and_closures():
         return loss
 
     assert optimizer.step(closure).item() == pytest.approx(before[0].square().sum().item())
-    assert [torch.equal(a, b) for a, b in zip(parameters, before, strict=True)] == [False] + [True] * 6
+    assert [torch.equal(a, b) for a, b in zip(parameters, before, strict=True)] == [False] + [
+        True
+    ] * 6
     assert len(optimizer.state) == 1
 
 
@@ -219,7 +245,10 @@ def test_norms_do_not_depend_on_company():
     """Bit for bit: what sharing norms between ranks relies on."""
     tensors = [parameter.detach() for parameter in make_parameters()]
     together = layer_norms(tensors, tensors[::-1])
-    alone = [torch.stack([layer_norms([a], [a])[0, 0] for a in some]) for some in (tensors, tensors[::-1])]
+    alone = [
+        torch.stack([layer_norms([a], [a])[0, 0] for a in some])
+        for some in (tensors, tensors[::-1])
+    ]
     assert torch.equal(together, torch.stack(alone))
 
 

@@ -1,4 +1,6 @@
-"""Optimizers over shards against the same optimizer over whole parameters, hooks, closures and schedulers included."""
+"""Optimizers over shards against the same optimizer over whole parameters, hooks, closures and
+schedulers included.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,13 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from lightning_topt.optim.local_step import install_local_step
 from tests.launch import run_ranks
 
-# What torch's foreach and fused forms refuse for a mixture of plain tensors and DTensors, and states of every kind.
+# What torch's foreach and fused forms refuse for a mixture of plain tensors and DTensors, and
+# states of every kind.
 OPTIMIZERS: dict[str, Any] = {
     "fused AdamW": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True, amsgrad=True),
-    "foreach RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.1, foreach=True, centered=True, momentum=0.5),
+    "foreach RMSprop": lambda p: torch.optim.RMSprop(
+        p, lr=0.1, foreach=True, centered=True, momentum=0.5
+    ),
     "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.1),
     "Rprop": lambda p: torch.optim.Rprop(p, lr=0.1),
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, maximize=True),
@@ -47,8 +52,12 @@ def run(make: Any, place: Any) -> Any:
     groups = [{"params": parameters[:2]}, {"params": parameters[2:], "lr": 0.05}]
     optimizer = make(groups)
     seen: list[bool] = []
-    optimizer.register_step_pre_hook(lambda o, *_: seen.append(o.param_groups[0]["params"][0] is parameters[0]))
-    optimizer.register_step_post_hook(lambda o, *_: seen.append(o.param_groups[1]["params"][0] is parameters[2]))
+    optimizer.register_step_pre_hook(
+        lambda o, *_: seen.append(o.param_groups[0]["params"][0] is parameters[0])
+    )
+    optimizer.register_step_post_hook(
+        lambda o, *_: seen.append(o.param_groups[1]["params"][0] is parameters[2])
+    )
     step = install_local_step(optimizer)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     for number in range(3):
@@ -60,9 +69,14 @@ def run(make: Any, place: Any) -> Any:
 
         assert optimizer.step(closure) == float(number)
         scheduler.step()
-    state = {i: {k: whole(v) for k, v in s.items()} for i, s in optimizer.state_dict()["state"].items()}
+    state = {
+        i: {k: whole(v) for k, v in s.items()} for i, s in optimizer.state_dict()["state"].items()
+    }
     kinds = {
-        type(v) for p in parameters for v in optimizer.state[p].values() if isinstance(v, Tensor) and v.shape == p.shape
+        type(v)
+        for p in parameters
+        for v in optimizer.state[p].values()
+        if isinstance(v, Tensor) and v.shape == p.shape
     }
     return step, [whole(p) for p in parameters], state, seen, kinds, parameters, optimizer
 
@@ -71,7 +85,9 @@ def on_shards(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
 
     def place(index: int, value: Tensor) -> Tensor:
-        """The first two parameters are sharded: one unevenly, one so that a rank has nothing of it."""
+        """The first two parameters are sharded: one unevenly, one so that a rank has nothing of
+        it.
+        """
         return distribute_tensor(value, mesh, [Shard(0)]) if index < 2 else value
 
     for name, make in OPTIMIZERS.items():
@@ -87,7 +103,9 @@ def on_shards(rank: int) -> None:
         for p in placed[1:2]:
             p.grad = None
         optimizer.step()
-        assert torch.equal(whole(placed[0]), before[0]) and not torch.equal(whole(placed[3]), before[3])
+        assert torch.equal(whole(placed[0]), before[0]) and not torch.equal(
+            whole(placed[3]), before[3]
+        )
     dist.barrier()
 
 
@@ -98,7 +116,8 @@ def test_steps_on_shards_are_those_on_whole_parameters() -> None:
 def failing(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
     parameter = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
-    assert install_local_step(torch.optim.Adafactor([parameter])) is None  # its update is not one of single elements
+    # its update is not one of single elements
+    assert install_local_step(torch.optim.Adafactor([parameter])) is None
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     assert install_local_step(optimizer) is not None
     parameter.grad = distribute_tensor(torch.ones(4), mesh, [Shard(0)])

@@ -1,4 +1,6 @@
-"""Shampoo, SOAP and others of pytorch-optimizer in the parallel step: as the same optimizer on one process."""
+"""Shampoo, SOAP and others of pytorch-optimizer in the parallel step: as the same optimizer on one
+process.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,12 @@ MAKERS: dict[str, Maker] = {
         parameters, lr=0.05, momentum=0.9, weight_decay=0.01, preconditioning_compute_steps=2
     ),
     "ScalableShampoo": lambda parameters: package.ScalableShampoo(
-        parameters, lr=0.05, block_size=8, start_preconditioning_step=3, preconditioning_compute_steps=2, use_svd=True
+        parameters,
+        lr=0.05,
+        block_size=8,
+        start_preconditioning_step=3,
+        preconditioning_compute_steps=2,
+        use_svd=True,
     ),
     "SOAP": lambda parameters: package.SOAP(parameters, lr=0.01, precondition_frequency=2),
     "Lamb": lambda parameters: package.Lamb(parameters, lr=0.01),
@@ -52,7 +59,11 @@ MAKERS: dict[str, Maker] = {
 # Its roots come from iterations with random starts: equal to rounding only.
 RANDOM_STARTS: dict[str, Maker] = {
     "ScalableShampoo, Schur-Newton": lambda parameters: package.ScalableShampoo(
-        parameters, lr=0.05, block_size=8, start_preconditioning_step=3, preconditioning_compute_steps=2
+        parameters,
+        lr=0.05,
+        block_size=8,
+        start_preconditioning_step=3,
+        preconditioning_compute_steps=2,
     ),
 }
 
@@ -63,7 +74,9 @@ def make(name: str) -> tuple[list[nn.Parameter], Optimizer]:
     return parameters, (MAKERS | RANDOM_STARTS)[name](parameters)
 
 
-def train(parameters: list[nn.Parameter], optimizer: Optimizer, *, start: int = 0, steps: int = STEPS) -> None:
+def train(
+    parameters: list[nn.Parameter], optimizer: Optimizer, *, start: int = 0, steps: int = STEPS
+) -> None:
     for step in range(start, start + steps):
         generator = torch.Generator().manual_seed(step)
         for index, parameter in enumerate(parameters):
@@ -118,7 +131,10 @@ def test_same_as_on_one_process(name: str, world_size: int) -> None:
     parameters, optimizer = make(name)
     before = [p.detach().clone() for p in parameters]
     train(parameters, optimizer)
-    assert all(torch.equal(p, b) == (i == UNUSED) for i, (p, b) in enumerate(zip(parameters, before, strict=True)))
+    assert all(
+        torch.equal(p, b) == (i == UNUSED)
+        for i, (p, b) in enumerate(zip(parameters, before, strict=True))
+    )
     expected = optimizer.state_dict()
     for rank, (values, whole, kept) in enumerate(run_ranks(split_run, world_size, name)):
         for index, (value, parameter) in enumerate(zip(values, parameters, strict=True)):
@@ -137,7 +153,9 @@ def test_random_starts_agree_to_rounding(name: str) -> None:
     before = [p.detach().clone() for p in parameters]
     train(parameters, optimizer)
     ranks = run_ranks(split_run, 2, name)
-    for value, other, parameter, start in zip(ranks[0][0], ranks[1][0], parameters, before, strict=True):
+    for value, other, parameter, start in zip(
+        ranks[0][0], ranks[1][0], parameters, before, strict=True
+    ):
         assert torch.equal(value, other)
         assert (value - parameter).norm() <= 1e-6 * (parameter - start).norm()
 
@@ -173,8 +191,10 @@ def test_splits_by_parameters(name: str) -> None:
 @pytest.mark.parametrize(
     "make_coupled",
     [
-        lambda parameters: package.Lamb(parameters, pre_norm=True),  # scales by the norm of all gradients
-        lambda parameters: package.Prodigy(parameters),  # one step size estimated from all parameters
+        # scales by the norm of all gradients
+        lambda parameters: package.Lamb(parameters, pre_norm=True),
+        # one step size estimated from all parameters
+        lambda parameters: package.Prodigy(parameters),
     ],
     ids=["Lamb, pre_norm", "Prodigy"],
 )

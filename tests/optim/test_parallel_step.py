@@ -1,4 +1,6 @@
-"""The parallel step against the unsharded optimizer, which runs on a second copy of the model on the same rank."""
+"""The parallel step against the unsharded optimizer, which runs on a second copy of the model on
+the same rank.
+"""
 
 from __future__ import annotations
 
@@ -39,12 +41,20 @@ def backward(net: Net, optimizer: Optimizer, step: int) -> None:
     loss_of(net, step).backward()
 
 
-def two_runs(name: str, world_size: int, **options: Any) -> tuple[Net, Optimizer, Net, Optimizer, ParallelStep]:
+def two_runs(
+    name: str, world_size: int, **options: Any
+) -> tuple[Net, Optimizer, Net, Optimizer, ParallelStep]:
     make, by_element = OPTIMIZERS[name]
     plain_net, net = make_net(), make_net()
     plain, optimizer = make(plain_net), make(net)
     pieces = pieces_for(optimizer, world_size, by_element)
-    return plain_net, plain, net, optimizer, install_parallel_step(optimizer, pieces=pieces, **options)
+    return (
+        plain_net,
+        plain,
+        net,
+        optimizer,
+        install_parallel_step(optimizer, pieces=pieces, **options),
+    )
 
 
 def all_optimizers(rank: int) -> dict[str, float]:
@@ -58,10 +68,13 @@ def all_optimizers(rank: int) -> dict[str, float]:
                 backward(model, its, step)
                 its.step()
             assert all(p.grad is not None for p in net.hidden.parameters())
-        assert parameters_of(optimizer) == [p for group in optimizer.param_groups for p in group["params"]]
+        assert parameters_of(optimizer) == [
+            p for group in optimizer.param_groups for p in group["params"]
+        ]
         assert {id(p) for p in parameters_of(optimizer)} <= {id(p) for p in net.parameters()}
         assert net.unused.weight.equal(plain_net.unused.weight) and (
-            net.unused.weight not in optimizer.state or name == "Adagrad"  # which makes all state at once
+            # which makes all state at once
+            net.unused.weight not in optimizer.state or name == "Adagrad"
         )
         distances[name] = distance(net, plain_net)
     return distances
@@ -93,7 +106,9 @@ def test_equal_after_200_steps() -> None:
 
 
 def hooked_run(net: Net, optimizer: Optimizer, *, closure_in_step: bool) -> list[Any]:
-    """Losses, and what hooks of the optimizer saw: all gradients before a step, all parameters after it."""
+    """Losses, and what hooks of the optimizer saw: all gradients before a step, all parameters
+    after it.
+    """
     seen: list[Any] = []
 
     def total(tensors: list[Tensor]) -> float:
@@ -132,16 +147,22 @@ def schedulers_closures_hooks(rank: int) -> list[float]:
         plain_net, plain, net, optimizer, step = two_runs(name, 2)
         with_closures = hooked_run(net, optimizer, closure_in_step=True)
         without = hooked_run(plain_net, plain, closure_in_step=False)
-        nested = name == "Decayed"  # its base class's step runs the hooks once more, within the share
+        # its base class's step runs the hooks once more, within the share
+        nested = name == "Decayed"
         assert with_closures[::2] == without[::2] and (nested or with_closures == without)
         distances.append(distance(net, plain_net))
         step.remove()
-        assert not {"step", "state_dict", "load_state_dict", "consolidate_state_dict"} & optimizer.__dict__.keys()
+        assert (
+            not {"step", "state_dict", "load_state_dict", "consolidate_state_dict"}
+            & optimizer.__dict__.keys()
+        )
         for model, its in ((plain_net, plain), (net, optimizer)):
             backward(model, its, 7)
             its.step()
         distances.append(distance(net, plain_net))
-        assert {id(p) for p in optimizer.state} == {id(p) for p in parameters_of(optimizer) if p.grad is not None}
+        assert {id(p) for p in optimizer.state} == {
+            id(p) for p in parameters_of(optimizer) if p.grad is not None
+        }
     return distances
 
 
@@ -150,7 +171,9 @@ def test_schedulers_closures_hooks_and_removal() -> None:
 
 
 def scaled_and_accumulated(rank: int) -> list[float]:
-    """A GradScaler (one of the steps overflows), two backward passes per step; the first step has no gradients at all."""
+    """A GradScaler (one of the steps overflows), two backward passes per step; the first step has
+    no gradients at all.
+    """
     distances = []
     for name in ("AdamW", "AdamW fused"):
         plain_net, plain, net, optimizer, _ = two_runs(name, 2)
@@ -179,7 +202,9 @@ def test_grad_scaler_and_accumulation() -> None:
 
 
 def changed_groups(rank: int) -> list[float]:
-    """A group that is added is updated everywhere until pieces are given; owners change; memory is replaced."""
+    """A group that is added is updated everywhere until pieces are given; owners change; memory is
+    replaced.
+    """
     plain_net, plain, net, optimizer, step = two_runs("AdamW", 3)
     added = [torch.nn.Parameter(torch.ones(6, 2)) for _ in range(2)]
     distances = []
@@ -197,10 +222,13 @@ def changed_groups(rank: int) -> list[float]:
         if number == 6:
             assert len(step.current_pieces()) == len(step.pieces)
             step.update_pieces(whole_pieces(parameters_of(optimizer), 3))
-            assert (added[1] in optimizer.state) == (rank == (len(parameters_of(optimizer)) - 1) % 3)
+            assert (added[1] in optimizer.state) == (
+                rank == (len(parameters_of(optimizer)) - 1) % 3
+            )
         if number == 8:
             parameters = parameters_of(optimizer)
-            step.update_pieces([p for p in row_pieces(parameters, 3) if p.index != 1])  # one is whole everywhere again
+            # one is whole everywhere again
+            step.update_pieces([p for p in row_pieces(parameters, 3) if p.index != 1])
         distances.append(max(distance(net, plain_net), float((added[0] - added[1]).abs().max())))
     return distances
 
@@ -210,7 +238,12 @@ def test_added_groups_and_new_owners() -> None:
 
 
 def state_bytes(optimizer: Optimizer) -> int:
-    return sum(t.numel() * t.element_size() for s in optimizer.state.values() for t in s.values() if t.dim())
+    return sum(
+        t.numel() * t.element_size()
+        for s in optimizer.state.values()
+        for t in s.values()
+        if t.dim()
+    )
 
 
 def installed_later(rank: int) -> list[float]:
@@ -245,7 +278,9 @@ def rounded(rank: int) -> list[Any]:
     parameter, twin = (torch.nn.Parameter(torch.linspace(-1, 1, 60).view(12, 5)) for _ in range(2))
     twin.requires_grad_(False)
     optimizer, plain = torch.optim.AdamW([parameter], lr=1e-4), torch.optim.AdamW([twin], lr=1e-4)
-    pieces = row_pieces([parameter], 2) if dist.get_world_size() == 2 else whole_pieces([parameter], 3)
+    pieces = (
+        row_pieces([parameter], 2) if dist.get_world_size() == 2 else whole_pieces([parameter], 3)
+    )
     step = install_parallel_step(optimizer, pieces=pieces, gather_dtype=torch.bfloat16)
     for number in range(20):
         parameter.grad = torch.cos(torch.arange(60.0) + number).view(12, 5)
@@ -280,7 +315,9 @@ def named(rank: int) -> None:
 
     class Named(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-            seen.extend((len(group["params"]), len(group["param_names"])) for group in self.param_groups)
+            seen.extend(
+                (len(group["params"]), len(group["param_names"])) for group in self.param_groups
+            )
             return super().step(closure)
 
     net = make_net()

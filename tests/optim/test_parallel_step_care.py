@@ -82,7 +82,9 @@ def dying(rank: int, folder: str) -> None:
     group = dist.new_group(timeout=timedelta(seconds=10))
     net = make_net()
     optimizer = torch.optim.AdamW(net.parameters())
-    step = install_parallel_step(optimizer, pieces=row_pieces(parameters_of(optimizer), 3), group=group)
+    step = install_parallel_step(
+        optimizer, pieces=row_pieces(parameters_of(optimizer), 3), group=group
+    )
     loss_of(net, 0).backward()
     optimizer.step()
     if rank == 2:
@@ -98,8 +100,17 @@ def dying(rank: int, folder: str) -> None:
 
 def test_a_rank_that_dies_during_the_gather_is_an_error(tmp_path: Path) -> None:
     context = mp.get_context("fork")
-    args = (3, str(tmp_path / "store"), context.SimpleQueue(), context.Barrier(3), 20, (str(tmp_path),))
-    ranks = [context.Process(target=_rank, args=(dying, rank, *args), daemon=True) for rank in range(3)]
+    args = (
+        3,
+        str(tmp_path / "store"),
+        context.SimpleQueue(),
+        context.Barrier(3),
+        20,
+        (str(tmp_path),),
+    )
+    ranks = [
+        context.Process(target=_rank, args=(dying, rank, *args), daemon=True) for rank in range(3)
+    ]
     for process in ranks:
         process.start()
     for process in ranks:

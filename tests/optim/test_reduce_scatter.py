@@ -37,11 +37,20 @@ def compare(rank: int, name: str, options: dict[str, Any], node: bool) -> dict[s
     with torch.no_grad():
         assert torch.isfinite(loss_of(fused.ddp.module, rank=rank, step=0))  # waits for all
     worst = 0.0
-    for (key, expected), (_, actual) in zip(plain.named_parameters(), fused.ddp.named_parameters(), strict=True):
+    for (key, expected), (_, actual) in zip(
+        plain.named_parameters(), fused.ddp.named_parameters(), strict=True
+    ):
         assert actual.isfinite().all(), key
         worst = max(worst, float((expected - actual).abs().max()))
-    own = sum(t.numel() for state in fused.optimizers[0].state.values() for t in state.values() if t.numel() > 1)
-    whole = sum(t.numel() for state in optimizer.state.values() for t in state.values() if t.numel() > 1)
+    own = sum(
+        t.numel()
+        for state in fused.optimizers[0].state.values()
+        for t in state.values()
+        if t.numel() > 1
+    )
+    whole = sum(
+        t.numel() for state in optimizer.state.values() for t in state.values() if t.numel() > 1
+    )
     assert fused.begun and fused.exchange.scattered
     return {"worst": worst, "share": own / whole}
 
@@ -58,7 +67,8 @@ def compare(rank: int, name: str, options: dict[str, Any], node: bool) -> dict[s
 )
 def test_parameters_are_those_of_plain_ddp(world_size, name, options, node):
     for result in run_ranks(compare, world_size, name, options, node):
-        assert result["worst"] <= (0.0 if world_size <= 2 else 2e-5)  # a sum of two terms has one order only
+        # a sum of two terms has one order only
+        assert result["worst"] <= (0.0 if world_size <= 2 else 2e-5)
         assert result["share"] == pytest.approx(1 / world_size, rel=0.05)
 
 
@@ -91,7 +101,8 @@ def ends(rank: int) -> bool:
         backward(fused.ddp, rank=rank, step=step)
         fused.before_step()
     gradients = [p.grad for p in fused.ddp.parameters() if p.grad is not None]
-    assert any(bool(gradient.isnan().any()) for gradient in gradients)  # passes on top of another: seen, not wrong
+    # passes on top of another: seen, not wrong
+    assert any(bool(gradient.isnan().any()) for gradient in gradients)
     fused.exchange.end()
     fused.ddp.zero_grad()
     backward(fused.ddp, rank=rank, step=9)
@@ -111,7 +122,10 @@ def uncut(rank: int) -> bool:
     pieces = exchange.pieces_of(optimizer)
     parameters = list(ddp.parameters())
     check_pieces(pieces, parameters, world_size=3)
-    of = {index: [piece for piece in pieces if piece.index == index] for index in range(len(parameters))}
+    of = {
+        index: [piece for piece in pieces if piece.index == index]
+        for index in range(len(parameters))
+    }
     positions = {id(parameter): index for index, parameter in enumerate(parameters)}
     for whole in (ddp.module.up.weight, ddp.module.embed.weight, ddp.module.turned):
         assert len(of[positions[id(whole)]]) == 1
@@ -206,4 +220,8 @@ def test_rows_that_are_not_contiguous_are_not_cut():
     channels_last = torch.empty(6, 4, 3, 2).to(memory_format=torch.channels_last)
     assert segment_of(channels_last, offset=0, splittable=True) == Segment(0, 144, 24)
     assert segment_of(torch.empty(()), offset=0, splittable=True) == Segment(0, 1, 1)
-    assert all(begin <= end for cut in cut_buckets([[Segment(0, 1, 1)]], world_size=4) for begin, end in pairwise(cut))
+    assert all(
+        begin <= end
+        for cut in cut_buckets([[Segment(0, 1, 1)]], world_size=4)
+        for begin, end in pairwise(cut)
+    )

@@ -21,7 +21,8 @@ def norms(rank: int) -> list[tuple[float, float]]:
         torch.optim.SGD([p for n, p in fused.ddp.named_parameters() if "weight" not in n], lr=0.1),
     )
     seen = []
-    for step, kind in enumerate([2.0, 2.0, 2.0, 1.0, math.inf, 3.0]):  # the first ones are not scattered yet
+    # the first ones are not scattered yet
+    for step, kind in enumerate([2.0, 2.0, 2.0, 1.0, math.inf, 3.0]):
         for ddp in (plain, fused.ddp):
             ddp.zero_grad()
             backward(ddp, rank=rank, step=step)
@@ -30,16 +31,26 @@ def norms(rank: int) -> list[tuple[float, float]]:
         nn.utils.clip_grad_value_(plain.parameters(), 1e-4)
         fused.gradients.clip_value_(1e-4)
         fused.before_step()
-        for (key, a), (_, b) in zip(plain.named_parameters(), fused.ddp.named_parameters(), strict=True):
+        for (key, a), (_, b) in zip(
+            plain.named_parameters(), fused.ddp.named_parameters(), strict=True
+        ):
             assert (a.grad is None) == (b.grad is None), key
             if b.grad is not None:
                 own = fused.exchange.own_pieces(b)
-                parts = [slice(None)] if own is None else [slice(piece.start, piece.stop) for piece in own]
+                parts = (
+                    [slice(None)]
+                    if own is None
+                    else [slice(piece.start, piece.stop) for piece in own]
+                )
                 for part in parts if b.dim() else [...] * len(parts):
                     torch.testing.assert_close(b.grad[part], a.grad[part], rtol=1e-5, atol=1e-9)
     assert fused.exchange.scattered
     # [Note: foreign gradients]: torch's own norm is not silently one rank's.
-    assert math.isnan(float(nn.utils.get_total_norm([p.grad for p in fused.ddp.parameters() if p.grad is not None])))
+    assert math.isnan(
+        float(
+            nn.utils.get_total_norm([p.grad for p in fused.ddp.parameters() if p.grad is not None])
+        )
+    )
     with pytest.raises(RuntimeError, match="error_if_nonfinite"):
         for parameter in fused.ddp.parameters():
             if parameter.grad is not None:
@@ -64,7 +75,10 @@ def scaled(rank: int, name: str) -> tuple[list[float], float]:
     install_overflow_agreement(scalers[1], fused.exchange)
     scales = []
     for step in range(12):
-        for ddp, stepped, scaler in ((plain, optimizer, scalers[0]), (fused.ddp, fused.optimizers[0], scalers[1])):
+        for ddp, stepped, scaler in (
+            (plain, optimizer, scalers[0]),
+            (fused.ddp, fused.optimizers[0], scalers[1]),
+        ):
             stepped.zero_grad()
             factor = math.inf if step in (1, 5, 9) and rank == step % 2 else 1.0
             (scaler.scale(loss_of(ddp, rank=rank, step=step)) * factor).backward()

@@ -1,4 +1,6 @@
-"""Measured steps are steps; what they measure is right in proportion. Times come from a clock that only the work moves."""
+"""Measured steps are steps; what they measure is right in proportion. Times come from a clock that
+only the work moves.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def set_gradients(optimizer, step):
 
 
 class Counting(optim.Optimizer):
-    """The rate follows the number of calls, kept on the optimizer and, as a tensor, in the groups."""
+    """The rate follows the number of calls, kept on the optimizer and, as a tensor, in the
+    groups.
+    """
 
     def __init__(self, params):
         super().__init__([{**group, "step": torch.zeros(())} for group in params], {"lr": 0.1})
@@ -52,14 +56,20 @@ class Counting(optim.Optimizer):
             for p in group["params"]:
                 if p.grad is not None:
                     self.state[p].setdefault("m", torch.zeros_like(p)).add_(p.grad)
-                    p.sub_(self.state[p]["m"] * group["lr"] / (self.calls + float(group["step"]) + group["seen"]))
+                    p.sub_(
+                        self.state[p]["m"]
+                        * group["lr"]
+                        / (self.calls + float(group["step"]) + group["seen"])
+                    )
 
 
 OPTIMIZERS = [
     lambda groups: optim.SGD(groups, lr=0.1, momentum=0.9),
     lambda groups: optim.AdamW(groups, lr=0.1, amsgrad=True, foreach=True),
     lambda groups: optim.Adafactor(groups, lr=0.1),
-    lambda groups: optim.AdamW([{"params": list(zip("abc", g["params"], strict=True))} for g in groups], lr=0.1),
+    lambda groups: optim.AdamW(
+        [{"params": list(zip("abc", g["params"], strict=True))} for g in groups], lr=0.1
+    ),
     Counting,
 ]
 
@@ -74,9 +84,14 @@ def test_a_measured_step_is_the_plain_step(make):
         plain.step()
         seconds = measure_step(measured, measured.step, kinds=parameter_kinds(measured))
         assert sorted(seconds) == list(range(6)) and all(value > 0 for value in seconds.values())
-        assert all(p.grad is g for p, g in zip(step_costs.parameters_of(measured), gradients, strict=True))
+        assert all(
+            p.grad is g for p, g in zip(step_costs.parameters_of(measured), gradients, strict=True)
+        )
     ours, theirs = measured.state_dict(), plain.state_dict()
-    assert ours["state"].keys() == theirs["state"].keys() and ours["param_groups"] == theirs["param_groups"]
+    assert (
+        ours["state"].keys() == theirs["state"].keys()
+        and ours["param_groups"] == theirs["param_groups"]
+    )
     for index, p in enumerate(step_costs.parameters_of(measured)):
         assert torch.equal(p, step_costs.parameters_of(plain)[index])
         state, twin = ours["state"][index], theirs["state"][index]
@@ -137,10 +152,14 @@ def test_medians_scaled_to_the_plain_step():
 
 
 def test_estimates_where_nothing_can_be_told_apart():
-    optimizer = optim.SGD([nn.Parameter(torch.zeros(s)) for s in ((8, 4), (2, 4, 4), (32,), (5,))], lr=0.1)
+    optimizer = optim.SGD(
+        [nn.Parameter(torch.zeros(s)) for s in ((8, 4), (2, 4, 4), (32,), (5,))], lr=0.1
+    )
     for p in step_costs.parameters_of(optimizer)[:3]:
         p.grad = torch.zeros_like(p)
-    assert estimate_seconds(optimizer, work="elements", whole_seconds=[3.0]) == pytest.approx([1.0, 1.0, 1.0, 0.0])
+    assert estimate_seconds(optimizer, work="elements", whole_seconds=[3.0]) == pytest.approx(
+        [1.0, 1.0, 1.0, 0.0]
+    )
     # 8 * 4^2 + 32 = 160, 16 * 2^2 + 32 = 96, 32
     by_matrix = estimate_seconds(optimizer, work="matrices", whole_seconds=[288.0, 288.0, 1e3])
     assert by_matrix == pytest.approx([160.0, 96.0, 32.0, 0.0])
@@ -153,18 +172,30 @@ def test_shares():
     set_gradients(optimizer, 2)  # number 4 has no gradient
     optimizer.step()
     shares = make_shares(optimizer, rule="elements", seconds=[1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 0.0])
-    assert [s.index for s in shares] == [0, 1, 2, 3, 4, 5]  # nothing of an empty parameter can be shared
-    assert [s.rows for s in shares] == [8, 4, 8, 8, 3, 1] and [s.group for s in shares] == [0, 0, 0, 1, 1, 1]
+    # nothing of an empty parameter can be shared
+    assert [s.index for s in shares] == [0, 1, 2, 3, 4, 5]
+    assert [s.rows for s in shares] == [8, 4, 8, 8, 3, 1] and [s.group for s in shares] == [
+        0,
+        0,
+        0,
+        1,
+        1,
+        1,
+    ]
     assert [s.nbytes for s in shares[:4]] == [260, 36, 260, 260] and shares[5].nbytes == 12
     assert shares[4].nbytes == round(12 * (3 * 260 + 36 + 12) / (4 * (3 * 32 + 4 + 1)))
     assert [s.cost_seconds for s in shares] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
     assert all(s.splittable for s in shares)
-    assert not any(s.splittable for s in make_shares(optimizer, rule="parameters", seconds=[0.0] * 7))
+    assert not any(
+        s.splittable for s in make_shares(optimizer, rule="parameters", seconds=[0.0] * 7)
+    )
 
 
 def _slowest(rank):
     values = [[1.0, 5.0, 1 / 3], [3.0, 4.0, 2 / 3], [2.0, 2.0, 2.0]][rank]
-    return slowest_of_ranks(values, device=torch.device("cpu")), slowest_of_ranks([], device=torch.device("cpu"))
+    return slowest_of_ranks(values, device=torch.device("cpu")), slowest_of_ranks(
+        [], device=torch.device("cpu")
+    )
 
 
 def test_the_slowest_rank_counts_on_all():

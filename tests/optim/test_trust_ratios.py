@@ -21,7 +21,10 @@ from tests.optim.test_lars import SHAPES, make_parameters, set_gradients
 def make_optimizer(dtype=torch.float32):
     parameters = make_parameters(dtype=dtype)
     options = {"lr": 1.0, "weight_decay": 0.01, "trust_coefficient": 0.01}
-    groups = [{"params": parameters[:4]}, {"params": parameters[4:], "adapt": "matrices", "nesterov": True}]
+    groups = [
+        {"params": parameters[:4]},
+        {"params": parameters[4:], "adapt": "matrices", "nesterov": True},
+    ]
     return parameters, LARS(groups, **options)
 
 
@@ -41,7 +44,13 @@ def train(rank, steps, share, dtype):
 
 @pytest.mark.parametrize(
     ("ranks", "dtype"),
-    [(2, torch.float32), (3, torch.float32), (4, torch.float32), (2, torch.bfloat16), (2, torch.float64)],
+    [
+        (2, torch.float32),
+        (3, torch.float32),
+        (4, torch.float32),
+        (2, torch.bfloat16),
+        (2, torch.float64),
+    ],
 )
 def test_bitwise_equal_to_the_unshared_step(ranks, dtype):
     expected, state, _ = train(0, 200, False, dtype)
@@ -53,10 +62,12 @@ def test_bitwise_equal_to_the_unshared_step(ranks, dtype):
             torch.equal(own_state["state"][index]["momentum_buffer"], values["momentum_buffer"])
             for index, values in state["state"].items()
         )
-    # Two norms per adapted parameter, each computed once: the group of "matrices" leaves out one without dims.
+    # Two norms per adapted parameter, each computed once: the group of "matrices" leaves out one
+    # without dims.
     owned = [own for *_, own in results]
     assert sorted(index for own in owned for index in own) == list(range(2 * (len(SHAPES) - 1)))
-    assert max(map(len, owned)) - min(map(len, owned)) <= 1 + ranks // 2  # these are small: every call counts alike
+    # these are small: every call counts alike
+    assert max(map(len, owned)) - min(map(len, owned)) <= 1 + ranks // 2
 
 
 def groups_and_undo(rank):
@@ -110,7 +121,10 @@ def disagreeing(rank):
 
 def test_ranks_with_other_parameters():
     for shapes, number in run_ranks(disagreeing, 2):
-        assert "parameter 2 of the optimizer is torch.float32 (33, 64)" in shapes and "on rank 1 and" in shapes
+        assert (
+            "parameter 2 of the optimizer is torch.float32 (33, 64)" in shapes
+            and "on rank 1 and" in shapes
+        )
         assert "parameter 6 of the optimizer is missing" in number
 
 
@@ -139,7 +153,9 @@ def split_twice(rank):
     parameters, optimizer = make_optimizer()
     share_trust_ratios(optimizer)
     set_gradients(parameters, step=0)
-    install_parallel_step(optimizer, pieces=[Piece(i, 0, num_rows(p), i % 2) for i, p in enumerate(parameters)])
+    install_parallel_step(
+        optimizer, pieces=[Piece(i, 0, num_rows(p), i % 2) for i, p in enumerate(parameters)]
+    )
     with pytest.raises(ValueError, match="computes each norm once already"):
         optimizer.step()
 
@@ -150,13 +166,16 @@ def test_not_with_a_step_that_is_split_by_parameters():
 
 def alone(rank, dies):
     parameters, optimizer = make_optimizer()
-    share_trust_ratios(optimizer, group=dist.new_group([0, 1], timeout=timedelta(seconds=60 if dies else 1)))
+    share_trust_ratios(
+        optimizer, group=dist.new_group([0, 1], timeout=timedelta(seconds=60 if dies else 1))
+    )
     start = 0.0
     for step in range(2):
         set_gradients(parameters, step=step)
         if step == 1 and rank == 1:
             if dies:
-                dist.destroy_process_group()  # closes its connections, as the end of its process does
+                # closes its connections, as the end of its process does
+                dist.destroy_process_group()
             time.sleep(2)
             return None
         start = time.monotonic()

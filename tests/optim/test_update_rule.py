@@ -38,7 +38,9 @@ def make(cls, **options):
 
 
 class Own(optim.Optimizer):
-    """A user's optimizer: `change(parameter, gradient, state, group)` is what it does to one parameter."""
+    """A user's optimizer: `change(parameter, gradient, state, group)` is what it does to one
+    parameter.
+    """
 
     def __init__(self, params, change, **options):
         super().__init__(params, {"lr": 0.1, **options})
@@ -82,8 +84,11 @@ def late(p, gradient, state, group):
 
 def preconditioned(p, gradient, state, group):
     if p.dim() == 2:
-        state.setdefault("left", torch.zeros(len(p), len(p), device=p.device)).add_(gradient @ gradient.T)
-    p.sub_(group["lr"] * gradient)  # state of another shape: rows cannot own it, even while it is not used
+        state.setdefault("left", torch.zeros(len(p), len(p), device=p.device)).add_(
+            gradient @ gradient.T
+        )
+    # state of another shape: rows cannot own it, even while it is not used
+    p.sub_(group["lr"] * gradient)
 
 
 class Clipped(Own):
@@ -102,7 +107,9 @@ class Clipped(Own):
 
 
 class Estimated(Own):
-    """Prodigy-like: a rate that all parameters estimate together, kept in the group, at first without effect."""
+    """Prodigy-like: a rate that all parameters estimate together, kept in the group, at first
+    without effect.
+    """
 
     def before(self, group):
         total = sum(float(p.grad.abs().sum()) for p in group["params"])
@@ -114,7 +121,8 @@ class EstimatedForAll(Estimated):
 
     def before(self, group):
         self.estimate = max(
-            getattr(self, "estimate", 1e-6), 1e-9 * sum(float(p.grad.abs().sum()) for p in group["params"])
+            getattr(self, "estimate", 1e-6),
+            1e-9 * sum(float(p.grad.abs().sum()) for p in group["params"]),
         )
 
 
@@ -122,7 +130,9 @@ class EstimatedInState(Estimated):
     """The same in the state of no parameter."""
 
     def before(self, group):
-        self.state["all"]["estimate"] = 1e-9 * sum(float(p.grad.abs().sum()) for p in group["params"])
+        self.state["all"]["estimate"] = 1e-9 * sum(
+            float(p.grad.abs().sum()) for p in group["params"]
+        )
 
 
 class Counting(Own):
@@ -145,7 +155,9 @@ class CountingInside(Own):
         group["lr"] = 0.1 / self.counts["calls"]
 
 
-@pytest.mark.parametrize(("cls", "options"), KNOWN, ids=lambda value: str(getattr(value, "__name__", value)))
+@pytest.mark.parametrize(
+    ("cls", "options"), KNOWN, ids=lambda value: str(getattr(value, "__name__", value))
+)
 def test_the_trial_agrees_with_the_table(cls, options):
     optimizer = make(cls, **options)
     expected = "elements" if cls in rules.ELEMENTWISE else "parameters"
@@ -182,7 +194,9 @@ def test_own_optimizers(change, options, expected):
 @pytest.mark.parametrize("cls", [Clipped, Estimated, EstimatedForAll, EstimatedInState])
 def test_coupled_parameters_are_refused(cls):
     optimizer = cls(parameters(), plain)
-    with pytest.raises(UnsplittableOptimizer, match=rf"{cls.__name__} cannot be split.*depends on which others"):
+    with pytest.raises(
+        UnsplittableOptimizer, match=rf"{cls.__name__} cannot be split.*depends on which others"
+    ):
         update_rule(optimizer)
     assert update_rule(optimizer, declared="parameters") == "parameters"
     assert not calls_may_repeat(optimizer)
@@ -217,9 +231,14 @@ def test_a_group_that_has_no_parameter_on_some_rank():
 
 
 def test_closures_and_sparse_gradients_are_refused():
-    with pytest.raises(UnsplittableOptimizer, match=r"LBFGS cannot be split: it needs a closure.*Leave the parallel"):
+    with pytest.raises(
+        UnsplittableOptimizer,
+        match=r"LBFGS cannot be split: it needs a closure.*Leave the parallel",
+    ):
         update_rule(optim.LBFGS(parameters()), declared="elements")
-    with pytest.raises(UnsplittableOptimizer, match=r"SparseAdam cannot be split: its gradients are sparse"):
+    with pytest.raises(
+        UnsplittableOptimizer, match=r"SparseAdam cannot be split: its gradients are sparse"
+    ):
         update_rule(optim.SparseAdam(parameters()))
 
     class Picky(Own):
@@ -231,7 +250,9 @@ def test_closures_and_sparse_gradients_are_refused():
 
 
 class Asking(Own):
-    """Asks its closure `count` times, and is plain otherwise; `moves`: it moves parameters before it does."""
+    """Asks its closure `count` times, and is plain otherwise; `moves`: it moves parameters before
+    it does.
+    """
 
     def __init__(self, params, count, *, moves=0.0, common=False):
         super().__init__(params, plain)
@@ -331,9 +352,16 @@ def test_nothing_of_the_user_is_touched():
     for p in optimizer.param_groups[0]["params"]:
         p.grad = torch.ones_like(p)
     optimizer.register_step_pre_hook(lambda *_: pytest.fail("a hook saw the trial"))
-    before = copy.deepcopy(optimizer.state_dict()), [p.clone() for p in parameters()], torch.get_rng_state()
+    before = (
+        copy.deepcopy(optimizer.state_dict()),
+        [p.clone() for p in parameters()],
+        torch.get_rng_state(),
+    )
     assert update_rule(optimizer) == "elements"
     assert optimizer.state_dict() == before[0] and not optimizer.state
-    assert all(torch.equal(p, q) for p, q in zip(optimizer.param_groups[0]["params"], before[1], strict=True))
+    assert all(
+        torch.equal(p, q)
+        for p, q in zip(optimizer.param_groups[0]["params"], before[1], strict=True)
+    )
     assert all(bool((p.grad == 1).all()) for p in optimizer.param_groups[0]["params"])
     assert torch.equal(torch.get_rng_state(), before[2])

@@ -12,8 +12,12 @@ from lightning_topt.plan.plan_search import search_plans
 from lightning_topt.plan.search_request import SearchRequest
 
 
-def check_that_none_is_dropped(request: SearchRequest, nodes: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compare the plans on `nodes`, with their links and with fast ones, with those of a search of every pipeline."""
+def check_that_none_is_dropped(
+    request: SearchRequest, nodes: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compare the plans on `nodes`, with their links and with fast ones, with those of a search of
+    every pipeline.
+    """
     for cluster in (nodes, replace(nodes, inter=Link(1e-6, 1e11))):
         found = []
         for decide in (KnownPlans.may_gain_above, lambda *_: True):

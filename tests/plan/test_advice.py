@@ -48,7 +48,10 @@ def test_efficiency_is_that_of_the_guidelines() -> None:
         most = most_devices(0.7, overhead_ratio=ratio)
         assert efficiency(most, overhead_ratio=ratio) == pytest.approx(0.7)
         assert largest_overhead(0.7, devices=round(most)) == pytest.approx(ratio, rel=0.2)
-    assert most_devices(0.8, overhead_ratio=0.0) == math.inf and largest_overhead(0.5, devices=2) == math.inf
+    assert (
+        most_devices(0.8, overhead_ratio=0.0) == math.inf
+        and largest_overhead(0.5, devices=2) == math.inf
+    )
     # G devices take T_c / G + T_o for what one does in T_c + T_o.
     compute, overhead, devices = 8.0, 0.5, 4
     speed = (compute + overhead) / (compute / devices + overhead)
@@ -61,25 +64,38 @@ def test_devices_worth_having() -> None:
     assert overhead_ratio(at) == pytest.approx(0.1 / 3.6)
     by_ratio, searched = advise_devices([at, fewer], at=at, wanted=0.8)
     assert by_ratio.value == pytest.approx((1 + 0.1 / 3.6 - 0.8) / (0.8 * 0.1 / 3.6))
-    assert [row["efficiency"] for row in searched.table] == pytest.approx([1.0, 0.8]) and searched.value == 4
+    assert [row["efficiency"] for row in searched.table] == pytest.approx(
+        [1.0, 0.8]
+    ) and searched.value == 4
     assert advise_devices([at, fewer], at=at, wanted=0.9)[1].value == 2
 
 
 def test_the_smallest_batch_that_is_nearly_as_fast_and_the_one_that_learns_soonest() -> None:
-    found = [of(seconds, Scenario(cluster(), 4, batch)) for batch, seconds in ((16, 1.0), (32, 1.1), (64, 2.1))]
+    found = [
+        of(seconds, Scenario(cluster(), 4, batch))
+        for batch, seconds in ((16, 1.0), (32, 1.1), (64, 2.1))
+    ]
     enough, noise = advise_batch(found)
     assert enough.value == 32 and len(enough.table) == 3
     assert noise.value is None and "give log=" in noise.advice
     for scale, best in ((1.0, 16), (40.0, 32), (1e6, 64)):
-        times = {each.scenario.batch_size: each.step_seconds * (1 + scale / each.scenario.batch_size) for each in found}
-        assert advise_batch(found, noise_scale=scale)[1].value == best == min(times, key=lambda size: times[size])
+        times = {
+            each.scenario.batch_size: each.step_seconds * (1 + scale / each.scenario.batch_size)
+            for each in found
+        }
+        assert (
+            advise_batch(found, noise_scale=scale)[1].value
+            == best
+            == min(times, key=lambda size: times[size])
+        )
 
 
 def test_parameter_servers() -> None:
     assert parameter_servers(1e9, workers=8, bandwidth=1e9, compute=4.0) == 4
     assert parameter_servers(1e9, workers=8, bandwidth=1e9, compute=3.9) == 5
     at = of(1.0, Scenario(cluster(), 4, 32))
-    advice = advise_servers(at, parameter_bytes=9e9)  # a node's network: 8 x 1 GB/s; 0.9 s of computation
+    # a node's network: 8 x 1 GB/s; 0.9 s of computation
+    advice = advise_servers(at, parameter_bytes=9e9)
     assert advice.value == math.ceil(2 * 9e9 * 4 / (8e9 * 0.9)) and advice.inputs["N_w"] == 4
 
 
@@ -88,27 +104,49 @@ def test_a_transport_that_may_lose_brings_at_most_the_tail() -> None:
     assert advise_bounded_loss(at, tail=None).value == pytest.approx(1 / 0.9 - 1)
     assert advise_bounded_loss(at, tail=2.0).value == pytest.approx(1 / 0.95 - 1)
     assert "allow_compression=[bounded_loss]" in advise_bounded_loss(at, tail=1000.0).advice
-    assert advise_bounded_loss(at, tail=1.0).value == 0 and "not worth it" in advise_bounded_loss(at, tail=1.0).advice
+    assert (
+        advise_bounded_loss(at, tail=1.0).value == 0
+        and "not worth it" in advise_bounded_loss(at, tail=1.0).advice
+    )
 
 
 def costs(**changes) -> StallCosts:
-    given = {"batch_size": 8, "num_items": 1000, "step_seconds": 0.08, "step_core_seconds": 0.0, "latency_seconds": 0.0}
-    given |= {"source_bytes": 1e6, "link_bytes_per_second": 5e7, "prepare_seconds": 1e-4, "hit_seconds": 1e-5}
-    given |= {"collate_seconds": 0.0, "worker_seconds": 0.0, "receive_seconds": 0.0, "entry_bytes": 1e6}
+    given = {
+        "batch_size": 8,
+        "num_items": 1000,
+        "step_seconds": 0.08,
+        "step_core_seconds": 0.0,
+        "latency_seconds": 0.0,
+    }
+    given |= {
+        "source_bytes": 1e6,
+        "link_bytes_per_second": 5e7,
+        "prepare_seconds": 1e-4,
+        "hit_seconds": 1e-5,
+    }
+    given |= {
+        "collate_seconds": 0.0,
+        "worker_seconds": 0.0,
+        "receive_seconds": 0.0,
+        "entry_bytes": 1e6,
+    }
     return StallCosts(**{**given, **changes})
 
 
 def test_data_and_the_least_cache() -> None:
     """A link of 50 samples per second; ranks that take 100 need half of the samples in memory."""
-    assert least_share(1e9, source=5e7, cache=1e12, samples=1000, rate=100) == pytest.approx(0.5, abs=1e-3)
+    assert least_share(1e9, source=5e7, cache=1e12, samples=1000, rate=100) == pytest.approx(
+        0.5, abs=1e-3
+    )
     assert least_share(1e9, source=5e7, cache=1e12, samples=1000, rate=40) == 0
     stalls = MeasuredStalls(costs(), SetUp(num_workers=4, cores=4))
-    fast, slow = (of(seconds, Scenario(cluster(), 4, 32)) for seconds in (0.08, 0.8))  # 100 and 10 samples/s a rank
+    # 100 and 10 samples/s a rank
+    fast, slow = (of(seconds, Scenario(cluster(), 4, 32)) for seconds in (0.08, 0.8))
     loader, cache = advise_data(fast, stalls)
     assert loader.value == pytest.approx(2.0, rel=0.1) and "is too slow" in loader.advice
-    assert cache.value == pytest.approx(0.5e9, rel=0.15) and cache.inputs["x* by the formula"] == pytest.approx(
-        0.5, abs=0.01
-    )
+    assert cache.value == pytest.approx(0.5e9, rel=0.15) and cache.inputs[
+        "x* by the formula"
+    ] == pytest.approx(0.5, abs=0.01)
     loader, cache = advise_data(slow, stalls)
     assert loader.value == 1.0 and "is fast enough" in loader.advice and cache.value == 0
     assert [each.value for each in advise_data(fast, None)] == [None, None]
@@ -120,10 +158,14 @@ def searched(
     machines: Cluster, *, pipelines: PipelineRequest | None = None, count: int = 4
 ) -> tuple[Found, SearchRequest]:
     module, tokens = GPT(layers=4, width=64, context=32), torch.zeros(2, 32, dtype=torch.long)
-    optimizer = read_optimizer([module.configure_optimizers()], named_parameters=module.named_parameters())
+    optimizer = read_optimizer(
+        [module.configure_optimizers()], named_parameters=module.named_parameters()
+    )
     graph = capture(module, (tokens, tokens))
     request = SearchRequest(graph, machines, optimizer, (count,), 16, pipelines=pipelines)
-    return search_scenario(request, Scenario(machines, count, 16), accumulate=(1,), memory_limit=1e12), request
+    return search_scenario(
+        request, Scenario(machines, count, 16), accumulate=(1,), memory_limit=1e12
+    ), request
 
 
 MACHINES = Cluster(
@@ -135,9 +177,15 @@ MACHINES = Cluster(
     Link(1e-6, 1e10),
 )
 SLOW = {
-    "arithmetic of the device": replace(MACHINES, device=replace(MACHINES.device, flops={"float32": 1e8})),
-    "memory bandwidth of the device": replace(MACHINES, device=replace(MACHINES.device, memory_bandwidth=1e8)),
-    "host (launching kernels)": replace(MACHINES, device=replace(MACHINES.device, launch_seconds=1e-2)),
+    "arithmetic of the device": replace(
+        MACHINES, device=replace(MACHINES.device, flops={"float32": 1e8})
+    ),
+    "memory bandwidth of the device": replace(
+        MACHINES, device=replace(MACHINES.device, memory_bandwidth=1e8)
+    ),
+    "host (launching kernels)": replace(
+        MACHINES, device=replace(MACHINES.device, launch_seconds=1e-2)
+    ),
     "network between nodes": replace(MACHINES, inter=Link(1e-6, 1e5)),
 }
 
@@ -161,7 +209,10 @@ def test_gains_are_those_of_the_same_plan_on_faster_machines() -> None:
 
 
 def test_pipelines_and_several_kinds_of_nodes_have_bottlenecks_too() -> None:
-    nodes = [NodeType(MACHINES.device, 2), NodeType(replace(MACHINES.device, flops={"float32": 1e9}), 2)]
+    nodes = [
+        NodeType(MACHINES.device, 2),
+        NodeType(replace(MACHINES.device, flops={"float32": 1e9}), 2),
+    ]
     mixed = Cluster.of_nodes(nodes, intra=MACHINES.intra, name="mixed", inter=MACHINES.inter)
     found, search = searched(mixed, pipelines=PipelineRequest(ranks=4, microbatches=4))
     plan = found.chosen.point.plan
@@ -178,7 +229,9 @@ def test_compression_is_worth_it_on_a_slow_network_alone() -> None:
         request = replace(search, exchanges=(BF16(), TopK(density=0.01)))
         points = [p for p in search_plans(request).candidates if p.plan.keeps_gradients_whole]
         advice = advise_compression(points, at=found.chosen)
-        assert ("worth allowing (strategy.allow_compression=true)" in advice.advice) == worth, advice
+        assert ("worth allowing (strategy.allow_compression=true)" in advice.advice) == worth, (
+            advice
+        )
         assert {row["exchange"] for row in advice.table} >= {"all-reduce"}
     none = advise_compression([], at=found.chosen, why_none="nothing fits")
     assert none.value is None and none.advice.endswith("nothing fits.")
@@ -199,9 +252,18 @@ def test_files_say_formula_inputs_and_source(tmp_path) -> None:
         Advice("data", "Not known.", source="a paper"),
     ]
     text = save_advice(tmp_path, advice, title="Advice on X", notes=["A note."])
-    assert text == (tmp_path / "advice.md").read_text() == to_markdown(advice, title="Advice on X", notes=["A note."])
+    assert (
+        text
+        == (tmp_path / "advice.md").read_text()
+        == to_markdown(advice, title="Advice on X", notes=["A note."])
+    )
     assert "# Advice on X\n\nA note.\n\n## Batch size\n\n**Take 8.**" in text
-    assert "- formula: `B`\n- inputs: N = 3.14, q = \n- source: a paper" in text and "| 1 | inf |" in text
+    assert (
+        "- formula: `B`\n- inputs: N = 3.14, q = \n- source: a paper" in text
+        and "| 1 | inf |" in text
+    )
     record = json.loads((tmp_path / "advice.json").read_text())
-    assert record["advice"][0]["value"] == 8.0 and record["advice"][0]["table"] == [{"a": 1, "b": None}]
+    assert record["advice"][0]["value"] == 8.0 and record["advice"][0]["table"] == [
+        {"a": 1, "b": None}
+    ]
     assert record["advice"][1]["value"] is None and record["schema_version"] == 1

@@ -21,7 +21,12 @@ def point(seconds: float, mib: float, devices: int = 2, stage: int = 0) -> PlanP
     return PlanPoint(seconds, mib * MIB, devices, uniform_plan(stage, data_parallel_size=devices))
 
 
-POINTS = [point(1.0, 1000, stage=0), point(1.5, 600, stage=2), point(2.0, 400, stage=3), point(0.6, 900, devices=4)]
+POINTS = [
+    point(1.0, 1000, stage=0),
+    point(1.5, 600, stage=2),
+    point(2.0, 400, stage=3),
+    point(0.6, 900, devices=4),
+]
 
 
 @pytest.mark.parametrize(
@@ -45,12 +50,17 @@ def test_choice(options: dict[str, float], expected: int) -> None:
 def test_choice_is_the_best_of_all_that_fit() -> None:
     generator = random.Random(0)
     for _ in range(200):
-        points = [point(generator.random(), 1 + 99 * generator.random(), generator.choice([1, 2])) for _ in range(6)]
+        points = [
+            point(generator.random(), 1 + 99 * generator.random(), generator.choice([1, 2]))
+            for _ in range(6)
+        ]
         limit = 110 * generator.random() * MIB
         fitting = [p for p in points if p.peak_bytes * 1.05 <= limit]
         if fitting:
             assert choose(points, memory_limit=limit) == min(fitting, key=lambda p: p.step_seconds)
-            assert choose(points, memory_limit=limit, objective="memory") == min(fitting, key=lambda p: p.peak_bytes)
+            assert choose(points, memory_limit=limit, objective="memory") == min(
+                fitting, key=lambda p: p.peak_bytes
+            )
         else:
             with pytest.raises(NoPlanFitsError):
                 choose(points, memory_limit=limit)
@@ -59,22 +69,33 @@ def test_choice_is_the_best_of_all_that_fit() -> None:
 def test_reason_names_the_neighbours() -> None:
     reason = choose(POINTS, memory_limit=700 * MIB, devices=2).plan.reason
     assert reason.startswith(
-        "The fastest step that fits into a limit of 700.00 MiB per device: 1.5 s and 600.00 MiB predicted"
+        "The fastest step that fits into a limit of 700.00 MiB per device: 1.5 s and 600.00 MiB "
+        "predicted"
     )
     assert "saves 33.3 % of the time and needs 1.03 GiB with its margin, above the limit" in reason
     assert "saves 200.00 MiB and is 33.3 % slower" in reason
 
 
-# ---- the simplest of those that are as good ---------------------------------------------------------------------------
+# ---- the simplest of those that are as good
+# ---------------------------------------------------------------------------
 
 
 def mixed(
-    seconds: float, mib: float, *configs: tuple[int, bool], root: int | None = None, lossy: bool = False
+    seconds: float,
+    mib: float,
+    *configs: tuple[int, bool],
+    root: int | None = None,
+    lossy: bool = False,
 ) -> PlanPoint:
-    blocks = [BlockPlan(f"b{k}", OpConfig.zero(level, recompute=again)) for k, (level, again) in enumerate(configs)]
+    blocks = [
+        BlockPlan(f"b{k}", OpConfig.zero(level, recompute=again))
+        for k, (level, again) in enumerate(configs)
+    ]
     root = (2 if configs[0][0] >= 2 else configs[0][0]) if root is None else root
     exchange = TopK() if lossy else None
-    plan = ParallelPlan.of_blocks((*blocks, BlockPlan("", OpConfig.zero(root))), mesh=2, gradient_exchange=exchange)
+    plan = ParallelPlan.of_blocks(
+        (*blocks, BlockPlan("", OpConfig.zero(root))), mesh=2, gradient_exchange=exchange
+    )
     return PlanPoint(seconds, mib * MIB, 2, plan)
 
 
@@ -107,7 +128,10 @@ def test_the_simplest_of_the_plans_that_are_as_fast(place: int) -> None:
 def test_a_complicated_plan_needs_to_be_faster_by_more_than_the_error(objective: str) -> None:
     whole, sharded = mixed(1.14, 900, (0, False)), mixed(1.0, 500, (3, False))
     assert choose([whole, sharded], objective=objective) == whole
-    assert choose([dataclasses.replace(whole, step_seconds=1.16), sharded], objective=objective) == sharded
+    assert (
+        choose([dataclasses.replace(whole, step_seconds=1.16), sharded], objective=objective)
+        == sharded
+    )
     assert choose([whole, sharded], objective=objective, time_error=0.1) == sharded
     assert choose([whole, sharded], objective=objective, memory_limit=800 * MIB) == sharded
 
@@ -116,27 +140,41 @@ def test_plans_that_run_by_one_mechanism_are_compared_more_closely() -> None:
     plain, mixture = mixed(1.02, 900, (1, True), (1, True)), mixed(1.0, 950, (1, False), (1, True))
     assert choose([plain, mixture]) == plain
     assert choose([dataclasses.replace(plain, step_seconds=1.04), mixture]) == mixture
-    assert choose([dataclasses.replace(plain, step_seconds=1.04), mixture], alike_time_error=0.1).step_seconds == 1.04
+    assert (
+        choose(
+            [dataclasses.replace(plain, step_seconds=1.04), mixture], alike_time_error=0.1
+        ).step_seconds
+        == 1.04
+    )
 
 
 def test_least_memory_is_exact_to_one_percent() -> None:
     least = mixed(2.0, 100, (3, False), (2, True))
-    assert choose([least, mixed(2.5, 100.9, (3, False), (3, False))], objective="memory").plan.summary().count(",") == 1
+    assert (
+        choose([least, mixed(2.5, 100.9, (3, False), (3, False))], objective="memory")
+        .plan.summary()
+        .count(",")
+        == 1
+    )
     assert choose([least, mixed(1.0, 101.1, (3, False), (3, False))], objective="memory") == least
 
 
 def test_reason_of_a_simple_plan_says_what_it_gives_up() -> None:
     whole, sharded = mixed(1.1, 900, (0, False)), mixed(1.0, 500, (3, False))
     assert choose([whole, sharded], memory_limit=1000 * MIB).plan.reason == (
-        "As fast as any plan that fits into a limit of 1000.00 MiB per device, within the prediction's error of 15 %, and the "
-        "simplest of these: 1.1 s and 900.00 MiB predicted on 2 device(s); the fastest (1 x ZeRO-3, 1 x ZeRO-2) saves 9.1 % of "
-        "the time; the next smaller plan (1 x ZeRO-3, 1 x ZeRO-2) saves 400.00 MiB and 9.1 % of the time."
+        "As fast as any plan that fits into a limit of 1000.00 MiB per device, within the "
+        "prediction's error of 15 %, and the "
+        "simplest of these: 1.1 s and 900.00 MiB predicted on 2 device(s); the fastest (1 x "
+        "ZeRO-3, 1 x ZeRO-2) saves 9.1 % of "
+        "the time; the next smaller plan (1 x ZeRO-3, 1 x ZeRO-2) saves 400.00 MiB and 9.1 % of "
+        "the time."
     )
     least = choose(
         [mixed(1.0, 100, (3, False), (2, True)), mixed(1.0, 100.5, (3, False))], objective="memory"
     ).plan.reason
     assert least.startswith(
-        "As small as any plan, within the prediction's error of 1 %, and the simplest of these: 1 s and"
+        "As small as any plan, within the prediction's error of 1 %, and the simplest of these: 1 "
+        "s and"
     )
 
 
@@ -144,15 +182,24 @@ def test_a_choice_is_the_simplest_within_the_error_of_all_that_fit() -> None:
     generator = random.Random(1)
     order = [p.plan for p in SIMPLEST_FIRST]
     for _ in range(200):
-        points = [PlanPoint(1 + 0.3 * generator.random(), 100 * generator.random(), 2, plan) for plan in order]
+        points = [
+            PlanPoint(1 + 0.3 * generator.random(), 100 * generator.random(), 2, plan)
+            for plan in order
+        ]
         limit = 110 * generator.random() + min(p.peak_bytes for p in points)
-        fitting = [(p, kind) for p, kind in zip(points, MECHANISM, strict=True) if p.peak_bytes * 1.05 <= limit]
+        fitting = [
+            (p, kind)
+            for p, kind in zip(points, MECHANISM, strict=True)
+            if p.peak_bytes * 1.05 <= limit
+        ]
         if fitting:
             fastest = min(p.step_seconds for p, _ in fitting)
             equal = [(p, kind) for p, kind in fitting if p.step_seconds <= 1.15 * fastest + 2e-3]
             alike = [p for p, kind in equal if kind == equal[0][1]]
             most = 1.03 * min(p.step_seconds for p in alike) + 2e-3
-            assert choose(points, memory_limit=limit) == next(p for p in alike if p.step_seconds <= most)
+            assert choose(points, memory_limit=limit) == next(
+                p for p in alike if p.step_seconds <= most
+            )
 
 
 def test_candidates_are_the_frontier_and_uniform_plans() -> None:
@@ -160,9 +207,9 @@ def test_candidates_are_the_frontier_and_uniform_plans() -> None:
     frontier = PlanFrontier.of([uniform[1]], uniform=uniform)
     assert frontier.points == (uniform[1],) and frontier.candidates == (uniform[1], uniform[0])
     assert choose(frontier.candidates) == uniform[0]
-    assert frontier.shown_with(uniform[0]) == (uniform[1], uniform[0]) and frontier.shown_with(uniform[1]) == (
-        uniform[1],
-    )
+    assert frontier.shown_with(uniform[0]) == (uniform[1], uniform[0]) and frontier.shown_with(
+        uniform[1]
+    ) == (uniform[1],)
     assert PlanFrontier.from_json(frontier.to_json()) == frontier
     data = json.loads(frontier.to_json())
     written = [data["points"][0], *data["uniform"]]
@@ -184,7 +231,8 @@ def test_a_compressed_plan_says_so_and_what_exact_ones_cost() -> None:
     ]
     reason = choose([*POINTS, *compressed], devices=2).plan.reason
     assert "top-k 1 %), which was allowed" in reason
-    assert "the fastest plan of the frontier without that takes 900 ms" in reason  # summed in nodes first: not lossy
+    # summed in nodes first: not lossy
+    assert "the fastest plan of the frontier without that takes 900 ms" in reason
     assert "compressed" not in choose([*POINTS, compressed[1]], devices=2).plan.reason
     alone = choose(compressed[:1]).plan.reason
     assert "top-k 1 %" in alone and "without that" not in alone
@@ -196,7 +244,11 @@ def test_nothing_fits() -> None:
     with pytest.raises(NoPlanFitsError) as error:
         choose(POINTS, memory_limit=200 * MIB)
     message = str(error.value)
-    assert "200.00 MiB" in message and "420.00 MiB" in message and "1 x ZeRO-3 on 2 device(s)" in message
+    assert (
+        "200.00 MiB" in message
+        and "420.00 MiB" in message
+        and "1 x ZeRO-3 on 2 device(s)" in message
+    )
 
 
 def test_wrong_options() -> None:
@@ -210,7 +262,12 @@ def test_frontier_drops_what_is_beaten_per_device_count_and_round_trips() -> Non
     beaten = [point(1.6, 600), point(1.5, 601), point(1.0, 1000)]
     frontier = PlanFrontier.of([*beaten, *POINTS], capture_seconds=0.5, search_seconds=0.25)
     assert frontier.exact and not PlanFrontier.of(POINTS, error_bound=0.01).exact
-    assert [(p.devices, p.peak_bytes / MIB) for p in frontier.points] == [(2, 400), (2, 600), (2, 1000), (4, 900)]
+    assert [(p.devices, p.peak_bytes / MIB) for p in frontier.points] == [
+        (2, 400),
+        (2, 600),
+        (2, 1000),
+        (4, 900),
+    ]
     assert PlanFrontier.from_json(frontier.to_json()) == frontier
     with pytest.raises(ValueError, match="schema version"):
         PlanFrontier.from_json("{}")
@@ -230,16 +287,26 @@ def test_gradients_are_views_only_where_that_buys_something() -> None:
     whole, views = point(1.0, 1000), viewed(point(0.97, 900))
     sharded = point(1.05, 500, stage=2)
     assert choose([whole, views, sharded]) == whole
-    assert choose([whole, views, sharded], memory_limit=1000 * MIB) == views  # shards are further from ddp
+    # shards are further from ddp
+    assert choose([whole, views, sharded], memory_limit=1000 * MIB) == views
     needed = choose([whole, views], memory_limit=1000 * MIB).plan.reason
-    assert "gradients are views of DDP's buckets" in needed and needed.endswith("otherwise no plan fits.")
+    assert "gradients are views of DDP's buckets" in needed and needed.endswith(
+        "otherwise no plan fits."
+    )
     slow = mixed(2.0, 800, (0, True))
     faster = choose([whole, views, slow], memory_limit=1000 * MIB)
-    assert faster == views and "otherwise the fastest plan that fits takes 2 s" in faster.plan.reason
+    assert (
+        faster == views and "otherwise the fastest plan that fits takes 2 s" in faster.plan.reason
+    )
 
 
 def test_a_frontier_has_plans_of_both_kinds_of_gradients() -> None:
-    points = [point(1.0, 1000), viewed(point(0.97, 900)), viewed(point(0.98, 950)), point(1.1, 1000)]
+    points = [
+        point(1.0, 1000),
+        viewed(point(0.97, 900)),
+        viewed(point(0.98, 950)),
+        point(1.1, 1000),
+    ]
     frontier = PlanFrontier.of(points)
     assert frontier.points == (points[1], points[0])
     assert PlanFrontier.from_json(frontier.to_json()) == frontier

@@ -47,7 +47,9 @@ def on(request: SearchRequest, link: Link) -> StageBlocks:
 
 
 def shape_of(ranks: int, lag: int = 1, rule: str = "none") -> ContinuousShape:
-    return ContinuousShape.of(ranks, 8 // ranks, samples=4.0, schedule=NAMES[lag], prediction=make_prediction(rule))
+    return ContinuousShape.of(
+        ranks, 8 // ranks, samples=4.0, schedule=NAMES[lag], prediction=make_prediction(rule)
+    )
 
 
 def stale(rule: str = "none") -> StaleWeights:
@@ -55,9 +57,12 @@ def stale(rule: str = "none") -> StaleWeights:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "lag", "rule"), [(2, 1, "none"), (2, 2, "stash"), (4, 1, "spectrain"), (4, 2, "stash")]
+    ("ranks", "lag", "rule"),
+    [(2, 1, "none"), (2, 2, "stash"), (4, 1, "spectrain"), (4, 2, "stash")],
 )
-def test_cuts_are_those_of_brute_force(small: SearchRequest, ranks: int, lag: int, rule: str) -> None:
+def test_cuts_are_those_of_brute_force(
+    small: SearchRequest, ranks: int, lag: int, rule: str
+) -> None:
     for link in (FAST, SLOW):
         table = continuous_table(on(small, link), shape_of(ranks, lag, rule))
         found = [(point.step_seconds, point.peak_bytes) for point in search_stages(table).points]
@@ -75,30 +80,42 @@ def every_cut(blocks: StageBlocks, ranks: int) -> list[StagePoint]:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("lag", [1, 2])
-def test_the_fastest_plan_is_that_of_all_cuts_by_their_true_pace(small: SearchRequest, ranks: int, lag: int) -> None:
+def test_the_fastest_plan_is_that_of_all_cuts_by_their_true_pace(
+    small: SearchRequest, ranks: int, lag: int
+) -> None:
     """Behind slow links the formula that finds cuts is an estimate, by which little is lost."""
     for link, share in ((FAST, 1.0), (SLOW, 1.1)):
         blocks, shape = on(small, link), shape_of(ranks, lag)
         paces = step_seconds_of(stage_seconds(blocks, shape, every_cut(blocks, ranks)), shape)
         assert paces is not None
         wanted = PipelineRequest(ranks=ranks, schedule=NAMES[lag])
-        found, error = search_continuous(blocks, 8, wanted, stale(), (), global_batch_size=4 * shape.data)
+        found, error = search_continuous(
+            blocks, 8, wanted, stale(), (), global_batch_size=4 * shape.data
+        )
         assert error == 0
         fastest = min(point.step_seconds for point in found)
         assert fastest == pytest.approx(paces.min(), rel=1e-6 if share == 1 else share - 1)
 
 
 def test_a_stage_keeps_copies_and_its_minibatches_in_flight(small: SearchRequest) -> None:
-    """Two stages, two minibatches behind: under weight stashing stage 0 keeps two older versions."""
+    """Two stages, two minibatches behind: under weight stashing stage 0 keeps two older
+    versions.
+    """
     blocks, shape = on(small, FAST), shape_of(2, 2, "stash")
     cut = (3, 6), (0, 1), (0,) * 6
     table = continuous_table(blocks, shape)
     passes, once = blocks.passes(4.0), blocks.once(shape.rows, 0)
-    copies = 2 * sum(parameter_bytes(p) for p in small.graph.parameters if blocks.uses[p.name][0] < 3)
+    copies = 2 * sum(
+        parameter_bytes(p) for p in small.graph.parameters if blocks.uses[p.name][0] < 3
+    )
     assert shape.copied_bytes(blocks, stage=0, first=0, end=3) == copies
     assert shape.copied_bytes(blocks, stage=1, first=3, end=6) == 0
     kept = passes.kept[:3].sum()
-    first = once.static[:3].sum() + max(3 * kept + passes.hump[:3].max(), 2 * kept + once.update[:3].sum()) + copies
+    first = (
+        once.static[:3].sum()
+        + max(3 * kept + passes.hump[:3].max(), 2 * kept + once.update[:3].sum())
+        + copies
+    )
     last = once.static[3:].sum() + passes.kept[3:].sum() + 4 * 128 * 256 * 4 + passes.hump[3:].max()
     last = max(last, once.static[3:].sum() + once.update[3:].sum())
     assert table.evaluate(*cut)[1] - table.fixed_bytes == pytest.approx(max(first, last), rel=1e-6)
@@ -107,7 +124,9 @@ def test_a_stage_keeps_copies_and_its_minibatches_in_flight(small: SearchRequest
 def test_shapes_are_as_wanted(small: SearchRequest) -> None:
     blocks = on(small, FAST)
 
-    def shapes(count: int = 8, batch: int = 32, **wanted: object) -> set[tuple[int, int, int, float]]:
+    def shapes(
+        count: int = 8, batch: int = 32, **wanted: object
+    ) -> set[tuple[int, int, int, float]]:
         request = PipelineRequest(**wanted)  # type: ignore[arg-type]
         found = continuous_shapes(blocks, count, batch, request, stale())
         return {(each.pipeline, each.data, each.lag_per_hop, each.samples) for each in found}
@@ -115,13 +134,26 @@ def test_shapes_are_as_wanted(small: SearchRequest) -> None:
     assert shapes() == {(2, 4, 1, 8.0), (2, 4, 2, 8.0), (4, 2, 1, 16.0), (4, 2, 2, 16.0)}
     assert shapes(stages=4) == {(4, 2, 1, 16.0), (4, 2, 2, 16.0)}
     assert shapes(ranks=2, schedule="continuous_overlapped") == {(2, 4, 2, 8.0)}
-    for none in ({"schedule": "1f1b"}, {"microbatches": 4}, {"own_batches": True}, {"stages": 3}, {"tensor": 2}):
+    for none in (
+        {"schedule": "1f1b"},
+        {"microbatches": 4},
+        {"own_batches": True},
+        {"stages": 3},
+        {"tensor": 2},
+    ):
         assert not shapes(**none)
     assert not shapes(batch=7)
 
 
-def test_stale_weights_are_chosen_where_they_are_allowed_and_gain_more_than_the_error(small: SearchRequest) -> None:
-    few = replace(small, cluster=replace(NODES, inter=Link(1e-6, 1e9)), global_batch_size=8, device_counts=(4,))
+def test_stale_weights_are_chosen_where_they_are_allowed_and_gain_more_than_the_error(
+    small: SearchRequest,
+) -> None:
+    few = replace(
+        small,
+        cluster=replace(NODES, inter=Link(1e-6, 1e9)),
+        global_batch_size=8,
+        device_counts=(4,),
+    )
     waits, never = search_plans(few), search_plans(replace(few, stale=stale("multistep")))
     assert all(point.plan.schedule not in LAGS for point in waits.candidates)
     chosen = choose(never.candidates)
@@ -131,11 +163,18 @@ def test_stale_weights_are_chosen_where_they_are_allowed_and_gain_more_than_the_
     assert "stages compute with weights that miss some updates, which was allowed" in plan.reason
     assert ParallelPlan.from_yaml(plan.to_yaml()) == plan
     hops = search_plans(replace(few, stale=stale("multistep")))
-    assert plan.schedule == "continuous"  # which misses fewer updates than the other one, that is hardly faster
-    assert min(hops.points, key=lambda point: point.step_seconds).plan.schedule == "continuous_overlapped"
+    # which misses fewer updates than the other one, that is hardly faster
+    assert plan.schedule == "continuous"
+    assert (
+        min(hops.points, key=lambda point: point.step_seconds).plan.schedule
+        == "continuous_overlapped"
+    )
     # As fast without: the plan whose weights are those of its step.
     quick = replace(few, cluster=replace(NODES, inter=FAST), global_batch_size=512)
-    assert choose(search_plans(replace(quick, stale=stale("multistep"))).candidates).plan.schedule not in LAGS
+    assert (
+        choose(search_plans(replace(quick, stale=stale("multistep"))).candidates).plan.schedule
+        not in LAGS
+    )
 
 
 def test_what_is_asked_for_by_name_is_found_or_an_error(small: SearchRequest) -> None:
@@ -143,7 +182,8 @@ def test_what_is_asked_for_by_name_is_found_or_an_error(small: SearchRequest) ->
     request = replace(small, pipelines=wanted, stale=stale("stash"))
     assert {p.plan.schedule for p in search_plans(request).points} == {"continuous"}
     with pytest.raises(
-        PlanError, match="no pipeline of 8 ranks has 5 stages and schedule 'continuous': it runs one stage"
+        PlanError,
+        match="no pipeline of 8 ranks has 5 stages and schedule 'continuous': it runs one stage",
     ):
         search_plans(replace(request, pipelines=replace(wanted, stages=5)))
     with pytest.raises(PlanError, match="leave out microbatches"):
@@ -152,13 +192,17 @@ def test_what_is_asked_for_by_name_is_found_or_an_error(small: SearchRequest) ->
 
 def test_a_found_plan_is_drawn_and_explained_with_its_staleness(small: SearchRequest) -> None:
     wanted = PipelineRequest(schedule="continuous", ranks=4)
-    request = replace(small, cluster=replace(NODES, inter=FAST), pipelines=wanted, stale=stale("stash"))
+    request = replace(
+        small, cluster=replace(NODES, inter=FAST), pipelines=wanted, stale=stale("stash")
+    )
     blocks, points = stage_blocks(request), search_plans(request).points
     assert points
     for point in points:
         stages = explain_stages(request, point.plan)
         assert [stage.missing_updates for stage in stages] == [3, 2, 1, 0]
-        longest = max(sum(stage.seconds[kind] for kind in ("forward", "backward", "once")) for stage in stages)
+        longest = max(
+            sum(stage.seconds[kind] for kind in ("forward", "backward", "once")) for stage in stages
+        )
         assert longest < point.step_seconds < 1.3 * longest
         sizes = [
             parts["static"] + max(parts["activations"] + parts["running"], parts["update"])

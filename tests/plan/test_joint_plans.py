@@ -1,4 +1,6 @@
-"""Plans whose ranks bring a batch each and run them at once in some modules: files, errors, the search, what they cost."""
+"""Plans whose ranks bring a batch each and run them at once in some modules: files, errors, the
+search, what they cost.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,14 @@ def test_files_keep_what_is_joint() -> None:
         ({"joint": "blocks.0"}, "joint must be a list"),
         ({"joint": [{"module": "blocks.0"}]}, r"joint\[0\] must be a mapping"),
         ({"joint": [{"module": "", "inputs": [], "outputs": []}]}, "must be the path of a module"),
-        ({"joint": [{"module": "a", "inputs": ["0"], "outputs": []}]}, "must be a list with the dim"),
-        ({"joint": [{"module": name, "inputs": [0], "outputs": [0]} for name in ("a", "a.b")]}, "name one of them"),
+        (
+            {"joint": [{"module": "a", "inputs": ["0"], "outputs": []}]},
+            "must be a list with the dim",
+        ),
+        (
+            {"joint": [{"module": name, "inputs": [0], "outputs": [0]} for name in ("a", "a.b")]},
+            "name one of them",
+        ),
         ({"num_microbatches": 2}, "one tensor axis"),
         ({"mesh": [{"name": "data", "size": 2}]}, "one tensor axis"),
         ({"gradient_exchange": {"method": "fp16"}}, "does not know joint modules"),
@@ -54,24 +62,36 @@ def test_blocks_beside_joint_modules_keep_their_gradients() -> None:
         ParallelPlan.from_dict(joint_plan(2, "zero2"))
 
 
-def test_the_search_takes_the_faster_of_joint_modules_and_turns(request_of_gpt: SearchRequest) -> None:  # noqa: F811
+def test_the_search_takes_the_faster_of_joint_modules_and_turns(
+    request_of_gpt: SearchRequest,
+) -> None:  # noqa: F811
     request = replace(request_of_gpt, own_batches=True, global_batch_size=32, layout="tensor")
     frontier = search_plans(request)
     found = {
-        bool(point.plan.joint): point for point in reversed(sorted(frontier.uniform, key=lambda p: p.step_seconds))
+        bool(point.plan.joint): point
+        for point in reversed(sorted(frontier.uniform, key=lambda p: p.step_seconds))
     }
     assert found[True].step_seconds < found[False].step_seconds  # each way its fastest
     plan = choose(frontier.candidates).plan
     assert plan.joint and plan.num_microbatches == 1 and plan.batch_size == 4
     explained = explain_plan(request, plan)
     assert explained.total.step_seconds == pytest.approx(plan.predicted.step_seconds)
-    assert {"all_gather", "reduce_scatter"} <= {each.op for each in explained.blocks["blocks.0"].collectives}
+    assert {"all_gather", "reduce_scatter"} <= {
+        each.op for each in explained.blocks["blocks.0"].collectives
+    }
     step, tensor = step_of(request, plan), plan.mesh.ranks_along(plan.mesh.tensor_axes)
     least = least_seconds(step_on(replace(request, own_batches=False), data_mesh(8)), tensor)
     assert least < plan.predicted.step_seconds
-    # Gradients of whole parameters travel among all ranks, those of slices among the ranks with the same slice.
-    of_block = {(each.group.size, each.size) for each in whole_gradient_collectives(step, "blocks.0")}
+    # Gradients of whole parameters travel among all ranks, those of slices among the ranks with the
+    # same slice.
+    of_block = {
+        (each.group.size, each.size) for each in whole_gradient_collectives(step, "blocks.0")
+    }
     slices = {name for name, _ in step.split["blocks.0"]}
-    sizes = {p.name.removeprefix("blocks.0."): gradient_bytes(p) for p in step.parameters("blocks.0")}
+    sizes = {
+        p.name.removeprefix("blocks.0."): gradient_bytes(p) for p in step.parameters("blocks.0")
+    }
     cut = sum(size for name, size in sizes.items() if name in slices)
-    assert of_block == {(8, sum(sizes.values()) - cut), (8 // tensor, cut)} and 0 < cut < sum(sizes.values())
+    assert of_block == {(8, sum(sizes.values()) - cut), (8 // tensor, cut)} and 0 < cut < sum(
+        sizes.values()
+    )

@@ -15,7 +15,17 @@ def table(rng: np.random.Generator) -> ChainTable:
     """A chain of five blocks, two of them distinct, under three configurations each."""
 
     def block() -> BlockCosts:
-        names = ("seconds", "backward", "exchange", "static", "kept", "late", "hump", "held", "forward_hump")
+        names = (
+            "seconds",
+            "backward",
+            "exchange",
+            "static",
+            "kept",
+            "late",
+            "hump",
+            "held",
+            "forward_hump",
+        )
         costs = {name: rng.uniform(0.1, 1.0, 3) for name in names}
         return BlockCosts((0, 1, 2), **(costs | {"seconds": costs["seconds"] + costs["backward"]}))
 
@@ -40,7 +50,9 @@ def test_a_chain_that_is_dropped_has_no_plan_that_the_known_ones_do_not_beat(shi
         mine = table(rng)
         plans = every_plan(mine)
         # Plans of the same shape, a little better or worse; or those of another chain.
-        others = known(plans * (1 - shift) if seed % 2 else every_plan(table(rng)) * (1 - 3 * shift))
+        others = known(
+            plans * (1 - shift) if seed % 2 else every_plan(table(rng)) * (1 - 3 * shift)
+        )
         better = [p for p in plans if not (others.costs <= p).all(axis=1).any()]
         if not others.may_gain(mine):
             dropped += 1
@@ -57,7 +69,11 @@ def test_a_few_prices_rule_out_no_chain_that_all_prices_would_not() -> None:
         mine, points = KnownPlans(np.stack([seconds, size], axis=1)), rng.uniform(1.0, 2.2, (3, 2))
         least = (points[:, :1] + points[:, 1:] * mine.prices).min(axis=0)
         corners = seconds[1:, None] + mine.prices[1:] * size[:-1, None]
-        slow = least[0] < seconds[0] or points[:, 1].min() < size[-1] or (corners > least[1:]).all(axis=1).any()
+        slow = (
+            least[0] < seconds[0]
+            or points[:, 1].min() < size[-1]
+            or (corners > least[1:]).all(axis=1).any()
+        )
         assert mine.may_gain_above(points[:, 1].min(), mine.prices, least) == slow
         seen.add(bool(slow))
     assert seen == {True, False}

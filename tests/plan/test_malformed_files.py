@@ -1,4 +1,6 @@
-"""Plan, frontier and cluster files that are wrong in any way: one sentence, at once, and never another error."""
+"""Plan, frontier and cluster files that are wrong in any way: one sentence, at once, and never
+another error.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +35,16 @@ PLAN = ParallelPlan.of_blocks(
 )
 CLUSTER = Cluster.load(ROOT / "conf/cluster/a100_8x8.yaml")
 FRONTIER = PlanFrontier.of([PlanPoint(1.0, 2.0, 2, PLAN)], uniform=[PlanPoint(1.0, 2.0, 2, PLAN)])
-LAUGHS = "a0: &a0 [x, x]\n" + "".join(f"a{k}: &a{k} [{', '.join([f'*a{k - 1}'] * 9)}]\n" for k in range(1, 30))
+LAUGHS = "a0: &a0 [x, x]\n" + "".join(
+    f"a{k}: &a{k} [{', '.join([f'*a{k - 1}'] * 9)}]\n" for k in range(1, 30)
+)
 SELF = "&a {blocks: *a, version: 1}"
 TEXTS = [
     LAUGHS, SELF, "[" * 10**6, "{a: " * 10**5, "- " * 10**5, "? " * 10**5, "a: b: c", "\x00", "\ud7ff\uffff", "", "-", "5",
-    "'text'", "[1, 2]", "? [1]\n: 2", "{1: 2, a: 3, null: 4, 2.5: 1, true: 1}", "2026-99-99", "1:" * 7000 + "1", "9" * 5000,
-    "!!python/object/apply:os.system [true]", "!!binary '%%%'", "!!set {a, b}", "!!int x", "!!float ''", "!!timestamp x",
+    "'text'", "[1, 2]", "? [1]\n: 2", "{1: 2, a: 3, null: 4, 2.5: 1, true: "
+                                      "1}", "2026-99-99", "1:" * 7000 + "1", "9" * 5000,
+    "!!python/object/apply:os.system "
+    "[true]", "!!binary '%%%'", "!!set {a, b}", "!!int x", "!!float ''", "!!timestamp x",
     "<<: 3", "<<: [1]", "%YAML 9.9\n---\n1", "--- 1\n--- 2", "a: 1\na: 2", "x" * (MAX_BYTES + 1), "- 1\n" * 600_000,
 ]  # fmt: skip
 WRONG: list[Any] = [
@@ -60,7 +66,13 @@ def refuses(read: Any, value: Any, kind: type[ValueError]) -> None:
 
 
 def places(data: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    inside = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    inside = (
+        data.items()
+        if isinstance(data, dict)
+        else enumerate(data)
+        if isinstance(data, list)
+        else ()
+    )
     return [path, *(place for key, value in inside for place in places(value, (*path, key)))]
 
 
@@ -84,7 +96,9 @@ def test_text_that_is_no_plan_and_no_cluster(text: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("special", ["folder", "missing", "pipe", "/dev/zero", "latin", "x" * 5000, "a\0b"])
+@pytest.mark.parametrize(
+    "special", ["folder", "missing", "pipe", "/dev/zero", "latin", "x" * 5000, "a\0b"]
+)
 def test_what_is_no_file(special: str, tmp_path: Path) -> None:
     path = Path(special) if special.startswith("/") else tmp_path / special
     if special == "folder":
@@ -103,11 +117,17 @@ def test_what_is_no_file(special: str, tmp_path: Path) -> None:
     [
         (ParallelPlan.from_dict, PLAN.to_dict(), PlanError),
         (Cluster.from_dict, CLUSTER.to_dict(), ClusterError),
-        (lambda data: PlanFrontier.from_json(json.dumps(data)), json.loads(FRONTIER.to_json()), PlanError),
+        (
+            lambda data: PlanFrontier.from_json(json.dumps(data)),
+            json.loads(FRONTIER.to_json()),
+            PlanError,
+        ),
     ],
     ids=["plan", "cluster", "frontier"],
 )
-def test_every_entry_with_every_wrong_value_is_read_or_refused_in_a_sentence(read, data, kind) -> None:
+def test_every_entry_with_every_wrong_value_is_read_or_refused_in_a_sentence(
+    read, data, kind
+) -> None:
     assert read(data) is not None
     refused = 0
     for place in places(data):
@@ -119,8 +139,12 @@ def test_every_entry_with_every_wrong_value_is_read_or_refused_in_a_sentence(rea
                 sentence(error)
                 refused += 1
             except (TypeError, ValueError):
-                json_cannot = isinstance(value, bytes | set) or type(value) is object or value == 10**400
-                assert "frontier" in str(data.keys()) or (json_cannot and "schema_version" in data), (place, value)
+                json_cannot = (
+                    isinstance(value, bytes | set) or type(value) is object or value == 10**400
+                )
+                assert "frontier" in str(data.keys()) or (
+                    json_cannot and "schema_version" in data
+                ), (place, value)
     assert refused > 0.7 * len(places(data)) * len(WRONG)
 
 
@@ -137,7 +161,11 @@ def test_plans_with_many_things_wrong(seed: int) -> None:
 @pytest.mark.parametrize(
     ("place", "value", "says"),
     [
-        (("mesh", 0, "size"), True, r"mesh\[0\].size must be a whole number of at least 1, got True"),
+        (
+            ("mesh", 0, "size"),
+            True,
+            r"mesh\[0\].size must be a whole number of at least 1, got True",
+        ),
         (("mesh", 0, "size"), -2, "at least 1, got -2"),
         (("batch_size",), -4, "batch_size must be a whole number"),
         (("model",), ["M"], "model must be text"),
@@ -163,13 +191,21 @@ def test_values_that_refer_to_one_another_many_times() -> None:
         bomb = [bomb] * 10
     loop: dict[str, Any] = {"version": 1, "data_parallel_size": 2}
     loop["blocks"] = [loop]
-    for data in ({**PLAN.to_dict(), "stages": bomb}, {**PLAN.to_dict(), "reason": bomb}, loop, bomb):
+    for data in (
+        {**PLAN.to_dict(), "stages": bomb},
+        {**PLAN.to_dict(), "reason": bomb},
+        loop,
+        bomb,
+    ):
         refuses(ParallelPlan.from_dict, data, PlanError)
         refuses(Cluster.from_dict, data, ClusterError)
 
 
 def test_large_plans_are_read() -> None:
-    blocks = (*(BlockPlan(f"layers.{k}", OpConfig.zero(1)) for k in range(2000)), BlockPlan("", OpConfig.zero(1)))
+    blocks = (
+        *(BlockPlan(f"layers.{k}", OpConfig.zero(1)) for k in range(2000)),
+        BlockPlan("", OpConfig.zero(1)),
+    )
     plan = ParallelPlan.of_blocks(blocks, mesh=2)
     assert ParallelPlan.from_yaml(plan.to_yaml()) == plan
     assert Cluster.from_dict(yaml.safe_load(yaml.safe_dump(CLUSTER.to_dict()))) == CLUSTER

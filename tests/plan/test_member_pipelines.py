@@ -13,20 +13,33 @@ from lightning_topt.costs.sizes import parameter_bytes
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import OpConfig
-from lightning_topt.plan.member_pipelines import evaluation_bytes, least_member_seconds, search_member_pipelines
+from lightning_topt.plan.member_pipelines import (
+    evaluation_bytes,
+    least_member_seconds,
+    search_member_pipelines,
+)
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, PlanError, StagePlan
 from lightning_topt.plan.plan_search import search_plans
 from lightning_topt.plan.search_request import SearchRequest, stage_blocks
 from tests.models import GPT
 
-DEVICE = Device("accelerator", 10**10, {"float32": 1e12}, memory_bandwidth=1e12, op_overhead_seconds=1e-6)
-SLOW = Cluster("nodes", DEVICE, devices_per_node=1, num_nodes=4, intra=Link(1e-6, 1e11), inter=Link(1e-5, 1e8))
+DEVICE = Device(
+    "accelerator", 10**10, {"float32": 1e12}, memory_bandwidth=1e12, op_overhead_seconds=1e-6
+)
+SLOW = Cluster(
+    "nodes", DEVICE, devices_per_node=1, num_nodes=4, intra=Link(1e-6, 1e11), inter=Link(1e-5, 1e8)
+)
 
 
 @pytest.fixture(scope="module")
 def request_of_ranks() -> SearchRequest:
-    module, batch = GPT(6, 256, 8, vocab=512, context=128), (torch.zeros(4, 128, dtype=torch.long),) * 2
-    optimizer = read_optimizer([module.configure_optimizers()], named_parameters=module.named_parameters())
+    module, batch = (
+        GPT(6, 256, 8, vocab=512, context=128),
+        (torch.zeros(4, 128, dtype=torch.long),) * 2,
+    )
+    optimizer = read_optimizer(
+        [module.configure_optimizers()], named_parameters=module.named_parameters()
+    )
     return SearchRequest(capture(module, batch, batch_scaling=False), SLOW, optimizer, (4,), 16)
 
 
@@ -38,13 +51,18 @@ def test_the_batch_of_each_rank_is_a_microbatch(request_of_ranks: SearchRequest)
     assert {point.plan.mesh.pipeline_size for point in found.points} <= {2, 4} and found.points
     for point in found.points:
         plan = point.plan
-        assert plan.own_batches and plan.num_microbatches == plan.mesh.pipeline_size and plan.batch_size == 4
+        assert (
+            plan.own_batches
+            and plan.num_microbatches == plan.mesh.pipeline_size
+            and plan.batch_size == 4
+        )
         assert plan.brings_batches and "the batch of each rank" in plan.summary()
         assert point.step_seconds >= least and point.step_seconds == plan.predicted.step_seconds
         assert ParallelPlan.from_yaml(plan.to_yaml()) == plan
         # Faster than all that is known, or smaller.
         assert not any(
-            known.step_seconds <= point.step_seconds and known.peak_bytes <= point.peak_bytes for known in data.points
+            known.step_seconds <= point.step_seconds and known.peak_bytes <= point.peak_bytes
+            for known in data.points
         )
 
 
@@ -61,7 +79,9 @@ def test_evaluations_need_all_parameters(request_of_ranks: SearchRequest) -> Non
 
 def plan_of(**options: object) -> ParallelPlan:
     storage = OpConfig.zero(0, axes=2, over=(1,))
-    stages = tuple(StagePlan((BlockPlan(f"blocks.{n}", storage), BlockPlan("", storage))) for n in range(2))
+    stages = tuple(
+        StagePlan((BlockPlan(f"blocks.{n}", storage), BlockPlan("", storage))) for n in range(2)
+    )
     return ParallelPlan(Mesh((Axis("pipeline", 2), Axis("data", 2))), stages, **options)  # type: ignore[arg-type]
 
 
@@ -69,7 +89,9 @@ def test_own_batches_are_as_many_as_ranks() -> None:
     plan = plan_of(schedule="1f1b", num_microbatches=2, own_batches=True)
     assert plan.to_dict()["own_batches"] is True
     assert "own_batches" not in plan_of(schedule="1f1b", num_microbatches=2).to_dict()
-    with pytest.raises(PlanError, match="num_microbatches is then the ranks along the axis 'pipeline', 2"):
+    with pytest.raises(
+        PlanError, match="num_microbatches is then the ranks along the axis 'pipeline', 2"
+    ):
         plan_of(schedule="1f1b", num_microbatches=4, own_batches=True)
     with pytest.raises(PlanError, match="own_batches must be true or false"):
         ParallelPlan.from_dict({**plan.to_dict(), "own_batches": 1})

@@ -56,10 +56,15 @@ def test_a_mesh_of_two_axes() -> None:
     hybrid, own, rest = (block.config for block in plan.blocks)
     assert hybrid == OpConfig.zero(3, recompute=True, axes=2, over=[1])
     assert own.storage == Storage((Replicate(), Shard(0)), (Shard(0),) * 2, (Shard(0),) * 2)
-    assert own.inputs == ((Shard(0), Shard(0)),) and own.parameters == (("weight", (Replicate(), Replicate())),)
+    assert own.inputs == ((Shard(0), Shard(0)),) and own.parameters == (
+        ("weight", (Replicate(), Replicate())),
+    )
     assert rest == OpConfig.zero(0, axes=2)
     assert ParallelPlan.from_yaml(plan.to_yaml()) == plan
-    assert plan.summary() == "1 x hybrid ZeRO-3 + recompute, 1 x ZeRO-3, 1 x DDP on data_replicate 2 x data_shard 2"
+    assert (
+        plan.summary()
+        == "1 x hybrid ZeRO-3 + recompute, 1 x ZeRO-3, 1 x DDP on data_replicate 2 x data_shard 2"
+    )
 
 
 @pytest.mark.parametrize(
@@ -85,14 +90,21 @@ def test_wrong_meshes_and_placements_say_what_is_wrong(change: tuple[str, str], 
 
 def test_groups_of_a_mesh() -> None:
     mesh = hybrid_mesh(2, 4)
-    assert mesh.size == 8 and mesh.stride([1]) == 1 and mesh.stride([0]) == 4 and mesh.stride([0, 1]) == 1
+    assert (
+        mesh.size == 8
+        and mesh.stride([1]) == 1
+        and mesh.stride([0]) == 4
+        and mesh.stride([0, 1]) == 1
+    )
     assert mesh.ranks_along([0]) == 2 and mesh.ranks_along([0, 1]) == 8 and mesh.data_axes == (0, 1)
     with pytest.raises(ValueError, match="identifier"):
         Mesh((Axis("data shard", 2),))
 
 
 def test_round_trip(tmp_path: Path) -> None:
-    blocks = tuple(BlockPlan(f"b{stage}", OpConfig.zero(stage, recompute=stage == 3)) for stage in (2, 3))
+    blocks = tuple(
+        BlockPlan(f"b{stage}", OpConfig.zero(stage, recompute=stage == 3)) for stage in (2, 3)
+    )
     predicted = Prediction(1.5, 2.0**30, 1.0, 0.5)
     plan = ParallelPlan(
         data_mesh(4),
@@ -119,7 +131,9 @@ def test_blocks_alike_on_a_mesh_are_written_out_each() -> None:
 
 def test_hand_written() -> None:
     plan = ParallelPlan.from_yaml(HAND_WRITTEN)
-    assert [block.config.storage.level for block in plan.blocks] == [3, 2] and plan.blocks[0].config.recompute
+    assert [block.config.storage.level for block in plan.blocks] == [3, 2] and plan.blocks[
+        0
+    ].config.recompute
     assert not plan.keeps_gradients_whole and plan.fingerprint is None
     assert plan.summary() == "1 x ZeRO-3 + recompute, 1 x ZeRO-2"
 
@@ -137,7 +151,13 @@ def test_hand_written() -> None:
         (('block: ""', "block: 7"), r"blocks\[1\]"),
         (("parameters: replicate", "parameters: sharded"), "'sharded' is not a placement"),
         (("parameters: replicate", "parameters: 3"), r"blocks\[1\]"),
-        (("parameters: shard(0), gradients: shard(0)", "parameters: shard(0), gradients: replicate"), "need sharded"),
+        (
+            (
+                "parameters: shard(0), gradients: shard(0)",
+                "parameters: shard(0), gradients: replicate",
+            ),
+            "need sharded",
+        ),
         (("recompute: true", "recompute: 1"), "true or false"),
         (("recompute: true", "recomputed: true"), "recomputed"),
     ],
@@ -155,7 +175,9 @@ def test_zero_levels_are_placements() -> None:
         OpConfig.zero(4)
     hybrid = Storage.zero(3, axes=2, over=[1])
     assert (
-        hybrid.parameters == (Replicate(), Shard(0)) and hybrid.sharded_axes("gradients") == (1,) and hybrid.level == 3
+        hybrid.parameters == (Replicate(), Shard(0))
+        and hybrid.sharded_axes("gradients") == (1,)
+        and hybrid.level == 3
     )
     with pytest.raises(ValueError, match=r"never|partial"):
         Storage((Replicate(),), (Partial(),), (Shard(0),))
@@ -165,7 +187,11 @@ def test_zero_levels_are_placements() -> None:
 
 def test_uniform_plan_never_recomputes_the_rest() -> None:
     plan = uniform_plan(1, data_parallel_size=2, blocks=["a", "b", ""], recompute=["a", ""])
-    assert [(b.block, b.config.recompute) for b in plan.blocks] == [("a", True), ("b", False), ("", False)]
+    assert [(b.block, b.config.recompute) for b in plan.blocks] == [
+        ("a", True),
+        ("b", False),
+        ("", False),
+    ]
 
 
 # ---- gradient exchange ----------------------------------------------------------------------------------------------
@@ -188,13 +214,17 @@ EXCHANGES = [
 ]
 
 
-@pytest.mark.parametrize("exchange", [*EXCHANGES, TopK(density=None, bits=2)], ids=lambda exchange: exchange.words)
+@pytest.mark.parametrize(
+    "exchange", [*EXCHANGES, TopK(density=None, bits=2)], ids=lambda exchange: exchange.words
+)
 def test_gradient_exchange_round_trip(exchange: GradientMethod) -> None:
     plan = replace(uniform_plan(1, data_parallel_size=4, blocks=["a"]), gradient_exchange=exchange)
     text = plan.to_yaml()
     assert ParallelPlan.from_yaml(text) == plan
     assert "exempt" in text or exchange.name in ("dense", "bf16")  # only what means something
-    assert not {"link", "nonfinite", "timeout_seconds", "momentum"} & set(plan.to_dict()["gradient_exchange"])
+    assert not {"link", "nonfinite", "timeout_seconds", "momentum"} & set(
+        plan.to_dict()["gradient_exchange"]
+    )
 
 
 def test_hand_written_gradient_exchange() -> None:
@@ -217,12 +247,27 @@ def test_plans_with_whole_gradients_are_written_as_before() -> None:
         (("density: 0.02", "density: 0"), "gradient_exchange: density is the fraction"),
         (("density: 0.02", "density: many"), "density is a finite number; got 'many'"),
         (("density: 0.02", "density: true"), "density is a finite number; got True"),
-        (("hierarchical: false", "hierarchical: 1"), "hierarchical is True or False, or None; got 1"),
+        (
+            ("hierarchical: false", "hierarchical: 1"),
+            "hierarchical is True or False, or None; got 1",
+        ),
         (('[norm, "head.*"]', "norm"), "exempt is a list of texts"),
         (("density: 0.02", "rank: 3"), "method 'topk' has no option 'rank'; its options are"),
         (("density: 0.02", "debug: true"), "method 'topk' has no option 'debug'"),
-        (('{method: topk, density: 0.02, hierarchical: false, exempt: [norm, "head.*"]}', "topk"), "mapping"),
-        (('{method: topk, density: 0.02, hierarchical: false, exempt: [norm, "head.*"]}', "{method: dense}"), "leave"),
+        (
+            (
+                '{method: topk, density: 0.02, hierarchical: false, exempt: [norm, "head.*"]}',
+                "topk",
+            ),
+            "mapping",
+        ),
+        (
+            (
+                '{method: topk, density: 0.02, hierarchical: false, exempt: [norm, "head.*"]}',
+                "{method: dense}",
+            ),
+            "leave",
+        ),
     ],
 )
 def test_wrong_gradient_exchanges_say_what_is_wrong(change: tuple[str, str], says: str) -> None:
@@ -236,11 +281,17 @@ def test_wrong_gradient_exchanges_say_what_is_wrong(change: tuple[str, str], say
     ("exchange", "stage", "says"),
     [
         (TopK(momentum=0.9), 0, "momentum is not part of a plan"),
-        (TopK(selection="torch"), 0, "selection is not part of a plan; its entries for topk are dense_steps, "),
+        (
+            TopK(selection="torch"),
+            0,
+            "selection is not part of a plan; its entries for topk are dense_steps, ",
+        ),
         (Dense(hierarchical=False), 0, "needs hierarchical"),
     ],
 )
-def test_an_exchange_that_does_not_suit_a_plan(exchange: GradientMethod, stage: int, says: str) -> None:
+def test_an_exchange_that_does_not_suit_a_plan(
+    exchange: GradientMethod, stage: int, says: str
+) -> None:
     with pytest.raises(PlanError, match=says):
         replace(uniform_plan(stage, data_parallel_size=2), gradient_exchange=exchange)
 
@@ -264,7 +315,10 @@ def test_microbatches_are_those_of_a_tensor_group() -> None:
     mesh = Mesh((Axis("data", 2), Axis("tensor", 4)))
     plan = preset_plan(PRESETS["ddp"], mesh=mesh)
     several = replace(plan, num_microbatches=4)
-    assert "num_microbatches" not in plan.to_dict() and ParallelPlan.from_yaml(several.to_yaml()) == several
+    assert (
+        "num_microbatches" not in plan.to_dict()
+        and ParallelPlan.from_yaml(several.to_yaml()) == several
+    )
     assert several.summary().endswith("4 microbatches") and "microbatch" not in plan.summary()
     for wrong in (0, 2, 8):
         with pytest.raises(PlanError, match=f"1, or the ranks along tensor axes, 4; got {wrong}"):
@@ -294,7 +348,9 @@ def test_borders_sums_and_gathered_parameters_are_written_and_read() -> None:
     ):
         entry = {"block": "", "storage": "ddp", "computes": written}
         with pytest.raises(PlanError, match=words):
-            ParallelPlan.from_dict({"version": 2, "mesh": mesh_to_list(mesh), "stages": [{"blocks": [entry]}]})
+            ParallelPlan.from_dict(
+                {"version": 2, "mesh": mesh_to_list(mesh), "stages": [{"blocks": [entry]}]}
+            )
 
 
 # ---- stages ---------------------------------------------------------------------------------------------------------
@@ -321,11 +377,17 @@ stages:
     ("axis", "computes", "words"),
     [
         ("tensor", "parameters: {weight: {data: replicate, tensor: shard(0)}}", "DDP + split"),
-        ("tensor_tokens", "inputs: [{data: shard(0), tensor_tokens: shard(1)}]", "DDP + split activations"),
+        (
+            "tensor_tokens",
+            "inputs: [{data: shard(0), tensor_tokens: shard(1)}]",
+            "DDP + split activations",
+        ),
         ("tensor", "outputs: [{data: shard(0), tensor: replicate}]", "DDP"),
     ],
 )
-def test_a_summary_says_what_is_split_along_which_axes(axis: str, computes: str, words: str) -> None:
+def test_a_summary_says_what_is_split_along_which_axes(
+    axis: str, computes: str, words: str
+) -> None:
     plan = ParallelPlan.from_yaml(
         f"version: 2\nmesh: [{{name: data, size: 1}}, {{name: {axis}, size: 2}}]\nstages:\n"
         f"- blocks:\n  - {{block: layer, storage: ddp, computes: {{{computes}}}}}\n  - {{block: '', storage: ddp}}\n"
@@ -355,7 +417,9 @@ def test_stages_by_hand() -> None:
 
 
 def test_the_rest_may_stand_in_several_stages() -> None:
-    plan = ParallelPlan.from_yaml(WITH_STAGES.replace("block: head, storage: ddp", 'block: "", storage: zero1'))
+    plan = ParallelPlan.from_yaml(
+        WITH_STAGES.replace("block: head, storage: ddp", 'block: "", storage: zero1')
+    )
     assert [*plan.configs] == ["embed", "blocks.0", "", "blocks.1"] and len(plan.blocks) == 4
     assert ParallelPlan.from_yaml(plan.to_yaml()) == plan
 
@@ -367,8 +431,16 @@ def test_positions_along_a_pipeline() -> None:
     assert mesh.pipeline_of(3) == mesh.pipeline_of(7) == [3, 7]
     assert [mesh.data_rank(rank) for rank in range(8)] == [0, 0, 1, 1] * 2
     inner = Mesh((Axis("data", 2), Axis("pipeline", 3)))
-    assert inner.pipeline_of(4) == [3, 4, 5] and inner.pipeline_rank(4) == 1 and inner.data_rank(4) == 1
-    assert data_mesh(4).pipeline_size == 1 and data_mesh(4).pipeline_rank(3) == 0 and data_mesh(4).pipeline_of(3) == [3]
+    assert (
+        inner.pipeline_of(4) == [3, 4, 5]
+        and inner.pipeline_rank(4) == 1
+        and inner.data_rank(4) == 1
+    )
+    assert (
+        data_mesh(4).pipeline_size == 1
+        and data_mesh(4).pipeline_rank(3) == 0
+        and data_mesh(4).pipeline_of(3) == [3]
+    )
 
 
 @pytest.mark.parametrize(
@@ -376,14 +448,26 @@ def test_positions_along_a_pipeline() -> None:
     [
         (("schedule: 1f1b", ""), "needs a schedule such as 'schedule: 1f1b'"),
         (("schedule: 1f1b", "schedule: 1"), "schedule must be"),
-        (("name: pipeline, size: 2", "name: data_replicate, size: 2"), "needs an axis of the mesh for the stages"),
-        (("name: pipeline, size: 2", "name: pipeline, size: 4"), "2 stages cannot be divided among 4 ranks"),
+        (
+            ("name: pipeline, size: 2", "name: data_replicate, size: 2"),
+            "needs an axis of the mesh for the stages",
+        ),
+        (
+            ("name: pipeline, size: 2", "name: pipeline, size: 4"),
+            "2 stages cannot be divided among 4 ranks",
+        ),
         (("num_microbatches: 8", "num_microbatches: 0"), "num_microbatches"),
         (('block: "", storage', "block: norm, storage"), "everything outside"),
         (("block: head, storage: ddp", 'block: "", storage: ddp'), "must place it alike"),
-        (("block: head, storage: ddp", "block: embed, storage: zero1"), "'embed' is in the stages 0 and 1"),
         (
-            ("{block: blocks.1, storage: zero1}\n  - {block: head, storage: ddp}", '{block: "", storage: zero1}'),
+            ("block: head, storage: ddp", "block: embed, storage: zero1"),
+            "'embed' is in the stages 0 and 1",
+        ),
+        (
+            (
+                "{block: blocks.1, storage: zero1}\n  - {block: head, storage: ddp}",
+                '{block: "", storage: zero1}',
+            ),
             "stages.1.",
         ),
     ],
@@ -425,7 +509,10 @@ def test_a_pipeline_that_never_flushes_says_its_rule_of_weights() -> None:
         (("stages:", "num_microbatches: 2\nown_batches: true\nstages:"), "does not cut batches"),
         (("rule: pipemare", "rule: oracle"), "prediction is one of"),
         (("annealing_updates", "steps"), "has the options"),
-        (("{rule: pipemare, annealing_updates: 7}", "[spectrain]"), "prediction is the name of a rule"),
+        (
+            ("{rule: pipemare, annealing_updates: 7}", "[spectrain]"),
+            "prediction is the name of a rule",
+        ),
         (
             ("size: 2}, {name: data, size: 2}", "size: 1}, {name: data, size: 2}"),
             "runs one stage on each rank: 1 stages; got 2",
@@ -439,10 +526,14 @@ def test_what_does_not_belong_to_it_is_named(change: tuple[str, str], says: str)
 
 def test_gradient_views_round_trip_and_need_whole_gradients() -> None:
     plan = replace(uniform_plan(1, data_parallel_size=2, blocks=["a"]), gradient_views=True)
-    assert ParallelPlan.from_yaml(plan.to_yaml()) == plan and "gradient_views: true" in plan.to_yaml()
+    assert (
+        ParallelPlan.from_yaml(plan.to_yaml()) == plan and "gradient_views: true" in plan.to_yaml()
+    )
     assert plan.summary() == "2 x ZeRO-1, gradients as views of buckets"
     assert "gradient_views" not in uniform_plan(1, data_parallel_size=2).to_yaml()
-    with pytest.raises(PlanError, match="gradient_views is for gradients that DistributedDataParallel averages"):
+    with pytest.raises(
+        PlanError, match="gradient_views is for gradients that DistributedDataParallel averages"
+    ):
         replace(uniform_plan(2, data_parallel_size=2), gradient_views=True)
     with pytest.raises(PlanError, match="gradient_views must be"):
         ParallelPlan.from_dict({**plan.to_dict(), "gradient_views": 1})

@@ -37,14 +37,25 @@ from lightning_topt.techniques.registry import check_runs
 from tests.models import GPT
 from tests.plan.pruned_pipelines import check_that_none_is_dropped
 
-DEVICE = Device("accelerator", 10**10, {"float32": 1e12}, memory_bandwidth=1e12, op_overhead_seconds=1e-6)
-NODES = Cluster("nodes", DEVICE, devices_per_node=2, num_nodes=4, intra=Link(1e-6, 1e11), inter=Link(1e-5, 1e8))
+DEVICE = Device(
+    "accelerator", 10**10, {"float32": 1e12}, memory_bandwidth=1e12, op_overhead_seconds=1e-6
+)
+NODES = Cluster(
+    "nodes", DEVICE, devices_per_node=2, num_nodes=4, intra=Link(1e-6, 1e11), inter=Link(1e-5, 1e8)
+)
 
 
 def make_request(*, layers: int = 6, tied: bool = False) -> SearchRequest:
-    module, batch = GPT(layers, 256, 8, vocab=512, context=128, tied=tied), (torch.zeros(4, 128, dtype=torch.long),) * 2
-    optimizer = read_optimizer([module.configure_optimizers()], named_parameters=module.named_parameters())
-    return SearchRequest(capture(module, batch), NODES, optimizer, (8,), 32, pipelines=PipelineRequest())
+    module, batch = (
+        GPT(layers, 256, 8, vocab=512, context=128, tied=tied),
+        (torch.zeros(4, 128, dtype=torch.long),) * 2,
+    )
+    optimizer = read_optimizer(
+        [module.configure_optimizers()], named_parameters=module.named_parameters()
+    )
+    return SearchRequest(
+        capture(module, batch), NODES, optimizer, (8,), 32, pipelines=PipelineRequest()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -58,19 +69,27 @@ def staged(points: Iterable[PlanPoint]) -> list[PlanPoint]:
 
 def test_a_slow_network_decides_on_a_pipeline(request_of_gpt: SearchRequest) -> None:
     slow, fast = Link(1e-5, 1e8), Link(1e-6, 1e11)
-    best, without = search_plans(request_of_gpt), search_plans(replace(request_of_gpt, pipelines=None))
+    best, without = (
+        search_plans(request_of_gpt),
+        search_plans(replace(request_of_gpt, pipelines=None)),
+    )
     assert not staged(without.candidates)
     assert best.points[-1].step_seconds < without.points[-1].step_seconds
     chosen = choose(best.candidates).plan
     assert chosen.schedule is not None and "stages" in chosen.reason
-    quick = replace(request_of_gpt, cluster=replace(NODES, devices_per_node=8, num_nodes=1, intra=fast, inter=None))
+    quick = replace(
+        request_of_gpt,
+        cluster=replace(NODES, devices_per_node=8, num_nodes=1, intra=fast, inter=None),
+    )
     assert choose(search_plans(quick).candidates).plan.schedule is None
     assert slow != fast
     for point in staged(best.points):
         assert ParallelPlan.from_yaml(point.plan.to_yaml()) == point.plan
         configs = {block.block: block.config for block in point.plan.blocks}
         check_runs(point.plan.mesh, configs)
-        names = [block.block for stage in point.plan.stages for block in stage.blocks if block.block]
+        names = [
+            block.block for stage in point.plan.stages for block in stage.blocks if block.block
+        ]
         assert names == [f"blocks.{n}" for n in range(6)]
         assert point.plan.fingerprint == request_of_gpt.graph.fingerprint
 
@@ -89,17 +108,22 @@ def test_what_is_given_is_kept_and_the_rest_searched(request_of_gpt: SearchReque
         for plan in plans(stages=4, schedule="looped_bfs", microbatches=4)
     }
     assert shape == ((2, 4), "looped_bfs", 4, 4, 8)
-    with pytest.raises(PlanError, match="no pipeline of 8 ranks has 7 stages: the model has 6 blocks"):
+    with pytest.raises(
+        PlanError, match="no pipeline of 8 ranks has 7 stages: the model has 6 blocks"
+    ):
         plans(stages=7)
 
 
 def shapes_of(request: SearchRequest) -> list[PipelineShape]:
-    return [*pipeline_shapes(stage_blocks(request), 8, request.global_batch_size, PipelineRequest())]
+    return [
+        *pipeline_shapes(stage_blocks(request), 8, request.global_batch_size, PipelineRequest())
+    ]
 
 
 def test_shapes_divide_ranks_and_batches(request_of_gpt: SearchRequest) -> None:
     shapes = shapes_of(request_of_gpt)
-    assert {(shape.pipeline, shape.data) for shape in shapes} == {(2, 4), (4, 2)}  # 8 ranks, but 6 blocks
+    # 8 ranks, but 6 blocks
+    assert {(shape.pipeline, shape.data) for shape in shapes} == {(2, 4), (4, 2)}
     for shape in shapes:
         assert shape.data * shape.num_microbatches * shape.samples == 32
         assert shape.num_stages <= 6 and SCHEDULES[shape.schedule]
@@ -113,7 +137,9 @@ def test_no_pipeline_is_dropped_that_would_have_a_plan(
     check_that_none_is_dropped(request_of_gpt, NODES, monkeypatch)
 
 
-def test_fewer_pipelines_are_searched_with_epsilon_and_nothing_is_missed_by_more(request_of_gpt: SearchRequest) -> None:
+def test_fewer_pipelines_are_searched_with_epsilon_and_nothing_is_missed_by_more(
+    request_of_gpt: SearchRequest,
+) -> None:
     request = replace(request_of_gpt, cluster=replace(NODES, inter=Link(1e-6, 1e9)))
     blocks, shapes = stage_blocks(request), shapes_of(request)
     known = search_plans(replace(request, pipelines=None)).points
@@ -131,7 +157,8 @@ def test_fewer_pipelines_are_searched_with_epsilon_and_nothing_is_missed_by_more
 
 
 def test_bounds_are_below_all_plans(request_of_gpt: SearchRequest) -> None:
-    request = replace(request_of_gpt, cluster=replace(NODES, inter=Link(1e-6, 1e11)))  # what is sent is in no bound
+    # what is sent is in no bound
+    request = replace(request_of_gpt, cluster=replace(NODES, inter=Link(1e-6, 1e11)))
     blocks, prices = stage_blocks(request), np.array([0.0, 1e-12, 1e-10, 1e-8])
     shapes = shapes_of(request_of_gpt)
     bounds = bounds_of(blocks, shapes, prices)
@@ -139,12 +166,18 @@ def test_bounds_are_below_all_plans(request_of_gpt: SearchRequest) -> None:
         table = stage_table(blocks, shape)
         costs = np.array([(p.step_seconds, p.peak_bytes) for p in search_stages(table).points])
         least = (costs[:, :1] + prices * costs[:, 1:]).min(axis=0)
-        assert (bounds.least[index] <= least * (1 + 1e-6)).all() and (bounds.least[index] > 0.5 * least).any()
-        assert 0.3 * costs[:, 1].min() < bounds.fewest[index] <= costs[:, 1].min() + len(blocks.names)
+        assert (bounds.least[index] <= least * (1 + 1e-6)).all() and (
+            bounds.least[index] > 0.5 * least
+        ).any()
+        assert (
+            0.3 * costs[:, 1].min() < bounds.fewest[index] <= costs[:, 1].min() + len(blocks.names)
+        )
 
 
 def test_formulas_are_near_the_simulation(request_of_gpt: SearchRequest) -> None:
-    """Of stages that differ by the ends of the model; ranks of several stages count as if all were like the dearest."""
+    """Of stages that differ by the ends of the model; ranks of several stages count as if all were
+    like the dearest.
+    """
     blocks = stage_blocks(replace(request_of_gpt, cluster=replace(NODES, inter=Link(1e-6, 1e11))))
     compared = 0
     for shape in shapes_of(request_of_gpt):
@@ -152,12 +185,16 @@ def test_formulas_are_near_the_simulation(request_of_gpt: SearchRequest) -> None
         simulated = step_seconds_of(stage_seconds(blocks, shape, points), shape)
         assert simulated is not None
         ratios = simulated / [point.step_seconds for point in points]
-        assert (0.85 if shape.stages_per_rank == 1 else 0.6) < ratios.min() and ratios.max() < 1.1, shape
+        assert (
+            0.85 if shape.stages_per_rank == 1 else 0.6
+        ) < ratios.min() and ratios.max() < 1.1, shape
         compared += len(points)
     assert compared > 50
 
 
-def test_stages_keep_their_parameters_and_the_microbatches_in_flight(request_of_gpt: SearchRequest) -> None:
+def test_stages_keep_their_parameters_and_the_microbatches_in_flight(
+    request_of_gpt: SearchRequest,
+) -> None:
     graph, blocks = request_of_gpt.graph, stage_blocks(request_of_gpt)
     table = stage_table(blocks, PipelineShape(2, 4, "1f1b", 1, 4, 2.0))
     cut = (3, 6), (0, 0), (0,) * 6
@@ -165,7 +202,9 @@ def test_stages_keep_their_parameters_and_the_microbatches_in_flight(request_of_
     state = sum(request_of_gpt.optimizer.state_bytes(p.name) for p in graph.parameters)
     held = sum(parameter_bytes(p) + gradient_bytes(p) for p in graph.parameters) + state
     assert once.static.sum() == pytest.approx(held)
-    first = once.static[:3].sum() + max(2 * passes.kept[:3].sum() + passes.hump[:3].max(), once.update[:3].sum())
+    first = once.static[:3].sum() + max(
+        2 * passes.kept[:3].sum() + passes.hump[:3].max(), once.update[:3].sum()
+    )
     received = 2 * 128 * 256 * 4
     last = once.static[3:].sum() + passes.kept[3:].sum() + received + passes.hump[3:].max()
     last = max(last, once.static[3:].sum() + once.update[3:].sum())
@@ -178,10 +217,12 @@ def test_tied_weights_are_kept_by_both_stages_and_cost_an_exchange() -> None:
     once = blocks.once(PipelineShape(2, 4, "1f1b", 1, 4, 2.0).rows, 0)
     assert once.shared is not None and blocks.uses["tokens.weight"] == (0, 3)
     assert (once.shared[:, 0, 4] == 0).all()  # all on one stage
-    assert once.shared[0, 0, 2] > 0 and once.shared[1, 0, 2] == 0  # the first reader's stage has it anyway
+    # the first reader's stage has it anyway
+    assert once.shared[0, 0, 2] > 0 and once.shared[1, 0, 2] == 0
     assert (once.shared[:, 2, 4] > 0).all() and (once.shared[:, 1, 3] == 0).all()
     held = 512 * 256 * 4
-    assert once.shared[1, 2, 4] == pytest.approx(4 * held, rel=0.01)  # itself, its gradient, two states
+    # itself, its gradient, two states
+    assert once.shared[1, 2, 4] == pytest.approx(4 * held, rel=0.01)
 
 
 def test_stages_of_one_node_exchange_what_they_share_inside_it() -> None:
@@ -200,7 +241,9 @@ def test_one_stage_is_a_pipeline_that_receives_nothing() -> None:
     seconds = stage_seconds(blocks, shape, [StagePoint(0.0, 0.0, (4,), (0,), (0,) * 4)])
     assert seconds.transfers.sum() == 0.0
     passes, once = blocks.passes(2.0), shape.once(blocks)
-    expected = 4 * float((passes.forward + passes.backward).sum() + 2 * PASS_SECONDS) + float(once.seconds.sum())
+    expected = 4 * float((passes.forward + passes.backward).sum() + 2 * PASS_SECONDS) + float(
+        once.seconds.sum()
+    )
     for found in (step_seconds_of(seconds, shape), formula_step_seconds(seconds, shape)):
         assert found is not None and float(found[0]) == pytest.approx(expected)
 
@@ -212,29 +255,46 @@ def test_a_step_of_equal_stages_is_as_its_formula_says() -> None:
     seconds = stage_seconds(blocks, shape, [StagePoint(0.0, 0.0, (2, 4), (0, 0), (0,) * 4)])
     simulated = step_seconds_of(seconds, shape)
     assert simulated is not None
-    assert float(formula_step_seconds(seconds, shape)[0]) == pytest.approx(float(simulated[0]), rel=0.1)
+    assert float(formula_step_seconds(seconds, shape)[0]) == pytest.approx(
+        float(simulated[0]), rel=0.1
+    )
 
 
 def test_what_is_outside_of_blocks_is_not_recomputed() -> None:
     """Its forward peak has what it keeps already: the head of a model with many words."""
-    module, batch = GPT(3, 32, 2, vocab=8192, context=32, tied=True), (torch.zeros(4, 32, dtype=torch.long),) * 2
+    module, batch = (
+        GPT(3, 32, 2, vocab=8192, context=32, tied=True),
+        (torch.zeros(4, 32, dtype=torch.long),) * 2,
+    )
     graph = capture(module, batch)
-    names = [Block("", 0, recomputable=False), *(Block(f"blocks.{n}", 1, recomputable=True) for n in range(3))]
-    optimizer = read_optimizer([module.configure_optimizers()], named_parameters=module.named_parameters())
+    names = [
+        Block("", 0, recomputable=False),
+        *(Block(f"blocks.{n}", 1, recomputable=True) for n in range(3)),
+    ]
+    optimizer = read_optimizer(
+        [module.configure_optimizers()], named_parameters=module.named_parameters()
+    )
     blocks = stage_blocks(SearchRequest(graph.with_blocks(names), NODES, optimizer, (8,), 32))
     passes = blocks.passes(2.0)
     last = blocks.step.graph.timeline[-1]
     assert last.block == "" and last.forward_peak_bytes.at(2.0) > last.kept_bytes.at(2.0)
     layer = blocks.step.graph.timeline[-2]
-    alone = max(layer.forward_peak_bytes.at(2.0), layer.backward_peak_bytes.at(2.0) + layer.kept_bytes.at(2.0))
-    head = max(last.backward_peak_bytes.at(2.0), last.forward_peak_bytes.at(2.0) - last.kept_bytes.at(2.0))
+    alone = max(
+        layer.forward_peak_bytes.at(2.0),
+        layer.backward_peak_bytes.at(2.0) + layer.kept_bytes.at(2.0),
+    )
+    head = max(
+        last.backward_peak_bytes.at(2.0), last.forward_peak_bytes.at(2.0) - last.kept_bytes.at(2.0)
+    )
     assert passes.recomputed_hump[-1] <= max(alone, head) < last.forward_peak_bytes.at(2.0)
 
 
 def test_sharded_state_saves_memory_along_the_data_axis(request_of_gpt: SearchRequest) -> None:
     blocks, rows = stage_blocks(request_of_gpt), PipelineShape(2, 4, "1f1b", 1, 4, 2.0).rows
     whole, shared = blocks.once(rows, 0), blocks.once(rows, 1)
-    state = sum(request_of_gpt.optimizer.state_bytes(p.name) for p in request_of_gpt.graph.parameters)
+    state = sum(
+        request_of_gpt.optimizer.state_bytes(p.name) for p in request_of_gpt.graph.parameters
+    )
     assert whole.static.sum() - shared.static.sum() == pytest.approx(0.75 * state)
 
 
@@ -247,11 +307,18 @@ def test_links_of_stages_are_those_of_their_ranks() -> None:
     assert [turn.link_before(s, NODES) for s in (1, 2, 3)] == ["intra", "none", "intra"]
     kinds = [NodeType(DEVICE, 2, 3), NodeType(DEVICE, 6, 2), NodeType(DEVICE, 3, 2)]
     mixed = Cluster.of_nodes(kinds, name="mixed", intra=NODES.intra, inter=NODES.inter)
-    for cluster, width, name in itertools.product((NODES, wide, mixed), (1, 2, 3, 4, 6), ("interleaved", "zbv")):
-        several = PipelineShape(24 // width if cluster is mixed else 8 // width, width, name, 2, 8, 1.0)
+    for cluster, width, name in itertools.product(
+        (NODES, wide, mixed), (1, 2, 3, 4, 6), ("interleaved", "zbv")
+    ):
+        several = PipelineShape(
+            24 // width if cluster is mixed else 8 // width, width, name, 2, 8, 1.0
+        )
         ranks = [range(rank * width, (rank + 1) * width) for rank in several.ranks]
         for s in range(1, several.num_stages):
-            pairs = [(cluster.node_of(a), cluster.node_of(b)) for a, b in zip(ranks[s - 1], ranks[s], strict=True)]
+            pairs = [
+                (cluster.node_of(a), cluster.node_of(b))
+                for a, b in zip(ranks[s - 1], ranks[s], strict=True)
+            ]
             link = "inter" if any(a[1] != b[1] for a, b in pairs) else "intra"
             assert several.link_before(s, cluster) == ("none" if ranks[s - 1] == ranks[s] else link)
             own = {kind for pair in pairs for kind, _ in pair} if cluster.nodes else set()
@@ -260,7 +327,9 @@ def test_links_of_stages_are_those_of_their_ranks() -> None:
 
 def test_plans_priced_together_are_those_priced_alone(request_of_gpt: SearchRequest) -> None:
     tied = stage_blocks(make_request(tied=True))
-    for blocks, name in itertools.product((stage_blocks(request_of_gpt), tied), ("1f1b", "interleaved", "zbv")):
+    for blocks, name in itertools.product(
+        (stage_blocks(request_of_gpt), tied), ("1f1b", "interleaved", "zbv")
+    ):
         shape = PipelineShape(2, 4, name, SCHEDULES[name].least_stages, 4, 2.0, level=1)
         points = list(search_stages(stage_table(blocks, shape)).points)
         cuts = itertools.combinations(range(1, 6), shape.num_stages - 1)
@@ -270,14 +339,20 @@ def test_plans_priced_together_are_those_priced_alone(request_of_gpt: SearchRequ
             together = vars(price(blocks, shape, points))
             alone = [vars(price(blocks, shape, [point])) for point in points]
             for column, values in together.items():
-                np.testing.assert_array_equal(values, np.concatenate([each[column] for each in alone], axis=-1))
+                np.testing.assert_array_equal(
+                    values, np.concatenate([each[column] for each in alone], axis=-1)
+                )
 
 
-def test_a_plan_with_stages_tells_its_shape_and_is_not_explained_by_blocks(request_of_gpt: SearchRequest) -> None:
+def test_a_plan_with_stages_tells_its_shape_and_is_not_explained_by_blocks(
+    request_of_gpt: SearchRequest,
+) -> None:
     point: PlanPoint = staged(search_plans(request_of_gpt).points)[0]
     shape = shape_of_plan(point.plan)
     blocks = stage_blocks(request_of_gpt)
-    ends = np.cumsum([sum(bool(block.block) for block in stage.blocks) for stage in point.plan.stages])
+    ends = np.cumsum(
+        [sum(bool(block.block) for block in stage.blocks) for stage in point.plan.stages]
+    )
     configs = [int(point.plan.configs[name].recompute) for name in blocks.names]
     cut = StagePoint(0.0, 0.0, tuple(ends.tolist()), (0,) * len(ends), tuple(configs))
     seconds = step_seconds_of(stage_seconds(blocks, shape, [cut]), shape)
@@ -291,15 +366,24 @@ def test_what_is_given_of_a_pipeline_is_kept(request_of_gpt: SearchRequest, sche
     wanted = PipelineRequest(4, schedule, 8, ranks=4)
     found = search_plans(replace(request_of_gpt, device_counts=(8,), pipelines=wanted)).points
     fastest = min(found, key=lambda point: point.step_seconds).plan
-    names = [[block.block for block in stage.blocks if block.block.startswith("blocks.")] for stage in fastest.stages]
+    names = [
+        [block.block for block in stage.blocks if block.block.startswith("blocks.")]
+        for stage in fastest.stages
+    ]
     assert [name for stage in names for name in stage] == [f"blocks.{n}" for n in range(6)]
     assert len(names) == 4 and all(names)
-    assert {(p.plan.schedule, p.plan.num_microbatches, p.plan.mesh.pipeline_size) for p in found} == {(schedule, 8, 4)}
+    assert {
+        (p.plan.schedule, p.plan.num_microbatches, p.plan.mesh.pipeline_size) for p in found
+    } == {(schedule, 8, 4)}
 
 
-def test_simpler_pipelines_are_preferred_where_others_gain_little(request_of_gpt: SearchRequest) -> None:
+def test_simpler_pipelines_are_preferred_where_others_gain_little(
+    request_of_gpt: SearchRequest,
+) -> None:
     cluster = replace(NODES, inter=Link(1e-6, 1e10))
-    found = search_plans(replace(request_of_gpt, cluster=cluster, pipelines=PipelineRequest(microbatches=8)))
+    found = search_plans(
+        replace(request_of_gpt, cluster=cluster, pipelines=PipelineRequest(microbatches=8))
+    )
     fastest = min(found.points, key=lambda point: point.step_seconds)
     chosen = choose(found.candidates)
     assert (
@@ -308,7 +392,9 @@ def test_simpler_pipelines_are_preferred_where_others_gain_little(request_of_gpt
     )
 
 
-def test_a_batch_that_no_data_axis_divides_may_have_a_pipeline(request_of_gpt: SearchRequest) -> None:
+def test_a_batch_that_no_data_axis_divides_may_have_a_pipeline(
+    request_of_gpt: SearchRequest,
+) -> None:
     few = replace(request_of_gpt, global_batch_size=4)
     found = search_plans(few)
     assert found.points and {point.plan.mesh.shape for point in found.points} == {(4, 2)}
@@ -319,7 +405,9 @@ def test_a_batch_that_no_data_axis_divides_may_have_a_pipeline(request_of_gpt: S
 
 def mixed(*, slower: float) -> Cluster:
     """Two nodes of two devices, the devices of the second slower."""
-    slow = replace(DEVICE, name="slow", flops={"float32": 1e12 / slower}, memory_bandwidth=1e12 / slower)
+    slow = replace(
+        DEVICE, name="slow", flops={"float32": 1e12 / slower}, memory_bandwidth=1e12 / slower
+    )
     nodes = [NodeType(DEVICE, 2, 1), NodeType(slow, 2, 1)]
     return Cluster.of_nodes(nodes, name="mixed", intra=NODES.intra, inter=Link(1e-6, 1e10))
 
@@ -349,14 +437,25 @@ def test_stages_on_two_kinds_of_nodes_equal_brute_force(request_of_gpt: SearchRe
         np.testing.assert_allclose(simulated, [point.step_seconds for point in points], rtol=0.3)
 
 
-def test_a_stage_on_both_kinds_of_nodes_is_as_slow_as_the_slower_one(request_of_gpt: SearchRequest) -> None:
+def test_a_stage_on_both_kinds_of_nodes_is_as_slow_as_the_slower_one(
+    request_of_gpt: SearchRequest,
+) -> None:
     cluster = mixed(slower=3.0)
     blocks = stage_blocks(replace(request_of_gpt, cluster=cluster))
     shape = PipelineShape(2, 2, "1f1b", 1, 8, 2.0)
-    assert [shape.kinds_of([s], cluster) for s in (0, 1)] == [(0,), (1,)] and shape.kinds_of([0, 1], cluster) == (0, 1)
+    assert [shape.kinds_of([s], cluster) for s in (0, 1)] == [(0,), (1,)] and shape.kinds_of(
+        [0, 1], cluster
+    ) == (0, 1)
     fast, slow, both = (blocks.on(kinds).passes(2.0).forward for kinds in ((0,), (1,), (0, 1)))
-    assert (slow > 1.5 * fast).all() and (both == slow).all() and (blocks.passes(2.0).forward == slow).all()
-    assert blocks.on((0,)).step.kernel_seconds == {} and stage_blocks(request_of_gpt).on(()).kinds == blocks.kinds
+    assert (
+        (slow > 1.5 * fast).all()
+        and (both == slow).all()
+        and (blocks.passes(2.0).forward == slow).all()
+    )
+    assert (
+        blocks.on((0,)).step.kernel_seconds == {}
+        and stage_blocks(request_of_gpt).on(()).kinds == blocks.kinds
+    )
 
 
 def test_stages_are_explained_by_what_they_take(request_of_gpt: SearchRequest) -> None:
@@ -366,11 +465,16 @@ def test_stages_are_explained_by_what_they_take(request_of_gpt: SearchRequest) -
     assert [name for stage in stages for name in stage.blocks] == [f"blocks.{n}" for n in range(6)]
     assert [stage.rank for stage in stages] == [*range(point.plan.mesh.pipeline_size)]
     assert stages[0].seconds["receive"] == 0 < stages[1].seconds["receive"]
-    assert all(0 <= stage.bubble < 1 and stage.seconds["backward"] > stage.seconds["forward"] for stage in stages)
+    assert all(
+        0 <= stage.bubble < 1 and stage.seconds["backward"] > stage.seconds["forward"]
+        for stage in stages
+    )
     parts = [stage.peak_parts for stage in stages]
     most = max(p["static"] + max(p["activations"] + p["running"], p["update"]) for p in parts)
     graph = request_of_gpt.graph
     fixed = graph.buffer_bytes + graph.input_bytes.at(point.plan.batch_size)
     assert most + fixed == pytest.approx(point.peak_bytes, rel=1e-5)
     with pytest.raises(PlanError, match="use explain_plan"):
-        explain_stages(request_of_gpt, search_plans(replace(request_of_gpt, pipelines=None)).points[0].plan)
+        explain_stages(
+            request_of_gpt, search_plans(replace(request_of_gpt, pipelines=None)).points[0].plan
+        )

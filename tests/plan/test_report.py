@@ -1,4 +1,6 @@
-"""The table, the picture and the page: what is marked, what is left out, and that the page is whole and harmless."""
+"""The table, the picture and the page: what is marked, what is left out, and that the page is whole
+and harmless.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +32,18 @@ HOSTILE = "</script><b>&\u2028 'x' <!-- {{ data }}"
 
 
 def point(seconds, size, *, devices=2, stage=0, name="layers.0", model="GPT"):
-    blocks = (BlockPlan(name, OpConfig.zero(stage, recompute=True)), BlockPlan("", OpConfig.zero(stage)))
+    blocks = (
+        BlockPlan(name, OpConfig.zero(stage, recompute=True)),
+        BlockPlan("", OpConfig.zero(stage)),
+    )
     predicted = Prediction(seconds, size, 0.75 * seconds, 0.25 * seconds)
     return PlanPoint(
         seconds,
         size,
         devices,
-        ParallelPlan.of_blocks(blocks, mesh=devices, model=model, batch_size=8, predicted=predicted),
+        ParallelPlan.of_blocks(
+            blocks, mesh=devices, model=model, batch_size=8, predicted=predicted
+        ),
     )
 
 
@@ -99,7 +106,11 @@ def table_rows(points, chosen, **kwargs):
     console = Console(width=160, record=True, file=open("/dev/null", "w"), color_system=None)  # noqa: SIM115
     print_table(points, chosen, console=console, **kwargs)
     lines = console.export_text().splitlines()
-    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines if line.startswith("│")]
+    rows = [
+        [cell.strip() for cell in line.strip("│").split("│")]
+        for line in lines
+        if line.startswith("│")
+    ]
     return rows, lines[-1].strip()
 
 
@@ -123,7 +134,8 @@ def test_table_leaves_out_evenly_and_says_so():
         assert shown[0][3] == format_bytes(members[0].peak_bytes)
         assert shown[-1][2] == format_seconds(members[-1].step_seconds)
         assert len(shown) >= 3  # and some between
-    assert len(table_rows(points, chosen, limit=2)[0]) == 7  # the ends of three series and the chosen one stay
+    # the ends of three series and the chosen one stay
+    assert len(table_rows(points, chosen, limit=2)[0]) == 7
 
 
 def test_chosen_plan_must_be_one_of_the_points(tmp_path):
@@ -136,11 +148,15 @@ def test_chosen_plan_must_be_one_of_the_points(tmp_path):
 
 
 @pytest.mark.parametrize("memory_limit", [None, 0.8 * GIB, 500 * GIB])
-@pytest.mark.parametrize(("count", "devices"), [(1, (1,)), (9, (2,)), (2000, (1, 2, 4, 8, 16, 32, 64))])
+@pytest.mark.parametrize(
+    ("count", "devices"), [(1, (1,)), (9, (2,)), (2000, (1, 2, 4, 8, 16, 32, 64))]
+)
 def test_png(tmp_path, count, devices, memory_limit):
     points = frontier(count, devices=devices)
     path = tmp_path / "frontier.png"
-    save_png(path, points, points[count // 2], memory_limit=memory_limit, title="5 $ and 6 $ \\frac")
+    save_png(
+        path, points, points[count // 2], memory_limit=memory_limit, title="5 $ and 6 $ \\frac"
+    )
     content = path.read_bytes()
     assert content.startswith(b"\x89PNG\r\n\x1a\n") and content[-8:-4] == b"IEND"
     assert struct.unpack(">II", content[16:24]) == (1440, 832)
@@ -166,7 +182,9 @@ def test_a_chosen_plan_that_is_beaten_stands_beside_the_line(tmp_path, monkeypat
     lines = []
     plot = Axes.plot
     monkeypatch.setattr(
-        Axes, "plot", lambda axes, *args, **kwargs: lines.append((args, kwargs)) or plot(axes, *args, **kwargs)
+        Axes,
+        "plot",
+        lambda axes, *args, **kwargs: lines.append((args, kwargs)) or plot(axes, *args, **kwargs),
     )
     points = frontier(4)
     beaten = point(points[1].step_seconds * 1.05, points[1].peak_bytes + 1)
@@ -179,10 +197,17 @@ def test_a_chosen_plan_that_is_beaten_stands_beside_the_line(tmp_path, monkeypat
 
 def test_page_loads_nothing(tmp_path):
     text, parsed = page(tmp_path, frontier(9), frontier(9)[4], memory_limit=GIB)
-    assert "http:" not in text and "https:" not in text and "url(" not in text and "@import" not in text
+    assert (
+        "http:" not in text
+        and "https:" not in text
+        and "url(" not in text
+        and "@import" not in text
+    )
     loading = {"src", "href", "data", "action", "srcset", "poster", "xlink:href"}
     assert [attrs[k] for _, attrs in parsed.tags for k in loading & set(attrs)] == ["data:,"]
-    policy = next(a["content"] for _, a in parsed.tags if a.get("http-equiv") == "Content-Security-Policy")
+    policy = next(
+        a["content"] for _, a in parsed.tags if a.get("http-equiv") == "Content-Security-Policy"
+    )
     assert policy.startswith("default-src 'none'")
 
 
@@ -202,12 +227,17 @@ def test_page_holds_every_plan(tmp_path, count, devices):
     assert plans[data["chosen"]].plan.to_yaml() == chosen.plan.to_yaml()  # with its reason
     for axis in data["axes"].values():
         assert axis["low"] < axis["high"]
-        assert all(axis["low"] <= value <= axis["high"] for value, _ in axis["ticks"]) and 2 <= len(axis["ticks"]) <= 8
+        assert (
+            all(axis["low"] <= value <= axis["high"] for value, _ in axis["ticks"])
+            and 2 <= len(axis["ticks"]) <= 8
+        )
 
 
 def test_page_escapes_text(tmp_path):
     points = frontier(3, name=HOSTILE, model=HOSTILE)
-    chosen = dataclasses.replace(points[1], plan=dataclasses.replace(points[1].plan, reason=HOSTILE))
+    chosen = dataclasses.replace(
+        points[1], plan=dataclasses.replace(points[1].plan, reason=HOSTILE)
+    )
     for title, shown in (("", f"Plans for {HOSTILE}"), (HOSTILE, HOSTILE)):
         _, parsed = page(tmp_path, points, chosen, title=title)
         assert "b" not in {tag for tag, _ in parsed.tags} and len(parsed.text["script"]) == 2
@@ -218,7 +248,9 @@ def test_page_escapes_text(tmp_path):
 def test_page_numbers(tmp_path):
     points = [
         point(0.5, GIB, devices=4),
-        dataclasses.replace(point(0.25, 2 * GIB), plan=ParallelPlan.of_blocks(point(1, 1).plan.blocks, mesh=2)),
+        dataclasses.replace(
+            point(0.25, 2 * GIB), plan=ParallelPlan.of_blocks(point(1, 1).plan.blocks, mesh=2)
+        ),
     ]
     _, parsed = page(tmp_path, points, points[0], memory_limit=80 * GIB)
     bare, full = (entry["numbers"] for entry in parsed.data["points"])
@@ -238,7 +270,9 @@ def test_page_numbers(tmp_path):
     ],
 )
 def test_axis_marks(tmp_path, low, high, first, last, log):
-    _, parsed = page(tmp_path, [point(1.0, low * GIB), point(0.9, high * GIB)], point(1.0, low * GIB))
+    _, parsed = page(
+        tmp_path, [point(1.0, low * GIB), point(0.9, high * GIB)], point(1.0, low * GIB)
+    )
     axis = parsed.data["axes"]["x"]
     labels = [text for _, text in axis["ticks"]]
     assert (labels[0], labels[-1], axis["log"]) == (first, last, log)
@@ -255,7 +289,9 @@ def test_script_is_valid(tmp_path):
 def test_table_and_page_name_the_gradient_exchange(tmp_path, capsys):
     points = frontier(2)
     exchange = TopK(density=0.001, hierarchical=True)
-    points[1] = dataclasses.replace(points[1], plan=dataclasses.replace(points[1].plan, gradient_exchange=exchange))
+    points[1] = dataclasses.replace(
+        points[1], plan=dataclasses.replace(points[1].plan, gradient_exchange=exchange)
+    )
     print_table(points, points[1], console=Console(width=150))
     assert "gradients top-k 0.1 % between nodes" in capsys.readouterr().out
     _, parsed = page(tmp_path, points, points[1])

@@ -14,11 +14,23 @@ from lightning_topt.graph.capture import capture
 from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.plan.choose import NoPlanFitsError
-from lightning_topt.plan.choose_scenario import Limits, check_asked, choose_estimate, default_objective
+from lightning_topt.plan.choose_scenario import (
+    Limits,
+    check_asked,
+    choose_estimate,
+    default_objective,
+)
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, Prediction
 from lightning_topt.plan.plan_frontier import PlanPoint
 from lightning_topt.plan.scenario_search import search_scenario
-from lightning_topt.plan.scenarios import Estimate, ModelFacts, Scenario, Work, accumulated_seconds, estimate
+from lightning_topt.plan.scenarios import (
+    Estimate,
+    ModelFacts,
+    Scenario,
+    Work,
+    accumulated_seconds,
+    estimate,
+)
 from lightning_topt.plan.search_request import SearchRequest
 from tests.models import GPT
 
@@ -26,27 +38,43 @@ FACTS = ModelFacts(checkpoint_bytes=1e10, update_seconds={"": 0.0, "a": 0.2})
 
 
 def cluster(
-    name: str = "c", *, price: float | None = 2.0, spot: float | None = None, failures: Failures | None = None
+    name: str = "c",
+    *,
+    price: float | None = 2.0,
+    spot: float | None = None,
+    failures: Failures | None = None,
 ) -> Cluster:
-    device = Device("d", 10**9, {"float32": 1e12}, 1e11, price_per_hour=price, spot_price_per_hour=spot)
+    device = Device(
+        "d", 10**9, {"float32": 1e12}, 1e11, price_per_hour=price, spot_price_per_hour=spot
+    )
     return Cluster(name, device, 8, 16, Link(1e-5, 1e9), Link(1e-5, 1e9), failures=failures)
 
 
-def point(seconds: float, *, level: int = 0, devices: int = 4, peak: float = 1e8, exposed: float = 0.1) -> PlanPoint:
+def point(
+    seconds: float, *, level: int = 0, devices: int = 4, peak: float = 1e8, exposed: float = 0.1
+) -> PlanPoint:
     blocks = [BlockPlan(name, OpConfig.zero(level)) for name in ("", "a")]
     predicted = Prediction(seconds, peak, seconds - exposed, exposed)
-    plan = ParallelPlan.of_blocks(blocks, mesh=data_mesh(devices), batch_size=8, predicted=predicted)
+    plan = ParallelPlan.of_blocks(
+        blocks, mesh=data_mesh(devices), batch_size=8, predicted=predicted
+    )
     return PlanPoint(seconds, peak, devices, plan)
 
 
 def of(seconds: float, scenario: Scenario, work: Work | None = None, **given) -> Estimate:
-    return estimate(scenario, point(seconds, devices=scenario.devices, **given), facts=FACTS, work=work)
+    return estimate(
+        scenario, point(seconds, devices=scenario.devices, **given), facts=FACTS, work=work
+    )
 
 
 def test_a_run_and_its_price() -> None:
     scenario = Scenario(cluster(), 4, batch_size=32, seq_len=100)
     found = of(0.5, scenario, Work(tokens=32 * 100 * 7200))
-    assert found.run is not None and found.run.seconds == pytest.approx(3600) and found.money == pytest.approx(8.0)
+    assert (
+        found.run is not None
+        and found.run.seconds == pytest.approx(3600)
+        and found.money == pytest.approx(8.0)
+    )
     assert found.samples_per_second == 64 and found.tokens_per_second == 6400
     assert found.money_per_sample == pytest.approx(8.0 / (32 * 7200))
     assert of(0.5, scenario, Work(samples=32)).run.seconds == pytest.approx(0.5)
@@ -66,13 +94,21 @@ def test_failures_cost_time_and_money() -> None:
 def test_micro_batches_exchange_and_update_once_where_gradients_are_whole() -> None:
     whole, sharded = point(1.0), point(1.0, level=3)
     assert accumulated_seconds(whole, accumulate=1, update_seconds=0.2) == 1.0
-    assert accumulated_seconds(whole, accumulate=4, update_seconds=0.2) == pytest.approx(4 - 3 * (0.2 + 0.1))
-    assert accumulated_seconds(sharded, accumulate=4, update_seconds=0.05) == pytest.approx(4 - 3 * 0.05)
+    assert accumulated_seconds(whole, accumulate=4, update_seconds=0.2) == pytest.approx(
+        4 - 3 * (0.2 + 0.1)
+    )
+    assert accumulated_seconds(sharded, accumulate=4, update_seconds=0.05) == pytest.approx(
+        4 - 3 * 0.05
+    )
     assert FACTS.update_of(whole.plan) == pytest.approx(0.2)
-    assert FACTS.update_of(sharded.plan) == pytest.approx(0.2 / 4), "each of 4 ranks updates its share"
+    assert FACTS.update_of(sharded.plan) == pytest.approx(0.2 / 4), (
+        "each of 4 ranks updates its share"
+    )
 
 
-@pytest.mark.parametrize("given", [{}, {"tokens": 1.0, "steps": 1.0}, {"steps": 0.0}, {"samples": float("inf")}])
+@pytest.mark.parametrize(
+    "given", [{}, {"tokens": 1.0, "steps": 1.0}, {"steps": 0.0}, {"samples": float("inf")}]
+)
 def test_work_is_one_amount(given) -> None:
     with pytest.raises(ValueError, match="work is one of tokens, samples or steps"):
         Work(**given)
@@ -87,7 +123,11 @@ def test_tokens_need_a_length() -> None:
 def three() -> list[Estimate]:
     """Slow and cheap, fast and dear, in between."""
     work = Work(steps=36000)
-    slow, fast, middle = cluster("slow", price=1.0), cluster("fast", price=9.0), cluster("middle", price=3.0)
+    slow, fast, middle = (
+        cluster("slow", price=1.0),
+        cluster("fast", price=9.0),
+        cluster("middle", price=3.0),
+    )
     return [
         of(2.0, Scenario(slow, 4, 32), work, peak=3e8),  # 20 h, 80
         of(0.5, Scenario(fast, 4, 32), work, peak=2e8),  # 5 h, 180
@@ -114,21 +154,36 @@ def three() -> list[Estimate]:
 def test_the_best_within_the_limits(objective: str, limits: Limits, best: str) -> None:
     chosen, reason = choose_estimate(three(), objective=objective, limits=limits)
     assert chosen.scenario.cluster.name == best
-    assert reason.startswith(f"{chosen.scenario.devices} x {best}") and "times may be off by 15 %" in reason
+    assert (
+        reason.startswith(f"{chosen.scenario.devices} x {best}")
+        and "times may be off by 15 %" in reason
+    )
 
 
 def test_the_reason_names_the_next_best_and_what_is_left_out() -> None:
     _, reason = choose_estimate(three(), objective="money", limits=Limits(deadline=15 * 3600))
-    assert "the cheapest of 2 that finish within 15.0 h, 1 does not" in reason and "next: 4 x fast" in reason
+    assert (
+        "the cheapest of 2 that finish within 15.0 h, 1 does not" in reason
+        and "next: 4 x fast" in reason
+    )
 
 
 @pytest.mark.parametrize(
     ("limits", "nearest"),
     [
-        (Limits(deadline=3600), "none of 3 plans finishes within 60.0 min: the nearest is 4 x fast"),
+        (
+            Limits(deadline=3600),
+            "none of 3 plans finishes within 60.0 min: the nearest is 4 x fast",
+        ),
         (Limits(budget=50), "for 50: the nearest is 2 x middle"),
-        (Limits(deadline=9 * 3600, budget=50), "within 9.0 h and for 50: the nearest is 2 x middle"),
-        (Limits(step_seconds=0.1), "none of 3 plans runs with steps of 100 ms: the nearest is 4 x fast"),
+        (
+            Limits(deadline=9 * 3600, budget=50),
+            "within 9.0 h and for 50: the nearest is 2 x middle",
+        ),
+        (
+            Limits(step_seconds=0.1),
+            "none of 3 plans runs with steps of 100 ms: the nearest is 4 x fast",
+        ),
     ],
 )
 def test_where_nothing_keeps_the_limits_the_nearest_is_named(limits: Limits, nearest: str) -> None:
@@ -146,7 +201,10 @@ def test_a_missing_price_is_one_sentence() -> None:
     with pytest.raises(ValueError, match="leave out objective=money and limits"):
         choose_estimate([unpriced], objective="time", limits=Limits(budget=10))
     assert (
-        choose_estimate([unpriced, *three()], objective="money", limits=Limits())[0].scenario.cluster.name == "middle"
+        choose_estimate([unpriced, *three()], objective="money", limits=Limits())[
+            0
+        ].scenario.cluster.name
+        == "middle"
     )
 
 
@@ -157,18 +215,28 @@ def test_what_is_asked_where_nothing_is_said() -> None:
     assert default_objective(no_run, Limits(), given="time") == "throughput"
     assert default_objective(no_run, Limits(), given="memory") == "memory"
     assert default_objective(no_run[:1], Limits(), given="time") == "time"
-    with pytest.raises(ValueError, match=r"limits\.deadline is about a whole run: say what it takes"):
+    with pytest.raises(
+        ValueError, match=r"limits\.deadline is about a whole run: say what it takes"
+    ):
         check_asked("time", Limits(deadline=1.0), has_work=False)
-    with pytest.raises(ValueError, match="objective must be one of time, memory, devices, throughput, money, duration"):
+    with pytest.raises(
+        ValueError,
+        match="objective must be one of time, memory, devices, throughput, money, duration",
+    ):
         check_asked("speed", Limits(), has_work=True)
 
 
 def test_more_micro_batches_where_memory_is_short() -> None:
     module, tokens = GPT(layers=2, width=32, context=32), torch.zeros(2, 32, dtype=torch.long)
     graph = capture(module, (tokens, tokens))
-    optimizer = read_optimizer([module.configure_optimizers()], named_parameters=module.named_parameters())
+    optimizer = read_optimizer(
+        [module.configure_optimizers()], named_parameters=module.named_parameters()
+    )
     machines = Cluster("c", Device("d", 10**9, {"float32": 1e12}, 1e11), 2, 1, Link(1e-5, 1e9))
-    request, scenario = SearchRequest(graph, machines, optimizer, (2,), 64), Scenario(machines, 2, 64)
+    request, scenario = (
+        SearchRequest(graph, machines, optimizer, (2,), 64),
+        Scenario(machines, 2, 64),
+    )
     free = search_scenario(request, scenario)
     assert free.chosen.accumulate == 1
     least = min(p.peak_bytes for p in free.frontier.candidates)

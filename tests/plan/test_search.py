@@ -29,7 +29,15 @@ def machines(rng: random.Random) -> Cluster:
     """Three nodes of two, with networks of any speed."""
     device, bandwidth = Device("toy", 10**6, {"float32": 1e6}, 1e6), 10.0 ** rng.uniform(2, 5)
     links = Link(1e-5, max(bandwidth, 1e5)), Link(1e-5, bandwidth)
-    return Cluster("toy", device, 2, 3, *links, overlap=rng.choice([0.0, 0.5]), backend=rng.choice(["gloo", "nccl"]))
+    return Cluster(
+        "toy",
+        device,
+        2,
+        3,
+        *links,
+        overlap=rng.choice([0.0, 0.5]),
+        backend=rng.choice(["gloo", "nccl"]),
+    )
 
 
 def every_plan(request: SearchRequest, count: int) -> np.ndarray:
@@ -37,21 +45,32 @@ def every_plan(request: SearchRequest, count: int) -> np.ndarray:
     found = []
     for space in _spaces(request, count):
         legal = [
-            [config for config in space.costs.configs(block) if any(config.storage in group for group in space.groups)]
+            [
+                config
+                for config in space.costs.configs(block)
+                if any(config.storage in group for group in space.groups)
+            ]
             for block in request.graph.blocks
         ]
         for choice in itertools.product(*legal):
-            configs = {block.name: config for block, config in zip(request.graph.blocks, choice, strict=True)}
+            configs = {
+                block.name: config
+                for block, config in zip(request.graph.blocks, choice, strict=True)
+            }
             found.append((space.costs.seconds(configs), space.costs.memory(configs).max()))
     return np.array(found)
 
 
 @pytest.mark.parametrize("seed", range(16))
 def test_no_plan_is_much_better_than_what_is_found(seed: int) -> None:
-    """The chain's bytes are upper bounds where neighbours differ, so the best mix may be missed, here by up to 4 %."""
+    """The chain's bytes are upper bounds where neighbours differ, so the best mix may be missed,
+    here by up to 4 %.
+    """
     rng = random.Random(seed)
     graph, count = random_graph(seed, num_blocks=2), rng.choice([1, 2, 4, 6])
-    request = SearchRequest(graph, machines(rng), profile_of(graph), (count,), 12, exchanges=EXCHANGES)
+    request = SearchRequest(
+        graph, machines(rng), profile_of(graph), (count,), 12, exchanges=EXCHANGES
+    )
     found, everything = search_plans(request), every_plan(request, count)
     known = {(round(seconds, 9), round(size, 3)) for seconds, size in everything}
     points = np.array([(p.step_seconds, p.peak_bytes) for p in found.points])
@@ -63,29 +82,44 @@ def test_no_plan_is_much_better_than_what_is_found(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", [16, 81, 110, 142, 145, 170])
 def test_the_smallest_plan_is_found(seed: int) -> None:
-    """The chains alone miss it in these by 3 to 8 %: a mix, of which they know an upper bound of the bytes."""
+    """The chains alone miss it in these by 3 to 8 %: a mix, of which they know an upper bound of
+    the bytes.
+    """
     rng = random.Random(seed)
     graph, count = random_graph(seed, num_blocks=2), rng.choice([1, 2, 4, 6])
-    request = SearchRequest(graph, machines(rng), profile_of(graph), (count,), 12, exchanges=EXCHANGES)
+    request = SearchRequest(
+        graph, machines(rng), profile_of(graph), (count,), 12, exchanges=EXCHANGES
+    )
     found = min(point.peak_bytes for point in search_plans(request).points)
     assert found == pytest.approx(every_plan(request, count)[:, 1].min())
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_chain_never_promises_less_memory_than_its_plans_take(seed: int) -> None:
-    """For plans of one storage; and the seconds are those of `PlanCosts`, but for what depends on who shares the update."""
+    """For plans of one storage; and the seconds are those of `PlanCosts`, but for what depends on
+    who shares the update.
+    """
     rng = random.Random(seed)
     graph = random_graph(seed, num_blocks=rng.randint(1, 4))
     request = SearchRequest(graph, cluster_of(4), profile_of(graph), (4,), 12)
     for space in _spaces(request, 4):
         costs = space.costs
-        for storage in {config.storage for block in graph.blocks for config in costs.configs(block)}:
-            configs = {b.name: [c for c in costs.configs(b) if c.storage == storage] for b in graph.blocks}
+        for storage in {
+            config.storage for block in graph.blocks for config in costs.configs(block)
+        }:
+            configs = {
+                b.name: [c for c in costs.configs(b) if c.storage == storage] for b in graph.blocks
+            }
             if not all(configs.values()):
                 continue
             choices = Choices(costs, configs)
             chain = Chain(choices, configs[""][0])
-            rows = np.array([[rng.randrange(len(configs[b])) if b else 0 for b in choices.positions] for _ in range(5)])
+            rows = np.array(
+                [
+                    [rng.randrange(len(configs[b])) if b else 0 for b in choices.positions]
+                    for _ in range(5)
+                ]
+            )
             for row, (seconds, size) in enumerate(zip(*chain.table.evaluate(rows), strict=True)):
                 plan = chain.batch(rows).configs_of(row)
                 assert size >= costs.memory(plan).max() - 10  # rounded to bytes, block by block
@@ -94,13 +128,18 @@ def test_a_chain_never_promises_less_memory_than_its_plans_take(seed: int) -> No
 
 @pytest.mark.parametrize("seed", range(6))
 def test_chains_of_several_storages_have_what_the_rarest_keeps(seed: int) -> None:
-    """The reserve of sharded blocks, 8 MiB on gloo; what neighbours of other storages take is hundreds of bytes here."""
+    """The reserve of sharded blocks, 8 MiB on gloo; what neighbours of other storages take is
+    hundreds of bytes here.
+    """
     rng = random.Random(seed)
     graph = random_graph(seed, num_blocks=4)
     request = SearchRequest(graph, cluster_of(4, backend="gloo"), profile_of(graph), (4,), 12)
     for space in _spaces(request, 4):
         for chain in space.chains():
-            legal = [chain.choices.configs[name] if name else [chain.root] for name in chain.choices.positions]
+            legal = [
+                chain.choices.configs[name] if name else [chain.root]
+                for name in chain.choices.positions
+            ]
             rows = np.array([[rng.randrange(len(configs)) for configs in legal] for _ in range(20)])
             for row, size in enumerate(chain.table.evaluate(rows)[1]):
                 assert size >= space.costs.memory(chain.batch(rows).configs_of(row)).max() - 1000
@@ -108,13 +147,18 @@ def test_chains_of_several_storages_have_what_the_rarest_keeps(seed: int) -> Non
 
 @pytest.mark.parametrize("seed", range(12))
 def test_a_chain_knows_how_long_buffers_live_beside_whole_blocks(seed: int) -> None:
-    """That of a sharded block lives until the next sharded one; sizes of parameters that do not divide are all that is left."""
+    """That of a sharded block lives until the next sharded one; sizes of parameters that do not
+    divide are all that is left.
+    """
     rng = random.Random(seed)
     graph = random_graph(seed, num_blocks=rng.choice([2, 3]))
     request = SearchRequest(graph, cluster_of(4), profile_of(graph), (4,), 12)
     for space in _spaces(request, 4):
         for chain in space.chains():
-            legal = [chain.choices.configs[name] if name else [chain.root] for name in chain.choices.positions]
+            legal = [
+                chain.choices.configs[name] if name else [chain.root]
+                for name in chain.choices.positions
+            ]
             rows = np.array([*itertools.product(*(range(len(configs)) for configs in legal))])
             assert (chain.batch(rows).peak_bytes <= 1.05 * chain.table.evaluate(rows)[1]).all()
 
@@ -138,7 +182,11 @@ def test_hybrid_sharding_is_found_where_the_network_between_nodes_is_slow() -> N
     device = Device("toy", 10**9, {"float32": 1e9}, 1e9)
     slow = Cluster("toy", device, 2, 2, Link(1e-6, 1e8), Link(1e-3, 1e5))
     found = search_plans(SearchRequest(graph, slow, profile_of(graph), (4,), 12))
-    flat = min(p.step_seconds for p in found.uniform if p.plan.summary().count("ZeRO-3") and len(p.plan.mesh.axes) == 1)
+    flat = min(
+        p.step_seconds
+        for p in found.uniform
+        if p.plan.summary().count("ZeRO-3") and len(p.plan.mesh.axes) == 1
+    )
     hybrid = [p for p in found.points if len(p.plan.mesh.axes) == 2]
     assert hybrid and min(p.step_seconds for p in hybrid) < flat
 
@@ -151,10 +199,15 @@ def test_a_batch_that_does_not_divide() -> None:
 
 def test_gradients_are_views_only_where_they_may_be() -> None:
     graph = random_graph(3, num_blocks=3)
-    request = SearchRequest(graph, cluster_of(4, backend="gloo"), profile_of(graph), (4,), 12, returns_memory=True)
+    request = SearchRequest(
+        graph, cluster_of(4, backend="gloo"), profile_of(graph), (4,), 12, returns_memory=True
+    )
     own, both = search_plans(request), search_plans(replace(request, gradient_views=(False, True)))
     assert not any(p.plan.gradient_views for p in own.candidates)
-    kinds = {kind: [p for p in both.candidates if p.plan.gradient_views == kind] for kind in (False, True)}
+    kinds = {
+        kind: [p for p in both.candidates if p.plan.gradient_views == kind]
+        for kind in (False, True)
+    }
     assert {(p.step_seconds, p.peak_bytes) for p in kinds[False]} == {
         (p.step_seconds, p.peak_bytes) for p in own.candidates
     }
@@ -163,8 +216,11 @@ def test_gradients_are_views_only_where_they_may_be() -> None:
         levels = {block.config.storage.level for block in point.plan.blocks}
         assert not point.plan.gradient_views or levels & {0, 1}, "no gradient of it is whole"
         explained = explain_plan(request, point.plan).total
-        assert (explained.step_seconds, explained.peak_bytes) == pytest.approx((point.step_seconds, point.peak_bytes))
+        assert (explained.step_seconds, explained.peak_bytes) == pytest.approx(
+            (point.step_seconds, point.peak_bytes)
+        )
     (given,) = {
-        p.plan.gradient_views for p in search_plans(replace(request, gradient_views=(True,), shards=False)).points
+        p.plan.gradient_views
+        for p in search_plans(replace(request, gradient_views=(True,), shards=False)).points
     }
     assert given

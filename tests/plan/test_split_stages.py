@@ -34,19 +34,30 @@ from lightning_topt.techniques.tensor_parallel.split_candidates import SplitMode
 from tests.models import GPT
 from tests.plan.pruned_pipelines import check_that_none_is_dropped
 
-DEVICE = Device("accelerator", 10**10, {"float32": 1e12}, memory_bandwidth=1e12, op_overhead_seconds=1e-6)
-NODES = Cluster("nodes", DEVICE, devices_per_node=4, num_nodes=2, intra=Link(1e-6, 1e11), inter=Link(1e-5, 1e8))
+DEVICE = Device(
+    "accelerator", 10**10, {"float32": 1e12}, memory_bandwidth=1e12, op_overhead_seconds=1e-6
+)
+NODES = Cluster(
+    "nodes", DEVICE, devices_per_node=4, num_nodes=2, intra=Link(1e-6, 1e11), inter=Link(1e-5, 1e8)
+)
 LAYERS = 4
 
 
 @pytest.fixture(scope="module")
 def request_of_gpt() -> SearchRequest:
-    module, batch = GPT(LAYERS, 256, 8, vocab=512, context=128), (torch.zeros(4, 128, dtype=torch.long),) * 2
+    module, batch = (
+        GPT(LAYERS, 256, 8, vocab=512, context=128),
+        (torch.zeros(4, 128, dtype=torch.long),) * 2,
+    )
     trace = FunctionTrace()
     graph = capture(module, batch, adapt=trace.of)
-    optimizer = read_optimizer([module.configure_optimizers()], named_parameters=module.named_parameters())
+    optimizer = read_optimizer(
+        [module.configure_optimizers()], named_parameters=module.named_parameters()
+    )
     split = SplitModel(module, batch, graph, trace)
-    return SearchRequest(graph, NODES, optimizer, (8,), 16, split=split, pipelines=PipelineRequest())
+    return SearchRequest(
+        graph, NODES, optimizer, (8,), 16, split=split, pipelines=PipelineRequest()
+    )
 
 
 def fresh(split: SplitModel) -> SplitModel:
@@ -61,7 +72,9 @@ def split_chains(request: SearchRequest) -> list[tuple[SplitStages, list[Pipelin
 
 
 def staged(points: Iterable[PlanPoint]) -> list[PlanPoint]:
-    return [point for point in points if point.plan.schedule is not None and point.plan.mesh.tensor_axes]
+    return [
+        point for point in points if point.plan.schedule is not None and point.plan.mesh.tensor_axes
+    ]
 
 
 def test_stages_run_on_tensor_groups_where_that_is_better(request_of_gpt: SearchRequest) -> None:
@@ -79,7 +92,10 @@ def test_stages_run_on_tensor_groups_where_that_is_better(request_of_gpt: Search
         placed = dict(plan.configs["blocks.1"].parameters)
         assert placed["project.weight"] == (Replicate(), Replicate(), Shard(1))
         shape = shape_of_plan(plan)
-        assert shape.mesh(NODES) == plan.mesh and shape.samples * shape.num_microbatches == plan.batch_size
+        assert (
+            shape.mesh(NODES) == plan.mesh
+            and shape.samples * shape.num_microbatches == plan.batch_size
+        )
 
 
 def test_shapes_leave_ranks_for_several_stages(request_of_gpt: SearchRequest) -> None:
@@ -89,14 +105,20 @@ def test_shapes_leave_ranks_for_several_stages(request_of_gpt: SearchRequest) ->
         shapes = [*pipeline_shapes(blocks, 8, 16, PipelineRequest(), tensor=tensor)]
         assert {(shape.pipeline, shape.data) for shape in shapes} == rows
         for shape in shapes:
-            assert shape.mesh(NODES).size == 8 and shape.mesh(NODES).stride(shape.mesh(NODES).tensor_axes) == 1
+            assert (
+                shape.mesh(NODES).size == 8
+                and shape.mesh(NODES).stride(shape.mesh(NODES).tensor_axes) == 1
+            )
             assert shape.data * shape.num_microbatches * shape.samples == 16
     assert [*pipeline_shapes(blocks, 8, 16, PipelineRequest(), tensor=8)] == []
     assert not PipelineRequest(own_batches=True).takes(2) and PipelineRequest(tensor=2).takes(2)
 
 
 def test_links_of_stages_are_those_of_whole_tensor_groups() -> None:
-    two, four = PipelineShape(2, 1, "1f1b", 1, 4, 1.0, tensor=2), PipelineShape(2, 1, "1f1b", 1, 4, 1.0, tensor=4)
+    two, four = (
+        PipelineShape(2, 1, "1f1b", 1, 4, 1.0, tensor=2),
+        PipelineShape(2, 1, "1f1b", 1, 4, 1.0, tensor=4),
+    )
     assert [shape.link_before(1, NODES) for shape in (two, four)] == ["intra", "inter"]
     assert four.width == 4 and four.rows.names == ("data", "tensor")
 
@@ -116,14 +138,19 @@ def test_what_ranks_hold_is_split_and_what_crosses_is_whole(request_of_gpt: Sear
     assert (chain.blocks.gathered_bytes(2.0) == 0).all()  # layers return whole tensors
 
 
-def test_calls_on_slices_take_time_beside_kernels_but_on_cpus(request_of_gpt: SearchRequest) -> None:
+def test_calls_on_slices_take_time_beside_kernels_but_on_cpus(
+    request_of_gpt: SearchRequest,
+) -> None:
     (chain, _), *_ = split_chains(request_of_gpt)
     assert chain.blocks is not None
     calls = sum(chain.blocks.calls[name] for name in chain.blocks.names)
     more = []
     for backend in ("nccl", "gloo"):
         step = replace(chain.blocks.step, cluster=replace(NODES, backend=backend))
-        passes = [StageBlocks(step, whole=chain.whole, calls=each).passes(2.0) for each in ({}, chain.blocks.calls)]
+        passes = [
+            StageBlocks(step, whole=chain.whole, calls=each).passes(2.0)
+            for each in ({}, chain.blocks.calls)
+        ]
         without, with_calls = ((each.forward + each.backward).sum() for each in passes)
         more.append(with_calls - without)
     assert more[1] == pytest.approx(SPLIT_CALL_SECONDS * calls) and 0 < more[0] < more[1]
@@ -133,12 +160,16 @@ def test_slices_are_made_whole_before_they_cross(request_of_gpt: SearchRequest) 
     (chain, shapes), *_ = split_chains(request_of_gpt)
     assert chain.blocks is not None
     whole, sliced = chain.blocks, stage_blocks(request_of_gpt)
-    half = tuple(type(amount)(amount.fixed / 2, amount.per_sample / 2) for amount in whole.crossings.forward)
+    half = tuple(
+        type(amount)(amount.fixed / 2, amount.per_sample / 2) for amount in whole.crossings.forward
+    )
     sliced = type(whole)(whole.step, whole=whole.whole, calls=whole.calls)
     sliced.__dict__["_own_crossings"] = replace(whole.crossings, forward=half)
     size = whole.crossing_bytes(shapes[0].samples)[0]
     assert sliced.gathered_bytes(shapes[0].samples) == pytest.approx(size)
-    gather = whole.step.collective_seconds("all_gather", float(size[1]), axes=whole.step.mesh.tensor_axes)
+    gather = whole.step.collective_seconds(
+        "all_gather", float(size[1]), axes=whole.step.mesh.tensor_axes
+    )
     for link in ("intra", "inter", "none"):
         more = transfer_seconds(sliced, shapes[0])[link] - transfer_seconds(whole, shapes[0])[link]
         assert more[0, 1:] == pytest.approx(gather) and (more[1] == 0).all() and gather > 0
@@ -149,8 +180,11 @@ def test_tables_of_split_stages_equal_brute_force(request_of_gpt: SearchRequest)
         assert chain.blocks is not None
         for shape in shapes[::7]:
             table = stage_table(chain.blocks, shape)
-            found = np.array([(point.step_seconds, point.peak_bytes) for point in search_stages(table).points])
-            every = np.array(brute_force_stages(table))  # two of them may differ by a rounding alone
+            found = np.array(
+                [(point.step_seconds, point.peak_bytes) for point in search_stages(table).points]
+            )
+            # two of them may differ by a rounding alone
+            every = np.array(brute_force_stages(table))
             assert np.isclose(found[:, None], every[None], rtol=1e-9).all(axis=2).any(axis=1).all()
             assert ((found[None] <= every[:, None] * (1 + 1e-9)).all(axis=2).any(axis=1)).all()
 
@@ -204,7 +238,9 @@ def test_a_plan_is_explained_by_the_step_on_slices(request_of_gpt: SearchRequest
     stages = explain_stages(request_of_gpt, point.plan)
     parts = [stage.peak_parts for stage in stages]
     most = max(p["static"] + max(p["activations"] + p["running"], p["update"]) for p in parts)
-    fixed = request_of_gpt.graph.buffer_bytes + request_of_gpt.graph.input_bytes.at(point.plan.batch_size)
+    fixed = request_of_gpt.graph.buffer_bytes + request_of_gpt.graph.input_bytes.at(
+        point.plan.batch_size
+    )
     assert most + fixed == pytest.approx(point.peak_bytes, rel=1e-4)
     assert unsplit_operators(request_of_gpt, point.plan)
     with pytest.raises(PlanError, match="give it in the request"):

@@ -43,7 +43,10 @@ def test_moves_come_near_the_fastest_of_all_cuts(name: str) -> None:
     for _ in range(CHAINS):
         blocks = random_blocks(whole, rng)
         points = search_stages(stage_table(blocks, shape, recomputes=(False,))).points
-        simulated = [step_seconds_of(stage_seconds(blocks, shape, each), shape) for each in (points, every_cut(shape))]
+        simulated = [
+            step_seconds_of(stage_seconds(blocks, shape, each), shape)
+            for each in (points, every_cut(shape))
+        ]
         assert simulated[0] is not None and simulated[1] is not None
         found = with_moves(blocks, shape, points)
         assert all(any(f.step_seconds <= s for f in found) for s in simulated[0])
@@ -55,6 +58,9 @@ def test_moves_come_near_the_fastest_of_all_cuts(name: str) -> None:
 
 
 def test_ranks_of_one_stage_stay_as_they_are() -> None:
-    blocks, shape = stage_blocks(make_request(layers=LAYERS)), PipelineShape(2, 4, "1f1b", 1, 8, 2.0)
+    blocks, shape = (
+        stage_blocks(make_request(layers=LAYERS)),
+        PipelineShape(2, 4, "1f1b", 1, 8, 2.0),
+    )
     points = search_stages(stage_table(blocks, shape)).points
     assert with_moves(blocks, shape, points) == [*points]

@@ -25,31 +25,45 @@ from tests.models import GPT
 from tests.plan.test_pipelines import NODES, make_request
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "zero_bubble", "interleaved_zero_bubble", "zbv"])
+@pytest.mark.parametrize(
+    "schedule", ["1f1b", "gpipe", "interleaved", "zero_bubble", "interleaved_zero_bubble", "zbv"]
+)
 def test_a_found_plan_has_the_step_that_it_was_priced_by(schedule: str) -> None:
     request = make_request(layers=8, tied=True)
     cluster = replace(NODES, inter=Link(1e-6, 1e11))
-    request = replace(request, cluster=cluster, pipelines=PipelineRequest(schedule=schedule, microbatches=8))
+    request = replace(
+        request, cluster=cluster, pipelines=PipelineRequest(schedule=schedule, microbatches=8)
+    )
     blocks, points = stage_blocks(request), search_plans(request).points
     assert points
     for point in points:
         step, shape = step_of_plan(blocks, point.plan), shape_of_plan(point.plan)
         assert step is not None and step.schedule.name == schedule
         once = np.zeros(shape.pipeline)
-        np.add.at(once, list(shape.ranks), stage_seconds(blocks, shape, [cut_of_plan(blocks, point.plan)]).once[:, 0])
-        last = [max(span.end for span in step.spans if span.rank == rank) for rank in range(shape.pipeline)]
+        np.add.at(
+            once,
+            list(shape.ranks),
+            stage_seconds(blocks, shape, [cut_of_plan(blocks, point.plan)]).once[:, 0],
+        )
+        last = [
+            max(span.end for span in step.spans if span.rank == rank)
+            for rank in range(shape.pipeline)
+        ]
         assert max(np.array(last) + once) == pytest.approx(point.step_seconds)
         peak = max(step.peak_bytes)  # with what is under way between ranks
-        assert 0.98 * point.peak_bytes < peak < 1.05 * point.peak_bytes or is_update(request, point, peak), shape
+        assert 0.98 * point.peak_bytes < peak < 1.05 * point.peak_bytes or is_update(
+            request, point, peak
+        ), shape
         assert not shape.splits_backward or peak > without_waiting(blocks, point)
 
 
 def is_update(request: SearchRequest, point: PlanPoint, peak: float) -> bool:
     """Whether the peak is that of the optimizer's update, which is not part of the schedule."""
     stages = explain_stages(request, point.plan)
-    return any(s.peak_parts["update"] > s.peak_parts["activations"] + s.peak_parts["running"] for s in stages) and (
-        peak <= point.peak_bytes
-    )
+    return any(
+        s.peak_parts["update"] > s.peak_parts["activations"] + s.peak_parts["running"]
+        for s in stages
+    ) and (peak <= point.peak_bytes)
 
 
 def without_waiting(blocks: StageBlocks, point: PlanPoint) -> float:
@@ -61,7 +75,9 @@ def without_waiting(blocks: StageBlocks, point: PlanPoint) -> float:
 
 
 def test_a_rank_of_1f1b_holds_what_the_search_counts() -> None:
-    request = replace(make_request(), pipelines=PipelineRequest(stages=4, schedule="1f1b", microbatches=8))
+    request = replace(
+        make_request(), pipelines=PipelineRequest(stages=4, schedule="1f1b", microbatches=8)
+    )
     blocks = stage_blocks(request)
     for point in search_plans(request).points:
         step = step_of_plan(blocks, point.plan)
@@ -83,13 +99,19 @@ def test_gradients_that_wait_for_parameters_are_those_of_a_run() -> None:
 @pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
 def test_stages_of_one_rank_explain_its_peak(schedule: str) -> None:
     request = replace(make_request(layers=8), cluster=replace(NODES, inter=Link(1e-6, 1e11)))
-    found = search_plans(replace(request, pipelines=PipelineRequest(schedule=schedule, microbatches=8)))
+    found = search_plans(
+        replace(request, pipelines=PipelineRequest(schedule=schedule, microbatches=8))
+    )
     for point in found.points:
         held = np.zeros((point.plan.mesh.pipeline_size, 4))
         for stage in explain_stages(request, point.plan):
-            parts = [stage.peak_parts[name] for name in ("static", "activations", "update", "running")]
+            parts = [
+                stage.peak_parts[name] for name in ("static", "activations", "update", "running")
+            ]
             held[stage.rank, :3] += parts[:3]
             held[stage.rank, 3] = max(held[stage.rank, 3], parts[3])
         most = (held[:, 0] + np.maximum(held[:, 1] + held[:, 3], held[:, 2])).max()
-        fixed = request.graph.buffer_bytes + request.graph.input_bytes.at(point.plan.batch_size or 0)
+        fixed = request.graph.buffer_bytes + request.graph.input_bytes.at(
+            point.plan.batch_size or 0
+        )
         assert most + fixed == pytest.approx(point.peak_bytes, rel=1e-6)

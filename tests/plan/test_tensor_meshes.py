@@ -46,16 +46,27 @@ from lightning_topt.techniques.tensor_parallel.whole_operators import whole_oper
 from tests.models import GPT
 from tests.techniques.tensor_parallel.traced import Step
 
-DEVICE = Device("accelerator", 10**10, {"float32": 1e12}, memory_bandwidth=1e12, op_overhead_seconds=1e-6)
-NODES = Cluster("nodes", DEVICE, devices_per_node=4, num_nodes=2, intra=Link(1e-6, 1e11), inter=Link(1e-5, 1e9))
+DEVICE = Device(
+    "accelerator", 10**10, {"float32": 1e12}, memory_bandwidth=1e12, op_overhead_seconds=1e-6
+)
+NODES = Cluster(
+    "nodes", DEVICE, devices_per_node=4, num_nodes=2, intra=Link(1e-6, 1e11), inter=Link(1e-5, 1e9)
+)
 
 
 def new_request_of_gpt() -> SearchRequest:
-    module, batch = GPT(3, 256, 8, vocab=512, context=128), (torch.zeros(4, 128, dtype=torch.long),) * 2
+    module, batch = (
+        GPT(3, 256, 8, vocab=512, context=128),
+        (torch.zeros(4, 128, dtype=torch.long),) * 2,
+    )
     trace = FunctionTrace()
     graph = capture(module, batch, adapt=trace.of)
-    optimizer = read_optimizer([module.configure_optimizers()], named_parameters=module.named_parameters())
-    return SearchRequest(graph, NODES, optimizer, (8,), 16, split=SplitModel(module, batch, graph, trace))
+    optimizer = read_optimizer(
+        [module.configure_optimizers()], named_parameters=module.named_parameters()
+    )
+    return SearchRequest(
+        graph, NODES, optimizer, (8,), 16, split=SplitModel(module, batch, graph, trace)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -86,14 +97,19 @@ def test_a_step_has_slices_of_parameters_their_state_and_the_samples_of_a_data_r
         assert step.mesh.shape == (2, 4)
         assert step.batch_size == 8
         counts = {
-            f"{block}.{name}" if block else name: 4 if placements == (Shard(1),) or placements[0] != Replicate() else 1
+            f"{block}.{name}" if block else name: 4
+            if placements == (Shard(1),) or placements[0] != Replicate()
+            else 1
             for block, placed in step.split.items()
             for name, placements in placed
         }
         assert counts
         for parameter in step.graph.parameters:
             cut = counts.get(parameter.name, 1)
-            own, of_all = step.optimizer.updates[parameter.name], request.optimizer.updates[parameter.name]
+            own, of_all = (
+                step.optimizer.updates[parameter.name],
+                request.optimizer.updates[parameter.name],
+            )
             assert own.moved_bytes * cut == pytest.approx(of_all.moved_bytes)
             assert own.state_bytes == pytest.approx(of_all.state_bytes / cut, abs=1)
 
@@ -105,11 +121,17 @@ def test_a_plan_places_parameters_along_all_axes(request_of_gpt: SearchRequest) 
     step = next(tensor_steps(whole, request.split, mesh=next(tensor_meshes(NODES, 8, 2))))
     *_, hybrid = tensor_meshes(NODES, 8, 2)
     placed = placed_tensors(replace(step, mesh=hybrid))
-    assert dict(placed["blocks.1"]["parameters"])["project.weight"] == (Replicate(), Replicate(), Shard(1))
+    assert dict(placed["blocks.1"]["parameters"])["project.weight"] == (
+        Replicate(),
+        Replicate(),
+        Shard(1),
+    )
     assert placed_tensors(whole) == {}
 
 
-def test_a_batch_that_no_data_axis_divides_needs_a_tensor_axis(request_of_gpt: SearchRequest) -> None:
+def test_a_batch_that_no_data_axis_divides_needs_a_tensor_axis(
+    request_of_gpt: SearchRequest,
+) -> None:
     found = search_plans(replace(request_of_gpt, device_counts=(4,), global_batch_size=2))
     assert found.points
     assert {point.plan.mesh.names[-1] for point in found.candidates} == {"tensor"}
@@ -126,33 +148,50 @@ def test_links_in_nodes_decide_on_tensor_axes(request_of_gpt: SearchRequest) -> 
     best, without = search_plans(few), search_plans(replace(few, split=None))
     assert "tensor" in fastest(best).mesh.names
     assert best.points[-1].step_seconds < without.points[-1].step_seconds
-    many = replace(request_of_gpt, global_batch_size=256, cluster=replace(NODES, intra=slow, inter=slow))
+    many = replace(
+        request_of_gpt, global_batch_size=256, cluster=replace(NODES, intra=slow, inter=slow)
+    )
     assert "tensor" not in fastest(search_plans(many)).mesh.names
     for point in best.points:
         assert ParallelPlan.from_yaml(point.plan.to_yaml()) == point.plan
         assert point.plan.fingerprint == request_of_gpt.graph.fingerprint
-        placed = [block.config.parameters for block in point.plan.blocks if block.block.startswith("blocks.")]
+        placed = [
+            block.config.parameters
+            for block in point.plan.blocks
+            if block.block.startswith("blocks.")
+        ]
         assert bool(placed[0]) == ("tensor" in point.plan.mesh.names)
         assert len({tuple(each) for each in placed}) == 1
 
 
-# ---- ranks with batches of their own ----------------------------------------------------------------------------------
+# ---- ranks with batches of their own
+# ----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def own_batches(request_of_gpt: SearchRequest) -> SearchRequest:
-    return replace(request_of_gpt, own_batches=True, global_batch_size=32)  # four samples per rank, as captured
+    # four samples per rank, as captured
+    return replace(request_of_gpt, own_batches=True, global_batch_size=32)
 
 
-def test_ranks_of_a_tensor_group_run_their_batches_as_microbatches_or_jointly(own_batches: SearchRequest) -> None:
+def test_ranks_of_a_tensor_group_run_their_batches_as_microbatches_or_jointly(
+    own_batches: SearchRequest,
+) -> None:
     frontier = search_plans(own_batches)
     found = {
         (p.plan.mesh.shape[-1], p.plan.num_microbatches, bool(p.plan.joint), p.plan.batch_size)
         for p in (*frontier.candidates, *frontier.uniform)
     }
-    assert found == {(size, 1 if joint else size, joint, 4) for size in (2, 4) for joint in (True, False)}
-    assert {block.config.storage.level for p in frontier.candidates for block in p.plan.blocks} <= {0, 1}
-    whole = TrainingStep(own_batches.graph, NODES, own_batches.optimizer, data_mesh(8, scope="inter"), 4)
+    assert found == {
+        (size, 1 if joint else size, joint, 4) for size in (2, 4) for joint in (True, False)
+    }
+    assert {block.config.storage.level for p in frontier.candidates for block in p.plan.blocks} <= {
+        0,
+        1,
+    }
+    whole = TrainingStep(
+        own_batches.graph, NODES, own_batches.optimizer, data_mesh(8, scope="inter"), 4
+    )
     for point in frontier.candidates:
         assert point.step_seconds > least_seconds(whole, point.plan.mesh.shape[-1])
         assert ParallelPlan.from_yaml(point.plan.to_yaml()) == point.plan
@@ -160,25 +199,34 @@ def test_ranks_of_a_tensor_group_run_their_batches_as_microbatches_or_jointly(ow
 
 def test_microbatches_take_their_computation_and_share_the_rest(own_batches: SearchRequest) -> None:
     assert own_batches.split is not None
-    whole = TrainingStep(own_batches.graph, NODES, own_batches.optimizer, data_mesh(8, scope="inter"), 4)
+    whole = TrainingStep(
+        own_batches.graph, NODES, own_batches.optimizer, data_mesh(8, scope="inter"), 4
+    )
     mesh = next(tensor_meshes(NODES, 8, 2))
     several = next(tensor_steps(replace(whole, num_microbatches=2), own_batches.split, mesh=mesh))
     one = replace(several, num_microbatches=1, joined_bytes=0.0)
     assert several.joined_bytes == sum(p.numel * 4 for p in whole.graph.parameters) - sum(
         p.numel * 4 for p in several.graph.parameters
     )
-    blocks = [block.name for block in several.graph.blocks if block.name and several.split[block.name]]
+    blocks = [
+        block.name for block in several.graph.blocks if block.name and several.split[block.name]
+    ]
     assert several.split_calls >= 15 * len(blocks) > 0
     # Kernels of the accelerator run beside Python; on CPUs they do not.
     calls = several.split_calls * SPLIT_CALL_SECONDS
     kernels = sum(times.sum() for times in several.compute.values())
-    assert several.host_seconds == pytest.approx(2 * max(calls - kernels, 0.0)) and one.host_seconds == 0
+    assert (
+        several.host_seconds == pytest.approx(2 * max(calls - kernels, 0.0))
+        and one.host_seconds == 0
+    )
     on_cpu = replace(several, cluster=replace(NODES, backend="gloo"))
     assert on_cpu.host_seconds == pytest.approx(2 * calls)
     first, second = PlanCosts(one), PlanCosts(several)
     for recompute in (False, True):
         plan = {
-            block.name: OpConfig.zero(0, axes=2, recompute=recompute and bool(block.name) and block.recomputable)
+            block.name: OpConfig.zero(
+                0, axes=2, recompute=recompute and bool(block.name) and block.recomputable
+            )
             for block in one.graph.blocks
         }
         once, both = seconds_by_kind(first, plan), seconds_by_kind(second, plan)
@@ -188,12 +236,18 @@ def test_microbatches_take_their_computation_and_share_the_rest(own_batches: Sea
             passes + several.host_seconds
         )
         assert more["update"] == pytest.approx(several.accumulation_seconds) and more["reduce"] == 0
-        assert more["buffers"] == pytest.approx(several.sent_seconds - one.sent_seconds) and more["buffers"] > 0
+        assert (
+            more["buffers"] == pytest.approx(several.sent_seconds - one.sent_seconds)
+            and more["buffers"] > 0
+        )
         assert second.seconds(plan) == pytest.approx(first.seconds(plan) + sum(more.values()))
         gradients = sum(p.numel * 4 for p in several.graph.parameters if p.trainable)
-        # Gradients of the microbatches so far are added to those of one, which go into buckets as they come.
+        # Gradients of the microbatches so far are added to those of one, which go into buckets as
+        # they come.
         added = second.memory(plan) - PlanCosts(replace(one, gradient_views=True)).memory(plan)
-        assert added[1:-1] == pytest.approx(gradients) and added[-1] == pytest.approx(gradients + several.joined_bytes)
+        assert added[1:-1] == pytest.approx(gradients) and added[-1] == pytest.approx(
+            gradients + several.joined_bytes
+        )
 
 
 def test_an_explanation_adds_up_to_what_the_search_said(request_of_gpt: SearchRequest) -> None:
@@ -208,22 +262,32 @@ def test_an_explanation_adds_up_to_what_the_search_said(request_of_gpt: SearchRe
         for kind, seconds in explained.total.seconds.items():
             parts = sum(block.seconds.get(kind, 0.0) for block in explained.blocks.values())
             assert parts == pytest.approx(seconds) or kind in ("update", "buffers")
-        assert sum(sum(block.peak_parts.values()) for block in explained.blocks.values()) <= point.peak_bytes
+        assert (
+            sum(sum(block.peak_parts.values()) for block in explained.blocks.values())
+            <= point.peak_bytes
+        )
         if not point.plan.mesh.tensor_axes:
-            assert not explained.whole and not any(block.collectives for block in explained.blocks.values())
+            assert not explained.whole and not any(
+                block.collectives for block in explained.blocks.values()
+            )
 
 
 def test_a_block_says_what_it_exchanges_along_a_tensor_axis(request_of_gpt: SearchRequest) -> None:
-    request = replace(request_of_gpt, mesh=Mesh((Axis("data", 2), Axis("tensor", 4))), layout="tensor")
+    request = replace(
+        request_of_gpt, mesh=Mesh((Axis("data", 2), Axis("tensor", 4))), layout="tensor"
+    )
     plans = {bool(p.plan.blocks[1].config.recompute): p.plan for p in search_plans(request).uniform}
     samples, tensor = 8, 128 * 256 * 4
     for recompute, plan in plans.items():
         explained = explain_plan(request, plan)
         (block,) = {explained.blocks[f"blocks.{index}"].collectives for index in range(3)}
-        # Two products of a block are sums over ranks, and so are the gradients of what two products read.
+        # Two products of a block are sums over ranks, and so are the gradients of what two products
+        # read.
         expected = {"forward": 2, "backward": 2, **({"recompute": 2} if recompute else {})}
         assert {each.during: each.calls for each in block} == expected
-        assert {each.op for each in block} == {"all_reduce"} and {each.axis for each in block} == {"tensor"}
+        assert {each.op for each in block} == {"all_reduce"} and {each.axis for each in block} == {
+            "tensor"
+        }
         assert all(each.bytes == 2 * samples * tensor for each in block)
         forward = explained.blocks["blocks.0"].seconds["forward"]
         assert all(0 < each.seconds < forward for each in block)
@@ -237,7 +301,11 @@ def test_plans_whose_borders_are_split_are_explained(request_of_gpt: SearchReque
     assert explained.total.step_seconds == pytest.approx(found.step_seconds)
     assert explained.total.peak_bytes == pytest.approx(found.peak_bytes)
     ops = {(each.op, each.during) for each in explained.blocks["blocks.1"].collectives}
-    assert {("all_gather", "forward"), ("reduce_scatter", "forward"), ("all_gather", "backward")} <= ops
+    assert {
+        ("all_gather", "forward"),
+        ("reduce_scatter", "forward"),
+        ("all_gather", "backward"),
+    } <= ops
 
 
 @pytest.mark.parametrize(
@@ -252,30 +320,44 @@ def test_meshes_with_other_tensor_axes_are_searched(
     axes: dict[str, int], border: list[Shard] | None, request_of_gpt: SearchRequest
 ) -> None:
     rest = 8 // math.prod(axes.values())
-    mesh = Mesh(tuple(Axis(name, size) for name, size in (({"data": rest} if rest > 1 else {}) | axes).items()))
+    mesh = Mesh(
+        tuple(
+            Axis(name, size) for name, size in (({"data": rest} if rest > 1 else {}) | axes).items()
+        )
+    )
     found = search_plans(replace(request_of_gpt, device_counts=(mesh.size,), mesh=mesh))
     assert {point.plan.mesh.names for point in found.candidates} == {mesh.names}
     levels = {block.config.storage.level for point in found.uniform for block in point.plan.blocks}
     assert levels == ({0, 1, 2, 3} if rest > 1 else {0})
     for point in found.candidates:
-        (entering,) = {block.config.inputs[0] for block in point.plan.blocks if block.block.startswith("blocks.")}
+        (entering,) = {
+            block.config.inputs[0]
+            for block in point.plan.blocks
+            if block.block.startswith("blocks.")
+        }
         assert border is None or [*entering] == [Replicate(), *border]
-    explained = explain_plan(replace(request_of_gpt, device_counts=(mesh.size,), mesh=mesh), found.points[0].plan)
+    explained = explain_plan(
+        replace(request_of_gpt, device_counts=(mesh.size,), mesh=mesh), found.points[0].plan
+    )
     assert explained.total.step_seconds == pytest.approx(found.points[0].step_seconds)
 
 
 def test_tensor_axes_without_a_layout_are_refused(request_of_gpt: SearchRequest) -> None:
     mesh = Mesh((Axis("data", 2), Axis("tensor", 2), Axis("tensor_rows", 2)))
     with pytest.raises(
-        ValueError, match=r"tensor axes tensor, tensor_rows; a mesh to search has one of these: tensor;"
+        ValueError,
+        match=r"tensor axes tensor, tensor_rows; a mesh to search has one of these: tensor;",
     ):
         search_plans(replace(request_of_gpt, mesh=mesh))
 
 
 def test_plans_that_only_split_say_what_cannot_be() -> None:
-    made = new_request_of_gpt()  # the message names all numbers of ranks that a request was asked about
+    # the message names all numbers of ranks that a request was asked about
+    made = new_request_of_gpt()
     request = replace(made, device_counts=(7,), mesh=Mesh((Axis("tensor", 7),)))
-    with pytest.raises(PlanError, match=r"over 7 ranks: no parameter can be cut into 7 slices .*'tokens.weight'"):
+    with pytest.raises(
+        PlanError, match=r"over 7 ranks: no parameter can be cut into 7 slices .*'tokens.weight'"
+    ):
         search_plans(request)
     steps = local_graphs(replace(made, device_counts=(2,)))
     assert {graph.whole_model for graph in steps} == {made.graph.fingerprint}
@@ -308,7 +390,9 @@ def test_functions_that_are_not_in_the_table_are_told_with_their_shares() -> Non
     trace = FunctionTrace()
     graph = capture(module, batch, adapt=trace.of)
     split = SplitModel(module, batch, graph, trace)
-    optimizer = read_optimizer([torch.optim.SGD(module.parameters())], named_parameters=module.named_parameters())
+    optimizer = read_optimizer(
+        [torch.optim.SGD(module.parameters())], named_parameters=module.named_parameters()
+    )
     prices = SplitPrices(NODES, optimizer, Group(2))
     column = {"inner.up.weight": Shard(0), "inner.up.bias": Shard(0), "inner.down.weight": Shard(1)}
     found = whole_operators(split.priced_calls(ModelSplit(column, 0.0, 0.0, 0.0), prices))
@@ -319,7 +403,9 @@ def test_functions_that_are_not_in_the_table_are_told_with_their_shares() -> Non
     assert first.why == "not in the table of kinds"
     kept = 1024 * 256 * 4  # what it gathers
     assert first.share_of_bytes * total.activation_bytes == pytest.approx(kept)
-    assert first.share_of_seconds * total.seconds > prices.collective_seconds([("all_gather", kept)])
+    assert first.share_of_seconds * total.seconds > prices.collective_seconds(
+        [("all_gather", kept)]
+    )
     assert "linear" not in {each.function for each in found}
     assert sum(each.share_of_seconds for each in found) < 1
     lines = whole_sentences(found)
@@ -328,7 +414,9 @@ def test_functions_that_are_not_in_the_table_are_told_with_their_shares() -> Non
 
 def test_kernels_that_were_measured_later_save_no_computation(own_batches: SearchRequest) -> None:
     assert own_batches.split is not None
-    whole = TrainingStep(own_batches.graph, NODES, own_batches.optimizer, data_mesh(8, scope="inter"), 4)
+    whole = TrainingStep(
+        own_batches.graph, NODES, own_batches.optimizer, data_mesh(8, scope="inter"), 4
+    )
     mesh = next(tensor_meshes(NODES, 8, 2))
     step = next(tensor_steps(replace(whole, num_microbatches=2), own_batches.split, mesh=mesh))
     assert saving_no_computation(step, whole) is step
@@ -362,7 +450,9 @@ def test_a_split_is_captured_only_where_its_plans_may_be_better(
             captured.clear()
             found.append(search_plans(request).points)
             counts.append(len(captured))
-        assert [(p.step_seconds, p.peak_bytes) for p in found[0]] == [(p.step_seconds, p.peak_bytes) for p in found[1]]
+        assert [(p.step_seconds, p.peak_bytes) for p in found[0]] == [
+            (p.step_seconds, p.peak_bytes) for p in found[1]
+        ]
     assert counts[0] == 0 < counts[1]
     assert counts[2] > 0
     assert any("tensor" in point.plan.mesh.names for point in found[0])
@@ -381,7 +471,9 @@ def test_measured_kernels_are_not_bounded_by_formulas(
 
 
 def test_what_is_between_layers_may_be_split_by_step(request_of_gpt: SearchRequest) -> None:
-    """The fewest bytes that are kept for backward; the plan says so, and reads as it was written."""
+    """The fewest bytes that are kept for backward; the plan says so, and reads as it was
+    written.
+    """
     mesh = Mesh((Axis("data", 2), Axis("tensor", 4)))
     found = search_plans(replace(request_of_gpt, mesh=mesh, shards=False))
     least = min(found.candidates, key=lambda point: point.peak_bytes).plan
@@ -394,7 +486,12 @@ def test_what_is_between_layers_may_be_split_by_step(request_of_gpt: SearchReque
     assert not any(block.config.sums for point in named.candidates for block in point.plan.blocks)
 
 
-def test_only_runs_with_evaluations_keep_room_for_whole_parameters(own_batches: SearchRequest) -> None:
+def test_only_runs_with_evaluations_keep_room_for_whole_parameters(
+    own_batches: SearchRequest,
+) -> None:
     for evaluates in (True, False):
-        room = [space.costs.step.joined_bytes for space in _spaces(replace(own_batches, evaluates=evaluates), 8)]
+        room = [
+            space.costs.step.joined_bytes
+            for space in _spaces(replace(own_batches, evaluates=evaluates), 8)
+        ]
         assert room and all((size > 0) is evaluates for size in room)

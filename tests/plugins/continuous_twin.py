@@ -1,4 +1,6 @@
-"""A fit under a schedule that never flushes in one process, action by action: what a Trainer on ranks has to equal."""
+"""A fit under a schedule that never flushes in one process, action by action: what a Trainer on
+ranks has to equal.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,12 @@ from tests.continuous_segments import SegmentTwin
 
 
 class ChainTwin(SegmentTwin):
-    """`module` is a chain of the blocks of `plan`, trained on `batches` (inputs, targets), one update per `accumulate` of them
-    and at the ends of epochs; drained before the batches in `ends`, and at the end. ``factor(n)`` is that of update n's rate.
+    """`module` is a chain of the blocks of `plan`, trained on `batches` (inputs, targets), one
+    update per `accumulate` of them and at the ends of epochs; drained before the batches in `ends`,
+    and at the end. ``factor(n)`` is that of update n's rate.
 
-    Every stage has an optimizer and a rule of its own; passes keep whole graphs, none of which is shared.
+    Every stage has an optimizer and a rule of its own; passes keep whole graphs, none of which is
+    shared.
     """
 
     def __init__(
@@ -38,13 +42,27 @@ class ChainTwin(SegmentTwin):
         factor: Callable[[int], float] = lambda update: 1.0,
     ) -> None:
         self.module, self.plan, self.batches, self.ends = module, plan, batches, ends
-        self.accumulate, self.clip, self.clip_value, self.factor = accumulate, clip, clip_value, factor
+        self.accumulate, self.clip, self.clip_value, self.factor = (
+            accumulate,
+            clip,
+            clip_value,
+            factor,
+        )
         self.epoch = len(batches) if epoch is None else epoch
-        self.updates = [0, *itertools.accumulate(self.completes(index) for index in range(len(batches)))]
+        self.updates = [
+            0,
+            *itertools.accumulate(self.completes(index) for index in range(len(batches))),
+        ]
         self.count, self.lag = len(plan.stages), LAGS[plan.schedule or ""]
-        self.names = [[block.block for block in stage.blocks if block.block] for stage in plan.stages]
+        self.names = [
+            [block.block for block in stage.blocks if block.block] for stage in plan.stages
+        ]
         self.parameters = [
-            [(name, p) for name, p in module.named_parameters() if any(name.startswith(f"{block}.") for block in names)]
+            [
+                (name, p)
+                for name, p in module.named_parameters()
+                if any(name.startswith(f"{block}.") for block in names)
+            ]
             for names in self.names
         ]
         self.optimizers = [optimizer(named) for named in self.parameters]
@@ -52,7 +70,9 @@ class ChainTwin(SegmentTwin):
         rule = plan.weight_prediction
         assert rule is not None
         sizes = {"num_stages": self.count, "lag_per_hop": self.lag, "accumulate": accumulate}
-        self.rules = [rule.on(each, stage=stage, **sizes) for stage, each in enumerate(self.optimizers)]
+        self.rules = [
+            rule.on(each, stage=stage, **sizes) for stage, each in enumerate(self.optimizers)
+        ]
         self.powers: list[dict[int, float]] = [{} for _ in range(self.count)]
         self.losses: dict[int, float] = {}
 
@@ -71,11 +91,14 @@ class ChainTwin(SegmentTwin):
         place = index % self.epoch + 1
         return place % self.accumulate == 0 or place == self.epoch or index + 1 == len(self.batches)
 
-    # ---- actions ------------------------------------------------------------------------------------------------------
+    # ---- actions
+    # ------------------------------------------------------------------------------------------------------
 
     def forward(self, stage: int, index: int) -> None:
         inputs, targets = self.batches[index]
-        received = inputs if stage == 0 else self.crossing[stage - 1, index][1].detach().requires_grad_()
+        received = (
+            inputs if stage == 0 else self.crossing[stage - 1, index][1].detach().requires_grad_()
+        )
         horizon = self.known[stage].forward[index - self.start]
         with self.rules[stage].forward(index, horizon, self.rates(stage, horizon.version, index)):
             made = received
@@ -98,7 +121,10 @@ class ChainTwin(SegmentTwin):
             made.backward(gradient)  # type: ignore[no-untyped-call]
 
     def update(self, stage: int, index: int) -> None:
-        optimizer, gradients = self.optimizers[stage], [p.grad for _, p in self.parameters[stage] if p.grad is not None]
+        optimizer, gradients = (
+            self.optimizers[stage],
+            [p.grad for _, p in self.parameters[stage] if p.grad is not None],
+        )
         if self.clip is not None:
             factor = min(1.0, self.clip / (self.norm(stage, index, gradients) + 1e-6))
             torch._foreach_mul_(gradients, factor)
@@ -111,27 +137,44 @@ class ChainTwin(SegmentTwin):
             optimizer.step()
         optimizer.zero_grad()
 
-    # ---- what they need -----------------------------------------------------------------------------------------------
+    # ---- what they need
+    # -----------------------------------------------------------------------------------------------
 
     def groups(self, stage: int, index: int) -> list[dict[str, Any]]:
         """Hyperparameters with which a batch comes in."""
         rows = zip(self.optimizers[stage].param_groups, self.base[stage], strict=True)
         scale = self.factor(self.updates[index])
-        return [{**{k: v for k, v in group.items() if k != "params"}, "lr": base * scale} for group, base in rows]
+        return [
+            {**{k: v for k, v in group.items() if k != "params"}, "lr": base * scale}
+            for group, base in rows
+        ]
 
     def rates(self, stage: int, done: int, iteration: int) -> list[list[dict[str, Any]]]:
-        """Those of updates after `done` of them, as known in an iteration; more than anybody asks for."""
-        completing = [index for index in range(self.start, self.stop) if self.completes(index)][done:]
+        """Those of updates after `done` of them, as known in an iteration; more than anybody asks
+        for.
+        """
+        completing = [index for index in range(self.start, self.stop) if self.completes(index)][
+            done:
+        ]
         return [
-            self.groups(stage, index) for index in [*(min(each, iteration) for each in completing), *[iteration] * 40]
+            self.groups(stage, index)
+            for index in [*(min(each, iteration) for each in completing), *[iteration] * 40]
         ]
 
     def norm(self, stage: int, index: int, gradients: Sequence[Tensor]) -> float:
-        """Of all stages: later ones' of the same update, earlier ones' of the last that they had done in the last iteration."""
-        self.powers[stage][index] = sum(float(gradient.double().square().sum()) for gradient in gradients)
+        """Of all stages: later ones' of the same update, earlier ones' of the last that they had
+        done in the last iteration.
+        """
+        self.powers[stage][index] = sum(
+            float(gradient.double().square().sum()) for gradient in gradients
+        )
         total = sum(self.powers[later][index] for later in range(stage, self.count))
         for earlier in range(stage):
-            last = self.iteration(stage, index) - 1 - lag_of(earlier, num_ranks=self.count, lag_per_hop=self.lag)
+            last = (
+                self.iteration(stage, index)
+                - 1
+                - lag_of(earlier, num_ranks=self.count, lag_per_hop=self.lag)
+            )
             done = [i for i in self.powers[earlier] if i <= last or i < self.start]
             total += self.powers[earlier][max(done)] if done else 0.0
         return float(total**0.5)

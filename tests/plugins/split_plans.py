@@ -1,4 +1,6 @@
-"""A plan that splits the layers of `tests.models.GPT` over two ranks of a tensor axis, as users write it."""
+"""A plan that splits the layers of `tests.models.GPT` over two ranks of a tensor axis, as users
+write it.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,9 @@ from typing import Any
 
 
 def split_plan(data: int, storage: str, *, recomputed: Collection[int] = ()) -> dict[str, Any]:
-    """Return the plan of two blocks on `data` x 2 ranks; the blocks `recomputed`, by number, run forward again."""
+    """Return the plan of two blocks on `data` x 2 ranks; the blocks `recomputed`, by number, run
+    forward again.
+    """
     placed = {
         name: {"data": "replicate", "tensor": shard}
         for name, shard in {

@@ -1,4 +1,6 @@
-"""What a fit leaves behind: a plain module, and optimizers that have their whole state or say where it is."""
+"""What a fit leaves behind: a plain module, and optimizers that have their whole state or say where
+it is.
+"""
 
 from __future__ import annotations
 
@@ -28,23 +30,39 @@ def left_on(module: nn.Module) -> dict[str, Any]:
     """What modules and parameters have beside their values."""
     found: dict[str, Any] = {}
     for name, submodule in module.named_modules():
-        hooks = {key: len(value) for key, value in vars(submodule).items() if "_hooks" in key and value}
+        hooks = {
+            key: len(value) for key, value in vars(submodule).items() if "_hooks" in key and value
+        }
         found[name] = (type(submodule), sorted(vars(submodule)), hooks)
     for name, parameter in module.named_parameters():
-        hooks = [parameter._backward_hooks or {}, getattr(parameter, "_post_accumulate_grad_hooks", None) or {}]
-        found[f"parameter {name}"] = (type(parameter), sorted(vars(parameter)), [len(each) for each in hooks])
+        hooks = [
+            parameter._backward_hooks or {},
+            getattr(parameter, "_post_accumulate_grad_hooks", None) or {},
+        ]
+        found[f"parameter {name}"] = (
+            type(parameter),
+            sorted(vars(parameter)),
+            [len(each) for each in hooks],
+        )
     return found
 
 
 def fit(rank: int, plan: str, kind: type[RecordingGPT]) -> tuple[dict[str, Any], Any]:
     torch.manual_seed(0)
     module = kind()
-    trainer = make_trainer("ddp", devices=2, max_steps=3) if plan == "ddp" else topt_trainer(plan, max_steps=3)
+    trainer = (
+        make_trainer("ddp", devices=2, max_steps=3)
+        if plan == "ddp"
+        else topt_trainer(plan, max_steps=3)
+    )
     trainer.fit(module, loader(4))
     (optimizer,) = trainer.optimizers
     try:
         state = optimizer.state_dict()["state"]
-        told: Any = {index: (sorted(values), tuple(values["exp_avg"].shape)) for index, values in state.items()}
+        told: Any = {
+            index: (sorted(values), tuple(values["exp_avg"].shape))
+            for index, values in state.items()
+        }
     except RuntimeError as error:
         told = str(error)
     return {name: value for name, value in left_on(module).items() if name}, told
@@ -73,7 +91,11 @@ def cut_into_rows(rank: int, plan: str) -> tuple[list[float], list[float]]:
     for other in module.parameters():
         other.requires_grad_(other is module.tokens.weight)
     for _ in range(2):
-        trainer = make_trainer("ddp", devices=2, max_steps=3) if plan == "ddp" else topt_trainer(plan, max_steps=3)
+        trainer = (
+            make_trainer("ddp", devices=2, max_steps=3)
+            if plan == "ddp"
+            else topt_trainer(plan, max_steps=3)
+        )
         trainer.fit(module, loader(4))
     return module.losses, module.optimizer.state[module.tokens.weight]["exp_avg"].flatten().tolist()
 

@@ -8,10 +8,19 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from lightning_topt import CompressedDDPStrategy, LocalSteps, LocalStepsStrategy, ParallelOptimizerStep
+from lightning_topt import (
+    CompressedDDPStrategy,
+    LocalSteps,
+    LocalStepsStrategy,
+    ParallelOptimizerStep,
+)
 from lightning_topt.communication import ExchangeSettings, LinkCosts, PowerSGD, Sign, TopK
 from lightning_topt.plugins.exchange_monitor import ExchangeMonitor
-from lightning_topt.plugins.read_options import check_planner_options, read_device_counts, read_memory_limit
+from lightning_topt.plugins.read_options import (
+    check_planner_options,
+    read_device_counts,
+    read_memory_limit,
+)
 from lightning_topt.plugins.step_monitor import StepMonitor
 
 NAN, INF = math.nan, math.inf
@@ -29,7 +38,14 @@ EXCHANGE: dict[str, list[Any]] = {
     "warmup_steps": [n for n in NO_COUNT if n != 0 or n is False],
     "dense_steps": NO_COUNT,
     "exempt": ["norm", 3, None, [1], ["norm", None], {"norm"}],
-    "link": [3, "10Gb/s", (1, 2), {}, {"bandwidth": 1}, {"latency_seconds": 0, "bandwidth": 1, "x": 2}],
+    "link": [
+        3,
+        "10Gb/s",
+        (1, 2),
+        {},
+        {"bandwidth": 1},
+        {"latency_seconds": 0, "bandwidth": 1, "x": 2},
+    ],
 }
 SETTINGS: dict[str, list[Any]] = {
     "nonfinite": ["stop", 1],
@@ -56,7 +72,9 @@ STEP: dict[str, list[Any]] = {
 
 def cases(kind: Any, wrong: dict[str, list[Any]], **others: Any) -> list[Any]:
     return [
-        pytest.param(kind, {**others, name: value}, name, id=f"{kind.__name__}-{name}-{value!r}"[:60])
+        pytest.param(
+            kind, {**others, name: value}, name, id=f"{kind.__name__}-{name}-{value!r}"[:60]
+        )
         for name, values in wrong.items()
         for value in values
     ]
@@ -67,9 +85,14 @@ def cases(kind: Any, wrong: dict[str, list[Any]], **others: Any) -> list[Any]:
     [
         *cases(TopK, EXCHANGE),
         *cases(PowerSGD, {"rank": NO_COUNT, "dense_steps": NO_COUNT}),
-        *cases(Sign, {name: EXCHANGE[name] for name in ("dense_steps", "error_feedback", "exempt")}),
+        *cases(
+            Sign, {name: EXCHANGE[name] for name in ("dense_steps", "error_feedback", "exempt")}
+        ),
         *cases(ExchangeSettings, SETTINGS),
-        *cases(CompressedDDPStrategy, METHOD | SETTINGS | {"nodes": NO_COUNT, "ranks_per_node": NO_COUNT}),
+        *cases(
+            CompressedDDPStrategy,
+            METHOD | SETTINGS | {"nodes": NO_COUNT, "ranks_per_node": NO_COUNT},
+        ),
         *cases(LinkCosts, {"bandwidth": [0, -1, *NO_NUMBER]}, latency_seconds=0.0),
         *cases(LinkCosts, {"latency_seconds": [-1, *NO_NUMBER]}, bandwidth=1.0),
         *cases(LocalSteps, LOCAL),
@@ -86,7 +109,9 @@ def test_wrong_arguments(kind: Any, arguments: dict[str, Any], name: str) -> Non
     assert "\n" not in message and (name in message or "bandwidth" in message)
 
 
-@pytest.mark.parametrize("counts", [[], [0], [-2], [1.5], [True], ["2"], "2", 2, 0, {2: 3}, [2, None]])
+@pytest.mark.parametrize(
+    "counts", [[], [0], [-2], [1.5], [True], ["2"], "2", 2, 0, {2: 3}, [2, None]]
+)
 def test_wrong_device_counts(counts: Any) -> None:
     with pytest.raises(ValueError, match="device_counts"):
         read_device_counts(counts, default=2)
@@ -100,7 +125,9 @@ def test_right_device_counts() -> None:
     assert read_device_counts(OmegaConf.create([2, 4, 2]), default=3) == (2, 4)
 
 
-@pytest.mark.parametrize("limit", [0, -1, NAN, INF, True, "0", "-1GiB", "8 GiBs", [1], "1" * 10**6, 10**400])
+@pytest.mark.parametrize(
+    "limit", [0, -1, NAN, INF, True, "0", "-1GiB", "8 GiBs", [1], "1" * 10**6, 10**400]
+)
 def test_wrong_memory_limits(limit: Any) -> None:
     with pytest.raises(ValueError, match="memory_limit") as caught:
         read_memory_limit(limit)

@@ -1,4 +1,6 @@
-"""Batches of any structure are split into parts of nearly equal size, and what cannot be split is named."""
+"""Batches of any structure are split into parts of nearly equal size, and what cannot be split is
+named.
+"""
 
 from __future__ import annotations
 
@@ -45,12 +47,17 @@ def test_parts_have_all_samples_in_order() -> None:
     }
     parts = split_batch(batch, 3)
     assert parts.sizes == (3, 2, 2) and parts.shares == pytest.approx((3 / 7, 2 / 7, 2 / 7))
-    torch.testing.assert_close(torch.cat([part["pair"].tokens for part in parts.batches]), ramp(7, 3))
+    torch.testing.assert_close(
+        torch.cat([part["pair"].tokens for part in parts.batches]), ramp(7, 3)
+    )
     assert [name for part in parts.batches for name in part["pair"].names] == batch["pair"].names
     assert [len(part["graph"].options["weights"]) for part in parts.batches] == [3, 2, 2]
     assert np.concatenate([part["array"] for part in parts.batches]).tolist() == list(range(7))
     for part in parts.batches:
-        assert isinstance(part["encoding"], Encoding) and part["encoding"]["positions"].shape == (1, 2)
+        assert isinstance(part["encoding"], Encoding) and part["encoding"]["positions"].shape == (
+            1,
+            2,
+        )
         assert part["numbers"] == [1, 2] and part["graph"].options["rate"] == 0.5
     assert batch["graph"].nodes.shape == (7,)
 
@@ -72,7 +79,9 @@ def test_samples_may_be_entries_of_sequences() -> None:
 
 
 def test_the_first_samples_are_a_batch() -> None:
-    batch = first_samples({"x": ramp(3, 3), "names": ["a", "b", "c"], "one": ramp(1, 3), "array": np.arange(3)}, 2)
+    batch = first_samples(
+        {"x": ramp(3, 3), "names": ["a", "b", "c"], "one": ramp(1, 3), "array": np.arange(3)}, 2
+    )
     assert torch.equal(batch["x"], ramp(3, 3)[:2]) and batch["names"] == ["a", "b"]
     assert batch["one"].shape == (1, 3) and batch["array"].tolist() == [0, 1]
 
@@ -80,7 +89,10 @@ def test_the_first_samples_are_a_batch() -> None:
 @pytest.mark.parametrize(
     ("batch", "says"),
     [
-        ({"a": ramp(3, 2), "b": ramp(4, 2)}, r"no common size in dimension 0 \(they are \(3, 2\), \(4, 2\)\)"),
+        (
+            {"a": ramp(3, 2), "b": ramp(4, 2)},
+            r"no common size in dimension 0 \(they are \(3, 2\), \(4, 2\)\)",
+        ),
         ({"text": "alone"}, "are missing"),
         ([ramp(0, 2)], "no common size"),
         ([ramp(2, 2).to_sparse()], "sparse or nested"),

@@ -29,7 +29,9 @@ class Model(BoringModel):
 
 class Record(pl.Callback):
     def on_train_epoch_end(self, trainer, pl_module):
-        pl_module.logged.append({k: v.item() for k, v in trainer.callback_metrics.items() if k.startswith("cache/")})
+        pl_module.logged.append(
+            {k: v.item() for k, v in trainer.callback_metrics.items() if k.startswith("cache/")}
+        )
 
 
 def fit(data, **options):

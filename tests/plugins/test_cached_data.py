@@ -11,7 +11,14 @@ import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, random_split
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Subset,
+    random_split,
+)
 
 from lightning_topt.data.cache.determinism import NotDeterministicError, deterministic
 from lightning_topt.plugins import cache_defaults
@@ -84,7 +91,9 @@ class Model(BoringModel):
 
     def training_step(self, batch, batch_idx):
         if isinstance(batch, dict | list):
-            batch = torch.cat([part for part in (batch.values() if isinstance(batch, dict) else batch)])
+            batch = torch.cat(
+                [part for part in (batch.values() if isinstance(batch, dict) else batch)]
+            )
         result = super().training_step(batch, batch_idx)
         self.losses.append(result["loss"].item())
         return result
@@ -107,21 +116,33 @@ def fit(datamodule, *, epochs=3, **options):
 
 
 def cached(module, tmp_path, **options):
-    return CachedDataModule(module, directory=tmp_path, **({"memory_bytes": 1 << 20, "disk_bytes": 1 << 20} | options))
+    return CachedDataModule(
+        module, directory=tmp_path, **({"memory_bytes": 1 << 20, "disk_bytes": 1 << 20} | options)
+    )
 
 
 LOADERS = {
     "shuffled": None,
-    "workers": lambda data: DataLoader(data, 4, shuffle=True, num_workers=2, persistent_workers=True),
+    "workers": lambda data: DataLoader(
+        data, 4, shuffle=True, num_workers=2, persistent_workers=True
+    ),
     "own collate": lambda data: DataLoader(data, 4, shuffle=True, collate_fn=torch.stack),
     "batch sampler": lambda data: DataLoader(
-        data, batch_sampler=torch.utils.data.BatchSampler(torch.utils.data.RandomSampler(data), 3, False)
+        data,
+        batch_sampler=torch.utils.data.BatchSampler(torch.utils.data.RandomSampler(data), 3, False),
     ),
     "subset": lambda data: DataLoader(Subset(data, range(3, 20)), 4, shuffle=True),
-    "concatenation": lambda data: DataLoader(ConcatDataset([data, Numbers(start=50)]), 4, shuffle=True),
+    "concatenation": lambda data: DataLoader(
+        ConcatDataset([data, Numbers(start=50)]), 4, shuffle=True
+    ),
     "list": lambda data: [DataLoader(data, 4, shuffle=True), DataLoader(Plain(start=7), 4)],
-    "dict": lambda data: {"a": DataLoader(data, 4), "b": DataLoader(Plain(start=7), 4, shuffle=True)},
-    "combined": lambda data: CombinedLoader([DataLoader(data, 4), DataLoader(Plain(start=9), 4)], "min_size"),
+    "dict": lambda data: {
+        "a": DataLoader(data, 4),
+        "b": DataLoader(Plain(start=7), 4, shuffle=True),
+    },
+    "combined": lambda data: CombinedLoader(
+        [DataLoader(data, 4), DataLoader(Plain(start=9), 4)], "min_size"
+    ),
     "no batches": lambda data: DataLoader(data, batch_size=None, shuffle=True),
 }
 
@@ -147,7 +168,10 @@ def test_every_sample_is_read_once(tmp_path):
     module = cached(Module(dataset=data), tmp_path)
     fit(module)
     (statistics,) = module.statistics(reset=True).values()
-    assert (statistics.misses, statistics.memory_hits) == (ITEMS, 2 * ITEMS) and data.calls == ITEMS + 16
+    assert (statistics.misses, statistics.memory_hits) == (
+        ITEMS,
+        2 * ITEMS,
+    ) and data.calls == ITEMS + 16
     again = cached(Module(dataset=Plain()), tmp_path)
     fit(again)
     assert next(iter(again.statistics().values())).misses == 0
@@ -202,11 +226,18 @@ def test_hooks_state_and_hyperparameters_are_the_modules(tmp_path):
 
 
 def test_all_loaders_of_a_module(tmp_path):
-    plain, module = BoringDataModule(), CachedDataModule(BoringDataModule(), directory=tmp_path, memory_bytes=1 << 20)
+    plain, module = (
+        BoringDataModule(),
+        CachedDataModule(BoringDataModule(), directory=tmp_path, memory_bytes=1 << 20),
+    )
     for datamodule in (plain, module):
         fit(datamodule, epochs=1, limit_train_batches=4, limit_val_batches=2)
     trainer = pl.Trainer(
-        accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
     )
     for run in (trainer.validate, trainer.test, trainer.predict):
         run(BoringModel(), datamodule=module)
@@ -222,7 +253,11 @@ def _fit_two_ranks(rank, tmp_path, with_cache):
     module = cached(inner, tmp_path) if with_cache else inner
     losses, trainer = fit(module, devices=2, strategy="ddp")
     sampler = type(trainer.train_dataloader.sampler).__name__
-    return losses, sampler, sum(s.misses for s in module.statistics().values()) if with_cache else None
+    return (
+        losses,
+        sampler,
+        sum(s.misses for s in module.statistics().values()) if with_cache else None,
+    )
 
 
 def test_two_ranks_share_the_cache_and_the_sampler_is_distributed(tmp_path):
@@ -257,7 +292,9 @@ def test_no_room_is_an_error(tmp_path):
         CachedDataModule(Module(), directory=tmp_path, memory_bytes=0)
 
 
-def test_without_numbers_it_has_a_quarter_of_the_free_memory_and_a_folder_of_the_user(tmp_path, monkeypatch):
+def test_without_numbers_it_has_a_quarter_of_the_free_memory_and_a_folder_of_the_user(
+    tmp_path, monkeypatch
+):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(cache_defaults, "available_bytes", lambda: 1 << 30)
     module = CachedDataModule(Validated(dataset=Numbers()))
@@ -281,7 +318,9 @@ def test_the_users_cache_directory(tmp_path, monkeypatch):
     assert cache_defaults.default_directory().parents[2] == tmp_path / ".cache"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # which the standard says to ignore
     assert cache_defaults.default_directory().parents[2] == tmp_path / ".cache"
-    monkeypatch.setattr(pathlib.Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+    monkeypatch.setattr(
+        pathlib.Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home"))
+    )
     assert cache_defaults.default_directory().is_absolute()
 
 

@@ -76,15 +76,23 @@ class Sized(pl.LightningDataModule):
         self.dataset = Pictures()
 
     def train_dataloader(self):
-        return DataLoader(self.dataset, batch_size=self.hparams.batch_size if self.saves else self.batch_size)
+        return DataLoader(
+            self.dataset, batch_size=self.hparams.batch_size if self.saves else self.batch_size
+        )
 
 
 WRAPPERS = {
-    "cached": lambda module, folder: CachedDataModule(module, directory=folder, memory_bytes=1 << 20),
+    "cached": lambda module, folder: CachedDataModule(
+        module, directory=folder, memory_bytes=1 << 20
+    ),
     "tuned": lambda module, _: TunedDataModule(module, num_workers=0, pin_memory=False),
-    "coordinated": lambda module, folder: CoordinatedDataModule(module, directory=folder, memory_bytes=1 << 20),
+    "coordinated": lambda module, folder: CoordinatedDataModule(
+        module, directory=folder, memory_bytes=1 << 20
+    ),
     "tuned around cached": lambda module, folder: TunedDataModule(
-        CachedDataModule(module, directory=folder, memory_bytes=1 << 20), num_workers=0, pin_memory=False
+        CachedDataModule(module, directory=folder, memory_bytes=1 << 20),
+        num_workers=0,
+        pin_memory=False,
     ),
 }
 
@@ -96,7 +104,9 @@ def test_what_is_set_reaches_the_module_inside(tmp_path, wrapper, saves):
     module = WRAPPERS[wrapper](inner, tmp_path)
     holder = module.hparams if saves else module
     holder.batch_size = 8
-    assert (inner.hparams if saves else inner).batch_size == 8 and next(iter(module.train_dataloader())).shape[0] == 8
+    assert (inner.hparams if saves else inner).batch_size == 8 and next(
+        iter(module.train_dataloader())
+    ).shape[0] == 8
     module.own, module.memory_bytes = 1, 7
     assert not hasattr(inner, "own") and not hasattr(inner, "memory_bytes") and module.own == 1
     assert (
@@ -111,10 +121,15 @@ def test_what_is_set_reaches_the_module_inside(tmp_path, wrapper, saves):
 @pytest.mark.parametrize("saves", [False, True])
 def test_the_batch_size_finder_tries_what_it_reports(tmp_path, saves):
     tried = []
-    for module in (Sized(saves=saves), CachedDataModule(Sized(saves=saves), directory=tmp_path, memory_bytes=1 << 20)):
+    for module in (
+        Sized(saves=saves),
+        CachedDataModule(Sized(saves=saves), directory=tmp_path, memory_bytes=1 << 20),
+    ):
         model = Sees()
         trainer = make_trainer(max_epochs=1, default_root_dir=tmp_path, enable_checkpointing=True)
-        found = Tuner(trainer).scale_batch_size(model, datamodule=module, steps_per_trial=1, max_trials=3)
+        found = Tuner(trainer).scale_batch_size(
+            model, datamodule=module, steps_per_trial=1, max_trials=3
+        )
         tried.append((found, model.shapes))
     assert tried[0] == tried[1] and tried[0][0] == 8
 

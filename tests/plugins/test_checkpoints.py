@@ -1,4 +1,6 @@
-"""Checkpoints: one plain file whatever the plan, resumed under any other plan, world size or strategy with the same loss."""
+"""Checkpoints: one plain file whatever the plan, resumed under any other plan, world size or
+strategy with the same loss.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,23 @@ from torch import Tensor
 
 from lightning_topt import AutoParallelStrategy
 from lightning_topt.plan.parallel_plan import ParallelPlan
-from tests.plugins.trainer_ranks import OwnShare, RecordingGPT, loader, make_trainer, on_ranks, topt_trainer
+from tests.plugins.trainer_ranks import (
+    OwnShare,
+    RecordingGPT,
+    loader,
+    make_trainer,
+    on_ranks,
+    topt_trainer,
+)
 
 GLOBAL_BATCH = 8
 PLANS = ["ddp", "zero1", "zero2", "zero3+recompute"]
 
 
 class SavedState(L.Callback):
-    """A callback, a data module and hyper-parameters all have state that a checkpoint must bring back."""
+    """A callback, a data module and hyper-parameters all have state that a checkpoint must bring
+    back.
+    """
 
     def __init__(self) -> None:
         self.batches = 0
@@ -81,7 +92,11 @@ def resume(rank: int, plan: str | None, path: str) -> Any:
     module, data, saved = SavedGPT(), Data(), SavedState()
     trainer = trainer_for(plan, max_epochs=2, callbacks=[saved])
     trainer.fit(module, data, ckpt_path=path)
-    rates = trainer.lr_scheduler_configs[0].scheduler.get_last_lr() if trainer.lr_scheduler_configs else None
+    rates = (
+        trainer.lr_scheduler_configs[0].scheduler.get_last_lr()
+        if trainer.lr_scheduler_configs
+        else None
+    )
     return module.losses, module.state_dict(), saved.batches, data.loads, rates, trainer.global_step
 
 
@@ -109,7 +124,9 @@ def test_resume_with_the_same_loss(
     checkpoints: dict[str, str], uninterrupted: Any, source: str, target: str | None
 ) -> None:
     results = (
-        [resume(0, None, checkpoints[source])] if target is None else on_ranks(resume, target, checkpoints[source])
+        [resume(0, None, checkpoints[source])]
+        if target is None
+        else on_ranks(resume, target, checkpoints[source])
     )
     for losses, state, batches, loads, rates, steps in results:
         assert losses == pytest.approx(uninterrupted[0], rel=1e-5)
@@ -131,7 +148,10 @@ def test_file_is_plain_and_holds_the_plan(checkpoints: dict[str, str], plan: str
     assert state["state"].keys() == expected["state"].keys()
     for index, values in expected["state"].items():
         for key, value in values.items():
-            assert type(state["state"][index][key]) is Tensor and not state["state"][index][key].is_meta
+            assert (
+                type(state["state"][index][key]) is Tensor
+                and not state["state"][index][key].is_meta
+            )
             torch.testing.assert_close(state["state"][index][key], value, rtol=1e-4, atol=1e-6)
     restored = SavedGPT.load_from_checkpoint(checkpoints[plan])
     assert restored.hparams == {"layers": 2}
@@ -143,12 +163,17 @@ def other_size(rank: int, plan: str, path: str) -> Any:
 
 @pytest.mark.parametrize("plan", ["zero1", "zero3"])
 def test_other_world_size(checkpoints: dict[str, str], uninterrupted: Any, plan: str) -> None:
-    for losses, state, *_ in on_ranks(other_size, plan, checkpoints["zero3+recompute"], world_size=4):
+    for losses, state, *_ in on_ranks(
+        other_size, plan, checkpoints["zero3+recompute"], world_size=4
+    ):
         assert losses == pytest.approx(uninterrupted[0], rel=1e-5)
-        torch.testing.assert_close(state["head.weight"], uninterrupted[1]["head.weight"], rtol=1e-4, atol=2e-6)
+        torch.testing.assert_close(
+            state["head.weight"], uninterrupted[1]["head.weight"], rtol=1e-4, atol=2e-6
+        )
 
 
-# ---- ModelCheckpoint ------------------------------------------------------------------------------------------------
+# ---- ModelCheckpoint
+# ------------------------------------------------------------------------------------------------
 
 
 class Worsening(RecordingGPT):
@@ -158,13 +183,17 @@ class Worsening(RecordingGPT):
 
 def model_checkpoint(rank: int, plan: str, folder: str) -> Any:
     torch.manual_seed(0)
-    keep = ModelCheckpoint(folder, filename="{epoch}", monitor="score", mode="min", save_top_k=2, save_last=True)
+    keep = ModelCheckpoint(
+        folder, filename="{epoch}", monitor="score", mode="min", save_top_k=2, save_last=True
+    )
     trainer = topt_trainer(plan, callbacks=[keep], enable_checkpointing=True, max_epochs=4)
     module = Worsening()
     trainer.fit(module, loader(16), loader(16))
     files = sorted(path.name for path in Path(folder).iterdir())
     tested = trainer.test(module, loader(16), ckpt_path="best", verbose=False)[0]["test_loss"]
-    new = topt_trainer(plan).test(RecordingGPT(), loader(16), ckpt_path=keep.best_model_path, verbose=False)
+    new = topt_trainer(plan).test(
+        RecordingGPT(), loader(16), ckpt_path=keep.best_model_path, verbose=False
+    )
     return files, Path(keep.best_model_path).name, tested, new[0]["test_loss"]
 
 
@@ -178,7 +207,8 @@ def test_model_checkpoint_keeps_the_best_and_the_last(plan: str, tmp_path: Path)
 
 class WithObject(RecordingGPT):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["object"] = Path("/")  # not among the types that torch.load(weights_only=True) accepts
+        # not among the types that torch.load(weights_only=True) accepts
+        checkpoint["object"] = Path("/")
         self.given = checkpoint
 
 
@@ -187,12 +217,16 @@ def full_pickle(rank: int, path: str) -> None:
     module = WithObject()
     trainer.fit(module, loader(8))
     trainer.save_checkpoint(path)
-    assert "lightning_topt" not in module.given and "lightning_topt" in torch.load(path, weights_only=False)
+    assert "lightning_topt" not in module.given and "lightning_topt" in torch.load(
+        path, weights_only=False
+    )
     again = make_trainer(AutoParallelStrategy(plan="zero3"), devices=2, max_epochs=2)
     again.fit(WithObject(), loader(8), ckpt_path=path, weights_only=False)
     assert again.current_epoch == 2
     with pytest.raises(Exception, match="Weights only load failed"):
-        topt_trainer("zero3", max_epochs=3).fit(WithObject(), loader(8), ckpt_path=path, weights_only=True)
+        topt_trainer("zero3", max_epochs=3).fit(
+            WithObject(), loader(8), ckpt_path=path, weights_only=True
+        )
 
 
 def test_weights_only_reaches_the_load(tmp_path: Path) -> None:

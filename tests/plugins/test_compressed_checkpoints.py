@@ -1,4 +1,6 @@
-"""Residuals in checkpoints: a resumed run is the uninterrupted one, also on another number of ranks as far as that can be."""
+"""Residuals in checkpoints: a resumed run is the uninterrupted one, also on another number of ranks
+as far as that can be.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ State = dict[str, Any]
 
 
 class Recording(RecordingGPT):
-    """SGD, so that nothing hides a lost gradient; keeps the exchange's state of the first moment of a fit."""
+    """SGD, so that nothing hides a lost gradient; keeps the exchange's state of the first moment of
+    a fit.
+    """
 
     def __init__(self, lr: float = 0.1) -> None:
         super().__init__()
@@ -36,7 +40,14 @@ class Recording(RecordingGPT):
             self.at_start = exchange.state_dict()
 
 
-def fit(strategy: Strategy, *, epochs: int, resume: Path | None = None, save: Path | None = None, **kwargs: Any) -> Any:
+def fit(
+    strategy: Strategy,
+    *,
+    epochs: int,
+    resume: Path | None = None,
+    save: Path | None = None,
+    **kwargs: Any,
+) -> Any:
     torch.manual_seed(0)
     module = Recording()
     trainer = make_trainer(
@@ -58,12 +69,16 @@ def saved_state(path: Path) -> State:
     return state
 
 
-def resumed(rank: int, folder: Path, options: dict[str, Any]) -> tuple[list[float], list[float], bool]:
+def resumed(
+    rank: int, folder: Path, options: dict[str, Any]
+) -> tuple[list[float], list[float], bool]:
     path = folder / "one.ckpt"
     whole = fit(compressed(**options), epochs=3)
     first = fit(compressed(**options), epochs=1, save=path)
     second = fit(compressed(**options), epochs=3, resume=path)
-    equal = all(torch.equal(a, b) for a, b in zip(whole.parameters(), second.parameters(), strict=True))
+    equal = all(
+        torch.equal(a, b) for a, b in zip(whole.parameters(), second.parameters(), strict=True)
+    )
     return whole.losses, first.losses + second.losses, equal
 
 
@@ -87,17 +102,23 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, options: dict[st
         assert len(whole) == 12 and parts == whole and equal
 
 
-@pytest.mark.parametrize("options", [{"density": 0.1, "hierarchical": True}, {"density": None, "bits": 2}])
+@pytest.mark.parametrize(
+    "options", [{"density": 0.1, "hierarchical": True}, {"density": None, "bits": 2}]
+)
 def test_a_resumed_run_of_several_shards_is_nearly_the_uninterrupted_one(
     tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    """DDP lays its buckets anew after its first step: that step chooses among other shards, and rounds in other groups."""
+    """DDP lays its buckets anew after its first step: that step chooses among other shards, and
+    rounds in other groups.
+    """
     for whole, parts, _ in on_ranks(resumed, tmp_path, options):
         assert parts == pytest.approx(whole, rel=1e-3) and parts[:5] == whole[:5]
 
 
 def forgetful(rank: int, folder: Path) -> bool:
-    """Whether a run that resumes without its residuals ends elsewhere: else the test above could not fail."""
+    """Whether a run that resumes without its residuals ends elsewhere: else the test above could
+    not fail.
+    """
     path = folder / "one.ckpt"
     fit(CompressedDDPStrategy(TopK(density=0.1)), epochs=1, save=path)
     with_residual = fit(CompressedDDPStrategy(TopK(density=0.1)), epochs=3, resume=path)
@@ -115,7 +136,8 @@ def test_checkpoints_without_residuals_start_at_zero(tmp_path: Path) -> None:
     assert on_ranks(forgetful, tmp_path) == [False, False]
 
 
-# ---- other numbers of ranks -----------------------------------------------------------------------------------------
+# ---- other numbers of ranks
+# -----------------------------------------------------------------------------------------
 
 
 def first_part(rank: int, path: Path, options: dict[str, Any]) -> None:
@@ -129,7 +151,10 @@ def second_part(rank: int, path: Path, options: dict[str, Any]) -> State:
 
 
 def mean(states: list[State], kind: str = "residual") -> dict[str, Tensor]:
-    return {name: torch.stack([state[kind][name] for state in states]).mean(0) for name in states[0][kind]}
+    return {
+        name: torch.stack([state[kind][name] for state in states]).mean(0)
+        for name in states[0][kind]
+    }
 
 
 @pytest.mark.parametrize(
@@ -148,14 +173,17 @@ def test_other_world_size_keeps_the_mean_pending_gradient(
     on_ranks(first_part, path, {"density": 0.1, **before}, world_size=ranks[0])
     loaded = on_ranks(second_part, path, {"density": 0.1, **after}, world_size=ranks[1])[0]
     saved = saved_state(path)
-    assert len(saved["ranks"]) == before.get("nodes", ranks[0]) and len(loaded["ranks"]) == after.get("nodes", ranks[1])
+    assert len(saved["ranks"]) == before.get("nodes", ranks[0]) and len(
+        loaded["ranks"]
+    ) == after.get("nodes", ranks[1])
     expected, found = mean(saved["ranks"]), mean(loaded["ranks"])
     assert any(value.abs().max() > 0 for value in expected.values())
     for name, value in expected.items():
         torch.testing.assert_close(found[name].view(-1), value.view(-1))
 
 
-# ---- other strategies -----------------------------------------------------------------------------------------------
+# ---- other strategies
+# -----------------------------------------------------------------------------------------------
 
 
 def portable(rank: int, folder: Path) -> list[int]:
@@ -180,7 +208,8 @@ def test_checkpoints_of_and_for_other_strategies(tmp_path: Path) -> None:
     assert on_ranks(portable, tmp_path) == [[4] * 5] * 2
 
 
-# ---- when checkpoints are saved -------------------------------------------------------------------------------------
+# ---- when checkpoints are saved
+# -------------------------------------------------------------------------------------
 
 
 class Interrupted(Recording):
@@ -192,16 +221,26 @@ class Interrupted(Recording):
 def callbacks(rank: int, folder: Path) -> None:
     during = ModelCheckpoint(folder / "during", every_n_train_steps=3, save_top_k=-1)
     light = ModelCheckpoint(folder / "light", every_n_train_steps=2, save_weights_only=True)
-    fit(CompressedDDPStrategy(TopK(density=0.1)), epochs=1, callbacks=[during, light], enable_checkpointing=True)
+    fit(
+        CompressedDDPStrategy(TopK(density=0.1)),
+        epochs=1,
+        callbacks=[during, light],
+        enable_checkpointing=True,
+    )
     on_error = OnExceptionCheckpoint(folder, "error")
     trainer = make_trainer(
-        CompressedDDPStrategy(TopK(density=0.1)), devices=2, callbacks=[on_error], enable_checkpointing=True
+        CompressedDDPStrategy(TopK(density=0.1)),
+        devices=2,
+        callbacks=[on_error],
+        enable_checkpointing=True,
     )
     with pytest.raises(MemoryError):
         trainer.fit(Interrupted(), OwnShare(8))
 
 
-def test_residuals_are_saved_during_a_fit_but_not_with_weights_alone_or_after_an_error(tmp_path: Path) -> None:
+def test_residuals_are_saved_during_a_fit_but_not_with_weights_alone_or_after_an_error(
+    tmp_path: Path,
+) -> None:
     on_ranks(callbacks, tmp_path)
     (during,) = (tmp_path / "during").glob("*.ckpt")
     state = saved_state(during)

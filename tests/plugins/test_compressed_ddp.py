@@ -58,16 +58,26 @@ def state(module: nn.Module) -> dict[str, Tensor]:
 
 
 def fit(
-    options: dict[str, Any] | None, *, module: L.LightningModule | None = None, ddp: Any = None, **kwargs: Any
+    options: dict[str, Any] | None,
+    *,
+    module: L.LightningModule | None = None,
+    ddp: Any = None,
+    **kwargs: Any,
 ) -> dict[str, Any]:
-    """Losses, parameters and bytes of a fit of `SgdGPT` with our strategy; with Lightning's where `options` is None."""
+    """Losses, parameters and bytes of a fit of `SgdGPT` with our strategy; with Lightning's where
+    `options` is None.
+    """
     torch.manual_seed(0)
     module = SgdGPT() if module is None else module
     ddp = ddp or {}
     strategy = DDPStrategy(**ddp) if options is None else compressed(Unreported, **options, **ddp)
     trainer = make_trainer(strategy, devices=dist.get_world_size(), **{"max_steps": 8, **kwargs})
     trainer.fit(module, loader(4))
-    statistics = strategy.exchange.statistics(reset=False) if isinstance(strategy, CompressedDDPStrategy) else None
+    statistics = (
+        strategy.exchange.statistics(reset=False)
+        if isinstance(strategy, CompressedDDPStrategy)
+        else None
+    )
     return {
         "losses": getattr(module, "losses", []),
         "state": state(module),
@@ -88,10 +98,13 @@ def largest_difference(first: dict[str, Tensor], second: dict[str, Tensor]) -> f
 def assert_equal_ranks(results: list[list[dict[str, Any]]]) -> None:
     for run in zip(*results, strict=True):
         for other in run[1:]:
-            assert all(torch.equal(other["state"][name], value) for name, value in run[0]["state"].items())
+            assert all(
+                torch.equal(other["state"][name], value) for name, value in run[0]["state"].items()
+            )
 
 
-# ---- the same as ddp ------------------------------------------------------------------------------------------------
+# ---- the same as ddp
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -115,7 +128,8 @@ def test_everything_sent_equals_ddp(options: dict[str, Any], ranks: int) -> None
         assert largest_difference(ours["state"], dense["state"]) < 1e-5
 
 
-# ---- compressed -----------------------------------------------------------------------------------------------------
+# ---- compressed
+# -----------------------------------------------------------------------------------------------------
 
 
 class Easy(RecordingGPT):
@@ -137,7 +151,12 @@ def learns(rank: int, options: dict[str, Any]) -> dict[str, Any]:
     "options",
     [
         {"density": 0.05},
-        {"density": 0.05, "value_dtype": "bfloat16", "warmup_steps": 5, "exempt": ("norm", "bias", "embedding")},
+        {
+            "density": 0.05,
+            "value_dtype": "bfloat16",
+            "warmup_steps": 5,
+            "exempt": ("norm", "bias", "embedding"),
+        },
         {"density": 0.05, "hierarchical": True, "nodes": 2},
         {"density": None, "bits": 2},
         {"method": "powersgd"},
@@ -165,20 +184,25 @@ def test_gradients_are_compressed_on_the_cpu_too() -> None:
         assert whole < sent < whole * (1 + 7 * 0.05 * 2.1)
 
 
-# ---- precision, accumulation, clipping ------------------------------------------------------------------------------
+# ---- precision, accumulation, clipping
+# ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed", "bf16-true"])
 def test_precisions_equal_ddp(precision: str) -> None:
     ours: dict[str, Any] = {"density": 1.0}
-    for dense, result in on_ranks(fits, (None, {"precision": precision}), (ours, {"precision": precision})):
+    for dense, result in on_ranks(
+        fits, (None, {"precision": precision}), (ours, {"precision": precision})
+    ):
         assert result["losses"] == pytest.approx(dense["losses"], rel=2e-2)
         assert largest_difference(result["state"], dense["state"]) < 2e-2
         assert len(set(result["losses"])) > 2
 
 
 class Overflow(SgdGPT):
-    """The gradient of rank 1 overflows in the fourth batch; records residual norms, scales and skipped steps."""
+    """The gradient of rank 1 overflows in the fourth batch; records residual norms, scales and
+    skipped steps.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -206,13 +230,18 @@ def overflows(rank: int, options: dict[str, Any] | None) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "options", [{"density": 0.1}, {"method": "powersgd"}, {"density": 1.0, "error_feedback": False}]
 )
-def test_overflow_skips_the_step_on_all_ranks_and_keeps_the_residual(options: dict[str, Any]) -> None:
+def test_overflow_skips_the_step_on_all_ranks_and_keeps_the_residual(
+    options: dict[str, Any],
+) -> None:
     dense, ours = on_ranks(overflows, None)[0], on_ranks(overflows, options)
     assert_equal_ranks([[result] for result in ours])
     for rank, result in enumerate(ours):
         weights, norms, scales = zip(*result["records"], strict=True)
         assert weights[3] == weights[2] and weights[4] != weights[3]
-        assert scales == tuple(scale for _, _, scale in dense["records"]) and scales[3] == scales[2] / 2
+        assert (
+            scales == tuple(scale for _, _, scale in dense["records"])
+            and scales[3] == scales[2] / 2
+        )
         assert all(value.isfinite().all() for value in result["state"].values())
         if options.get("density") == 1.0:
             assert largest_difference(result["state"], dense["state"]) < 1e-3
@@ -225,7 +254,9 @@ def test_overflow_skips_the_step_on_all_ranks_and_keeps_the_residual(options: di
 def test_accumulation_exchanges_once_per_step() -> None:
     accumulate = {"accumulate_grad_batches": 2, "max_steps": 4}
     for dense, ours in on_ranks(fits, (None, accumulate), ({"density": 1.0}, accumulate)):
-        assert ours["losses"] == pytest.approx(dense["losses"], rel=1e-5) and len(ours["losses"]) == 8
+        assert (
+            ours["losses"] == pytest.approx(dense["losses"], rel=1e-5) and len(ours["losses"]) == 8
+        )
         assert ours["steps"] == ours["statistics"].steps == 4
 
 
@@ -253,7 +284,8 @@ def test_clipping_is_by_the_norm_of_what_is_applied() -> None:
     assert results[0]["records"] == pytest.approx([0.1 * 0.05] * 8, rel=1e-3)
 
 
-# ---- modules --------------------------------------------------------------------------------------------------------
+# ---- modules
+# --------------------------------------------------------------------------------------------------------
 
 
 class Groups(RecordingGPT):
@@ -287,15 +319,22 @@ class Unused(Branching):
         return torch.utils.data.DataLoader(batch_for(self, 32), batch_size=4)
 
 
-def of_module(rank: int, kind: type[L.LightningModule], options: dict[str, Any] | None, ddp: Any) -> dict[str, Any]:
+def of_module(
+    rank: int, kind: type[L.LightningModule], options: dict[str, Any] | None, ddp: Any
+) -> dict[str, Any]:
     torch.manual_seed(0)
     return fit(options, module=kind(), ddp=ddp, max_steps=6)
 
 
 @pytest.mark.parametrize("kind", [Groups, Manual])
-@pytest.mark.parametrize("ddp", [{}, {"static_graph": True}, {"find_unused_parameters": True}], ids=str)
+@pytest.mark.parametrize(
+    "ddp", [{}, {"static_graph": True}, {"find_unused_parameters": True}], ids=str
+)
 def test_modules_equal_ddp(kind: type[L.LightningModule], ddp: dict[str, Any]) -> None:
-    dense, ours = on_ranks(of_module, kind, None, ddp), on_ranks(of_module, kind, {"density": 1.0}, ddp)
+    dense, ours = (
+        on_ranks(of_module, kind, None, ddp),
+        on_ranks(of_module, kind, {"density": 1.0}, ddp),
+    )
     for first, second in zip(dense, ours, strict=True):
         assert second["losses"] == pytest.approx(first["losses"], rel=1e-5)
         assert largest_difference(first["state"], second["state"]) < 1e-5
@@ -319,7 +358,9 @@ def two_optimizers(rank: int, options: dict[str, Any] | None) -> tuple[dict[str,
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         result = fit(options, module=TwoOptimizers())
-    return result, [str(warning.message) for warning in caught if "several optimizers" in str(warning.message)]
+    return result, [
+        str(warning.message) for warning in caught if "several optimizers" in str(warning.message)
+    ]
 
 
 def test_several_optimizers_are_warned_of_what_error_feedback_can_lose() -> None:
@@ -340,7 +381,11 @@ def unused(rank: int, options: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def test_unused_parameters() -> None:
-    dense, ours, sparse = on_ranks(unused, None), on_ranks(unused, {"density": 1.0}), on_ranks(unused, {"density": 0.2})
+    dense, ours, sparse = (
+        on_ranks(unused, None),
+        on_ranks(unused, {"density": 1.0}),
+        on_ranks(unused, {"density": 0.2}),
+    )
     assert largest_difference(dense[0]["state"], ours[0]["state"]) < 1e-5
     assert_equal_ranks([[result] for result in ours])
     assert_equal_ranks([[result] for result in sparse])
@@ -352,7 +397,10 @@ def other_loops(rank: int) -> dict[str, Any]:
     torch.manual_seed(0)
     module = RecordingGPT()
     trainer = make_trainer(
-        CompressedDDPStrategy(TopK(density=0.1)), devices=2, limit_train_batches=3, limit_val_batches=2
+        CompressedDDPStrategy(TopK(density=0.1)),
+        devices=2,
+        limit_train_batches=3,
+        limit_val_batches=2,
     )
     trainer.fit(module, loader(4), loader(4))
     fitted = float(trainer.callback_metrics["val_loss"])
@@ -377,7 +425,8 @@ def test_fit_validate_test_predict_and_fit_again() -> None:
         assert result["predicted"] == [(4, 8), (1, 8)] and result["steps"] == 6
 
 
-# ---- what goes wrong ------------------------------------------------------------------------------------------------
+# ---- what goes wrong
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -392,10 +441,22 @@ def test_fit_validate_test_predict_and_fit_again() -> None:
             "method 'topk' has no option 'dencity'; its options are dense_steps, ",
         ),
         ({"dencity": 0.1}, TypeError, "dencity"),
-        ({"density": 0.1}, TypeError, r"give it to that, as in CompressedDDPStrategy\(TopK\(density=0.1\)\)"),
+        (
+            {"density": 0.1},
+            TypeError,
+            r"give it to that, as in CompressedDDPStrategy\(TopK\(density=0.1\)\)",
+        ),
         ({"rank": 4}, TypeError, r"CompressedDDPStrategy\(PowerSGD\(rank=4\)\)"),
-        ({"method": {"method": "bf16", "density": 0.1}}, ValueError, "'bf16' has no option 'density'"),
-        ({"method": LocalSteps(every=2)}, ValueError, "give it to LocalStepsStrategy, or choose one of .*dense, bf16"),
+        (
+            {"method": {"method": "bf16", "density": 0.1}},
+            ValueError,
+            "'bf16' has no option 'density'",
+        ),
+        (
+            {"method": LocalSteps(every=2)},
+            ValueError,
+            "give it to LocalStepsStrategy, or choose one of .*dense, bf16",
+        ),
         ({"method": "local_steps"}, ValueError, "give it to LocalStepsStrategy"),
         ({"method": 3}, ValueError, "a method of exchange is a name, a mapping"),
         ({"method": {"link": {"latency_seconds": 1e-4, "bandwidth": 0}}}, ValueError, "bandwidth"),
@@ -404,7 +465,9 @@ def test_fit_validate_test_predict_and_fit_again() -> None:
         ({"model_averaging_period": 2}, ValueError, "model_averaging_period"),
     ],
 )
-def test_wrong_options_are_refused_at_once(options: dict[str, Any], error: type[Exception], says: str) -> None:
+def test_wrong_options_are_refused_at_once(
+    options: dict[str, Any], error: type[Exception], says: str
+) -> None:
     with pytest.raises(error, match=says):
         CompressedDDPStrategy(**options)
 
@@ -497,7 +560,9 @@ def fit_error(rank: int, options: dict[str, Any], kind: type[L.LightningModule])
         ({}, Double, "ValueError", "tokens.weight is torch.float64"),
     ],
 )
-def test_errors_of_a_fit(options: dict[str, Any], kind: type[L.LightningModule], name: str, says: str) -> None:
+def test_errors_of_a_fit(
+    options: dict[str, Any], kind: type[L.LightningModule], name: str, says: str
+) -> None:
     for error, message in on_ranks(fit_error, options, kind):
         assert error == name and says in message
 
@@ -525,7 +590,11 @@ class KilledWhileLogging(Killed, RecordingGPT):
 
 def survivor(store: str, rank: int, queue: Any, kind: type[L.LightningModule]) -> None:
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=60),
     )
     queue.put(_as_torchrun(rank, fit_error, 2, ({}, kind)))
 
@@ -534,7 +603,10 @@ def survivor(store: str, rank: int, queue: Any, kind: type[L.LightningModule]) -
 def test_killed_rank_is_named(tmp_path: Path, kind: type[L.LightningModule]) -> None:
     context = mp.get_context("fork")
     queue = context.Queue()
-    ranks = [context.Process(target=survivor, args=(str(tmp_path / "store"), rank, queue, kind)) for rank in range(2)]
+    ranks = [
+        context.Process(target=survivor, args=(str(tmp_path / "store"), rank, queue, kind))
+        for rank in range(2)
+    ]
     for rank in ranks:
         rank.start()
     try:

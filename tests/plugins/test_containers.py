@@ -53,7 +53,9 @@ class InOrder(L.LightningModule):
         x = self.embed(batch[0])
         for layer in self.first:
             x = layer(x)
-        loss = nn.functional.cross_entropy(self.head(self.second(x)).flatten(0, 1), batch[1].flatten())
+        loss = nn.functional.cross_entropy(
+            self.head(self.second(x)).flatten(0, 1), batch[1].flatten()
+        )
         self.losses.append(loss.item())
         return loss
 
@@ -66,7 +68,9 @@ def fits(rank: int, plans: tuple[str, ...]) -> list[tuple[list[float], int]]:
     for plan in plans:
         torch.manual_seed(0)
         module = InOrder()
-        strategy = {"ddp": "ddp", "search": AutoParallelStrategy()}.get(plan) or AutoParallelStrategy(plan=plan)
+        strategy = {"ddp": "ddp", "search": AutoParallelStrategy()}.get(
+            plan
+        ) or AutoParallelStrategy(plan=plan)
         make_trainer(strategy, devices=2).fit(module, OwnShare(8))
         found.append((module.losses, module.first.times))
     return found

@@ -1,4 +1,6 @@
-"""What a fit does around a pipeline that never flushes: files, resuming, replicas, evaluation, and what goes wrong."""
+"""What a fit does around a pipeline that never flushes: files, resuming, replicas, evaluation, and
+what goes wrong.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +27,17 @@ from tests.plugins.trainer_ranks import make_trainer, on_ranks
 
 
 def never(ranks: int = 2, **options: Any) -> PipelineStrategy:
-    return PipelineStrategy(cluster=cluster(ranks), **{"schedule": "continuous", "prediction": "multistep", **options})
+    return PipelineStrategy(
+        cluster=cluster(ranks), **{"schedule": "continuous", "prediction": "multistep", **options}
+    )
 
 
 def state_of(module: nn.Module) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in module.state_dict().items()}
 
 
-# ---- files --------------------------------------------------------------------------------------------------------------
+# ---- files
+# --------------------------------------------------------------------------------------------------------------
 
 
 class Resumable(DataLoader[Any]):
@@ -59,11 +64,19 @@ class Resumable(DataLoader[Any]):
 def goes_on(rank: int, folder: Path) -> dict[str, Any]:
     found = {}
     for form in ("full", "sharded"):
-        for start, name in ((None, "undisturbed"), ("step=4.ckpt", "resumed"), ("step=10.ckpt", "after an epoch")):
+        for start, name in (
+            (None, "undisturbed"),
+            ("step=4.ckpt", "resumed"),
+            ("step=10.ckpt", "after an epoch"),
+        ):
             torch.manual_seed(rank)
             module = Net(adamw)
-            saves = ModelCheckpoint(folder / form / name, filename="{step}", every_n_train_steps=4, save_top_k=-1)
-            epochs = ModelCheckpoint(folder / form / name, filename="{step}", save_top_k=-1, every_n_epochs=1)
+            saves = ModelCheckpoint(
+                folder / form / name, filename="{step}", every_n_train_steps=4, save_top_k=-1
+            )
+            epochs = ModelCheckpoint(
+                folder / form / name, filename="{step}", save_top_k=-1, every_n_epochs=1
+            )
             trainer = make_trainer(
                 never(checkpoint=form, prediction={"rule": "pipemare", "annealing_updates": 16}),
                 devices=2,
@@ -81,7 +94,9 @@ def goes_on(rank: int, folder: Path) -> dict[str, Any]:
 
 
 def test_a_run_goes_on_from_any_file_as_if_nothing_had_been(tmp_path: Path) -> None:
-    """The undisturbed run is drained at the same places: each fourth step, and at the ends of epochs."""
+    """The undisturbed run is drained at the same places: each fourth step, and at the ends of
+    epochs.
+    """
     for found in on_ranks(goes_on, tmp_path):
         expected, steps, epochs = found["full", "undisturbed"]
         assert steps == 20
@@ -94,7 +109,8 @@ def test_a_run_goes_on_from_any_file_as_if_nothing_had_been(tmp_path: Path) -> N
     plan = ParallelPlan.from_dict(saved["lightning_topt"]["plan"])
     batches = [(x, y) for x, y in DataLoader(Points(40), batch_size=4)][:4]
     twin = ChainTwin(Net(adamw), plan, batches, optimizer=adamw, clip=0.2, factor=factor).train()
-    for key, value in twin.state.items():  # the file has the updates of all batches that had come in
+    # the file has the updates of all batches that had come in
+    for key, value in twin.state.items():
         torch.testing.assert_close(saved["state_dict"][key], value, rtol=1e-5, atol=1e-6)
 
 
@@ -114,7 +130,9 @@ class Decides(Net):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.log("updated", 1.0, on_step=False, on_epoch=True, reduce_fx="sum")
 
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+    ) -> None:
         if self.trainer.global_step < 3:  # a warm-up as many write it
             for group in optimizer.param_groups:
                 group["lr"] = 0.01 * (self.trainer.global_step + 1)
@@ -136,7 +154,11 @@ def decides(rank: int, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     monitors = [
         ModelCheckpoint(
-            folder, filename="{step}-{loss_step:.3f}", monitor="loss_step", every_n_train_steps=3, save_top_k=1
+            folder,
+            filename="{step}-{loss_step:.3f}",
+            monitor="loss_step",
+            every_n_train_steps=3,
+            save_top_k=1,
         ),
         ModelCheckpoint(folder, filename="best-{epoch}", monitor="loss_epoch", save_top_k=1),
         EarlyStopping("loss_epoch", patience=1, min_delta=10.0),
@@ -167,8 +189,14 @@ def test_callbacks_find_the_same_values_and_weights_on_all_ranks(tmp_path: Path)
             assert torch.equal(found["state"][key], value)
         assert found["stopped"][:2] == first["stopped"][:2]
     assert first["epochs"][:2] == (2, 20)  # the second epoch is not better by ten
-    assert [epoch["updated"] for epoch in first["epochs"][2]] == [10, 10] and first["stopped"][1][0]["updated"] == 7
-    assert first["stopped"][0] == 7 and len(first["stopped"][1]) == 1 and "val_loss" in first["stopped"][1][0]
+    assert [epoch["updated"] for epoch in first["epochs"][2]] == [10, 10] and first["stopped"][1][
+        0
+    ]["updated"] == 7
+    assert (
+        first["stopped"][0] == 7
+        and len(first["stopped"][1]) == 1
+        and "val_loss" in first["stopped"][1][0]
+    )
     plan = ParallelPlan.from_dict(first["plan"])
     ends = [3, 5, 6, 9, 10, 12, 15, 18]  # saved by the monitors and by the module, validated
     for key, value in Warmed(plan, first["batches"], ends).train().state.items():
@@ -179,7 +207,8 @@ def test_callbacks_find_the_same_values_and_weights_on_all_ranks(tmp_path: Path)
         torch.testing.assert_close(own["state_dict"][key], value, rtol=1e-5, atol=1e-6)
 
 
-# ---- replicas, precision, evaluation ------------------------------------------------------------------------------------
+# ---- replicas, precision, evaluation
+# ------------------------------------------------------------------------------------
 
 
 class Evaluated(Net):
@@ -197,10 +226,15 @@ def in_rows(rank: int) -> dict[str, Any]:
     plan: dict[str, Any] = {"mesh": {"pipeline": 2, "data": 2}, "schedule": "continuous"}
     for name, strategy in (
         ("rows", never(4, stages=2)),
-        ("searched", AutoParallelStrategy(plan=plan, allow_staleness="multistep", cluster=cluster(4))),
+        (
+            "searched",
+            AutoParallelStrategy(plan=plan, allow_staleness="multistep", cluster=cluster(4)),
+        ),
     ):
         module = Evaluated(adamw)
-        trainer = make_trainer(strategy, devices=4, max_epochs=2, gradient_clip_val=0.5, accumulate_grad_batches=2)
+        trainer = make_trainer(
+            strategy, devices=4, max_epochs=2, gradient_clip_val=0.5, accumulate_grad_batches=2
+        )
         trainer.fit(module, points(36), points(8))
         found[name] = {
             "state": state_of(module),
@@ -222,7 +256,15 @@ def test_replicas_share_the_batches_and_average_their_gradients() -> None:
         batches = [(torch.cat([a[0], b[0]]), torch.cat([a[1], b[1]])) for a, b in pairs]
         assert len(batches) == 10 and [len(x) for x, _ in batches[3:5]] == [8, 4]
         twin = ChainTwin(
-            Net(adamw), plan, batches, optimizer=adamw, ends=(5,), epoch=5, accumulate=2, clip=0.5, factor=factor
+            Net(adamw),
+            plan,
+            batches,
+            optimizer=adamw,
+            ends=(5,),
+            epoch=5,
+            accumulate=2,
+            clip=0.5,
+            factor=factor,
         ).train()
         for found in (one[name] for one in results):
             assert found["epochs"] == first["epochs"]
@@ -234,7 +276,9 @@ def test_replicas_share_the_batches_and_average_their_gradients() -> None:
 class Spoilt(Evaluated):
     """The loss of one batch is not a number, that of another fit fails."""
 
-    def __init__(self, *, at: int | None = None, fails: bool = False, error: type[BaseException] = ValueError) -> None:
+    def __init__(
+        self, *, at: int | None = None, fails: bool = False, error: type[BaseException] = ValueError
+    ) -> None:
         super().__init__(sgd)
         self.at, self.fails, self.error = at, fails, error
 
@@ -296,8 +340,12 @@ def test_half_precision_evaluation_and_a_loss_that_is_not_a_number() -> None:
         assert found["by hand"].weight_prediction == default_prediction("AdamW")
         # As in one process: its gradients are not numbers, nor are the weights from then on.
         spoilt, losses, steps = found["nan"]
-        assert steps == 10 and all(value.isnan().any() for name, value in spoilt.items() if "right" not in name)
-        assert [index for index, loss in enumerate(losses) if loss == loss] == ([0, 1, 2] if rank else [1, 2, 3])
+        assert steps == 10 and all(
+            value.isnan().any() for name, value in spoilt.items() if "right" not in name
+        )
+        assert [index for index, loss in enumerate(losses) if loss == loss] == (
+            [0, 1, 2] if rank else [1, 2, 3]
+        )
 
 
 COLLECTIVES = (
@@ -324,7 +372,14 @@ class Counts(Net):
     def count(self, patch: pytest.MonkeyPatch) -> None:
         def counted(name: str, call: Any) -> Any:
             def wrapper(*args: Any, **kwargs: Any) -> Any:
-                group = next((each for each in (*args, *kwargs.values()) if isinstance(each, dist.ProcessGroup)), None)
+                group = next(
+                    (
+                        each
+                        for each in (*args, *kwargs.values())
+                        if isinstance(each, dist.ProcessGroup)
+                    ),
+                    None,
+                )
                 if self.calls and dist.get_world_size(group) > 1:
                     self.calls[-1].append(name)
                 return call(*args, **kwargs)
@@ -339,13 +394,17 @@ def counts(rank: int) -> list[list[str]]:
     module = Counts()
     with pytest.MonkeyPatch.context() as patch:
         module.count(patch)
-        trainer = make_trainer(never(), devices=2, max_epochs=2, val_check_interval=5, gradient_clip_val=0.5)
+        trainer = make_trainer(
+            never(), devices=2, max_epochs=2, val_check_interval=5, gradient_clip_val=0.5
+        )
         trainer.fit(module, points(), points(8))
     return module.calls
 
 
 def test_ranks_wait_for_one_another_where_the_loop_looks_and_nowhere_else() -> None:
-    """Validation comes after the iterations 4, 9, 14 and 19; what is agreed on after it counts for the next one."""
+    """Validation comes after the iterations 4, 9, 14 and 19; what is agreed on after it counts for
+    the next one.
+    """
     for calls in on_ranks(counts):
         assert len(calls) == 20
         waiting = [index for index, names in enumerate(calls) if names]
@@ -353,7 +412,8 @@ def test_ranks_wait_for_one_another_where_the_loop_looks_and_nowhere_else() -> N
         assert {4, 9, 14, 19} <= set(waiting)
 
 
-# ---- what goes wrong ----------------------------------------------------------------------------------------------------
+# ---- what goes wrong
+# ----------------------------------------------------------------------------------------------------
 
 
 class Interrupts(Net):
@@ -371,7 +431,9 @@ class Interrupts(Net):
 class NoStep(Net):
     """Leaves out an update."""
 
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+    ) -> None:
         if batch_idx % 2:
             optimizer.step(closure=optimizer_closure)
         else:
@@ -388,7 +450,11 @@ def message_of(module: L.LightningModule, strategy: Any = None, **kwargs: Any) -
 
 
 def goes_wrong(rank: int, folder: Path) -> list[str]:
-    found = [message_of(Interrupts(KeyboardInterrupt)), message_of(Interrupts(ValueError)), message_of(NoStep(sgd))]
+    found = [
+        message_of(Interrupts(KeyboardInterrupt)),
+        message_of(Interrupts(ValueError)),
+        message_of(NoStep(sgd)),
+    ]
     saves = ModelCheckpoint(folder, save_on_exception=True)
     found.append(message_of(Interrupts(ValueError), enable_checkpointing=True, callbacks=[saves]))
     spoilt = Spoilt(at=5, fails=True)  # reaches the end of its step on the last stage alone
@@ -400,7 +466,10 @@ def test_what_goes_wrong_ends_the_fit_on_every_rank(tmp_path: Path) -> None:
     first, last = on_ranks(goes_wrong, tmp_path)
     for found in (first, last):
         assert found[0].startswith("SystemExit") and found[1] == "ValueError: enough"
-        assert "optimizer_step did not step, and the stages of this pipeline update as they go" in found[2]
+        assert (
+            "optimizer_step did not step, and the stages of this pipeline update as they go"
+            in found[2]
+        )
         assert "minibatches were under way in the pipeline when the fit was interrupted" in found[3]
     assert last[4] == "ValueError: the batch is broken"
     assert "PeerLostError" in first[4] and "stage" in first[4] and "rank 1" in first[4]
@@ -439,7 +508,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     ),
     "plateau": (lambda: Plateau(sgd), {}, "ReduceLROnPlateau in each step sees other values"),
     "lbfgs": (lambda: Repeats(sgd), {}, "LBFGS runs the training step several times"),
-    "by time": (lambda: Net(sgd), {"val_check_interval": {"seconds": 1}}, "each rank's clock would decide"),
+    "by time": (
+        lambda: Net(sgd),
+        {"val_check_interval": {"seconds": 1}},
+        "each rank's clock would decide",
+    ),
     "manual": (lambda: Manual(sgd), {}, "manual optimization runs under the plan 'ddp' only"),
     "unknown": (
         lambda: Net(lambda named: torch.optim.Adagrad([p for _, p in named])),
@@ -463,7 +536,9 @@ def refused(rank: int) -> dict[str, str]:
     found = {}
     for name, (make, kwargs, _) in REFUSED.items():
         strategy = kwargs.get("strategy", never)()
-        found[name] = message_of(make(), strategy, **{key: value for key, value in kwargs.items() if key != "strategy"})
+        found[name] = message_of(
+            make(), strategy, **{key: value for key, value in kwargs.items() if key != "strategy"}
+        )
     return found
 
 

@@ -1,4 +1,6 @@
-"""Modules in a pipeline that never flushes, under a Trainer: weights, logged values, metrics and files."""
+"""Modules in a pipeline that never flushes, under a Trainer: weights, logged values, metrics and
+files.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,10 @@ def in_groups(named: Sequence[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]
     """Biases are not decayed, and learn more slowly."""
     decayed = [p for name, p in named if name.endswith("weight")]
     others = [p for name, p in named if name.endswith("bias")]
-    return [{"params": decayed, "weight_decay": 0.1}, {"params": others, "lr": 0.05, "weight_decay": 0.0}]
+    return [
+        {"params": decayed, "weight_decay": 0.1},
+        {"params": others, "lr": 0.05, "weight_decay": 0.0},
+    ]
 
 
 def factor(update: int) -> float:
@@ -70,7 +75,9 @@ class Net(L.LightningModule):
         super().__init__()
         torch.manual_seed(0)
         sizes = [WIDTH, *[8] * 5]
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in itertools.pairwise(sizes))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in itertools.pairwise(sizes)
+        )
         self.head = nn.Linear(8, CLASSES)
         self.right = torchmetrics.Accuracy("multiclass", num_classes=CLASSES)
         self.make = make
@@ -114,13 +121,16 @@ class Net(L.LightningModule):
     def configure_optimizers(self) -> Any:
         optimizer = self.make([*self.named_parameters()])
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
 
 
 @dataclass
 class Fit:
-    """A fit on batches of four, the last of an epoch smaller: `options` of the strategy, `trainer` of the Trainer; drained
-    before the batches in `ends`.
+    """A fit on batches of four, the last of an epoch smaller: `options` of the strategy, `trainer`
+    of the Trainer; drained before the batches in `ends`.
     """
 
     options: dict[str, Any]
@@ -132,7 +142,9 @@ class Fit:
 
     def run(self, rank: int, ranks: int) -> dict[str, Any]:
         module = Net(self.make)
-        strategy = PipelineStrategy(cluster=cluster(ranks), **{"schedule": "continuous", **self.options})
+        strategy = PipelineStrategy(
+            cluster=cluster(ranks), **{"schedule": "continuous", **self.options}
+        )
         trainer = make_trainer(strategy, devices=ranks, callbacks=self.callbacks(), **self.trainer)
         trainer.fit(module, points(self.length), points(8))
         assert strategy.parallel_plan is not None
@@ -153,19 +165,35 @@ FITS = {
     "plain": Fit({"prediction": "none"}, {"max_epochs": 2}, ends=(10,)),
     "no validation": Fit({}, {"max_epochs": 2, "limit_val_batches": 0}, ends=(10,), make=adamw),
     "overlapped": Fit(
-        {"schedule": "continuous_overlapped", "prediction": "spectrain"}, {"max_epochs": 2}, ends=(10,), make=adamw
+        {"schedule": "continuous_overlapped", "prediction": "spectrain"},
+        {"max_epochs": 2},
+        ends=(10,),
+        make=adamw,
     ),
-    "in between": Fit({"prediction": "spectrain"}, {"max_epochs": 1, "val_check_interval": 3}, ends=(3, 6, 9)),
+    "in between": Fit(
+        {"prediction": "spectrain"}, {"max_epochs": 1, "val_check_interval": 3}, ends=(3, 6, 9)
+    ),
     "some steps": Fit(
-        {"prediction": "multistep"}, {"max_steps": 7, "max_epochs": -1, "limit_train_batches": 5}, ends=(5,)
+        {"prediction": "multistep"},
+        {"max_steps": 7, "max_epochs": -1, "limit_train_batches": 5},
+        ends=(5,),
     ),
     "accumulated": Fit(
         {"prediction": "spectrain"},
-        {"max_epochs": 2, "accumulate_grad_batches": 3, "gradient_clip_val": 0.3, "val_check_interval": 4},
+        {
+            "max_epochs": 2,
+            "accumulate_grad_batches": 3,
+            "gradient_clip_val": 0.3,
+            "val_check_interval": 4,
+        },
         ends=(4, 8, 10, 14, 18),
     ),
-    "by value": Fit({}, {"max_epochs": 1, "gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
-    "recomputed": Fit({"recompute": True, "prediction": "pipeoptim"}, {"max_epochs": 1}, make=adamw),
+    "by value": Fit(
+        {}, {"max_epochs": 1, "gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
+    ),
+    "recomputed": Fit(
+        {"recompute": True, "prediction": "pipeoptim"}, {"max_epochs": 1}, make=adamw
+    ),
 }
 
 
@@ -207,7 +235,8 @@ def test_weights_are_those_of_the_schedule_action_by_action(ranks: int) -> None:
         assert plan.mesh.pipeline_size == ranks and plan.weight_prediction is not None
         for rank, found in enumerate(one[name] for one in results):
             assert_equals(fit, found, twin)
-            each = fit.trainer.get("accumulate_grad_batches", 1)  # Lightning shows the loss divided by it
+            # Lightning shows the loss divided by it
+            each = fit.trainer.get("accumulate_grad_batches", 1)
             losses = {index: loss / each for index, loss in twin.losses.items()}
             assert_heard(found, losses, fit.ends, lag_of(rank, num_ranks=ranks, lag_per_hop=lag))
             for what in ("steps", "rates", "metrics", "epochs", "updates"):
@@ -217,8 +246,12 @@ def test_weights_are_those_of_the_schedule_action_by_action(ranks: int) -> None:
             assert_means(first, twin)
 
 
-def assert_heard(found: dict[str, Any], losses: dict[int, float], ends: Sequence[int], lag: int) -> None:
-    """In iteration i a rank sees the output of batch i - lag, unless none has come back since the last drain."""
+def assert_heard(
+    found: dict[str, Any], losses: dict[int, float], ends: Sequence[int], lag: int
+) -> None:
+    """In iteration i a rank sees the output of batch i - lag, unless none has come back since the
+    last drain.
+    """
     starts = [0, *ends]
     for i, (loss, index) in enumerate(found["outputs"]):
         start = max(place for place in starts if place <= i)
@@ -228,13 +261,20 @@ def assert_heard(found: dict[str, Any], losses: dict[int, float], ends: Sequence
 
 
 def assert_means(found: dict[str, Any], twin: Any) -> None:
-    """Means of an epoch count every batch by its samples, also those that come back at the end alone."""
+    """Means of an epoch count every batch by its samples, also those that come back at the end
+    alone.
+    """
     assert len(found["epochs"]) == 2
     for number, epoch in enumerate(found["epochs"]):
         places = range(10 * number, 10 * number + 10)
         sizes = [len(found["batches"][place][0]) for place in places]
-        mean = sum(twin.losses[place] * size for place, size in zip(places, sizes, strict=True)) / sum(sizes)
-        assert epoch["loss_epoch"] == pytest.approx(mean, rel=1e-5) and epoch["samples"] == sum(sizes) == 38
+        mean = sum(
+            twin.losses[place] * size for place, size in zip(places, sizes, strict=True)
+        ) / sum(sizes)
+        assert (
+            epoch["loss_epoch"] == pytest.approx(mean, rel=1e-5)
+            and epoch["samples"] == sum(sizes) == 38
+        )
 
 
 class Stream(IterableDataset[tuple[Tensor, Tensor]]):
@@ -256,7 +296,9 @@ def unusual(rank: int) -> dict[str, Any]:
     found = {}
     for name, data in (("stream", Stream()), ("other batches", OwnPoints(rank))):
         module = Net(adamw)
-        strategy = PipelineStrategy(schedule="continuous_overlapped", prediction="multistep", cluster=cluster(2))
+        strategy = PipelineStrategy(
+            schedule="continuous_overlapped", prediction="multistep", cluster=cluster(2)
+        )
         trainer = make_trainer(strategy, devices=2, max_epochs=2, use_distributed_sampler=False)
         trainer.fit(module, DataLoader(data, batch_size=4), points(8))
         assert strategy.parallel_plan is not None
@@ -274,7 +316,9 @@ def test_loaders_without_a_length_and_ranks_with_other_batches() -> None:
     for name, epoch in (("stream", 7), ("other batches", 6)):
         plan, batches = ParallelPlan.from_dict(first[name]["plan"]), first[name]["batches"]
         assert len(batches) == 2 * epoch and first[name]["epochs"] == second[name]["epochs"]
-        twin = ChainTwin(Net(adamw), plan, batches, optimizer=adamw, ends=(epoch,), epoch=epoch, factor=factor).train()
+        twin = ChainTwin(
+            Net(adamw), plan, batches, optimizer=adamw, ends=(epoch,), epoch=epoch, factor=factor
+        ).train()
         for key, value in twin.state.items():
             torch.testing.assert_close(first[name]["state"][key], value, rtol=1e-5, atol=1e-6)
             assert torch.equal(second[name]["state"][key], first[name]["state"][key])

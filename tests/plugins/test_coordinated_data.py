@@ -15,7 +15,14 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    WeightedRandomSampler,
+)
 
 from hydra_plugins.lightning_topt_searchpath import conf_dir
 from lightning_topt.data.coordinated.coordinated_batches import SeededBatches
@@ -97,7 +104,9 @@ def fit(data, *, epochs=2, model=None, ckpt_path=None, **options):
 
 
 class Together(pl.Callback):
-    """Both trials have joined before either begins; one that had not would prepare what the other has had."""
+    """Both trials have joined before either begins; one that had not would prepare what the other
+    has had.
+    """
 
     def __init__(self, data, barrier) -> None:
         self.data, self.barrier = data, barrier
@@ -140,7 +149,9 @@ def test_trials_get_the_same_batches_and_prepare_them_once(tmp_path):
             process.kill()
     assert [error for *_, error in got if error] == []
     assert got[0][1] == got[1][1] and len(set(got[0][1])) == 3 * NUM_SAMPLES // BATCH_SIZE
-    assert [shared for _, _, shared, _, _ in got] == [15, 15] and [alone for *_, alone, _ in got] == [0, 0]
+    assert [shared for _, _, shared, _, _ in got] == [15, 15] and [
+        alone for *_, alone, _ in got
+    ] == [0, 0]
     drawn = sum(len(log.read_text().split()) for log in logs if log.exists())
     assert drawn == 3 * NUM_SAMPLES
 
@@ -167,7 +178,11 @@ def test_a_trainer_sees_the_batches_of_seed_and_epoch(tmp_path, num_workers):
     data = CoordinatedDataModule(wrapped, directory=tmp_path / "meet", memory_bytes=1 << 20, seed=3)
     model, _ = fit(data)
     assert model.got == alone(2, seed=3)
-    assert data.options == wrapped.options and wrapped.torn_down == 1 and wrapped.trainer is data.trainer
+    assert (
+        data.options == wrapped.options
+        and wrapped.torn_down == 1
+        and wrapped.trainer is data.trainer
+    )
     assert not (tmp_path / "meet").exists()
     assert all(loader._membership is None for loader in data._loaders)
 
@@ -176,7 +191,9 @@ def test_training_goes_on_in_the_middle_of_an_epoch(tmp_path):
     def data():
         return CoordinatedDataModule(Data(), directory=tmp_path / "meet", memory_bytes=1 << 20)
 
-    saver = pl.callbacks.ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=7, save_top_k=-1, filename="{step}")
+    saver = pl.callbacks.ModelCheckpoint(
+        dirpath=tmp_path, every_n_train_steps=7, save_top_k=-1, filename="{step}"
+    )
     first, _ = fit(data(), callbacks=[saver], enable_checkpointing=True)
     second, _ = fit(data(), ckpt_path=tmp_path / "step=7.ckpt")
     assert first.got == alone(2) and second.got == alone(2)[7:]
@@ -196,9 +213,13 @@ def test_the_training_process_keeps_its_random_state(tmp_path):
 def test_each_rank_shares_its_own_part(tmp_path):
     got = []
     for rank in range(2):
-        data = CoordinatedDataModule(Data(Noisy(noise=0.0)), directory=tmp_path / "meet", memory_bytes=1 << 20)
+        data = CoordinatedDataModule(
+            Data(Noisy(noise=0.0)), directory=tmp_path / "meet", memory_bytes=1 << 20
+        )
         connector = types.SimpleNamespace(use_distributed_sampler=True)
-        data.trainer = types.SimpleNamespace(global_rank=rank, world_size=2, _accelerator_connector=connector)
+        data.trainer = types.SimpleNamespace(
+            global_rank=rank, world_size=2, _accelerator_connector=connector
+        )
         loader = data.train_dataloader()
         got.append([[int(value) for batch in loader for value in batch[:, 0]] for _ in range(2)])
         data.close()
@@ -210,7 +231,9 @@ def test_each_rank_shares_its_own_part(tmp_path):
         directory=tmp_path / "meet",
         memory_bytes=1 << 20,
     )
-    data.trainer = types.SimpleNamespace(global_rank=0, world_size=2, _accelerator_connector=connector)
+    data.trainer = types.SimpleNamespace(
+        global_rank=0, world_size=2, _accelerator_connector=connector
+    )
     with pytest.raises(ValueError, match="WeightedRandomSampler cannot be divided"):
         data.train_dataloader()
 
@@ -236,7 +259,10 @@ def test_what_has_no_batches_to_share_is_refused(tmp_path, datamodule, what):
 def test_several_loaders_meet_separately(tmp_path):
     class Two(Data):
         def train_dataloader(self):
-            return {"a": super().train_dataloader(), "b": [DataLoader(Noisy(noise=0.0), batch_size=5)]}
+            return {
+                "a": super().train_dataloader(),
+                "b": [DataLoader(Noisy(noise=0.0), batch_size=5)],
+            }
 
     data = CoordinatedDataModule(Two(), directory=tmp_path / "meet", memory_bytes=1 << 20)
     loaders = data.train_dataloader()
@@ -246,7 +272,9 @@ def test_several_loaders_meet_separately(tmp_path):
 
 
 def test_a_cache_goes_inside(tmp_path):
-    cached = CachedDataModule(Data(Noisy(noise=0.0)), directory=tmp_path / "cache", memory_bytes=1 << 20)
+    cached = CachedDataModule(
+        Data(Noisy(noise=0.0)), directory=tmp_path / "cache", memory_bytes=1 << 20
+    )
     data = CoordinatedDataModule(cached, directory=tmp_path / "meet", memory_bytes=1 << 20)
     model, _ = fit(data)
     assert model.got == alone(2, dataset=Noisy(noise=0.0))
@@ -257,7 +285,9 @@ def test_a_cache_goes_inside(tmp_path):
 def test_it_can_be_configured_around_any_data(tmp_path, data, size):
     where = f"data.directory={tmp_path}"
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        config = compose("train", overrides=["data=coordinated", f"data@data.datamodule={data}", where])
+        config = compose(
+            "train", overrides=["data=coordinated", f"data@data.datamodule={data}", where]
+        )
     module = instantiate(config.data)
     module.prepare_data()
     module.setup("fit")

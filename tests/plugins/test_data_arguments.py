@@ -1,4 +1,6 @@
-"""Arguments of the data plugins that mean nothing are refused where they are given, in one sentence that names them."""
+"""Arguments of the data plugins that mean nothing are refused where they are given, in one sentence
+that names them.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,21 @@ class Data(pl.LightningDataModule):
 CACHED = partial(CachedDataModule, Data(), directory="cache", memory_bytes=1 << 20)
 COORDINATED = partial(CoordinatedDataModule, Data(), directory="jobs", memory_bytes=1 << 20)
 TUNED = partial(TunedDataModule, Data())
-NO_SIZE = [True, -1, 1.5, math.nan, math.inf, "", "many", "-8GiB", "8GiB/s", "1e400", [1], b"8GiB", torch.tensor(8)]
+NO_SIZE = [
+    True,
+    -1,
+    1.5,
+    math.nan,
+    math.inf,
+    "",
+    "many",
+    "-8GiB",
+    "8GiB/s",
+    "1e400",
+    [1],
+    b"8GiB",
+    torch.tensor(8),
+]
 NO_SECONDS = [True, 0, -1, math.nan, math.inf, "5", None, [1]]
 NO_WHOLE = [True, 1.5, math.nan, math.inf, "1", [1], 1.0]
 NO_TEXT = ["", " ", b"1", 1.5, True, ["1"]]
@@ -60,7 +76,9 @@ WRONG = {
 CASES = [(make, name, value) for (make, name), values in WRONG.items() for value in values]
 
 
-@pytest.mark.parametrize(("make", "name", "value"), CASES, ids=lambda value: repr(value) if not callable(value) else "")
+@pytest.mark.parametrize(
+    ("make", "name", "value"), CASES, ids=lambda value: repr(value) if not callable(value) else ""
+)
 def test_what_means_nothing_is_refused_at_once(make, name, value):
     with pytest.raises(ValueError, match=name) as caught:
         make(**{name: value})
@@ -83,9 +101,17 @@ def test_every_argument_is_in_the_list():
 
 
 def test_numbers_of_any_kind_and_text_are_taken():
-    partition = CachePartition(port=np.int64(7), queue_bytes="64MiB", timeout_seconds=np.float32(1.5))
-    assert (partition.port, partition.queue_bytes, partition.prefetch_bytes) == (7, 1 << 26, 1 << 28)
-    assert COORDINATED(memory_bytes="1GiB", seed=np.int32(3), data_version=4).memory_bytes == 1 << 30
+    partition = CachePartition(
+        port=np.int64(7), queue_bytes="64MiB", timeout_seconds=np.float32(1.5)
+    )
+    assert (partition.port, partition.queue_bytes, partition.prefetch_bytes) == (
+        7,
+        1 << 26,
+        1 << 28,
+    )
+    assert (
+        COORDINATED(memory_bytes="1GiB", seed=np.int32(3), data_version=4).memory_bytes == 1 << 30
+    )
     assert TUNED(memory_bytes="1GB", seconds=1)._memory_bytes == 10**9
     assert CACHED(partition=None, data_version=4).data_version == "4"
     assert StallMonitor(every_n_steps=np.int64(5)).every_n_steps == 5

@@ -1,4 +1,6 @@
-"""torchrun restarts a job whose rank was killed: the second attempt goes on from the last checkpoint, under every strategy."""
+"""torchrun restarts a job whose rank was killed: the second attempt goes on from the last
+checkpoint, under every strategy.
+"""
 
 from __future__ import annotations
 
@@ -57,10 +59,16 @@ fit("search", AutoParallelStrategy(), cached(), dies=not again)
 
 
 def test_a_restarted_job_goes_on_under_every_strategy(tmp_path: Path) -> None:
-    """One start: the first attempt leaves the middle of every fit, and ends with the last one's killed rank."""
+    """One start: the first attempt leaves the middle of every fit, and ends with the last one's
+    killed rank.
+    """
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "OMP_NUM_THREADS": "1",
+    }
     command = [
         preloaded_python(),
         "-m",
@@ -87,13 +95,16 @@ def test_a_restarted_job_goes_on_under_every_strategy(tmp_path: Path) -> None:
     assert job.returncode == 0, output[-5000:]
     first = [(name, "4", "4") for name in ("zero3", "compressed", "local")]
     second = [(name, "8", "4") for name in ("zero3", "compressed", "local", "search")]
-    assert re.findall(r"^(\w+): (\d+) steps, (\d+) of them here", output, re.MULTILINE) == first + second, output[
-        -5000:
-    ]
+    assert (
+        re.findall(r"^(\w+): (\d+) steps, (\d+) of them here", output, re.MULTILINE)
+        == first + second
+    ), output[-5000:]
 
 
 def test_ranks_of_an_attempt_find_each_other_among_what_others_left() -> None:
-    """Also where a rank of the attempt before answers to nobody, and one comes late, after another that went again."""
+    """Also where a rank of the attempt before answers to nobody, and one comes late, after another
+    that went again.
+    """
     limit, found = timedelta(seconds=30), {}
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
@@ -112,10 +123,16 @@ def test_ranks_of_an_attempt_find_each_other_among_what_others_left() -> None:
             thread.join()
         for rank in order:
             found[attempt, rank].set(f"{rank}", str(attempt))
-        assert all(found[attempt, rank].get(str(other)) == str(attempt).encode() for rank in order for other in order)
+        assert all(
+            found[attempt, rank].get(str(other)) == str(attempt).encode()
+            for rank in order
+            for other in order
+        )
         found[attempt, 0].set("left", "by the attempt before")
 
     together(0, order=(0, 1, 2))
-    server.set("lightning_topt/attempt/token/1", "of a rank that was started again before the others came")
+    server.set(
+        "lightning_topt/attempt/token/1", "of a rank that was started again before the others came"
+    )
     together(1, order=(2, 0, 1))
     together(2, order=(1, 2, 0))

@@ -1,4 +1,6 @@
-"""Every plan under a Trainer has the loss curve and the parameters of one process without any strategy."""
+"""Every plan under a Trainer has the loss curve and the parameters of one process without any
+strategy.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,8 @@ def test_loss_curve_and_parameters(plan: str, option: str) -> None:
         assert rank_losses == pytest.approx(losses, rel=1e-5)
         assert rank_state.keys() == state.keys()
         for name, expected in state.items():
-            # float32 sums of two ranks in another order, amplified by AdamW's division over 16 steps
+            # float32 sums of two ranks in another order, amplified by AdamW's division over 16
+            # steps
             torch.testing.assert_close(
                 rank_state[name], expected, rtol=1e-4, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}"
             )

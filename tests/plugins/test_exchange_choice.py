@@ -21,7 +21,11 @@ from lightning_topt.plan.parallel_plan import PlanError, uniform_plan
 from lightning_topt.plan.plan_search import search_plans
 from lightning_topt.plan.search_request import SearchRequest
 from lightning_topt.plugins import allowed_exchanges
-from lightning_topt.plugins.allowed_exchanges import DEFAULT_CANDIDATES, AllowedExchanges, steps_of_fit
+from lightning_topt.plugins.allowed_exchanges import (
+    DEFAULT_CANDIDATES,
+    AllowedExchanges,
+    steps_of_fit,
+)
 from tests.costs.graphs import profile_of, random_graph
 
 EXCHANGES = (
@@ -36,13 +40,17 @@ EXCHANGES = (
 def cluster(bandwidth: float, *, overlap: float = 0.5) -> Cluster:
     """Three nodes of two; memory that is fast beside the network."""
     device = Device("toy", 10**6, {"float32": 1e6}, 1e6)
-    return Cluster("toy", device, 2, 3, Link(1e-5, max(bandwidth, 1e5)), Link(1e-5, bandwidth), overlap=overlap)
+    return Cluster(
+        "toy", device, 2, 3, Link(1e-5, max(bandwidth, 1e5)), Link(1e-5, bandwidth), overlap=overlap
+    )
 
 
 def chosen(bandwidth, exchanges):
     graph = random_graph(3)
     machines = cluster(bandwidth)
-    frontier = search_plans(SearchRequest(graph, machines, profile_of(graph), (6,), 12, exchanges=exchanges))
+    frontier = search_plans(
+        SearchRequest(graph, machines, profile_of(graph), (6,), 12, exchanges=exchanges)
+    )
     return min(frontier.points, key=lambda point: point.step_seconds)
 
 
@@ -57,14 +65,21 @@ def test_compression_is_chosen_where_it_is_faster_and_only_there():
 def test_a_searched_plan_says_whether_it_exchanges_by_nodes():
     for exchange in (TopK(density=0.1), Dense(hierarchical=True)):
         graph = random_graph(3)
-        request = SearchRequest(graph, cluster(30.0), profile_of(graph), (6,), 12, exchanges=[exchange])
+        request = SearchRequest(
+            graph, cluster(30.0), profile_of(graph), (6,), 12, exchanges=[exchange]
+        )
         points = search_plans(request).points
-        assert all(p.plan.gradient_exchange.hierarchical is not None for p in points if p.plan.gradient_exchange)
+        assert all(
+            p.plan.gradient_exchange.hierarchical is not None
+            for p in points
+            if p.plan.gradient_exchange
+        )
         for p in points:
             assert p.plan == type(p.plan).from_yaml(p.plan.to_yaml())
 
 
-# ---- what is allowed ------------------------------------------------------------------------------------------------
+# ---- what is allowed
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -83,7 +98,9 @@ def test_a_searched_plan_says_whether_it_exchanges_by_nodes():
     ],
 )
 def test_forms_of_the_permission(allow, candidates, methods):
-    assert AllowedExchanges.read(allow) == AllowedExchanges(candidates, methods, only_what_holds=allow is True)
+    assert AllowedExchanges.read(allow) == AllowedExchanges(
+        candidates, methods, only_what_holds=allow is True
+    )
 
 
 @pytest.mark.parametrize(
@@ -103,8 +120,14 @@ def test_what_holds_depends_on_the_optimizer(optimizer, held, monkeypatch):
         assert not said
     else:
         left_out, needs = said
-        assert "top-k 1 % was not searched: training with" in left_out and "[{'method': 'topk'}]" in left_out
-        assert "2 bits is searched" in needs and "a learning rate that rises for 100 steps or more" in needs
+        assert (
+            "top-k 1 % was not searched: training with" in left_out
+            and "[{'method': 'topk'}]" in left_out
+        )
+        assert (
+            "2 bits is searched" in needs
+            and "a learning rate that rises for 100 steps or more" in needs
+        )
     said.clear()
     named = AllowedExchanges.read(["topk"])
     assert named.held(profile_of_optimizer(optimizer), steps=1) == (TopK(),) and not said
@@ -152,7 +175,12 @@ def test_steps_of_a_fit(options, steps):
         "enable_model_summary": False,
     }
     trainer = pl.Trainer(
-        accelerator="cpu", limit_train_batches=2, limit_val_batches=0, callbacks=[Look()], **quiet, **options
+        accelerator="cpu",
+        limit_train_batches=2,
+        limit_val_batches=0,
+        callbacks=[Look()],
+        **quiet,
+        **options,
     )
     assert steps_of_fit(trainer) == options.get("max_steps", math.inf)  # its data are not there yet
     trainer.fit(BoringModel())
@@ -182,11 +210,15 @@ def test_wrong_permissions_say_what_is_wrong(allow, says):
 
 
 def test_a_given_plan_needs_the_permission(tmp_path):
-    plan = replace(uniform_plan(0, data_parallel_size=2), gradient_exchange=TopK(hierarchical=False))
+    plan = replace(
+        uniform_plan(0, data_parallel_size=2), gradient_exchange=TopK(hierarchical=False)
+    )
     plan.save(tmp_path / "plan.yaml")
     for given in (plan, plan.to_dict(), tmp_path / "plan.yaml"):
         for allow in (False, "bf16"):
-            with pytest.raises(PlanError, match=r"compressed \(top-k 1 %\).*allow_compression=True, or \['topk'\]"):
+            with pytest.raises(
+                PlanError, match=r"compressed \(top-k 1 %\).*allow_compression=True, or \['topk'\]"
+            ):
                 AutoParallelStrategy(plan=given, allow_compression=allow)
         for allow in (True, "topk", ["bf16", {"method": "topk", "density": 0.5}]):
             assert AutoParallelStrategy(plan=given, allow_compression=allow).request.plan == plan
@@ -200,7 +232,9 @@ def test_a_hook_of_the_user_is_not_replaced():
 
     with pytest.raises(ValueError, match="would replace your communication hook"):
         AutoParallelStrategy(allow_compression=True, ddp_comm_hook=hook)
-    exact = replace(uniform_plan(0, data_parallel_size=2), gradient_exchange=Dense(hierarchical=True))
+    exact = replace(
+        uniform_plan(0, data_parallel_size=2), gradient_exchange=Dense(hierarchical=True)
+    )
     with pytest.raises(ValueError, match="would replace"):
         AutoParallelStrategy(plan=exact, ddp_comm_hook=hook)
     assert AutoParallelStrategy(ddp_comm_hook=hook, plan="ddp").request.own_hook

@@ -30,7 +30,9 @@ class Bar(TQDMProgressBar):
         super().__init__()
         self.shown: list[dict[str, Any]] = []
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any
+    ) -> None:
         super().on_train_batch_end(trainer, pl_module, *args)
         self.shown.append(self.get_metrics(trainer, pl_module))
 
@@ -54,17 +56,29 @@ class Layer(pl.LightningModule):
 
 def read(path: Path) -> dict[int, dict[str, float]]:
     with path.open() as file:
-        rows = [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
+        rows = [
+            {name: float(value) for name, value in row.items() if value}
+            for row in csv.DictReader(file)
+        ]
     return {int(row["step"]): row for row in rows}
 
 
-def fit(rank: int, folder: Path, strategy: Any, **kwargs: Any) -> tuple[list[dict[str, Any]], dict[int, Any], Any]:
+def fit(
+    rank: int, folder: Path, strategy: Any, **kwargs: Any
+) -> tuple[list[dict[str, Any]], dict[int, Any], Any]:
     torch.manual_seed(0)
     module, logger, bar = Layer(), CSVLogger(folder, name="", version=""), Bar()
     callbacks = [*kwargs.pop("callbacks", []), bar]
     options = {"max_epochs": 1, "log_every_n_steps": 1, "enable_progress_bar": True, **kwargs}
-    trainer = make_trainer(strategy, devices=dist.get_world_size(), logger=logger, callbacks=callbacks, **options)
-    trainer.fit(module, DataLoader(torch.randn(64, INPUTS, generator=torch.Generator().manual_seed(0)), batch_size=4))
+    trainer = make_trainer(
+        strategy, devices=dist.get_world_size(), logger=logger, callbacks=callbacks, **options
+    )
+    trainer.fit(
+        module,
+        DataLoader(
+            torch.randn(64, INPUTS, generator=torch.Generator().manual_seed(0)), batch_size=4
+        ),
+    )
     monitors = [callback for callback in trainer.callbacks if isinstance(callback, ExchangeMonitor)]
     logged = read(folder / "metrics.csv") if rank == 0 else {}
     return bar.shown, logged, (module.norms, len(monitors))
@@ -82,12 +96,16 @@ def test_values_of_every_step(tmp_path: Path) -> None:
         0.1 * INPUTS * OUTPUTS * (4 + 2) + BIAS_BYTES
     )  # float32 and at most 16 bits of index; a rank sends its message once
     rows = [logged[step] for step in range(1, 4)]
-    assert all(row["exchange/dense_bytes_per_step"] == pytest.approx(dense, rel=1e-3) for row in rows)
+    assert all(
+        row["exchange/dense_bytes_per_step"] == pytest.approx(dense, rel=1e-3) for row in rows
+    )
     for row in rows:
         assert 0.6 * sparse < row["exchange/bytes_per_step"] < 1.05 * sparse
         assert row["exchange/density"] == pytest.approx(0.1)
         assert 0 < row["exchange/exposed_seconds"] < 5
-    assert [row["exchange/residual_norm"] for row in rows] == pytest.approx(norms[1:4], rel=1e-5) and norms[1] > 0
+    assert [row["exchange/residual_norm"] for row in rows] == pytest.approx(
+        norms[1:4], rel=1e-5
+    ) and norms[1] > 0
     ratio = rows[-1]["exchange/dense_bytes_per_step"] / rows[-1]["exchange/bytes_per_step"]
     assert shown[-1]["compression"] == pytest.approx(ratio, rel=1e-3) and ratio > 5
     assert shown[-1]["exposed_ms"] > 0
@@ -104,8 +122,12 @@ def test_datagrams_say_what_was_lost(tmp_path: Path) -> None:
     for row in rows:
         assert 0 <= row["exchange/lost_share"] <= 0.05 and row["exchange/rejected_datagrams"] == 0
         assert row["exchange/bytes_per_second"] > 0 and row["exchange/stalled_seconds"] >= 0
-    # A datagram counts when the kernel takes it, which may be after the step that it belongs to was read.
-    sent, dense = (sum(row[f"exchange/{name}"] for row in rows) for name in ("bytes_per_step", "dense_bytes_per_step"))
+    # A datagram counts when the kernel takes it, which may be after the step that it belongs to was
+    # read.
+    sent, dense = (
+        sum(row[f"exchange/{name}"] for row in rows)
+        for name in ("bytes_per_step", "dense_bytes_per_step")
+    )
     assert sent > 0.9 * dense
 
 
@@ -119,16 +141,26 @@ def test_means_between_reports_and_an_early_first_one(tmp_path: Path) -> None:
 
 def test_accumulated_batches_are_one_step(tmp_path: Path) -> None:
     _, logged, _ = on_ranks(run, tmp_path, {"method": "dense"}, {"accumulate_grad_batches": 2})[0]
-    assert {row["exchange/bytes_per_step"] for row in logged.values() if "exchange/bytes_per_step" in row} == {
-        WEIGHT_BYTES + BIAS_BYTES
-    }
+    assert {
+        row["exchange/bytes_per_step"]
+        for row in logged.values()
+        if "exchange/bytes_per_step" in row
+    } == {WEIGHT_BYTES + BIAS_BYTES}
 
 
 def test_the_users_own_monitor_takes_its_place(tmp_path: Path) -> None:
     callbacks = [ExchangeMonitor(every_n_steps=4)]
-    _, logged, (_, monitors) = on_ranks(run, tmp_path, {"density": 0.1}, {"callbacks": callbacks})[0]
-    seconds = [logged[step]["exchange/exposed_seconds"] for step in range(1, 8)]  # reports after steps 2, 4 and 8
-    assert monitors == 1 and len(set(seconds)) == 3 and seconds[0] == seconds[1] and seconds[2] == seconds[5]
+    _, logged, (_, monitors) = on_ranks(run, tmp_path, {"density": 0.1}, {"callbacks": callbacks})[
+        0
+    ]
+    # reports after steps 2, 4 and 8
+    seconds = [logged[step]["exchange/exposed_seconds"] for step in range(1, 8)]
+    assert (
+        monitors == 1
+        and len(set(seconds)) == 3
+        and seconds[0] == seconds[1]
+        and seconds[2] == seconds[5]
+    )
     with pytest.raises(ValueError, match="every_n_steps"):
         ExchangeMonitor(every_n_steps=0)
 
@@ -151,5 +183,7 @@ def test_local_steps(tmp_path: Path) -> None:
     shown, logged, _ = on_ranks(local, tmp_path)[0]
     last = logged[max(logged)]
     assert last["exchange/dense_bytes_per_step"] == WEIGHT_BYTES + BIAS_BYTES
-    assert last["exchange/bytes_per_step"] == pytest.approx((WEIGHT_BYTES + BIAS_BYTES) / 2, rel=0.05)
+    assert last["exchange/bytes_per_step"] == pytest.approx(
+        (WEIGHT_BYTES + BIAS_BYTES) / 2, rel=0.05
+    )
     assert shown[-1]["compression"] == pytest.approx(2, rel=0.05)

@@ -26,7 +26,8 @@ def fit_error(rank: int, options: dict[str, Any], module: L.LightningModule) -> 
     raise AssertionError("the fit went through")
 
 
-# ---- plans ----------------------------------------------------------------------------------------------------------
+# ---- plans
+# ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -55,7 +56,9 @@ def test_corrupt_or_foreign_plan_file(tmp_path: Path, text: str, says: str) -> N
         (uniform_plan(0, data_parallel_size=4), "4 ranks, this run has 2"),
         (uniform_plan(3, data_parallel_size=2, blocks=["encoder.0"]), "encoder.0"),
         (
-            ParallelPlan.of_blocks(GOOD.blocks, mesh=2, model="Other", fingerprint="0123456789abcdef"),
+            ParallelPlan.of_blocks(
+                GOOD.blocks, mesh=2, model="Other", fingerprint="0123456789abcdef"
+            ),
             "made for another model",
         ),
     ],
@@ -72,7 +75,8 @@ def test_no_plan_meets_the_limit() -> None:
     assert first[1] in second[1]
 
 
-# ---- modules --------------------------------------------------------------------------------------------------------
+# ---- modules
+# --------------------------------------------------------------------------------------------------------
 
 
 class MyError(Exception):
@@ -116,7 +120,8 @@ def test_no_trainable_parameters() -> None:
         assert "no trainable parameter" in message or "requires a gradient" in message
 
 
-# ---- ranks ----------------------------------------------------------------------------------------------------------
+# ---- ranks
+# ----------------------------------------------------------------------------------------------------------
 
 
 def differing(rank: int, what: str) -> tuple[str, str]:
@@ -124,7 +129,9 @@ def differing(rank: int, what: str) -> tuple[str, str]:
     return fit_error(rank, {"memory_margin": 0.1 * (rank == 1 and what == "options")}, module)
 
 
-@pytest.mark.parametrize(("what", "says"), [("model", "tokens.weight"), ("options", "memory_margin=0.1")])
+@pytest.mark.parametrize(
+    ("what", "says"), [("model", "tokens.weight"), ("options", "memory_margin=0.1")]
+)
 def test_ranks_that_differ(what: str, says: str) -> None:
     for name, message in on_ranks(differing, what):
         assert name == "RuntimeError" and "rank 0 and rank 1 differ" in message and says in message

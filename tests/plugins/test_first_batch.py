@@ -1,4 +1,6 @@
-"""A fit begins as under ddp, and the plan comes with the first batch: same hooks, same batches, same parameters."""
+"""A fit begins as under ddp, and the plan comes with the first batch: same hooks, same batches,
+same parameters.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +33,24 @@ HOOKS += [
     "teardown",
     "configure_gradient_clipping",
 ]
-HOOKS += ["train_dataloader", "val_dataloader", "training_step", "validation_step", "optimizer_step", "backward"]
+HOOKS += [
+    "train_dataloader",
+    "val_dataloader",
+    "training_step",
+    "validation_step",
+    "optimizer_step",
+    "backward",
+]
 
 
-CLUSTER = Path(__file__).parents[2] / "conf" / "cluster" / "local_cpu.yaml"  # a search that measures nothing
+# a search that measures nothing
+CLUSTER = Path(__file__).parents[2] / "conf" / "cluster" / "local_cpu.yaml"
 
 
 def strategy_of(plan: str | None) -> Any:
-    return DDPStrategy() if plan == "Lightning" else AutoParallelStrategy(plan=plan, cluster=CLUSTER)
+    return (
+        DDPStrategy() if plan == "Lightning" else AutoParallelStrategy(plan=plan, cluster=CLUSTER)
+    )
 
 
 class Traced(RecordingGPT):
@@ -88,7 +100,8 @@ def test_hooks_fire_once_and_in_the_order_of_ddp_on_the_same_batches() -> None:
             assert len(seen) == len(batches) and all(map(torch.equal, seen, batches)), plan
 
 
-# ---- data ------------------------------------------------------------------------------------------------------------
+# ---- data
+# ------------------------------------------------------------------------------------------------------------
 
 
 class OneShot(IterableDataset[Any]):
@@ -165,12 +178,16 @@ def resumed(rank: int, folder: str) -> list[tuple[Tensor, dict[str, Tensor], dic
     for plan in ("Lightning", "zero2", "ddp+recompute", "zero3"):
         torch.manual_seed(0)
         whole = Keeper()
-        saver = ModelCheckpoint(f"{folder}/{plan}", every_n_train_steps=3, save_top_k=-1, filename="{step}")
+        saver = ModelCheckpoint(
+            f"{folder}/{plan}", every_n_train_steps=3, save_top_k=-1, filename="{step}"
+        )
         options = {"devices": 2, "enable_checkpointing": True, "use_distributed_sampler": False}
         make_trainer(strategy_of(plan), callbacks=[saver], max_steps=6, **options).fit(whole)
         torch.manual_seed(1)
         again = Keeper()
-        trainer = make_trainer(strategy_of(plan), max_steps=6, devices=2, use_distributed_sampler=False)
+        trainer = make_trainer(
+            strategy_of(plan), max_steps=6, devices=2, use_distributed_sampler=False
+        )
         trainer.fit(again, ckpt_path=f"{folder}/{plan}/step=3.ckpt")
         assert len(again.seen) == 3 and all(map(torch.equal, again.seen, whole.seen[3:])), plan
         results.append((torch.cat(whole.seen), whole.state_dict(), again.state_dict()))
@@ -184,7 +201,8 @@ def test_a_resumed_fit_goes_on_with_the_next_batch_under_every_plan(tmp_path: An
             torch.testing.assert_close(value, _[name], rtol=0, atol=0)
 
 
-# ---- optimizers that the user made ----------------------------------------------------------------------------------
+# ---- optimizers that the user made
+# ----------------------------------------------------------------------------------
 
 
 class OfTheTemplate(RecordingGPT):
@@ -205,7 +223,9 @@ class MadeBefore(RecordingGPT):
         return self.optimizer
 
 
-def fit_twice(rank: int, kind: type[RecordingGPT]) -> list[tuple[list[float], dict[str, Tensor], int]]:
+def fit_twice(
+    rank: int, kind: type[RecordingGPT]
+) -> list[tuple[list[float], dict[str, Tensor], int]]:
     results = []
     for plan in ("Lightning", *PLANS):
         torch.manual_seed(0)
@@ -228,7 +248,8 @@ def test_optimizers_follow_the_module(kind: type[RecordingGPT]) -> None:
                 torch.testing.assert_close(other_state[name], value, rtol=1e-4, atol=1e-5)
 
 
-# ---- no trace, and what cannot be planned -------------------------------------------------------------------------
+# ---- no trace, and what cannot be planned
+# -------------------------------------------------------------------------
 
 
 class Draws(nn.Module):
@@ -283,10 +304,14 @@ class CannotBePlanned(RecordingGPT):
 
 
 def test_what_cannot_be_planned_goes_on_as_ddp_with_one_warning() -> None:
-    for rank, ((expected, _, _), (losses, planned_by, said)) in enumerate(on_ranks(seeded_losses, CannotBePlanned)):
+    for rank, ((expected, _, _), (losses, planned_by, said)) in enumerate(
+        on_ranks(seeded_losses, CannotBePlanned)
+    ):
         assert losses == expected and len(losses) == 6
         assert planned_by.startswith("ddp: ") and "not a parameter of the module" in planned_by
-        assert len(said) == (rank == 0) and all("not a parameter of the module" in words for words in said)
+        assert len(said) == (rank == 0) and all(
+            "not a parameter of the module" in words for words in said
+        )
 
 
 class Counting(RecordingGPT):
@@ -321,7 +346,8 @@ def test_blocks_that_a_plan_by_name_cannot_recompute_are_named() -> None:
         assert all("('blocks.0') do not do the same" in words for said in again for words in said)
 
 
-# ---- a device that could not hold the module whole ------------------------------------------------------------------
+# ---- a device that could not hold the module whole
+# ------------------------------------------------------------------
 
 
 def planned_before_setup(rank: int) -> list[Any]:
@@ -332,10 +358,14 @@ def planned_before_setup(rank: int) -> list[Any]:
         options = {} if plan in ("Lightning", None) else {"plan": plan}
         strategy = DDPStrategy()
         if plan != "Lightning":
-            strategy = AutoParallelStrategy(cluster=CLUSTER, **(options or {"memory_limit": "1GiB"}))
+            strategy = AutoParallelStrategy(
+                cluster=CLUSTER, **(options or {"memory_limit": "1GiB"})
+            )
         make_trainer(strategy, devices=2, max_steps=3).fit(module, loader(4))
         # (Lightning leaves its own on the module itself.)
-        recomputed = [name for name, block in module.named_modules() if name and "forward" in vars(block)]
+        recomputed = [
+            name for name, block in module.named_modules() if name and "forward" in vars(block)
+        ]
         results.append((module.losses, recomputed))
     return results
 

@@ -1,4 +1,6 @@
-"""Gradients of the step before are given back before the passes of a pipeline where Lightning would clear them anyway."""
+"""Gradients of the step before are given back before the passes of a pipeline where Lightning would
+clear them anyway.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,8 @@ Found = tuple[list[float], list[bool]]
 
 
 def fit(kind: Any, **options: Any) -> Found:
-    """The losses of a fit in two stages, and whether gradients of the step before were there when the passes of each step but
-    the first began.
+    """The losses of a fit in two stages, and whether gradients of the step before were there when
+    the passes of each step but the first began.
     """
     module, former, kept = kind(), list[Any](), list[bool]()
     strategy = pipeline(2)
@@ -41,7 +43,9 @@ def fit(kind: Any, **options: Any) -> Found:
     def watched_backward(*args: Any, **given: Any) -> Any:
         result = backward(*args, **given)
         gradients = (parameter.grad for parameter in module.parameters())
-        former[:] = [StorageWeakRef(each.untyped_storage()) for each in gradients if each is not None]  # type: ignore[no-untyped-call]
+        former[:] = [
+            StorageWeakRef(each.untyped_storage()) for each in gradients if each is not None
+        ]  # type: ignore[no-untyped-call]
         return result
 
     strategy.backward = watched_backward  # type: ignore[method-assign]

@@ -1,4 +1,6 @@
-"""The strategy on CUDA; skipped without one. Two ranks need two devices (NCCL refuses to share one)."""
+"""The strategy on CUDA; skipped without one. Two ranks need two devices (NCCL refuses to share
+one).
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def fit(devices: int, strategy: Any, **options: Any) -> RecordingGPT:
 def test_one_device_plans_and_trains_as_without_a_strategy(precision: Any) -> None:
     expected = fit(1, "auto", precision=precision)
     actual = fit(1, AutoParallelStrategy(memory_limit="8GiB"), precision=precision)
-    assert actual.losses == pytest.approx(expected.losses, rel=1e-5 if precision == "32-true" else 1e-2)
+    assert actual.losses == pytest.approx(
+        expected.losses, rel=1e-5 if precision == "32-true" else 1e-2
+    )
 
 
 @two_devices
@@ -48,6 +52,8 @@ def test_one_device_plans_and_trains_as_without_a_strategy(precision: Any) -> No
 def test_two_devices_follow_lightnings_ddp(plan: str, precision: Any) -> None:
     # Spawned ranks give back the weights of rank 0.
     expected = fit(2, "ddp_spawn", precision=precision).state_dict()
-    actual = fit(2, AutoParallelStrategy(plan=plan, start_method="spawn"), precision=precision).state_dict()
+    actual = fit(
+        2, AutoParallelStrategy(plan=plan, start_method="spawn"), precision=precision
+    ).state_dict()
     for name, value in expected.items():
         torch.testing.assert_close(actual[name], value, rtol=1e-3, atol=1e-4)

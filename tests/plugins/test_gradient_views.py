@@ -1,4 +1,6 @@
-"""Gradients are tensors of their own, as under ddp, unless a memory limit, a plan or the user makes them views of buckets."""
+"""Gradients are tensors of their own, as under ddp, unless a memory limit, a plan or the user makes
+them views of buckets.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,10 @@ def fit(rank: int, *several: dict[str, Any]) -> list[Found]:
 
 def smallest(rank: int, *kinds: bool) -> list[float]:
     """The bytes of the smallest plan of each kind of gradients that a search finds."""
-    module, strategy = SeesWrapper(layers=2), AutoParallelStrategy(cluster=CLUSTER, memory_limit="4GiB", watch_steps=1)
+    module, strategy = (
+        SeesWrapper(layers=2),
+        AutoParallelStrategy(cluster=CLUSTER, memory_limit="4GiB", watch_steps=1),
+    )
     make_trainer(strategy, devices=2, limit_train_batches=2).fit(module, OwnShare(8))
     if strategy.planning is None:
         return []
@@ -53,12 +58,23 @@ def test_a_limit_may_make_them_views_and_the_plan_says_so() -> None:
     own, views = on_ranks(smallest, False, True)[0]
     assert views < own
     tight, loose = {"memory_limit": 1.05 * views + 1}, {"memory_limit": "4GiB"}
-    given: dict[str, Any] = {"plan": uniform_plan(0, data_parallel_size=2), "gradient_as_bucket_view": True}
+    given: dict[str, Any] = {
+        "plan": uniform_plan(0, data_parallel_size=2),
+        "gradient_as_bucket_view": True,
+    }
     for rank in on_ranks(fit, {}, loose, tight, given):
         plain = rank[0][0]
         assert all(each[0] == pytest.approx(plain, rel=1e-5) for each in rank)  # the same training
-        assert [each[2:] for each in rank] == [(False, False), (False, False), (True, True), (False, True)]
-        assert "gradients are views of DDP's buckets" in rank[2][1] and "gradients are views" not in rank[1][1]
+        assert [each[2:] for each in rank] == [
+            (False, False),
+            (False, False),
+            (True, True),
+            (False, True),
+        ]
+        assert (
+            "gradients are views of DDP's buckets" in rank[2][1]
+            and "gradients are views" not in rank[1][1]
+        )
 
 
 def test_what_the_user_says_counts() -> None:
@@ -84,7 +100,9 @@ def given_plan(rank: int, plan: ParallelPlan, options: dict[str, Any]) -> str | 
 
 
 def test_a_plan_file_may_ask_for_them(tmp_path: Path) -> None:
-    plan = ParallelPlan.from_yaml(uniform_plan(1, data_parallel_size=2).to_yaml() + "gradient_views: true\n")
+    plan = ParallelPlan.from_yaml(
+        uniform_plan(1, data_parallel_size=2).to_yaml() + "gradient_views: true\n"
+    )
     assert on_ranks(given_plan, plan, {}) == [True, True]
     for said in on_ranks(given_plan, plan, {"gradient_as_bucket_view": False}):
         assert "leave it out of the plan" in str(said)

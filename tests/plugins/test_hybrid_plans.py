@@ -1,4 +1,6 @@
-"""Hand-written plans on a mesh of 2 x 2 ranks under a Trainer: as one process, with all that a Trainer does to gradients."""
+"""Hand-written plans on a mesh of 2 x 2 ranks under a Trainer: as one process, with all that a
+Trainer does to gradients.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,14 @@ from torch import Tensor
 from lightning_topt.execution.engine import Engine
 from lightning_topt.optim.sharded_gradients import total_norm
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
-from tests.plugins.trainer_ranks import OwnShare, RecordingGPT, loader, make_trainer, on_ranks, topt_trainer
+from tests.plugins.trainer_ranks import (
+    OwnShare,
+    RecordingGPT,
+    loader,
+    make_trainer,
+    on_ranks,
+    topt_trainer,
+)
 
 PLAN = """
 version: 2
@@ -36,7 +45,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 class Evaluated(RecordingGPT):
-    """With a buffer that would grow apart, as the statistics of BatchNorm; its overflowing loss is that of one rank."""
+    """With a buffer that would grow apart, as the statistics of BatchNorm; its overflowing loss is
+    that of one rank.
+    """
 
     def __init__(self, overflow: bool = False, fused: bool = False) -> None:
         super().__init__(layers=3)
@@ -46,7 +57,9 @@ class Evaluated(RecordingGPT):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx) + 0 * self.seen
         self.seen += self.global_rank
-        return loss * (float("inf") if self.overflow and batch_idx == 3 and self.global_rank == 1 else 1.0)
+        return loss * (
+            float("inf") if self.overflow and batch_idx == 3 and self.global_rank == 1 else 1.0
+        )
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_end(outputs, batch, batch_idx)
@@ -64,7 +77,9 @@ def one_process(options: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]
     return module.losses, module.state_dict()
 
 
-def fit(plan: Any, rank: int, options: dict[str, Any], **kwargs: Any) -> tuple[L.Trainer, Evaluated]:
+def fit(
+    plan: Any, rank: int, options: dict[str, Any], **kwargs: Any
+) -> tuple[L.Trainer, Evaluated]:
     torch.manual_seed(rank)
     trainer, module = topt_trainer(plan, **options), Evaluated(**kwargs)
     trainer.fit(module, OwnShare(8, length=32))
@@ -101,7 +116,9 @@ def on_four_ranks(rank: int, path: Path) -> Any:
         trainer, module = fit(plan if name == "accumulate" else str(path), rank, options)
         tested = trainer.test(module, loader(4), verbose=False)[0]["test_loss"]
         fits[name] = module.losses, parameters(module), tested
-    overflows = [(overflow(rank, plan, fused=f), overflow(rank, "ddp", fused=f)) for f in (False, True)]
+    overflows = [
+        (overflow(rank, plan, fused=f), overflow(rank, "ddp", fused=f)) for f in (False, True)
+    ]
     return fits, overflows, norms(rank, plan)
 
 
@@ -120,7 +137,9 @@ def test_as_one_process(ranks: Any, option: str) -> None:
         assert rank_losses == pytest.approx(losses, rel=1e-5)
         assert tested == pytest.approx(ranks[0][0][option][2], rel=1e-6)
         for name, value in rank_state.items():
-            torch.testing.assert_close(value, state[name], rtol=1e-4, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                value, state[name], rtol=1e-4, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}"
+            )
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -171,4 +190,6 @@ def unshardable(rank: int) -> Any:
 def test_what_cannot_be_sharded_stays_whole_beside_shards() -> None:
     for losses, message in on_ranks(unshardable, world_size=4):
         assert len(losses) == 2 and losses[1] < losses[0]
-        assert "'temperature' has no dimension to shard" in message and "ZeRO level 0 or 1" in message
+        assert (
+            "'temperature' has no dimension to shard" in message and "ZeRO level 0 or 1" in message
+        )

@@ -1,4 +1,6 @@
-"""Parameters that the user keeps out of DistributedDataParallel: each rank has its own, under every strategy."""
+"""Parameters that the user keeps out of DistributedDataParallel: each rank has its own, under every
+strategy.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ STRATEGIES: dict[str, Any] = {
     "zero1+recompute": lambda: AutoParallelStrategy(plan="zero1+recompute"),
     "memory_limit": lambda: AutoParallelStrategy(memory_limit="1GB"),
     "all entries sent": lambda: CompressedDDPStrategy(TopK(density=1.0)),
-    "a local step": lambda: LocalStepsStrategy(LocalSteps(every=1, outer_learning_rate=1.0, outer_momentum=0.0)),
+    "a local step": lambda: LocalStepsStrategy(
+        LocalSteps(every=1, outer_learning_rate=1.0, outer_momentum=0.0)
+    ),
     "step shared": lambda: "ddp",
     "gradients scattered": lambda: "ddp",
 }
@@ -74,7 +78,9 @@ def test_ranks_keep_their_own_as_under_ddp(kind: str) -> None:
     both = on_ranks(fits, ("ddp", kind), IGNORED)
     for expected, found in both:
         for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                found[name], value, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
+            )
     first, second = (found for _, found in both)
     for name, value in first.items():
         assert value.equal(second[name]) == (name not in OWN), name
@@ -85,7 +91,9 @@ def test_ranks_keep_their_own_as_under_ddp(kind: str) -> None:
 def test_one_name_of_a_root_parameter_means_what_it_means_to_ddp(kind: str, root: str) -> None:
     for expected, found in on_ranks(fits, ("ddp", kind), (root,)):
         for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                found[name], value, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
+            )
 
 
 def refused(rank: int, plan: Any) -> str:

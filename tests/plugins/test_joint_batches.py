@@ -1,4 +1,6 @@
-"""Ranks that bring a batch each, and run them at once in modules that are split between them, train as under ddp."""
+"""Ranks that bring a batch each, and run them at once in modules that are split between them, train
+as under ddp.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,16 @@ import torch
 import torch.distributed as dist
 
 from tests.plugins.split_plans import split_plan
-from tests.plugins.test_turns import CLIPPED, FAST, Case, OwnBatches, Rich, assert_equal, cluster, results_of
+from tests.plugins.test_turns import (
+    CLIPPED,
+    FAST,
+    Case,
+    OwnBatches,
+    Rich,
+    assert_equal,
+    cluster,
+    results_of,
+)
 from tests.plugins.trainer_ranks import make_trainer, on_ranks, topt_trainer
 
 ROWS = {"inputs": [0], "outputs": [0]}
@@ -22,14 +33,18 @@ class OftenAlike(OwnBatches):
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for step, batch in enumerate(super().__iter__()):
             if step % 3 != 1:
-                generator = torch.Generator().manual_seed(7000 * self.seed + 10 * step + dist.get_rank())
+                generator = torch.Generator().manual_seed(
+                    7000 * self.seed + 10 * step + dist.get_rank()
+                )
                 shape = (2 + step, 6)
                 batch["tokens"] = torch.randint(0, 32, shape, generator=generator)
                 batch["nested"][0] = torch.randint(0, 32, shape, generator=generator)
             yield batch
 
 
-def joint_plan(data: int, storage: str = "ddp", *, recomputed: tuple[int, ...] = ()) -> dict[str, Any]:
+def joint_plan(
+    data: int, storage: str = "ddp", *, recomputed: tuple[int, ...] = ()
+) -> dict[str, Any]:
     """The plan of `split_plan` with its blocks and its embedding as joint modules."""
     modules = [{"module": name, **ROWS} for name in ("tokens", "blocks.0", "blocks.1")]
     return {**split_plan(data, storage, recomputed=recomputed), "joint": modules}
@@ -63,7 +78,9 @@ def test_a_fit_with_joint_modules_is_that_of_ddp(case: Case) -> None:
 def test_joint_modules_are_found_where_they_are_best() -> None:
     """Without a plan, beside a data axis between nodes."""
     options = {"cluster": cluster(2, 2, FAST), "memory_limit": "345KiB"}
-    for rank, (expected, found) in enumerate(on_ranks(both, Case(4, None, CLIPPED, options, width=32), world_size=4)):
+    for rank, (expected, found) in enumerate(
+        on_ranks(both, Case(4, None, CLIPPED, options, width=32), world_size=4)
+    ):
         assert_equal(expected, found, rank=rank)
         assert found["planned"][1] == "search"
         assert "split on data 2 x tensor 2, 2 joint modules" in found["planned"][0]

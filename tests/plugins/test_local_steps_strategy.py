@@ -33,7 +33,9 @@ def trained(rank: int, method: LocalMethod, nodes: int) -> dict[str, Tensor]:
     torch.manual_seed(rank)  # rank 0's parameters count
     module, ranks = SgdGPT(), dist.get_world_size()
     strategy = LocalStepsStrategy(method, nodes=nodes)
-    trainer = make_trainer(strategy, devices=ranks, limit_train_batches=8, accumulate_grad_batches=1)
+    trainer = make_trainer(
+        strategy, devices=ranks, limit_train_batches=8, accumulate_grad_batches=1
+    )
     trainer.fit(module, OwnShare(8))
     return state(module)
 
@@ -44,7 +46,9 @@ def looped(rank: int, method: LocalMethod, nodes: int) -> dict[str, Tensor]:
     module.log = lambda *_, **__: None  # type: ignore[method-assign, assignment]
     optimizer = module.configure_optimizers()
     topology = Topology(nodes, dist.get_world_size() // nodes, rank)
-    local = OuterSteps(module.named_parameters(), method, buffers=module.named_buffers(), topology=topology)
+    local = OuterSteps(
+        module.named_parameters(), method, buffers=module.named_buffers(), topology=topology
+    )
     for index, batch in zip(range(8), OwnShare(8), strict=False):
         optimizer.zero_grad()
         module.training_step(batch, index).backward()
@@ -99,7 +103,12 @@ def watched(rank: int) -> tuple[dict[str, list[bool]], int]:
     module = Watching()
     strategy = LocalStepsStrategy(LocalSteps(every=EVERY))
     trainer = make_trainer(
-        strategy, devices=2, limit_train_batches=8, limit_val_batches=1, val_check_interval=4, max_epochs=1
+        strategy,
+        devices=2,
+        limit_train_batches=8,
+        limit_val_batches=1,
+        val_check_interval=4,
+        max_epochs=1,
     )
     trainer.fit(module, OwnShare(8), loader(4))
     assert strategy.outer is not None
@@ -110,10 +119,13 @@ def test_ranks_differ_between_outer_steps_and_agree_in_validation() -> None:
     for equal, outer_steps in on_ranks(watched):
         # Outer steps after 3, 4 (validation), 7 and 8 (validation).
         assert equal["step"] == [False, False, True, False, False, False, True, False]
-        assert equal["validation"] == [True, True, True] and outer_steps == 4  # the first: sanity check
+        # the first: sanity check
+        assert equal["validation"] == [True, True, True] and outer_steps == 4
 
 
-def resumed(rank: int, folder: Path, method: LocalMethod) -> tuple[bool, dict[str, Tensor], dict[str, Tensor]]:
+def resumed(
+    rank: int, folder: Path, method: LocalMethod
+) -> tuple[bool, dict[str, Tensor], dict[str, Tensor]]:
     def fit(epochs: int, path: Path | None = None, save: Path | None = None) -> dict[str, Tensor]:
         torch.manual_seed(0)
         module = SgdGPT()
@@ -127,7 +139,11 @@ def resumed(rank: int, folder: Path, method: LocalMethod) -> tuple[bool, dict[st
 
     whole = fit(3)
     fit(1, save=folder / "one.ckpt")
-    return "loops" in torch.load(folder / "one.ckpt", weights_only=True), whole, fit(3, folder / "one.ckpt")
+    return (
+        "loops" in torch.load(folder / "one.ckpt", weights_only=True),
+        whole,
+        fit(3, folder / "one.ckpt"),
+    )
 
 
 @pytest.mark.parametrize(
@@ -140,7 +156,9 @@ def resumed(rank: int, folder: Path, method: LocalMethod) -> tuple[bool, dict[st
     ],
     ids=str,
 )
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, method: LocalMethod, ranks: int) -> None:
+def test_a_resumed_run_is_the_uninterrupted_one(
+    tmp_path: Path, method: LocalMethod, ranks: int
+) -> None:
     for saved, whole, parts in on_ranks(resumed, tmp_path, method, world_size=ranks):
         assert saved and all(torch.equal(whole[name], value) for name, value in parts.items())
 
@@ -148,8 +166,12 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, method: LocalMet
 def other_size(rank: int, path: Path, resume: bool, nodes: int = 1) -> Any:
     torch.manual_seed(0)
     module = SgdGPT()
-    strategy = LocalStepsStrategy(SparseLoCo(every=2, density=0.1, hierarchical=nodes > 1), nodes=nodes)
-    trainer = make_trainer(strategy, devices=dist.get_world_size(), max_epochs=1 + resume, limit_train_batches=4)
+    strategy = LocalStepsStrategy(
+        SparseLoCo(every=2, density=0.1, hierarchical=nodes > 1), nodes=nodes
+    )
+    trainer = make_trainer(
+        strategy, devices=dist.get_world_size(), max_epochs=1 + resume, limit_train_batches=4
+    )
     found: dict[str, Any] = {}
 
     def note() -> None:
@@ -171,10 +193,14 @@ def test_residuals_on_another_number_of_ranks(tmp_path: Path) -> None:
     saved = torch.load(path, weights_only=True)["lightning_topt"]["gradient_exchange"]["ranks"]
     for rank in found:
         for name, value in rank.items():
-            torch.testing.assert_close(value, (saved[0]["residual"][name] + saved[1]["residual"][name]) / 2)
+            torch.testing.assert_close(
+                value, (saved[0]["residual"][name] + saved[1]["residual"][name]) / 2
+            )
     assert max(value.abs().max() for value in found[0].values()) > 0
     for index, rank in enumerate(by_node):
-        assert all(torch.equal(value, saved[index // 2]["residual"][name]) for name, value in rank.items())
+        assert all(
+            torch.equal(value, saved[index // 2]["residual"][name]) for name, value in rank.items()
+        )
 
 
 class Scaled(ConvNet):
@@ -203,7 +229,8 @@ def test_all_of_the_module_is_equal_at_the_end(precision: str) -> None:
     assert first["scale"] == 1 and first["norm1.running_mean"].abs().sum() > 0
 
 
-# ---- what goes wrong ------------------------------------------------------------------------------------------------
+# ---- what goes wrong
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -219,14 +246,18 @@ def test_all_of_the_module_is_equal_at_the_end(precision: str) -> None:
         ({"ddp_comm_hook": print}, ValueError, "ddp_comm_hook"),
     ],
 )
-def test_wrong_options_are_refused_at_once(options: dict[str, Any], error: type[Exception], says: str) -> None:
+def test_wrong_options_are_refused_at_once(
+    options: dict[str, Any], error: type[Exception], says: str
+) -> None:
     with pytest.raises(error, match=says):
         LocalStepsStrategy(**options)
 
 
 def test_forms_of_the_method() -> None:
     for given in ("local_steps", {"method": "local_steps"}, {"every": 50}, LocalSteps()):
-        assert LocalStepsStrategy(given).method == LocalStepsStrategy().method == LocalSteps(every=50)
+        assert (
+            LocalStepsStrategy(given).method == LocalStepsStrategy().method == LocalSteps(every=50)
+        )
     theirs = inspect.signature(OuterSteps).parameters["timeout_seconds"].default
     assert LocalStepsStrategy().timeout_seconds == theirs  # a default that two signatures show
 
@@ -251,7 +282,9 @@ class Unfreezing(SgdGPT):
 
 class NotANumber(SgdGPT):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return super().training_step(batch, batch_idx) * (float("nan") if self.global_rank == 1 else 1.0)
+        return super().training_step(batch, batch_idx) * (
+            float("nan") if self.global_rank == 1 else 1.0
+        )
 
 
 def fit_error(rank: int, kind: type[SgdGPT]) -> tuple[str, str]:

@@ -1,4 +1,6 @@
-"""Losses that are means over what is not padding train in a pipeline as in one process; those that cannot are refused."""
+"""Losses that are means over what is not padding train in a pipeline as in one process; those that
+cannot are refused.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,13 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from lightning_topt import AutoParallelStrategy
 from tests.plugins.test_pipeline_fits import cluster, pipeline
 from tests.plugins.test_pipeline_modules import split_stages
-from tests.plugins.trainer_ranks import RecordingGPT, Tokens, make_trainer, mean_over_ranks, on_ranks
+from tests.plugins.trainer_ranks import (
+    RecordingGPT,
+    Tokens,
+    make_trainer,
+    mean_over_ranks,
+    on_ranks,
+)
 
 IGNORED = -100
 
@@ -124,27 +132,43 @@ EQUAL: dict[str, tuple[type[Language], dict[str, Any]]] = {
     "even": (Beside, {"full": 32}),
 }
 REFUSED: dict[str, tuple[type[Language], dict[str, Any], str]] = {
-    "normalized": (Normalized, {"full": 16}, r"divided by 1 and 1.*and by 1 for both.*\.sum\(\) / mask\.sum"),
+    "normalized": (
+        Normalized,
+        {"full": 16},
+        r"divided by 1 and 1.*and by 1 for both.*\.sum\(\) / mask\.sum",
+    ),
     "chosen": (Chosen, {}, r"(?s)shape of its result depends on values.*targets != IGNORED.\.mean"),
     "scaled": (Scaled, {"full": 16}, "multiplied by a number that microbatches differ in"),
     "beside": (Beside, {}, "no weights of microbatches make it the loss of the whole batch"),
-    "beside, later": (Beside, {"full": 16}, "no weights of microbatches make it the loss of the whole batch"),
+    "beside, later": (
+        Beside,
+        {"full": 16},
+        "no weights of microbatches make it the loss of the whole batch",
+    ),
 }
 SCHEDULES = {"ignored": "zero_bubble", "by hand": "zbv", "microbatches of padding": "zero_bubble"}
 
 
-def fit(name: str, strategy: Any = "auto", *, ranks: int = 1, batch_size: int = 8, **kwargs: Any) -> Any:
+def fit(
+    name: str, strategy: Any = "auto", *, ranks: int = 1, batch_size: int = 8, **kwargs: Any
+) -> Any:
     kind, options = EQUAL[name] if name in EQUAL else REFUSED[name][:2]
     torch.manual_seed(0)
     module, data = kind(), Padded(**options)
-    sampler = DistributedSampler(data, num_replicas=1, rank=0, shuffle=False) if ranks == 1 else None
+    sampler = (
+        DistributedSampler(data, num_replicas=1, rank=0, shuffle=False) if ranks == 1 else None
+    )
     loader: Any = DataLoader(data, batch_size=batch_size, sampler=sampler)
     if ranks > 1 and not kwargs:
         kwargs = {"use_distributed_sampler": False}
     trainer = make_trainer(strategy, devices=ranks, **kwargs)
     trainer.fit(module, loader)
     logged = module.logged, float(trainer.callback_metrics["mean_loss_epoch"])
-    return module.losses, logged, {name: value.clone() for name, value in module.state_dict().items()}
+    return (
+        module.losses,
+        logged,
+        {name: value.clone() for name, value in module.state_dict().items()},
+    )
 
 
 def on_two(rank: int) -> dict[str, Any]:
@@ -167,7 +191,9 @@ def assert_alike(found: Any, expected: Any) -> None:
 
 
 def test_means_over_what_is_not_padding_are_those_of_the_batch() -> None:
-    """Also where some microbatches have nothing else, which have no mean; and what would be another loss is refused."""
+    """Also where some microbatches have nothing else, which have no mean; and what would be another
+    loss is refused.
+    """
     results = on_ranks(on_two)
     for name in EQUAL:
         expected = fit(name)
@@ -176,12 +202,24 @@ def test_means_over_what_is_not_padding_are_those_of_the_batch() -> None:
             assert_alike(found[name], expected)
 
 
-# ---- ranks of data --------------------------------------------------------------------------------------------------
+# ---- ranks of data
+# --------------------------------------------------------------------------------------------------
 
 
 def in_rows(rank: int) -> Any:
-    mesh = {"mesh": {"pipeline": 2, "data": 2}, "schedule": "interleaved", "stages": 4, "num_microbatches": 2}
-    return fit("ignored", AutoParallelStrategy(plan=mesh, cluster=cluster(4)), ranks=4, batch_size=4, max_epochs=1)
+    mesh = {
+        "mesh": {"pipeline": 2, "data": 2},
+        "schedule": "interleaved",
+        "stages": 4,
+        "num_microbatches": 2,
+    }
+    return fit(
+        "ignored",
+        AutoParallelStrategy(plan=mesh, cluster=cluster(4)),
+        ranks=4,
+        batch_size=4,
+        max_epochs=1,
+    )
 
 
 def in_slices(rank: int) -> Any:
@@ -199,14 +237,24 @@ def test_rows_of_pipelines_average_their_means_as_ranks_of_ddp_do() -> None:
 
 
 def one_row_tells(rank: int, ranks: int) -> Any:
-    """The first batch of the second data rank is of padding alone, so that this row does not know that its loss is a sum."""
+    """The first batch of the second data rank is of padding alone, so that this row does not know
+    that its loss is a sum.
+    """
     torch.manual_seed(0)
     module, data, row = Summed(), Padded(), rank % 2
     batches = [[data[8 * step + 4 * row + index] for index in range(4)] for step in range(4)]
-    own = [(torch.stack([x for x, _ in batch]), torch.stack([y for _, y in batch])) for batch in batches]
+    own = [
+        (torch.stack([x for x, _ in batch]), torch.stack([y for _, y in batch]))
+        for batch in batches
+    ]
     if row == 1:
         own[0][1].fill_(IGNORED)
-    plan = {"mesh": {"pipeline": 2, "data": 2}, "schedule": "interleaved", "stages": 4, "num_microbatches": 2}
+    plan = {
+        "mesh": {"pipeline": 2, "data": 2},
+        "schedule": "interleaved",
+        "stages": 4,
+        "num_microbatches": 2,
+    }
     strategy: Any = "ddp" if ranks == 2 else AutoParallelStrategy(plan=plan, cluster=cluster(4))
     loader: Any = DataLoader(own, batch_size=None)  # type: ignore[arg-type]
     make_trainer(strategy, devices=ranks, use_distributed_sampler=False).fit(module, loader)

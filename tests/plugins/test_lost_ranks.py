@@ -1,4 +1,6 @@
-"""A rank that is killed or stopped is named on the others, under every strategy, wherever it was."""
+"""A rank that is killed or stopped is named on the others, under every strategy, wherever it
+was.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,8 @@ class Loses(RecordingGPT):
                 raise MyError("on one rank only")
             os.kill(os.getpid(), self.number)
             time.sleep(120)
-        dist.distributed_c10d._set_pg_timeout(SHORT)  # from here on, so that a busy machine may be slow before
+        # from here on, so that a busy machine may be slow before
+        dist.distributed_c10d._set_pg_timeout(SHORT)
 
     def setup(self, stage: str) -> None:
         self._reach("setup")
@@ -128,14 +131,19 @@ def local() -> Any:
 
 
 def shared(**options: Any) -> Any:
-    return lambda: (DDPStrategy(timeout=LIMIT), [ParallelOptimizerStep(always=True, timeout_seconds=8, **options)])
+    return lambda: (
+        DDPStrategy(timeout=LIMIT),
+        [ParallelOptimizerStep(always=True, timeout_seconds=8, **options)],
+    )
 
 
 def pipeline() -> Any:
     """Groups of a pipeline are made later, with the limit that there is by then."""
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=12))
     link = Link(1e-5, 1e9)
-    cluster = Cluster("toy", Device("core", 2**33, {"float32": 3e9}, 8e9, 3e-6), 2, 1, link, link, backend="gloo")
+    cluster = Cluster(
+        "toy", Device("core", 2**33, {"float32": 3e9}, 8e9, 3e-6), 2, 1, link, link, backend="gloo"
+    )
     return PipelineStrategy(microbatches=2, cluster=cluster, timeout=LIMIT), []
 
 
@@ -179,7 +187,9 @@ def fit(rank: int, case: str, folder: str) -> str:
 
 def run(rank: int, port: int, queue: Any, case: str, folder: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2, timeout=LIMIT)
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2, timeout=LIMIT
+    )
     message = _as_torchrun(rank, fit, 2, (case, folder))
     if rank != VICTIM:
         queue.put((case, message))
@@ -193,7 +203,9 @@ def started(cases: list[str], folder: str) -> Iterator[Any]:
     ranks = []
     for case in cases:
         port = free_port()
-        ranks += [context.Process(target=run, args=(rank, port, queue, case, folder)) for rank in range(2)]
+        ranks += [
+            context.Process(target=run, args=(rank, port, queue, case, folder)) for rank in range(2)
+        ]
         for rank in ranks[-2:]:
             rank.start()
     try:
@@ -221,15 +233,21 @@ def test_a_lost_rank_is_named_in_time(tmp_path: Any) -> None:
 
 
 class Stops(Loses):
-    """Leaves the numbers of its processes, so that the stopped one can be ended once the other has."""
+    """Leaves the numbers of its processes, so that the stopped one can be ended once the other
+    has.
+    """
 
     def on_train_start(self) -> None:
         Path(self.folder, str(self.global_rank)).write_text(str(os.getpid()))
 
 
 def end_stopped(folder: Path) -> None:
-    """Lightning would give the stopped rank half a minute once it has noticed that the other has ended."""
-    while len(pids := [int(file.read_text() or 0) for file in sorted(folder.iterdir())]) < 2 or not all(pids):
+    """Lightning would give the stopped rank half a minute once it has noticed that the other has
+    ended.
+    """
+    while len(
+        pids := [int(file.read_text() or 0) for file in sorted(folder.iterdir())]
+    ) < 2 or not all(pids):
         time.sleep(0.05)
     while process_state(pids[0])[0]:  # until it is gone, not only ended
         time.sleep(0.05)
@@ -238,15 +256,23 @@ def end_stopped(folder: Path) -> None:
 
 @pytest.mark.parametrize("shares_step", [False, True])
 def test_forked_ranks_name_the_stopped_one(tmp_path: Path, shares_step: bool) -> None:
-    """Lightning asks neither strategy nor callback in ranks that it forked; the error comes from there as text."""
+    """Lightning asks neither strategy nor callback in ranks that it forked; the error comes from
+    there as text.
+    """
     options: Any = {"start_method": "fork", "timeout": LIMIT}
-    strategy = DDPStrategy(**options) if shares_step else AutoParallelStrategy(plan="ddp", **options)
-    trainer = make_trainer(strategy, devices=2, callbacks=[ParallelOptimizerStep()] if shares_step else [])
+    strategy = (
+        DDPStrategy(**options) if shares_step else AutoParallelStrategy(plan="ddp", **options)
+    )
+    trainer = make_trainer(
+        strategy, devices=2, callbacks=[ParallelOptimizerStep()] if shares_step else []
+    )
     module = Stops("training", STOP)
     module.folder = str(tmp_path)
     ender = threading.Thread(target=end_stopped, args=(tmp_path,), daemon=True)
     ender.start()
-    with pytest.raises(Exception, match=r"rank 1 did not answer in .* is stopped\); seen by rank 0"):
+    with pytest.raises(
+        Exception, match=r"rank 1 did not answer in .* is stopped\); seen by rank 0"
+    ):
         trainer.fit(module, loader(4))
     ender.join()
 
@@ -270,8 +296,14 @@ print("FINISHED")
 
 
 def test_processes_that_lightning_started_name_the_killed_one(tmp_path: Path) -> None:
-    """The main process says so itself before Lightning's observer kills it; without it, the others do."""
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    """The main process says so itself before Lightning's observer kills it; without it, the others
+    do.
+    """
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "OMP_NUM_THREADS": "1",
+    }
     jobs = []
     for plan, dead in (("zero1", 1), ("zero3", 0)):
         environment["MASTER_PORT"] = str(free_port())
@@ -279,7 +311,11 @@ def test_processes_that_lightning_started_name_the_killed_one(tmp_path: Path) ->
         script.write_text(SCRIPT.format(plan=plan, dead=dead))
         out = (tmp_path / f"{plan}.txt").open("w+")
         job = subprocess.Popen(
-            [preloaded_python(), str(script)], env=environment, stdout=out, stderr=out, start_new_session=True
+            [preloaded_python(), str(script)],
+            env=environment,
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
         )
         jobs.append((job, out, 1 - dead, dead))
     try:
@@ -288,7 +324,11 @@ def test_processes_that_lightning_started_name_the_killed_one(tmp_path: Path) ->
             deadline = time.monotonic() + 120
             while says not in (text := Path(out.name).read_text()) and time.monotonic() < deadline:
                 time.sleep(0.2)
-            assert f"seen by rank {survivor}" in text and "has ended" in text and "FINISHED" not in text, text[-3000:]
+            assert (
+                f"seen by rank {survivor}" in text
+                and "has ended" in text
+                and "FINISHED" not in text
+            ), text[-3000:]
             assert job.wait(timeout=60) == (1 if dead else -signal.SIGKILL)
     finally:
         for job, out, _, _ in jobs:

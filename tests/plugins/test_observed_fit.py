@@ -1,4 +1,6 @@
-"""The first steps of a fit are watched, and a plan takes over between two of them: the training is that of ddp throughout."""
+"""The first steps of a fit are watched, and a plan takes over between two of them: the training is
+that of ddp throughout.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from lightning_topt.plan.choose import NoPlanFitsError
 from lightning_topt.plugins import observed_fit
 from tests.plugins.trainer_ranks import RecordingGPT, loader, make_trainer, on_ranks
 
-CLUSTER = Path(__file__).parents[2] / "conf" / "cluster" / "local_cpu.yaml"  # a search that measures nothing
+# a search that measures nothing
+CLUSTER = Path(__file__).parents[2] / "conf" / "cluster" / "local_cpu.yaml"
 WIDE = {"width": 128, "layers": 3}  # large enough that sharding saves memory
 
 
@@ -30,7 +33,9 @@ class Plans(Callback):
     def __init__(self) -> None:
         self.seen: list[str | None] = []
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         plan = getattr(trainer.strategy, "parallel_plan", None)
         self.seen.append(None if plan is None else plan.summary())
 
@@ -69,7 +74,9 @@ def run(strategy: Any, *, kind: type[Model] = Model, **options: Any) -> dict[str
     }
 
 
-def compared(rank: int, options: dict[str, Any], trainer_options: dict[str, Any]) -> tuple[Any, Any]:
+def compared(
+    rank: int, options: dict[str, Any], trainer_options: dict[str, Any]
+) -> tuple[Any, Any]:
     ours = AutoParallelStrategy(cluster=CLUSTER, **options)
     return run(DDPStrategy(), **trainer_options), run(ours, **trainer_options)
 
@@ -105,7 +112,9 @@ def test_a_plan_takes_over_between_two_steps(
 def test_ddp_that_stays_is_ddp_to_the_last_bit() -> None:
     for expected, found in on_ranks(compared, {"objective": "time"}, {"limit_train_batches": 8}):
         assert found["losses"] == expected["losses"] and found["plans"][-1].endswith("x DDP")
-        assert all(torch.equal(found["state"][name], value) for name, value in expected["state"].items())
+        assert all(
+            torch.equal(found["state"][name], value) for name, value in expected["state"].items()
+        )
 
 
 class ReadsValues(Model):
@@ -129,12 +138,20 @@ def limited(rank: int) -> tuple[Any, Any, list[str]]:
 
 def test_a_step_that_reads_values_under_a_memory_limit_is_watched() -> None:
     for rank, (expected, found, said) in enumerate(on_ranks(limited)):
-        assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5) and found["calls"] == expected["calls"]
-        assert found["plans"][2] == "1 x DDP" and "ZeRO" in found["plans"][3] and found["planned_by"] == "search"
+        assert (
+            found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+            and found["calls"] == expected["calls"]
+        )
+        assert (
+            found["plans"][2] == "1 x DDP"
+            and "ZeRO" in found["plans"][3]
+            and found["planned_by"] == "search"
+        )
         assert len(said) == (rank == 0) and all("item" in text or "values" in text for text in said)
 
 
-# ---- the search beside training --------------------------------------------------------------------------------------
+# ---- the search beside training
+# --------------------------------------------------------------------------------------
 
 
 class Patient(Callback):
@@ -160,7 +177,9 @@ def searched_beside(rank: int, fails: bool) -> tuple[Any, Any, list[int]]:
     strategy = AutoParallelStrategy(watch_steps=1)
     torch.manual_seed(0)
     module, plans = Model(**WIDE), Plans()
-    make_trainer(strategy, devices=2, callbacks=[plans, Patient()]).fit(module, loader(2, length=48))
+    make_trainer(strategy, devices=2, callbacks=[plans, Patient()]).fit(
+        module, loader(2, length=48)
+    )
     return (expected["losses"], module.losses), (strategy.planned_by, plans.seen), []
 
 
@@ -169,12 +188,19 @@ def test_the_search_runs_beside_training(fails: bool) -> None:
     ranks = on_ranks(searched_beside, fails)
     for (expected, losses), (planned_by, seen), _ in ranks:
         assert losses == pytest.approx(expected, rel=1e-5)
-        assert seen[:2] == [None, None]  # the first step is watched, the second runs while the search does
-        assert seen[-1] is not None and seen == ranks[0][1][1]  # all ranks switch before the same batch
-        assert planned_by.startswith("ddp: ") and "none fits" in planned_by if fails else planned_by == "search"
+        # the first step is watched, the second runs while the search does
+        assert seen[:2] == [None, None]
+        # all ranks switch before the same batch
+        assert seen[-1] is not None and seen == ranks[0][1][1]
+        assert (
+            planned_by.startswith("ddp: ") and "none fits" in planned_by
+            if fails
+            else planned_by == "search"
+        )
 
 
-# ---- what is refused, and what is left alone -------------------------------------------------------------------------
+# ---- what is refused, and what is left alone
+# -------------------------------------------------------------------------
 
 
 def too_small(rank: int) -> str:
@@ -228,7 +254,9 @@ def named_for_compiled(rank: int) -> tuple[list[float], list[float], str]:
         make_trainer(strategy, devices=2, max_steps=4).fit(module, loader(4))
         losses.append(module.losses)
     with pytest.raises((CaptureError, RuntimeError)) as caught:
-        make_trainer(AutoParallelStrategy(plan="zero1+recompute"), devices=2, max_steps=4).fit(Compiled(), loader(4))
+        make_trainer(AutoParallelStrategy(plan="zero1+recompute"), devices=2, max_steps=4).fit(
+            Compiled(), loader(4)
+        )
     return losses[0], losses[1], str(caught.value)
 
 
@@ -257,8 +285,12 @@ def errors(rank: int) -> list[tuple[str, int, list[float]]]:
         module.at = at
         with pytest.raises(LookupError) as caught:
             make_trainer(AutoParallelStrategy(), devices=2).fit(module, loader(4))
-        hooks = sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in module.modules())
-        hooks += sum(len(getattr(p, "_post_accumulate_grad_hooks", None) or {}) for p in module.parameters())
+        hooks = sum(
+            len(part._forward_hooks) + len(part._forward_pre_hooks) for part in module.modules()
+        )
+        hooks += sum(
+            len(getattr(p, "_post_accumulate_grad_hooks", None) or {}) for p in module.parameters()
+        )
         module.at, module.losses = -1, []
         make_trainer(AutoParallelStrategy(), devices=2, max_steps=2).fit(module, loader(4))
         found.append((str(caught.value), hooks, module.losses))

@@ -1,4 +1,6 @@
-"""What a rank needs to run the batch of another one: the batch as it is, and a step that leaves nothing behind."""
+"""What a rank needs to run the batch of another one: the batch as it is, and a step that leaves
+nothing behind.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,12 @@ def received(rank: int) -> None:
     for member, box in enumerate(found):
         expected = batch_of(member)
         first, second, tensors, nothing, words = box.values
-        assert box.name == expected.name and nothing is None and words == ("text", member) and first is second
+        assert (
+            box.name == expected.name
+            and nothing is None
+            and words == ("text", member)
+            and first is second
+        )
         torch.testing.assert_close(first, expected.values[0], rtol=0, atol=0)
         for name, tensor in expected.values[2].items():
             torch.testing.assert_close(tensors[name], tensor, rtol=0, atol=0)
@@ -117,7 +124,13 @@ class Measuring(MLP):
 
 @pytest.mark.parametrize(
     ("module", "changes"),
-    [(Counting(), True), (Keeping(), True), (Replacing(), True), (Measuring(), False), (MLP(), False)],
+    [
+        (Counting(), True),
+        (Keeping(), True),
+        (Replacing(), True),
+        (Measuring(), False),
+        (MLP(), False),
+    ],
 )
 def test_what_a_step_leaves_behind_is_seen(module: L.LightningModule, changes: bool) -> None:
     watched = WatchedTrace(FunctionTrace())
@@ -169,7 +182,9 @@ def compiled(module: MLP) -> MLP:
         (compiled(MLP()), None, "compiled module"),
     ],
 )
-def test_fits_whose_ranks_cannot_take_turns(module: L.LightningModule, batch: Any, reason: str | None) -> None:
+def test_fits_whose_ranks_cannot_take_turns(
+    module: L.LightningModule, batch: Any, reason: str | None
+) -> None:
     trainer = make_trainer()
     trainer.strategy.connect(module)
     found = why_no_turns(trainer, batch)
@@ -197,10 +212,15 @@ class Collecting(MLP):
         (Writing(), "uses logger"),
         (Collecting(), "a collection of metrics"),
         (Measuring(), "batch norm counts the batches of rank 0"),
-        (nn.SyncBatchNorm.convert_sync_batchnorm(Measuring()), "brings ranks with different batches together"),
+        (
+            nn.SyncBatchNorm.convert_sync_batchnorm(Measuring()),
+            "brings ranks with different batches together",
+        ),
     ],
 )
-def test_fits_whose_ranks_cannot_share_stages(module: L.LightningModule, reason: str | None) -> None:
+def test_fits_whose_ranks_cannot_share_stages(
+    module: L.LightningModule, reason: str | None
+) -> None:
     trainer = make_trainer()
     trainer.strategy.connect(module)
     found = why_no_members(trainer, torch.zeros(1))
@@ -214,7 +234,9 @@ def reason_of_collective(rank: int) -> str | None:
 
 
 def test_collectives_of_a_step_are_named() -> None:
-    assert "brings ranks with different batches together" in (run_ranks(reason_of_collective, 2)[0] or "")
+    assert "brings ranks with different batches together" in (
+        run_ranks(reason_of_collective, 2)[0] or ""
+    )
 
 
 class Telling(Measuring):
@@ -252,13 +274,22 @@ def test_nothing_is_left_of_the_turn_of_another_member() -> None:
         assert torch.equal(torch.get_rng_state(), torch.from_numpy(states[0]))
         module.training_step(others)
         assert module.mean._update_count == 2
-    assert not calls and not module.told and module.mean.compute() == 1.0 and module.mean._update_count == 1
+    assert (
+        not calls
+        and not module.told
+        and module.mean.compute() == 1.0
+        and module.mean._update_count == 1
+    )
     with logged.on(own=True):
         module.training_step(mine)
     assert module.told == ["rank 0 was here"] and calls == [(("a step",), {})]
     logged.replay()
     names = [kwargs.get("name", args[0] if args else None) for args, kwargs in calls[1:]]
-    assert names == ["drawn", "batch", "loss"] and calls[1][0][1] == expected[0] and torch.rand(()) == expected[1]
+    assert (
+        names == ["drawn", "batch", "loss"]
+        and calls[1][0][1] == expected[0]
+        and torch.rand(()) == expected[1]
+    )
     logged.replay()
     assert len(calls) == 4 and module.mean._update_count == 2
 
@@ -274,25 +305,36 @@ def too_small(rank: int) -> str:
 
 def test_where_no_plan_fits_the_error_says_why_none_splits_parameters() -> None:
     for sentence in on_ranks(too_small):
-        assert "no plan fits" in sentence and "not split over tensor axes: training_step changes objects" in sentence
+        assert (
+            "no plan fits" in sentence
+            and "not split over tensor axes: training_step changes objects" in sentence
+        )
         assert "Stages of a pipeline were left out: " in sentence
 
 
 class Deep(MLP):
-    """Eight equal layers: the smallest plan splits them over ranks, inside layers or between them."""
+    """Eight equal layers: the smallest plan splits them over ranks, inside layers or between
+    them.
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(8)))
+        self.net = nn.Sequential(
+            *(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(8))
+        )
 
 
 def needed_and_run(rank: int, nodes: int, width: int) -> tuple[str, str]:
     """The error where nothing fits, and the plan that runs under the limit which it names."""
     device = Device("core", 2**33, {"float32": 3e9}, 8e9, 3e-6)
-    cluster = Cluster("toy", device, 2 // nodes, nodes, Link(1e-5, 1e9), Link(1e-5, 1e9), backend="gloo")
+    cluster = Cluster(
+        "toy", device, 2 // nodes, nodes, Link(1e-5, 1e9), Link(1e-5, 1e9), backend="gloo"
+    )
 
     def fit(limit: str) -> L.Trainer:
-        trainer = topt_trainer(options={"cluster": cluster, "memory_limit": limit}, limit_train_batches=2)
+        trainer = topt_trainer(
+            options={"cluster": cluster, "memory_limit": limit}, limit_train_batches=2
+        )
         trainer.fit(Deep(width), DataLoader(torch.zeros(16, width), batch_size=4))
         return trainer
 
@@ -304,7 +346,11 @@ def needed_and_run(rank: int, nodes: int, width: int) -> tuple[str, str]:
     return str(caught.value), strategy.parallel_plan.summary()
 
 
-@pytest.mark.parametrize(("nodes", "width", "kind"), [(1, 64, "data 1 x tensor 2"), (2, 640, "pipeline 2 x data 1")])
-def test_the_error_names_the_smallest_plan_of_any_kind_and_that_one_runs(nodes: int, width: int, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("nodes", "width", "kind"), [(1, 64, "data 1 x tensor 2"), (2, 640, "pipeline 2 x data 1")]
+)
+def test_the_error_names_the_smallest_plan_of_any_kind_and_that_one_runs(
+    nodes: int, width: int, kind: str
+) -> None:
     (error, summary), _ = on_ranks(needed_and_run, nodes, width)
     assert kind in error.partition("Set memory_limit")[0] and kind in summary

@@ -1,4 +1,6 @@
-"""Optimizers whose step asks its closure as it likes, or communicates: equal to ``ddp``, or refused before the first step."""
+"""Optimizers whose step asks its closure as it likes, or communicates: equal to ``ddp``, or refused
+before the first step.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ class ByLoss(Plain):
 
 
 class Sharpness(Plain):
-    """Asks twice, the second time at parameters moved by the norm of all gradients; without a closure it is plain."""
+    """Asks twice, the second time at parameters moved by the norm of all gradients; without a
+    closure it is plain.
+    """
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -97,9 +101,14 @@ class Stepped(RecordingGPT):
 
 def fit(rank: int, kind: str, plan: str | None) -> list[float]:
     torch.manual_seed(0)
-    module, strategy = Stepped(kind), "ddp" if plan in ("ddp", "shared") else AutoParallelStrategy(plan=plan)
+    module, strategy = (
+        Stepped(kind),
+        "ddp" if plan in ("ddp", "shared") else AutoParallelStrategy(plan=plan),
+    )
     callbacks = [ParallelOptimizerStep(always=True)] if plan == "shared" else []
-    make_trainer(strategy, devices=2, limit_train_batches=6, callbacks=callbacks).fit(module, OwnShare(8))
+    make_trainer(strategy, devices=2, limit_train_batches=6, callbacks=callbacks).fit(
+        module, OwnShare(8)
+    )
     return module.losses
 
 
@@ -138,7 +147,10 @@ REFUSED = [
     *(("Sharpness", plan, "several times per step") for plan in ("zero1", "shared")),
     ("Sharpness", "pipeline", "depends on which others"),
     *(("Normalised", plan, "depends on which others") for plan in ("zero1", "pipeline")),
-    *(("Gathered", plan, "shared between ranks already") for plan in ("zero1", "zero2", "zero3", "pipeline", "shared")),
+    *(
+        ("Gathered", plan, "shared between ranks already")
+        for plan in ("zero1", "zero2", "zero3", "pipeline", "shared")
+    ),
 ]
 
 

@@ -11,7 +11,11 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import BackboneFinetuning, EMAWeightAveraging, StochasticWeightAveraging
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    EMAWeightAveraging,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
@@ -104,7 +108,9 @@ def state_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def fit(callback: ParallelOptimizerStep | None, **kwargs: Any) -> Result:
-    """Parameters, losses and decisions of a fit of the module `kind`, of 8 steps where nothing else is said."""
+    """Parameters, losses and decisions of a fit of the module `kind`, of 8 steps where nothing else
+    is said.
+    """
     torch.manual_seed(0)
     options = {"max_steps": 8, "max_epochs": -1, "strategy": DDPStrategy(), **kwargs}
     module = options.pop("kind", RecordingGPT)()
@@ -115,7 +121,9 @@ def fit(callback: ParallelOptimizerStep | None, **kwargs: Any) -> Result:
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
         options["plugins"] = [MixedPrecision("16-mixed", "cpu", scaler)]
     callbacks = [*make(), *([callback] if callback else [])]
-    trainer = make_trainer(options.pop("strategy"), devices=dist.get_world_size(), callbacks=callbacks, **options)
+    trainer = make_trainer(
+        options.pop("strategy"), devices=dist.get_world_size(), callbacks=callbacks, **options
+    )
     trainer.fit(module, loader(4), ckpt_path=resume)
     if save:
         trainer.save_checkpoint(save)
@@ -134,7 +142,9 @@ def forced(cost: GatherCost) -> None:
     adaptive_step.is_faster = lambda plain, shared: cost is FREE
 
 
-def both(rank: int, options: dict[str, Any], fits: dict[str, Any], cost: GatherCost) -> tuple[Result, Result]:
+def both(
+    rank: int, options: dict[str, Any], fits: dict[str, Any], cost: GatherCost
+) -> tuple[Result, Result]:
     forced(cost)
     return fit(None, **fits), fit(ParallelOptimizerStep(**options), **fits)
 
@@ -147,7 +157,10 @@ def assert_equal(results: list[tuple[Result, Result]], *, tolerance: float = 1e-
     for plain, ours in results:
         assert ours["losses"] == pytest.approx(plain["losses"], rel=max(tolerance, 1e-5))
         assert largest_difference(plain["state"], ours["state"]) <= tolerance
-        assert all(torch.equal(value, results[0][1]["state"][name]) for name, value in ours["state"].items())
+        assert all(
+            torch.equal(value, results[0][1]["state"][name])
+            for name, value in ours["state"].items()
+        )
         for whole, state in zip(plain["optimizers"], ours["optimizers"], strict=True):
             assert_equal_optimizer_states(whole, state, tolerance=max(tolerance, 1e-5))
 
@@ -158,16 +171,27 @@ def assert_equal_optimizer_states(whole: Any, state: Any, *, tolerance: float) -
     for index, values in whole["state"].items():
         assert state["state"][index].keys() == values.keys()
         for name, value in values.items():
-            assert torch.allclose(torch.as_tensor(state["state"][index][name]), torch.as_tensor(value), atol=tolerance)
+            assert torch.allclose(
+                torch.as_tensor(state["state"][index][name]), torch.as_tensor(value), atol=tolerance
+            )
 
 
-# ---- the same as ddp ------------------------------------------------------------------------------------------------
+# ---- the same as ddp
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("options", "fits", "cost"),
     [
-        ({}, {"accumulate_grad_batches": 2, "gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}, FREE),
+        (
+            {},
+            {
+                "accumulate_grad_batches": 2,
+                "gradient_clip_val": 1e-3,
+                "gradient_clip_algorithm": "value",
+            },
+            FREE,
+        ),
         ({}, {}, DEAR),
         ({"always": True, "rule": "parameters"}, {"gradient_clip_val": 0.05}, DEAR),
         ({"always": True}, {"kind": AdafactorGPT}, FREE),
@@ -177,7 +201,11 @@ def assert_equal_optimizer_states(whole: Any, state: Any, *, tolerance: float) -
         ({"always": True}, {"precision": "bf16-true"}, FREE),
         ({}, {"overflow": True, "max_steps": 20}, FREE),
         ({"reduce_scatter": True}, {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2}, FREE),
-        ({"reduce_scatter": True}, {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}, FREE),
+        (
+            {"reduce_scatter": True},
+            {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"},
+            FREE,
+        ),
         ({"reduce_scatter": True}, {"kind": AdafactorGPT}, FREE),
         ({"reduce_scatter": True}, {"overflow": True, "max_steps": 20}, FREE),
         ({"reduce_scatter": True}, {"kind": TwoOptimizers, "max_steps": 20}, FREE),
@@ -188,24 +216,33 @@ def test_equals_ddp(options: dict[str, Any], fits: dict[str, Any], cost: GatherC
     results = on_ranks(both, options, fits, cost)
     assert_equal(results, tolerance=1e-6 if "precision" not in fits else 1e-3)
     for plain, ours in results:
-        assert ours["scale"] == plain["scale"] and (ours["scale"] is None or ours["scale"] < 2.0**20)
+        assert ours["scale"] == plain["scale"] and (
+            ours["scale"] is None or ours["scale"] < 2.0**20
+        )
         shared = options.get("always") or cost is FREE
         assert [[decision.shared for decision in groups] for groups in ours["decisions"]] == [
             [bool(shared)] * len(groups) for groups in ours["decisions"]
         ]
-        assert all(groups and all(decision.reason for decision in groups) for groups in ours["decisions"])
+        assert all(
+            groups and all(decision.reason for decision in groups) for groups in ours["decisions"]
+        )
 
 
 @pytest.mark.parametrize("ranks", [3, 4])
 def test_more_ranks(ranks: int) -> None:
-    assert_equal(on_ranks(both, {"always": True}, {"max_steps": 5}, FREE, world_size=ranks), tolerance=2e-6)
+    assert_equal(
+        on_ranks(both, {"always": True}, {"max_steps": 5}, FREE, world_size=ranks), tolerance=2e-6
+    )
 
 
 def lars(rank: int, pays: bool) -> tuple[tuple[Result, Result], bool]:
     forced(DEAR)
     adaptive_step.is_faster = lambda plain, shared: pays
     callback = ParallelOptimizerStep()
-    fits = fit(None, kind=LarsGPT, max_steps=13), fit(callback, kind=LarsGPT, max_steps=13, callbacks=lambda: [Norms()])
+    fits = (
+        fit(None, kind=LarsGPT, max_steps=13),
+        fit(callback, kind=LarsGPT, max_steps=13, callbacks=lambda: [Norms()]),
+    )
     return fits, Norms.shared
 
 
@@ -215,7 +252,9 @@ class SaveInFit(L.Callback):
     def __init__(self, path: str) -> None:
         self.path, self.parameters = path, dict[str, torch.Tensor]()
 
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any
+    ) -> None:
         if trainer.global_step == 4:
             trainer.save_checkpoint(self.path)
             self.parameters = state_of(pl_module)
@@ -232,12 +271,18 @@ def exact_values(rank: int, path: str, reduce_scatter: bool) -> tuple[bool, bool
     saved = torch.load(path, weights_only=False)["state_dict"]
     known = {name: value for name, value in saver.parameters.items() if value.is_floating_point()}
     same = all(torch.equal(saved[name].bfloat16().float(), value) for name, value in known.items())
-    return same, all(not torch.equal(saved[name], value) for name, value in known.items() if value.dim() > 1)
+    return same, all(
+        not torch.equal(saved[name], value) for name, value in known.items() if value.dim() > 1
+    )
 
 
 @pytest.mark.parametrize("reduce_scatter", [False, True])
-def test_checkpoints_have_the_values_behind_rounded_parameters(tmp_path: Path, reduce_scatter: bool) -> None:
-    assert on_ranks(exact_values, str(tmp_path / "saved.ckpt"), reduce_scatter) == [(True, True)] * 2
+def test_checkpoints_have_the_values_behind_rounded_parameters(
+    tmp_path: Path, reduce_scatter: bool
+) -> None:
+    assert (
+        on_ranks(exact_values, str(tmp_path / "saved.ckpt"), reduce_scatter) == [(True, True)] * 2
+    )
 
 
 class Norms(L.Callback):
@@ -264,12 +309,16 @@ def bf16_gathered(rank: int) -> tuple[Result, Result]:
 def test_parameters_gathered_in_16_bits_are_rounded_alike_on_all_ranks() -> None:
     results = on_ranks(bf16_gathered)
     for plain, ours in results:
-        assert all(torch.equal(value, results[0][1]["state"][name]) for name, value in ours["state"].items())
+        assert all(
+            torch.equal(value, results[0][1]["state"][name])
+            for name, value in ours["state"].items()
+        )
         assert 0 < largest_difference(plain["state"], ours["state"]) < 0.05
         assert ours["losses"] == pytest.approx(plain["losses"], rel=2e-2)
 
 
-# ---- other callbacks ------------------------------------------------------------------------------------------------
+# ---- other callbacks
+# ------------------------------------------------------------------------------------------------
 
 
 class WithBackbone(RecordingGPT):
@@ -278,11 +327,15 @@ class WithBackbone(RecordingGPT):
         self.backbone = self.blocks[0]
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2, eps=1e-4)
+        return torch.optim.AdamW(
+            [p for p in self.parameters() if p.requires_grad], lr=1e-2, eps=1e-4
+        )
 
 
 class Unfreeze(L.Callback):
-    """Trains the second block from the third epoch on: DDP averages its gradients, unlike those that were frozen at first."""
+    """Trains the second block from the third epoch on: DDP averages its gradients, unlike those
+    that were frozen at first.
+    """
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         optimizer = trainer.optimizers[0]
@@ -304,7 +357,11 @@ def stochastic() -> list[Any]:
 
 
 def backbone() -> list[Any]:
-    return [BackboneFinetuning(unfreeze_backbone_at_epoch=2, backbone_initial_lr=1e-3, should_align=False)]
+    return [
+        BackboneFinetuning(
+            unfreeze_backbone_at_epoch=2, backbone_initial_lr=1e-3, should_align=False
+        )
+    ]
 
 
 def unfreezing() -> list[Any]:
@@ -316,11 +373,19 @@ EPOCHS = {"max_steps": -1, "max_epochs": 4, "limit_train_batches": 3}
 
 @pytest.mark.parametrize(
     ("others", "always"),
-    [(averaging, True), (stochastic, False), (backbone, False), (unfreezing, False), (unfreezing, True)],
+    [
+        (averaging, True),
+        (stochastic, False),
+        (backbone, False),
+        (unfreezing, False),
+        (unfreezing, True),
+    ],
 )
 def test_other_callbacks(others: Callable[[], list[Any]], always: bool) -> None:
     kind = RecordingGPT if others in (averaging, stochastic) else WithBackbone
-    results = on_ranks(both, {"always": always}, {"kind": kind, "callbacks": others, **EPOCHS}, FREE)
+    results = on_ranks(
+        both, {"always": always}, {"kind": kind, "callbacks": others, **EPOCHS}, FREE
+    )
     if (
         others is not backbone
     ):  # what was frozen at first differs between ranks, as under ddp: its gradient is not averaged
@@ -333,12 +398,17 @@ def test_other_callbacks(others: Callable[[], list[Any]], always: bool) -> None:
             assert shared == ([True] if others is backbone else [True, True])
 
 
-# ---- checkpoints ----------------------------------------------------------------------------------------------------
+# ---- checkpoints
+# ----------------------------------------------------------------------------------------------------
 
 
 def saved(rank: int, path: str, callback: bool) -> None:
     forced(FREE)
-    fit(ParallelOptimizerStep(always=True) if callback else None, max_steps=8, callbacks=lambda: [Saver(path)])
+    fit(
+        ParallelOptimizerStep(always=True) if callback else None,
+        max_steps=8,
+        callbacks=lambda: [Saver(path)],
+    )
 
 
 class Saver(L.Callback):
@@ -354,7 +424,9 @@ class Saver(L.Callback):
 
 def resumed(rank: int, path: str, options: dict[str, Any] | None) -> Result:
     forced(FREE)
-    return fit(None if options is None else ParallelOptimizerStep(**options), max_steps=15, resume=path)
+    return fit(
+        None if options is None else ParallelOptimizerStep(**options), max_steps=15, resume=path
+    )
 
 
 def test_checkpoints_are_those_of_the_plain_step(tmp_path: Path) -> None:
@@ -367,7 +439,9 @@ def test_checkpoints_are_those_of_the_plain_step(tmp_path: Path) -> None:
         assert_equal_optimizer_states(whole, state, tolerance=1e-6)
     expected = on_ranks(resumed, plain, None)
     for path, options in ((ours, None), (plain, {"always": True}), (ours, {})):
-        assert_equal(list(zip(expected, on_ranks(resumed, path, options), strict=True)), tolerance=2e-6)
+        assert_equal(
+            list(zip(expected, on_ranks(resumed, path, options), strict=True)), tolerance=2e-6
+        )
 
     expected = on_ranks(resumed, plain, None, world_size=3)
     results = on_ranks(resumed, ours, {"always": True}, world_size=3)
@@ -379,22 +453,35 @@ class StateBytes(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         states = trainer.optimizers[0].state.values()
-        self.nbytes = sum(v.nbytes for state in states for v in state.values() if isinstance(v, Tensor) and v.dim())
-        self.whole = sum(8 * p.numel() for group in trainer.optimizers[0].param_groups for p in group["params"])
+        self.nbytes = sum(
+            v.nbytes
+            for state in states
+            for v in state.values()
+            if isinstance(v, Tensor) and v.dim()
+        )
+        self.whole = sum(
+            8 * p.numel() for group in trainer.optimizers[0].param_groups for p in group["params"]
+        )
 
 
 def fits_twice(rank: int, ranks: int) -> tuple[float, list[Result]]:
     forced(FREE)
     torch.manual_seed(0)
     module, observer, callback = RecordingGPT(), StateBytes(), ParallelOptimizerStep()
-    trainer = make_trainer(DDPStrategy(), devices=ranks, callbacks=[callback, observer], max_steps=6, max_epochs=-1)
+    trainer = make_trainer(
+        DDPStrategy(), devices=ranks, callbacks=[callback, observer], max_steps=6, max_epochs=-1
+    )
     results, fractions = [], []
     for steps in (8, 16):
         trainer.fit_loop.epoch_loop.max_steps = steps
         trainer.fit(module, loader(4))
-        results.append({"state": state_of(module), "optimizers": [o.state_dict() for o in trainer.optimizers]})
+        results.append(
+            {"state": state_of(module), "optimizers": [o.state_dict() for o in trainer.optimizers]}
+        )
         fractions.append(observer.nbytes / observer.whole)
-        assert callback.decisions[0][0].shared and not hasattr(trainer.optimizers[0], "consolidate_state_dict")
+        assert callback.decisions[0][0].shared and not hasattr(
+            trainer.optimizers[0], "consolidate_state_dict"
+        )
     return fractions, results
 
 
@@ -404,11 +491,14 @@ def test_two_fits_and_state_of_one_share() -> None:
         assert fractions == pytest.approx([0.5, 0.5], rel=0.05)
         for fitted, other in zip(fits, results[0][1], strict=True):
             assert largest_difference(fitted["state"], other["state"]) == 0
-            assert len(fitted["optimizers"][0]["state"]) == len(other["optimizers"][0]["state"]) > 20
+            assert (
+                len(fitted["optimizers"][0]["state"]) == len(other["optimizers"][0]["state"]) > 20
+            )
         assert largest_difference(fits[0]["state"], fits[1]["state"]) > 0
 
 
-# ---- where it does not run ------------------------------------------------------------------------------------------
+# ---- where it does not run
+# ------------------------------------------------------------------------------------------
 
 
 class Lbfgs(RecordingGPT):
@@ -474,9 +564,17 @@ def test_optimizers_that_cannot_be_shared_are_refused_on_all_ranks() -> None:
     for said in on_ranks(refused, kinds):
         lbfgs, zero, coupled, order, classes, rate = said
         assert lbfgs[0] == coupled[0] == UnsplittableOptimizer.__name__
-        assert "LBFGS" in lbfgs[1] and "closure" in lbfgs[1] and "depends on which others" in coupled[1]
+        assert (
+            "LBFGS" in lbfgs[1]
+            and "closure" in lbfgs[1]
+            and "depends on which others" in coupled[1]
+        )
         assert "shards its state" in zero[1]
-        assert "group 0, parameter 0" in order[1] and "tokens.weight" in order[1] and "head.weight" in order[1]
+        assert (
+            "group 0, parameter 0" in order[1]
+            and "tokens.weight" in order[1]
+            and "head.weight" in order[1]
+        )
         assert "optimizer 0 is Adam on rank 1 and SGD on rank 0" in classes[1]
         assert "group 0, lr is 1.1 on rank 1 and 0.1 on rank 0" in rate[1]
 
@@ -490,14 +588,19 @@ def test_optimizers_that_cannot_be_shared_are_refused_on_all_ranks() -> None:
         (ModelParallelStrategy, "whole parameters"),
     ],
 )
-def test_strategies_without_a_common_step_are_refused(strategy: Callable[[], Any], words: str) -> None:
+def test_strategies_without_a_common_step_are_refused(
+    strategy: Callable[[], Any], words: str
+) -> None:
     with pytest.raises(ValueError, match=words):
         check_strategy(strategy())
 
 
 def compressed(rank: int) -> tuple[Result, Result]:
     forced(FREE)
-    return tuple(fit(c, strategy=CompressedDDPStrategy(TopK(density=0.1))) for c in (None, ParallelOptimizerStep()))
+    return tuple(
+        fit(c, strategy=CompressedDDPStrategy(TopK(density=0.1)))
+        for c in (None, ParallelOptimizerStep())
+    )
 
 
 def test_with_compressed_gradients() -> None:

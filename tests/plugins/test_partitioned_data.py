@@ -1,4 +1,6 @@
-"""Two "nodes", ranks with cache directories of their own: who reads what from where, and that training is the same."""
+"""Two "nodes", ranks with cache directories of their own: who reads what from where, and that
+training is the same.
+"""
 
 from __future__ import annotations
 
@@ -101,13 +103,17 @@ def room(**options):
 
 def orders(num_ranks, rank):
     """What `DistributedSampler` gives a rank in each epoch, as Lightning makes it."""
-    sampler = torch.utils.data.DistributedSampler(range(ITEMS), num_ranks, rank, shuffle=True, seed=1)
+    sampler = torch.utils.data.DistributedSampler(
+        range(ITEMS), num_ranks, rank, shuffle=True, seed=1
+    )
     for epoch in range(EPOCHS):
         sampler.set_epoch(epoch)
         yield list(sampler)
 
 
-def test_after_the_first_epoch_the_source_is_not_read_and_the_network_as_often_as_the_formula_says(tmp_path):
+def test_after_the_first_epoch_the_source_is_not_read_and_the_network_as_often_as_the_formula_says(
+    tmp_path,
+):
     results = on_nodes(fit, tmp_path, in_batches, room())
     owner = owners(ITEMS, num_nodes=2, seed=1)
     for node, (_, [counts], seen, [prefetched]) in enumerate(results):
@@ -115,7 +121,10 @@ def test_after_the_first_epoch_the_source_is_not_read_and_the_network_as_often_a
         assert set(seen) == set(first)  # (some of them twice, to see whether they are random)
         from_others = sum(owner[item] != node for order in later for item in order)
         assert counts.misses == len(first)
-        assert (counts.peer_hits, counts.memory_hits) == (from_others, len(first) * len(later) - from_others)
+        assert (counts.peer_hits, counts.memory_hits) == (
+            from_others,
+            len(first) * len(later) - from_others,
+        )
         assert counts.memory_items == ITEMS // 2
         assert from_others > 3 and prefetched > 0
 
@@ -131,7 +140,9 @@ def test_losses_are_those_without_a_cache(tmp_path, devices):
         folder = tmp_path / secrets.token_hex(4)
         results = on_nodes(fit, folder, in_batches, options, devices=devices)
         assert [result[0] for result in results] == [result[0] for result in plain]
-        per_node = [sum(result[1][0].peer_hits for result in results[i::devices]) for i in range(devices)]
+        per_node = [
+            sum(result[1][0].peer_hits for result in results[i::devices]) for i in range(devices)
+        ]
         assert all(per_node)
 
 
@@ -172,14 +183,18 @@ def test_a_warm_start_reads_the_other_nodes_disk(tmp_path):
 
 def test_room_for_less_than_a_share_costs_exactly_what_does_not_fit(tmp_path):
     entry = 208  # bytes of 32 float32 and their header
-    [(_, [first], _, _), (_, [second], _, _)] = on_nodes(fit, tmp_path, in_batches, room(memory_bytes=6 * entry))
+    [(_, [first], _, _), (_, [second], _, _)] = on_nodes(
+        fit, tmp_path, in_batches, room(memory_bytes=6 * entry)
+    )
     kept = first.memory_items + second.memory_items
     assert 0 < kept < ITEMS
     assert first.misses + second.misses == ITEMS + (EPOCHS - 1) * (ITEMS - kept)
 
 
 class Ends(pl.Callback):
-    """The process that serves node 1's samples is killed, or does not go on, when the second epoch begins."""
+    """The process that serves node 1's samples is killed, or does not go on, when the second epoch
+    begins.
+    """
 
     def __init__(self, node, sign):
         self.node, self.sign = node, sign
@@ -195,9 +210,15 @@ def fit_while_a_server_ends(node, devices, nodes, folder, options, sign):
     return fit(node, devices, nodes, folder, in_batches, options, callbacks=[Ends(node, sign)])
 
 
-@pytest.mark.parametrize("sign, prefetch_batches", [(signal.SIGKILL, 0), (signal.SIGKILL, 2), (signal.SIGSTOP, 2)])
-def test_a_server_that_dies_or_hangs_costs_readings_of_the_source_and_nothing_else(tmp_path, sign, prefetch_batches):
-    partition = CachePartition(seed=1, timeout_seconds=2, retry_seconds=60, prefetch_batches=prefetch_batches)
+@pytest.mark.parametrize(
+    "sign, prefetch_batches", [(signal.SIGKILL, 0), (signal.SIGKILL, 2), (signal.SIGSTOP, 2)]
+)
+def test_a_server_that_dies_or_hangs_costs_readings_of_the_source_and_nothing_else(
+    tmp_path, sign, prefetch_batches
+):
+    partition = CachePartition(
+        seed=1, timeout_seconds=2, retry_seconds=60, prefetch_batches=prefetch_batches
+    )
     results = on_nodes(fit_while_a_server_ends, tmp_path, room(partition=partition), sign)
     plain = on_nodes(fit_without, tmp_path, in_batches)
     assert [result[0] for result in results] == [result[0] for result in plain]
@@ -210,7 +231,14 @@ def test_a_server_that_dies_or_hangs_costs_readings_of_the_source_and_nothing_el
 
 def refused(node, devices, nodes, folder, make, options):
     with pytest.raises(ValueError) as caught:
-        fit(node, devices, nodes, folder, make, options[node] if isinstance(options, list) else options)
+        fit(
+            node,
+            devices,
+            nodes,
+            folder,
+            make,
+            options[node] if isinstance(options, list) else options,
+        )
     return str(caught.value)
 
 
@@ -243,7 +271,9 @@ def test_one_node_needs_no_partition(tmp_path):
 
 def writes_behind(node, devices, nodes, folder, options):
     module = CachedDataModule(Module(dataset=Plain()), directory=folder / str(node), **options)
-    make_trainer("ddp", devices=devices, num_nodes=nodes, max_epochs=1).fit(Model(), datamodule=module)
+    make_trainer("ddp", devices=devices, num_nodes=nodes, max_epochs=1).fit(
+        Model(), datamodule=module
+    )
     [cache] = module._caches.values()
     try:
         return cache._writer is not None
@@ -273,12 +303,16 @@ def test_a_node_that_finds_no_way_to_the_others_is_said_on_all(tmp_path):
 
 
 def test_without_a_trainer_nobody_knows_the_nodes(tmp_path):
-    module = CachedDataModule(Module(dataset=Plain()), directory=tmp_path, memory_bytes=1 << 20, partition=True)
+    module = CachedDataModule(
+        Module(dataset=Plain()), directory=tmp_path, memory_bytes=1 << 20, partition=True
+    )
     with pytest.raises(ValueError, match="Trainer"):
         module.train_dataloader()
 
 
-@pytest.mark.parametrize("wrong", [{"timeout_seconds": 0}, {"port": 70000}, {"prefetch_batches": -1}])
+@pytest.mark.parametrize(
+    "wrong", [{"timeout_seconds": 0}, {"port": 70000}, {"prefetch_batches": -1}]
+)
 def test_options_that_mean_nothing(wrong):
     with pytest.raises(ValueError):
         CachePartition(**wrong)
@@ -302,5 +336,7 @@ def test_a_node_that_can_keep_nothing_takes_part(tmp_path):
     owner = owners(ITEMS, num_nodes=2, seed=1)
     for node, (_, [counts], _, _) in enumerate(results):
         first, *later = orders(2, node)
-        assert counts.misses == len(first) + sum(owner[item] == 1 for order in later for item in order)
+        assert counts.misses == len(first) + sum(
+            owner[item] == 1 for order in later for item in order
+        )
         assert counts.disk_items == (ITEMS // 2 if node == 0 else 0)

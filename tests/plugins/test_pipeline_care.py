@@ -1,4 +1,6 @@
-"""What a pipeline does not run is refused with a reason; what goes wrong in one ends on every rank, and with its cause."""
+"""What a pipeline does not run is refused with a reason; what goes wrong in one ends on every rank,
+and with its cause.
+"""
 
 from __future__ import annotations
 
@@ -92,14 +94,34 @@ class OneBlock(L.LightningModule):
 
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "within": (Within, {}, r"neither a mean nor a sum over samples.*use microbatches=1"),
-    "spectral norm": (Normed, {}, r"change the buffer 'blocks.0.up.parametrizations.weight.0._u' and compute with it"),
+    "spectral norm": (
+        Normed,
+        {},
+        r"change the buffer 'blocks.0.up.parametrizations.weight.0._u' and compute with it",
+    ),
     "nothing": (Nothing, {}, "returned NoneType without a loss"),
-    "value": (ReadsValue, {}, r"reads the value of a tensor before its last block has run.*if float\(x.detach"),
+    "value": (
+        ReadsValue,
+        {},
+        r"reads the value of a tensor before its last block has run.*if float\(x.detach",
+    ),
     "rank": (ReadsRank, {}, "training_step reads global_rank"),
-    "backward": (OwnBackward, {}, "OwnBackward.backward would get a loss whose gradients exist already"),
+    "backward": (
+        OwnBackward,
+        {},
+        "OwnBackward.backward would get a loss whose gradients exist already",
+    ),
     "manual": (Manual, {}, "manual optimization"),
-    "few blocks": (OneBlock, {}, "has 0 block.s. that can be stages of a pipeline .none., and 2 stages are wanted"),
-    "ranks": (RecordingGPT, {"stages": 3}, "need 3 ranks or a multiple of that, and this run has 2"),
+    "few blocks": (
+        OneBlock,
+        {},
+        "has 0 block.s. that can be stages of a pipeline .none., and 2 stages are wanted",
+    ),
+    "ranks": (
+        RecordingGPT,
+        {"stages": 3},
+        "need 3 ranks or a multiple of that, and this run has 2",
+    ),
 }
 
 
@@ -112,7 +134,9 @@ def refusals(rank: int) -> dict[str, str]:
             found[name] = f"{type(error).__name__}: {error}"
         else:
             found[name] = "the fit went through"
-    first, second, rest = ({"block": name, "storage": "ddp"} for name in ("blocks.0", "blocks.1", ""))
+    first, second, rest = (
+        {"block": name, "storage": "ddp"} for name in ("blocks.0", "blocks.1", "")
+    )
     plan = {
         "version": 2,
         "mesh": [{"name": "pipeline", "size": 2}],
@@ -130,7 +154,8 @@ def test_what_cannot_be_a_pipeline_is_refused_on_every_rank() -> None:
             assert re.search(says, found[name], re.DOTALL), (name, found[name])
 
 
-# ---- what is different between ranks, or batches --------------------------------------------------------------------
+# ---- what is different between ranks, or batches
+# --------------------------------------------------------------------
 
 
 class Noisy(RecordingGPT):
@@ -211,7 +236,9 @@ def test_losses_that_are_sums_and_batches_that_differ() -> None:
 
 
 class Overflows(RecordingGPT):
-    """The third sample of the third batch has a loss without an end: that of one microbatch alone."""
+    """The third sample of the third batch has a loss without an end: that of one microbatch
+    alone.
+    """
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return super().training_step(batch[:2], batch_idx) * batch[2].mean()

@@ -1,4 +1,6 @@
-"""Modules in a pipeline under a Trainer: losses, logged values, metrics, evaluation and files are those of one process."""
+"""Modules in a pipeline under a Trainer: losses, logged values, metrics, evaluation and files are
+those of one process.
+"""
 
 from __future__ import annotations
 
@@ -55,12 +57,21 @@ class Counted(RecordingGPT):
         self.right(logits.argmax(-1), batch[1])
         self.log("right", self.right, on_step=True, on_epoch=True)
         self.log("train_loss", loss, on_step=True, on_epoch=True, prog_bar=True)
-        self.log("sum", float(len(batch[0])), sync_dist=True, reduce_fx="sum", on_epoch=True, on_step=False)
+        self.log(
+            "sum",
+            float(len(batch[0])),
+            sync_dist=True,
+            reduce_fx="sum",
+            on_epoch=True,
+            on_step=False,
+        )
         return {"loss": loss, "logits": logits, "index": batch_idx}
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.losses.append(float(outputs["loss"]))
-        self.outputs.append((tuple(outputs["logits"].shape), outputs["index"], float(outputs["logits"].sum())))
+        self.outputs.append(
+            (tuple(outputs["logits"].shape), outputs["index"], float(outputs["logits"].sum()))
+        )
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         loss, _ = self.losses_of(batch)
@@ -76,10 +87,14 @@ class Counted(RecordingGPT):
 def in_order(batch_size: int, **kwargs: Any) -> DataLoader[Any]:
     """The order of Lightning's distributed sampler for one rank."""
     data = Tokens(**kwargs)
-    return DataLoader(data, batch_size=batch_size, sampler=DistributedSampler(data, num_replicas=1, rank=0))
+    return DataLoader(
+        data, batch_size=batch_size, sampler=DistributedSampler(data, num_replicas=1, rank=0)
+    )
 
 
-def results_of(trainer: L.Trainer, module: Counted, train: Any, file: Path, **fit: Any) -> dict[str, Any]:
+def results_of(
+    trainer: L.Trainer, module: Counted, train: Any, file: Path, **fit: Any
+) -> dict[str, Any]:
     trainer.fit(module, train, loader(8, length=20), **fit)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     tested = trainer.test(module, loader(8), verbose=False)[0]["test_loss"]
@@ -90,7 +105,9 @@ def results_of(trainer: L.Trainer, module: Counted, train: Any, file: Path, **fi
         "metrics": metrics,
         "logged": module.logged,
         "tested": tested,
-        "predicted": [batch.tolist() for batch in trainer.predict(module, loader(8, length=20)) or []],
+        "predicted": [
+            batch.tolist() for batch in trainer.predict(module, loader(8, length=20)) or []
+        ],
         "state": {name: value.clone() for name, value in module.state_dict().items()},
         "plan": getattr(getattr(trainer.strategy, "parallel_plan", None), "to_dict", dict)(),
         "saved": torch.load(file, weights_only=False) if trainer.global_rank == 0 else {},
@@ -103,7 +120,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "1f1b": ({}, {}),
     "accumulation, clipped values": (
         {"schedule": "gpipe"},
-        {"accumulate_grad_batches": 2, "gradient_clip_algorithm": "value", "gradient_clip_val": 0.01},
+        {
+            "accumulate_grad_batches": 2,
+            "gradient_clip_algorithm": "value",
+            "gradient_clip_val": 0.01,
+        },
     ),
     "two stages per rank": ({"schedule": "interleaved_zero_bubble"}, {"precision": "bf16-mixed"}),
     "on a V, recomputed": ({"schedule": "zbv", "recompute": True}, {"gradient_clip_val": None}),
@@ -122,15 +143,23 @@ def fits(rank: int, folder: Path) -> dict[str, dict[str, Any]]:
     found = {}
     for name, (options, kwargs) in CASES.items():
         torch.manual_seed(rank)
-        trainer = make_trainer(pipeline(2, microbatches=4, **options), devices=2, **{**COMMON, **kwargs})
-        found[name] = results_of(trainer, Counted(dropout=0.1), loader(8, length=36), folder / "topt.ckpt")
+        trainer = make_trainer(
+            pipeline(2, microbatches=4, **options), devices=2, **{**COMMON, **kwargs}
+        )
+        found[name] = results_of(
+            trainer, Counted(dropout=0.1), loader(8, length=36), folder / "topt.ckpt"
+        )
     return found
 
 
-def assert_equal(found: dict[str, Any], expected: dict[str, Any], *, relative: float = 1e-4) -> None:
+def assert_equal(
+    found: dict[str, Any], expected: dict[str, Any], *, relative: float = 1e-4
+) -> None:
     assert found["losses"] == pytest.approx(expected["losses"], rel=relative)
     for own, one in zip(found["outputs"], expected["outputs"], strict=True):
-        assert own[:2] == one[:2] and own[2] == pytest.approx(one[2], rel=10 * relative, abs=100 * relative)
+        assert own[:2] == one[:2] and own[2] == pytest.approx(
+            one[2], rel=10 * relative, abs=100 * relative
+        )
     assert found["metrics"] == pytest.approx(expected["metrics"], rel=10 * relative)
     assert found["logged"] == expected["logged"]
     assert found["tested"] == pytest.approx(expected["tested"], rel=10 * relative)
@@ -147,7 +176,9 @@ def assert_same_file(saved: dict[str, Any], plain: dict[str, Any], relative: flo
     assert own["param_groups"] == one["param_groups"] and set(own["state"]) == set(one["state"])
     for index, values in one["state"].items():
         for key, value in values.items():
-            torch.testing.assert_close(own["state"][index][key], value, rtol=10 * relative, atol=relative)
+            torch.testing.assert_close(
+                own["state"][index][key], value, rtol=10 * relative, atol=relative
+            )
 
 
 def test_fits_are_those_of_one_process(tmp_path: Path) -> None:
@@ -162,7 +193,8 @@ def test_fits_are_those_of_one_process(tmp_path: Path) -> None:
             assert len(found[name]["plan"]["stages"]) == (2 if schedule in ("1f1b", "gpipe") else 4)
 
 
-# ---- rows of data, and going on -------------------------------------------------------------------------------------
+# ---- rows of data, and going on
+# -------------------------------------------------------------------------------------
 
 
 def stops(**kwargs: Any) -> list[Any]:
@@ -260,7 +292,9 @@ def goes_on(rank: int, folder: Path) -> dict[Any, Any]:
         torch.manual_seed(1)
         module = Counted()
         data = loader(4 if then == "zero3" else 8, length=32)
-        make_trainer(strategies(folder / "1f1b.ckpt")[then], devices=2, max_epochs=2).fit(module, data, ckpt_path=file)
+        make_trainer(strategies(folder / "1f1b.ckpt")[then], devices=2, max_epochs=2).fit(
+            module, data, ckpt_path=file
+        )
         state = {name: value.clone() for name, value in module.state_dict().items()}
         found[first, then] = module.losses, state
     return found
@@ -273,10 +307,17 @@ def test_any_checkpoint_goes_on_in_a_pipeline_and_back(tmp_path: Path) -> None:
     trainer.fit(module, in_order(8, length=32))
     trainer.save_checkpoint(tmp_path / "plain.ckpt")
     module = Counted()
-    make_trainer(max_epochs=2).fit(module, in_order(8, length=32), ckpt_path=tmp_path / "plain.ckpt")
+    make_trainer(max_epochs=2).fit(
+        module, in_order(8, length=32), ckpt_path=tmp_path / "plain.ckpt"
+    )
     assert len(module.losses) == 4
     for found in on_ranks(goes_on, tmp_path):
         for (first, then), (losses, state) in found.items():
-            assert then == "zero3" or losses == pytest.approx(module.losses, rel=1e-3), (first, then)
+            assert then == "zero3" or losses == pytest.approx(module.losses, rel=1e-3), (
+                first,
+                then,
+            )
             for name, value in module.state_dict().items():
-                torch.testing.assert_close(state[name], value, rtol=1e-3, atol=2e-4, msg=f"{first} {then} {name}")
+                torch.testing.assert_close(
+                    state[name], value, rtol=1e-3, atol=2e-4, msg=f"{first} {then} {name}"
+                )

@@ -1,4 +1,6 @@
-"""Ranks of a pipeline that bring a batch each train as under ddp, whatever the step does with its batch."""
+"""Ranks of a pipeline that bring a batch each train as under ddp, whatever the step does with its
+batch.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,16 @@ from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from lightning_topt.plugins.own_batches import why_steps_may_differ
 from lightning_topt.plugins.pipeline_look import why_not_cut
 from tests.models import GPT
-from tests.plugins.test_turns import CLIPPED, FAST, Case, OwnBatches, Rich, assert_equal, cluster, results_of
+from tests.plugins.test_turns import (
+    CLIPPED,
+    FAST,
+    Case,
+    OwnBatches,
+    Rich,
+    assert_equal,
+    cluster,
+    results_of,
+)
 from tests.plugins.trainer_ranks import loader, make_trainer, on_ranks, topt_trainer
 
 SLOW = Link(1e-5, 1e6)
@@ -51,9 +62,17 @@ class Wordless(OwnBatches):
             yield {"tokens": tokens, "nested": [targets, {"name": torch.tensor(dist.get_rank())}]}
 
 
-def staged_plan(data: int, *, storage: str = "ddp", recompute: bool = False, schedule: str = "1f1b") -> dict[str, Any]:
-    first = [{"block": "tokens", "storage": storage}, {"block": "blocks.0", "storage": storage, "recompute": recompute}]
-    second = [{"block": "blocks.1", "storage": storage, "recompute": recompute}, {"block": "", "storage": storage}]
+def staged_plan(
+    data: int, *, storage: str = "ddp", recompute: bool = False, schedule: str = "1f1b"
+) -> dict[str, Any]:
+    first = [
+        {"block": "tokens", "storage": storage},
+        {"block": "blocks.0", "storage": storage, "recompute": recompute},
+    ]
+    second = [
+        {"block": "blocks.1", "storage": storage, "recompute": recompute},
+        {"block": "", "storage": storage},
+    ]
     mesh = [{"name": "pipeline", "size": 2, "scope": "inter"}, {"name": "data", "size": data}]
     stages = [{"blocks": first}, {"blocks": second}]
     rest = {"schedule": schedule, "num_microbatches": 2, "own_batches": True}
@@ -97,7 +116,11 @@ def test_a_fit_in_stages_is_that_of_ddp(case: Case) -> None:
 @pytest.mark.parametrize(
     ("case", "summary", "reason"),
     [
-        (Case(2, options={"cluster": cluster(1, 2, SLOW)}, width=64), "2 stages", "the model is cut into stages"),
+        (
+            Case(2, options={"cluster": cluster(1, 2, SLOW)}, width=64),
+            "2 stages",
+            "the model is cut into stages",
+        ),
         (
             Case(4, None, CLIPPED, {"cluster": cluster(1, 4, SLOW)}, 64),
             "pipeline 2 x data 2, 2 stages",
@@ -155,10 +178,18 @@ def resumed(rank: int, folder: Path) -> Any:
         saving = ModelCheckpoint(own, filename="half", save_on_train_epoch_end=False)
         losses = []
         for epochs, strategy in ((1, first), (2, then)):
-            rest = {"max_epochs": epochs, "num_sanity_val_steps": 0, "callbacks": [saving] * (epochs == 1)}
+            rest = {
+                "max_epochs": epochs,
+                "num_sanity_val_steps": 0,
+                "callbacks": [saving] * (epochs == 1),
+            }
             rest["enable_checkpointing"] = epochs == 1
             staged = strategy == "topt"
-            trainer = topt_trainer(given["topt"], **rest) if staged else make_trainer("ddp", devices=2, **rest)
+            trainer = (
+                topt_trainer(given["topt"], **rest)
+                if staged
+                else make_trainer("ddp", devices=2, **rest)
+            )
             module = Unnumbered()
             path = own / "half.ckpt" if epochs == 2 else None
             trainer.fit(module, loader(4, length=24), loader(4, length=8), ckpt_path=path)

@@ -1,4 +1,6 @@
-"""Pipelines under a Trainer of modules that others wrote, that are built late, that split layers; meshes to search; Ctrl-C."""
+"""Pipelines under a Trainer of modules that others wrote, that are built late, that split layers;
+meshes to search; Ctrl-C.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,11 @@ class Texts(Dataset[dict[str, Tensor]]):
         tokens = torch.randint(1, VOCAB, (8,), generator=torch.Generator().manual_seed(index))
         mask = torch.ones(8, dtype=torch.long)
         mask[8 - 3 * index % 7 :] = 0
-        return {"input_ids": tokens * mask, "attention_mask": mask, "labels": tokens.masked_fill(mask == 0, -100)}
+        return {
+            "input_ids": tokens * mask,
+            "attention_mask": mask,
+            "labels": tokens.masked_fill(mask == 0, -100),
+        }
 
 
 class Pretrained(L.LightningModule):
@@ -44,13 +50,22 @@ class Pretrained(L.LightningModule):
 
         torch.manual_seed(0)
         if kind == "llama":
-            sizes = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1}
+            sizes = {
+                "hidden_size": 16,
+                "num_hidden_layers": 3,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 1,
+            }
             self.model: nn.Module = hf.LlamaForCausalLM(
-                hf.LlamaConfig(vocab_size=VOCAB, intermediate_size=32, max_position_embeddings=16, **sizes)
+                hf.LlamaConfig(
+                    vocab_size=VOCAB, intermediate_size=32, max_position_embeddings=16, **sizes
+                )
             )
         else:
             sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
-            config = hf.T5Config(vocab_size=VOCAB, decoder_start_token_id=0, dropout_rate=0.0, **sizes)
+            config = hf.T5Config(
+                vocab_size=VOCAB, decoder_start_token_id=0, dropout_rate=0.0, **sizes
+            )
             self.model = hf.T5ForConditionalGeneration(config)
         self.losses: list[float] = []
 
@@ -66,7 +81,9 @@ class Pretrained(L.LightningModule):
 
 
 class BuiltLate(RecordingGPT):
-    """Has layers only when the fit begins: they are built on the meta device, and then get values."""
+    """Has layers only when the fit begins: they are built on the meta device, and then get
+    values.
+    """
 
     def __init__(self) -> None:
         L.LightningModule.__init__(self)
@@ -89,7 +106,9 @@ class BuiltLate(RecordingGPT):
 
 
 class Attends(L.LightningModule):
-    """Two layers of `nn.TransformerEncoder`, whose attention knows how many rows its weights have; validates."""
+    """Two layers of `nn.TransformerEncoder`, whose attention knows how many rows its weights have;
+    validates.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +133,9 @@ class Attends(L.LightningModule):
 class Interrupted(Callback):
     """Ctrl-C in the second step."""
 
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         if batch_idx == 1:
             raise KeyboardInterrupt
 
@@ -124,7 +145,11 @@ def make(name: str) -> tuple[Any, DataLoader[Any], DataLoader[Any]]:
     if name in ("llama", "t5"):
         data = Texts()
         one = torch.utils.data.DistributedSampler(data, num_replicas=1, rank=0, shuffle=False)
-        return Pretrained(name), DataLoader(data, batch_size=4), DataLoader(data, batch_size=4, sampler=one)
+        return (
+            Pretrained(name),
+            DataLoader(data, batch_size=4),
+            DataLoader(data, batch_size=4, sampler=one),
+        )
     torch.manual_seed(0)
     module = BuiltLate() if name == "built late" else RecordingGPT(heads=2)
     return module, loader(8, length=16), DataLoader(in_order(8, length=16).dataset, batch_size=8)
@@ -141,17 +166,23 @@ def fits(rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in NAMES:
         module, data, _ = make(name)
-        trainer = make_trainer(pipeline(2, microbatches=2), devices=2, use_distributed_sampler=False)
+        trainer = make_trainer(
+            pipeline(2, microbatches=2), devices=2, use_distributed_sampler=False
+        )
         trainer.fit(module, data)
         found[name] = module.losses, state_of(module), trainer.strategy.parallel_plan.to_dict()  # type: ignore[union-attr]
     module, data, _ = make("gpt")
     with pytest.raises((KeyboardInterrupt, SystemExit)):
-        make_trainer(pipeline(2, microbatches=2), devices=2, callbacks=[Interrupted()]).fit(module, data)
+        make_trainer(pipeline(2, microbatches=2), devices=2, callbacks=[Interrupted()]).fit(
+            module, data
+        )
     says = "16 microbatches were asked for, and the first batch of a rank has 8"
     with pytest.warns(UserWarning, match=says) if rank == 0 else nullcontext():
         searched(rank, {"mesh": {"pipeline": 2}, "num_microbatches": 16}, 2)
     found["searched"] = searched(rank, {"mesh": {"pipeline": 2}}, 2)
-    found["kept"] = searched(rank, {"mesh": {"pipeline": 2}, "schedule": "zbv", "num_microbatches": 4}, 2)
+    found["kept"] = searched(
+        rank, {"mesh": {"pipeline": 2}, "schedule": "zbv", "num_microbatches": 4}, 2
+    )
     return found
 
 
@@ -186,12 +217,14 @@ def test_modules_as_they_are_train_as_in_one_process() -> None:
         for name in ("searched", "kept"):
             assert_alike(found[name], expected["gpt"])
         assert found["searched"][2]["num_microbatches"] in (2, 4, 8)
-        assert "without which no plan fits" not in found["searched"][2]["reason"]  # no other was looked for
+        # no other was looked for
+        assert "without which no plan fits" not in found["searched"][2]["reason"]
         assert (found["kept"][2]["schedule"], found["kept"][2]["num_microbatches"]) == ("zbv", 4)
         assert len(found["kept"][2]["stages"]) == 4
 
 
-# ---- four ranks ------------------------------------------------------------------------------------------------------
+# ---- four ranks
+# ------------------------------------------------------------------------------------------------------
 
 
 def split_stages() -> dict[str, Any]:
@@ -201,7 +234,10 @@ def split_stages() -> dict[str, Any]:
     for block in (first, second, rest):
         placed = block["computes"]["parameters"]
         block["computes"] = {
-            "parameters": {name: {"tensor": along["tensor"], "pipeline": "replicate"} for name, along in placed.items()}
+            "parameters": {
+                name: {"tensor": along["tensor"], "pipeline": "replicate"}
+                for name, along in placed.items()
+            }
         }
     mesh = [{"name": "pipeline", "size": 2}, {"name": "tensor", "size": 2}]
     stages = [{"blocks": [first, rest]}, {"blocks": [second]}]
@@ -219,7 +255,11 @@ def on_four(rank: int) -> dict[str, Any]:
 
 def split_attention() -> dict[str, Any]:
     """The first of two stages has an attention of which each of two ranks runs one head."""
-    cuts = {"in_proj_weight": "shard(0, parts=3)", "in_proj_bias": "shard(0, parts=3)", "out_proj.weight": "shard(1)"}
+    cuts = {
+        "in_proj_weight": "shard(0, parts=3)",
+        "in_proj_bias": "shard(0, parts=3)",
+        "out_proj.weight": "shard(1)",
+    }
     placed = {f"self_attn.{name}": {"tensor": cut} for name, cut in cuts.items()}
     first = {"block": "encoder.layers.0", "storage": "ddp", "computes": {"parameters": placed}}
     second, rest = {"block": "encoder.layers.1", "storage": "ddp"}, {"block": "", "storage": "ddp"}
@@ -231,7 +271,9 @@ def split_attention() -> dict[str, Any]:
 def validated(strategy: Any, devices: int) -> list[float]:
     torch.manual_seed(0)
     module, data = Attends(), torch.randn(8, 4, 16)
-    trainer = make_trainer(strategy, devices=devices, use_distributed_sampler=False, num_sanity_val_steps=0)
+    trainer = make_trainer(
+        strategy, devices=devices, use_distributed_sampler=False, num_sanity_val_steps=0
+    )
     trainer.fit(module, DataLoader(data, batch_size=4), DataLoader(data, batch_size=4))  # type: ignore[arg-type]
     return module.losses
 
@@ -258,8 +300,15 @@ def test_stages_beside_a_tensor_axis_and_on_a_searched_mesh() -> None:
         assert_alike(found["split"], expected)
         assert_alike(found["slices"], expected)
         axes = {axis["name"]: axis["size"] for axis in found["slices"][2]["mesh"]}
-        assert axes == {"pipeline": 2, "data": 1, "tensor": 2} and len(found["slices"][2]["stages"]) == 2
-        assert any("computes" in block for stage in found["slices"][2]["stages"] for block in stage["blocks"])
+        assert (
+            axes == {"pipeline": 2, "data": 1, "tensor": 2}
+            and len(found["slices"][2]["stages"]) == 2
+        )
+        assert any(
+            "computes" in block
+            for stage in found["slices"][2]["stages"]
+            for block in stage["blocks"]
+        )
         assert_alike(found["rows"], (rows.losses, state_of(rows)))
         axes = {axis["name"]: axis["size"] for axis in found["rows"][2]["mesh"]}
         assert axes == {"pipeline": 2, "data": 2} and found["rows"][2]["batch_size"] == 4

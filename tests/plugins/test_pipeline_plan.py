@@ -17,7 +17,8 @@ from lightning_topt.prediction import default_prediction, make_prediction
 
 
 @pytest.mark.parametrize(
-    ("samples", "ranks", "count"), [(32, 4, 16), (24, 4, 12), (6, 4, 4), (3, 4, 3), (8, 2, 8), (10, 2, 2), (1, 8, 1)]
+    ("samples", "ranks", "count"),
+    [(32, 4, 16), (24, 4, 12), (6, 4, 4), (3, 4, 3), (8, 2, 8), (10, 2, 2), (1, 8, 1)],
 )
 def test_microbatches_divide_the_batch_where_they_can(samples: int, ranks: int, count: int) -> None:
     assert choose_microbatches(samples, ranks) == count
@@ -33,7 +34,8 @@ def test_meshes_have_a_data_axis_for_ranks_that_are_left() -> None:
     assert shape(4, stages=4, schedule="zbv") == {"pipeline": 2, "data": 2}
     assert shape(2, schedule="interleaved") == {"pipeline": 2, "data": 1}
     with pytest.raises(
-        PlanError, match=r"3 stages, 1 on each rank, need 3 ranks or a multiple of that, and this run has 4"
+        PlanError,
+        match=r"3 stages, 1 on each rank, need 3 ranks or a multiple of that, and this run has 4",
     ):
         shape(4, stages=3)
 
@@ -50,7 +52,10 @@ def test_meshes_have_a_data_axis_for_ranks_that_are_left() -> None:
             "runs 2 stages on each rank, so stages is a multiple of that; got 5",
         ),
         ({"stages": 4, "stages_per_rank": 2}, r"schedule '1f1b' runs 1 stage on each rank, got 2"),
-        ({"schedule": "continuous", "microbatches": 4}, "whole batches one after the other, without microbatches"),
+        (
+            {"schedule": "continuous", "microbatches": 4},
+            "whole batches one after the other, without microbatches",
+        ),
         ({"schedule": "continuous", "stages_per_rank": 2}, "one stage on each rank"),
         ({"schedule": "continuous", "prediction": "oracle"}, "prediction is one of spectrain"),
         (
@@ -58,7 +63,10 @@ def test_meshes_have_a_data_axis_for_ranks_that_are_left() -> None:
             "'none' has no options, got 'horizon'",
         ),
         ({"schedule": "continuous", "prediction": 4}, "prediction is the name of a rule"),
-        ({"prediction": "spectrain"}, "for the schedules continuous and continuous_overlapped, and this one is '1f1b'"),
+        (
+            {"prediction": "spectrain"},
+            "for the schedules continuous and continuous_overlapped, and this one is '1f1b'",
+        ),
     ],
 )
 def test_wrong_sizes_are_named(options: dict[str, Any], says: str) -> None:
@@ -67,7 +75,8 @@ def test_wrong_sizes_are_named(options: dict[str, Any], says: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "option", ["plan", "memory_limit", "objective", "allow_compression", "allow_staleness", "find_unused"]
+    "option",
+    ["plan", "memory_limit", "objective", "allow_compression", "allow_staleness", "find_unused"],
 )
 def test_options_that_a_pipeline_does_not_have_are_refused(option: str) -> None:
     with pytest.raises(TypeError, match=f"does not take '{option}'"):
@@ -78,33 +87,53 @@ def test_stale_weights_are_allowed_where_they_can_be() -> None:
     mesh = {"mesh": {"pipeline": 2}}
     never = {"mesh": {"pipeline": 2}, "schedule": "continuous"}
     rule = make_prediction("spectrain")
-    assert AutoParallelStrategy(plan=mesh, allow_staleness="spectrain").request.stale == AllowedStaleness(True, rule)
-    assert AutoParallelStrategy(plan=never, allow_staleness=True).request.stale == AllowedStaleness(True)
-    assert PipelineStrategy(2, "continuous").request.stale.allowed and not PipelineStrategy(2).request.stale.allowed
-    given = PipelineStrategy(2, "continuous", prediction={"rule": "pipemare", "annealing_updates": 7})
+    assert AutoParallelStrategy(
+        plan=mesh, allow_staleness="spectrain"
+    ).request.stale == AllowedStaleness(True, rule)
+    assert AutoParallelStrategy(plan=never, allow_staleness=True).request.stale == AllowedStaleness(
+        True
+    )
+    assert (
+        PipelineStrategy(2, "continuous").request.stale.allowed
+        and not PipelineStrategy(2).request.stale.allowed
+    )
+    given = PipelineStrategy(
+        2, "continuous", prediction={"rule": "pipemare", "annealing_updates": 7}
+    )
     plan: Any = given.request.plan
     assert plan.prediction == make_prediction({"rule": "pipemare", "annealing_updates": 7})
-    with pytest.raises(PlanError, match=r"changes the training\. To run it, say allow_staleness=True"):
+    with pytest.raises(
+        PlanError, match=r"changes the training\. To run it, say allow_staleness=True"
+    ):
         AutoParallelStrategy(plan=never)
     for other in ("zero1", {"mesh": {"data": 2}}, {"mesh": {"pipeline": 2}, "schedule": "1f1b"}):
         with pytest.raises(
-            ValueError, match="allow_staleness is for the schedules continuous and continuous_overlapped, which the"
+            ValueError,
+            match="allow_staleness is for the schedules continuous and continuous_overlapped, "
+            "which the",
         ):
             AutoParallelStrategy(plan=other, allow_staleness=True)
     with pytest.raises(
-        ValueError, match=r"allow_staleness is true, false or a rule of weights: .* is one of spectrain"
+        ValueError,
+        match=r"allow_staleness is true, false or a rule of weights: .* is one of spectrain",
     ):
         AutoParallelStrategy(plan=mesh, allow_staleness="oracle")
     with pytest.raises(ValueError, match="beside an axis 'data' alone"):
-        AutoParallelStrategy(plan={"mesh": {"pipeline": 2, "data": 1, "tensor": 2}}, allow_staleness=True)
-    with pytest.raises(ValueError, match="gradients are exchanged as they are: leave out allow_compression"):
+        AutoParallelStrategy(
+            plan={"mesh": {"pipeline": 2, "data": 1, "tensor": 2}}, allow_staleness=True
+        )
+    with pytest.raises(
+        ValueError, match="gradients are exchanged as they are: leave out allow_compression"
+    ):
         AutoParallelStrategy(plan=mesh, allow_staleness=True, allow_compression=True)
 
 
 def test_rules_suit_the_optimizer() -> None:
     parameters = [torch.nn.Parameter(torch.zeros(2))]
     adam, plain = torch.optim.AdamW(parameters), torch.optim.SGD(parameters, lr=0.1)
-    assert rule_for(adam) == default_prediction("AdamW") and rule_for(plain) == make_prediction("stash")
+    assert rule_for(adam) == default_prediction("AdamW") and rule_for(plain) == make_prediction(
+        "stash"
+    )
     assert rule_for(adam, make_prediction("spectrain")) == make_prediction("spectrain")
     for optimizer, rule, says in (
         (torch.optim.Adagrad(parameters), "spectrain", "knows the optimizers SGD, Adam, AdamW"),
@@ -117,7 +146,9 @@ def test_rules_suit_the_optimizer() -> None:
 
 def test_plans_by_name() -> None:
     assert read_plan_option("pipeline") == PipelinePlan()
-    assert AutoParallelStrategy(plan="pipeline+recompute").request.plan == PipelinePlan(recompute=True)
+    assert AutoParallelStrategy(plan="pipeline+recompute").request.plan == PipelinePlan(
+        recompute=True
+    )
     assert PipelineStrategy(4, "gpipe", 8).request.plan == PipelinePlan(4, "gpipe", 8)
 
 

@@ -1,4 +1,6 @@
-"""What microbatches return, log and count is what one step would have; found out by a test where it cannot be known."""
+"""What microbatches return, log and count is what one step would have; found out by a test where it
+cannot be known.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,13 @@ from lightning_topt.plugins.loss_kinds import (
     without_trace,
 )
 from lightning_topt.plugins.metric_states import MetricChanges, take_over, uncounted
-from lightning_topt.plugins.pipeline_values import Call, combined_calls, combined_output, replay, telling
+from lightning_topt.plugins.pipeline_values import (
+    Call,
+    combined_calls,
+    combined_output,
+    replay,
+    telling,
+)
 from lightning_topt.techniques.tensor_parallel.random_states import random_states
 
 
@@ -34,7 +42,10 @@ class Logs(L.LightningModule):
         self.accuracy = torchmetrics.Accuracy("multiclass", num_classes=3)
         self.seen = torchmetrics.CatMetric()
         self.several = torchmetrics.MetricCollection(
-            [kind("multiclass", num_classes=3) for kind in (torchmetrics.Precision, torchmetrics.Recall)]
+            [
+                kind("multiclass", num_classes=3)
+                for kind in (torchmetrics.Precision, torchmetrics.Recall)
+            ]
         )
 
     def step(self, x: Tensor, target: Tensor) -> Tensor:
@@ -57,7 +68,10 @@ def told(module: Logs, x: Tensor, target: Tensor) -> list[Call]:
     return calls
 
 
-X, TARGET = torch.randn(5, 3, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 2, 1, 1, 0])
+X, TARGET = (
+    torch.randn(5, 3, generator=torch.Generator().manual_seed(0)),
+    torch.tensor([0, 2, 1, 1, 0]),
+)
 
 
 def test_logged_values_of_parts_are_those_of_the_whole() -> None:
@@ -65,8 +79,13 @@ def test_logged_values_of_parts_are_those_of_the_whole() -> None:
     parts = [told(module, X[:3], TARGET[:3]), told(module, X[3:], TARGET[3:])]
     found = combined_calls(parts, sizes=(3, 2), weights=(1, 1), kinds={"loss": "sum"})
     expected = told(whole, X, TARGET)
-    assert [call.name for call in found if call.method == "log"] == [c.name for c in expected if c.method == "log"]
-    assert [call.arguments for call in found if call.method == "print"] == [("step of", 3), ("step of", 2)]
+    assert [call.name for call in found if call.method == "log"] == [
+        c.name for c in expected if c.method == "log"
+    ]
+    assert [call.arguments for call in found if call.method == "print"] == [
+        ("step of", 3),
+        ("step of", 2),
+    ]
     for own, one in zip([c for c in found if c.method == "log"], expected, strict=False):
         if own.name == "accuracy":
             assert own.value.path == "accuracy"
@@ -84,7 +103,9 @@ def test_calls_are_replayed_with_their_metrics() -> None:
     vars(other)["print"] = lambda *_: None
     replay(other, calls)
     assert logged["accuracy"] is other.accuracy
-    assert float(other.accuracy._forward_cache) == pytest.approx(float(module.accuracy._forward_cache))
+    assert float(other.accuracy._forward_cache) == pytest.approx(
+        float(module.accuracy._forward_cache)
+    )
     assert logged["count"] == 5
 
 
@@ -117,19 +138,37 @@ def test_a_pass_that_does_not_end_counts_nothing() -> None:
 
 def test_outputs_of_parts_are_joined() -> None:
     def output(x: Tensor) -> dict[str, Any]:
-        each = {"logits": x, "name": "same", "names": [str(i) for i in range(len(x))], "right": torch.tensor(len(x))}
+        each = {
+            "logits": x,
+            "name": "same",
+            "names": [str(i) for i in range(len(x))],
+            "right": torch.tensor(len(x)),
+        }
         return {"loss": x.mean(), **each, "rate": 0.5, "total": x.sum()}
 
     found = combined_output(
         [output(X[:3]), output(X[3:])], sizes=(3, 2), weights=(0.6, 0.4), kinds={6: "sum", 4: "sum"}
     )
     torch.testing.assert_close(found["logits"], X)
-    assert found["loss"] == pytest.approx(float(X.mean())) and found["total"] == pytest.approx(float(X.sum()))
-    assert found["name"] == "same" and found["names"] == ["0", "1", "2", "0", "1"] and found["rate"] == 0.5
+    assert found["loss"] == pytest.approx(float(X.mean())) and found["total"] == pytest.approx(
+        float(X.sum())
+    )
+    assert (
+        found["name"] == "same"
+        and found["names"] == ["0", "1", "2", "0", "1"]
+        and found["rate"] == 0.5
+    )
     assert found["right"] == 5
     numbers = [X.mean(), X.sum()]
-    assert combined_output(numbers, sizes=(1, 1), weights=(1, 1), kinds={}) == pytest.approx(float(sum(numbers)) / 2)
-    assert combined_output([X.mean(), X.sum() * torch.nan], sizes=(1, 1), weights=(1, 0), kinds={0: "loss"}) == X.mean()
+    assert combined_output(numbers, sizes=(1, 1), weights=(1, 1), kinds={}) == pytest.approx(
+        float(sum(numbers)) / 2
+    )
+    assert (
+        combined_output(
+            [X.mean(), X.sum() * torch.nan], sizes=(1, 1), weights=(1, 0), kinds={0: "loss"}
+        )
+        == X.mean()
+    )
 
 
 def tried(loss: float, *divided: float, size: int = 2, **logged: float) -> TriedStep:
@@ -142,13 +181,19 @@ def tried(loss: float, *divided: float, size: int = 2, **logged: float) -> Tried
     )
 
 
-def kinds_of(first: TriedStep, second: TriedStep, both: TriedStep, *, draws: bool = False) -> LossKinds:
+def kinds_of(
+    first: TriedStep, second: TriedStep, both: TriedStep, *, draws: bool = False
+) -> LossKinds:
     return compare_steps((first, second), both, draws=draws)
 
 
 def test_kinds_of_losses_are_told_by_two_parts_of_a_batch() -> None:
     kinds = kinds_of(tried(2.0, a=1.0, b=3.0), tried(4.0, a=5.0, b=1.0), tried(3.0, a=3.0, b=4.0))
-    assert kinds.loss == "mean" and kinds.logged == {"b": "sum"} and kinds.returned == {0: "loss", 1: "loss"}
+    assert (
+        kinds.loss == "mean"
+        and kinds.logged == {"b": "sum"}
+        and kinds.returned == {0: "loss", 1: "loss"}
+    )
     kinds = kinds_of(tried(2.0), tried(4.0), tried(6.0))
     assert kinds.loss == "sum" and kinds.returned == {0: "loss", 1: "loss"}
     assert kinds_of(tried(2.0), tried(3.0, size=1), tried(7 / 3)).loss == "mean"
@@ -166,7 +211,11 @@ def test_logged_means_have_the_weights_of_samples_or_of_the_loss() -> None:
         tried(3.0, 8.0, samples=2.0, tokens=1.5, near=1.000025, neither=1.2),
     )
     kinds = kinds_of(*steps)
-    assert kinds.loss == "mean" and kinds.logged == {"tokens": "loss", "near": "loss"} and kinds.unlike == ("neither",)
+    assert (
+        kinds.loss == "mean"
+        and kinds.logged == {"tokens": "loss", "near": "loss"}
+        and kinds.unlike == ("neither",)
+    )
     assert not kinds_of(*steps, draws=True).unlike
     for step in steps:
         step.calls[-1].keywords["reduce_fx"] = torch.max
@@ -176,10 +225,19 @@ def test_logged_means_have_the_weights_of_samples_or_of_the_loss() -> None:
 @pytest.mark.parametrize(
     ("steps", "says"),
     [
-        ((tried(1.0), tried(1.0), tried(1.1)), r"neither a mean nor a sum over samples.*microbatches=1"),
-        ((tried(2.0, 2.0), tried(4.0, 2.0), tried(3.0, 2.0)), r"looks like a mean.*divided by 2 and 2.*by 2 for both"),
+        (
+            (tried(1.0), tried(1.0), tried(1.1)),
+            r"neither a mean nor a sum over samples.*microbatches=1",
+        ),
+        (
+            (tried(2.0, 2.0), tried(4.0, 2.0), tried(3.0, 2.0)),
+            r"looks like a mean.*divided by 2 and 2.*by 2 for both",
+        ),
         ((tried(2.0, 2.0), tried(4.0, 2.0), tried(6.0, 4.0)), "looks like a sum"),
-        ((tried(2.0, 8.0, 2.0), tried(4.0, 4.0, 2.0), tried(3.0, 12.0, 4.0)), "no weights of microbatches"),
+        (
+            (tried(2.0, 8.0, 2.0), tried(4.0, 4.0, 2.0), tried(3.0, 12.0, 4.0)),
+            "no weights of microbatches",
+        ),
         ((TriedStep(None, [], (), 1), tried(1.0), tried(1.0)), "returned no loss"),
     ],
 )
@@ -203,12 +261,18 @@ LOSSES: dict[str, tuple[Any, tuple[float, ...]]] = {
         lambda x: F.cross_entropy(x, torch.tensor([1, -1]), ignore_index=-1, label_smoothing=0.3),
         (1, 1),
     ),
-    "pixels": (lambda x: F.cross_entropy(x.T.reshape(1, 3, 2, 1), torch.tensor([[[-100], [2]]])), (1,)),
+    "pixels": (
+        lambda x: F.cross_entropy(x.T.reshape(1, 3, 2, 1), torch.tensor([[[-100], [2]]])),
+        (1,),
+    ),
     "off": (lambda x: x.mean() + 0.0 * x.sum(), (6, 1)),
     "heads": (lambda x: torch.stack([x[:, head].mean() for head in range(3)]).sum(), (2, 2, 2)),
     "samples": (lambda x: torch.stack([row.mean() for row in x]).mean(), (2,)),
     "nothing": (lambda x: (x * KEPT).sum() / 0.0, (0,)),
-    "penalty": (lambda x: x.mean() + 0.1 * (2 * P).square().sum() + P.norm() + (P * x).sum(), (6, 1)),
+    "penalty": (
+        lambda x: x.mean() + 0.1 * (2 * P).square().sum() + P.norm() + (P * x).sum(),
+        (6, 1),
+    ),
     "constant": (lambda x: torch.ones(()), ()),
 }
 

@@ -1,4 +1,6 @@
-"""Plans with a gradient exchange, run by a Trainer on gloo ranks: against ``ddp``, chosen on a slow network, resumed."""
+"""Plans with a gradient exchange, run by a Trainer on gloo ranks: against ``ddp``, chosen on a slow
+network, resumed.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +34,19 @@ BLOCKS = (("blocks.0", 1), ("blocks.1", 0), ("", 1))
 
 def plan_with(exchange: GradientMethod | None, *, ranks: int = 2) -> ParallelPlan:
     """ZeRO 0 and 1, one block recomputed."""
-    blocks = (BlockPlan(name, OpConfig.zero(stage, recompute=name == "blocks.1")) for name, stage in BLOCKS)
+    blocks = (
+        BlockPlan(name, OpConfig.zero(stage, recompute=name == "blocks.1"))
+        for name, stage in BLOCKS
+    )
     return ParallelPlan.of_blocks(blocks, mesh=ranks, gradient_exchange=exchange)
 
 
 def fit(
-    plan: ParallelPlan | str | None, *, allow: Any = True, module: L.LightningModule | None = None, **kwargs: Any
+    plan: ParallelPlan | str | None,
+    *,
+    allow: Any = True,
+    module: L.LightningModule | None = None,
+    **kwargs: Any,
 ) -> tuple[L.Trainer, L.LightningModule]:
     torch.manual_seed(0)
     module = module or RecordingGPT()
@@ -45,9 +54,13 @@ def fit(
     strategy = AutoParallelStrategy(plan=plan, watch_steps=1, **options)
     nodes, checkpoint = kwargs.get("num_nodes", 1), kwargs.pop("ckpt_path", None)
     local, rank = dist.get_world_size() // nodes, dist.get_rank()
-    os.environ.update(LOCAL_RANK=str(rank % local), LOCAL_WORLD_SIZE=str(local), GROUP_RANK=str(rank // local))
+    os.environ.update(
+        LOCAL_RANK=str(rank % local), LOCAL_WORLD_SIZE=str(local), GROUP_RANK=str(rank // local)
+    )
     trainer = make_trainer(strategy, devices=local, **{"max_steps": 6, **kwargs})
-    trainer.fit(module, loader(4, length=32 if "max_epochs" in kwargs else 64), ckpt_path=checkpoint)
+    trainer.fit(
+        module, loader(4, length=32 if "max_epochs" in kwargs else 64), ckpt_path=checkpoint
+    )
     return trainer, module
 
 
@@ -70,7 +83,9 @@ def losses(rank: int, plan: ParallelPlan, kwargs: dict[str, Any]) -> Any:
         (Dense(hierarchical=True), 4, 2),
     ],
 )
-def test_a_plan_that_sends_everything_equals_ddp(exchange: GradientMethod, ranks: int, nodes: int) -> None:
+def test_a_plan_that_sends_everything_equals_ddp(
+    exchange: GradientMethod, ranks: int, nodes: int
+) -> None:
     plan = plan_with(exchange, ranks=ranks)
     results = on_ranks(losses, plan, {"num_nodes": nodes, "allow": "topk"}, world_size=ranks)
     for dense, ours, expected, actual, statistics in results:
@@ -78,7 +93,8 @@ def test_a_plan_that_sends_everything_equals_ddp(exchange: GradientMethod, ranks
         for name, value in expected.items():
             torch.testing.assert_close(actual[name], value, rtol=1e-4, atol=2e-5)
             assert torch.equal(actual[name], results[0][3][name])
-        assert statistics.steps == len(ours) - 2 and statistics.bytes_sent > 0  # the monitor has reported two
+        # the monitor has reported two
+        assert statistics.steps == len(ours) - 2 and statistics.bytes_sent > 0
 
 
 @pytest.mark.parametrize("method", ["topk", "bf16", "powersgd", "sign", "bounded_loss"])
@@ -87,18 +103,27 @@ def test_compressed_plans_learn_with_owned_steps_and_ranks_stay_equal(method: st
     for dense, ours, _, actual, statistics in results:
         assert ours[-1] < ours[0]
         if method != "bounded_loss":  # which may lose nothing here
-            assert ours[1:] != dense[1 : len(ours)] and statistics.bytes_sent < statistics.dense_bytes
+            assert (
+                ours[1:] != dense[1 : len(ours)] and statistics.bytes_sent < statistics.dense_bytes
+            )
         assert all(torch.equal(value, results[0][3][name]) for name, value in actual.items())
 
 
-# ---- planning -------------------------------------------------------------------------------------------------------
+# ---- planning
+# -------------------------------------------------------------------------------------------------------
 
 
 def planned(rank: int, allow: Any, cluster: Cluster) -> Any:
-    trainer, module = fit(None, allow=allow, cluster=cluster, max_steps=3, module=RecordingGPT(width=64))
+    trainer, module = fit(
+        None, allow=allow, cluster=cluster, max_steps=3, module=RecordingGPT(width=64)
+    )
     plan, planning = trainer.strategy.parallel_plan, trainer.strategy.planning
     searched = {p.plan.gradient_exchange for p in planning.frontier.points} if planning else None
-    monitored = {name: float(value) for name, value in trainer.logged_metrics.items() if name.startswith("exchange/")}
+    monitored = {
+        name: float(value)
+        for name, value in trainer.logged_metrics.items()
+        if name.startswith("exchange/")
+    }
     return plan, plan.reason, searched, module.losses, monitored
 
 
@@ -107,13 +132,21 @@ def test_a_slow_network_is_answered_by_compression_where_allowed() -> None:
     assert plan.gradient_exchange == TopK(hierarchical=False) and other == plan, reason
     assert "gradients are sent compressed (top-k 1 %), which was allowed" in reason
     assert None in searched  # exact plans stay: they need less memory
-    assert len(losses) == 3 and metrics["exchange/bytes_per_step"] < metrics["exchange/dense_bytes_per_step"]
+    assert (
+        len(losses) == 3
+        and metrics["exchange/bytes_per_step"] < metrics["exchange/dense_bytes_per_step"]
+    )
 
 
 def test_never_unasked_and_never_where_it_does_not_pay() -> None:
     for allow, cluster in ((False, SLOW), (True, FAST)):
         plan, reason, searched, _, metrics = on_ranks(planned, allow, cluster)[0]
-        assert plan.gradient_exchange is None and "compressed" not in reason and searched == {None} and not metrics
+        assert (
+            plan.gradient_exchange is None
+            and "compressed" not in reason
+            and searched == {None}
+            and not metrics
+        )
 
 
 class Manual(RecordingGPT):
@@ -150,7 +183,8 @@ def test_runs_that_cannot_have_the_exchange_say_so() -> None:
         assert "allow_compression chooses nothing" in manual and "'ddp' only" in planned_manual
 
 
-# ---- checkpoints and precision --------------------------------------------------------------------------------------
+# ---- checkpoints and precision
+# --------------------------------------------------------------------------------------
 
 TOPK = plan_with(TopK(density=0.1, hierarchical=False))
 
@@ -186,7 +220,9 @@ def test_it_resumes_whole_and_on_another_number_of_ranks(tmp_path: Path) -> None
     on_ranks(save, path)
     for losses, _, statistics in on_ranks(resume, path, "ddp"):
         assert len(losses) == 4 and statistics is None
-    for losses, _, statistics in on_ranks(resume, path, replace(TOPK, mesh=data_mesh(4)), world_size=4):
+    for losses, _, statistics in on_ranks(
+        resume, path, replace(TOPK, mesh=data_mesh(4)), world_size=4
+    ):
         assert len(losses) == 2 and statistics.residual_norm > 0
 
 
@@ -202,7 +238,9 @@ class Overflow(RecordingGPT):
         return loss * (float("inf") if batch_idx == 3 and self.global_rank == 1 else 1.0)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.seen.append((self.head.weight[0, 0].item(), self.trainer.precision_plugin.scaler.get_scale()))
+        self.seen.append(
+            (self.head.weight[0, 0].item(), self.trainer.precision_plugin.scaler.get_scale())
+        )
 
 
 def overflows(rank: int) -> Any:
@@ -220,13 +258,16 @@ def test_an_overflow_skips_the_step_on_all_ranks() -> None:
     assert scales == (1024.0,) * 3 + (512.0,) * 3
 
 
-# ---- without Lightning ----------------------------------------------------------------------------------------------
+# ---- without Lightning
+# ----------------------------------------------------------------------------------------------
 
 
 def plain(rank: int) -> Any:
     torch.manual_seed(rank)
     module = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
-    plan = ParallelPlan.of_blocks((BlockPlan("", OpConfig.zero(1)),), mesh=2, gradient_exchange=TopK(density=0.2))
+    plan = ParallelPlan.of_blocks(
+        (BlockPlan("", OpConfig.zero(1)),), mesh=2, gradient_exchange=TopK(density=0.2)
+    )
     engine = Engine(plan, module, device=torch.device("cpu"))
     model = engine.apply()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)

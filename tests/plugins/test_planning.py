@@ -40,7 +40,9 @@ class PartlyRandom(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.plain = nn.ModuleList([Residual() for _ in range(3)])
-        self.normed = nn.ModuleList([nn.Sequential(Residual(), nn.BatchNorm1d(8)) for _ in range(3)])
+        self.normed = nn.ModuleList(
+            [nn.Sequential(Residual(), nn.BatchNorm1d(8)) for _ in range(3)]
+        )
 
     def training_step(self, batch: tuple[torch.Tensor], batch_idx: int) -> torch.Tensor:
         x = batch[0]
@@ -57,7 +59,9 @@ def test_a_plan_by_name_shards_every_block_and_recomputes_what_can_be(stage, rec
     assert able and {block.name for block in graph.blocks} - able - {""}  # both kinds are there
     plan = UniformPlan(Preset(stage), recompute).of(graph, data_mesh(2))
     assert {block.block for block in plan.blocks} == {block.name for block in graph.blocks}
-    assert {block.block for block in plan.blocks if block.config.recompute} == (able if recompute else set())
+    assert {block.block for block in plan.blocks if block.config.recompute} == (
+        able if recompute else set()
+    )
     assert {block.config.storage.level for block in plan.blocks} == {stage}
 
 
@@ -82,14 +86,25 @@ def test_batches_pass_the_hooks_of_the_data_module_and_keep_the_form_of_the_load
     state = torch.get_rng_state()
     batch, double = batches_of(CombinedLoader(data.train_dataloader()), trainer)
     assert torch.equal(torch.get_rng_state(), state)
-    assert {name: tensors[0].shape for name, tensors in batch.items()} == {"long": (4, 3), "short": (4, 3)}
+    assert {name: tensors[0].shape for name, tensors in batch.items()} == {
+        "long": (4, 3),
+        "short": (4, 3),
+    }
     assert all((tensors[0] == 1).all() for tensors in batch.values())
     assert double is None  # the short loader has no batch of eight samples
 
 
-# ---- uniform plans and the choice ------------------------------------------------------------------------------------
+# ---- uniform plans and the choice
+# ------------------------------------------------------------------------------------
 
-CPU = Cluster("cpu", Device("core", 2**33, {"float32": 3e10}, 8e9, 3e-6), 2, 1, Link(4e-5, 1e9), backend="gloo")
+CPU = Cluster(
+    "cpu",
+    Device("core", 2**33, {"float32": 3e10}, 8e9, 3e-6),
+    2,
+    1,
+    Link(4e-5, 1e9),
+    backend="gloo",
+)
 
 
 def measured_again(generator: random.Random) -> Cluster:
@@ -104,17 +119,23 @@ def measured_again(generator: random.Random) -> Cluster:
         memory_bandwidth=noisy(8e9),
         op_overhead_seconds=noisy(3e-6),
     )
-    return replace(CPU, device=device, intra=Link(noisy(4e-5), noisy(1e9)), overlap=generator.uniform(0, 0.2))
+    return replace(
+        CPU, device=device, intra=Link(noisy(4e-5), noisy(1e9)), overlap=generator.uniform(0, 0.2)
+    )
 
 
 def searched(graph, module, cluster):
     optimizers, named = make_fake_optimizers(module, device=torch.device("cpu"))
     optimizer = read_optimizer(optimizers, named_parameters=named)
-    return search_plans(SearchRequest(graph, cluster, optimizer, device_counts=(1, 2), global_batch_size=8))
+    return search_plans(
+        SearchRequest(graph, cluster, optimizer, device_counts=(1, 2), global_batch_size=8)
+    )
 
 
 class Trained(PartlyRandom):
-    """With an optimizer whose update takes about as long as broadcasting what a shared one has updated."""
+    """With an optimizer whose update takes about as long as broadcasting what a shared one has
+    updated.
+    """
 
     def configure_optimizers(self):
         return torch.optim.Adam(self.parameters())
@@ -133,7 +154,10 @@ def test_uniform_plans_are_candidates_at_every_number_of_devices():
         (level,) = levels
         assert again in (set(), able) and root == min(level, 2)
         found[point.devices].add((level, bool(again)))
-    assert found == {1: {(0, False), (0, True)}, 2: {(level, again) for level in range(4) for again in (False, True)}}
+    assert found == {
+        1: {(0, False), (0, True)},
+        2: {(level, again) for level in range(4) for again in (False, True)},
+    }
     assert len(frontier.uniform) == 10
 
 
@@ -143,7 +167,11 @@ def test_noise_moves_no_choice_for_a_small_model():
     plans, fastest = set(), set()
     for _ in range(8):
         points = searched(graph, module, measured_again(generator)).candidates
-        plans |= {choose(points, memory_limit=limit, devices=2).plan.summary() for limit in (None, 2**30)}
-        fastest.add(choose(points, devices=2, time_error=0.0, time_error_seconds=0.0).plan.summary())
+        plans |= {
+            choose(points, memory_limit=limit, devices=2).plan.summary() for limit in (None, 2**30)
+        }
+        fastest.add(
+            choose(points, devices=2, time_error=0.0, time_error_seconds=0.0).plan.summary()
+        )
     assert plans == {f"{len(graph.blocks)} x DDP"}
     assert fastest != plans  # noise is enough for other plans to be predicted as fastest

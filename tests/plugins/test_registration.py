@@ -1,4 +1,6 @@
-"""The names users select the strategy by: registry, environment, Lightning's CLI, the other package."""
+"""The names users select the strategy by: registry, environment, Lightning's CLI, the other
+package.
+"""
 
 from __future__ import annotations
 
@@ -33,18 +35,26 @@ STARTS = [("", "popen"), ("_fork", "fork"), ("_spawn", "spawn"), ("_notebook", "
 @pytest.mark.parametrize(("suffix", "start_method"), STARTS)
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("topt", AutoParallelStrategy), ("topt_compressed", CompressedDDPStrategy), ("topt_pipeline", PipelineStrategy)],
+    [
+        ("topt", AutoParallelStrategy),
+        ("topt_compressed", CompressedDDPStrategy),
+        ("topt_pipeline", PipelineStrategy),
+    ],
 )
 def test_names(name: str, kind: type[DDPStrategy], suffix: str, start_method: str) -> None:
     assert name + suffix in StrategyRegistry.available_strategies()
-    strategy = L.Trainer(strategy=name + suffix, accelerator="cpu", devices=2, logger=False).strategy
+    strategy = L.Trainer(
+        strategy=name + suffix, accelerator="cpu", devices=2, logger=False
+    ).strategy
     assert isinstance(strategy, kind) and isinstance(strategy, DDPStrategy)
     assert strategy._start_method == start_method
     assert strategy._ddp_kwargs.get("find_unused_parameters", False) is False
 
 
 @pytest.mark.parametrize("start", [start for start, _ in STARTS])
-@pytest.mark.parametrize("unused", ["_find_unused_parameters_true", "_find_unused_parameters_false"])
+@pytest.mark.parametrize(
+    "unused", ["_find_unused_parameters_true", "_find_unused_parameters_false"]
+)
 def test_every_name_of_ddp_has_its_twins(start: str, unused: str) -> None:
     expected = StrategyRegistry.get(f"ddp{start}{unused}")
     for name, kind in (("topt", AutoParallelStrategy), ("topt_compressed", CompressedDDPStrategy)):
@@ -55,19 +65,26 @@ def test_every_name_of_ddp_has_its_twins(start: str, unused: str) -> None:
     if unused.endswith("false"):  # what DDP does anyway keeps no plan out
         assert not StrategyRegistry.get(f"topt{start}{unused}").request.only_replicated
     names = {name for name in StrategyRegistry.available_strategies() if name.startswith("ddp")}
-    assert {name.replace("ddp", "topt", 1) for name in names} <= set(StrategyRegistry.available_strategies())
+    assert {name.replace("ddp", "topt", 1) for name in names} <= set(
+        StrategyRegistry.available_strategies()
+    )
 
 
 @pytest.mark.parametrize(
-    ("strategy", "name"), [(AutoParallelStrategy, "topt"), (CompressedDDPStrategy, "topt_compressed")]
+    ("strategy", "name"),
+    [(AutoParallelStrategy, "topt"), (CompressedDDPStrategy, "topt_compressed")],
 )
-def test_advice_on_unused_parameters_keeps_the_user_with_topt(strategy: type[DDPStrategy], name: str) -> None:
-    error = RuntimeError("Expected to have finished reduction in the prior iteration before starting a new one.")
+def test_advice_on_unused_parameters_keeps_the_user_with_topt(
+    strategy: type[DDPStrategy], name: str
+) -> None:
+    error = RuntimeError(
+        "Expected to have finished reduction in the prior iteration before starting a new one."
+    )
     strategy().on_exception(error)
     assert f"strategy='{name}_find_unused_parameters_true'" in str(error)
-    assert f"strategy={strategy.__name__}(find_unused_parameters=True)" in str(error) and "DDPStrategy(" not in (
-        str(error).replace(strategy.__name__, "")
-    )
+    assert f"strategy={strategy.__name__}(find_unused_parameters=True)" in str(
+        error
+    ) and "DDPStrategy(" not in (str(error).replace(strategy.__name__, ""))
 
 
 def test_the_classes_are_imported_when_they_are_used() -> None:
@@ -167,6 +184,8 @@ def test_pytorch_lightning_users_get_one_sentence() -> None:
         ({"cluster": "nowhere.yaml"}, ValueError, "nowhere.yaml"),
     ],
 )
-def test_wrong_options_are_refused_at_once(options: dict[str, object], error: type[Exception], says: str) -> None:
+def test_wrong_options_are_refused_at_once(
+    options: dict[str, object], error: type[Exception], says: str
+) -> None:
     with pytest.raises(error, match=says):
         AutoParallelStrategy(**options)

@@ -42,7 +42,9 @@ class Stateful(DataLoader):
 
     def __iter__(self):
         self.epoch, start = self.epoch + (self.batches == 0), self.batches
-        order = torch.randperm(ITEMS, generator=torch.Generator().manual_seed(self.epoch)).split(BATCH)
+        order = torch.randperm(ITEMS, generator=torch.Generator().manual_seed(self.epoch)).split(
+            BATCH
+        )
         for batch in order[start:]:
             self.batches = (self.batches + 1) % len(order)
             yield torch.stack([self.dataset[index] for index in batch.tolist()])
@@ -61,7 +63,9 @@ class Model(BoringModel):
 
     def training_step(self, batch, batch_idx):
         parts = batch if isinstance(batch, list) else [batch]
-        self.seen.append((self.current_epoch, [(part[:, 0] * ITEMS).round().int().tolist() for part in parts]))
+        self.seen.append(
+            (self.current_epoch, [(part[:, 0] * ITEMS).round().int().tolist() for part in parts])
+        )
         return super().training_step(torch.cat(parts), batch_idx)
 
 
@@ -69,14 +73,18 @@ def fit(tmp_path, *, resume=None, seed=1, save=STOP, epochs=3, data=None, **opti
     pl.seed_everything(seed, verbose=False)
     model = Model()
     trainer = pl.Trainer(
-        callbacks=[ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=save, save_top_k=-1)],
+        callbacks=[
+            ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=save, save_top_k=-1)
+        ],
         max_epochs=epochs,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         **({"accelerator": "cpu", "devices": 1} | options),
     )
-    module = CachedDataModule(Module(**(data or {})), directory=tmp_path / "cache", memory_bytes=1 << 20)
+    module = CachedDataModule(
+        Module(**(data or {})), directory=tmp_path / "cache", memory_bytes=1 << 20
+    )
     trainer.fit(model, datamodule=module, ckpt_path=resume and tmp_path / resume, weights_only=True)
     module.close()
     return model.seen
@@ -105,7 +113,9 @@ def test_the_rest_of_the_epoch_is_that_of_the_run_that_went_on(tmp_path, data):
     assert again[:3] == rest[6:]
 
 
-@pytest.mark.parametrize("options", [{"epochs": 3}, {"epochs": -1, "max_steps": 12, "limit_train_batches": 4}])
+@pytest.mark.parametrize(
+    "options", [{"epochs": 3}, {"epochs": -1, "max_steps": 12, "limit_train_batches": 4}]
+)
 def test_a_fit_that_was_saved_at_the_end_of_an_epoch_begins_the_next(tmp_path, options):
     save = options.get("limit_train_batches", 6)
     whole = fit(tmp_path, save=save, **options)
@@ -119,7 +129,9 @@ RANKS = {"shuffled": {}, "in order": {"shuffle": False}, "several": {"several": 
 
 
 def _fit_two_ranks(rank, tmp_path):
-    """What is seen by a whole fit, by one that is resumed in its second epoch, and by one resumed from that."""
+    """What is seen by a whole fit, by one that is resumed in its second epoch, and by one resumed
+    from that.
+    """
     seen = {}
     for name, data in RANKS.items():
         resumed = [None, "step=4.ckpt", "step=8.ckpt"]
@@ -134,6 +146,7 @@ def test_two_ranks_go_on_with_their_own_parts(tmp_path):
         for seen in parts:
             whole, rest, again = seen[name]
             assert len(whole) == 4 * 3
-            assert rest == whole[4:] and again == whole[8:]  # the order depends on seed and epoch alone
+            # the order depends on seed and epoch alone
+            assert rest == whole[4:] and again == whole[8:]
         both = [index for seen in parts for _, batch in seen[name][0][:3] for index in batch[0]]
         assert sorted(both) == list(range(ITEMS))

@@ -1,4 +1,6 @@
-"""``checkpoint="sharded"``: folders of shards, resumed in the middle of an epoch under other plans and numbers of ranks."""
+"""``checkpoint="sharded"``: folders of shards, resumed in the middle of an epoch under other plans
+and numbers of ranks.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,14 @@ from lightning_topt.graph.mesh_axes import hybrid_mesh
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan
 from lightning_topt.plan.presets import PRESETS
-from tests.plugins.trainer_ranks import OwnShare, RecordingGPT, loader, make_trainer, on_ranks, topt_trainer
+from tests.plugins.trainer_ranks import (
+    OwnShare,
+    RecordingGPT,
+    loader,
+    make_trainer,
+    on_ranks,
+    topt_trainer,
+)
 
 SHARDED = {"checkpoint": "sharded"}
 MIXED = {"blocks.0": "hybrid", "blocks.1": "zero1", "tokens": "zero3", "": "ddp"}
@@ -26,7 +35,9 @@ MIXED = {"blocks.0": "hybrid", "blocks.1": "zero1", "tokens": "zero3", "": "ddp"
 
 def mixed_plan() -> ParallelPlan:
     mesh = hybrid_mesh(2, 2)
-    blocks = [BlockPlan(name, OpConfig(PRESETS[preset].storage(mesh))) for name, preset in MIXED.items()]
+    blocks = [
+        BlockPlan(name, OpConfig(PRESETS[preset].storage(mesh))) for name, preset in MIXED.items()
+    ]
     return ParallelPlan.of_blocks(blocks, mesh=mesh)
 
 
@@ -58,14 +69,21 @@ class ResumableGPT(RecordingGPT):
 
 def fit(plan: Any, *, path: Path | None = None, options: Any = SHARDED, **kwargs: Any) -> Any:
     torch.manual_seed(0 if path is None else 1)
-    trainer, module = topt_trainer(plan, options=options, **{"max_epochs": 2, **kwargs}), ResumableGPT()
+    trainer, module = (
+        topt_trainer(plan, options=options, **{"max_epochs": 2, **kwargs}),
+        ResumableGPT(),
+    )
     trainer.fit(module, ckpt_path=path)
     return trainer, module
 
 
 def fit_and_save(plan: Any, folder: Path, **kwargs: Any) -> Any:
-    """Two epochs of four steps, saved after every third: in the middle of each, and once more after the fit."""
-    keep = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=3, save_top_k=-1, save_last=True)
+    """Two epochs of four steps, saved after every third: in the middle of each, and once more after
+    the fit.
+    """
+    keep = ModelCheckpoint(
+        folder, filename="{step}", every_n_train_steps=3, save_top_k=-1, save_last=True
+    )
     trainer, module = fit(plan, callbacks=[keep], enable_checkpointing=True, **kwargs)
     trainer.save_checkpoint(folder / "after.ckpt")
     return module.losses, {name: value.clone() for name, value in module.state_dict().items()}
@@ -77,8 +95,14 @@ def on_four_ranks(rank: int, folder: Path) -> Any:
     middle = folder / "mixed" / "step=6.ckpt"
     resumed = [fit(plan, path=middle)[1].losses for plan in ("zero1", mixed_plan(), "zero2")]
     saved_again = fit_and_save("zero3", folder / "again", path=middle)
-    kinds = [holds_shards(path) for part in ("zero3", "mixed", "again") for path in (folder / part).iterdir()]
-    tested = topt_trainer("zero3").test(ResumableGPT(), loader(4), ckpt_path=middle, verbose=False)[0]["test_loss"]
+    kinds = [
+        holds_shards(path)
+        for part in ("zero3", "mixed", "again")
+        for path in (folder / part).iterdir()
+    ]
+    tested = topt_trainer("zero3").test(ResumableGPT(), loader(4), ckpt_path=middle, verbose=False)[
+        0
+    ]["test_loss"]
     return whole, mixed, resumed, saved_again[0], kinds, tested
 
 
@@ -91,14 +115,18 @@ def on_two_ranks(rank: int, folder: Path) -> Any:
     torch.distributed.barrier()
     trainer, module = make_trainer(DDPStrategy(), devices=2, max_epochs=2), ResumableGPT()
     trainer.fit(module, ckpt_path=whole)
-    tested = topt_trainer("ddp").test(ResumableGPT(), loader(4), ckpt_path=whole, verbose=False)[0]["test_loss"]
+    tested = topt_trainer("ddp").test(ResumableGPT(), loader(4), ckpt_path=whole, verbose=False)[0][
+        "test_loss"
+    ]
     return [*resumed, module.losses], tested, held_back(folder / "compressed"), refused(folder)
 
 
 def held_back(folder: Path) -> Any:
     """What a gradient exchange holds back on each rank is in the folder as well."""
     exchange = TopK(density=0.1, hierarchical=False)
-    plan = ParallelPlan.of_blocks([BlockPlan("", OpConfig.zero(1))], mesh=2, gradient_exchange=exchange)
+    plan = ParallelPlan.of_blocks(
+        [BlockPlan("", OpConfig.zero(1))], mesh=2, gradient_exchange=exchange
+    )
     options = {**SHARDED, "allow_compression": True}
     losses, _ = fit_and_save(plan, folder, options=options)
     resumed = fit(plan, path=folder / "step=6.ckpt", options=options)[1].losses
@@ -138,25 +166,40 @@ def test_resumed_in_the_middle_of_an_epoch_as_if_undisturbed(four: Any) -> None:
 
 def test_resumed_on_other_ranks_and_as_a_plain_file(four: Any, folder: Path) -> None:
     (losses, _), *_, tested = four[0]
-    for resumed, tested_whole, (undisturbed, compressed, dense), refusals in on_ranks(on_two_ranks, folder):
+    for resumed, tested_whole, (undisturbed, compressed, dense), refusals in on_ranks(
+        on_two_ranks, folder
+    ):
         for tail in resumed:
             assert tail == pytest.approx(losses[6:], rel=1e-5)
         assert tested_whole == pytest.approx(tested, rel=1e-4)
         assert compressed == pytest.approx(undisturbed, rel=1e-5) and dense[1] != pytest.approx(
             undisturbed[1], rel=1e-5
         )
-        assert "file system that all ranks see" in refusals[0] and "takes neither storage_options" in refusals[1]
-    held = read_sharded_checkpoint(folder / "compressed" / "step=6.ckpt")["lightning_topt"]["gradient_exchange"]
+        assert (
+            "file system that all ranks see" in refusals[0]
+            and "takes neither storage_options" in refusals[1]
+        )
+    held = read_sharded_checkpoint(folder / "compressed" / "step=6.ckpt")["lightning_topt"][
+        "gradient_exchange"
+    ]
     assert held["step"] == 6 and len(held["ranks"]) == 2
     assert all(held["ranks"][rank]["residual"]["head.weight"].abs().sum() > 0 for rank in range(2))
 
 
 def test_the_folder_after_the_fit_is_the_last_one(four: Any, folder: Path) -> None:
-    after, last = (read_sharded_checkpoint(folder / "zero3" / f"{name}.ckpt") for name in ("after", "step=6"))
-    assert after["global_step"] == 8 and last["global_step"] == 6 and after["lightning_topt"] == last["lightning_topt"]
+    after, last = (
+        read_sharded_checkpoint(folder / "zero3" / f"{name}.ckpt") for name in ("after", "step=6")
+    )
+    assert (
+        after["global_step"] == 8
+        and last["global_step"] == 6
+        and after["lightning_topt"] == last["lightning_topt"]
+    )
     for name, value in four[0][0][1].items():
         torch.testing.assert_close(after["state_dict"][name], value, rtol=0, atol=0)
-    assert after["optimizer_states"][0]["state"].keys() == last["optimizer_states"][0]["state"].keys()
+    assert (
+        after["optimizer_states"][0]["state"].keys() == last["optimizer_states"][0]["state"].keys()
+    )
 
 
 def test_another_form_is_refused() -> None:

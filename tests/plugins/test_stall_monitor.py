@@ -73,7 +73,10 @@ class Step(pl.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         self.clock.now += STEP
-        return sum(self.layer(part).mean() for part in (batch if isinstance(batch, list | tuple) else [batch]))
+        return sum(
+            self.layer(part).mean()
+            for part in (batch if isinstance(batch, list | tuple) else [batch])
+        )
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.clock.now += VALIDATION
@@ -95,12 +98,16 @@ class Bar(TQDMProgressBar):
         super().__init__()
         self.shown: list[Any] = []
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any
+    ) -> None:
         super().on_train_batch_end(trainer, pl_module, *args)
         self.shown.append(self.get_metrics(trainer, pl_module).get("stall"))
 
 
-def fit(module: Step, loader: Any, *, monitor: StallMonitor | None = None, **options: Any) -> StallMonitor:
+def fit(
+    module: Step, loader: Any, *, monitor: StallMonitor | None = None, **options: Any
+) -> StallMonitor:
     monitor = monitor or StallMonitor()
     options = {"callbacks": [monitor], **options}
     validation = options.pop("validation", None)
@@ -116,7 +123,12 @@ def total(batches: int, *, wait: float, seconds: float) -> tuple[int, float, flo
 
 def test_values_of_every_report(clock, tmp_path):
     logger, bar, monitor = CSVLogger(tmp_path, name="", version=""), Bar(), StallMonitor()
-    options = {"logger": logger, "log_every_n_steps": 2, "enable_progress_bar": True, "callbacks": [monitor, bar]}
+    options = {
+        "logger": logger,
+        "log_every_n_steps": 2,
+        "enable_progress_bar": True,
+        "callbacks": [monitor, bar],
+    }
     fit(Step(clock), DataLoader(Items(clock), batch_size=1), monitor=monitor, **options)
     with (tmp_path / "metrics.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["stall/fraction"]]
@@ -126,7 +138,10 @@ def test_values_of_every_report(clock, tmp_path):
         assert float(row["stall/wait_seconds"]) == pytest.approx(WAIT)
         assert float(row["stall/batch_seconds"]) == pytest.approx(WAIT + STEP)
     assert bar.shown[0] is None and bar.shown[-1] == pytest.approx(0.75)
-    assert monitor.total == total(8, wait=8 * WAIT, seconds=8 * (WAIT + STEP)) and monitor.total.fraction == 0.75
+    assert (
+        monitor.total == total(8, wait=8 * WAIT, seconds=8 * (WAIT + STEP))
+        and monitor.total.fraction == 0.75
+    )
 
 
 def test_a_report_is_on_what_came_since_the_last(clock):
@@ -145,7 +160,13 @@ def test_a_report_is_on_what_came_since_the_last(clock):
 
 def test_validation_is_no_time_of_training(clock):
     validation = DataLoader(Items(clock, 3, wait=500.0))
-    monitor = fit(Step(clock), DataLoader(Items(clock)), validation=validation, val_check_interval=3, max_epochs=2)
+    monitor = fit(
+        Step(clock),
+        DataLoader(Items(clock)),
+        validation=validation,
+        val_check_interval=3,
+        max_epochs=2,
+    )
     assert monitor.total == total(16, wait=16 * WAIT, seconds=16 * (WAIT + STEP))
 
 
@@ -157,7 +178,12 @@ def test_batches_of_several_samples_and_accumulated_gradients(clock):
             logged.append((name, value))
 
     monitor = StallMonitor(every_n_steps=1)
-    fit(Logs(clock), DataLoader(Items(clock), batch_size=2), monitor=monitor, accumulate_grad_batches=2)
+    fit(
+        Logs(clock),
+        DataLoader(Items(clock), batch_size=2),
+        monitor=monitor,
+        accumulate_grad_batches=2,
+    )
     assert monitor.total == total(4, wait=8 * WAIT, seconds=8 * WAIT + 4 * STEP)
     assert [value for name, value in logged if name == "stall/wait_seconds"] == [2 * WAIT, 2 * WAIT]
 
@@ -170,7 +196,10 @@ def test_any_loader(clock, kind):
     if kind == "unsized":  # Lightning fetches the first batch before the loop begins
         loader, prefetched = DataLoader(Unsized(items)), WAIT
     elif kind == "several":
-        loader, waits = CombinedLoader([DataLoader(items), DataLoader(Items(clock))], "min_size"), 2 * waits
+        loader, waits = (
+            CombinedLoader([DataLoader(items), DataLoader(Items(clock))], "min_size"),
+            2 * waits,
+        )
     elif kind == "own":
         loader = Own(items)
     else:
@@ -216,7 +245,8 @@ class Sleeps(Dataset[torch.Tensor]):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_with_the_real_clock(workers):
     monitor = fit(Step(Clock()), DataLoader(Sleeps(), num_workers=workers))
-    least = 0 if workers else 6 * 0.02  # a worker has a head start of the time that the fit takes to begin
+    # a worker has a head start of the time that the fit takes to begin
+    least = 0 if workers else 6 * 0.02
     assert least < monitor.total.wait_seconds < monitor.total.seconds
 
 
@@ -268,6 +298,8 @@ def test_on_a_gpu_a_wait_behind_its_work_is_none(tmp_path: Path) -> None:
             return super().training_step(batch, batch_idx)
 
     monitor = StallMonitor()
-    trainer = pl.Trainer(accelerator="gpu", devices=1, max_epochs=1, callbacks=[monitor], logger=False)
+    trainer = pl.Trainer(
+        accelerator="gpu", devices=1, max_epochs=1, callbacks=[monitor], logger=False
+    )
     trainer.fit(Busy(Clock()), DataLoader(Sleeps(), num_workers=1))
     assert monitor.total.wait_seconds < 0.5 * monitor.total.seconds

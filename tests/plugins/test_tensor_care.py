@@ -1,4 +1,6 @@
-"""User code between steps, where a plan splits parameters: looks at these are refused at once, what steps leave is whole."""
+"""User code between steps, where a plan splits parameters: looks at these are refused at once, what
+steps leave is whole.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,11 @@ class Hooked(RecordingGPT):
 
 CASES: dict[str, tuple[type[RecordingGPT], list[Any], str]] = {
     "average": (Average, [], "Average.on_train_batch_end reads parameters"),
-    "weight averaging": (RecordingGPT, [WeightAveraging()], "weight-averaging callbacks copy whole parameters"),
+    "weight averaging": (
+        RecordingGPT,
+        [WeightAveraging()],
+        "weight-averaging callbacks copy whole parameters",
+    ),
     "weight clipping": (Clipping, [], "Clipping.on_train_batch_end reads parameters"),
     "norms": (Norms, [], "Norms.on_before_optimizer_step reads gradients"),
     "list": (Keeps, [], "attribute 'penalized' of Keeps holds parameter"),
@@ -84,7 +90,10 @@ class ReadsValue(RecordingGPT):
 
 
 def names_its_line(rank: int) -> None:
-    with pytest.raises((ValueError, RemotePlanningError), match=r"test_tensor_care.py.*return loss if loss.item\(\) <"):
+    with pytest.raises(
+        (ValueError, RemotePlanningError),
+        match=r"test_tensor_care.py.*return loss if loss.item\(\) <",
+    ):
         topt_trainer("tensor").fit(ReadsValue(heads=2), loader(8))
 
 
@@ -109,7 +118,8 @@ def test_what_looks_at_parameters_between_steps_is_named() -> None:
             assert "without" in sentence
 
 
-# ---- what steps leave -------------------------------------------------------------------------------------------------
+# ---- what steps leave
+# -------------------------------------------------------------------------------------------------
 
 
 class Leaves(RecordingGPT):
@@ -133,7 +143,10 @@ class Leaves(RecordingGPT):
             self.named["deviation"] = logits.std((0, 1))
             self.confusion(logits.flatten(0, 1), batch[1].flatten())
             self.values(logits[0, 0])
-        return {"loss": F.cross_entropy(logits.flatten(0, 1), batch[1].flatten()), "logits": logits.detach()}
+        return {
+            "loss": F.cross_entropy(logits.flatten(0, 1), batch[1].flatten()),
+            "logits": logits.detach(),
+        }
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         kept = (outputs["logits"], self.last, self.average, self.all[-1], self.named["deviation"])
@@ -170,7 +183,8 @@ def test_what_steps_leave_is_whole() -> None:
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
 
 
-# ---- gradients and samples in steps ------------------------------------------------------------------------------------
+# ---- gradients and samples in steps
+# ------------------------------------------------------------------------------------
 
 
 class Contrastive(RecordingGPT):
@@ -202,7 +216,9 @@ class Penalty(L.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8), nn.Tanh(), nn.Linear(8, 4))
+        self.net = nn.Sequential(
+            nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8), nn.Tanh(), nn.Linear(8, 4)
+        )
         self.losses: list[float] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:

@@ -1,4 +1,6 @@
-"""Mixtures of experts, written with torch's operators or by transformers, are found to split along experts, and train alike."""
+"""Mixtures of experts, written with torch's operators or by transformers, are found to split along
+experts, and train alike.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,14 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_topt.graph.op_config import Shard
 from tests.models import Mixture
-from tests.plugins.trainer_ranks import Tokens, loader, make_trainer, mean_over_ranks, on_ranks, topt_trainer
+from tests.plugins.trainer_ranks import (
+    Tokens,
+    loader,
+    make_trainer,
+    mean_over_ranks,
+    on_ranks,
+    topt_trainer,
+)
 
 EXPERTS, WIDTH, HIDDEN = 4, 16, 32  # of `Mixture` too
 
@@ -26,7 +35,10 @@ class Loop(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
-        experts = (nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.SiLU(), nn.Linear(HIDDEN, WIDTH)) for _ in range(EXPERTS))
+        experts = (
+            nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.SiLU(), nn.Linear(HIDDEN, WIDTH))
+            for _ in range(EXPERTS)
+        )
         self.experts = nn.ModuleList(experts)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -89,7 +101,11 @@ LOOP_PLAN = {
     "stages": [
         {
             "blocks": [
-                {"block": f"blocks.{index}.experts", "storage": "ddp", "computes": {"parameters": BY_HAND}}
+                {
+                    "block": f"blocks.{index}.experts",
+                    "storage": "ddp",
+                    "computes": {"parameters": BY_HAND},
+                }
                 for index in range(2)
             ]
             + [{"block": "", "storage": "ddp"}]
@@ -110,7 +126,11 @@ def fit(rank: int) -> Any:
         torch.manual_seed(rank)
         trainer, module = topt_trainer(plan), make()
         trainer.fit(module, loader(8, length=32))
-        placed = {n: p for block in trainer.strategy.parallel_plan.blocks for n, p in block.config.parameters}
+        placed = {
+            n: p
+            for block in trainer.strategy.parallel_plan.blocks
+            for n, p in block.config.parameters
+        }
         found[name] = module.losses, placed
     return found
 
@@ -119,7 +139,10 @@ def one_process(name: str) -> list[float]:
     torch.manual_seed(0)
     trainer, module = make_trainer(), MODELS[name][0]()
     data = Tokens(length=32)
-    trainer.fit(module, DataLoader(data, batch_size=8, sampler=DistributedSampler(data, num_replicas=1, rank=0)))
+    trainer.fit(
+        module,
+        DataLoader(data, batch_size=8, sampler=DistributedSampler(data, num_replicas=1, rank=0)),
+    )
     return module.losses
 
 
@@ -128,8 +151,14 @@ def test_mixtures_of_experts() -> None:
     for found in on_ranks(fit):
         for name, (losses, placed) in found.items():
             assert losses == pytest.approx(expected[name], rel=1e-4), name
-            if name in ("einsum", "bmm"):  # by expert, or inside of each: which of them is found depends on the machine
-                assert all(any(isinstance(p, Shard) for p in placed[each]) for each in ("up", "bias", "down"))
+            # by expert, or inside of each: which of them is found depends on the machine
+            if name in ("einsum", "bmm"):
+                assert all(
+                    any(isinstance(p, Shard) for p in placed[each])
+                    for each in ("up", "bias", "down")
+                )
             if name == "mixtral":
-                (experts,) = (where for each, where in placed.items() if each.endswith("experts.gate_up_proj"))
+                (experts,) = (
+                    where for each, where in placed.items() if each.endswith("experts.gate_up_proj")
+                )
                 assert any(isinstance(placement, Shard) for placement in experts)

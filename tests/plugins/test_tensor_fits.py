@@ -1,4 +1,6 @@
-"""Plans with tensor axes under a Trainer: samples, losses, logged metrics, evaluation and files are those of one process."""
+"""Plans with tensor axes under a Trainer: samples, losses, logged metrics, evaluation and files are
+those of one process.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,14 @@ from lightning_topt.plan.parallel_plan import PlanError
 from lightning_topt.plugins.given_plans import MeshPlan
 from lightning_topt.plugins.read_options import read_plan_option
 from tests.plugins.split_plans import split_plan
-from tests.plugins.trainer_ranks import RecordingGPT, Tokens, loader, make_trainer, on_ranks, topt_trainer
+from tests.plugins.trainer_ranks import (
+    RecordingGPT,
+    Tokens,
+    loader,
+    make_trainer,
+    on_ranks,
+    topt_trainer,
+)
 
 
 class Counted(RecordingGPT):
@@ -31,7 +40,14 @@ class Counted(RecordingGPT):
         self.predicted: list[Tensor] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.log("sum", float(len(batch[0])), sync_dist=True, reduce_fx="sum", on_epoch=True, on_step=False)
+        self.log(
+            "sum",
+            float(len(batch[0])),
+            sync_dist=True,
+            reduce_fx="sum",
+            on_epoch=True,
+            on_step=False,
+        )
         return super().training_step(batch, batch_idx)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -50,18 +66,33 @@ def plan(data: int, storage: str) -> dict[str, Any]:
 
 def fit(rank: int, data: int, storage: str, folder: Path, resume: Path | None = None) -> Any:
     torch.manual_seed(rank)
-    trainer, module = topt_trainer(plan(data, storage), max_epochs=2, gradient_clip_val=0.5), Counted()
+    trainer, module = (
+        topt_trainer(plan(data, storage), max_epochs=2, gradient_clip_val=0.5),
+        Counted(),
+    )
     trainer.fit(module, loader(8 // data), loader(8 // data, length=16), ckpt_path=resume)
     trainer.save_checkpoint(folder / "topt.ckpt")
-    losses, metrics = module.losses, {name: float(value) for name, value in trainer.callback_metrics.items()}
+    losses, metrics = (
+        module.losses,
+        {name: float(value) for name, value in trainer.callback_metrics.items()},
+    )
     tested = trainer.test(module, loader(8 // data), verbose=False)[0]["test_loss"]
     predicted = trainer.predict(module, loader(8 // data))
     assert predicted is not None
-    return losses, metrics, module.logged, tested, [batch.shape for batch in predicted], dict(module.state_dict())
+    return (
+        losses,
+        metrics,
+        module.logged,
+        tested,
+        [batch.shape for batch in predicted],
+        dict(module.state_dict()),
+    )
 
 
 def in_order() -> DataLoader[Any]:
-    """The order of Lightning's distributed sampler for one rank, whose batches are those of several together."""
+    """The order of Lightning's distributed sampler for one rank, whose batches are those of several
+    together.
+    """
     data = Tokens()
     return DataLoader(data, batch_size=8, sampler=DistributedSampler(data, num_replicas=1, rank=0))
 
@@ -90,11 +121,15 @@ def test_a_fit_is_that_of_one_process(data: int, storage: str, tmp_path: Path) -
         assert set(shapes) == {(8 // data, 8)}
         for name, value in state.items():
             torch.testing.assert_close(own_state[name], value, rtol=1e-3, atol=1e-4)
-    saved, plain = (torch.load(tmp_path / name, weights_only=False) for name in ("topt.ckpt", "plain.ckpt"))
+    saved, plain = (
+        torch.load(tmp_path / name, weights_only=False) for name in ("topt.ckpt", "plain.ckpt")
+    )
     assert list(saved["state_dict"]) == list(plain["state_dict"])
     for index, values in plain["optimizer_states"][0]["state"].items():
         for key, value in values.items():
-            torch.testing.assert_close(saved["optimizer_states"][0]["state"][index][key], value, rtol=1e-3, atol=1e-4)
+            torch.testing.assert_close(
+                saved["optimizer_states"][0]["state"][index][key], value, rtol=1e-3, atol=1e-4
+            )
 
 
 def resumed(rank: int, folder: Path) -> Any:
@@ -135,7 +170,9 @@ def found(rank: int, given: Any) -> Any:
         ({"mesh": {"data": 2}}, 2),
     ],
 )
-def test_splits_are_found_where_only_the_mesh_is_given(given: Any, ranks: int, tmp_path: Path) -> None:
+def test_splits_are_found_where_only_the_mesh_is_given(
+    given: Any, ranks: int, tmp_path: Path
+) -> None:
     losses = one_process(tmp_path)[0]
     for own_losses, plan_of in on_ranks(found, given, world_size=ranks):
         assert own_losses == pytest.approx(losses, rel=1e-3)
@@ -163,7 +200,9 @@ def scores(rank: int, given: Any) -> Any:
     predicted = trainer.predict(module, loader(8))
     assert predicted is not None
     with torch.no_grad():
-        return [batch - module.cpu()(each[0]) for batch, each in zip(predicted, loader(8), strict=True)]
+        return [
+            batch - module.cpu()(each[0]) for batch, each in zip(predicted, loader(8), strict=True)
+        ]
 
 
 @pytest.mark.parametrize("given", ["tensor", "context"])
@@ -199,11 +238,13 @@ def no_square(rank: int) -> str:
 
 def test_numbers_of_ranks_that_make_no_mesh_are_named() -> None:
     assert all(
-        "product of 2 numbers above 1, and 2 is not: start 4, 6, 8 ranks" in text for text in on_ranks(no_square)
+        "product of 2 numbers above 1, and 2 is not: start 4, 6, 8 ranks" in text
+        for text in on_ranks(no_square)
     )
 
 
-# ---- from plan to plan ------------------------------------------------------------------------------------------------
+# ---- from plan to plan
+# ------------------------------------------------------------------------------------------------
 
 EXCHANGED = {"method": "topk", "density": 1.0, "hierarchical": False}
 # Ranks, plan (None: Lightning's own ddp), form of the file that is left to the next.
@@ -228,7 +269,10 @@ def link(rank: int, folder: Path, numbers: list[int]) -> Any:
         strategy = DDPStrategy() if given is None else AutoParallelStrategy(
             plan=given, checkpoint=form, allow_compression=True
         )  # fmt: skip
-        trainer, module = make_trainer(strategy, devices=ranks, max_epochs=number + 1, gradient_clip_val=0.5), Counted()
+        trainer, module = (
+            make_trainer(strategy, devices=ranks, max_epochs=number + 1, gradient_clip_val=0.5),
+            Counted(),
+        )
         parts = ranks if not isinstance(given, dict) else given["mesh"][0]["size"]
         before = str(folder / f"{number - 1}.ckpt") if number else None
         trainer.fit(module, loader(8 // parts), loader(8 // parts, length=16), ckpt_path=before)
@@ -251,7 +295,9 @@ def test_a_training_goes_from_plan_to_plan(tmp_path: Path) -> None:
     assert losses == pytest.approx(module.losses, rel=1e-3)
     for name, value in module.state_dict().items():
         torch.testing.assert_close(last[name], value, rtol=1e-3, atol=1e-4)
-    saved = torch.load(tmp_path / f"{len(CHAIN) - 1}.ckpt", weights_only=False)["optimizer_states"][0]
+    saved = torch.load(tmp_path / f"{len(CHAIN) - 1}.ckpt", weights_only=False)["optimizer_states"][
+        0
+    ]
     for index, values in trainer.optimizers[0].state_dict()["state"].items():
         for key, value in values.items():
             torch.testing.assert_close(saved["state"][index][key], value, rtol=2e-3, atol=1e-4)

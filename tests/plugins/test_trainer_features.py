@@ -1,6 +1,8 @@
-"""What users of Lightning's ``ddp`` expect of a strategy, for one plan of each way of running (numbers: lightning features).
+"""What users of Lightning's ``ddp`` expect of a strategy, for one plan of each way of running
+(numbers: lightning features).
 
-Each test runs on two ranks and compares with Lightning's own `DDPStrategy`, or with a value that can be worked out.
+Each test runs on two ranks and compares with Lightning's own `DDPStrategy`, or with a value that
+can be worked out.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ KINDS = ["ddp", "zero1", "zero3"]
 every_kind = pytest.mark.parametrize("plan", KINDS)
 
 
-# ---- 1, 2: the four loops and their limits --------------------------------------------------------------------------
+# ---- 1, 2: the four loops and their limits
+# --------------------------------------------------------------------------
 
 
 def loops(rank: int, plan: str) -> dict[str, Any]:
@@ -63,7 +66,8 @@ def loops(rank: int, plan: str) -> dict[str, Any]:
 def test_fit_validate_test_predict(plan: str) -> None:
     for result in on_ranks(loops, plan):
         assert result["steps"] == 3 and result["fast"] == 2 and result["overfit"] == 2
-        # The same weights on the same data: all 8 batches in test; validation was limited to 2 of them.
+        # The same weights on the same data: all 8 batches in test; validation was limited to 2 of
+        # them.
         assert result["losses"][0] == pytest.approx(result["losses"][1], rel=1e-6)
         # 10 samples on 2 ranks: 5 each, without repeated samples
         assert result["predicted"] == [(4, 8), (1, 8)]
@@ -75,7 +79,9 @@ class Writer(BasePredictionWriter):
         self.batches: list[Any] = []
         self.epoch: Any = None
 
-    def write_on_batch_end(self, trainer, module, prediction, indices, batch, batch_idx, dataloader_idx):  # type: ignore[no-untyped-def]
+    def write_on_batch_end(
+        self, trainer, module, prediction, indices, batch, batch_idx, dataloader_idx
+    ):  # type: ignore[no-untyped-def]
         self.batches.append((indices, prediction))
 
     def write_on_epoch_end(self, trainer, module, predictions, indices):  # type: ignore[no-untyped-def]
@@ -102,7 +108,8 @@ def test_prediction_writer_sees_every_sample_once(plan: str) -> None:
     assert sorted(ranks[0] + ranks[1]) == list(range(10))
 
 
-# ---- 3, 4, 24: ranks, samplers, collectives -------------------------------------------------------------------------
+# ---- 3, 4, 24: ranks, samplers, collectives
+# -------------------------------------------------------------------------
 
 
 class Facts(L.Callback):
@@ -132,8 +139,12 @@ class Facts(L.Callback):
 def facts(rank: int, plan: str) -> Any:
     injected, plain = Facts(), Facts()
     topt_trainer(plan, callbacks=[injected], max_epochs=2).fit(RecordingGPT(), loader(4))
-    topt_trainer(plan, callbacks=[plain], use_distributed_sampler=False).fit(RecordingGPT(), loader(4))
-    assert isinstance(injected.sampler, DistributedSampler) and isinstance(plain.sampler, SequentialSampler)
+    topt_trainer(plan, callbacks=[plain], use_distributed_sampler=False).fit(
+        RecordingGPT(), loader(4)
+    )
+    assert isinstance(injected.sampler, DistributedSampler) and isinstance(
+        plain.sampler, SequentialSampler
+    )
     assert injected.sampler.num_replicas == 2 and injected.sampler.rank == rank
     return injected.rank, injected.epoch
 
@@ -143,14 +154,20 @@ def test_ranks_samplers_and_collectives(plan: str) -> None:
     assert on_ranks(facts, plan) == [((0, 0, 0, 2, 2), 1), ((1, 1, 0, 2, 2), 1)]
 
 
-# ---- 8, 9: clipping and accumulation beyond test_equivalence --------------------------------------------------------
+# ---- 8, 9: clipping and accumulation beyond test_equivalence
+# --------------------------------------------------------
 
 
 class OwnClipping(RecordingGPT):
-    def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any, gradient_clip_algorithm: Any) -> None:
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: Any, gradient_clip_algorithm: Any
+    ) -> None:
         self.clip_gradients(optimizer, gradient_clip_val=0.01, gradient_clip_algorithm="norm")
         norm = torch.stack(
-            [(p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad).norm() for p in self.parameters()]
+            [
+                (p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad).norm()
+                for p in self.parameters()
+            ]
         )
         self.norms = [*getattr(self, "norms", []), norm.norm().item()]
 
@@ -167,10 +184,12 @@ def own_clipping(rank: int, plan: str) -> Any:
 def test_own_clipping_and_scheduled_accumulation(plan: str) -> None:
     for norms, steps in on_ranks(own_clipping, plan):
         assert steps == 8 + 2  # 8 batches a rank and epoch, then 4 to a step
-        assert norms == pytest.approx([0.01] * 10, rel=1e-3)  # gradients are far larger: all are clipped to 0.01
+        # gradients are far larger: all are clipped to 0.01
+        assert norms == pytest.approx([0.01] * 10, rel=1e-3)
 
 
-# ---- 10: precision --------------------------------------------------------------------------------------------------
+# ---- 10: precision
+# --------------------------------------------------------------------------------------------------
 
 
 def with_precision(rank: int, strategy: Any, precision: str) -> Any:
@@ -197,7 +216,8 @@ def test_precision_as_under_ddp(plan: str, precision: str) -> None:
         assert rank_dtypes == dtypes
 
 
-# ---- 12: logging ----------------------------------------------------------------------------------------------------
+# ---- 12: logging
+# ----------------------------------------------------------------------------------------------------
 
 
 class Logging(RecordingGPT):
@@ -218,7 +238,11 @@ class Logging(RecordingGPT):
 def logged(rank: int, plan: str) -> dict[str, float]:
     trainer = topt_trainer(plan, limit_train_batches=1)
     trainer.fit(Logging(), loader(4), loader(8))  # 64 samples: 4 validation batches a rank
-    return {k: float(v) for k, v in trainer.callback_metrics.items() if k in ("mean", "sum", "max", "local", "metric")}
+    return {
+        k: float(v)
+        for k, v in trainer.callback_metrics.items()
+        if k in ("mean", "sum", "max", "local", "metric")
+    }
 
 
 @every_kind
@@ -227,7 +251,8 @@ def test_logging_over_ranks(plan: str) -> None:
         assert metrics == {"mean": 0.5, "sum": 4.0, "max": 1.0, "local": float(rank), "metric": 0.5}
 
 
-# ---- 14, 15: optimizers and schedules -------------------------------------------------------------------------------
+# ---- 14, 15: optimizers and schedules
+# -------------------------------------------------------------------------------
 
 
 class Manual(GPT):
@@ -246,7 +271,10 @@ class Manual(GPT):
             self.untoggle_optimizer(optimizer)
 
     def configure_optimizers(self) -> Any:
-        body, head = torch.optim.SGD(self.parameters(), 0.1), torch.optim.Adam(self.head.parameters(), 1e-2)
+        body, head = (
+            torch.optim.SGD(self.parameters(), 0.1),
+            torch.optim.Adam(self.head.parameters(), 1e-2),
+        )
         return [body, head]
 
 
@@ -289,12 +317,15 @@ class WithLBFGS(RecordingGPT):
 def lbfgs(rank: int, ours: bool) -> Any:
     torch.manual_seed(0)
     module = WithLBFGS()
-    make_trainer(AutoParallelStrategy() if ours else DDPStrategy(), devices=2, max_steps=3).fit(module, loader(4))
+    make_trainer(AutoParallelStrategy() if ours else DDPStrategy(), devices=2, max_steps=3).fit(
+        module, loader(4)
+    )
     return module.losses
 
 
 def test_lbfgs_closure_runs_as_under_ddp() -> None:
-    # The search may only offer what an optimizer that couples parameters can do: the step on every rank.
+    # The search may only offer what an optimizer that couples parameters can do: the step on every
+    # rank.
     expected = on_ranks(lbfgs, False)[0]
     assert on_ranks(lbfgs, True)[0] == pytest.approx(expected, rel=1e-6)
 
@@ -303,7 +334,9 @@ class Scheduled(RecordingGPT):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
         self.total_steps = self.trainer.estimated_stepping_batches
-        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=self.total_steps)
+        schedule = torch.optim.lr_scheduler.LinearLR(
+            optimizer, 1.0, 0.0, total_iters=self.total_steps
+        )
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -323,9 +356,12 @@ def test_schedules_per_step_and_their_length(plan: str) -> None:
         assert rates == pytest.approx([1 - step / 16 for step in range(16)])
 
 
-# ---- 16: hooks ------------------------------------------------------------------------------------------------------
+# ---- 16: hooks
+# ------------------------------------------------------------------------------------------------------
 
-HOOKS = [name for name in dir(L.Callback) if name.startswith("on_") or name in ("setup", "teardown")]
+HOOKS = [
+    name for name in dir(L.Callback) if name.startswith("on_") or name in ("setup", "teardown")
+]
 
 
 class Calls(L.Callback):
@@ -344,7 +380,9 @@ class Calls(L.Callback):
 def hooks(rank: int, plan: str | None) -> list[str]:
     calls = Calls()
     strategy = DDPStrategy() if plan is None else AutoParallelStrategy(plan=plan)
-    trainer = make_trainer(strategy, devices=2, callbacks=[calls], accumulate_grad_batches=2, limit_train_batches=4)
+    trainer = make_trainer(
+        strategy, devices=2, callbacks=[calls], accumulate_grad_batches=2, limit_train_batches=4
+    )
     trainer.fit(RecordingGPT(), loader(4), loader(4))
     return calls.names
 
@@ -361,7 +399,8 @@ def test_hooks_come_in_ddps_order(plan: str) -> None:
     assert on_ranks(hooks, plan) == expected
 
 
-# ---- 23: layer sync -------------------------------------------------------------------------------------------------
+# ---- 23: layer sync
+# -------------------------------------------------------------------------------------------------
 
 
 class Images(L.LightningDataModule):
@@ -378,7 +417,8 @@ def batch_norm(rank: int, plan: str | None) -> None:
 
 @pytest.mark.parametrize("plan", [None, *KINDS])
 def test_sync_batchnorm_is_applied(plan: str | None) -> None:
-    # torch's SyncBatchNorm runs on accelerators only: that it refuses the CPU shows that Lightning's layer sync was applied.
+    # torch's SyncBatchNorm runs on accelerators only: that it refuses the CPU shows that
+    # Lightning's layer sync was applied.
     on_ranks(batch_norm, plan)
 
 
@@ -397,7 +437,8 @@ def test_buffers_follow_rank_0(plan: str) -> None:
         torch.testing.assert_close(states[0][name], value, rtol=1e-4, atol=1e-6)
 
 
-# ---- 29: more than one fit, pickling --------------------------------------------------------------------------------
+# ---- 29: more than one fit, pickling
+# --------------------------------------------------------------------------------
 
 
 def twice(rank: int, plan: str) -> Any:

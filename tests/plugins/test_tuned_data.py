@@ -23,16 +23,24 @@ from tests.plugins.trainer_ranks import on_ranks
 
 
 class MadeUp:
-    """In place of `tune_loader`: chooses what it was told, or what is given, and keeps what it was asked."""
+    """In place of `tune_loader`: chooses what it was told, or what is given, and keeps what it was
+    asked.
+    """
 
     def __init__(self, *choices, error=None):
-        self.choices, self.error, self.asked = choices or (LoaderChoice(2, 3, "as told"),), error, []
+        self.choices, self.error, self.asked = (
+            choices or (LoaderChoice(2, 3, "as told"),),
+            error,
+            [],
+        )
 
     def __call__(self, loader, **options):
         self.asked.append(options)
         torch.rand(
             1
-        )  # what a measurement would do to the random states is the measurement's business, but here it counts
+            # what a measurement would do to the random states is the measurement's business, but
+            # here it counts
+        )
         if self.error is not None:
             raise self.error
         return self.choices[(len(self.asked) - 1) % len(self.choices)]
@@ -54,13 +62,19 @@ def start(worker):
 
 LOADERS = {
     "shuffled": lambda data: DataLoader(data, 4, shuffle=True),
-    "workers": lambda data: DataLoader(data, 4, True, num_workers=1, persistent_workers=True, worker_init_fn=start),
+    "workers": lambda data: DataLoader(
+        data, 4, True, num_workers=1, persistent_workers=True, worker_init_fn=start
+    ),
     "positional": lambda data: DataLoader(data, 4, True, None, None, 1, None, False, True, 60.0),
-    "generator": lambda data: DataLoader(data, 4, shuffle=True, generator=torch.Generator().manual_seed(5)),
+    "generator": lambda data: DataLoader(
+        data, 4, shuffle=True, generator=torch.Generator().manual_seed(5)
+    ),
     "sampler": lambda data: DataLoader(
         data, 4, sampler=RandomSampler(data, generator=torch.Generator().manual_seed(5))
     ),
-    "start method": lambda data: DataLoader(data, 4, num_workers=1, multiprocessing_context="fork", timeout=60),
+    "start method": lambda data: DataLoader(
+        data, 4, num_workers=1, multiprocessing_context="fork", timeout=60
+    ),
     "no batches": lambda data: DataLoader(data, batch_size=None, shuffle=True),
 }
 
@@ -73,15 +87,23 @@ def test_losses_and_arguments_are_kept(monkeypatch, kind, workers):
     module = TunedDataModule(Module(LOADERS[kind]))
     losses, trainer = fit(module, epochs=2)
     wanted, plain_trainer = fit(Module(LOADERS[kind]), epochs=2)
-    # Later epochs' order is another with torch itself: it draws from these generators when workers look for an end.
+    # Later epochs' order is another with torch itself: it draws from these generators when workers
+    # look for an end.
     same = 1 if (kind, workers) in (("workers", 0), ("generator", 2), ("sampler", 2)) else 2
     assert losses[: same * len(losses) // 2] == wanted[: same * len(wanted) // 2]
     loader, plain = trainer.train_dataloader, plain_trainer.train_dataloader
-    assert (loader.num_workers, loader.prefetch_factor, loader.pin_memory) == (workers, 3 if workers else None, False)
+    assert (loader.num_workers, loader.prefetch_factor, loader.pin_memory) == (
+        workers,
+        3 if workers else None,
+        False,
+    )
     for name in ("batch_size", "drop_last", "worker_init_fn", "collate_fn"):
         assert getattr(loader, name) == getattr(plain, name)
     assert type(loader.sampler) is type(plain.sampler)
-    assert loader.generator is None or loader.generator.initial_seed() == plain.generator.initial_seed()
+    assert (
+        loader.generator is None
+        or loader.generator.initial_seed() == plain.generator.initial_seed()
+    )
     assert loader.persistent_workers == (plain.persistent_workers and workers > 0)
     assert loader.timeout == (plain.timeout if workers else 0)
     context = plain.multiprocessing_context if workers else None
@@ -104,16 +126,33 @@ def test_the_measurement_is_asked_for_what_is_auto(made_up, monkeypatch):
     monkeypatch.setattr(tuned_data, "memory_for_waiting", lambda sharers: 900 / sharers)
 
     def asked(**options):
-        module = TunedDataModule(Module(lambda data: DataLoader(data, num_workers=1, prefetch_factor=4)), **options)
+        module = TunedDataModule(
+            Module(lambda data: DataLoader(data, num_workers=1, prefetch_factor=4)), **options
+        )
         module.train_dataloader()
         return made.asked[-1]
 
-    auto = {"num_workers": "auto", "prefetch_factor": "auto", "cores": 12, "memory_bytes": 900, "seconds": 5.0}
+    auto = {
+        "num_workers": "auto",
+        "prefetch_factor": "auto",
+        "cores": 12,
+        "memory_bytes": 900,
+        "seconds": 5.0,
+    }
     assert asked() == auto
     assert asked(seconds=2.0, memory_bytes=100) == auto | {"seconds": 2.0, "memory_bytes": 100}
-    assert asked(num_workers=3, prefetch_factor=6) == auto | {"num_workers": 3, "prefetch_factor": 6}
-    assert asked(num_workers=None, prefetch_factor=None) == auto | {"num_workers": 1, "prefetch_factor": 4}
-    assert asked(num_workers=0, prefetch_factor=None) == auto | {"num_workers": 0, "prefetch_factor": None}
+    assert asked(num_workers=3, prefetch_factor=6) == auto | {
+        "num_workers": 3,
+        "prefetch_factor": 6,
+    }
+    assert asked(num_workers=None, prefetch_factor=None) == auto | {
+        "num_workers": 1,
+        "prefetch_factor": 4,
+    }
+    assert asked(num_workers=0, prefetch_factor=None) == auto | {
+        "num_workers": 0,
+        "prefetch_factor": None,
+    }
 
 
 @pytest.mark.parametrize(
@@ -135,7 +174,10 @@ def test_several_loaders_share_the_cores(made_up, monkeypatch, make):
     module = TunedDataModule(Module(loaders), memory_bytes=100)
     losses, _ = fit(module, epochs=1)
     assert losses == fit(Module(loaders), epochs=1)[0]
-    assert [(options["cores"], options["memory_bytes"]) for options in made.asked] == [(6, 50), (6, 50)]
+    assert [(options["cores"], options["memory_bytes"]) for options in made.asked] == [
+        (6, 50),
+        (6, 50),
+    ]
     assert [choice.reason for choice in module.choices.values()] == ["first", "second"]
 
 
@@ -146,8 +188,12 @@ def test_what_the_user_set_afterwards_is_not_repeated_by_lightning(made_up):
         return loader
 
     made_up(LoaderChoice(0, None, "as told"))
-    _, trainer = fit(TunedDataModule(Module(make)), epochs=1, overfit_batches=2)  # which makes the loader anew
-    assert trainer.train_dataloader.num_workers == 0 and trainer.train_dataloader.worker_init_fn is start
+    # which makes the loader anew
+    _, trainer = fit(TunedDataModule(Module(make)), epochs=1, overfit_batches=2)
+    assert (
+        trainer.train_dataloader.num_workers == 0
+        and trainer.train_dataloader.worker_init_fn is start
+    )
 
 
 def test_loaders_but_those_of_training_stay(made_up):
@@ -163,7 +209,13 @@ def test_loaders_but_those_of_training_stay(made_up):
 
 @pytest.mark.parametrize(
     ("device", "wish", "pins"),
-    [("cpu", "auto", False), ("cuda", "auto", True), ("cuda", False, False), ("cpu", True, True), ("cuda", None, None)],
+    [
+        ("cpu", "auto", False),
+        ("cuda", "auto", True),
+        ("cuda", False, False),
+        ("cpu", True, True),
+        ("cuda", None, None),
+    ],
 )
 def test_pinning_is_for_gpus(device, wish, pins):
     module = TunedDataModule(Module(), pin_memory=wish)
@@ -205,14 +257,19 @@ def _fit_two_ranks(rank, with_error):
     own = LoaderChoice(rank + 1, rank + 2, f"of rank {rank}")
     made = MadeUp(own, error=OSError("no such file") if with_error else None)
     tuned_data.tune_loader = made  # this process is the test's own
-    vars(multiprocessing.current_process())["_config"]["daemon"] = False  # ranks of a user may have workers
+    # ranks of a user may have workers
+    vars(multiprocessing.current_process())["_config"]["daemon"] = False
     module = TunedDataModule(Module())
     try:
         losses, trainer = fit(module, epochs=2, devices=2, strategy="ddp")
     except Exception as error:
         return type(error).__name__, str(error), len(made.asked)
     loader = trainer.train_dataloader
-    return losses, (loader.num_workers, loader.prefetch_factor, type(loader.sampler).__name__), made.asked
+    return (
+        losses,
+        (loader.num_workers, loader.prefetch_factor, type(loader.sampler).__name__),
+        made.asked,
+    )
 
 
 def _fit_plain(rank):

@@ -1,4 +1,6 @@
-"""Ranks that bring a batch each and split the model between them train as under ddp, whatever the step does with its batch."""
+"""Ranks that bring a batch each and split the model between them train as under ddp, whatever the
+step does with its batch.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from tests.plugins.trainer_ranks import make_trainer, on_ranks, topt_trainer
 
 
 class OwnBatches:
-    """`length` batches of a rank: dictionaries, of lengths and sizes that differ between ranks and steps."""
+    """`length` batches of a rank: dictionaries, of lengths and sizes that differ between ranks and
+    steps.
+    """
 
     def __init__(self, length: int, *, seed: int = 0) -> None:
         self.length, self.seed = length, seed
@@ -32,16 +36,23 @@ class OwnBatches:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for step in range(self.length):
-            generator = torch.Generator().manual_seed(1000 * self.seed + 10 * step + dist.get_rank())
+            generator = torch.Generator().manual_seed(
+                1000 * self.seed + 10 * step + dist.get_rank()
+            )
             samples, time = 3 + (step + dist.get_rank()) % 2, 6 + (step + dist.get_rank()) % 3
             tokens = torch.randint(0, 32, (samples, time), generator=generator)
             targets = torch.randint(0, 32, (samples, time), generator=generator)
             targets[torch.rand(targets.shape, generator=generator) < 0.3] = -100
-            yield {"tokens": tokens, "nested": [targets, {"name": f"rank {dist.get_rank()}", "step": step}]}
+            yield {
+                "tokens": tokens,
+                "nested": [targets, {"name": f"rank {dist.get_rank()}", "step": step}],
+            }
 
 
 class Rich(GPT):
-    """A loss within the batch and a mean over what is not ignored; dropout, batch norm, metrics, logs of all kinds."""
+    """A loss within the batch and a mean over what is not ignored; dropout, batch norm, metrics,
+    logs of all kinds.
+    """
 
     def __init__(self, width: int = 16, dropout: float = 0.1, *, collects: bool = False) -> None:
         super().__init__(width=width, heads=2, dropout=dropout)
@@ -49,7 +60,8 @@ class Rich(GPT):
         self.right = torchmetrics.Accuracy("multiclass", num_classes=32, ignore_index=-100)
         self.seen = torchmetrics.CatMetric()
         self.several: torchmetrics.MetricCollection | None = None
-        if collects:  # they share their states; whether they may, they ask values, which a search does not know
+        # they share their states; whether they may, they ask values, which a search does not know
+        if collects:
             kinds = (torchmetrics.Precision, torchmetrics.Recall)
             several = [kind("multiclass", num_classes=32, ignore_index=-100) for kind in kinds]
             self.several = torchmetrics.MetricCollection(several, prefix="of_all_")
@@ -75,13 +87,26 @@ class Rich(GPT):
         if self.several is not None:
             self.several.update(logits.detach().argmax(-1), targets)
         self.log("right", self.right, on_step=True, on_epoch=True)
-        self.log_dict({"words": words, "within": within}, on_step=True, on_epoch=True, batch_size=len(targets))
-        self.log("mean", words, sync_dist=True, on_step=True, on_epoch=True, batch_size=len(targets))
-        self.log("sum", float(len(targets)), sync_dist=True, reduce_fx="sum", on_step=False, on_epoch=True)
+        self.log_dict(
+            {"words": words, "within": within}, on_step=True, on_epoch=True, batch_size=len(targets)
+        )
+        self.log(
+            "mean", words, sync_dist=True, on_step=True, on_epoch=True, batch_size=len(targets)
+        )
+        self.log(
+            "sum",
+            float(len(targets)),
+            sync_dist=True,
+            reduce_fx="sum",
+            on_step=False,
+            on_epoch=True,
+        )
         return {"loss": words + within, "name": batch["nested"][1]["name"], "logits": logits}
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.outputs.append((outputs["loss"].item(), outputs["name"], outputs["logits"].sum().item(), torch.rand(1)))
+        self.outputs.append(
+            (outputs["loss"].item(), outputs["name"], outputs["logits"].sum().item(), torch.rand(1))
+        )
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         if dist.get_rank() == 0:  # one rank alone
@@ -104,7 +129,10 @@ class Rich(GPT):
 
 
 def plan(data: int, storage: str = "ddp", *, recompute: bool = False) -> dict[str, Any]:
-    return {**split_plan(data, storage, recomputed=range(2) if recompute else ()), "num_microbatches": 2}
+    return {
+        **split_plan(data, storage, recomputed=range(2) if recompute else ()),
+        "num_microbatches": 2,
+    }
 
 
 CPU = Device("core", 2**33, {"float32": 3e9}, 8e9, 3e-6)
@@ -122,7 +150,9 @@ class Case:
     width: int = 16
 
 
-def results_of(trainer: Any, module: Rich, seed: int, batches: type[OwnBatches] = OwnBatches) -> dict[str, Any]:
+def results_of(
+    trainer: Any, module: Rich, seed: int, batches: type[OwnBatches] = OwnBatches
+) -> dict[str, Any]:
     torch.manual_seed(seed)  # other random numbers on every rank, as other samples would make them
     trainer.fit(module, batches(4), batches(2 + dist.get_rank() % 2, seed=1))
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -134,7 +164,11 @@ def results_of(trainer: Any, module: Rich, seed: int, batches: type[OwnBatches] 
         "tested": trainer.test(module, batches(1, seed=2), verbose=False)[0]["test"],
         "state": {name: value.clone() for name, value in module.state_dict().items()},
         "plan": plan and plan.to_dict(),
-        "planned": (plan and plan.summary(), getattr(trainer.strategy, "planned_by", ""), plan and plan.reason),
+        "planned": (
+            plan and plan.summary(),
+            getattr(trainer.strategy, "planned_by", ""),
+            plan and plan.reason,
+        ),
     }
 
 
@@ -145,7 +179,11 @@ def both(rank: int, case: Case) -> tuple[dict[str, Any], dict[str, Any]]:
         module = Rich(case.width, collects=case.given is not None)
         rest = {"max_epochs": 2, "num_sanity_val_steps": 0, **case.trainer}
         strategy = topt_trainer(case.given, options=case.options, **rest) if topt else None
-        found.append(results_of(strategy or make_trainer("ddp", devices=case.ranks, **rest), module, 10 + rank))
+        found.append(
+            results_of(
+                strategy or make_trainer("ddp", devices=case.ranks, **rest), module, 10 + rank
+            )
+        )
     return found[0], found[1]
 
 
@@ -161,7 +199,9 @@ def assert_equal(expected: dict[str, Any], found: dict[str, Any], *, rank: int) 
     assert found["evaluated"] == pytest.approx(expected["evaluated"], rel=1e-3, abs=1e-3)
     assert found["tested"] == pytest.approx(expected["tested"], rel=1e-3)
     for name, value in expected["state"].items():
-        torch.testing.assert_close(found["state"][name], value, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            found["state"][name], value, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 def check(case: Case) -> dict[str, Any]:
@@ -199,7 +239,13 @@ def cluster(per_node: int, nodes: int, link: Link) -> Cluster:
             "without which no plan fits",
         ),
         (
-            Case(4, None, CLIPPED, {"cluster": cluster(2, 2, FAST), "memory_limit": "360KiB"}, width=32),
+            Case(
+                4,
+                None,
+                CLIPPED,
+                {"cluster": cluster(2, 2, FAST), "memory_limit": "360KiB"},
+                width=32,
+            ),
             "split on data 2 x tensor 2, 2 microbatches",
             "without which no plan fits",
         ),
@@ -232,13 +278,19 @@ class KeepsFirst(Rich):
 def keeping(rank: int) -> tuple[Any, Any, Any]:
     found = []
     options = {"cluster": cluster(2, 1, SLOW)}
-    for trainer in (make_trainer("ddp", devices=2, max_epochs=1), topt_trainer(None, options=options, max_epochs=1)):
+    for trainer in (
+        make_trainer("ddp", devices=2, max_epochs=1),
+        topt_trainer(None, options=options, max_epochs=1),
+    ):
         torch.manual_seed(rank)
         module = KeepsFirst(64)
         trainer.fit(module, OwnBatches(6))
         found.append([output[0] for output in module.outputs])
     strategy = trainer.strategy
-    return *found, (strategy.parallel_plan.summary(), strategy.planning and strategy.planning.left_out)
+    return *found, (
+        strategy.parallel_plan.summary(),
+        strategy.planning and strategy.planning.left_out,
+    )
 
 
 def test_ranks_that_hold_other_values_do_not_run_batches_of_one_another() -> None:
@@ -263,7 +315,9 @@ def resumed(rank: int, folder: Path) -> Any:
         saving = ModelCheckpoint(own, filename="half", save_on_train_epoch_end=False)
         rest = {"num_sanity_val_steps": 0, "enable_checkpointing": True}
         half = Rich(32, dropout=0.0)
-        trainers[first](max_epochs=1, callbacks=[saving], **rest).fit(half, OwnBatches(4), OwnBatches(1))
+        trainers[first](max_epochs=1, callbacks=[saving], **rest).fit(
+            half, OwnBatches(4), OwnBatches(1)
+        )
         module = Rich(32, dropout=0.0)
         trainer = trainers[then](max_epochs=2, **{**rest, "enable_checkpointing": False})
         trainer.fit(module, OwnBatches(4), OwnBatches(1), ckpt_path=own / "half.ckpt")

@@ -1,4 +1,6 @@
-"""Hooks and callbacks that look at gradients or parameters between steps, or change them, keep parameters whole."""
+"""Hooks and callbacks that look at gradients or parameters between steps, or change them, keep
+parameters whole.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ from tests.plugins.trainer_ranks import make_trainer
 
 
 def trainer_of(module: L.LightningModule, *callbacks: L.Callback) -> Any:
-    trainer = make_trainer(callbacks=list(callbacks), enable_checkpointing=True, logger=CSVLogger("/dev/null"))
+    trainer = make_trainer(
+        callbacks=list(callbacks), enable_checkpointing=True, logger=CSVLogger("/dev/null")
+    )
     trainer.strategy.connect(module)
     module.trainer = trainer
     trainer.strategy.optimizers = [module.configure_optimizers()]
@@ -78,12 +82,16 @@ class HelperLooks(Net):
 
 
 class Clips(Net):
-    def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any = None, **_: Any) -> None:
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: Any = None, **_: Any
+    ) -> None:
         torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)
 
 
 class Groups(Net):
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+    ) -> None:
         optimizer.step(closure=optimizer_closure)
         for group in optimizer.param_groups:
             for tensor in group["params"]:
@@ -135,7 +143,9 @@ class GradientOfAttribute(Net):
         self.scale = nn.Parameter(torch.ones(4))
 
     def training_step(self, batch: Tensor) -> Tensor:
-        return torch.autograd.grad(self.net(batch * self.scale).sum(), self.scale, create_graph=True)[0].norm()
+        return torch.autograd.grad(
+            self.net(batch * self.scale).sum(), self.scale, create_graph=True
+        )[0].norm()
 
 
 @pytest.mark.parametrize(
@@ -155,11 +165,13 @@ class GradientOfAttribute(Net):
         (GradientInStep, "GradientInStep.training_step reads gradients"),
         (
             GradientOfAttribute,
-            "GradientOfAttribute.training_step computes gradients, which may be those of parameters that it reads",
+            "GradientOfAttribute.training_step computes gradients, which may be those of "
+            "parameters that it reads",
         ),
         (
             GradientOfParameters,
-            "GradientOfParameters.training_step computes gradients, which may be those of parameters that it reads",
+            "GradientOfParameters.training_step computes gradients, which may be those of "
+            "parameters that it reads",
         ),
     ],
 )
@@ -202,7 +214,9 @@ class Ordinary(Net):
     def forward(self, batch: Tensor) -> Tensor:
         return self.net(batch)
 
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+    ) -> None:
         for group in optimizer.param_groups:
             group["lr"] = min(1.0, (self.trainer.global_step + 1) / 10) * 1e-3
         optimizer.step(closure=optimizer_closure)
@@ -223,7 +237,9 @@ class Ordinary(Net):
 
 
 class Printer(L.Callback):
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         pl_module.log("step", float(trainer.global_step))
         print(trainer.callback_metrics.get("loss"), type(pl_module).__name__)
@@ -233,7 +249,13 @@ class Printer(L.Callback):
 
 
 def test_ordinary_hooks_and_callbacks() -> None:
-    usual = (ModelCheckpoint(), EarlyStopping("loss"), LearningRateMonitor(), ModelSummary(), Timer())
+    usual = (
+        ModelCheckpoint(),
+        EarlyStopping("loss"),
+        LearningRateMonitor(),
+        ModelSummary(),
+        Timer(),
+    )
     assert why_whole(trainer_of(Ordinary(), Printer(), *usual)) is None
 
 
@@ -271,10 +293,15 @@ class CallbackDelegates(L.Callback):
     [
         (CallbackLooks(), "callback CallbackLooks reads parameters in on_train_batch_end"),
         (CallbackCalls(), "callback CallbackCalls calls the model in on_train_epoch_end"),
-        (CallbackHands(), "callback CallbackHands hands the model to a function in on_train_epoch_end"),
+        (
+            CallbackHands(),
+            "callback CallbackHands hands the model to a function in on_train_epoch_end",
+        ),
         (CallbackDelegates(), "callback CallbackDelegates reads parameters in on_train_batch_end"),
         (
-            LambdaCallback(on_train_batch_end=lambda trainer, module, *_: print(module.net[0].weight.norm())),
+            LambdaCallback(
+                on_train_batch_end=lambda trainer, module, *_: print(module.net[0].weight.norm())
+            ),
             "callback LambdaCallback reads parameters in on_train_batch_end",
         ),
     ],
@@ -288,13 +315,19 @@ def test_code_without_source_is_read_by_its_names() -> None:
     scope: dict[str, Any] = {}
     exec("def look(trainer, module, *rest):\n    return [p.grad for p in module.net]", scope)
     exec("def glance(trainer, module, *rest):\n    return trainer.global_step", scope)
-    assert why_watched(trainer_of(Net(), LambdaCallback(on_train_batch_end=scope["look"]))) is not None
-    assert why_watched(trainer_of(Net(), LambdaCallback(on_train_batch_end=scope["glance"]))) is None
+    assert (
+        why_watched(trainer_of(Net(), LambdaCallback(on_train_batch_end=scope["look"]))) is not None
+    )
+    assert (
+        why_watched(trainer_of(Net(), LambdaCallback(on_train_batch_end=scope["glance"]))) is None
+    )
 
 
 def test_callbacks_of_lightning_that_change_parameters() -> None:
     for callback in (ModelPruning("l1_unstructured", amount=0.5), BackboneFinetuning()):
-        assert type(callback).__name__ in (why_changed_by_callbacks(trainer_of(Net(), callback)) or "")
+        assert type(callback).__name__ in (
+            why_changed_by_callbacks(trainer_of(Net(), callback)) or ""
+        )
     assert why_changed_by_callbacks(trainer_of(Net(), ModelCheckpoint())) is None
 
 
@@ -304,7 +337,9 @@ def test_hooks_registered_by_the_user() -> None:
     forward = module.net.register_forward_hook(lambda mod, args, out: print(out.mean()))
     assert why_hooked(module) is None
     forward.remove()
-    looking = module.net.register_forward_hook(lambda mod, args, out: print([p.norm() for p in mod.parameters()]))
+    looking = module.net.register_forward_hook(
+        lambda mod, args, out: print([p.norm() for p in mod.parameters()])
+    )
     assert "a hook on 'net'" in (why_hooked(module) or "")
     looking.remove()
     on_gradient = module.net[0].weight.register_hook(lambda gradient: gradient * 2)

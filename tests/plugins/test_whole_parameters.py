@@ -1,4 +1,6 @@
-"""When parameters must stay whole: who holds them, what cannot be sharded (`test_watching_hooks`: which hooks look at them)."""
+"""When parameters must stay whole: who holds them, what cannot be sharded (`test_watching_hooks`:
+which hooks look at them).
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,8 @@ class Net(L.LightningModule):
         return torch.optim.Adam(self.parameters())
 
 
-# ---- held elsewhere ---------------------------------------------------------------------------------------------------
+# ---- held elsewhere
+# ---------------------------------------------------------------------------------------------------
 
 
 def hold_optimizer(module: Net) -> Any:
@@ -110,14 +113,23 @@ HOLDERS: dict[str, tuple[Callable[[Net], Any], str]] = {
     "optimizer": (hold_optimizer, "attribute 'own' of Net holds parameter 'net."),
     "list": (hold_list, "attribute 'l2' of Net holds parameter 'net."),
     "nested": (hold_nested, "attribute 'groups' of Net holds parameter 'net.0.weight'"),
-    "attribute": (hold_attribute, "attribute 'first_weight' of Sequential ('net') holds parameter 'net.0.weight'"),
+    "attribute": (
+        hold_attribute,
+        "attribute 'first_weight' of Sequential ('net') holds parameter 'net.0.weight'",
+    ),
     "closure": (hold_closure, "function hold_closure.<locals>.penalty holds parameter 'net."),
     "callback": (Averages, "attribute 'averages' of Averages holds parameter 'net."),
     "slots": (hold_slots, "Slots holds parameter 'net.0.weight'"),
     "partial": (hold_partial, "SimpleNamespace holds parameter 'net.0.weight'"),
     "view": (hold_view, "tensor 'view' of Net shares memory with parameter 'net.0.weight'"),
-    "other module": (hold_other_module, "module Linear, which is not part of the LightningModule, holds parameter"),
-    "global": (hold_global, "variable 'parameters_of_the_script' of module tests.plugins.test_whole_parameters holds"),
+    "other module": (
+        hold_other_module,
+        "module Linear, which is not part of the LightningModule, holds parameter",
+    ),
+    "global": (
+        hold_global,
+        "variable 'parameters_of_the_script' of module tests.plugins.test_whole_parameters holds",
+    ),
 }
 
 
@@ -194,7 +206,8 @@ def test_reference_counts_and_the_search_agree(monkeypatch: pytest.MonkeyPatch) 
     """The shortcut finds exactly the parameters that the search of the whole heap finds."""
     module = GPT(tied=True, layers=20)
     optimizer = module.configure_optimizers()
-    loss = module.net_loss = module(torch.zeros(1, 8, dtype=torch.long)).sum()  # autograd holds parameters now
+    # autograd holds parameters now
+    loss = module.net_loss = module(torch.zeros(1, 8, dtype=torch.long)).sum()
     module.kept = module.blocks[7].up.weight
     del module._parameters["kept"]
     keeper = [module.blocks[7].up.weight]
@@ -203,13 +216,19 @@ def test_reference_counts_and_the_search_agree(monkeypatch: pytest.MonkeyPatch) 
     everyone = list(module.parameters())
     assert len(everyone) > held_parameters.FEW
     searched = held_parameters._referrers(everyone)
-    assert {id(h) for h in gc.get_referrers(*everyone)} - {id(searched)} >= {id(h) for h in searched}
+    assert {id(h) for h in gc.get_referrers(*everyone)} - {id(searched)} >= {
+        id(h) for h in searched
+    }
     assert any(holder is keeper for holder in searched)
     del loss, module.net_loss
 
 
-def test_the_heap_is_searched_only_where_somebody_holds_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The search takes a third of a second for a million objects (measured); ordinary programs are to start at once."""
+def test_the_heap_is_searched_only_where_somebody_holds_parameters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The search takes a third of a second for a million objects (measured); ordinary programs are
+    to start at once.
+    """
     searched: list[int] = []
     original = held_parameters._referrers
 
@@ -228,7 +247,8 @@ def test_the_heap_is_searched_only_where_somebody_holds_parameters(monkeypatch: 
     assert holder
 
 
-# ---- kinds of parameters ----------------------------------------------------------------------------------------------
+# ---- kinds of parameters
+# ----------------------------------------------------------------------------------------------
 
 
 class OneParameter(nn.Module):
@@ -247,16 +267,28 @@ def of_two_dtypes() -> nn.Module:
 
 
 KINDS: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "scalar": (lambda: OneParameter(torch.tensor(1.0)), "'value' has no dimension to shard; give it the shape (1,)"),
+    "scalar": (
+        lambda: OneParameter(torch.tensor(1.0)),
+        "'value' has no dimension to shard; give it the shape (1,)",
+    ),
     "empty": (lambda: OneParameter(torch.ones(0, 4)), "'value' is empty"),
-    "subclass": (lambda: OneParameter(torch.ones(2).as_subclass(OwnTensor)), "'value' is a OwnTensor"),
+    "subclass": (
+        lambda: OneParameter(torch.ones(2).as_subclass(OwnTensor)),
+        "'value' is a OwnTensor",
+    ),
     "meta": (lambda: nn.Linear(2, 2, device="meta"), "'weight' is on the meta device"),
     "lazy": (lambda: nn.LazyLinear(2), "'weight' has no shape yet"),
     "complex": (lambda: OneParameter(torch.ones(2, dtype=torch.cfloat)), "complex64"),
-    "two dtypes": (of_two_dtypes, "trained parameters differ in dtype ('0.bias': float32, '1.bias': bfloat16)"),
+    "two dtypes": (
+        of_two_dtypes,
+        "trained parameters differ in dtype ('0.bias': float32, '1.bias': bfloat16)",
+    ),
     "sparse": (lambda: nn.Sequential(nn.Embedding(4, 2, sparse=True)), "'0' has sparse gradients"),
     "bag": (lambda: nn.Sequential(nn.EmbeddingBag(4, 2, sparse=True)), "'0' has sparse gradients"),
-    "script": (lambda: nn.Sequential(torch.jit.script(nn.Linear(2, 2))), "'0' is a TorchScript module"),
+    "script": (
+        lambda: nn.Sequential(torch.jit.script(nn.Linear(2, 2))),
+        "'0' is a TorchScript module",
+    ),
 }
 
 
@@ -272,23 +304,30 @@ def of_int8() -> nn.Module:
 
 
 def frozen_half() -> nn.Module:
-    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.bfloat16).requires_grad_(False))
+    return nn.Sequential(
+        nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.bfloat16).requires_grad_(False)
+    )
 
 
 def channels_last() -> nn.Module:
     return nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
 
 
-@pytest.mark.parametrize("make", [tied, normed, recurrent, listed, ConvNet, of_int8, frozen_half, channels_last])
+@pytest.mark.parametrize(
+    "make", [tied, normed, recurrent, listed, ConvNet, of_int8, frozen_half, channels_last]
+)
 def test_kinds_that_can_be_sharded(make: Callable[[], nn.Module]) -> None:
     assert why_unshardable(make()) is None
 
 
-# ---- in a fit ---------------------------------------------------------------------------------------------------------
+# ---- in a fit
+# ---------------------------------------------------------------------------------------------------------
 
 
 class Asks(L.Callback):
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
         pl_module.answers.append(why_whole(trainer))
 
 
@@ -308,7 +347,9 @@ def hold_list_of_gpt(module: Any) -> None:
 
 
 def test_answers_in_a_fit() -> None:
-    """Under DDP, whose reducer and hooks hold parameters too, before and after a step (with Adam's state)."""
+    """Under DDP, whose reducer and hooks hold parameters too, before and after a step (with Adam's
+    state).
+    """
     for before, after, held_before, held_after in on_ranks(fit_and_ask):
         assert before is None and after is None
         assert "attribute 'l2' of RecordingGPT holds parameter 'blocks." in held_before

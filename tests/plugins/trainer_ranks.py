@@ -1,4 +1,6 @@
-"""Trainers on ranks that the test started itself, so that a test sees every rank and may fit more than once."""
+"""Trainers on ranks that the test started itself, so that a test sees every rank and may fit more
+than once.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,18 @@ from tests.launch import run_ranks
 from tests.models import GPT
 
 RECOMPUTE = "+recompute"
-PLANS = [f"{name}{suffix}" for name in ("ddp", "zero1", "zero2", "zero3") for suffix in ("", RECOMPUTE)]
+PLANS = [
+    f"{name}{suffix}" for name in ("ddp", "zero1", "zero2", "zero3") for suffix in ("", RECOMPUTE)
+]
 
 
 class Tokens(Dataset[tuple[Tensor, Tensor]]):
     """`length` random sequences, the same everywhere."""
 
     def __init__(self, length: int = 64, *, vocab: int = 32, context: int = 8) -> None:
-        self.tokens = torch.randint(0, vocab, (length, context + 1), generator=torch.Generator().manual_seed(7))
+        self.tokens = torch.randint(
+            0, vocab, (length, context + 1), generator=torch.Generator().manual_seed(7)
+        )
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -36,7 +42,9 @@ class Tokens(Dataset[tuple[Tensor, Tensor]]):
 
 
 class RecordingGPT(GPT):
-    """Keeps the loss of each step, averaged over ranks; learns with a rate schedule; evaluates and predicts."""
+    """Keeps the loss of each step, averaged over ranks; learns with a rate schedule; evaluates and
+    predicts.
+    """
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -62,10 +70,14 @@ class RecordingGPT(GPT):
     def configure_optimizers(self) -> Any:
         decayed = [p for p in self.parameters() if p.dim() > 1]
         others = [p for p in self.parameters() if p.dim() <= 1]
-        # The gradient of a key bias is zero but for rounding; with a tiny eps Adam would turn that noise into steps.
+        # The gradient of a key bias is zero but for rounding; with a tiny eps Adam would turn that
+        # noise into steps.
         groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others}]
         optimizer = torch.optim.AdamW(groups, lr=1e-2, eps=1e-4)
-        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5),
+        }
 
 
 def mean_over_ranks(value: Tensor) -> float:
@@ -83,7 +95,8 @@ def loader(batch_size: int, **kwargs: Any) -> DataLoader[Any]:
 
 
 class OwnShare:
-    """This rank's share of each global batch: together the ranks see the batches of one process, in the same order.
+    """This rank's share of each global batch: together the ranks see the batches of one process, in
+    the same order.
 
     (Under a distributed strategy Lightning shuffles even a loader that does not.)
     """
@@ -92,7 +105,9 @@ class OwnShare:
         self.loader = loader(global_batch, **kwargs)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        rank, world_size = (
+            (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        )
         for tokens, targets in self.loader:
             yield tokens.chunk(world_size)[rank], targets.chunk(world_size)[rank]
 
@@ -118,7 +133,9 @@ def topt_trainer(plan: Any = None, **kwargs: Any) -> L.Trainer:
     return make_trainer(strategy, devices=dist.get_world_size(), **kwargs)
 
 
-def compressed(kind: type[CompressedDDPStrategy] = CompressedDDPStrategy, **options: Any) -> CompressedDDPStrategy:
+def compressed(
+    kind: type[CompressedDDPStrategy] = CompressedDDPStrategy, **options: Any
+) -> CompressedDDPStrategy:
     """Return the strategy with options of its method and of its own, told apart by their names."""
     own = {"method", *(field.name for field in fields(read_method(options.get("method", "topk"))))}
     of_method = {name: value for name, value in options.items() if name in own}
@@ -130,7 +147,9 @@ def on_ranks(function: Callable[..., Any], *args: Any, world_size: int = 2) -> l
     return run_ranks(_as_torchrun, world_size, function, world_size, args)
 
 
-def _as_torchrun(rank: int, function: Callable[..., Any], world_size: int, args: tuple[Any, ...]) -> Any:
+def _as_torchrun(
+    rank: int, function: Callable[..., Any], world_size: int, args: tuple[Any, ...]
+) -> Any:
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),

@@ -1,4 +1,6 @@
-"""One stage of a continuous pipeline without the others: its actions in order, with gradients of a fixed random sequence."""
+"""One stage of a continuous pipeline without the others: its actions in order, with gradients of a
+fixed random sequence.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from lightning_topt.schedules.continuous import continuous_schedule
 from lightning_topt.schedules.horizons import horizons
 
 SHAPES = ((3, 4), (5,), (), (2, 3, 2))
-Seen = Callable[[str, int, StagePrediction], None]  # called inside each pass with its kind, minibatch and the rule
+# called inside each pass with its kind, minibatch and the rule
+Seen = Callable[[str, int, StagePrediction], None]
 
 
 def make_parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
@@ -28,7 +31,10 @@ def gradients(minibatch: int, dtype: torch.dtype = torch.float32) -> list[Tensor
 
 def make_optimizer(name: str, parameters: list[nn.Parameter]) -> Optimizer:
     """Two groups with hyperparameters of their own."""
-    groups = [{"params": parameters[:2], "lr": 0.1}, {"params": parameters[2:], "lr": 0.01, "weight_decay": 0.1}]
+    groups = [
+        {"params": parameters[:2], "lr": 0.1},
+        {"params": parameters[2:], "lr": 0.01, "weight_decay": 0.1},
+    ]
     if name == "SGD":
         return optim.SGD(groups, momentum=0.9)
     if name == "NAdam":
@@ -37,7 +43,10 @@ def make_optimizer(name: str, parameters: list[nn.Parameter]) -> Optimizer:
 
 
 def rates_of(optimizer: Optimizer, count: int = 1) -> list[list[dict]]:
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    groups = [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
     return [groups] * count
 
 
@@ -66,7 +75,9 @@ def walk(
         elif action.kind == "backward":
             with at_work.backward(index, of_stage.backward[index], rates):
                 seen("backward", index, at_work)
-            for parameter, gradient in zip(parameters, gradients(index, parameters[0].dtype), strict=True):
+            for parameter, gradient in zip(
+                parameters, gradients(index, parameters[0].dtype), strict=True
+            ):
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         else:
             with at_work.update(index):

@@ -8,7 +8,15 @@ import torch
 from lightning_topt.prediction import PREDICTIONS, Prediction, make_prediction
 from lightning_topt.prediction.storages import num_bytes
 from lightning_topt.schedules.horizons import Horizon
-from tests.prediction.stage_walk import gradients, make_optimizer, make_parameters, rates_of, states, values, walk
+from tests.prediction.stage_walk import (
+    gradients,
+    make_optimizer,
+    make_parameters,
+    rates_of,
+    states,
+    values,
+    walk,
+)
 
 OPTIMIZERS = ("SGD", "Adam", "AdamW", "NAdam", "RMSprop")
 CASES = [
@@ -28,7 +36,10 @@ def near(missing: int, round_trip: int | None = None) -> Horizon:
 
 
 def same_bits(left, right) -> bool:
-    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(left, right, strict=True))
+    return all(
+        torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+        for a, b in zip(left, right, strict=True)
+    )
 
 
 def flat(tensors) -> list[torch.Tensor]:
@@ -38,10 +49,13 @@ def flat(tensors) -> list[torch.Tensor]:
 @every_rule
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_updates_find_the_true_weights(rule, optimizer, dtype):
-    """With given gradients the weights are in the end those of a loop of steps, bit for bit, whatever passes computed with."""
+    """With given gradients the weights are in the end those of a loop of steps, bit for bit,
+    whatever passes computed with.
+    """
     parameters, plain = make_parameters(dtype), make_parameters(dtype)
     stepped, other = make_optimizer(optimizer, parameters), make_optimizer(optimizer, plain)
-    accumulate, stage = accumulated(rule), 3 if rule.name == "pipemare" else 0  # on stage 3 its rates are plain
+    # on stage 3 its rates are plain
+    accumulate, stage = accumulated(rule), 3 if rule.name == "pipemare" else 0
     predicted = []
 
     def seen(kind, minibatch, at_work):
@@ -93,7 +107,9 @@ def test_copies_are_those_of_the_formula(rule, optimizer, stage, accumulate, lag
 
     sizes = {"accumulate": accumulate, "lag_per_hop": lag_per_hop}
     # 37 of them: the last update is of one minibatch alone
-    at_work = walk(rule(), stepped, stage=stage, num_stages=4, num_minibatches=37, seen=seen, **sizes)
+    at_work = walk(
+        rule(), stepped, stage=stage, num_stages=4, num_minibatches=37, seen=seen, **sizes
+    )
     assert at_work.num_versions == rule().weight_copies(stage=stage, num_stages=4, **sizes)
     assert most == at_work.num_versions * size
     at_work.drained()
@@ -106,7 +122,11 @@ def test_one_stage_is_plain_training(rule, optimizer):
     stepped, other = make_optimizer(optimizer, parameters), make_optimizer(optimizer, plain)
     inside = []
     at_work = walk(
-        rule(), stepped, stage=0, num_stages=1, seen=lambda kind, index, at: inside.append(values(parameters))
+        rule(),
+        stepped,
+        stage=0,
+        num_stages=1,
+        seen=lambda kind, index, at: inside.append(values(parameters)),
     )
     walk(PREDICTIONS["none"](), other, stage=0, num_stages=1)
     assert same_bits(flat(parameters), flat(plain)) and at_work.num_versions == 0
@@ -115,7 +135,9 @@ def test_one_stage_is_plain_training(rule, optimizer):
 
 @every_rule
 def test_parameters_without_gradients_stay(rule, optimizer):
-    """Frozen ones, and those of other stages, of which only one element is in memory; nothing of either is copied."""
+    """Frozen ones, and those of other stages, of which only one element is in memory; nothing of
+    either is copied.
+    """
     parameters = make_parameters()
     with torch.no_grad():
         parameters[0].data = torch.full((), float("nan")).expand(64, 64)
@@ -155,13 +177,24 @@ def test_backward_passes_in_flight_do_not_complain(rule, optimizer):
 
 @every_rule
 def test_a_drained_rule_goes_on_from_its_state(rule, optimizer):
-    """A run of 2 x 12 minibatches with a drain between them, and one whose second half is another process's."""
+    """A run of 2 x 12 minibatches with a drain between them, and one whose second half is another
+    process's.
+    """
     ends = []
     for is_resumed in (False, True):
         parameters = make_parameters()
         stepped = make_optimizer(optimizer, parameters)
-        sizes = {"stage": 0, "num_stages": 4, "num_minibatches": 12, "accumulate": accumulated(rule)}
-        made = make_prediction({"rule": "pipemare", "annealing_updates": 20}) if rule.name == "pipemare" else rule()
+        sizes = {
+            "stage": 0,
+            "num_stages": 4,
+            "num_minibatches": 12,
+            "accumulate": accumulated(rule),
+        }
+        made = (
+            make_prediction({"rule": "pipemare", "annealing_updates": 20})
+            if rule.name == "pipemare"
+            else rule()
+        )
         at_work = walk(made, stepped, **sizes)
         at_work.drained()
         if is_resumed:

@@ -18,7 +18,14 @@ from lightning_topt.prediction import (
     prediction_to_value,
 )
 from lightning_topt.schedules.horizons import Horizon
-from tests.prediction.stage_walk import gradients, make_optimizer, make_parameters, rates_of, values, walk
+from tests.prediction.stage_walk import (
+    gradients,
+    make_optimizer,
+    make_parameters,
+    rates_of,
+    values,
+    walk,
+)
 
 SGD = {"lr": 0.1, "momentum": 0.9}
 SGD_VARIANTS = [
@@ -43,7 +50,9 @@ ADAM_VARIANTS = [
 
 
 def trained(kind, variant, *, dtype=torch.float32, steps=4, **options):
-    """Parameters after some steps of random gradients; with Adam the last one has made a step less than the others."""
+    """Parameters after some steps of random gradients; with Adam the last one has made a step less
+    than the others.
+    """
     parameters = make_parameters(dtype)
     optimizer = kind(parameters, **{**options, **variant})
     for step in range(steps):
@@ -92,13 +101,25 @@ def test_multistep_has_the_closed_form_of_the_paper():
 def test_multistep_of_adam(kind, variant, count):
     """Step by step, one parameter after the other, with rates that change."""
     parameters, optimizer = trained(kind, variant, **ADAM)
-    rates = [[{**rates_of(optimizer)[0][0], "lr": 0.01 / (n + 1)}] for n in range(2)]  # the last one stays
+    # the last one stays
+    rates = [[{**rates_of(optimizer)[0][0], "lr": 0.01 / (n + 1)}] for n in range(2)]
     expected = []
     for parameter in parameters:
-        group, state, weight = optimizer.param_groups[0], optimizer.state[parameter], parameter.detach().clone()
-        mean, square = state["exp_avg"].clone(), state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"]
+        group, state, weight = (
+            optimizer.param_groups[0],
+            optimizer.state[parameter],
+            parameter.detach().clone(),
+        )
+        mean, square = (
+            state["exp_avg"].clone(),
+            state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"],
+        )
         for step in range(count):
-            rate, decay, time = rates[min(step, 1)][0]["lr"], group["weight_decay"], int(state["step"]) + step + 1
+            rate, decay, time = (
+                rates[min(step, 1)][0]["lr"],
+                group["weight_decay"],
+                int(state["step"]) + step + 1,
+            )
             gradient = torch.zeros_like(weight)
             if kind is optim.AdamW:
                 weight = weight - rate * decay * weight
@@ -115,7 +136,8 @@ def test_multistep_of_adam(kind, variant, count):
 def test_multistep_takes_the_momentum_of_the_future():
     parameters, optimizer = trained(optim.SGD, {}, **SGD)
     rates = [
-        [{**rates_of(optimizer)[0][0], "momentum": momentum, "lr": rate}] for momentum, rate in ((0.5, 1), (0.2, 2))
+        [{**rates_of(optimizer)[0][0], "momentum": momentum, "lr": rate}]
+        for momentum, rate in ((0.5, 1), (0.2, 2))
     ]
     factor = 1 * 0.5 + 2 * 0.5 * 0.2
     found = predicted("multistep", parameters, optimizer, count=2, rates=rates)
@@ -155,7 +177,12 @@ def test_predictions_in_half_precision(rule, dtype):
         whole.data.copy_(half)
         for name in ("exp_avg", "exp_avg_sq"):
             reference.state[whole][name] = optimizer.state[half][name].float()
-    close([x.float() for x in found], predicted(rule, expected, reference, count=2), atol=0.03, rtol=0.03)
+    close(
+        [x.float() for x in found],
+        predicted(rule, expected, reference, count=2),
+        atol=0.03,
+        rtol=0.03,
+    )
     assert all(x.dtype == dtype for x in found)
     assert not all(torch.equal(x, p) for x, p in zip(found, parameters, strict=True))
 
@@ -179,11 +206,18 @@ def test_complex_parameters_are_pairs_of_real_ones(rule):
 def test_parameters_that_were_never_updated_are_not_predicted(rule):
     parameters = make_parameters()
     optimizer = optim.AdamW(parameters, lr=0.1)
-    assert all(map(torch.equal, predicted(rule, parameters, optimizer, count=3), values(parameters)))
+    assert all(
+        map(torch.equal, predicted(rule, parameters, optimizer, count=3), values(parameters))
+    )
     parameters[0].grad = torch.ones_like(parameters[0])
     optimizer.step()
     found = predicted(rule, parameters, optimizer, count=3)
-    assert [torch.equal(x, p) for x, p in zip(found, parameters, strict=True)] == [False, True, True, True]
+    assert [torch.equal(x, p) for x, p in zip(found, parameters, strict=True)] == [
+        False,
+        True,
+        True,
+        True,
+    ]
 
 
 def test_large_parameters_are_predicted_in_chunks(monkeypatch):
@@ -206,7 +240,9 @@ def test_stashing_computes_backward_with_the_weights_of_forward():
             others = [x for index, x in used.items() if index < minibatch - 3]
             assert not any(torch.equal(x[0], parameters[0]) for x in others)
 
-    walk(PREDICTIONS["stash"](), make_optimizer("SGD", parameters), stage=0, num_stages=4, seen=seen)
+    walk(
+        PREDICTIONS["stash"](), make_optimizer("SGD", parameters), stage=0, num_stages=4, seen=seen
+    )
     assert len(used) == 24
 
 
@@ -222,7 +258,9 @@ def test_two_versions_are_one_update_behind_on_every_stage(stage):
             used.append((minibatch, values(parameters)))
 
     optimizer = make_optimizer("SGD", parameters)
-    walk(PREDICTIONS["two_versions"](), optimizer, stage=stage, num_stages=3, accumulate=2, seen=seen)
+    walk(
+        PREDICTIONS["two_versions"](), optimizer, stage=stage, num_stages=3, accumulate=2, seen=seen
+    )
     assert len(used) == 48
     for minibatch, weights in used:
         assert all(map(torch.equal, weights, versions[max(minibatch // 2 - 1, 0)]))
@@ -244,7 +282,9 @@ def test_pipemare_anneals_the_delay_of_the_stage():
 
     walk(PipeMare(annealing_updates=4), optimizer, stage=1, num_stages=4, seen=seen)
     factors = [2.0 ** -(1 - k / 4) for k in range(4)]
-    assert found[:4] == [[pytest.approx(0.1 * factor), pytest.approx(0.01 * factor)] for factor in factors]
+    assert found[:4] == [
+        [pytest.approx(0.1 * factor), pytest.approx(0.01 * factor)] for factor in factors
+    ]
     assert found[4:] == [[0.1, 0.01]] * 20
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.01]
 
@@ -264,7 +304,10 @@ def test_pipemare_counts_the_delay_in_updates():
         (optim.RMSprop, "knows the optimizers SGD, Adam, AdamW of torch.optim, got RMSprop"),
         (lambda p: optim.SGD(p, lr=0.1), "give SGD a momentum"),
         (lambda p: optim.Adam(p, differentiable=True), "differentiable=False"),
-        (lambda p: type("Mine", (optim.SGD,), {"step": lambda self: None})(p, lr=1, momentum=1), "got Mine"),
+        (
+            lambda p: type("Mine", (optim.SGD,), {"step": lambda self: None})(p, lr=1, momentum=1),
+            "got Mine",
+        ),
     ],
 )
 def test_optimizers_that_a_rule_does_not_know_are_refused(rule, make, message):
@@ -292,7 +335,9 @@ def test_nesterov_wants_nadam(make, message):
         make_prediction("nesterov").on(make(make_parameters()), stage=0, num_stages=2)
 
 
-@pytest.mark.parametrize("value", [*PREDICTIONS, {"rule": "pipemare", "annealing_updates": 7}], ids=str)
+@pytest.mark.parametrize(
+    "value", [*PREDICTIONS, {"rule": "pipemare", "annealing_updates": 7}], ids=str
+)
 def test_rules_to_values_and_back(value):
     rule = make_prediction(value)
     assert prediction_to_value(rule) == value and make_prediction(rule) is rule
@@ -323,13 +368,18 @@ def test_every_optimizer_has_a_default_that_takes_it(name):
 
 
 def test_optimizers_that_the_default_does_not_know_stash():
-    for optimizer in (optim.SGD(make_parameters(), lr=0.1), optim.NAdam(make_parameters(), weight_decay=0.1)):
+    for optimizer in (
+        optim.SGD(make_parameters(), lr=0.1),
+        optim.NAdam(make_parameters(), weight_decay=0.1),
+    ):
         assert default_prediction(optimizer) == make_prediction("stash")
 
 
 @pytest.mark.parametrize("rule", ["spectrain", "pipeoptim", "multistep"])
 def test_autocast_casts_predicted_weights_and_keeps_the_casts(rule):
-    """Masters are float32 and predicted as such; the backward pass uses the casts of the forward pass."""
+    """Masters are float32 and predicted as such; the backward pass uses the casts of the forward
+    pass.
+    """
     torch.manual_seed(0)
     linear, inputs = nn.Linear(4, 4, bias=False), torch.randn(2, 4, requires_grad=True)
     optimizer = optim.AdamW(linear.parameters(), lr=0.1)
@@ -344,12 +394,18 @@ def test_autocast_casts_predicted_weights_and_keeps_the_casts(rule):
     close([outputs], [inputs.bfloat16() @ weights.bfloat16().T], rtol=0, atol=0)
     with at_work.backward(0, Horizon(0, 0, 0), rates_of(optimizer)):
         outputs.sum().backward()
-    close([inputs.grad], [(torch.ones(2, 4).bfloat16() @ weights.bfloat16()).float()], rtol=0, atol=0)
+    close(
+        [inputs.grad], [(torch.ones(2, 4).bfloat16() @ weights.bfloat16()).float()], rtol=0, atol=0
+    )
 
 
 def test_the_loop_in_the_documentation_runs():
     page = (Path(__file__).parents[2] / "docs" / "weight_prediction.md").read_text()
-    (code,) = (code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if ".backward()" in code)
+    (code,) = (
+        code
+        for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+        if ".backward()" in code
+    )
     names = {}
     exec(compile(code, "weight_prediction.md", "exec"), names)
     assert names["stage"].weight.grad is not None and names["rule"].held_bytes == 0

@@ -1,4 +1,6 @@
-"""The package's rules in a simulated pipeline against the pipeline by its definition, which keeps all weights."""
+"""The package's rules in a simulated pipeline against the pipeline by its definition, which keeps
+all weights.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ CASES = [(optimizer, rule) for optimizer, rules in RULES.items() for rule in rul
 
 
 class Layer(nn.Module):
-    """Two operators whose gradients need their weights, so that forward and backward weights both count."""
+    """Two operators whose gradients need their weights, so that forward and backward weights both
+    count.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +47,10 @@ def make_stages(num_stages):
 
 def make_batches(count=MINIBATCHES):
     generator = torch.Generator().manual_seed(1)
-    return [(torch.randn(4, 6, generator=generator), torch.randn(4, 6, generator=generator)) for _ in range(count)]
+    return [
+        (torch.randn(4, 6, generator=generator), torch.randn(4, 6, generator=generator))
+        for _ in range(count)
+    ]
 
 
 def make_optimizer(name, named):
@@ -105,7 +112,9 @@ def assert_equal_training(left, right):
     for name, parameter in one.named_parameters():
         moved = (parameter - start[name]).abs().max()
         assert moved > 1e-3, name
-        torch.testing.assert_close(parameter, dict(other.named_parameters())[name], rtol=0, atol=2e-4 * moved.item())
+        torch.testing.assert_close(
+            parameter, dict(other.named_parameters())[name], rtol=0, atol=2e-4 * moved.item()
+        )
     assert losses == pytest.approx(others, rel=1e-4)
 
 
@@ -113,30 +122,41 @@ def assert_equal_training(left, right):
 @pytest.mark.parametrize(("optimizer", "rule"), CASES)
 def test_rules_are_as_defined(optimizer, rule, num_stages):
     """Every parameter after 50 updates, with a learning-rate schedule and clipping."""
-    assert_equal_training(by_rules(optimizer, rule, num_stages), by_definition(optimizer, rule, num_stages))
+    assert_equal_training(
+        by_rules(optimizer, rule, num_stages), by_definition(optimizer, rule, num_stages)
+    )
 
 
 @pytest.mark.parametrize("rule", ["none", "stash", "spectrain", "multistep", "two_versions"])
 @pytest.mark.parametrize("sizes", [{"accumulate": 3}, {"accumulate": 6, "lag_per_hop": 2}], ids=str)
 def test_rules_are_as_defined_with_accumulation(rule, sizes):
     """50 minibatches, so that the last update is of fewer."""
-    assert_equal_training(by_rules("AdamW", rule, 4, **sizes), by_definition("AdamW", rule, 4, **sizes))
+    assert_equal_training(
+        by_rules("AdamW", rule, 4, **sizes), by_definition("AdamW", rule, 4, **sizes)
+    )
 
 
 @pytest.mark.parametrize("rule", ["stash", "spectrain", "pipeoptim"])
 def test_rules_are_as_defined_with_longer_lags(rule):
-    assert_equal_training(by_rules("SGD", rule, 3, lag_per_hop=2), by_definition("SGD", rule, 3, lag_per_hop=2))
+    assert_equal_training(
+        by_rules("SGD", rule, 3, lag_per_hop=2), by_definition("SGD", rule, 3, lag_per_hop=2)
+    )
 
 
 @pytest.mark.parametrize("rule", ["pipemare", "stash", "two_versions", "spectrain", "multistep"])
 def test_rules_are_as_defined_from_drain_to_drain(rule):
     sizes = {"parts": (20, 3, 27), "accumulate": 2 if rule == "two_versions" else 1}
-    assert_equal_training(by_rules("AdamW", rule, 3, **sizes), by_definition("AdamW", rule, 3, **sizes))
+    assert_equal_training(
+        by_rules("AdamW", rule, 3, **sizes), by_definition("AdamW", rule, 3, **sizes)
+    )
 
 
 def test_rules_differ():
     """Otherwise the tests above would say little."""
-    ends = {rule: by_definition("AdamW", rule, 4, max_norm=None)[1][-1] for rule in (*RULES["AdamW"], "two_versions")}
+    ends = {
+        rule: by_definition("AdamW", rule, 4, max_norm=None)[1][-1]
+        for rule in (*RULES["AdamW"], "two_versions")
+    }
     assert len({round(loss, 5) for loss in ends.values()}) == len(ends)
 
 
@@ -154,7 +174,9 @@ def test_one_stage_is_plain_training_bit_for_bit(optimizer, make):
         stepped.zero_grad()
     for rule in ("none", "spectrain", "multistep", "stash", "two_versions"):
         model, _ = make(optimizer, rule, 1, max_norm=None)
-        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True)
+        )
 
 
 def test_one_minibatch_in_flight_is_plain_training():
@@ -168,7 +190,9 @@ def test_one_minibatch_in_flight_is_plain_training():
         F.mse_loss(plain(batch[0]), batch[1]).backward()
         stepped.step()
         stepped.zero_grad()
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4, 5, 8])
@@ -178,12 +202,18 @@ def test_one_minibatch_in_flight_is_plain_training():
 def test_horizons_are_those_of_the_clock(num_stages, lag_per_hop, accumulate, count):
     sizes = {"lag_per_hop": lag_per_hop, "accumulate": accumulate}
     found = horizons(continuous_schedule(num_ranks=num_stages, num_minibatches=count, **sizes))
-    for of_stage, passes in zip(found, passes_by_clock(num_stages, count, lag_per_hop, accumulate), strict=True):
+    for of_stage, passes in zip(
+        found, passes_by_clock(num_stages, count, lag_per_hop, accumulate), strict=True
+    ):
         for index in range(count):
             for kind in ("forward", "backward"):
                 horizon = getattr(of_stage, kind)[index]
                 version = getattr(passes, f"{kind}_version")[index]
-                expected = (version, index // accumulate - version, getattr(passes, f"{kind}_trip")[index])
+                expected = (
+                    version,
+                    index // accumulate - version,
+                    getattr(passes, f"{kind}_trip")[index],
+                )
                 assert tuple(horizon) == expected
 
 
@@ -195,7 +225,9 @@ def test_horizons_of_the_paper():
 
 
 def test_weights_of_backward_passes_count():
-    """A model whose weights did not count in backward passes could not tell rules from one another."""
+    """A model whose weights did not count in backward passes could not tell rules from one
+    another.
+    """
     model = make_stages(2)
     twin = copy.deepcopy(model)
     inputs, targets = make_batches(1)[0]

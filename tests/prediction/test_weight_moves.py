@@ -26,7 +26,9 @@ def moments(move, dtype=torch.float32) -> Moments:
         made = [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
         return [each.square() for each in made] if are_squares else made
 
-    return Moments(0, 3, rows(), rows(), [] if isinstance(move, SGDMove) else rows(are_squares=True))
+    return Moments(
+        0, 3, rows(), rows(), [] if isinstance(move, SGDMove) else rows(are_squares=True)
+    )
 
 
 @pytest.mark.parametrize("move", MOVES, ids=str)
@@ -40,12 +42,17 @@ def test_kernels_move_as_torch_does(monkeypatch, move, dtype):
     keep_and_move(given, copies, move)
     for copy, before in zip(copies, expected.parameters, strict=True):
         assert torch.equal(copy, before)
-    for mine, theirs in zip(given.first + given.second, expected.first + expected.second, strict=True):
+    for mine, theirs in zip(
+        given.first + given.second, expected.first + expected.second, strict=True
+    ):
         assert torch.equal(mine, theirs)
     move_by_torch(expected, move)
     # The order of a few roundings per step differs.
     torch.testing.assert_close(
-        given.parameters, expected.parameters, rtol=16 * torch.finfo(dtype).eps, atol=16 * torch.finfo(dtype).eps
+        given.parameters,
+        expected.parameters,
+        rtol=16 * torch.finfo(dtype).eps,
+        atol=16 * torch.finfo(dtype).eps,
     )
 
 
@@ -55,7 +62,9 @@ def test_what_kernels_cannot_do_is_moved_by_torch(monkeypatch, reason):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 64 if reason == "threads" else 1)
     monkeypatch.setattr("lightning_topt.prediction.move_kernels.keep_and_move", None)
     move = MOVES[2]
-    given, expected = (moments(move, torch.bfloat16 if reason == "dtype" else torch.float32) for _ in range(2))
+    given, expected = (
+        moments(move, torch.bfloat16 if reason == "dtype" else torch.float32) for _ in range(2)
+    )
     if reason == "strides":
         given.parameters[1] = given.parameters[1].t().contiguous().t()
     copies = [torch.empty_like(p) for p in given.parameters]

@@ -1,4 +1,6 @@
-"""An event simulation of a pipeline with a clock, a queue per link and live sums of bytes: the twin of `simulate`."""
+"""An event simulation of a pipeline with a clock, a queue per link and live sums of bytes: the twin
+of `simulate`.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,18 @@ from lightning_topt.schedules.stage_costs import StageCosts
 
 
 class SlowSimulator:
-    """Ranks and links are processes that wake one another; bytes are added and taken off as it happens, and read between
-    instants."""
+    """Ranks and links are processes that wake one another; bytes are added and taken off as it
+    happens, and read between instants.
+    """
 
     def __init__(self, schedule: Schedule, costs: StageCosts) -> None:
         self.schedule, self.costs = schedule, costs
         stages, ranks = range(schedule.num_stages), range(schedule.num_ranks)
         self.is_training = any(action.kind != "forward" for action in schedule.actions[0])
         self.edges = (
-            list(itertools.pairwise(stages)) if costs.transfer_seconds is None else list(costs.transfer_seconds)
+            list(itertools.pairwise(stages))
+            if costs.transfer_seconds is None
+            else list(costs.transfer_seconds)
         )
         self.work = [deque(self.operations(actions)) for actions in schedule.actions]
         self.busy = [False for _ in ranks]
@@ -51,7 +56,9 @@ class SlowSimulator:
         return self.now
 
     def operations(self, actions: tuple[Action, ...]) -> list[tuple[str, Any]]:
-        """Return what a rank does in order: passes, and with transfers that occupy it, also these."""
+        """Return what a rank does in order: passes, and with transfers that occupy it, also
+        these.
+        """
         found: list[tuple[str, Any]] = []
         for action in actions:
             if not self.costs.overlapped:
@@ -62,11 +69,14 @@ class SlowSimulator:
         return found
 
     def tensors(self, action: Action, *, out: bool) -> list[Any]:
-        """Return (source stage, target stage, gradient, microbatch) of what an action sends or receives between ranks."""
+        """Return (source stage, target stage, gradient, microbatch) of what an action sends or
+        receives between ranks.
+        """
         back, rank_of = action.kind != "forward", self.schedule.rank_of_stage
         if action.kind in ("backward_weight", "update"):
             return []
-        end = 0 if out != back else 1  # forward goes out at the edge's source, a gradient at its target
+        # forward goes out at the edge's source, a gradient at its target
+        end = 0 if out != back else 1
         return [
             (*edge, back, action.microbatch_index)
             for edge in sorted(self.edges)
@@ -90,12 +100,17 @@ class SlowSimulator:
         return (self.costs.transfer_bytes or {}).get(tensor[:2], 0.0)
 
     def is_held_by_sender(self, tensor: Any) -> bool:
-        """Return whether it counts until it has arrived: outputs of a training's forward are activations anyway."""
+        """Return whether it counts until it has arrived: outputs of a training's forward are
+        activations anyway.
+        """
         return tensor[2] or not self.is_training
 
     def arrive(self, tensor: Any) -> None:
         self.arrived.add(tensor)
-        self.add(self.ends_of(tensor)[0], -self.bytes_of(tensor) if self.is_held_by_sender(tensor) else 0.0)
+        self.add(
+            self.ends_of(tensor)[0],
+            -self.bytes_of(tensor) if self.is_held_by_sender(tensor) else 0.0,
+        )
 
     def ends_of(self, tensor: Any) -> tuple[int, int]:
         source, target, back, _ = tensor
@@ -115,7 +130,9 @@ class SlowSimulator:
             self.add(self.ends_of(item)[1], self.bytes_of(item))
             self.occupy(rank, self.seconds_of(item), lambda: None)
             self.wake(self.ends_of(item)[1])
-        elif self.costs.overlapped and any(each not in self.arrived for each in self.tensors(item, out=False)):
+        elif self.costs.overlapped and any(
+            each not in self.arrived for each in self.tensors(item, out=False)
+        ):
             return
         else:
             self.start(rank, item)
@@ -134,12 +151,22 @@ class SlowSimulator:
     def start(self, rank: int, action: Action) -> None:
         stage, costs, begun = action.stage_index, self.costs, self.now
         forward = action.kind == "forward"
-        extra = costs.forward_bytes if forward else None if action.kind == "update" else costs.backward_bytes
+        extra = (
+            costs.forward_bytes
+            if forward
+            else None
+            if action.kind == "update"
+            else costs.backward_bytes
+        )
         self.see_versions(rank, action, at_start=True)
         during = extra[stage] if extra else 0.0
         if forward:
             self.held[rank] -= sum(map(self.bytes_of, self.tensors(action, out=False)))
-            self.held[rank] += costs.activation_bytes[stage] if costs.activation_bytes and self.is_training else 0.0
+            self.held[rank] += (
+                costs.activation_bytes[stage]
+                if costs.activation_bytes and self.is_training
+                else 0.0
+            )
         self.add(rank, during)
 
         def end() -> None:
@@ -150,7 +177,9 @@ class SlowSimulator:
                 self.add(rank, -sum(map(self.bytes_of, self.tensors(action, out=False))))
                 self.add(rank, -costs.activation_bytes[stage] if costs.activation_bytes else 0.0)
             if costs.weight_bytes and action.kind in ("backward_input", "backward_weight"):
-                self.add(rank, costs.weight_bytes[stage] * (1 if action.kind == "backward_input" else -1))
+                self.add(
+                    rank, costs.weight_bytes[stage] * (1 if action.kind == "backward_input" else -1)
+                )
             for tensor in self.tensors(action, out=True):
                 self.add(rank, self.bytes_of(tensor) if self.is_held_by_sender(tensor) else 0.0)
                 if costs.overlapped:
@@ -160,7 +189,9 @@ class SlowSimulator:
         self.occupy(rank, (getattr(costs, action.kind) or [0.0] * 99)[stage], end)
 
     def see_versions(self, rank: int, action: Action, *, at_start: bool) -> None:
-        """Hold a copy of every version of the weights, beside the newest, that a pass in flight has used."""
+        """Hold a copy of every version of the weights, beside the newest, that a pass in flight has
+        used.
+        """
         of_stage = self.versions[action.stage_index]
         before = len({*of_stage.values()} - {self.updates[action.stage_index]})
         if action.kind == "forward" and at_start:
@@ -170,7 +201,9 @@ class SlowSimulator:
         elif action.kind in ("backward", "backward_weight") and not at_start:
             del of_stage[action.microbatch_index]
         after = len({*of_stage.values()} - {self.updates[action.stage_index]})
-        self.add(rank, (after - before) * (self.costs.version_bytes or [0.0] * 99)[action.stage_index])
+        self.add(
+            rank, (after - before) * (self.costs.version_bytes or [0.0] * 99)[action.stage_index]
+        )
 
     def pump(self, link: tuple[int, int]) -> None:
         if link in self.link_busy or not self.links[link]:

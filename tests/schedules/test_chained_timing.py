@@ -27,24 +27,33 @@ def every_schedule() -> list[Schedule]:
         for (ranks, count), (name, rule) in itertools.product(sizes, SCHEDULES.items())
         for chunks in range(rule.least_stages, min(rule.most_stages or 3, 3) + 1)
     ]
-    found += [continuous_schedule(num_ranks=3, num_minibatches=8, lag_per_hop=lag, accumulate=2) for lag in (1, 2)]
+    found += [
+        continuous_schedule(num_ranks=3, num_minibatches=8, lag_per_hop=lag, accumulate=2)
+        for lag in (1, 2)
+    ]
     return [*found, forward_schedule((0, 1, 2, 0, 1, 2), 4)]
 
 
 @pytest.mark.parametrize("overlapped", [True, False])
-def test_compiled_seconds_are_those_of_a_walk(overlapped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_seconds_are_those_of_a_walk(
+    overlapped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(schedule_timing, "is_worth_compiling", lambda schedule: False)
     rng = np.random.default_rng(0)
     for schedule in every_schedule():
         stages = schedule.num_stages
         rows = [rng.uniform(0.1, 1, (stages, SETS)) for _ in range(5)]
         edges = [*itertools.pairwise(range(stages))]
-        between = [dict(zip(edges, rng.uniform(0, 0.7, (len(edges), SETS)), strict=True)) for _ in range(2)]
+        between = [
+            dict(zip(edges, rng.uniform(0, 0.7, (len(edges), SETS)), strict=True)) for _ in range(2)
+        ]
         for transfers in (between, [between[0], None], [None, None]):
             given = (rows[0], rows[1], rows[2], rows[3], rows[4]), (transfers[0], transfers[1])
             found = chained_rank_seconds(schedule, rows, given[1], overlapped=overlapped)
             assert found is not None and found.shape == (schedule.num_ranks, SETS)
-            np.testing.assert_array_equal(found, many_rank_seconds(schedule, *given, overlapped=overlapped))
+            np.testing.assert_array_equal(
+                found, many_rank_seconds(schedule, *given, overlapped=overlapped)
+            )
 
 
 def test_a_schedule_that_hangs_is_said_to(monkeypatch: pytest.MonkeyPatch) -> None:

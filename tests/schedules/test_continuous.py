@@ -1,4 +1,6 @@
-"""The continuous schedule: pieces that make the whole, legal and without waits; horizons of papers, in warm-up and drain."""
+"""The continuous schedule: pieces that make the whole, legal and without waits; horizons of papers,
+in warm-up and drain.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,12 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_topt.schedules.continuous import continuous_schedule, continuous_turn, drain_turns, every
+from lightning_topt.schedules.continuous import (
+    continuous_schedule,
+    continuous_turn,
+    drain_turns,
+    every,
+)
 from lightning_topt.schedules.horizons import horizons, running_horizon
 from lightning_topt.schedules.kept_versions import kept_versions
 from lightning_topt.schedules.make_schedule import make_schedule
@@ -42,19 +49,33 @@ def test_pieces_put_together_are_the_whole_list_and_legal(lag_per_hop: int) -> N
         for count in (1, 2, 5, 17):
             for accumulate in (1, 3):
                 sizes = {"num_ranks": ranks, "lag_per_hop": lag_per_hop}
-                schedule = continuous_schedule(**sizes, num_minibatches=count, accumulate=accumulate)
+                schedule = continuous_schedule(
+                    **sizes, num_minibatches=count, accumulate=accumulate
+                )
                 check_schedule(schedule)
                 check_schedule(schedule, needs={stage: range(stage) for stage in range(ranks)})
                 ends = every(accumulate, num_minibatches=count)
                 for rank in range(ranks):
                     turns = [
-                        continuous_turn(rank, iteration=i, num_ranks=ranks, completes=ends, lag_per_hop=lag_per_hop)
+                        continuous_turn(
+                            rank,
+                            iteration=i,
+                            num_ranks=ranks,
+                            completes=ends,
+                            lag_per_hop=lag_per_hop,
+                        )
                         for i in range(count)
                     ]
                     turns += drain_turns(
-                        rank, num_minibatches=count, num_ranks=ranks, completes=ends, lag_per_hop=lag_per_hop
+                        rank,
+                        num_minibatches=count,
+                        num_ranks=ranks,
+                        completes=ends,
+                        lag_per_hop=lag_per_hop,
                     )
-                    assert tuple(action for turn in turns for action in turn) == schedule.actions[rank]
+                    assert (
+                        tuple(action for turn in turns for action in turn) == schedule.actions[rank]
+                    )
 
 
 def test_they_are_made_by_name_like_others() -> None:
@@ -66,24 +87,37 @@ def test_they_are_made_by_name_like_others() -> None:
 
 
 def test_horizons_are_those_of_spectrain() -> None:
-    """Section 3 of the paper: forward N - 1 - k + k // 2, backward k // 2; for N = 4: 3, 2, 2, 1 and 0, 0, 1, 1."""
+    """Section 3 of the paper: forward N - 1 - k + k // 2, backward k // 2; for N = 4: 3, 2, 2, 1
+    and 0, 0, 1, 1.
+    """
     for stages in range(1, 10):
         found = horizons(continuous_schedule(num_ranks=stages, num_minibatches=6 * stages))
         middle = 3 * stages
-        assert [each.forward[middle].round_trip for each in found] == [stages - 1 - k + k // 2 for k in range(stages)]
-        assert [each.backward[middle].round_trip for each in found] == [k // 2 for k in range(stages)]
-        assert [each.forward[middle].missing for each in found] == [stages - 1 - k for k in range(stages)]
-        assert [each.forward[middle].version for each in found] == [middle - (stages - 1 - k) for k in range(stages)]
+        assert [each.forward[middle].round_trip for each in found] == [
+            stages - 1 - k + k // 2 for k in range(stages)
+        ]
+        assert [each.backward[middle].round_trip for each in found] == [
+            k // 2 for k in range(stages)
+        ]
+        assert [each.forward[middle].missing for each in found] == [
+            stages - 1 - k for k in range(stages)
+        ]
+        assert [each.forward[middle].version for each in found] == [
+            middle - (stages - 1 - k) for k in range(stages)
+        ]
         assert [each.backward[middle].missing for each in found] == [0] * stages
         assert all(each.forward[-1].round_trip <= stages - 1 for each in found)
 
 
 def test_horizons_in_warm_up_and_drain_by_hand() -> None:
-    """Two stages, three minibatches. Rank 0: F0 F1 B0 U0 F2 B1 U1 B2 U2; rank 1: F0 B0 U0 F1 B1 U1 F2 B2 U2."""
+    """Two stages, three minibatches. Rank 0: F0 F1 B0 U0 F2 B1 U1 B2 U2; rank 1: F0 B0 U0 F1 B1 U1
+    F2 B2 U2.
+    """
     first, second = horizons(continuous_schedule(num_ranks=2, num_minibatches=3))
     assert [tuple(each) for each in first.forward] == [(0, 0, 0), (0, 1, 1), (1, 1, 1)]
     assert [tuple(each) for each in first.backward] == [(0, 0, 0), (1, 0, 0), (2, 0, 0)]
-    # stage 1 runs F0 1-2, B0 2-3, F1 3-4, B1 4-5, F2 5-6, B2 6-7; stage 0 ends its updates at 4, 6 and 8
+    # stage 1 runs F0 1-2, B0 2-3, F1 3-4, B1 4-5, F2 5-6, B2 6-7; stage 0 ends its updates at 4, 6
+    # and 8
     assert [tuple(each) for each in second.forward] == [(0, 0, 0), (1, 0, 0), (2, 0, 0)]
     one = horizons(continuous_schedule(num_ranks=1, num_minibatches=3, accumulate=2))[0]
     assert [tuple(each) for each in one.forward] == [(0, 0, 0), (0, 0, 0), (1, 0, 0)]
@@ -96,7 +130,9 @@ def test_horizons_of_a_run_are_those_of_its_whole_schedule() -> None:
         count = draw.choice((1, 3, 50, 90))
         ends = every(accumulate, num_minibatches=count)
         whole = horizons(
-            continuous_schedule(num_ranks=ranks, num_minibatches=count, lag_per_hop=lag, accumulate=accumulate)
+            continuous_schedule(
+                num_ranks=ranks, num_minibatches=count, lag_per_hop=lag, accumulate=accumulate
+            )
         )
         for stage in range(ranks):
             for kind in ("forward", "backward"):
@@ -132,7 +168,8 @@ def test_nothing_waits_in_the_steady_state() -> None:
         hidden = replace(costs, transfer_seconds=hops)
         late = continuous_schedule(num_ranks=ranks, num_minibatches=200, lag_per_hop=2)
         assert simulate(late, hidden).step_seconds <= 200 * 3.5 + 4 * ranks * 4
-        assert simulate(schedule, hidden).step_seconds > 200 * 4  # one fewer in flight waits for its gradients
+        # one fewer in flight waits for its gradients
+        assert simulate(schedule, hidden).step_seconds > 200 * 4
 
 
 def test_memory_in_flight_and_versions() -> None:
@@ -140,13 +177,16 @@ def test_memory_in_flight_and_versions() -> None:
         for lag in (1, 2):
             schedule = continuous_schedule(num_ranks=ranks, num_minibatches=80, lag_per_hop=lag)
             behind = [(ranks - 1 - stage) * lag for stage in range(ranks)]
-            assert [int(rows.max()) for rows in held_counts(schedule)] == [each + 1 for each in behind]
+            assert [int(rows.max()) for rows in held_counts(schedule)] == [
+                each + 1 for each in behind
+            ]
             assert [*kept_versions(schedule)] == behind
             costs = StageCosts([1.0] * ranks, [1.0] * ranks, activation_bytes=[10.0] * ranks)
             assert [*simulate(schedule, costs).peak_bytes] == [10 * (each + 1) for each in behind]
             kept = replace(costs, activation_bytes=None, version_bytes=[1.0] * ranks)
             assert [*simulate(schedule, kept).peak_bytes] == behind
-    grouped = continuous_schedule(num_ranks=4, num_minibatches=80, accumulate=4)  # PipeDream-2BW: one more with m >= N
+    # PipeDream-2BW: one more with m >= N
+    grouped = continuous_schedule(num_ranks=4, num_minibatches=80, accumulate=4)
     assert max(kept_versions(grouped)) == 1
 
 
@@ -160,11 +200,20 @@ def changed(schedule: Schedule, rank: int, row: str) -> Schedule:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ("F0 U0 B0 F1 B1 U1", "update of microbatch 0 in stage 1 without the gradients of microbatch 0"),
-        ("F0 B0 F1 B1 U0 U1", "update of microbatch 0 in stage 1 with the gradients of microbatch 1"),
+        (
+            "F0 U0 B0 F1 B1 U1",
+            "update of microbatch 0 in stage 1 without the gradients of microbatch 0",
+        ),
+        (
+            "F0 B0 F1 B1 U0 U1",
+            "update of microbatch 0 in stage 1 with the gradients of microbatch 1",
+        ),
         ("F0 B0 F1 B1 U1", "rank 1 never runs update of microbatch 0 in stage 1"),
         ("F0 B0 U0 F1 B1", "rank 1 never runs update of microbatch 1 in stage 1"),
-        ("F0 B0 F1 B1 U1 U0", "update of microbatch 0 in stage 1 without the gradients of microbatch 0"),
+        (
+            "F0 B0 F1 B1 U1 U0",
+            "update of microbatch 0 in stage 1 without the gradients of microbatch 0",
+        ),
         ("F0 B0 U0 U0 F1 B1 U1", "update of microbatch 0 in stage 1 twice"),
     ],
 )

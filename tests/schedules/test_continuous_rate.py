@@ -13,14 +13,19 @@ from lightning_topt.schedules.stage_costs import StageCosts
 
 @pytest.mark.parametrize("lag_per_hop", [1, 2, 3])
 def test_equals_the_simulation(lag_per_hop: int) -> None:
-    """A step of 60 more minibatches takes so many times as long; of the same costs, many stages wait for links, some do not."""
+    """A step of 60 more minibatches takes so many times as long; of the same costs, many stages
+    wait for links, some do not.
+    """
     rng, alone = np.random.default_rng(lag_per_hop), 0
     for number in range(40):
         stages = 1 + number % 5
         forward, backward, update = rng.integers(1, 9, (3, stages)).astype(float)
         there, back = rng.integers(0, (1, 4, 20)[number % 3], (2, stages)).astype(float)
         found = seconds_per_minibatch(
-            (forward + backward)[:, None], update[:, None], np.stack([there, back])[..., None], lag_per_hop=lag_per_hop
+            (forward + backward)[:, None],
+            update[:, None],
+            np.stack([there, back])[..., None],
+            lag_per_hop=lag_per_hop,
         )
         edges = range(1, stages)
         costs = StageCosts(
@@ -32,10 +37,18 @@ def test_equals_the_simulation(lag_per_hop: int) -> None:
         )
         period = 60
         lengths = [
-            step_seconds(continuous_schedule(num_ranks=stages, num_minibatches=count, lag_per_hop=lag_per_hop), costs)
+            step_seconds(
+                continuous_schedule(
+                    num_ranks=stages, num_minibatches=count, lag_per_hop=lag_per_hop
+                ),
+                costs,
+            )
             for count in (200, 200 + period)
         ]
-        assert found[0] == pytest.approx((lengths[1] - lengths[0]) / period, rel=0.01), (number, costs)
+        assert found[0] == pytest.approx((lengths[1] - lengths[0]) / period, rel=0.01), (
+            number,
+            costs,
+        )
         alone += found[0] == (forward + backward + update).max()
     assert 5 < alone < 40
 
@@ -45,6 +58,9 @@ def test_many_sets_of_costs_at_once_are_those_one_by_one() -> None:
     passes, updates, transfers = rng.random((4, 9)), rng.random((4, 9)), 3 * rng.random((2, 4, 9))
     together = seconds_per_minibatch(passes, updates, transfers, lag_per_hop=2)
     alone = [
-        seconds_per_minibatch(passes[:, [n]], updates[:, [n]], transfers[..., [n]], lag_per_hop=2)[0] for n in range(9)
+        seconds_per_minibatch(passes[:, [n]], updates[:, [n]], transfers[..., [n]], lag_per_hop=2)[
+            0
+        ]
+        for n in range(9)
     ]
     np.testing.assert_allclose(together, alone)

@@ -1,4 +1,6 @@
-"""Schedules compared with torch's own lists, and with the papers' in-flight counts; sizes that are not legal."""
+"""Schedules compared with torch's own lists, and with the papers' in-flight counts; sizes that are
+not legal.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ KINDS = {
 }
 
 
-def torch_actions(name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int) -> list[list[Action]]:
+def torch_actions(
+    name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int
+) -> list[list[Action]]:
     """Return torch's list without bubbles and without what it does with gradients afterwards."""
     from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
@@ -54,14 +58,19 @@ def test_schedules_are_those_of_torch(name: str) -> None:
     logging.getLogger("torch.distributed.pipelining").setLevel(logging.ERROR)
     compared = 0
     for num_ranks, num_microbatches in itertools.product((2, 3, 4, 6), (1, 2, 3, 5, 6, 8, 10)):
-        for stages in (SCHEDULES[name].least_stages, 3)[: 1 + (SCHEDULES[name].most_stages is None)]:
+        for stages in (SCHEDULES[name].least_stages, 3)[
+            : 1 + (SCHEDULES[name].most_stages is None)
+        ]:
             if not is_torch_size(name, num_ranks, num_microbatches):
                 continue
             if name == "1f1b" and num_microbatches < num_ranks:
                 continue  # torch's list counts passes there that are not
-            ours = make_schedule(name, num_ranks=num_ranks, num_microbatches=num_microbatches, stages_per_rank=stages)
+            ours = make_schedule(
+                name, num_ranks=num_ranks, num_microbatches=num_microbatches, stages_per_rank=stages
+            )
             theirs = torch_actions(name, num_ranks, num_microbatches, stages)
-            last = len(theirs) - (name == "1f1b")  # torch 2.13 begins at microbatch 1 on the last rank
+            # torch 2.13 begins at microbatch 1 on the last rank
+            last = len(theirs) - (name == "1f1b")
             assert [list(actions) for actions in ours.actions[:last]] == theirs[:last]
             compared += 1
     assert compared >= 18
@@ -71,16 +80,26 @@ def sizes() -> list[tuple[str, int, int, int]]:
     found = []
     for name, rule in SCHEDULES.items():
         for stages in [rule.least_stages] if rule.most_stages else [2, 3, 4]:
-            found += [(name, ranks, parts, stages) for ranks in (1, 2, 3, 4, 6) for parts in (1, 2, 3, 4, 7, 9)]
+            found += [
+                (name, ranks, parts, stages)
+                for ranks in (1, 2, 3, 4, 6)
+                for parts in (1, 2, 3, 4, 7, 9)
+            ]
     return found
 
 
 def test_every_size_runs_in_the_interpreter() -> None:
     assert len(sizes()) > 300
     for name, ranks, parts, stages in sizes():
-        schedule = make_schedule(name, num_ranks=ranks, num_microbatches=parts, stages_per_rank=stages)
+        schedule = make_schedule(
+            name, num_ranks=ranks, num_microbatches=parts, stages_per_rank=stages
+        )
         assert runs(schedule), (name, ranks, parts, stages)
-        assert (schedule.name, schedule.num_ranks, schedule.num_stages) == (name, ranks, ranks * stages)
+        assert (schedule.name, schedule.num_ranks, schedule.num_stages) == (
+            name,
+            ranks,
+            ranks * stages,
+        )
         rule = SCHEDULES[name]
         assert schedule.rank_of_stage == rule.rank_of_stage(num_ranks=ranks, stages_per_rank=stages)
         kinds = {action.kind for actions in schedule.actions for action in actions}
@@ -92,7 +111,10 @@ def test_forward_schedules_run_and_go_on_with_the_earliest_microbatch() -> None:
         [(0,), (0, 0), (0, 1, 2), (0, 1, 0, 1), (0, 1, 2, 2, 1, 0), (1, 0)], (1, 2, 5)
     ):
         assert runs(forward_schedule(ranks, parts))
-    order = [(action.stage_index, action.microbatch_index) for action in forward_schedule((0, 1, 0, 1), 4).actions[0]]
+    order = [
+        (action.stage_index, action.microbatch_index)
+        for action in forward_schedule((0, 1, 0, 1), 4).actions[0]
+    ]
     assert order == [(0, 0), (0, 1), (2, 0), (2, 1), (0, 2), (0, 3), (2, 2), (2, 3)]
 
 
@@ -104,7 +126,11 @@ def test_forward_schedules_run_and_go_on_with_the_earliest_microbatch() -> None:
         ("gpipe", (2, 0, 1), "num_microbatches is at least 1"),
         ("gpipe", (2, 2, 0), "stages_per_rank is at least 1"),
         ("1f1b", (2, 2, 2), "'1f1b' runs 1 stage on each rank, got 2; choose among interleaved, "),
-        ("interleaved", (2, 2, 1), "'interleaved' runs at least 2 stages on each rank, got 1; choose among gpipe, "),
+        (
+            "interleaved",
+            (2, 2, 1),
+            "'interleaved' runs at least 2 stages on each rank, got 1; choose among gpipe, ",
+        ),
         ("zbv", (2, 2, 3), "'zbv' runs 2 stages on each rank, got 3; choose among interleaved, "),
     ],
 )
@@ -142,4 +168,6 @@ def test_microbatches_in_flight(ranks: int, parts: int) -> None:
         counts["zbv"] = lambda rank: 2 * ranks
     for name, count in counts.items():
         schedule = make_schedule(name, num_ranks=ranks, num_microbatches=parts)
-        assert [in_flight(schedule, rank) for rank in range(ranks)] == [count(rank) for rank in range(ranks)], name
+        assert [in_flight(schedule, rank) for rank in range(ranks)] == [
+            count(rank) for rank in range(ranks)
+        ], name

@@ -1,4 +1,6 @@
-"""The checker: good schedules pass, and each kind of mistake is named; random mutations beside the plain interpreter."""
+"""The checker: good schedules pass, and each kind of mistake is named; random mutations beside the
+plain interpreter.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ def test_schedules_of_all_sizes_pass(name: str) -> None:
         schedule = make_schedule(name, num_ranks=ranks, num_microbatches=parts)
         check_schedule(schedule)
         stages = range(schedule.num_stages)
-        check_schedule(schedule, needs={stage: stages[:stage] for stage in stages})  # everything before it: skips
+        # everything before it: skips
+        check_schedule(schedule, needs={stage: stages[:stage] for stage in stages})
 
 
 def test_schedules_of_evaluations_and_of_one_stage_pass() -> None:
@@ -46,7 +49,8 @@ def test_schedules_of_evaluations_and_of_one_stage_pass() -> None:
 ONE_F_ONE_B = make_schedule(
     "1f1b", num_ranks=2, num_microbatches=3
 )  # rank 0: F0 F1 B0 F2 B1 B2; rank 1: F0 B0 F1 B1 F2 B2
-ZERO_BUBBLE = make_schedule("zero_bubble", num_ranks=2, num_microbatches=2)  # rank 0: F0 F1 B0 W0 B1 W1
+# rank 0: F0 F1 B0 W0 B1 W1
+ZERO_BUBBLE = make_schedule("zero_bubble", num_ranks=2, num_microbatches=2)
 
 
 @pytest.mark.parametrize(
@@ -59,12 +63,28 @@ ZERO_BUBBLE = make_schedule("zero_bubble", num_ranks=2, num_microbatches=2)  # r
         ),
         (lambda rows: rows[0].pop(3), 0, "rank 0 never runs forward of microbatch 2 in stage 0"),
         (lambda rows: rows[1].pop(), 1, "rank 1 never runs backward of microbatch 2 in stage 1"),
-        (lambda rows: rows[0].append(rows[0][2]), 0, "rank 0 is to run backward of microbatch 0 in stage 0 twice"),
-        (lambda rows: rows[0].append(rows[1].pop()), 0, "backward of microbatch 2 in stage 1, a stage of rank 1"),
+        (
+            lambda rows: rows[0].append(rows[0][2]),
+            0,
+            "rank 0 is to run backward of microbatch 0 in stage 0 twice",
+        ),
+        (
+            lambda rows: rows[0].append(rows[1].pop()),
+            0,
+            "backward of microbatch 2 in stage 1, a stage of rank 1",
+        ),
         (lambda rows: rows[0].append(Action("forward", 2, 0)), 0, "stages are 0 to 1"),
         (lambda rows: rows[0].append(Action("forward", 0, 3)), 0, "microbatches are 0 to 2"),
-        (lambda rows: rows[0].append(Action("step", 0, 0)), 0, "a pass is one of forward, backward, backward_input"),  # type: ignore[arg-type]
-        (lambda rows: rows[0].append(Action("backward_weight", 0, 1)), 0, "and backward_weight of the same"),
+        (
+            lambda rows: rows[0].append(Action("step", 0, 0)),
+            0,
+            "a pass is one of forward, backward, backward_input",
+        ),  # type: ignore[arg-type]
+        (
+            lambda rows: rows[0].append(Action("backward_weight", 0, 1)),
+            0,
+            "and backward_weight of the same",
+        ),
         (lambda rows: rows.append([]), 2, "rank 2 has no stage"),
         (lambda rows: rows.pop(), 1, "stage 1 is on rank 1, but there are actions of 1 ranks"),
     ],
@@ -76,16 +96,21 @@ def test_mistakes_are_named(change: Callable[[Rows], object], rank: int, message
 
 
 def test_parameters_before_inputs_and_halves_that_are_missing_are_named() -> None:
-    with pytest.raises(ScheduleError, match="backward_weight of microbatch 0 in stage 0 before its backward_input"):
+    with pytest.raises(
+        ScheduleError, match="backward_weight of microbatch 0 in stage 0 before its backward_input"
+    ):
         check_schedule(mutated(ZERO_BUBBLE, lambda rows: swap(rows[0], 2, 3)))
-    with pytest.raises(ScheduleError, match="rank 1 never runs backward_weight of microbatch 1 in stage 1"):
+    with pytest.raises(
+        ScheduleError, match="rank 1 never runs backward_weight of microbatch 1 in stage 1"
+    ):
         check_schedule(mutated(ZERO_BUBBLE, lambda rows: rows[1].pop()))
     with pytest.raises(ScheduleError, match="no microbatch"):
         check_schedule(replace(ZERO_BUBBLE, num_microbatches=0))
 
 
 def test_a_deadlock_is_named_with_its_ranks() -> None:
-    # rank 0 wants the gradient of microbatch 1 before it sends microbatch 1, where rank 1 waits for that
+    # rank 0 wants the gradient of microbatch 1 before it sends microbatch 1, where rank 1 waits for
+    # that
     schedule = make_schedule("1f1b", num_ranks=3, num_microbatches=2)
     rows = [list(row) for row in schedule.actions]
     forward, backward = Action("forward", 0, 1), Action("backward", 0, 0)
@@ -94,23 +119,32 @@ def test_a_deadlock_is_named_with_its_ranks() -> None:
         check_schedule(replace(schedule, actions=tuple(map(tuple, rows))))
     text = str(error.value)
     assert text.startswith(
-        "deadlock: rank 0 cannot run backward of microbatch 0 in stage 0 before rank 1 has run backward"
+        "deadlock: rank 0 cannot run backward of microbatch 0 in stage 0 before rank 1 has run "
+        "backward"
     )
-    assert "rank 1 cannot run forward of microbatch 1 in stage 1 before rank 0 has run forward of microbatch 1" in text
+    assert (
+        "rank 1 cannot run forward of microbatch 1 in stage 1 before rank 0 has run forward of "
+        "microbatch 1" in text
+    )
     assert "rank 2" not in text
     assert (error.value.rank, error.value.action) == (0, backward)
 
 
 def test_skips_are_waited_for() -> None:
-    """Stage 2 runs microbatch 1 first: legal where it needs nothing of stage 1, of which microbatch 0 comes first."""
+    """Stage 2 runs microbatch 1 first: legal where it needs nothing of stage 1, of which microbatch
+    0 comes first.
+    """
     rows = {
         0: [("forward", 0, 0), ("forward", 0, 1)],
         1: [("forward", 1, 0), ("forward", 2, 1), ("forward", 1, 1), ("forward", 2, 0)],
     }
-    schedule = Schedule("mine", 2, (0, 1, 1), tuple(tuple(Action(*each) for each in rows[rank]) for rank in (0, 1)))  # type: ignore[arg-type]
+    schedule = Schedule(
+        "mine", 2, (0, 1, 1), tuple(tuple(Action(*each) for each in rows[rank]) for rank in (0, 1))
+    )  # type: ignore[arg-type]
     check_schedule(schedule, needs={1: [0], 2: [0]})
     with pytest.raises(
-        ScheduleError, match="deadlock: rank 1 cannot run forward of microbatch 1 in stage 2 before rank 1"
+        ScheduleError,
+        match="deadlock: rank 1 cannot run forward of microbatch 1 in stage 2 before rank 1",
     ):
         check_schedule(schedule)
     with pytest.raises(ValueError, match="receives from stages before it"):
@@ -120,7 +154,9 @@ def test_skips_are_waited_for() -> None:
 def random_mutation(rows: Rows, draw: random.Random) -> None:
     row = draw.choice([row for row in rows if row])
     one, other = draw.randrange(len(row)), draw.randrange(len(row))
-    match draw.choice(["swap", "swap", "swap", "move", "move", "drop", "double", "rank", "stage", "kind"]):
+    match draw.choice(
+        ["swap", "swap", "swap", "move", "move", "drop", "double", "rank", "stage", "kind"]
+    ):
         case "swap":
             swap(row, one, other)
         case "move":
@@ -142,14 +178,22 @@ def test_random_mutations_are_found_exactly_where_the_plain_interpreter_hangs() 
     draw = random.Random(15)
     verdicts = {True: 0, False: 0}
     for _ in range(800):
-        name, ranks, parts = draw.choice([*SCHEDULES, *["continuous"] * 3]), draw.randint(1, 4), draw.randint(1, 5)
+        name, ranks, parts = (
+            draw.choice([*SCHEDULES, *["continuous"] * 3]),
+            draw.randint(1, 4),
+            draw.randint(1, 5),
+        )
         schedule = (
-            continuous_schedule(num_ranks=ranks, num_minibatches=parts, accumulate=draw.randint(1, 2))
+            continuous_schedule(
+                num_ranks=ranks, num_minibatches=parts, accumulate=draw.randint(1, 2)
+            )
             if name == "continuous"
             else make_schedule(name, num_ranks=ranks, num_microbatches=parts)
         )
         count = draw.randint(1, 2)
-        changed = mutated(schedule, lambda rows, count=count: [random_mutation(rows, draw) for _ in range(count)])
+        changed = mutated(
+            schedule, lambda rows, count=count: [random_mutation(rows, draw) for _ in range(count)]
+        )
         try:
             check_schedule(changed)
         except ScheduleError:

@@ -22,29 +22,43 @@ from tests.schedules.slow_simulator import SlowSimulator
 from tests.schedules.step_formulas import equal_stages_seconds, gpipe_seconds, one_f_one_b_bounds
 
 
-def equal_costs(num_stages: int, forward: float, backward: float, transfer: float = 0.0, **more: object) -> StageCosts:
+def equal_costs(
+    num_stages: int, forward: float, backward: float, transfer: float = 0.0, **more: object
+) -> StageCosts:
     half = [backward / 2] * num_stages
     edges = dict.fromkeys(itertools.pairwise(range(num_stages)), transfer)
     return StageCosts([forward] * num_stages, [backward] * num_stages, half, half, edges, **more)  # type: ignore[arg-type]
 
 
-def random_costs(num_stages: int, draw: random.Random, *, overlapped: bool = True, skips: bool = True) -> StageCosts:
+def random_costs(
+    num_stages: int, draw: random.Random, *, overlapped: bool = True, skips: bool = True
+) -> StageCosts:
     def row(most: float = 1.0) -> list[float]:
         return [draw.uniform(0.1, most) for _ in range(num_stages)]
 
     edges = list(itertools.pairwise(range(num_stages)))
     if skips:
-        edges += [e for e in itertools.combinations(range(num_stages), 2) if e[1] > e[0] + 1 and draw.random() < 0.2]
+        edges += [
+            e
+            for e in itertools.combinations(range(num_stages), 2)
+            if e[1] > e[0] + 1 and draw.random() < 0.2
+        ]
     hops, back, sizes = ({edge: draw.uniform(0, 0.7) for edge in edges} for _ in range(3))
     times = (row(), row(), row(), row(), hops, back, overlapped)
     return StageCosts(*times, row(9), row(), row(0.5), row(0.2), row(0.3), sizes, row(), row(3))
 
 
 def drawn_schedule(draw: random.Random) -> Schedule:
-    ranks, parts, name = draw.randint(1, 5), draw.randint(1, 9), draw.choice([*SCHEDULES, "forward", "continuous"])
+    ranks, parts, name = (
+        draw.randint(1, 5),
+        draw.randint(1, 9),
+        draw.choice([*SCHEDULES, "forward", "continuous"]),
+    )
     if name == "continuous":
         lag, accumulate = draw.randint(1, 2), draw.randint(1, 2)
-        return continuous_schedule(num_ranks=ranks, num_minibatches=parts, lag_per_hop=lag, accumulate=accumulate)
+        return continuous_schedule(
+            num_ranks=ranks, num_minibatches=parts, lag_per_hop=lag, accumulate=accumulate
+        )
     if name == "forward":
         return forward_schedule((*range(ranks), *range(ranks)), parts)
     return make_schedule(name, num_ranks=ranks, num_microbatches=parts)
@@ -59,8 +73,13 @@ def test_times_and_memory_are_those_of_the_slow_twin(overlapped: bool) -> None:
         found, twin = simulate(schedule, costs), SlowSimulator(schedule, costs)
         assert found.step_seconds == pytest.approx(twin.run(), rel=1e-12)
         for span in found.spans:
-            assert (span.start, span.end) == pytest.approx(twin.spans[span.action], rel=1e-12, abs=1e-12)
-        between = [curve.nbytes[np.append(np.diff(curve.seconds) > 0, True)].max() for curve in found.memory]
+            assert (span.start, span.end) == pytest.approx(
+                twin.spans[span.action], rel=1e-12, abs=1e-12
+            )
+        between = [
+            curve.nbytes[np.append(np.diff(curve.seconds) > 0, True)].max()
+            for curve in found.memory
+        ]
         assert between == pytest.approx(twin.peak, rel=1e-9)
         assert all(peak >= least for peak, least in zip(found.peak_bytes, between, strict=True))
 
@@ -70,7 +89,10 @@ def test_many_sets_of_costs_at_once_are_those_of_one_after_the_other() -> None:
     for overlapped in (True, False):
         for _ in range(15):
             schedule = drawn_schedule(draw)
-            sets = [random_costs(schedule.num_stages, draw, overlapped=overlapped, skips=False) for _ in range(4)]
+            sets = [
+                random_costs(schedule.num_stages, draw, overlapped=overlapped, skips=False)
+                for _ in range(4)
+            ]
             names = ("forward", "backward", "backward_input", "backward_weight", "update")
             rows = {name: np.array([getattr(each, name) for each in sets]).T for name in names}
             hops = {
@@ -82,23 +104,42 @@ def test_many_sets_of_costs_at_once_are_those_of_one_after_the_other() -> None:
                 for edge in sets[0].gradient_seconds or ()
             }
             found = many_step_seconds(
-                schedule, **rows, transfer_seconds=hops, gradient_seconds=back, overlapped=overlapped
+                schedule,
+                **rows,
+                transfer_seconds=hops,
+                gradient_seconds=back,
+                overlapped=overlapped,
             )
-            np.testing.assert_allclose(found, [step_seconds(schedule, each) for each in sets], rtol=1e-12)
+            np.testing.assert_allclose(
+                found, [step_seconds(schedule, each) for each in sets], rtol=1e-12
+            )
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "1f1b_overlapped"])
 def test_formulas_of_bapipe(name: str) -> None:
-    """1F1B-AS (no transfers), 1F1B-SNO and 1F1B-SO, on more than 1,000 sizes each; beyond their limits steps are longer."""
+    """1F1B-AS (no transfers), 1F1B-SNO and 1F1B-SO, on more than 1,000 sizes each; beyond their
+    limits steps are longer.
+    """
     count = 0
     for stages, parts in itertools.product(range(1, 9), range(1, 17)):
         schedule = make_schedule(name, num_ranks=stages, num_microbatches=parts)
-        for forward, backward, hop in itertools.product((1.0, 2.0), (1.0, 3.0), (0.0, 0.25, 1.0, 1.75)):
+        for forward, backward, hop in itertools.product(
+            (1.0, 2.0), (1.0, 3.0), (0.0, 0.25, 1.0, 1.75)
+        ):
             found = step_seconds(schedule, equal_costs(stages, forward, backward, hop))
             formula = equal_stages_seconds(
-                name, num_stages=stages, num_microbatches=parts, forward=forward, backward=backward, transfer=hop
+                name,
+                num_stages=stages,
+                num_microbatches=parts,
+                forward=forward,
+                backward=backward,
+                transfer=hop,
             )
-            limit = {"1f1b": np.inf, "gpipe": min(forward, backward), "1f1b_overlapped": (forward + backward) / 2}[name]
+            limit = {
+                "1f1b": np.inf,
+                "gpipe": min(forward, backward),
+                "1f1b_overlapped": (forward + backward) / 2,
+            }[name]
             if hop <= limit:
                 assert found == pytest.approx(formula)
                 count += 1
@@ -108,7 +149,9 @@ def test_formulas_of_bapipe(name: str) -> None:
 
 
 def test_microbatches_in_flight_of_bapipe() -> None:
-    """Stage i of N (from 1) holds N - i + 1 microbatches under 1F1B, 2 (N - i) + 1 with transfers overlapped."""
+    """Stage i of N (from 1) holds N - i + 1 microbatches under 1F1B, 2 (N - i) + 1 with transfers
+    overlapped.
+    """
     for stages in range(1, 9):
         costs = equal_costs(stages, 1.0, 2.0, 0.5, activation_bytes=[1.0] * stages)
         numbers = range(1, stages + 1)
@@ -136,7 +179,9 @@ def test_bubbles_of_the_papers(ranks: int) -> None:
         ("interleaved_zero_bubble", 2, (ranks - 1) / 2),
         ("zbv", 2, (ranks - 1) / 2),
     ):
-        schedule = make_schedule(name, num_ranks=ranks, num_microbatches=parts, stages_per_rank=stages_per_rank)
+        schedule = make_schedule(
+            name, num_ranks=ranks, num_microbatches=parts, stages_per_rank=stages_per_rank
+        )
         part = 1 / stages_per_rank  # the model is the same, its stages smaller
         found = simulate(schedule, equal_costs(schedule.num_stages, part, 2 * part))
         assert found.busy_seconds == pytest.approx([3 * parts] * ranks)
@@ -145,11 +190,22 @@ def test_bubbles_of_the_papers(ranks: int) -> None:
 
 
 def test_bubbles_of_zero_bubble_schedules_whose_passes_differ() -> None:
-    """(P - 1) (F + B - W) over the stages per rank, for passes F, B, W with W <= B, but not beyond."""
-    for name, stages_per_rank in (("zero_bubble", 1), ("interleaved_zero_bubble", 2), ("interleaved_zero_bubble", 3)):
-        schedule = make_schedule(name, num_ranks=4, num_microbatches=16, stages_per_rank=stages_per_rank)
+    """(P - 1) (F + B - W) over the stages per rank, for passes F, B, W with W <= B, but not
+    beyond.
+    """
+    for name, stages_per_rank in (
+        ("zero_bubble", 1),
+        ("interleaved_zero_bubble", 2),
+        ("interleaved_zero_bubble", 3),
+    ):
+        schedule = make_schedule(
+            name, num_ranks=4, num_microbatches=16, stages_per_rank=stages_per_rank
+        )
         for half, weight in ((1.0, 1.0), (1.2, 0.8), (1.5, 1.0), (0.8, 1.2)):
-            passes = [[each / stages_per_rank] * schedule.num_stages for each in (1.0, half + weight, half, weight)]
+            passes = [
+                [each / stages_per_rank] * schedule.num_stages
+                for each in (1.0, half + weight, half, weight)
+            ]
             lost = step_seconds(schedule, StageCosts(*passes)) - 16 * (1.0 + half + weight)
             formula = 3 * (1.0 + half - weight) / stages_per_rank
             assert lost == pytest.approx(formula) if weight <= half else lost > formula + 0.1
@@ -160,10 +216,17 @@ def test_closed_forms_of_unequal_stages() -> None:
     for _ in range(300):
         stages, parts = draw.randint(1, 6), draw.randint(1, 10)
         costs = random_costs(stages, draw, skips=False)
-        hops, back = [*(costs.transfer_seconds or {}).values()], [*(costs.gradient_seconds or {}).values()]
+        hops, back = (
+            [*(costs.transfer_seconds or {}).values()],
+            [*(costs.gradient_seconds or {}).values()],
+        )
         schedule = make_schedule("gpipe", num_ranks=stages, num_microbatches=parts)
         exact = gpipe_seconds(
-            costs.forward, backward=costs.backward, num_microbatches=parts, transfer=hops, gradient_transfer=back
+            costs.forward,
+            backward=costs.backward,
+            num_microbatches=parts,
+            transfer=hops,
+            gradient_transfer=back,
         )
         assert step_seconds(schedule, costs) == pytest.approx(exact)
         same = replace(costs, gradient_seconds=None)
@@ -193,7 +256,11 @@ def test_held_counts_give_the_peak_of_activations() -> None:
         peaks = []
         for rank, counts in enumerate(held_counts(schedule)):
             stages = schedule.stages_of(rank)
-            sizes = [row[stage] for row in (costs.activation_bytes or [], costs.weight_bytes or []) for stage in stages]
+            sizes = [
+                row[stage]
+                for row in (costs.activation_bytes or [], costs.weight_bytes or [])
+                for stage in stages
+            ]
             peaks.append((counts @ np.array(sizes)).max())
         assert simulate(schedule, costs).peak_bytes == pytest.approx(peaks)
 
@@ -213,7 +280,9 @@ def test_a_link_carries_one_tensor_at_a_time() -> None:
     """Stage 0 sends to stages 1 and 2, both on rank 1: the second waits for the first."""
     actions = ((Action("forward", 0, 0),), (Action("forward", 1, 0), Action("forward", 2, 0)))
     schedule = Schedule("mine", 1, (0, 1, 1), actions)
-    costs = StageCosts([1.0] * 3, [1.0] * 3, transfer_seconds={(0, 1): 2.0, (0, 2): 2.0, (1, 2): 9.0})
+    costs = StageCosts(
+        [1.0] * 3, [1.0] * 3, transfer_seconds={(0, 1): 2.0, (0, 2): 2.0, (1, 2): 9.0}
+    )
     found = simulate(schedule, costs)
     assert [(span.start, span.end) for span in found.transfers] == [(1.0, 3.0), (3.0, 5.0)]
     assert found.step_seconds == 6.0
@@ -221,7 +290,9 @@ def test_a_link_carries_one_tensor_at_a_time() -> None:
 
 def test_forward_schedules_hold_no_activations_and_keep_ranks_busy() -> None:
     schedule = forward_schedule((0, 1, 2, 0, 1, 2), 6)
-    costs = equal_costs(6, 1.0, 2.0, activation_bytes=[1.0] * 6, static_bytes=[3.0] * 6, forward_bytes=[2.0] * 6)
+    costs = equal_costs(
+        6, 1.0, 2.0, activation_bytes=[1.0] * 6, static_bytes=[3.0] * 6, forward_bytes=[2.0] * 6
+    )
     found = simulate(schedule, costs)
     assert (found.step_seconds, found.peak_bytes) == (14.0, (8.0, 8.0, 8.0))
 
@@ -231,10 +302,16 @@ def test_forward_schedules_hold_no_activations_and_keep_ranks_busy() -> None:
     [
         (StageCosts([1.0], [1.0, 1.0]), "forward has a number for each of 2 stages; got 1"),
         (StageCosts([1.0, -1.0], [1.0, 1.0]), "forward has finite numbers of at least 0"),
-        (StageCosts([1.0, 1.0], [1.0, 1.0]), "splits backward; its costs have no seconds of backward_input"),
+        (
+            StageCosts([1.0, 1.0], [1.0, 1.0]),
+            "splits backward; its costs have no seconds of backward_input",
+        ),
         (equal_costs(2, 1.0, 1.0, transfer_bytes={(0, 2): 1.0}), "transfer_bytes has edges"),
         (equal_costs(2, 1.0, 1.0, gradient_seconds={}), "gradient_seconds has every edge"),
-        (StageCosts([1.0] * 2, [1.0] * 2, [1.0] * 2, [1.0] * 2, {(1, 0): 1.0}), "receives from stages before it"),
+        (
+            StageCosts([1.0] * 2, [1.0] * 2, [1.0] * 2, [1.0] * 2, {(1, 0): 1.0}),
+            "receives from stages before it",
+        ),
     ],
 )
 def test_costs_that_do_not_fit_are_refused(costs: StageCosts, message: str) -> None:
@@ -245,6 +322,9 @@ def test_costs_that_do_not_fit_are_refused(costs: StageCosts, message: str) -> N
 
 
 def test_a_schedule_that_hangs_is_not_simulated() -> None:
-    rows = ((Action("forward", 0, 0), Action("backward", 0, 0)), (Action("backward", 1, 0), Action("forward", 1, 0)))
+    rows = (
+        (Action("forward", 0, 0), Action("backward", 0, 0)),
+        (Action("backward", 1, 0), Action("forward", 1, 0)),
+    )
     with pytest.raises(ScheduleError, match="before its forward"):
         simulate(Schedule("mine", 1, (0, 1), rows), equal_costs(2, 1.0, 1.0))

@@ -42,7 +42,9 @@ def sent(module: nn.Module, *, ignored: tuple[str, ...] = (), **arguments: Any) 
         future.set_result(bucket.buffer())
         return future
 
-    note.__annotations__.update(bucket=dist.GradBucket, **{"return": torch.futures.Future[torch.Tensor]})
+    note.__annotations__.update(
+        bucket=dist.GradBucket, **{"return": torch.futures.Future[torch.Tensor]}
+    )
     ddp.register_comm_hook(None, note)
     for _ in range(2):
         sizes.clear()
@@ -50,7 +52,9 @@ def sent(module: nn.Module, *, ignored: tuple[str, ...] = (), **arguments: Any) 
     return sizes
 
 
-@pytest.mark.parametrize(("count", "expected"), [(3, [MIB] * 3), (16, [MIB] * 16), (40, [3 * MIB] * 13 + [MIB])])
+@pytest.mark.parametrize(
+    ("count", "expected"), [(3, [MIB] * 3), (16, [MIB] * 16), (40, [3 * MIB] * 13 + [MIB])]
+)
 def test_a_sixteenth_and_one_mebibyte_at_least(count: int, expected: list[int]) -> None:
     module = layers(count)
     assert sent(module) == expected

@@ -1,6 +1,7 @@
 """Predicted bytes of plans against those that two ranks really take, phase by phase.
 
-The ranks are new processes: forked ones could reuse what earlier tests freed, and would seem to take less.
+The ranks are new processes: forked ones could reuse what earlier tests freed, and would seem to
+take less.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class Stack(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(480, 480), nn.GELU()) for _ in range(40))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(480, 480), nn.GELU()) for _ in range(40)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -62,7 +65,9 @@ def peaks(rank: int, level: int, views: bool) -> list[tuple[float, float]]:
     profile = read_optimizer(optimizers, named_parameters=named)
     names = [block.name for block in graph.blocks]
     plan = replace(uniform_plan(level, data_parallel_size=2, blocks=names), gradient_views=views)
-    step = TrainingStep(graph, cluster_of(2, backend="gloo"), profile, data_mesh(2), 128, gradient_views=views)
+    step = TrainingStep(
+        graph, cluster_of(2, backend="gloo"), profile, data_mesh(2), 128, gradient_views=views
+    )
     found = explain(PlanCosts(step), plan.configs).phases
     predicted = [
         max(size for phase, size in found.items() if phase.startswith(kind))
@@ -95,14 +100,22 @@ def peaks(rank: int, level: int, views: bool) -> list[tuple[float, float]]:
         note(2)
         del loss
     engine.release()
-    # Pages that the kernel takes away or gives back meanwhile make one peak of them lower or higher.
-    return [(size / MIB, median(taken[2:]) / MIB) for size, taken in zip(predicted, measured, strict=True)]
+    # Pages that the kernel takes away or gives back meanwhile make one peak of them lower or
+    # higher.
+    return [
+        (size / MIB, median(taken[2:]) / MIB)
+        for size, taken in zip(predicted, measured, strict=True)
+    ]
 
 
 @linux
 @pytest.mark.parametrize(("level", "views"), [(0, False), (0, True), (1, False), (1, True)])
 def test_whole_gradients_take_what_was_predicted(level: int, views: bool) -> None:
-    """Up to what a process keeps beside tensors, some MiB; not all results of an update arrive at once."""
+    """Up to what a process keeps beside tensors, some MiB; not all results of an update arrive at
+    once.
+    """
     for rank in run_ranks(peaks, 2, level, views, fresh=True):
-        for phase, (predicted, measured) in zip(("forward", "backward", "update"), rank, strict=True):
+        for phase, (predicted, measured) in zip(
+            ("forward", "backward", "update"), rank, strict=True
+        ):
             assert 0.85 * predicted < measured < predicted + 10, (phase, rank)

@@ -10,11 +10,25 @@ import pytest
 
 from lightning_topt.costs.lifetimes import Phases
 from lightning_topt.costs.segments import blocks_reduced_last, locate
-from lightning_topt.costs.sizes import gradient_bytes, padded_bytes, parameter_bytes, shard_bytes, shard_share
+from lightning_topt.costs.sizes import (
+    gradient_bytes,
+    padded_bytes,
+    parameter_bytes,
+    shard_bytes,
+    shard_share,
+)
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.graph.op_config import OpConfig
-from lightning_topt.graph.op_graph import Amount, Block, Op, Parameter, Segment, TensorEdge, TensorSpec
+from lightning_topt.graph.op_graph import (
+    Amount,
+    Block,
+    Op,
+    Parameter,
+    Segment,
+    TensorEdge,
+    TensorSpec,
+)
 from lightning_topt.optim.assignment import Share, assign_pieces
 from lightning_topt.techniques.explain import Explanation, explain
 from lightning_topt.techniques.plan_costs import PlanCosts
@@ -46,7 +60,11 @@ def held(segment, recompute):
 
 def backward_spike(segment, recompute):
     own = segment.kept_bytes.at(BATCH) + segment.backward_peak_bytes.at(BATCH)
-    return max(own, segment.output_bytes.at(BATCH) + segment.forward_peak_bytes.at(BATCH)) if recompute else own
+    return (
+        max(own, segment.output_bytes.at(BATCH) + segment.forward_peak_bytes.at(BATCH))
+        if recompute
+        else own
+    )
 
 
 def simulate_replicated(graph, profile, configs, world_size, rank, views):
@@ -54,7 +72,10 @@ def simulate_replicated(graph, profile, configs, world_size, rank, views):
     level_1 = [p for p in graph.parameters if configs[p.block].storage.level == 1]
     trained = [p for p in level_1 if p.trainable]
     shares = [Share(i, 1, p.numel, float(p.numel), splittable=False) for i, p in enumerate(trained)]
-    owners = {trained[piece.index].name: piece.owner for piece in assign_pieces(shares, world_size=world_size)}
+    owners = {
+        trained[piece.index].name: piece.owner
+        for piece in assign_pieces(shares, world_size=world_size)
+    }
     memory.alloc("buffers", graph.buffer_bytes + graph.input_bytes.at(BATCH))
     for p in graph.parameters:
         memory.alloc("parameters", parameter_bytes(p))
@@ -78,10 +99,13 @@ def simulate_replicated(graph, profile, configs, world_size, rank, views):
         memory.alloc("backward", backward_spike(segment, configs[segment.block].recompute))
         for p in graph.parameters:
             first, last = spans[p.name]
-            if last == k and (first != k or not views):  # views: copied into a bucket one by one, and freed
+            # views: copied into a bucket one by one, and freed
+            if last == k and (first != k or not views):
                 memory.alloc(("gradient", p.name), gradient_bytes(p))
         parts = [
-            gradient_bytes(p) for p in graph.parameters if spans[p.name][0] == k and (views or spans[p.name][1] != k)
+            gradient_bytes(p)
+            for p in graph.parameters
+            if spans[p.name][0] == k and (views or spans[p.name][1] != k)
         ]
         memory.spike(max(parts, default=0))
         for p in graph.parameters:
@@ -94,19 +118,27 @@ def simulate_replicated(graph, profile, configs, world_size, rank, views):
 
 
 class Fsdp:
-    """One step of FSDP2 as its source reads: gathers, prefetches, reductions, each buffer by itself."""
+    """One step of FSDP2 as its source reads: gathers, prefetches, reductions, each buffer by
+    itself.
+    """
 
     def __init__(self, graph, profile, configs, world_size, backend):
         self.graph, self.profile, self.size, self.memory = graph, profile, world_size, Memory()
         self.levels = {name: config.storage.level for name, config in configs.items()}
         self.recompute = {name: config.recompute for name, config in configs.items()}
         self.spans, self.backend = locate(graph).of_parameter, backend
-        self.order = list(dict.fromkeys(s.block for s in graph.timeline if s.block and graph.block_parameters(s.block)))
+        self.order = list(
+            dict.fromkeys(
+                s.block for s in graph.timeline if s.block and graph.block_parameters(s.block)
+            )
+        )
         self.last_flat = self.reducing = None
 
     def flat(self, block, trainable=False):
         return sum(
-            padded_bytes(p, self.size) for p in self.graph.block_parameters(block) if p.trainable or not trainable
+            padded_bytes(p, self.size)
+            for p in self.graph.block_parameters(block)
+            if p.trainable or not trainable
         )
 
     def whole(self, block):
@@ -116,7 +148,8 @@ class Fsdp:
         self.memory.alloc(("flat", block), self.flat(block))
         self.memory.alloc(("whole", block), self.whole(block))
         if self.last_flat is not None:
-            self.memory.free(("flat", self.last_flat))  # a local variable of `wait_for_unshard` holds it until here
+            # a local variable of `wait_for_unshard` holds it until here
+            self.memory.free(("flat", self.last_flat))
         self.last_flat = block
 
     def prefetch(self, block):
@@ -150,7 +183,9 @@ class Fsdp:
         memory.alloc("buffers", graph.buffer_bytes + graph.input_bytes.at(BATCH))
         for p in graph.parameters:
             share = shard_share(p, self.size)
-            memory.alloc("shards", shard_bytes(p, self.size) + self.profile.state_bytes(p.name) * share)
+            memory.alloc(
+                "shards", shard_bytes(p, self.size) + self.profile.state_bytes(p.name) * share
+            )
             memory.alloc("old gradients", shard_bytes(p, self.size) if p.trainable else 0)
         self.gather_forward("")
         for k, segment in enumerate(graph.timeline):
@@ -168,7 +203,9 @@ class Fsdp:
         self.reduce("")
         memory.free(("reducing", ""))
         shares = {p.name: shard_share(p, self.size) for p in graph.parameters}
-        memory.spike(max((u.temporary_bytes * shares[n] for n, u in self.profile.updates.items()), default=0))
+        memory.spike(
+            max((u.temporary_bytes * shares[n] for n, u in self.profile.updates.items()), default=0)
+        )
         return memory.peak
 
     def backward(self, k, segment):
@@ -193,7 +230,9 @@ def costs_of(graph, profile, world_size, backend="nccl", views=False):
 
 def random_plan(graph, profile, levels, world_size, rng):
     costs = costs_of(graph, profile, world_size)
-    legal = {b.name: [c for c in costs.configs(b) if c.storage.level in levels] for b in graph.blocks}
+    legal = {
+        b.name: [c for c in costs.configs(b) if c.storage.level in levels] for b in graph.blocks
+    }
     return {name: rng.choice(configs) for name, configs in legal.items()}
 
 
@@ -211,7 +250,10 @@ def test_replicated_peak_is_that_of_a_simulated_step(seed, views):
     graph, world_size = random_graph(seed, num_blocks=rng.randint(1, 4)), rng.randint(1, 4)
     profile = profile_of(graph, elementwise=seed % 2 == 0)
     configs = random_plan(graph, profile, (0, 1), world_size, rng)
-    peaks = [simulate_replicated(graph, profile, configs, world_size, rank, views) for rank in range(world_size)]
+    peaks = [
+        simulate_replicated(graph, profile, configs, world_size, rank, views)
+        for rank in range(world_size)
+    ]
     result = explained(graph, profile, configs, world_size, views=views)
     assert result.peak_bytes == pytest.approx(max(peaks), abs=1e-6)
 
@@ -230,13 +272,26 @@ def test_sharded_peak_is_that_of_a_simulated_step(seed):
 
 
 def test_hand_made_numbers():
-    """Two blocks of a 4 x 4 float32 matrix each; activations 100 and 200 bytes kept, 10 of output."""
+    """Two blocks of a 4 x 4 float32 matrix each; activations 100 and 200 bytes kept, 10 of
+    output.
+    """
     parameters = tuple(Parameter(f"{b}.w", (4, 4), "float32", b) for b in "ab")
     ops = tuple(Op(b, "Linear", b, b, (f"{b}.w",), (), (), (), Amount()) for b in "ab")
     timeline = tuple(
-        Segment(b, Amount(kept), Amount(10), Amount(kept), Amount(5)) for b, kept in (("a", 100.0), ("b", 200.0))
+        Segment(b, Amount(kept), Amount(10), Amount(kept), Amount(5))
+        for b, kept in (("a", 100.0), ("b", 200.0))
     )
-    graph = graph_of("M", 1, ops, (), parameters, (Block("a", 0, True), Block("b", 0, True)), timeline, 0, Amount())
+    graph = graph_of(
+        "M",
+        1,
+        ops,
+        (),
+        parameters,
+        (Block("a", 0, True), Block("b", 0, True)),
+        timeline,
+        0,
+        Amount(),
+    )
     profile = profile_of(graph)
 
     def peak(level, recompute=False, world_size=2, views=False):
@@ -252,12 +307,14 @@ def test_hand_made_numbers():
     # In the backward of b, whose gradient is not in a bucket yet.
     assert peak(0, views=True).peak_bytes == whole + 100 + 200 + 5 + 64
     assert peak(0, views=True).peak_phase == "backward 1"
-    assert peak(0, recompute=True, views=True).peak_bytes == whole + 10 + (10 + 200) + 64  # b runs its forward again
+    # b runs its forward again
+    assert peak(0, recompute=True, views=True).peak_bytes == whole + 10 + (10 + 200) + 64
     assert peak(1, views=True).peak_bytes == whole - 132 + 100 + 200 + 5 + 64
     shards = 2 * (32 + 66)
     # backward of b: its whole parameter and gradient; the flat buffer of a, gathered ahead
     assert peak(3).peak_bytes == shards + 100 + 200 + 5 + 64 + 64 + 64
-    # forward of b: both whole parameters, b's flat buffer, and the shards of the last step's gradients
+    # forward of b: both whole parameters, b's flat buffer, and the shards of the last step's
+    # gradients
     assert peak(2).peak_bytes == shards + 100 + 200 + 2 * 64 + 64 + 2 * 32
     assert peak(2).peak_phase == "forward 1"
 
@@ -266,7 +323,9 @@ def test_phases_are_complete_and_parts_add_up():
     graph = random_graph(5)
     profile, phases = profile_of(graph), Phases(len(graph.timeline))
     assert len(set(phases.order)) == len(phases.order) == 6 * len(graph.timeline) + 4
-    result = explained(graph, profile, random_plan(graph, profile, (0, 1, 2, 3), 2, random.Random(0)), 2)
+    result = explained(
+        graph, profile, random_plan(graph, profile, (0, 1, 2, 3), 2, random.Random(0)), 2
+    )
     assert sum(result.peak_parts.values()) == pytest.approx(result.peak_bytes)
     assert max(result.phases.values()) == result.phases[result.peak_phase] == result.peak_bytes
 
@@ -274,7 +333,9 @@ def test_phases_are_complete_and_parts_add_up():
 def test_parameters_used_in_two_segments_are_located():
     ops = tuple(
         Op(f"o{i}", "X", "", b, names, (), (), (), Amount())
-        for i, (b, names) in enumerate([("", ("e",)), ("a", ("w",)), ("", ("e",)), ("b", ()), ("", ("e2",))])
+        for i, (b, names) in enumerate(
+            [("", ("e",)), ("a", ("w",)), ("", ("e",)), ("b", ()), ("", ("e2",))]
+        )
     )
     names = ["", "a", "", "b", ""]
     timeline = tuple(Segment(b, Amount(), Amount(), Amount(), Amount()) for b in names)
@@ -284,7 +345,15 @@ def test_parameters_used_in_two_segments_are_located():
         Parameter("unused", (1,), "float32", "b"),
     )
     graph = graph_of(
-        "M", 1, ops, (), parameters, tuple(Block(b, 0, False) for b in ("", "a", "b")), timeline, 0, Amount()
+        "M",
+        1,
+        ops,
+        (),
+        parameters,
+        tuple(Block(b, 0, False) for b in ("", "a", "b")),
+        timeline,
+        0,
+        Amount(),
     )
     segments = locate(graph)
     assert segments.of_op == {"o0": 0, "o1": 1, "o2": 2, "o3": 3, "o4": 4}

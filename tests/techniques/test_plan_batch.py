@@ -1,4 +1,6 @@
-"""Many plans at once against one at a time, and what is known of equal blocks against blocks looked at one by one."""
+"""Many plans at once against one at a time, and what is known of equal blocks against blocks looked
+at one by one.
+"""
 
 from __future__ import annotations
 
@@ -46,6 +48,8 @@ def test_what_is_known_of_a_block_holds_for_blocks_alike(seed):
     for row in range(6):
         configs = batch.configs_of(row)
         alone = PlanCosts(replace(costs.step))
-        alone.step.__dict__["alike"] = {block.name: number for number, block in enumerate(costs.step.graph.blocks)}
+        alone.step.__dict__["alike"] = {
+            block.name: number for number, block in enumerate(costs.step.graph.blocks)
+        }
         np.testing.assert_allclose(costs.memory(configs), alone.memory(configs), rtol=1e-12)
         assert costs.seconds(configs) == pytest.approx(alone.seconds(configs), rel=1e-12)

@@ -1,4 +1,6 @@
-"""Seconds of plans against a simulated network; what is legal; what configurations and measurements change."""
+"""Seconds of plans against a simulated network; what is legal; what configurations and measurements
+change.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,8 @@ def test_one_rank(seed):
     chosen = {name: configs[-1] for name, configs in legal.items()}
     result = explain(costs, chosen)
     sizes = [4 * p.numel for p in graph.parameters if p.trainable]
-    assert result.seconds["reduce"] == pytest.approx(2 * 2 * sum(sizes) / 1e3)  # into buckets and out of them
+    # into buckets and out of them
+    assert result.seconds["reduce"] == pytest.approx(2 * 2 * sum(sizes) / 1e3)
     viewed = explained(graph, chosen, **arguments(graph, 1), gradient_views=True)
     assert viewed.seconds["reduce"] == pytest.approx(2 * sum(sizes) / 1e3)
     assert result.step_seconds - viewed.step_seconds == pytest.approx(2 * sum(sizes) / 1e3)
@@ -88,7 +91,10 @@ def test_under_gloo_sharded_exchanges_block(seed):
     rng = random.Random(seed)
     graph = random_graph(seed)
     costs = costs_of(graph, **arguments(graph, 3, overlap=1.0, backend="gloo"))
-    configs = {b.name: rng.choice([c for c in costs.configs(b) if c.storage.level >= 2]) for b in graph.blocks}
+    configs = {
+        b.name: rng.choice([c for c in costs.configs(b) if c.storage.level >= 2])
+        for b in graph.blocks
+    }
     result = explain(costs, configs)
     assert result.step_seconds == pytest.approx(sum(result.seconds.values()))
 
@@ -101,7 +107,9 @@ def test_overlap_helps_and_never_beats_computation():
     assert seconds == sorted(seconds, reverse=True)
     assert seconds[0] > seconds[-1] >= results[-1].compute_seconds
     for result in results:
-        assert result.step_seconds == pytest.approx(result.compute_seconds + result.exposed_communication_seconds)
+        assert result.step_seconds == pytest.approx(
+            result.compute_seconds + result.exposed_communication_seconds
+        )
     blocking = explained(graph, configs, **arguments(graph, 4, overlap=0.0))
     exchanged = blocking.seconds["reduce"] + blocking.seconds["buffers"]
     assert blocking.exposed_communication_seconds == pytest.approx(exchanged)
@@ -113,14 +121,19 @@ def test_what_configurations_change():
     results = {
         (stage, again): explained(
             graph,
-            {b.name: OpConfig.zero(stage, recompute=again and b.recomputable) for b in graph.blocks},
+            {
+                b.name: OpConfig.zero(stage, recompute=again and b.recomputable)
+                for b in graph.blocks
+            },
             **given,
         )
         for stage in range(4)
         for again in (False, True)
     }
     assert results[0, True].seconds["recompute"] > 0 == results[0, False].seconds["recompute"]
-    assert results[0, True].seconds["backward"] == pytest.approx(results[0, False].seconds["backward"])
+    assert results[0, True].seconds["backward"] == pytest.approx(
+        results[0, False].seconds["backward"]
+    )
     assert results[1, False].seconds["update"] < results[0, False].seconds["update"]
     assert results[1, False].seconds["broadcast"] > 0 == results[0, False].seconds["broadcast"]
     assert (
@@ -191,19 +204,27 @@ def test_optimizers_limit_the_space():
 
 @pytest.mark.parametrize("level", [0, 2])
 def test_returned_memory_costs_its_page_faults(level):
-    """What is allocated, the optimizer's temporaries and the buffers of sharded plans, at the price of the device."""
+    """What is allocated, the optimizer's temporaries and the buffers of sharded plans, at the price
+    of the device.
+    """
     graph = random_graph(3)
     large = replace(graph.parameters[0], shape=(512, 256), trainable=True)  # 512 KiB
     allocated = Amount(1 << 17)
-    ops = tuple(replace(op, forward=tuple(replace(k, allocated=allocated) for k in op.forward)) for op in graph.ops)
+    ops = tuple(
+        replace(op, forward=tuple(replace(k, allocated=allocated) for k in op.forward))
+        for op in graph.ops
+    )
     graph = replace(graph, ops=ops, parameters=(large, *graph.parameters[1:]))
     given = arguments(graph, 2, overlap=0.0, backend="gloo")
     device = replace(given["cluster"].device, page_fault_seconds_per_byte=1e-6)
     given["cluster"] = replace(given["cluster"], device=device)
     configs = {block.name: OpConfig.zero(level) for block in graph.blocks}
     activations = sum(k.count for op in ops for k in op.forward) * (1 << 17)
-    buffers = 0 if level == 0 else 4 * (1 << 19) + (1 << 18)  # a gather's two; a reduction's two and the shard
-    kept, returned = (explained(graph, configs, returns_memory=returns, **given) for returns in (False, True))
+    # a gather's two; a reduction's two and the shard
+    buffers = 0 if level == 0 else 4 * (1 << 19) + (1 << 18)
+    kept, returned = (
+        explained(graph, configs, returns_memory=returns, **given) for returns in (False, True)
+    )
     temporaries = (1 << 19) if level == 0 else (1 << 18)
     extra = returned.step_seconds - kept.step_seconds
     assert extra == pytest.approx(1e-6 * (activations + buffers + temporaries), rel=1e-2)
@@ -226,4 +247,6 @@ def test_sharded_blocks_cost_the_host_time(monkeypatch, level, gathers):
         exchanges = (1 if not name and level else gathers) * bool(parameters)
         exchanges += bool(level) * any(p.trainable for p in parameters)
         expected += exchanges * (1.0 + 0.1 * len(parameters))
-    assert explained(graph, configs, **given).step_seconds - free.step_seconds == pytest.approx(expected)
+    assert explained(graph, configs, **given).step_seconds - free.step_seconds == pytest.approx(
+        expected
+    )

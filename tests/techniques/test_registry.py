@@ -1,4 +1,6 @@
-"""What the registry says that can be run: a placement has at most one technique, and one without is refused."""
+"""What the registry says that can be run: a placement has at most one technique, and one without is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ OF_PRESETS = {
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_presets_have_a_technique(preset: str) -> None:
-    assert technique_of(OpConfig(PRESETS[preset].storage(HYBRID)), HYBRID).name == OF_PRESETS[preset]
+    assert (
+        technique_of(OpConfig(PRESETS[preset].storage(HYBRID)), HYBRID).name == OF_PRESETS[preset]
+    )
     on_one_axis = OF_PRESETS[preset].replace("hybrid", "full")  # the last axis is the only one
     assert technique_of(OpConfig(PRESETS[preset].storage(FLAT)), FLAT).name == on_one_axis
 
@@ -44,7 +48,9 @@ def test_no_placement_has_two_techniques_and_what_has_none_is_refused() -> None:
             config = OpConfig(Storage(*storage))
         except ValueError:
             continue
-        claims = [technique for technique in TECHNIQUES if "storage" in technique.claims(config, HYBRID)]
+        claims = [
+            technique for technique in TECHNIQUES if "storage" in technique.claims(config, HYBRID)
+        ]
         assert len(claims) <= 1
         if claims:
             run.add(config.storage)
@@ -70,7 +76,12 @@ ZERO1 = OpConfig(PRESETS["zero1"].storage(STAGES))
             None,
             "block 'a': no technique",
         ),
-        (HYBRID, {"": OpConfig.zero(3, axes=2, over=[0])}, None, "on the mesh data_replicate 2 x data_shard 2"),
+        (
+            HYBRID,
+            {"": OpConfig.zero(3, axes=2, over=[0])},
+            None,
+            "on the mesh data_replicate 2 x data_shard 2",
+        ),
         (TENSOR, {"": OpConfig.zero(3, axes=2)}, None, "on the mesh data 2 x tensor 2"),
         (FLAT, {"": replace(PLAIN, outputs=((Partial(),),))}, None, "takes care of its outputs"),
         (FLAT, {"": OpConfig.zero(3), "a": OpConfig.zero(2)}, BF16(), "needs whole gradients"),
@@ -80,10 +91,25 @@ ZERO1 = OpConfig(PRESETS["zero1"].storage(STAGES))
             BF16(),
             "a single rank along the data axes exchanges nothing",
         ),
-        (STAGES, {"": OpConfig(PRESETS["zero3"].storage(STAGES))}, None, "level 3, which does not go together with st"),
-        (STAGES, {"": ZERO1, "a": OpConfig(PRESETS["zero2"].storage(STAGES))}, None, "block 'a' has ZeRO level 2"),
+        (
+            STAGES,
+            {"": OpConfig(PRESETS["zero3"].storage(STAGES))},
+            None,
+            "level 3, which does not go together with st",
+        ),
+        (
+            STAGES,
+            {"": ZERO1, "a": OpConfig(PRESETS["zero2"].storage(STAGES))},
+            None,
+            "block 'a' has ZeRO level 2",
+        ),
         (STAGES, {"": ZERO1}, BF16(), "averages gradients of stages as they are"),
-        (Mesh((Axis("pipeline", 2), Axis("time", 2))), {"": OpConfig.zero(0, axes=2)}, None, "axis 'time'"),
+        (
+            Mesh((Axis("pipeline", 2), Axis("time", 2))),
+            {"": OpConfig.zero(0, axes=2)},
+            None,
+            "axis 'time'",
+        ),
     ],
 )
 def test_what_nothing_runs_is_refused(
@@ -95,7 +121,10 @@ def test_what_nothing_runs_is_refused(
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_every_mix_of_presets_runs(mesh: str) -> None:
-    every = {name: OpConfig(preset.storage(MESHES[mesh]), recompute=True) for name, preset in PRESETS.items()}
+    every = {
+        name: OpConfig(preset.storage(MESHES[mesh]), recompute=True)
+        for name, preset in PRESETS.items()
+    }
     for preset in PRESETS.values():
         check_runs(MESHES[mesh], {**every, "": OpConfig(preset.storage(MESHES[mesh]))})
     check_runs(MESHES[mesh], {**every, "": every["ddp"].__class__(every["zero3"].storage)}, BF16())
@@ -114,11 +143,14 @@ def test_stages_with_whole_gradients_run() -> None:
     check_runs(cube, {"": OpConfig(PRESETS["zero1"].storage(cube), parameters=split)})
 
 
-# ---- blocks of a module ---------------------------------------------------------------------------------------------
+# ---- blocks of a module
+# ---------------------------------------------------------------------------------------------
 
 
 def tied() -> nn.Module:
-    module = nn.ModuleDict({"first": nn.Linear(3, 3), "second": nn.Linear(3, 3), "loose": nn.Linear(3, 3, bias=False)})
+    module = nn.ModuleDict(
+        {"first": nn.Linear(3, 3), "second": nn.Linear(3, 3), "loose": nn.Linear(3, 3, bias=False)}
+    )
     module["second"].weight = module["first"].weight
     return module
 
@@ -129,18 +161,28 @@ def test_parameters_belong_to_the_block_of_their_first_name() -> None:
     assert list(found["first"]) == ["first.weight", "first.bias", "second.weight"]
     assert list(found[""]) == ["second.bias", "loose.weight"]
     assert found["first"]["second.weight"] is module["first"].weight
-    assert block_of("first.deep.weight", ["first", ""]) == "first" and block_of("firstly.weight", ["first", ""]) == ""
+    assert (
+        block_of("first.deep.weight", ["first", ""]) == "first"
+        and block_of("firstly.weight", ["first", ""]) == ""
+    )
 
 
 @pytest.mark.parametrize("level", range(4))
 def test_tied_parameters_of_two_blocks(level: int) -> None:
     for other in (level, 0):
-        configs = {"first": OpConfig.zero(level), "second": OpConfig.zero(other), "": OpConfig.zero(0)}
+        configs = {
+            "first": OpConfig.zero(level),
+            "second": OpConfig.zero(other),
+            "": OpConfig.zero(0),
+        }
         parameters = parameters_by_block(tied(), configs)
         if level < 2:
             check_tied(parameters, configs)
         else:
-            with pytest.raises(ValueError, match=r"'second.weight' of block 'second' is tied to one of block 'first'"):
+            with pytest.raises(
+                ValueError,
+                match=r"'second.weight' of block 'second' is tied to one of block 'first'",
+            ):
                 check_tied(parameters, configs)
     inside = {"first": OpConfig.zero(0), "": OpConfig.zero(3)}
     with pytest.raises(ValueError, match=r"'second.weight' of block ''"):

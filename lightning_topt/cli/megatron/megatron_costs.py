@@ -1,9 +1,11 @@
-"""Seconds and bytes of Megatron rows, by the model that the search prices pipelines with (`plan.stage_times`).
+"""Seconds and bytes of Megatron rows, by the model that the search prices pipelines with
+(`plan.stage_times`).
 
-A row is a chain of equal layers on stages of equally many (the first have one more where that is not possible), under 1F1B, on
-a mesh pipeline x data x tensor whose tensor groups are neighbours. Every shape of layer is captured once, with three layers
-(`RepeatedBlocks`), whatever the depth and the batch. Layers recompute their activations only where a rank's memory is too small
-to keep them, and large enough then.
+A row is a chain of equal layers on stages of equally many (the first have one more where that is
+not possible), under 1F1B, on a mesh pipeline x data x tensor whose tensor groups are neighbours.
+Every shape of layer is captured once, with three layers (`RepeatedBlocks`), whatever the depth and
+the batch. Layers recompute their activations only where a rank's memory is too small to keep them,
+and large enough then.
 """
 
 from __future__ import annotations
@@ -30,18 +32,24 @@ from lightning_topt.plan.repeated_blocks import RepeatedBlocks, repeat_blocks
 from lightning_topt.plan.stage_blocks import StageBlocks
 from lightning_topt.plan.stage_peaks import peak_bytes_of, stage_bytes
 from lightning_topt.plan.stage_tables import PASS_SECONDS, PipelineShape
-from lightning_topt.plan.stage_times import StageSeconds, formula_step_seconds, stage_seconds, step_seconds_of
+from lightning_topt.plan.stage_times import (
+    StageSeconds,
+    formula_step_seconds,
+    stage_seconds,
+    step_seconds_of,
+)
 
-# Adam in mixed precision (Micikevicius et al., arXiv 1710.03740; Rajbhandari et al., arXiv 1910.02054, section 3.1): a float32
-# copy, momentum and variance; read and written with the gradient, which is copied to float32 and whose norm is taken.
+# Adam in mixed precision (Micikevicius et al., arXiv 1710.03740; Rajbhandari et al., arXiv
+# 1910.02054, section 3.1): a float32 copy, momentum and variance; read and written with the
+# gradient, which is copied to float32 and whose norm is taken.
 STATE_BYTES, MOVED_BYTES = 12, 2 + 4 + 4 + 4 + 2 * 12 + 2
 
 
 @dataclass(frozen=True)
 class RowCosts:
-    """The costs of a row: `step_seconds` of an iteration, `peak_bytes` of the fullest rank, and `seconds` of the parts of an
-    iteration on the slowest rank: "forward", "backward", "pipeline" (what it waits for others), "once" (exchange of gradients
-    and update).
+    """The costs of a row: `step_seconds` of an iteration, `peak_bytes` of the fullest rank, and
+    `seconds` of the parts of an iteration on the slowest rank: "forward", "backward", "pipeline"
+    (what it waits for others), "once" (exchange of gradients and update).
     """
 
     step_seconds: float
@@ -58,7 +66,9 @@ class MegatronCosts:
         self._repeated: dict[tuple[GPTSizes, int], RepeatedBlocks] = {}
 
     def price(self, row: MegatronRow) -> RowCosts:
-        """Return the costs of a row. Raises ValueError for more ranks than the cluster has devices."""
+        """Return the costs of a row. Raises ValueError for more ranks than the cluster has
+        devices.
+        """
         blocks, shape, point, peak = self._placed(row)
         seconds = stage_seconds(blocks, shape, [point])
         step = _step_seconds(seconds, shape)
@@ -80,16 +90,26 @@ class MegatronCosts:
         """The chain, the pipeline, its cut, and the bytes at its peak."""
         if row.gpus > self.cluster.num_devices:
             raise ValueError(
-                f"{row.gpus} GPUs are more than the {self.cluster.num_devices} of the cluster {self.cluster.name!r}: say "
+                f"{row.gpus} GPUs are more than the {self.cluster.num_devices} of the cluster "
+                f"{self.cluster.name!r}: say "
                 f"cluster.num_nodes={math.ceil(row.gpus / self.cluster.devices_per_node)}"
             )
         chain = self._chain_of(row)
         shape = PipelineShape(
-            row.pipeline, row.data, "1f1b", 1, row.num_microbatches, float(row.samples), tensor=row.tensor
+            row.pipeline,
+            row.data,
+            "1f1b",
+            1,
+            row.num_microbatches,
+            float(row.samples),
+            tensor=row.tensor,
         )
         each, more = divmod(row.layers, row.pipeline)
         ends = tuple(each * stage + min(stage, more) for stage in range(1, row.pipeline + 1))
-        points = [StagePoint(0.0, 0.0, ends, (0,) * row.pipeline, (again,) * row.layers) for again in (0, 1)]
+        points = [
+            StagePoint(0.0, 0.0, ends, (0,) * row.pipeline, (again,) * row.layers)
+            for again in (0, 1)
+        ]
         peaks = peak_bytes_of(chain, shape, stage_bytes(chain, shape, points)).tolist()
         again = peaks[0] > self.cluster.device.memory_bytes >= peaks[1]
         return chain, shape, points[again], peaks[again]
@@ -107,7 +127,15 @@ class MegatronCosts:
             for name in ("segments", "reduced_last", "tied", "phases", "_parameters"):
                 step.__dict__[name] = getattr(known.base, name)
             blocks = StageBlocks(step)
-            for name in ("names", "crossings", "_own_crossings", "uses", "owned", "_weight_shares", "_waiting"):
+            for name in (
+                "names",
+                "crossings",
+                "_own_crossings",
+                "uses",
+                "owned",
+                "_weight_shares",
+                "_waiting",
+            ):
                 blocks.__dict__[name] = getattr(known.blocks, name)
             self._chains[sizes] = blocks
         return self._chains[sizes]
@@ -115,7 +143,9 @@ class MegatronCosts:
 
 @dataclass(frozen=True, eq=False)
 class CapturedStep:
-    """The step of one rank on a microbatch, captured, and what does not depend on the cluster of its chain of blocks."""
+    """The step of one rank on a microbatch, captured, and what does not depend on the cluster of
+    its chain of blocks.
+    """
 
     graph: OpGraph
     tensor: int
@@ -123,9 +153,15 @@ class CapturedStep:
     @cached_property
     def base(self) -> TrainingStep:
         """The step, on a cluster that stands for any."""
-        mesh = Mesh((Axis("data", 1), Axis("tensor", self.tensor)) if self.tensor > 1 else (Axis("data", 1),))
+        mesh = Mesh(
+            (Axis("data", 1), Axis("tensor", self.tensor))
+            if self.tensor > 1
+            else (Axis("data", 1),)
+        )
         update = _updates(self.graph)
-        return TrainingStep(self.graph, _any_cluster(self.tensor), update, mesh, self.graph.batch_size)
+        return TrainingStep(
+            self.graph, _any_cluster(self.tensor), update, mesh, self.graph.batch_size
+        )
 
     @cached_property
     def blocks(self) -> StageBlocks:
@@ -135,7 +171,9 @@ class CapturedStep:
 
 def sizes_of(row: MegatronRow) -> GPTSizes:
     """Return what is captured for a row."""
-    fused = takes_fused_softmax(samples=row.samples, heads=row.heads // row.tensor, sequence=row.sequence)
+    fused = takes_fused_softmax(
+        samples=row.samples, heads=row.heads // row.tensor, sequence=row.sequence
+    )
     return GPTSizes(row.hidden, row.heads, row.sequence, min(row.layers, 3), row.tensor, fused)
 
 
@@ -145,7 +183,9 @@ def captured_step(sizes: GPTSizes) -> CapturedStep:
     module = build_on_meta(lambda: MegatronGPT(sizes))
     graph = capture(module, torch.zeros(2, sizes.sequence + 1, dtype=torch.int64))
     layers = [Block(f"layers.{index}", 1, recomputable=False) for index in range(sizes.layers)]
-    return CapturedStep(graph.with_blocks([Block("", 0, recomputable=False), *layers]), sizes.tensor)
+    return CapturedStep(
+        graph.with_blocks([Block("", 0, recomputable=False), *layers]), sizes.tensor
+    )
 
 
 def cluster_for(rows: Sequence[MegatronRow], cluster: Cluster) -> Cluster:
@@ -157,9 +197,14 @@ def cluster_for(rows: Sequence[MegatronRow], cluster: Cluster) -> Cluster:
     if most <= cluster.num_devices:
         return cluster
     if cluster.nodes or cluster.inter is None:
-        why = "has several kinds of nodes" if cluster.nodes else "says nothing of a network between nodes (inter)"
+        why = (
+            "has several kinds of nodes"
+            if cluster.nodes
+            else "says nothing of a network between nodes (inter)"
+        )
         raise ValueError(
-            f"{most} GPUs are more than the {cluster.num_devices} of the cluster {cluster.name!r}, which {why}: describe a "
+            f"{most} GPUs are more than the {cluster.num_devices} of the cluster {cluster.name!r}, "
+            f"which {why}: describe a "
             "larger one"
         )
     return replace(cluster, num_nodes=math.ceil(most / cluster.devices_per_node))
@@ -176,7 +221,9 @@ def _step_seconds(seconds: StageSeconds, shape: PipelineShape) -> float:
 
 def _updates(graph: OpGraph) -> OptimizerProfile:
     updates = {
-        p.name: ParameterUpdate(STATE_BYTES * p.numel, float(MOVED_BYTES * p.numel), 1.0, 0.0, False)
+        p.name: ParameterUpdate(
+            STATE_BYTES * p.numel, float(MOVED_BYTES * p.numel), 1.0, 0.0, False
+        )
         for p in graph.parameters
     }
     return OptimizerProfile("Adam", elementwise=True, by_parameter=True, updates=updates)

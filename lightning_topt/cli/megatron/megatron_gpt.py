@@ -1,8 +1,10 @@
-"""The part of a GPT that one rank of a tensor group runs under Megatron-LM, in plain torch: to capture on meta, not to train.
+"""The part of a GPT that one rank of a tensor group runs under Megatron-LM, in plain torch: to
+capture on meta, not to train.
 
-Parameters and activations are float16. Column- and row-parallel products (Shoeybi et al., arXiv 1909.08053, section 3) hold
-the slices of one rank; their all-reduces are shown to the capture. Scale, mask and softmax are one kernel where Megatron's own
-takes the shape (`takes_fused_softmax`); elsewhere, as there, they are five. Dropout is on, as in training.
+Parameters and activations are float16. Column- and row-parallel products (Shoeybi et al., arXiv
+1909.08053, section 3) hold the slices of one rank; their all-reduces are shown to the capture.
+Scale, mask and softmax are one kernel where Megatron's own takes the shape (`takes_fused_softmax`);
+elsewhere, as there, they are five. Dropout is on, as in training.
 """
 
 from __future__ import annotations
@@ -18,12 +20,15 @@ from torch.nn import functional as F
 from lightning_topt.graph.collective_ops import show_collective
 
 DROPOUT = 0.1
-WORDS, MULTIPLE = 50_257, 128  # of GPT-2's vocabulary; Megatron pads it to a multiple of this on every rank
+# of GPT-2's vocabulary; Megatron pads it to a multiple of this on every rank
+WORDS, MULTIPLE = 50_257, 128
 
 
 @dataclass(frozen=True)
 class GPTSizes:
-    """The sizes of a GPT, and of the tensor group of which one rank is looked at; `fused` as in `takes_fused_softmax`."""
+    """The sizes of a GPT, and of the tensor group of which one rank is looked at; `fused` as in
+    `takes_fused_softmax`.
+    """
 
     hidden: int
     heads: int
@@ -39,16 +44,25 @@ class GPTSizes:
 
 
 def takes_fused_softmax(*, samples: int, heads: int, sequence: int) -> bool:
-    """Return whether Megatron's kernel for causal softmax takes the scores of a rank (`is_kernel_available` there)."""
+    """Return whether Megatron's kernel for causal softmax takes the scores of a rank
+    (`is_kernel_available` there).
+    """
     batches = samples * heads
     per_block = (128 // 32) * (1 if sequence > 128 else 2)  # warps of a block, rows of a warp
-    return 16 < sequence <= 16_384 and sequence % 4 == 0 and batches % 4 == 0 and batches % per_block == 0
+    return (
+        16 < sequence <= 16_384
+        and sequence % 4 == 0
+        and batches % 4 == 0
+        and batches % per_block == 0
+    )
 
 
 class MegatronGPT(nn.Module):
-    """A rank's slices of a GPT with tied embeddings; `training_step` takes tokens (sample, sequence + 1).
+    """A rank's slices of a GPT with tied embeddings; `training_step` takes tokens (sample, sequence
+    + 1).
 
-    Activations are (position, sample, hidden), as Megatron has them: products read heads without a copy.
+    Activations are (position, sample, hidden), as Megatron has them: products read heads without a
+    copy.
     """
 
     def __init__(self, sizes: GPTSizes) -> None:
@@ -92,7 +106,9 @@ class MegatronLayer(nn.Module):
         self.down = nn.Linear(4 * hidden // tensor, hidden, dtype=torch.float16)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        """Return (position, sample, hidden); `mask` (position, position) is true where nothing is to be seen."""
+        """Return (position, sample, hidden); `mask` (position, position) is true where nothing is
+        to be seen.
+        """
         attended = self._attention(self._entered(self.norm1(x)), mask)
         x = x + _dropped(self._summed(self.projection(attended)))
         inner = F.gelu(self.up(self._entered(self.norm2(x))))
@@ -106,7 +122,9 @@ class MegatronLayer(nn.Module):
         if self.fused:
             weights = torch.softmax(scores, dim=-1)
         else:
-            weights = torch.softmax((scores.float() * 0.125).masked_fill(mask, -10_000.0), dim=-1).half()
+            weights = torch.softmax(
+                (scores.float() * 0.125).masked_fill(mask, -10_000.0), dim=-1
+            ).half()
         context = torch.bmm(_dropped(weights), value)
         return context.transpose(0, 1).reshape(positions, samples, -1)
 
@@ -154,7 +172,9 @@ class _Sum(Function):
 
 
 class _CrossEntropy(Function):
-    """Megatron's loss of logits that are split by words: three small all-reduces, and the probabilities are kept."""
+    """Megatron's loss of logits that are split by words: three small all-reduces, and the
+    probabilities are kept.
+    """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, is_split: bool) -> Tensor:

@@ -1,6 +1,7 @@
 """A CSV file of runs under Megatron-LM, a row each, is read, checked, and written with predictions.
 
-The columns are those of github VIA-Research/vTrain (`data/ground_truth_single.csv`), in any order; others are kept, not read.
+The columns are those of github VIA-Research/vTrain (`data/ground_truth_single.csv`), in any order;
+others are kept, not read.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from pathlib import Path
 
 from lightning_topt.costs.plain_values import names, shown
 
-MOST_ROWS, MOST = 100_000, 10**9  # so that no file takes hours, and no size is more than a number of bytes can be
+# so that no file takes hours, and no size is more than a number of bytes can be
+MOST_ROWS, MOST = 100_000, 10**9
 COLUMNS = {
     "gpus": "# GPUs",
     "batch": "global batch",
@@ -30,7 +32,8 @@ TIME = "iteration time (ms)"
 
 @dataclass(frozen=True)
 class MegatronRow:
-    """One run: a GPT, its batch and its parallel sizes; `seconds` of an iteration where they were measured.
+    """One run: a GPT, its batch and its parallel sizes; `seconds` of an iteration where they were
+    measured.
 
     `samples` are those of a microbatch. Raises ValueError for sizes that no run can have.
     """
@@ -50,22 +53,35 @@ class MegatronRow:
     def __post_init__(self) -> None:
         for name, column in COLUMNS.items():
             if not 1 <= getattr(self, name) <= MOST:
-                raise ValueError(f"{column} is a whole number from 1 to {MOST:,}, not {getattr(self, name)}")
+                raise ValueError(
+                    f"{column} is a whole number from 1 to {MOST:,}, not {getattr(self, name)}"
+                )
         product = self.tensor * self.data * self.pipeline
         if product != self.gpus:
             raise ValueError(
-                f"tensor {self.tensor} x data {self.data} x pipeline {self.pipeline} are {product} ranks, not the {self.gpus} "
+                f"tensor {self.tensor} x data {self.data} x pipeline {self.pipeline} are {product} "
+                f"ranks, not the {self.gpus} "
                 f"of {COLUMNS['gpus']!r}"
             )
         for name, parts, over in (
             ("hidden", self.heads, "attention heads"),
             ("heads", self.tensor, "ranks of tensor parallelism"),
-            ("batch", self.data * self.samples, f"data ranks ({self.data}) x micro batch ({self.samples})"),
+            (
+                "batch",
+                self.data * self.samples,
+                f"data ranks ({self.data}) x micro batch ({self.samples})",
+            ),
         ):
             if getattr(self, name) % parts:
-                raise ValueError(f"{COLUMNS[name]} {getattr(self, name)} cannot be divided evenly over {parts} {over}")
+                raise ValueError(
+                    f"{COLUMNS[name]} {getattr(self, name)} cannot be divided evenly over {parts} "
+                    f"{over}"
+                )
         if self.layers < self.pipeline:
-            raise ValueError(f"{self.pipeline} stages of pipeline parallelism need as many layers, not {self.layers}")
+            raise ValueError(
+                f"{self.pipeline} stages of pipeline parallelism need as many layers, not "
+                f"{self.layers}"
+            )
 
     @property
     def num_microbatches(self) -> int:
@@ -87,14 +103,18 @@ class RowFile:
     rows: Sequence[MegatronRow]
 
     def save(self, path: Path, added: Mapping[str, Sequence[float]]) -> None:
-        """Write all columns, and those that are `added`, one value for each row; they replace columns of their names."""
+        """Write all columns, and those that are `added`, one value for each row; they replace
+        columns of their names.
+        """
         kept = [index for index, name in enumerate(self.header) if name.strip() not in added]
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("w", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow([*(self.header[index] for index in kept), *added])
             for line, values in zip(self.lines, zip(*added.values(), strict=True), strict=True):
-                writer.writerow([*(line[index] for index in kept), *(f"{value:.9g}" for value in values)])
+                writer.writerow(
+                    [*(line[index] for index in kept), *(f"{value:.9g}" for value in values)]
+                )
 
 
 def read_rows(path: Path, *, need_times: bool = False) -> RowFile:
@@ -105,12 +125,18 @@ def read_rows(path: Path, *, need_times: bool = False) -> RowFile:
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"cannot read {shown(str(path))} as a CSV file: {error}") from error
     if not lines:
-        raise ValueError(f"{path} is empty: its first line names the columns {', '.join(COLUMNS.values())}")
+        raise ValueError(
+            f"{path} is empty: its first line names the columns {', '.join(COLUMNS.values())}"
+        )
     if len(lines) > MOST_ROWS + 1:
         raise ValueError(f"{path} has more than {MOST_ROWS:,} rows; give it in parts")
     header, *rest = lines
     places = _places(path, header, need_times=need_times)
-    numbered = [(number, line) for number, line in enumerate(rest, start=2) if any(cell.strip() for cell in line)]
+    numbered = [
+        (number, line)
+        for number, line in enumerate(rest, start=2)
+        if any(cell.strip() for cell in line)
+    ]
     if not numbered:
         raise ValueError(f"{path} has no rows below its header")
     rows = [_row(line, places, f"{path}, line {number}", len(header)) for number, line in numbered]
@@ -126,10 +152,13 @@ def _places(path: Path, header: Sequence[str], *, need_times: bool) -> dict[str,
         missing.append(TIME)
     if missing:
         raise ValueError(
-            f"{path} lacks the column{'s' * (len(missing) > 1)} {names(missing)}; it has {names(header)}, and needs those of "
+            f"{path} lacks the column{'s' * (len(missing) > 1)} {names(missing)}; it has "
+            f"{names(header)}, and needs those of "
             "vTrain's ground_truth_single.csv"
         )
-    return {name: known[_plain(column)] for name, column in wanted.items() if _plain(column) in known}
+    return {
+        name: known[_plain(column)] for name, column in wanted.items() if _plain(column) in known
+    }
 
 
 def _plain(name: str) -> str:

@@ -1,1 +1,3 @@
-"""The tasks of `conf/experiment`: ordinary LightningModules and DataModules that know nothing of lightning_topt."""
+"""The tasks of `conf/experiment`: ordinary LightningModules and DataModules that know nothing of
+lightning_topt.
+"""

@@ -1,6 +1,7 @@
 """A byte-level GPT, and the Python standard library's own source to train it on.
 
-Shapes: batch B, sequence S, hidden H, heads N. A batch is bytes (B, S+1): positions 0..S-1 in, 1..S to be predicted.
+Shapes: batch B, sequence S, hidden H, heads N. A batch is bytes (B, S+1): positions 0..S-1 in, 1..S
+to be predicted.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ class ByteGPT(pl.LightningModule):
     Args:
         tied_head: use the embedding's weights for the output layer.
         warmup_steps: steps in which the learning rate rises linearly.
-        decay_steps: step at which a cosine decay ends, at a tenth of `learning_rate`; None keeps the rate.
+        decay_steps: step at which a cosine decay ends, at a tenth of `learning_rate`; None keeps
+            the rate.
 
     Raises ValueError when `hidden` is not divisible by `num_heads`.
     """
@@ -93,17 +95,23 @@ class ByteGPT(pl.LightningModule):
             self.head.weight = self.embedding.weight
 
     def _initialise(self, num_layers: int) -> None:
-        """GPT-2's rule (Radford et al. 2019, section 2.3): layers that end a residual branch start smaller."""
+        """GPT-2's rule (Radford et al. 2019, section 2.3): layers that end a residual branch start
+        smaller.
+        """
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
                 ends_branch = name.endswith(("attention_out.weight", "mlp_out.weight"))
-                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * num_layers) if ends_branch else 0.02)
+                nn.init.normal_(
+                    parameter, std=0.02 / math.sqrt(2 * num_layers) if ends_branch else 0.02
+                )
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
 
     def forward(self, tokens: Tensor) -> Tensor:  # (B, S) -> (B, S, VOCABULARY)
         """Return the logits of the next byte at every position."""
-        x = self.embedding(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        x = self.embedding(tokens) + self.positions(
+            torch.arange(tokens.shape[1], device=tokens.device)
+        )
         for block in self.blocks:
             x = block(x)
         logits: Tensor = self.head(self.norm(x))
@@ -126,14 +134,21 @@ class ByteGPT(pl.LightningModule):
         self.log("val_bits_per_byte", self.val_bits_per_byte, prog_bar=True)
 
     def configure_optimizers(self) -> Any:
-        """Return AdamW without decay of biases and norms, with warm-up and, with `decay_steps`, cosine decay."""
+        """Return AdamW without decay of biases and norms, with warm-up and, with `decay_steps`,
+        cosine decay.
+        """
         matrices = [p for p in self.parameters() if p.dim() >= 2]
         vectors = [p for p in self.parameters() if p.dim() < 2]
         decayed = {"params": matrices, "weight_decay": self.hparams["weight_decay"]}
         groups = [decayed, {"params": vectors, "weight_decay": 0.0}]
-        optimizer = torch.optim.AdamW(groups, lr=self.hparams["learning_rate"], betas=(0.9, 0.95), fused=True)
+        optimizer = torch.optim.AdamW(
+            groups, lr=self.hparams["learning_rate"], betas=(0.9, 0.95), fused=True
+        )
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, self._rate)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
 
     def _rate(self, step: int) -> float:
         warmup: int = self.hparams["warmup_steps"]
@@ -146,10 +161,15 @@ class ByteGPT(pl.LightningModule):
 
 
 class ByteSequences(Dataset[Tensor]):
-    """Windows of `seq_len` + 1 bytes; neighbours share one byte, so that every byte but the first is predicted once."""
+    """Windows of `seq_len` + 1 bytes; neighbours share one byte, so that every byte but the first
+    is predicted once.
+    """
 
     def __init__(self, data: bytes, seq_len: int) -> None:
-        self.data, self.seq_len = torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy()), seq_len
+        self.data, self.seq_len = (
+            torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy()),
+            seq_len,
+        )
 
     def __len__(self) -> int:
         return max(0, (len(self.data) - 1) // self.seq_len)
@@ -162,10 +182,12 @@ class ByteSequences(Dataset[Tensor]):
 
 
 class StdlibBytesDataModule(pl.LightningDataModule):
-    """The source files of the running Python's standard library, split by file into training and validation.
+    """The source files of the running Python's standard library, split by file into training and
+    validation.
 
-    Installed packages and test folders are left out. Files are ordered by the SHA-256 of their path, and the first
-    `val_fraction` of that order's range is for validation: the split of a file depends on its path alone.
+    Installed packages and test folders are left out. Files are ordered by the SHA-256 of their
+    path, and the first `val_fraction` of that order's range is for validation: the split of a file
+    depends on its path alone.
 
     Args:
         batch_size: sequences per rank.
@@ -201,14 +223,20 @@ class StdlibBytesDataModule(pl.LightningDataModule):
         self.val_data = ByteSequences(read_files(val_files, limit=val_limit), self.seq_len)
         if len(self.train_data) < self.batch_size or not len(self.val_data):
             raise ValueError(
-                f"{self.root} gives {len(self.train_data)} training and {len(self.val_data)} validation sequences of "
-                f"{self.seq_len} bytes, less than a batch; raise max_bytes, or lower seq_len or batch_size"
+                f"{self.root} gives {len(self.train_data)} training and {len(self.val_data)} "
+                "validation sequences of "
+                f"{self.seq_len} bytes, less than a batch; raise max_bytes, or lower seq_len or "
+                "batch_size"
             )
 
     def train_dataloader(self) -> DataLoader[Tensor]:
         """Return the training batches, shuffled; the last partial batch is dropped."""
         return DataLoader(
-            self.train_data, batch_size=self.batch_size, shuffle=True, drop_last=True, num_workers=self.num_workers
+            self.train_data,
+            batch_size=self.batch_size,
+            shuffle=True,
+            drop_last=True,
+            num_workers=self.num_workers,
         )
 
     def val_dataloader(self) -> DataLoader[Tensor]:
@@ -217,7 +245,9 @@ class StdlibBytesDataModule(pl.LightningDataModule):
 
 
 def split_files(root: Path, *, val_fraction: float) -> tuple[list[Path], list[Path]]:
-    """Return (training, validation) source files under `root`, each in the order of the hash of its relative path."""
+    """Return (training, validation) source files under `root`, each in the order of the hash of its
+    relative path.
+    """
     keyed = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in SKIPPED_FOLDERS]

@@ -28,7 +28,9 @@ class DigitsCNN(pl.LightningModule):
         self.features = nn.Sequential(
             nn.Sequential(nn.Conv2d(1, channels, 3, padding=1), nn.ReLU()),
             nn.Sequential(nn.Conv2d(channels, channels, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
-            nn.Sequential(nn.Conv2d(channels, 2 * channels, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+            nn.Sequential(
+                nn.Conv2d(channels, 2 * channels, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)
+            ),
         )
         self.classifier = nn.Linear(2 * channels * 4, 10)
         self.val_accuracy = MulticlassAccuracy(num_classes=10, average="micro")
@@ -69,7 +71,9 @@ class DigitsDataModule(pl.LightningDataModule):
     def setup(self, stage: str | None = None) -> None:
         """Load the images from scikit-learn's package (no download)."""
         if load_digits is None:
-            raise ModuleNotFoundError("the digits come with scikit-learn: pip install 'lightning-topt[examples]'")
+            raise ModuleNotFoundError(
+                "the digits come with scikit-learn: pip install 'lightning-topt[examples]'"
+            )
         images, digits = load_digits(return_X_y=True)
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
         all_images = torch.tensor(images, dtype=torch.float32).reshape(-1, 1, 8, 8)[order] / 16

@@ -1,6 +1,8 @@
-"""Any architecture of Hugging Face's transformers from its configuration alone, with random weights, as a LightningModule.
+"""Any architecture of Hugging Face's transformers from its configuration alone, with random
+weights, as a LightningModule.
 
-Nothing is downloaded. Planned models are built on the meta device, so a model of any size takes no memory.
+Nothing is downloaded. Planned models are built on the meta device, so a model of any size takes no
+memory.
 """
 
 from __future__ import annotations
@@ -28,14 +30,17 @@ def transformers() -> Any:
     try:
         return importlib.import_module("transformers")
     except ModuleNotFoundError as error:
-        raise ValueError("model=hf builds models of the package transformers: pip install transformers") from error
+        raise ValueError(
+            "model=hf builds models of the package transformers: pip install transformers"
+        ) from error
 
 
 def read_config(config: Config, *, seq_len: int | None = None) -> Any:
-    """Return the transformers configuration that `config` stands for: a ``config.json``, or its entries.
+    """Return the transformers configuration that `config` stands for: a ``config.json``, or its
+    entries.
 
-    With `seq_len` it allows for positions of so many tokens. Raises ValueError for a file that cannot be read, and for a
-    configuration without a known ``model_type``.
+    With `seq_len` it allows for positions of so many tokens. Raises ValueError for a file that
+    cannot be read, and for a configuration without a known ``model_type``.
     """
     entries = _entries(config)
     kind = entries.pop("model_type", None)
@@ -44,35 +49,48 @@ def read_config(config: Config, *, seq_len: int | None = None) -> Any:
         found = known.for_model(kind, **entries)
     except (ValueError, KeyError) as error:
         raise ValueError(
-            f"model.config: model_type={kind!r} is no architecture of the installed transformers, such as 'llama' or 'gpt2'"
+            f"model.config: model_type={kind!r} is no architecture of the installed transformers, "
+            "such as 'llama' or 'gpt2'"
         ) from error
     found.architectures = entries.get("architectures")
     found.use_cache = False  # of generation
     for name in ("max_position_embeddings", "n_positions"):
-        if seq_len is not None and isinstance(most := getattr(found, name, None), int) and most < seq_len:
+        if (
+            seq_len is not None
+            and isinstance(most := getattr(found, name, None), int)
+            and most < seq_len
+        ):
             setattr(found, name, seq_len)
     return found
 
 
 def model_class(config: Any) -> Any:
-    """Return the class that trains the model of a configuration: the one that its entry ``architectures`` names, else one that
-    fits the kind of model. Raises ValueError for a class that transformers does not have.
+    """Return the class that trains the model of a configuration: the one that its entry
+    ``architectures`` names, else one that fits the kind of model. Raises ValueError for a class
+    that transformers does not have.
     """
     hf = transformers()
     if config.architectures:
         name = config.architectures[0]
         if not hasattr(hf, name):
             raise ValueError(
-                f"model.config: the installed transformers has no class {name!r} (the entry architectures)"
+                f"model.config: the installed transformers has no class {name!r} (the entry "
+                "architectures)"
             )
         return getattr(hf, name)
-    autos = ["AutoModelForSeq2SeqLM", "AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForImageClassification"]
+    autos = [
+        "AutoModelForSeq2SeqLM",
+        "AutoModelForCausalLM",
+        "AutoModelForMaskedLM",
+        "AutoModelForImageClassification",
+    ]
     for auto in autos:
         mapping = getattr(hf, auto)._model_mapping
         if type(config) in mapping:
             return mapping[type(config)]
     raise ValueError(
-        f"model.config: {config.model_type!r} is neither a language model nor a classifier of pictures; name the class in its "
+        f"model.config: {config.model_type!r} is neither a language model nor a classifier of "
+        "pictures; name the class in its "
         "entry architectures, or write a LightningModule (model=own)"
     )
 
@@ -92,7 +110,9 @@ def _entries(config: Config) -> dict[str, Any]:
 
 
 def _check_memory(trains: Any, config: Any) -> None:
-    """Refuse a model that is larger than the memory of this machine, unless it is made on the meta device."""
+    """Refuse a model that is larger than the memory of this machine, unless it is made on the meta
+    device.
+    """
     if torch.get_default_device().type == "meta":
         return
     try:
@@ -102,7 +122,8 @@ def _check_memory(trains: Any, config: Any) -> None:
         return
     if size > (free := psutil.virtual_memory().available):
         raise ValueError(
-            f"{trains.__name__} has {format_bytes(size)} of parameters, and this machine {format_bytes(free)} of free memory: "
+            f"{trains.__name__} has {format_bytes(size)} of parameters, and this machine "
+            f"{format_bytes(free)} of free memory: "
             "it can be planned here, not trained"
         )
 
@@ -116,8 +137,8 @@ def _has_window(config: Any, seq_len: int) -> bool:
 def _take_no_mask(trains: Any, config: Any) -> None:
     """Let attention be causal by its argument, as training without padding does on real tensors.
 
-    On fake tensors transformers would build a mask of all pairs of tokens, since it cannot see that it needs none. An attention
-    function that is registered without a mask function gets none.
+    On fake tensors transformers would build a mask of all pairs of tokens, since it cannot see that
+    it needs none. An attention function that is registered without a mask function gets none.
     """
     if getattr(trains, "_supports_sdpa", False):
         functions = importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
@@ -126,15 +147,17 @@ def _take_no_mask(trains: Any, config: Any) -> None:
 
 
 class HuggingFaceModel(pl.LightningModule):
-    """A model of transformers that computes its own loss, trained with AdamW. Logs `train_loss` and `val_loss`.
+    """A model of transformers that computes its own loss, trained with AdamW. Logs `train_loss` and
+    `val_loss`.
 
     Args:
-        config: a ``config.json``, or its entries; ``architectures`` names the class, such as ``[LlamaForCausalLM]``.
+        config: a ``config.json``, or its entries; ``architectures`` names the class, such as
+            ``[LlamaForCausalLM]``.
         seq_len: tokens of a sample; positions are made for as many.
         learning_rate, weight_decay: of AdamW; vectors do not decay.
 
-    Samples have no padding: attention gets no mask. Raises ValueError as `read_config` and `model_class`, and for a model that
-    is larger than the memory of this machine.
+    Samples have no padding: attention gets no mask. Raises ValueError as `read_config` and
+    `model_class`, and for a model that is larger than the memory of this machine.
     """
 
     def __init__(
@@ -156,7 +179,9 @@ class HuggingFaceModel(pl.LightningModule):
         for module in self.model.modules():
             if hasattr(module, "layer_idx"):
                 module.layer_idx = (
-                    0  # by which a cache would find it: without one, layers are alike, and read once for all
+                    # by which a cache would find it: without one, layers are alike, and read once
+                    # for all
+                    0
                 )
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
@@ -173,7 +198,8 @@ class HuggingFaceModel(pl.LightningModule):
         loss = getattr(self.model(**batch), "loss", None)
         if loss is None:
             raise ValueError(
-                f"{type(self.model).__name__} computes no loss: name a class for training in the configuration's entry "
+                f"{type(self.model).__name__} computes no loss: name a class for training in the "
+                "configuration's entry "
                 "architectures, such as LlamaForCausalLM"
             )
         return loss  # type: ignore[no-any-return]

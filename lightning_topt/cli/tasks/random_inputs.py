@@ -1,4 +1,6 @@
-"""Random inputs for a model of Hugging Face's transformers: to plan, and to time steps, without data."""
+"""Random inputs for a model of Hugging Face's transformers: to plan, and to time steps, without
+data.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ class RandomSamples(Dataset[dict[str, Tensor]]):
         self.takes = getattr(trains, "main_input_name", "input_ids")
         if self.takes not in ("input_ids", "pixel_values"):
             raise ValueError(
-                f"random inputs are made of tokens or pictures, and {trains.__name__} takes {self.takes}: give data of your "
+                f"random inputs are made of tokens or pictures, and {trains.__name__} takes "
+                f"{self.takes}: give data of your "
                 "own (data=own)"
             )
         words = trains.__name__
@@ -37,13 +40,17 @@ class RandomSamples(Dataset[dict[str, Tensor]]):
         if not 0 <= index < self.num_samples:
             raise IndexError(index)
         source = torch.Generator().manual_seed(index)
-        found = {self.takes: self._tokens(source) if self.takes == "input_ids" else self._picture(source)}
+        found = {
+            self.takes: self._tokens(source) if self.takes == "input_ids" else self._picture(source)
+        }
         classes = torch.randint(0, self.config.num_labels, (), generator=source)
         found["labels"] = classes if self.classifies else self._tokens(source)
         return found
 
     def _tokens(self, source: torch.Generator) -> Tensor:  # (seq_len,)
-        return torch.randint(0, self.config.get_text_config().vocab_size, (self.seq_len,), generator=source)
+        return torch.randint(
+            0, self.config.get_text_config().vocab_size, (self.seq_len,), generator=source
+        )
 
     def _picture(self, source: torch.Generator) -> Tensor:  # (channels, height, width)
         size = self.config.image_size
@@ -61,7 +68,9 @@ class RandomInputs(pl.LightningDataModule):
         num_samples: of an epoch.
     """
 
-    def __init__(self, config: Config, seq_len: int = 1024, batch_size: int = 1, *, num_samples: int = 65536) -> None:
+    def __init__(
+        self, config: Config, seq_len: int = 1024, batch_size: int = 1, *, num_samples: int = 65536
+    ) -> None:
         super().__init__()
         self.batch_size = batch_size
         self.samples = RandomSamples(read_config(config), seq_len=seq_len, num_samples=num_samples)

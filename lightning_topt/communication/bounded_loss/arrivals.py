@@ -1,4 +1,6 @@
-"""The handling of a control message, by datagram or over the side channel: checked, then acted on or answered."""
+"""The handling of a control message, by datagram or over the side channel: checked, then acted on
+or answered.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,12 @@ from lightning_topt.communication.bounded_loss.control_messages import (
     send_control,
     send_report,
 )
-from lightning_topt.communication.bounded_loss.data_arrivals import FURTHEST_JUMP, find_slot, reject, take_data
+from lightning_topt.communication.bounded_loss.data_arrivals import (
+    FURTHEST_JUMP,
+    find_slot,
+    reject,
+    take_data,
+)
 from lightning_topt.communication.bounded_loss.datagram import (
     BITMAP,
     CONTRIBUTION,
@@ -36,7 +43,13 @@ from lightning_topt.communication.bounded_loss.part_progress import (
     send_bitmap,
 )
 from lightning_topt.communication.bounded_loss.path_measures import measure_trip, take_report
-from lightning_topt.communication.bounded_loss.raw_memory import inner, load8, load16, load32, load64
+from lightning_topt.communication.bounded_loss.raw_memory import (
+    inner,
+    load8,
+    load16,
+    load32,
+    load64,
+)
 from lightning_topt.communication.bounded_loss.shard_sum import has_bit
 from lightning_topt.communication.bounded_loss.table_views import (
     bit_row,
@@ -85,7 +98,9 @@ from lightning_topt.communication.bounded_loss.tables import (
 
 
 @inner
-def take_control(t: int, peer: int, address: int, size: int, arrived: int, is_stream: bool, now: int) -> None:
+def take_control(
+    t: int, peer: int, address: int, size: int, arrived: int, is_stream: bool, now: int
+) -> None:
     """Act on a control message; one about something that this rank does not know is dropped."""
     kind, body = load8(address), size - HEADER_BYTES
     row = peer_row(t, peer)
@@ -143,8 +158,17 @@ def _raise_highest(t: int, peer: int, sequence: int) -> None:
 @inner
 def _take_report(t: int, peer: int, body: int, arrived: int, now: int) -> None:
     row, highest = peer_row(t, peer), load64(body)
-    lost, marked, stamp, held = load64(body + 8), load64(body + 16), load64(body + 24), load64(body + 32)
-    if not -1 <= highest < row[NEXT_SEQUENCE] or not 0 <= lost <= highest + 1 or not 0 <= marked <= highest + 1:
+    lost, marked, stamp, held = (
+        load64(body + 8),
+        load64(body + 16),
+        load64(body + 24),
+        load64(body + 32),
+    )
+    if (
+        not -1 <= highest < row[NEXT_SEQUENCE]
+        or not 0 <= lost <= highest + 1
+        or not 0 <= marked <= highest + 1
+    ):
         reject(t, WRONG_PLACE)
         return
     if stamp:
@@ -168,7 +192,9 @@ def _take_open(t: int, slot: int, peer: int, step: int, numel: int, now: int) ->
 
 
 @inner
-def _take_probe(t: int, slot: int, peer: int, of: int, step: int, serial: int, is_stream: bool, now: int) -> None:
+def _take_probe(
+    t: int, slot: int, peer: int, of: int, step: int, serial: int, is_stream: bool, now: int
+) -> None:
     way = IN_C if of == CONTRIBUTION else IN_R
     flow, ways = flow_row(t, slot, peer, way), BY_BOTH if is_stream else BY_DATAGRAM
     if step < slot_row(t, slot)[STEP]:  # all of that step was here before the next began
@@ -195,7 +221,9 @@ def _words(t: int, slot: int, peer: int, way: int) -> int:
 
 
 @inner
-def _take_bitmap(t: int, slot: int, peer: int, of: int, serial: int, address: int, body: int, now: int) -> None:
+def _take_bitmap(
+    t: int, slot: int, peer: int, of: int, serial: int, address: int, body: int, now: int
+) -> None:
     """Resend what is missing; the answer to an earlier question is dropped."""
     way = OUT_C if of == CONTRIBUTION else OUT_R
     flow, words = flow_row(t, slot, peer, way), _words(t, slot, peer, way)
@@ -235,7 +263,9 @@ def _take_stop(t: int, slot: int, peer: int, of: int, address: int, body: int, n
 
 
 @inner
-def handle(t: int, address: int, size: int, arrived: int, marked: int, is_stream: bool, now: int) -> None:
+def handle(
+    t: int, address: int, size: int, arrived: int, marked: int, is_stream: bool, now: int
+) -> None:
     """Handle a message that `is_valid`, and that came from the address of its sender."""
     peer = load16(address + 2)
     peer_row(t, peer)[HEARD_NS] = now

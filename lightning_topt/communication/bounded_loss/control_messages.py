@@ -1,5 +1,5 @@
-"""Control messages on their way out: as datagrams, which are lost at times, and over the side channel (TCP), which is late at
-times. Every message may come twice; the first counts.
+"""Control messages on their way out: as datagrams, which are lost at times, and over the side
+channel (TCP), which is late at times. Every message may come twice; the first counts.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ REPORT_BYTES = 64
 
 @inner
 def write_ancillary(address: int, segment: int, tos: int) -> int:
-    """Write the control messages of a sendmsg at `address`: size of segments (0: none), byte of DSCP and ECN (-1: none).
+    """Write the control messages of a sendmsg at `address`: size of segments (0: none), byte of
+    DSCP and ECN (-1: none).
 
     Returns their bytes.
     """
@@ -90,7 +91,9 @@ def write_ancillary(address: int, segment: int, tos: int) -> int:
 
 
 @inner
-def write_message(row: np.ndarray, name: int, parts: int, count: int, ancillary: int, ancillary_size: int) -> None:
+def write_message(
+    row: np.ndarray, name: int, parts: int, count: int, ancillary: int, ancillary_size: int
+) -> None:
     """Fill a struct mmsghdr: to the address at `name`, `count` pieces of memory at `parts`."""
     row[0], row[1], row[2], row[3] = name, 16, parts, count
     row[4], row[5], row[6], row[7] = ancillary if ancillary_size else 0, ancillary_size, 0, 0
@@ -98,13 +101,25 @@ def write_message(row: np.ndarray, name: int, parts: int, count: int, ancillary:
 
 @compiled
 def send_control(
-    t: int, peer: int, kind: int, flags: int, step: int, tensor: int, serial: int, body: int, ways: int
+    t: int,
+    peer: int,
+    kind: int,
+    flags: int,
+    step: int,
+    tensor: int,
+    serial: int,
+    body: int,
+    ways: int,
 ) -> None:
-    """Send a control message whose `body` bytes are in ``t.message[BODY:]`` already, by datagram, stream or both."""
+    """Send a control message whose `body` bytes are in ``t.message[BODY:]`` already, by datagram,
+    stream or both.
+    """
     config, address = config_row(t), table(t, MESSAGE)
     clock = nanoseconds(CLOCK_REALTIME, table(t, WORK))
     size = HEADER_BYTES + body
-    write_header(address + 8, kind, flags, config[RANK], step, config[KEY], tensor, serial, body, 0, clock)
+    write_header(
+        address + 8, kind, flags, config[RANK], step, config[KEY], tensor, serial, body, 0, clock
+    )
     counter_row(t)[CONTROL_SENT] += 1
     counter_row(t)[SENT_BYTES] += size
     if ways & BY_DATAGRAM:
@@ -112,7 +127,9 @@ def send_control(
         part[0], part[1] = address + 8, size
         ancillary = table(t, SEND_CONTROL)
         used = write_ancillary(ancillary, 0, CONTROL_TOS if config[MARKING] else -1)
-        write_message(sent_message(t, 0), source_of(t, peer), table(t, SEND_PARTS), 1, ancillary, used)
+        write_message(
+            sent_message(t, 0), source_of(t, peer), table(t, SEND_PARTS), 1, ancillary, used
+        )
         send_message(np.int32(config[UDP]), table(t, SEND), np.int32(DONT_WAIT | NO_SIGNAL))
     if ways & BY_STREAM and peer_row(t, peer)[STREAM] >= 0 and not peer_row(t, peer)[CLOSED]:
         store64(address, size)
@@ -121,7 +138,9 @@ def send_control(
 
 @inner
 def _send_stream(t: int, peer: int, address: int, size: int) -> None:
-    """Send over the side channel, behind what waits there. What does not fit is dropped: it is asked for again."""
+    """Send over the side channel, behind what waits there. What does not fit is dropped: it is
+    asked for again.
+    """
     waiting = peer_row(t, peer)[PENDING_BYTES]
     if waiting + size > STREAM_BYTES:
         return
@@ -136,7 +155,9 @@ def flush_stream(t: int, peer: int) -> None:
     waiting, memory = peer_row(t, peer)[PENDING_BYTES], table(t, PENDING) + STREAM_BYTES * peer
     if waiting == 0 or peer_row(t, peer)[CLOSED]:
         return
-    sent = send_bytes(np.int32(peer_row(t, peer)[STREAM]), memory, waiting, np.int32(DONT_WAIT | NO_SIGNAL))
+    sent = send_bytes(
+        np.int32(peer_row(t, peer)[STREAM]), memory, waiting, np.int32(DONT_WAIT | NO_SIGNAL)
+    )
     if sent < 0:
         if error_number() != AGAIN and error_number() != INTERRUPTED:
             peer_row(t, peer)[CLOSED] = 1
@@ -148,8 +169,10 @@ def flush_stream(t: int, peer: int) -> None:
 
 @inner
 def send_report(t: int, peer: int, now: int) -> None:
-    """Tell a sender what came of its datagrams: highest number, missing, marked; its clock back, how long it lay here;
-    how many datagrams of all ranks came and when the last did; how many ranks have data for this one."""
+    """Tell a sender what came of its datagrams: highest number, missing, marked; its clock back,
+    how long it lay here; how many datagrams of all ranks came and when the last did; how many ranks
+    have data for this one.
+    """
     row, body = peer_row(t, peer), table(t, MESSAGE) + BODY
     clock = nanoseconds(CLOCK_REALTIME, table(t, WORK))
     store64(body, row[HIGHEST_SEEN])

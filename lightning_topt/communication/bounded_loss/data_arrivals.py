@@ -1,4 +1,6 @@
-"""The handling of a datagram with data: checked against the tables, counted, and put where it belongs."""
+"""The handling of a datagram with data: checked against the tables, counted, and put where it
+belongs.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,13 @@ from lightning_topt.communication.bounded_loss.part_progress import (
     close_contribution,
     close_result,
 )
-from lightning_topt.communication.bounded_loss.raw_memory import copy_memory, inner, load8, load32, load64
+from lightning_topt.communication.bounded_loss.raw_memory import (
+    copy_memory,
+    inner,
+    load8,
+    load32,
+    load64,
+)
 from lightning_topt.communication.bounded_loss.shard_sum import has_bit, segment_elements, set_bit
 from lightning_topt.communication.bounded_loss.table_views import (
     bit_row,
@@ -73,7 +81,10 @@ def reject(t: int, reason: int) -> None:
 def find_slot(t: int, tensor: int) -> int:
     """Return the slot of a tensor, -1 where this rank does not know it."""
     config = config_row(t)
-    if config[RECENT_SLOT] < config[USED_SLOTS] and slot_row(t, config[RECENT_SLOT])[TENSOR] == tensor:
+    if (
+        config[RECENT_SLOT] < config[USED_SLOTS]
+        and slot_row(t, config[RECENT_SLOT])[TENSOR] == tensor
+    ):
         return config[RECENT_SLOT]
     for slot in range(config[USED_SLOTS]):
         if slot_row(t, slot)[TENSOR] == tensor:
@@ -103,7 +114,9 @@ def _count_data(t: int, peer: int, address: int, arrived: int, marked: int) -> b
 
 
 @inner
-def take_data(t: int, peer: int, address: int, size: int, arrived: int, marked: int, now: int) -> None:
+def take_data(
+    t: int, peer: int, address: int, size: int, arrived: int, marked: int, now: int
+) -> None:
     """Put a segment where it belongs, once."""
     kind, step = load8(address), load32(address + 4)
     slot = find_slot(t, load32(address + 16))
@@ -113,7 +126,11 @@ def take_data(t: int, peer: int, address: int, size: int, arrived: int, marked: 
     way = IN_C if kind == CONTRIBUTION else IN_R
     flow, segment = flow_row(t, slot, peer, way), load32(address + 20)
     index = segment - flow[FIRST]
-    if index < 0 or index >= flow[COUNT] or size != HEADER_BYTES + 4 * segment_elements(t, slot, segment):
+    if (
+        index < 0
+        or index >= flow[COUNT]
+        or size != HEADER_BYTES + 4 * segment_elements(t, slot, segment)
+    ):
         reject(t, WRONG_PLACE)
         return
     if not _count_data(t, peer, address, arrived, marked):

@@ -11,7 +11,14 @@ from lightning_topt.communication.bounded_loss.control_messages import (
 from lightning_topt.communication.bounded_loss.datagram import SYNC
 from lightning_topt.communication.bounded_loss.link_shares import divide_link, most_urgent
 from lightning_topt.communication.bounded_loss.path_measures import SHARE
-from lightning_topt.communication.bounded_loss.rate_rule import BATCH, BURST, BURST_USED, LIMITED, WINDOW, pacing_rate
+from lightning_topt.communication.bounded_loss.rate_rule import (
+    BATCH,
+    BURST,
+    BURST_USED,
+    LIMITED,
+    WINDOW,
+    pacing_rate,
+)
 from lightning_topt.communication.bounded_loss.raw_memory import inner, store64
 from lightning_topt.communication.bounded_loss.sent_batches import REFUSED, send_batch
 from lightning_topt.communication.bounded_loss.table_views import (
@@ -39,23 +46,29 @@ from lightning_topt.communication.bounded_loss.tables import (
     WRITABLE,
 )
 
-BATCH_NS, BATCH_SECONDS = 120_000, 1.2e-4  # what one call sends takes that long at the rate: short against queues
+# what one call sends takes that long at the rate: short against queues
+BATCH_NS, BATCH_SECONDS = 120_000, 1.2e-4
 SLACK_SECONDS = 5e-3  # of data may be under way without a report: a receiver's thread may be late
 LEAST_IN_FLIGHT = 16  # datagrams
-BUCKET_BYTES = 15_500  # token buckets of 16 kB, which are common, take a piece as it is; they cut longer ones
+# token buckets of 16 kB, which are common, take a piece as it is; they cut longer ones
+BUCKET_BYTES = 15_500
 
 
 @inner
 def most_in_flight(t: int, peer: int) -> int:
     """Return how many datagrams may be under way to `peer` that it has not reported."""
     link, datagram = link_row(t), config_row(t)[DATAGRAM]
-    window = path_row(t, peer)[SHARE] * (2 * link[WINDOW] + pacing_rate(link, datagram) * SLACK_SECONDS / datagram)
+    window = path_row(t, peer)[SHARE] * (
+        2 * link[WINDOW] + pacing_rate(link, datagram) * SLACK_SECONDS / datagram
+    )
     return max(LEAST_IN_FLIGHT, int(min(window, float(peer_row(t, peer)[MOST_IN_FLIGHT]))))
 
 
 @inner
 def _send_to(t: int, peer: int, now: int) -> bool:
-    """Send one batch to `peer` if its pace allows; returns whether anything left. Sets the next time to look."""
+    """Send one batch to `peer` if its pace allows; returns whether anything left. Sets the next
+    time to look.
+    """
     config, row, link = config_row(t), peer_row(t, peer), link_row(t)
     slot, way = most_urgent(t, peer)
     if slot < 0:
@@ -73,7 +86,15 @@ def _send_to(t: int, peer: int, now: int) -> bool:
     row[SYNC_TRIES], row[SYNC_NS] = 0, 0
     whole = pacing_rate(link, config[DATAGRAM])
     speed = whole * path_row(t, peer)[SHARE]
-    most = max(1, min(SEND_AT_ONCE, 65000 // config[DATAGRAM], int(whole * BATCH_SECONDS / config[DATAGRAM]), room))
+    most = max(
+        1,
+        min(
+            SEND_AT_ONCE,
+            65000 // config[DATAGRAM],
+            int(whole * BATCH_SECONDS / config[DATAGRAM]),
+            room,
+        ),
+    )
     if most < 2 * BUCKET_BYTES // config[DATAGRAM]:
         most = max(1, min(most, BUCKET_BYTES // config[DATAGRAM], int(link[BATCH])))
     nbytes = send_batch(t, slot, peer, way, most, now)
@@ -93,7 +114,8 @@ def _send_to(t: int, peer: int, now: int) -> bool:
 def _next_time(due: int, now: int, nbytes: int, speed: float, burst: float) -> int:
     """Return when the next batch may leave after one of `nbytes` that was `due` and leaves now.
 
-    A thread that was late makes up for it, as far as the queues on the way have taken bursts before.
+    A thread that was late makes up for it, as far as the queues on the way have taken bursts
+    before.
     """
     return max(due, now - BATCH_NS - int(burst / speed * 1e9)) + int(nbytes / speed * 1e9)
 

@@ -1,4 +1,5 @@
-"""The datagrams of the exchange: 40 bytes of header, then elements (kinds 1 and 2) or the body of a control message.
+"""The datagrams of the exchange: 40 bytes of header, then elements (kinds 1 and 2) or the body of a
+control message.
 
     byte  0  kind, 1 flags, 2..3 rank of the sender, 4..7 step of the tensor
     byte  8  key of the session
@@ -6,17 +7,25 @@
     byte 24  bytes after the header; 26..27 zero; 28..31 sequence number of data from this sender to this receiver
     byte 32  clock of the sender, nanoseconds
 
-Everything is little-endian. A segment is the same elements for all ranks, so that datagrams are valid in any order. Nothing in
-a datagram is used before `is_valid` and the receiver's own tables have checked it. Control messages that also go over the side
-channel (TCP) are the same bytes after a length of 8 bytes.
+Everything is little-endian. A segment is the same elements for all ranks, so that datagrams are
+valid in any order. Nothing in a datagram is used before `is_valid` and the receiver's own tables
+have checked it. Control messages that also go over the side channel (TCP) are the same bytes after
+a length of 8 bytes.
 """
 
 from __future__ import annotations
 
-from lightning_topt.communication.bounded_loss.raw_memory import inner, load8, load16, load64, store64
+from lightning_topt.communication.bounded_loss.raw_memory import (
+    inner,
+    load8,
+    load16,
+    load64,
+    store64,
+)
 
 HEADER_BYTES = 40
-DEFAULT_DATAGRAM_BYTES = 1472  # what an Ethernet frame of 1500 bytes leaves beside the headers of IPv4 and UDP
+# what an Ethernet frame of 1500 bytes leaves beside the headers of IPv4 and UDP
+DEFAULT_DATAGRAM_BYTES = 1472
 FEWEST_DATAGRAM_BYTES, MOST_DATAGRAM_BYTES = 128, 65000
 
 CONTRIBUTION, RESULT = 1, 2  # data: of a rank to the owner of a shard; of the owner to all
@@ -43,7 +52,9 @@ def write_header(
 
 @inner
 def is_valid(address: int, size: int, key: int, rank: int, world_size: int) -> bool:
-    """Return whether the `size` bytes at `address` are a whole datagram with the right key from another rank."""
+    """Return whether the `size` bytes at `address` are a whole datagram with the right key from
+    another rank.
+    """
     if size < HEADER_BYTES:
         return False
     kind, sender = load8(address), load16(address + 2)

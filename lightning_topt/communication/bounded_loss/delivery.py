@@ -21,8 +21,8 @@ class PeerSilentError(RuntimeError):
 
 @dataclass(frozen=True)
 class Outcome:
-    """Elements of this rank's contribution that no sum has: `ranges` (k, 2) int64, first and end, ascending; `values` float32,
-    one after the other; of `numel` in all.
+    """Elements of this rank's contribution that no sum has: `ranges` (k, 2) int64, first and end,
+    ascending; `values` float32, one after the other; of `numel` in all.
     """
 
     ranges: Array
@@ -52,9 +52,11 @@ class Outcome:
 
 @dataclass
 class Handle:
-    """One bucket on its way. `values` and `out` are the caller's memory; `staging` is the exchange's, None where not needed.
+    """One bucket on its way. `values` and `out` are the caller's memory; `staging` is the
+    exchange's, None where not needed.
 
-    What travels is read from `sent` and comes to `taken`: the caller's memory, or words of two values each (`packed`).
+    What travels is read from `sent` and comes to `taken`: the caller's memory, or words of two
+    values each (`packed`).
     """
 
     bucket: int
@@ -90,7 +92,9 @@ class Handle:
         return self.done.is_set()
 
     def wait(self, timeout: float | None = None) -> Outcome:
-        """Block until the sum is in `out`; what was not delivered. Raises PeerSilentError; TimeoutError after `timeout` s."""
+        """Block until the sum is in `out`; what was not delivered. Raises PeerSilentError;
+        TimeoutError after `timeout` s.
+        """
         if not self.done.wait(timeout):
             raise TimeoutError(f"bucket {self.bucket} is not exchanged after {timeout:g} s")
         if self.error is not None:

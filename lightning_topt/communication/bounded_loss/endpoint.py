@@ -1,4 +1,6 @@
-"""The sockets of one rank: one for datagrams, one that others connect their side channels to, both at one address only."""
+"""The sockets of one rank: one for datagrams, one that others connect their side channels to, both
+at one address only.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from dataclasses import dataclass, field
 
 from lightning_topt.communication.bounded_loss.control_messages import SOL_UDP, UDP_GRO, UDP_SEGMENT
 
-RECEIVE_BUFFER, SEND_BUFFER = 4 << 20, 1 << 19  # bytes that are asked for; the kernel gives what its limits allow
+# bytes that are asked for; the kernel gives what its limits allow
+RECEIVE_BUFFER, SEND_BUFFER = 4 << 20, 1 << 19
 _BUFFER_FORCE = {socket.SO_RCVBUF: 33, socket.SO_SNDBUF: 32}  # the same beyond the limits, for root
 _TIMESTAMP, _RECEIVE_TOS, _MTU, _RECEIVE_ERRORS = 35, 13, 14, 11
 _HEADERS = 28  # of IPv4 and UDP
@@ -44,11 +47,15 @@ class Endpoint:
 
     @property
     def budget(self) -> int:
-        """Bytes of data that may lie in the receive buffer: the kernel counts some 2.3 kB for a datagram of 1.5 kB."""
+        """Bytes of data that may lie in the receive buffer: the kernel counts some 2.3 kB for a
+        datagram of 1.5 kB.
+        """
         return self.datagrams.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) // 2
 
     def largest_datagram(self, addresses: Sequence[Address]) -> int:
-        """Return the bytes that a datagram to any of these addresses may have without being cut on the way."""
+        """Return the bytes that a datagram to any of these addresses may have without being cut on
+        the way.
+        """
         sizes = []
         for host, port, _ in addresses:
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -64,7 +71,9 @@ class Endpoint:
 
 
 def open_endpoint(host: str) -> Endpoint:
-    """Open the sockets of one rank at the IPv4 address `host`. Raises ValueError where this machine does not have it."""
+    """Open the sockets of one rank at the IPv4 address `host`. Raises ValueError where this machine
+    does not have it.
+    """
     if sys.platform != "linux":
         raise ValueError("the bounded-loss exchange needs Linux: choose another gradient exchange")
     datagrams = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
@@ -76,7 +85,8 @@ def open_endpoint(host: str) -> Endpoint:
         datagrams.close()
         listener.close()
         raise ValueError(
-            f"no socket can be bound to {host!r} ({error}): give the IPv4 address that the other ranks reach this one at"
+            f"no socket can be bound to {host!r} ({error}): give the IPv4 address that the other "
+            "ranks reach this one at"
         ) from None
     listener.listen(128)
     datagrams.setblocking(False)
@@ -85,7 +95,8 @@ def open_endpoint(host: str) -> Endpoint:
             datagrams.setsockopt(socket.SOL_SOCKET, option, size)
     _try(datagrams, socket.SOL_SOCKET, _TIMESTAMP, 1)
     _try(datagrams, socket.IPPROTO_IP, _RECEIVE_TOS, 1)
-    _try(datagrams, socket.IPPROTO_IP, _RECEIVE_ERRORS, 1)  # so that sendmsg tells what a queue of this host drops
+    # so that sendmsg tells what a queue of this host drops
+    _try(datagrams, socket.IPPROTO_IP, _RECEIVE_ERRORS, 1)
     coalesces = _try(datagrams, SOL_UDP, UDP_GRO, 1)
     return Endpoint(host, datagrams, listener, coalesces, _try(datagrams, SOL_UDP, UDP_SEGMENT, 0))
 
@@ -100,7 +111,9 @@ def _try(of: socket.socket, level: int, option: int, value: int) -> bool:
 
 @dataclass
 class SideChannels:
-    """Connected TCP sockets by rank, and how many bytes each rank lets be under way to it from each other."""
+    """Connected TCP sockets by rank, and how many bytes each rank lets be under way to it from each
+    other.
+    """
 
     sockets: dict[int, socket.socket] = field(default_factory=dict)
     budgets: dict[int, int] = field(default_factory=dict)
@@ -121,7 +134,9 @@ def connect_side_channels(
     datagram_bytes: int,
     timeout_seconds: float,
 ) -> SideChannels:
-    """Connect to all other ranks; every rank calls this. Raises ConnectionFailedError naming who did not come in time."""
+    """Connect to all other ranks; every rank calls this. Raises ConnectionFailedError naming who
+    did not come in time.
+    """
     deadline = time.monotonic() + timeout_seconds
     channels = SideChannels()
     own = _HELLO.pack(_MAGIC, key, rank, len(addresses), datagram_bytes, endpoint.budget)
@@ -134,7 +149,9 @@ def connect_side_channels(
         for lower in range(rank):
             found = _read_hello(channels.sockets[lower], own, deadline - time.monotonic())
             if found is None or found[0] != lower:
-                raise ConnectionFailedError(f"rank {lower} gave no answer, or is of another session")
+                raise ConnectionFailedError(
+                    f"rank {lower} gave no answer, or is of another session"
+                )
             channels.budgets[lower] = found[1]
     except BaseException:
         channels.close()
@@ -161,14 +178,24 @@ def _connect(peer: int, endpoint: Endpoint, address: Address, deadline: float) -
 
 
 def _accept(
-    rank: int, endpoint: Endpoint, channels: SideChannels, *, own: bytes, deadline: float, world_size: int
+    rank: int,
+    endpoint: Endpoint,
+    channels: SideChannels,
+    *,
+    own: bytes,
+    deadline: float,
+    world_size: int,
 ) -> None:
     endpoint.listener.settimeout(max(0.01, deadline - time.monotonic()))
     try:
         made, _ = endpoint.listener.accept()
     except OSError:
-        missing = [str(peer) for peer in range(rank + 1, world_size) if peer not in channels.sockets]
-        raise ConnectionFailedError(f"rank {', '.join(missing)} did not connect to rank {rank} in time") from None
+        missing = [
+            str(peer) for peer in range(rank + 1, world_size) if peer not in channels.sockets
+        ]
+        raise ConnectionFailedError(
+            f"rank {', '.join(missing)} did not connect to rank {rank} in time"
+        ) from None
     found = _read_hello(made, own, min(_HELLO_SECONDS, max(0.01, deadline - time.monotonic())))
     if found is None or not rank < found[0] < world_size or found[0] in channels.sockets:
         channels.refused += 1

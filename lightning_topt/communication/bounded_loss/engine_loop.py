@@ -1,4 +1,6 @@
-"""The loop of the exchange's thread: receive, act, send, sleep until there is more to do. Runs without the GIL."""
+"""The loop of the exchange's thread: receive, act, send, sleep until there is more to do. Runs
+without the GIL.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,11 @@ from lightning_topt.communication.bounded_loss.raw_memory import (
     store64,
     wait_for_files,
 )
-from lightning_topt.communication.bounded_loss.receiving import forget_errors, receive_datagrams, receive_stream
+from lightning_topt.communication.bounded_loss.receiving import (
+    forget_errors,
+    receive_datagrams,
+    receive_stream,
+)
 from lightning_topt.communication.bounded_loss.repeated_probes import repeat_probes
 from lightning_topt.communication.bounded_loss.table_views import (
     FILES,
@@ -50,14 +56,17 @@ from lightning_topt.communication.bounded_loss.tables import (
 
 SET_TIMER_SLACK = 29  # of prctl
 READABLE, CAN_WRITE, BROKEN = 0x1, 0x4, 0x8 | 0x10 | 0x20
-REPORT_EVERY_NS, REPORT_AT, LEAST_REPORTED = 500_000, 128, 8  # datagrams: half of what may always be under way at least
+# datagrams: half of what may always be under way at least
+REPORT_EVERY_NS, REPORT_AT, LEAST_REPORTED = 500_000, 128, 8
 RECEIVE_TURNS, SEND_TURNS = 4, 8  # calls before the other direction gets its turn
 RECEIVE_PAUSE_NS = 120_000  # after data: what comes meanwhile is taken together
 
 
 @inner
 def _send_reports(t: int, now: int) -> None:
-    """Report what came, every so many datagrams or microseconds, to each the more rarely the more there are."""
+    """Report what came, every so many datagrams or microseconds, to each the more rarely the more
+    there are.
+    """
     senders = 0
     for peer in range(config_row(t)[WORLD]):
         senders += peer_row(t, peer)[UNREPORTED] != 0
@@ -76,7 +85,8 @@ def _send_reports(t: int, now: int) -> None:
 def _sleep(t: int, now: int, busy: bool) -> None:
     """Sleep until a socket has something or the next time to act, and note what is ready.
 
-    While data come (`busy`) their socket is looked at every so often: to be woken by each costs more than they do.
+    While data come (`busy`) their socket is looked at every so often: to be woken by each costs
+    more than they do.
     """
     config, world = config_row(t), config_row(t)[WORLD]
     until = min(config[NEXT_TIMER], config[RETURN_NS])
@@ -84,14 +94,18 @@ def _sleep(t: int, now: int, busy: bool) -> None:
         until = min(until, now + RECEIVE_PAUSE_NS)
     wait = max(0, until - now)
     files = integers(table(t, FILES), world + 2)
-    files[0] = config[UDP] | ((0 if busy else READABLE) | (0 if config[WRITABLE] else CAN_WRITE)) << 32
+    files[0] = (
+        config[UDP] | ((0 if busy else READABLE) | (0 if config[WRITABLE] else CAN_WRITE)) << 32
+    )
     files[1] = config[WAKE] | READABLE << 32
     for peer in range(world):
         row = peer_row(t, peer)
         if row[STREAM] < 0 or row[CLOSED]:
             files[2 + peer] = 0xFFFFFFFF  # a negative file is ignored
         else:
-            files[2 + peer] = row[STREAM] | (READABLE | (CAN_WRITE if row[PENDING_BYTES] else 0)) << 32
+            files[2 + peer] = (
+                row[STREAM] | (READABLE | (CAN_WRITE if row[PENDING_BYTES] else 0)) << 32
+            )
     timespec = table(t, WORK) + 32
     store64(timespec, wait // NANOSECONDS)
     store64(timespec + 8, wait % NANOSECONDS)
@@ -117,13 +131,17 @@ def _serve_streams(t: int, now: int) -> None:
 
 @compiled
 def sleep_precisely() -> None:
-    """Let sleeps of this thread end on time: by default they may be 50 us late, as long as a batch takes."""
+    """Let sleeps of this thread end on time: by default they may be 50 us late, as long as a batch
+    takes.
+    """
     control_process(np.int32(SET_TIMER_SLACK), 1, 0, 0, 0)
 
 
 @compiled
 def run_loop(t: int) -> int:
-    """Work until something needs Python: an event, a wake-up, or the time `RETURN_NS`. Returns whether it was woken."""
+    """Work until something needs Python: an event, a wake-up, or the time `RETURN_NS`. Returns
+    whether it was woken.
+    """
     config = config_row(t)
     timespec = table(t, WORK)
     while True:
@@ -141,7 +159,9 @@ def run_loop(t: int) -> int:
             return 0
         if sent == SEND_TURNS or config[SUMS]:
             config[NEXT_TIMER] = now
-        _sleep(t, nanoseconds(CLOCK_MONOTONIC, timespec), counter_row(t)[RECEIVED_DATAGRAMS] > before)
+        _sleep(
+            t, nanoseconds(CLOCK_MONOTONIC, timespec), counter_row(t)[RECEIVED_DATAGRAMS] > before
+        )
         if _ready(t, 0) & CAN_WRITE:
             config[WRITABLE] = 1
         if _ready(t, 0) & BROKEN:

@@ -19,11 +19,20 @@ from lightning_topt.communication.bounded_loss.datagram import (
     MOST_DATAGRAM_BYTES,
 )
 from lightning_topt.communication.bounded_loss.delivery import Handle, Outcome
-from lightning_topt.communication.bounded_loss.endpoint import Address, Endpoint, SideChannels, connect_side_channels
+from lightning_topt.communication.bounded_loss.endpoint import (
+    Address,
+    Endpoint,
+    SideChannels,
+    connect_side_channels,
+)
 from lightning_topt.communication.bounded_loss.exchange_parts import Exact, check_start
 from lightning_topt.communication.bounded_loss.exchange_thread import ExchangeThread
 from lightning_topt.communication.bounded_loss.kernels_loaded import load_kernels
-from lightning_topt.communication.bounded_loss.loss_statistics import BoundedLossStatistics, snapshot, take_statistics
+from lightning_topt.communication.bounded_loss.loss_statistics import (
+    BoundedLossStatistics,
+    snapshot,
+    take_statistics,
+)
 from lightning_topt.communication.bounded_loss.packed_halves import pack_halves
 from lightning_topt.communication.bounded_loss.rate_rule import MOST_RATE
 from lightning_topt.communication.bounded_loss.raw_memory import SUPPORTED, Array
@@ -36,10 +45,11 @@ FIRST_SLOTS = 32
 class WireOptions:
     """`WireOptions` say how datagrams travel; alike on all ranks.
 
-    `datagram_bytes` with the header, without those of UDP and IP; buckets travel in parts of `part_bytes`; `rate`: bytes per
-    second that may leave this rank, None: found; `mark`: set DSCP and ECN; `by_size`: blocks of large entries get the lower
-    drop precedence; `offload`: let the kernel cut what is sent (UDP_SEGMENT); `bits` of a value that travels: 32, or 16
-    (bfloat16; sums are made in float32, and rounded to 16 bits again on their way back).
+    `datagram_bytes` with the header, without those of UDP and IP; buckets travel in parts of
+    `part_bytes`; `rate`: bytes per second that may leave this rank, None: found; `mark`: set DSCP
+    and ECN; `by_size`: blocks of large entries get the lower drop precedence; `offload`: let the
+    kernel cut what is sent (UDP_SEGMENT); `bits` of a value that travels: 32, or 16 (bfloat16; sums
+    are made in float32, and rounded to 16 bits again on their way back).
     """
 
     datagram_bytes: int = DEFAULT_DATAGRAM_BYTES
@@ -53,7 +63,8 @@ class WireOptions:
     def __post_init__(self) -> None:
         if not FEWEST_DATAGRAM_BYTES <= self.datagram_bytes <= MOST_DATAGRAM_BYTES:
             raise ValueError(
-                f"datagram_bytes lies between {FEWEST_DATAGRAM_BYTES} and {MOST_DATAGRAM_BYTES}; got {self.datagram_bytes}"
+                f"datagram_bytes lies between {FEWEST_DATAGRAM_BYTES} and {MOST_DATAGRAM_BYTES}; "
+                f"got {self.datagram_bytes}"
             )
         if self.part_bytes < self.datagram_bytes:
             raise ValueError(f"part_bytes is at least one datagram; got {self.part_bytes}")
@@ -79,11 +90,12 @@ class WireOptions:
 
 
 class BoundedLossExchange:
-    """Sums buckets of float32 over `len(addresses)` ranks. Making one is collective: all ranks connect to each other.
+    """Sums buckets of float32 over `len(addresses)` ranks. Making one is collective: all ranks
+    connect to each other.
 
-    `addresses` are the endpoints' by rank, `key` the session's (64 random bits, the same on all ranks, secret). A rank that is
-    not heard of for `timeout_seconds` while something waits for it ends the exchange with `PeerSilentError`. Takes over
-    `endpoint`. Raises ConnectionFailedError.
+    `addresses` are the endpoints' by rank, `key` the session's (64 random bits, the same on all
+    ranks, secret). A rank that is not heard of for `timeout_seconds` while something waits for it
+    ends the exchange with `PeerSilentError`. Takes over `endpoint`. Raises ConnectionFailedError.
     """
 
     def __init__(
@@ -104,7 +116,10 @@ class BoundedLossExchange:
         if self.world_size == 1:
             return
         if not SUPPORTED or endpoint is None:
-            raise ValueError("the bounded-loss exchange needs Linux on a 64 bit little-endian machine, and an endpoint")
+            raise ValueError(
+                "the bounded-loss exchange needs Linux on a 64 bit little-endian machine, and an "
+                "endpoint"
+            )
         load_kernels()
         channels = connect_side_channels(
             rank,
@@ -117,7 +132,15 @@ class BoundedLossExchange:
         endpoint.listener.close()
         self._refused = channels.refused
         wake = os.eventfd(0, os.EFD_NONBLOCK)
-        t = _filled_tables(rank, addresses, key, endpoint=endpoint, channels=channels, wake=wake, options=self.options)
+        t = _filled_tables(
+            rank,
+            addresses,
+            key,
+            endpoint=endpoint,
+            channels=channels,
+            wake=wake,
+            options=self.options,
+        )
         self._thread = ExchangeThread(
             t,
             timeout_seconds=timeout_seconds,
@@ -149,26 +172,33 @@ class BoundedLossExchange:
         rescale: bool = False,
         priority: int = 0,
     ) -> Handle:
-        """Begin to sum `values` (n,) over ranks, times `scale`, into `out` (n,), None: in place; all ranks do, with the same n.
+        """Begin to sum `values` (n,) over ranks, times `scale`, into `out` (n,), None: in place;
+        all ranks do, with the same n.
 
-        At most the share `tolerance` of each rank's contribution to each shard is left out, nothing of the ranges `exact`.
-        With `rescale` an element's sum is multiplied by ranks / ranks that arrived. `priority` 3 goes first, 0 last. One step
-        of a bucket at a time; `values` stays as it is until `wait`. Raises ValueError for what cannot be exchanged, and what
-        ended the exchange.
+        At most the share `tolerance` of each rank's contribution to each shard is left out, nothing
+        of the ranges `exact`. With `rescale` an element's sum is multiplied by ranks / ranks that
+        arrived. `priority` 3 goes first, 0 last. One step of a bucket at a time; `values` stays as
+        it is until `wait`. Raises ValueError for what cannot be exchanged, and what ended the
+        exchange.
         """
         check_start(bucket, values, out, tolerance=tolerance, exact=exact, priority=priority)
         words = 32 // self.options.bits  # values of each element that travels
         ranges = tuple((int(low) // words, -(-int(high) // words)) for low, high in exact)
         if self._known.setdefault(bucket, (len(values), ranges)) != (len(values), ranges):
             raise ValueError(
-                f"bucket {bucket} has {self._known[bucket][0]} elements and its exact ranges in every step"
+                f"bucket {bucket} has {self._known[bucket][0]} elements and its exact ranges in "
+                "every step"
             )
         in_place = out is None or np.may_share_memory(out, values)
         target = values if out is None else out
-        handle = Handle(bucket, values, target, None, float(tolerance), float(scale), bool(rescale), priority)
+        handle = Handle(
+            bucket, values, target, None, float(tolerance), float(scale), bool(rescale), priority
+        )
         if self._thread is None or not len(values):
             np.multiply(values, np.float32(scale), out=target)
-            handle.outcome = Outcome(np.empty((0, 2), np.int64), np.empty(0, np.float32), len(values))
+            handle.outcome = Outcome(
+                np.empty((0, 2), np.int64), np.empty(0, np.float32), len(values)
+            )
             handle.done.set()
             return handle
         if self.options.bits == 16:
@@ -179,7 +209,9 @@ class BoundedLossExchange:
         return handle
 
     def _pack(self, bucket: int, values: Array) -> tuple[Array, Array]:
-        """Return the words that are sent, and room for those of the sums; kept for the bucket's next step."""
+        """Return the words that are sent, and room for those of the sums; kept for the bucket's
+        next step.
+        """
         if bucket not in self._packed:
             words = -(-len(values) // 2)
             self._packed[bucket] = np.empty(words, np.float32), np.empty(words, np.float32)
@@ -196,7 +228,9 @@ class BoundedLossExchange:
         return found
 
     def close(self) -> None:
-        """End the thread and close the sockets, after what others still need of this rank; may be called again."""
+        """End the thread and close the sockets, after what others still need of this rank; may be
+        called again.
+        """
         if self._thread is not None:
             self._close()
 
@@ -219,7 +253,9 @@ def _filled_tables(
     options: WireOptions,
 ) -> Tables:
     world_size = len(addresses)
-    t = make_tables(world_size=world_size, slots=FIRST_SLOTS, segments=options.part_segments(world_size))
+    t = make_tables(
+        world_size=world_size, slots=FIRST_SLOTS, segments=options.part_segments(world_size)
+    )
     values = {
         tables.RANK: rank,
         tables.WORLD: world_size,

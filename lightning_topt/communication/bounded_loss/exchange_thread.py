@@ -1,4 +1,6 @@
-"""The one thread of an exchange: opens parts, lets the compiled loop work, hands out what is done, and finds who is gone."""
+"""The one thread of an exchange: opens parts, lets the compiled loop work, hands out what is done,
+and finds who is gone.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,12 @@ from collections import deque
 import numpy as np
 
 from lightning_topt.communication.bounded_loss import tables
-from lightning_topt.communication.bounded_loss.control_messages import BODY, BY_BOTH, BY_STREAM, send_control
+from lightning_topt.communication.bounded_loss.control_messages import (
+    BODY,
+    BY_BOTH,
+    BY_STREAM,
+    send_control,
+)
 from lightning_topt.communication.bounded_loss.datagram import FAILED, LEAVE, PING
 from lightning_topt.communication.bounded_loss.delivery import Handle, PeerSilentError
 from lightning_topt.communication.bounded_loss.engine_loop import run_loop, sleep_precisely
@@ -32,10 +39,19 @@ LEAVE_SECONDS = 5.0  # that others may still need results after `close`
 
 
 class ExchangeThread:
-    """Owns the tables. `start`, `close` are for other threads; everything else runs in this one's."""
+    """Owns the tables. `start`, `close` are for other threads; everything else runs in this
+    one's.
+    """
 
-    def __init__(self, t: Tables, *, timeout_seconds: float, part_segments: int, by_size: bool) -> None:
-        self.t, self.timeout_seconds, self.part_segments, self.by_size = t, timeout_seconds, part_segments, by_size
+    def __init__(
+        self, t: Tables, *, timeout_seconds: float, part_segments: int, by_size: bool
+    ) -> None:
+        self.t, self.timeout_seconds, self.part_segments, self.by_size = (
+            t,
+            timeout_seconds,
+            part_segments,
+            by_size,
+        )
         self.error: Exception | None = None
         self._lock = threading.Lock()
         self._commands: deque[tuple[Handle, Exact]] = deque()
@@ -48,7 +64,8 @@ class ExchangeThread:
         self._thread = threading.Thread(target=self._run, name="bounded-loss-exchange", daemon=True)
         self._thread.start()
 
-    # ---- for other threads ------------------------------------------------------------------------------------------
+    # ---- for other threads
+    # ------------------------------------------------------------------------------------------
 
     def start(self, handle: Handle, exact: Exact) -> None:
         """Begin a bucket's next step. Raises what ended the exchange."""
@@ -73,7 +90,8 @@ class ExchangeThread:
     def _wake(self) -> None:
         os.eventfd_write(int(self.t.config[tables.WAKE]), 1)
 
-    # ---- in the thread ----------------------------------------------------------------------------------------------
+    # ---- in the thread
+    # ----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         sleep_precisely()
@@ -112,7 +130,11 @@ class ExchangeThread:
                 known = self._buckets[handle.bucket] = self._make(handle, exact)
             assert (known.numel, known.exact) == (len(handle.sent), exact)
             if handle.staging is not None:
-                known.staging = known.staging if known.staging is not None else np.empty(known.numel, np.float32)
+                known.staging = (
+                    known.staging
+                    if known.staging is not None
+                    else np.empty(known.numel, np.float32)
+                )
                 handle.staging = known.staging
             handle.parts_left = len(known.parts)
             self._waiting.extend((part, handle) for part in known.parts)
@@ -128,13 +150,20 @@ class ExchangeThread:
         if needed > len(self.t.slots):
             self.t = with_more_slots(self.t, max(needed, 2 * len(self.t.slots)))
         made = make_parts(
-            self.t, handle.bucket, len(handle.sent), exact, first_slot=first, part_segments=self.part_segments
+            self.t,
+            handle.bucket,
+            len(handle.sent),
+            exact,
+            first_slot=first,
+            part_segments=self.part_segments,
         )
         self.t.config[tables.USED_SLOTS] = needed
         return made
 
     def _open_waiting(self) -> None:
-        """Open a part whose last step nobody needs any more; the loop comes back for the next, so that data need not wait."""
+        """Open a part whose last step nobody needs any more; the loop comes back for the next, so
+        that data need not wait.
+        """
         self._more_to_open = False
         for _ in range(len(self._waiting)):
             part, handle = self._waiting.popleft()

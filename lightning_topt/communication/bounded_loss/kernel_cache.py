@@ -1,7 +1,9 @@
-"""Care for kernels that Numba keeps on disk: it compiles a function anew when its own file changes, not one that it calls.
+"""Care for kernels that Numba keeps on disk: it compiles a function anew when its own file changes,
+not one that it calls.
 
-Here functions of one file are compiled into those of others, with their constants, so a change of any file makes all kept ones
-wrong. They are removed where the folder's files are not those that they were made of.
+Here functions of one file are compiled into those of others, with their constants, so a change of
+any file makes all kept ones wrong. They are removed where the folder's files are not those that
+they were made of.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ _STAMP = "kernels_of"
 
 
 def forget_outdated_kernels(folder: Path) -> None:
-    """Remove what Numba keeps beside the files of `folder` if it is of other versions of them; where that can be written."""
+    """Remove what Numba keeps beside the files of `folder` if it is of other versions of them;
+    where that can be written.
+    """
     files = sorted(folder.glob("*.py"))
     now = " ".join(f"{path.name}:{path.stat().st_mtime_ns}:{path.stat().st_size}" for path in files)
     stamp = folder / "__pycache__" / _STAMP

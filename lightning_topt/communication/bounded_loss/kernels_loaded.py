@@ -1,4 +1,6 @@
-"""Compilation before it is needed: the first step must not wait half a minute for it, nor other ranks for this one."""
+"""Compilation before it is needed: the first step must not wait half a minute for it, nor other
+ranks for this one.
+"""
 
 from __future__ import annotations
 

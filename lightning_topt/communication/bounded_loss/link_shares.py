@@ -1,9 +1,11 @@
-"""Shares: ranks that send to one, and receivers that one sends to, divide the links between them, so that no queue fills.
+"""Shares: ranks that send to one, and receivers that one sends to, divide the links between them,
+so that no queue fills.
 
-A rank with data for k receivers gives one that n ranks send to 1 / max(k, n) of its link: neither this rank's link nor the
-receiver's is asked for more than it has. Each datagram says whether its sender has more for the receiver (`MORE`), and reports
-say how many such senders there are. Where all ranks have data for all others, all links are full without a word between them;
-where a rank is late, or is done, the others take its share with the next report.
+A rank with data for k receivers gives one that n ranks send to 1 / max(k, n) of its link: neither
+this rank's link nor the receiver's is asked for more than it has. Each datagram says whether its
+sender has more for the receiver (`MORE`), and reports say how many such senders there are. Where
+all ranks have data for all others, all links are full without a word between them; where a rank is
+late, or is done, the others take its share with the next report.
 """
 
 from __future__ import annotations
@@ -35,12 +37,15 @@ from lightning_topt.communication.bounded_loss.tables import (
     WORLD,
 )
 
-EXPIRE_NS = 10_000_000  # a sender that said it has more, and of which nothing came for so long, is not counted
+# a sender that said it has more, and of which nothing came for so long, is not counted
+EXPIRE_NS = 10_000_000
 
 
 @inner
 def most_urgent(t: int, peer: int) -> tuple[int, int]:
-    """Return the slot and way that has data for `peer` and goes first; (-1, 0): none. Sums go before contributions."""
+    """Return the slot and way that has data for `peer` and goes first; (-1, 0): none. Sums go
+    before contributions.
+    """
     best, best_way, best_key = -1, 0, -1
     for slot in range(config_row(t)[USED_SLOTS]):
         if not slot_row(t, slot)[ACTIVE]:
@@ -69,7 +74,9 @@ def divide_link(t: int) -> int:
     """Set the share of each receiver that this rank has data for; returns how many they are."""
     config, receivers, shares = config_row(t), 0, 0.0
     for peer in range(config[WORLD]):
-        path_row(t, peer)[SHARE] = 1.0 if peer != config[RANK] and has_other_data(t, -1, peer, 0) else 0.0
+        path_row(t, peer)[SHARE] = (
+            1.0 if peer != config[RANK] and has_other_data(t, -1, peer, 0) else 0.0
+        )
         receivers += path_row(t, peer)[SHARE] > 0
     for peer in range(config[WORLD]):
         path_row(t, peer)[SHARE] /= max(1, receivers, peer_row(t, peer)[SENDERS])
@@ -81,7 +88,9 @@ def divide_link(t: int) -> int:
 
 @compiled
 def count_senders(t: int, clock: int) -> int:
-    """Return how many ranks have data for this one at the time `clock`, of the clock that datagrams' arrivals are in."""
+    """Return how many ranks have data for this one at the time `clock`, of the clock that
+    datagrams' arrivals are in.
+    """
     senders = 0
     for peer in range(config_row(t)[WORLD]):
         row = peer_row(t, peer)

@@ -13,11 +13,13 @@ from lightning_topt.communication.bounded_loss.tables import Tables
 
 @dataclass(frozen=True)
 class BoundedLossStatistics:
-    """Since the last reset; shares are of this rank's contributions (`lost_share`) or of its datagrams.
+    """Since the last reset; shares are of this rank's contributions (`lost_share`) or of its
+    datagrams.
 
-    `path_loss` counts what receivers did not see, retransmissions and results included; `bytes_per_second` is the present
-    rate of all that leaves; `round_trip_seconds` the present mean; `stalled_seconds` was waited for answers to probes
-    that were late; `rejected` datagrams were wrong (key, size, place, source), `late` ones came after their part was closed.
+    `path_loss` counts what receivers did not see, retransmissions and results included;
+    `bytes_per_second` is the present rate of all that leaves; `round_trip_seconds` the present
+    mean; `stalled_seconds` was waited for answers to probes that were late; `rejected` datagrams
+    were wrong (key, size, place, source), `late` ones came after their part was closed.
     """
 
     lost_share: float
@@ -37,14 +39,18 @@ class BoundedLossStatistics:
 
 
 def take_statistics(t: Tables, before: Array, *, rank: int, refused: int) -> BoundedLossStatistics:
-    """Return what was counted since `before`, counters with the losses seen by receivers after them (`snapshot`)."""
+    """Return what was counted since `before`, counters with the losses seen by receivers after them
+    (`snapshot`).
+    """
     since = snapshot(t) - before
     others = [row for peer, row in enumerate(t.paths) if peer != rank]
     sent = int(since[tables.SENT_DATAGRAMS])
     return BoundedLossStatistics(
         lost_share=float(since[tables.LOST_ELEMENTS] / max(since[tables.CONTRIBUTED_ELEMENTS], 1)),
         path_loss=float(since[-1] / max(sent, 1)),
-        marked_share=float(since[tables.MARKED_DATAGRAMS] / max(since[tables.RECEIVED_DATAGRAMS], 1)),
+        marked_share=float(
+            since[tables.MARKED_DATAGRAMS] / max(since[tables.RECEIVED_DATAGRAMS], 1)
+        ),
         datagrams_sent=sent,
         datagrams_resent=int(since[tables.RESENT_DATAGRAMS]),
         bytes_sent=int(since[tables.SENT_BYTES]),

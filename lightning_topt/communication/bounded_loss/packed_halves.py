@@ -1,6 +1,7 @@
 """Values as bfloat16, two in each 32-bit word of a datagram.
 
-Of a word the low half is the first value. Rounding is to nearest, ties to even, as torch's; NaN stays NaN.
+Of a word the low half is the first value. Rounding is to nearest, ties to even, as torch's; NaN
+stays NaN.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ def rounded(bits: np.int64) -> np.int64:
 
 @compiled
 def pack_halves(values: Array, words: Array) -> None:
-    """Write `values` (n,) float32, contiguous, to `words` (ceil(n / 2),) uint32; the last half may be 0."""
+    """Write `values` (n,) float32, contiguous, to `words` (ceil(n / 2),) uint32; the last half may
+    be 0.
+    """
     bits, pairs = values.view(np.uint32), len(values) // 2
     for i in range(pairs):
         words[i] = rounded(np.int64(bits[2 * i])) >> 16 | rounded(np.int64(bits[2 * i + 1]))

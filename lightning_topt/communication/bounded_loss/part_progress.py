@@ -1,9 +1,12 @@
-"""The life of a part on one rank: opened, contributions closed one by one, summed, results in, done, and no longer needed.
+"""The life of a part on one rank: opened, contributions closed one by one, summed, results in,
+done, and no longer needed.
 
-- The owner of a shard closes a contribution when all of it is there, or when its sender is through and at most the tolerated
-  share is missing. The bitmap at that time is what went into the sum; STOP carries it to the sender.
-- Results close when complete, and when the receiver also knows the bitmap of its own contribution: an owner that has seen all
-  results closed owes nobody anything, and may begin the tensor's next step.
+- The owner of a shard closes a contribution when all of it is there, or when its sender is through
+  and at most the tolerated share is missing. The bitmap at that time is what went into the sum;
+  STOP carries it to the sender.
+- Results close when complete, and when the receiver also knows the bitmap of its own contribution:
+  an owner that has seen all results closed owes nobody anything, and may begin the tensor's next
+  step.
 """
 
 from __future__ import annotations
@@ -11,9 +14,19 @@ from __future__ import annotations
 import numpy as np
 
 from lightning_topt.basics.jit import compiled
-from lightning_topt.communication.bounded_loss.control_messages import BODY, BY_BOTH, answer_nanoseconds, send_control
+from lightning_topt.communication.bounded_loss.control_messages import (
+    BODY,
+    BY_BOTH,
+    answer_nanoseconds,
+    send_control,
+)
 from lightning_topt.communication.bounded_loss.datagram import CONTRIBUTION, OPEN, RESULT, STOP
-from lightning_topt.communication.bounded_loss.raw_memory import address_of, copy_memory, inner, store64
+from lightning_topt.communication.bounded_loss.raw_memory import (
+    address_of,
+    copy_memory,
+    inner,
+    store64,
+)
 from lightning_topt.communication.bounded_loss.shard_sum import (
     clear_missing,
     find_large,
@@ -89,7 +102,11 @@ SEGMENTS_AT_ONCE = 32  # some tens of microseconds
 
 @inner
 def _reset_way(t: int, slot: int, peer: int, way: int, shard: int, state: int) -> None:
-    flow, segments, world = flow_row(t, slot, peer, way), slot_row(t, slot)[SEGMENTS], config_row(t)[WORLD]
+    flow, segments, world = (
+        flow_row(t, slot, peer, way),
+        slot_row(t, slot)[SEGMENTS],
+        config_row(t)[WORLD],
+    )
     flow[FIRST] = segments * shard // world
     flow[COUNT] = segments * (shard + 1) // world - flow[FIRST]
     flow[STATE], flow[RECEIVED], flow[NEXT], flow[SERIAL], flow[TRIES] = state, 0, 0, 0, 0
@@ -99,7 +116,9 @@ def _reset_way(t: int, slot: int, peer: int, way: int, shard: int, state: int) -
 
 @compiled
 def open_part(t: int, slot: int, tolerance: float, now: int) -> None:
-    """Begin the next step of a part whose row in ``t.slots`` says what and where, and tell all ranks."""
+    """Begin the next step of a part whose row in ``t.slots`` says what and where, and tell all
+    ranks.
+    """
     config, row = config_row(t), slot_row(t, slot)
     rank, world = config[RANK], config[WORLD]
     row[ACTIVE], row[DONE], row[WANTED], row[SUMMING] = 1, 0, 0, 0
@@ -116,7 +135,10 @@ def open_part(t: int, slot: int, tolerance: float, now: int) -> None:
         _reset_way(t, slot, peer, OUT_R, rank, IDLE)
         own, theirs = flow_row(t, slot, peer, IN_C)[COUNT], flow_row(t, slot, peer, OUT_C)[COUNT]
         if theirs == 0:
-            flow_row(t, slot, peer, OUT_C)[STATE], flow_row(t, slot, peer, IN_R)[STATE] = STOPPED, CLOSED_WAY
+            flow_row(t, slot, peer, OUT_C)[STATE], flow_row(t, slot, peer, IN_R)[STATE] = (
+                STOPPED,
+                CLOSED_WAY,
+            )
         else:
             row[UNSTOPPED_C] += 1
             row[MISSING_R] += 1
@@ -125,7 +147,10 @@ def open_part(t: int, slot: int, tolerance: float, now: int) -> None:
             flow_row(t, slot, peer, OUT_C)[PROBE_NS] = now + answer_nanoseconds(t, peer, 0)
             config[PROBES_NS] = min(config[PROBES_NS], flow_row(t, slot, peer, OUT_C)[PROBE_NS])
         if own == 0:
-            flow_row(t, slot, peer, IN_C)[STATE], flow_row(t, slot, peer, OUT_R)[STATE] = CLOSED_WAY, STOPPED
+            flow_row(t, slot, peer, IN_C)[STATE], flow_row(t, slot, peer, OUT_R)[STATE] = (
+                CLOSED_WAY,
+                STOPPED,
+            )
         else:
             row[WAITING_C] += 1
             row[UNSTOPPED_R] += 1
@@ -137,7 +162,9 @@ def open_part(t: int, slot: int, tolerance: float, now: int) -> None:
 
 @inner
 def _expect(t: int, slot: int, peer: int, tolerance: float) -> None:
-    """Set how many segments of `peer`'s contribution may be missing, and how many of those that may not are."""
+    """Set how many segments of `peer`'s contribution may be missing, and how many of those that may
+    not are.
+    """
     flow, exact = flow_row(t, slot, peer, IN_C), 0
     for index in range(flow[COUNT]):
         exact += has_bit(exact_row(t, slot), flow[FIRST] + index)
@@ -178,7 +205,9 @@ def close_contribution(t: int, slot: int, peer: int, now: int) -> None:
 
 @inner
 def sum_more(t: int) -> None:
-    """Sum some segments of a part whose contributions are closed: datagrams do not wait until all of it is summed."""
+    """Sum some segments of a part whose contributions are closed: datagrams do not wait until all
+    of it is summed.
+    """
     config = config_row(t)
     for slot in range(config[USED_SLOTS] if config[SUMS] else 0):
         if slot_row(t, slot)[SUMMING]:
@@ -210,17 +239,27 @@ def _sum_some(t: int, slot: int) -> None:
 
 @inner
 def close_result(t: int, slot: int, peer: int) -> None:
-    """Tell the owner of a shard that its results are here, once that is so and the fate of the contribution is known."""
+    """Tell the owner of a shard that its results are here, once that is so and the fate of the
+    contribution is known.
+    """
     flow = flow_row(t, slot, peer, IN_R)
-    if flow[STATE] != RECEIVING or flow[RECEIVED] < flow[COUNT] or flow_row(t, slot, peer, OUT_C)[STATE] != STOPPED:
+    if (
+        flow[STATE] != RECEIVING
+        or flow[RECEIVED] < flow[COUNT]
+        or flow_row(t, slot, peer, OUT_C)[STATE] != STOPPED
+    ):
         return
     flow[STATE] = CLOSED_WAY
-    send_control(t, peer, STOP, RESULT, slot_row(t, slot)[STEP], slot_row(t, slot)[TENSOR], 0, 0, BY_BOTH)
+    send_control(
+        t, peer, STOP, RESULT, slot_row(t, slot)[STEP], slot_row(t, slot)[TENSOR], 0, 0, BY_BOTH
+    )
 
 
 @inner
 def contribution_stopped(t: int, slot: int, peer: int, now: int) -> None:
-    """Take the bitmap that is in the tables by now as what became of this rank's contribution to `peer`'s shard."""
+    """Take the bitmap that is in the tables by now as what became of this rank's contribution to
+    `peer`'s shard.
+    """
     row, flow = slot_row(t, slot), flow_row(t, slot, peer, OUT_C)
     flow[STATE] = STOPPED
     row[PROGRESS_NS] = now
@@ -253,7 +292,13 @@ def check_done(t: int, slot: int) -> None:
     row = slot_row(t, slot)
     if not row[ACTIVE]:
         return
-    if not row[DONE] and row[WAITING_C] == 0 and not row[SUMMING] and row[MISSING_R] == 0 and row[UNSTOPPED_C] == 0:
+    if (
+        not row[DONE]
+        and row[WAITING_C] == 0
+        and not row[SUMMING]
+        and row[MISSING_R] == 0
+        and row[UNSTOPPED_C] == 0
+    ):
         row[DONE] = 1
         config_row(t)[EVENTS] += 1
     if row[DONE] and row[UNSTOPPED_R] == 0:

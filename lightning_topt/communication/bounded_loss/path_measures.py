@@ -1,4 +1,6 @@
-"""The way to one receiver as it was measured: its round trip, what reports about it said, its share of this rank's link."""
+"""The way to one receiver as it was measured: its round trip, what reports about it said, its share
+of this rank's link.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,22 @@ from lightning_topt.communication.bounded_loss.rate_rule import (
 from lightning_topt.communication.bounded_loss.raw_memory import Array
 
 FIRST_ROUND_TRIP = 1e-3  # seconds
-RATE_SECONDS = 1e-2  # what a receiver got is a rate over so long at least: token buckets let short bursts pass
+# what a receiver got is a rate over so long at least: token buckets let short bursts pass
+RATE_SECONDS = 1e-2
 
 # Columns of a receiver's row of float64.
-TRIP, VARIATION, LEAST_TRIP, MEASURED, HIGHEST, ALL_LOST, ALL_MARKED, SHARE, REACHED_BEFORE, ARRIVED_BEFORE = range(10)
+(
+    TRIP,
+    VARIATION,
+    LEAST_TRIP,
+    MEASURED,
+    HIGHEST,
+    ALL_LOST,
+    ALL_MARKED,
+    SHARE,
+    REACHED_BEFORE,
+    ARRIVED_BEFORE,
+) = range(10)
 PATH_COLUMNS = 10
 
 
@@ -24,13 +38,19 @@ PATH_COLUMNS = 10
 def reset_path(row: Array) -> None:
     """Set a row to that of an unknown path."""
     row[:] = 0.0
-    row[TRIP], row[VARIATION], row[LEAST_TRIP] = FIRST_ROUND_TRIP, FIRST_ROUND_TRIP / 2, MOST_ROUND_TRIP
+    row[TRIP], row[VARIATION], row[LEAST_TRIP] = (
+        FIRST_ROUND_TRIP,
+        FIRST_ROUND_TRIP / 2,
+        MOST_ROUND_TRIP,
+    )
     row[HIGHEST], row[SHARE] = -1.0, 1.0
 
 
 @compiled
 def answer_seconds(row: Array) -> float:
-    """Return how long an answer may take: the round trip and its variation, measured (as RFC 6298)."""
+    """Return how long an answer may take: the round trip and its variation, measured (as RFC
+    6298).
+    """
     return float(row[TRIP] + max(4 * row[VARIATION], LEAST_ROUND))
 
 
@@ -50,18 +70,34 @@ def measure_trip(row: Array, link: Array, seconds: float) -> None:
 
 @compiled
 def take_report(
-    row: Array, link: Array, highest: int, lost: int, marked: int, reached: int, arrived: float, now: float
+    row: Array,
+    link: Array,
+    highest: int,
+    lost: int,
+    marked: int,
+    reached: int,
+    arrived: float,
+    now: float,
 ) -> None:
-    """Take in a receiver's counts since the beginning: highest sequence number, how many are missing, how many were marked.
+    """Take in a receiver's counts since the beginning: highest sequence number, how many are
+    missing, how many were marked.
 
-    `reached` datagrams of all senders came there, the last one when `arrived` says, by the receiver's clock; `now` is this
-    rank's, both in seconds. Old reports, which datagrams may bring late, are dropped.
+    `reached` datagrams of all senders came there, the last one when `arrived` says, by the
+    receiver's clock; `now` is this rank's, both in seconds. Old reports, which datagrams may bring
+    late, are dropped.
     """
     if highest < row[HIGHEST]:
         return
-    acked, more_lost, more_marked = highest - row[HIGHEST], lost - row[ALL_LOST], marked - row[ALL_MARKED]
+    acked, more_lost, more_marked = (
+        highest - row[HIGHEST],
+        lost - row[ALL_LOST],
+        marked - row[ALL_MARKED],
+    )
     row[HIGHEST] = highest
-    row[ALL_LOST], row[ALL_MARKED] = max(row[ALL_LOST], float(lost)), max(row[ALL_MARKED], float(marked))
+    row[ALL_LOST], row[ALL_MARKED] = (
+        max(row[ALL_LOST], float(lost)),
+        max(row[ALL_MARKED], float(marked)),
+    )
     took = arrived - row[ARRIVED_BEFORE]
     if took >= RATE_SECONDS:
         # What all senders got through is what the receiver's link carries, however they share it.

@@ -1,6 +1,8 @@
-"""Loads and stores at plain addresses, and the C library's calls, for compiled code. None of it holds the GIL.
+"""Loads and stores at plain addresses, and the C library's calls, for compiled code. None of it
+holds the GIL.
 
-Addresses are int64. Little-endian machines with 64 bit only, as the layouts of the kernel's structures here are theirs.
+Addresses are int64. Little-endian machines with 64 bit only, as the layouts of the kernel's
+structures here are theirs.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ SUPPORTED = sys.platform == "linux" and sys.byteorder == "little" and sys.maxsiz
 CLOCK_REALTIME, CLOCK_MONOTONIC = 0, 1
 NANOSECONDS = 1_000_000_000
 
-# For what only compiled code calls: the way in from Python, which unpacks all tables, would be most of what is compiled.
+# For what only compiled code calls: the way in from Python, which unpacks all tables, would be most
+# of what is compiled.
 inner = partial(compiled, no_cpython_wrapper=True, no_cfunc_wrapper=True, error_model="numpy")
 
 _long, _int = types.int64, types.int32

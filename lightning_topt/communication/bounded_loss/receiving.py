@@ -1,4 +1,6 @@
-"""Datagrams from the socket and messages of the side channels are checked here, and given to what handles them."""
+"""Datagrams from the socket and messages of the side channels are checked here, and given to what
+handles them.
+"""
 
 from __future__ import annotations
 
@@ -78,11 +80,17 @@ def _received(t: int, index: int) -> Array:
 
 @inner
 def _ancillary(t: int, index: int) -> tuple[int, int, int]:
-    """Return the size of coalesced datagrams (0: one), whether they are marked, and when they arrived (0: unknown)."""
+    """Return the size of coalesced datagrams (0: one), whether they are marked, and when they
+    arrived (0: unknown).
+    """
     address, size = table(t, RECEIVE_CONTROL) + CONTROL_BYTES * index, _received(t, index)[5]
     segment, marked, arrived, offset = 0, 0, 0, 0
     while offset + 16 <= size:
-        length, level, kind = load64(address + offset), load32(address + offset + 8), load32(address + offset + 12)
+        length, level, kind = (
+            load64(address + offset),
+            load32(address + offset + 8),
+            load32(address + offset + 12),
+        )
         if length < 16 or offset + length > size:
             break
         data = address + offset + 16
@@ -97,7 +105,9 @@ def _ancillary(t: int, index: int) -> tuple[int, int, int]:
 
 
 @inner
-def _take_datagram(t: int, address: int, size: int, source: int, arrived: int, marked: int, now: int) -> None:
+def _take_datagram(
+    t: int, address: int, size: int, source: int, arrived: int, marked: int, now: int
+) -> None:
     config = config_row(t)
     if not is_valid(address, size, config[KEY], config[RANK], config[WORLD]):
         wrong_key = size >= HEADER_BYTES and load64(address + 8) != config[KEY]
@@ -118,7 +128,11 @@ def receive_datagrams(t: int, now: int) -> int:
         row[4], row[5] = table(t, RECEIVE_CONTROL) + CONTROL_BYTES * index, CONTROL_BYTES
         row[6], row[7] = 0, 0
     got = receive_messages(
-        np.int32(config_row(t)[UDP]), table(t, RECEIVE), np.uint32(RECEIVE_AT_ONCE), np.int32(DONT_WAIT), 0
+        np.int32(config_row(t)[UDP]),
+        table(t, RECEIVE),
+        np.uint32(RECEIVE_AT_ONCE),
+        np.int32(DONT_WAIT),
+        0,
     )
     if got <= 0:
         return 0
@@ -130,17 +144,24 @@ def receive_datagrams(t: int, now: int) -> int:
             reject(t, TRUNCATED)
             continue
         segment, marked, arrived = _ancillary(t, index)
-        address, source = table(t, RECEIVE_MEMORY) + RECEIVE_BYTES * index, load64(table(t, RECEIVE_NAMES) + 16 * index)
+        address, source = (
+            table(t, RECEIVE_MEMORY) + RECEIVE_BYTES * index,
+            load64(table(t, RECEIVE_NAMES) + 16 * index),
+        )
         step = segment if segment > 0 else max(size, 1)
         for offset in range(0, max(size, 1), step):
             part = min(step, size - offset)
-            _take_datagram(t, address + offset, part, source, arrived if arrived else clock, marked, now)
+            _take_datagram(
+                t, address + offset, part, source, arrived if arrived else clock, marked, now
+            )
     return got
 
 
 @inner
 def forget_errors(t: int) -> None:
-    """Empty the queue of what hosts answered to datagrams: who is gone is told by the side channel."""
+    """Empty the queue of what hosts answered to datagrams: who is gone is told by the side
+    channel.
+    """
     receive_messages(
         np.int32(config_row(t)[UDP]),
         table(t, RECEIVE),
@@ -156,7 +177,9 @@ def receive_stream(t: int, peer: int, now: int) -> None:
     row, config = peer_row(t, peer), config_row(t)
     filled = row[STREAM_FILLED]
     memory = table(t, STREAMS) + STREAM_BYTES * peer
-    got = receive_bytes(np.int32(row[STREAM]), memory + filled, STREAM_BYTES - filled, np.int32(DONT_WAIT))
+    got = receive_bytes(
+        np.int32(row[STREAM]), memory + filled, STREAM_BYTES - filled, np.int32(DONT_WAIT)
+    )
     if got < 0 and (error_number() == AGAIN or error_number() == INTERRUPTED):
         return
     broken = got <= 0
@@ -170,7 +193,10 @@ def receive_stream(t: int, peer: int, now: int) -> None:
         if filled - offset - 8 < size:
             break
         message = memory + offset + 8
-        if not is_valid(message, size, config[KEY], config[RANK], config[WORLD]) or load16(message + 2) != peer:
+        if (
+            not is_valid(message, size, config[KEY], config[RANK], config[WORLD])
+            or load16(message + 2) != peer
+        ):
             broken = True
             break
         counter_row(t)[STREAM_FRAMES] += 1

@@ -1,4 +1,6 @@
-"""A batch of data goes out in one system call: several segments of one part, in the service class of their priority."""
+"""A batch of data goes out in one system call: several segments of one part, in the service class
+of their priority.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ from lightning_topt.communication.bounded_loss.control_messages import (
     write_ancillary,
     write_message,
 )
-from lightning_topt.communication.bounded_loss.datagram import CONTRIBUTION, HEADER_BYTES, MORE, RESULT, write_header
+from lightning_topt.communication.bounded_loss.datagram import (
+    CONTRIBUTION,
+    HEADER_BYTES,
+    MORE,
+    RESULT,
+    write_header,
+)
 from lightning_topt.communication.bounded_loss.link_shares import has_other_data
 from lightning_topt.communication.bounded_loss.rate_rule import REFUSED_IN_ROUND
 from lightning_topt.communication.bounded_loss.raw_memory import (
@@ -89,19 +97,32 @@ CAPABLE = 2  # ECN: packets may be marked instead of dropped
 
 @inner
 def service_class(priority: int, large: bool) -> int:
-    """Return the byte of DSCP and ECN: assured forwarding class 1 to 4 for priority 0 to 3, precedence 1 or 3 (RFC 2597)."""
+    """Return the byte of DSCP and ECN: assured forwarding class 1 to 4 for priority 0 to 3,
+    precedence 1 or 3 (RFC 2597).
+    """
     return (8 * (priority + 1) + (2 if large else 6)) << 2 | CAPABLE
 
 
 @inner
 def _is_large(t: int, slot: int, way: int, segment: int) -> bool:
-    return way == OUT_R or not slot_row(t, slot)[BY_SIZE] or load8(large_of(t, slot, segment // LARGE_BLOCK)) != 0
+    return (
+        way == OUT_R
+        or not slot_row(t, slot)[BY_SIZE]
+        or load8(large_of(t, slot, segment // LARGE_BLOCK)) != 0
+    )
 
 
 @inner
 def _fill_batch(t: int, slot: int, peer: int, way: int, most: int, clock: int) -> tuple[int, int]:
-    """Write headers and pieces of the next segments that are missing, at most `most`; returns how many, and their DSCP byte."""
-    config, row, flow, each = config_row(t), slot_row(t, slot), flow_row(t, slot, peer, way), config_row(t)[ELEMENTS]
+    """Write headers and pieces of the next segments that are missing, at most `most`; returns how
+    many, and their DSCP byte.
+    """
+    config, row, flow, each = (
+        config_row(t),
+        slot_row(t, slot),
+        flow_row(t, slot, peer, way),
+        config_row(t)[ELEMENTS],
+    )
     kind = CONTRIBUTION if way == OUT_C else RESULT
     base = row[VALUES] if way == OUT_C else row[SUM] - 4 * flow[FIRST] * each
     count, index, large = 0, flow[NEXT], False
@@ -133,7 +154,8 @@ def _fill_batch(t: int, slot: int, peer: int, way: int, most: int, clock: int) -
 def _transmit(t: int, peer: int, count: int, tos: int) -> int:
     """Send the batch: in one piece that the kernel cuts, or one by one.
 
-    Returns how many left; `REFUSED` where a full queue of this host took none. On other errors they are lost.
+    Returns how many left; `REFUSED` where a full queue of this host took none. On other errors they
+    are lost.
     """
     config, ancillary = config_row(t), table(t, SEND_CONTROL)
     name, flags = source_of(t, peer), np.int32(DONT_WAIT | NO_SIGNAL)
@@ -153,7 +175,9 @@ def _transmit(t: int, peer: int, count: int, tos: int) -> int:
         config[OFFLOAD] = 0  # a device or kernel without it says so only here
     used = write_ancillary(ancillary, 0, tos)
     for index in range(count):
-        write_message(sent_message(t, index), name, table(t, SEND_PARTS) + 32 * index, 2, ancillary, used)
+        write_message(
+            sent_message(t, index), name, table(t, SEND_PARTS) + 32 * index, 2, ancillary, used
+        )
     sent = send_messages(np.int32(config[UDP]), table(t, SEND), np.uint32(count), flags)
     if sent >= 0:
         return sent
@@ -165,7 +189,9 @@ def _transmit(t: int, peer: int, count: int, tos: int) -> int:
 
 @inner
 def send_batch(t: int, slot: int, peer: int, way: int, most: int, now: int) -> int:
-    """Send the next segments of one way; returns their bytes, -1 where the socket takes no more, `REFUSED` where the queue."""
+    """Send the next segments of one way; returns their bytes, -1 where the socket takes no more,
+    `REFUSED` where the queue.
+    """
     config, flow, row = config_row(t), flow_row(t, slot, peer, way), peer_row(t, peer)
     before = flow[NEXT]
     count, tos = _fill_batch(t, slot, peer, way, most, nanoseconds(CLOCK_REALTIME, table(t, WORK)))
@@ -176,7 +202,11 @@ def send_batch(t: int, slot: int, peer: int, way: int, most: int, now: int) -> i
         counter_row(t)[REFUSED_DATAGRAMS] += count
         return REFUSED
     if sent < count:  # the rest again: find the first that did not leave
-        flow[NEXT] = before if sent == 0 else load32(table(t, SEND_HEADERS) + HEADER_BYTES * sent + 20) - flow[FIRST]
+        flow[NEXT] = (
+            before
+            if sent == 0
+            else load32(table(t, SEND_HEADERS) + HEADER_BYTES * sent + 20) - flow[FIRST]
+        )
     row[NEXT_SEQUENCE] += sent
     flow[TO_SEND] -= sent
     nbytes = sent * config[DATAGRAM]

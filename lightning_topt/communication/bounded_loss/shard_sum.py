@@ -1,4 +1,6 @@
-"""Sums over the contributions to a shard, in rank order, and the elements that a bitmap says are missing."""
+"""Sums over the contributions to a shard, in rank order, and the elements that a bitmap says are
+missing.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,13 @@ import numpy as np
 
 from lightning_topt.basics.jit import compiled
 from lightning_topt.communication.bounded_loss.packed_halves import pack_halves, unpack_halves
-from lightning_topt.communication.bounded_loss.raw_memory import Array, fill_memory, float_array, inner, store8
+from lightning_topt.communication.bounded_loss.raw_memory import (
+    Array,
+    fill_memory,
+    float_array,
+    inner,
+    store8,
+)
 from lightning_topt.communication.bounded_loss.table_views import (
     bit_row,
     config_row,
@@ -76,7 +84,11 @@ def segment_elements(t: int, slot: int, segment: int) -> int:
 @inner
 def clear_missing(t: int, slot: int, peer: int) -> None:
     """Let what did not arrive of `peer`'s contribution read as zeros."""
-    flow, words, each = flow_row(t, slot, peer, IN_C), bit_row(t, slot, peer, IN_C), config_row(t)[ELEMENTS]
+    flow, words, each = (
+        flow_row(t, slot, peer, IN_C),
+        bit_row(t, slot, peer, IN_C),
+        config_row(t)[ELEMENTS],
+    )
     for index in range(flow[COUNT]):
         if not has_bit(words, index):
             size = segment_elements(t, slot, flow[FIRST] + index)
@@ -85,7 +97,9 @@ def clear_missing(t: int, slot: int, peer: int) -> None:
 
 @inner
 def sum_segments(t: int, slot: int, first: int, begin: int, count: int) -> None:
-    """Sum all contributions to `count` segments from `begin` of the shard that is from `first`, in rank order, scaled."""
+    """Sum all contributions to `count` segments from `begin` of the shard that is from `first`, in
+    rank order, scaled.
+    """
     config, row, each = config_row(t), slot_row(t, slot), config_row(t)[ELEMENTS]
     world, rank = config[WORLD], config[RANK]
     wide, sums = np.empty(2 * each, np.float32), np.empty(2 * each, np.float32)  # of halves
@@ -124,7 +138,8 @@ def _add(part: Array, total: Array, first: bool) -> None:
 
 @inner
 def find_large(t: int, slot: int) -> None:
-    """Mark the blocks of segments of this rank's contribution whose mean square is above the part's.
+    """Mark the blocks of segments of this rank's contribution whose mean square is above the
+    part's.
 
     Of halves every second value counts, as the upper part of its word.
     """
@@ -141,7 +156,9 @@ def find_large(t: int, slot: int) -> None:
 
 @compiled
 def undelivered_segments(t: int, slot: int, found: Array) -> int:
-    """Write the segments of this rank's contribution that no sum has to `found`, ascending; returns how many."""
+    """Write the segments of this rank's contribution that no sum has to `found`, ascending; returns
+    how many.
+    """
     total = 0
     for peer in range(config_row(t)[WORLD]):
         if peer == config_row(t)[RANK]:

@@ -1,7 +1,8 @@
-"""The tables as compiled code sees them: `t` is the address of a list of addresses (`Tables.root`), rows are views made of it.
+"""The tables as compiled code sees them: `t` is the address of a list of addresses (`Tables.root`),
+rows are views made of it.
 
-An array is seven values wherever compiled code passes it, all tables would be two hundred and a minute of compilation. An
-address is one.
+An array is seven values wherever compiled code passes it, all tables would be two hundred and a
+minute of compilation. An address is one.
 """
 
 from __future__ import annotations
@@ -14,7 +15,12 @@ from numba.np.numpy_support import carray
 
 from lightning_topt.communication.bounded_loss.path_measures import PATH_COLUMNS
 from lightning_topt.communication.bounded_loss.rate_rule import LINK_COLUMNS
-from lightning_topt.communication.bounded_loss.raw_memory import Array, _typed_intrinsic, inner, load64
+from lightning_topt.communication.bounded_loss.raw_memory import (
+    Array,
+    _typed_intrinsic,
+    inner,
+    load64,
+)
 from lightning_topt.communication.bounded_loss.tables import (
     CONFIG_COLUMNS,
     COUNTER_COLUMNS,
@@ -134,7 +140,11 @@ SEND, SEND_PARTS, SEND_HEADERS = ROOT["send"], ROOT["send_parts"], ROOT["send_he
 SEND_CONTROL, FILES, INBOXES, SCALES, LARGE = (
     ROOT[name] for name in ("send_control", "files", "inboxes", "scales", "large")
 )
-RECEIVE, RECEIVE_PARTS, RECEIVE_MEMORY = ROOT["receive"], ROOT["receive_parts"], ROOT["receive_memory"]
+RECEIVE, RECEIVE_PARTS, RECEIVE_MEMORY = (
+    ROOT["receive"],
+    ROOT["receive_parts"],
+    ROOT["receive_memory"],
+)
 RECEIVE_NAMES, RECEIVE_CONTROL = ROOT["receive_names"], ROOT["receive_control"]
 
 

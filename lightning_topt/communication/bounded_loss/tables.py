@@ -1,7 +1,7 @@
 """The tables that compiled code and the thread share: everything the exchange knows, as arrays.
 
-Dimensions: slots (parts of tensors, each bound to its tensor for good), peers (ranks), ways (`OUT_C` ... `IN_R`), words of 64
-segments. Only the thread of the exchange touches them.
+Dimensions: slots (parts of tensors, each bound to its tensor for good), peers (ranks), ways
+(`OUT_C` ... `IN_R`), words of 64 segments. Only the thread of the exchange touches them.
 """
 
 from __future__ import annotations
@@ -14,13 +14,26 @@ from lightning_topt.communication.bounded_loss.path_measures import PATH_COLUMNS
 from lightning_topt.communication.bounded_loss.rate_rule import LINK_COLUMNS, reset_link
 from lightning_topt.communication.bounded_loss.raw_memory import Array
 
-# Ways of one slot and peer: my contribution to its shard, its contribution to mine, my sum to it, its sum to me.
+# Ways of one slot and peer: my contribution to its shard, its contribution to mine, my sum to it,
+# its sum to me.
 OUT_C, IN_C, OUT_R, IN_R = range(4)
 
 # config
-RANK, WORLD, KEY, UDP, WAKE, DATAGRAM, ELEMENTS, OFFLOAD, USED_SLOTS, EVENTS, RETURN_NS, NEXT_TIMER, LAST_PEER = range(
-    13
-)
+(
+    RANK,
+    WORLD,
+    KEY,
+    UDP,
+    WAKE,
+    DATAGRAM,
+    ELEMENTS,
+    OFFLOAD,
+    USED_SLOTS,
+    EVENTS,
+    RETURN_NS,
+    NEXT_TIMER,
+    LAST_PEER,
+) = range(13)
 WRITABLE, MARKING, WORDS, PART_WORDS, PART_BLOCKS, PROBES_NS, RECENT_SLOT = range(13, 20)
 SUMS = 20  # parts being summed
 REACHED, REACHED_NS = 21, 22  # data of all ranks that came so far, and when the last did
@@ -29,23 +42,48 @@ HALVES = 24  # elements are words of two bfloat16
 CONFIG_COLUMNS = 25
 
 # peers
-NEXT_SEQUENCE, HIGHEST_SEEN, COUNT_SEEN, MARKS_SEEN, UNREPORTED, REPORTED_NS, STAMP_SEEN, ARRIVED_NS, HEARD_NS = range(
-    9
+(
+    NEXT_SEQUENCE,
+    HIGHEST_SEEN,
+    COUNT_SEEN,
+    MARKS_SEEN,
+    UNREPORTED,
+    REPORTED_NS,
+    STAMP_SEEN,
+    ARRIVED_NS,
+    HEARD_NS,
+) = range(9)
+STREAM, CLOSED, STREAM_FILLED, PENDING_BYTES, PACE_NS, REPORT_HIGHEST, SYNC_NS, SYNC_TRIES = range(
+    9, 17
 )
-STREAM, CLOSED, STREAM_FILLED, PENDING_BYTES, PACE_NS, REPORT_HIGHEST, SYNC_NS, SYNC_TRIES = range(9, 17)
 FAILED_RANK, LEFT, MOST_IN_FLIGHT = range(17, 20)
-HAS_DATA, SENDERS = 20, 21  # whether it has more for this rank, by its last datagram; how many ranks have data for it
+# whether it has more for this rank, by its last datagram; how many ranks have data for it
+HAS_DATA, SENDERS = 20, 21
 PEER_COLUMNS = 22
 
 # slots
-ACTIVE, TENSOR, STEP, NUMEL, SEGMENTS, PRIORITY, VALUES, OUT, SUM, RESCALE, WAITING_C, MISSING_R, UNSTOPPED_C = range(
-    13
-)
+(
+    ACTIVE,
+    TENSOR,
+    STEP,
+    NUMEL,
+    SEGMENTS,
+    PRIORITY,
+    VALUES,
+    OUT,
+    SUM,
+    RESCALE,
+    WAITING_C,
+    MISSING_R,
+    UNSTOPPED_C,
+) = range(13)
 UNSTOPPED_R, DONE, PROGRESS_NS, STARTED_NS, WANTED, BY_SIZE, SUMMING, SUMMED = range(13, 21)
 SLOT_COLUMNS = 21
 
 # flows: state and, per way
-STATE, FIRST, COUNT, RECEIVED, ALLOWED, NEXT, SERIAL, PROBE_NS, TRIES, OPENED, EXACT, TO_SEND = range(12)
+STATE, FIRST, COUNT, RECEIVED, ALLOWED, NEXT, SERIAL, PROBE_NS, TRIES, OPENED, EXACT, TO_SEND = (
+    range(12)
+)
 FLOW_COLUMNS = 12
 # states of ways out: 0 nothing to send yet; of ways in: 0 not open
 IDLE, WAIT_OPEN, SENDING, PROBING, STOPPED = 0, 1, 2, 3, 4
@@ -78,7 +116,8 @@ class Tables(NamedTuple):
     slots: Array  # (slots, SLOT_COLUMNS)
     scales: Array  # (slots,) float64
     flows: Array  # (slots, ranks, 4, FLOW_COLUMNS)
-    bits: Array  # (slots, ranks, 4, words) uint64: segments delivered, counted from the first of the shard
+    # (slots, ranks, 4, words) uint64: segments delivered, counted from the first of the shard
+    bits: Array
     exact: Array  # (slots, words of a part) uint64: segments that may not be lost
     large: Array  # (slots, blocks of a part) uint8: large entries
     inboxes: Array  # (slots, ranks): address of the memory for a rank's contribution
@@ -108,7 +147,9 @@ ROOT = {name: index for index, name in enumerate(name for name in Tables._fields
 
 
 def make_tables(*, world_size: int, slots: int, segments: int) -> Tables:
-    """Return tables for that many ranks, parts, and segments of a part at most, all zeros but for the kernel's structures."""
+    """Return tables for that many ranks, parts, and segments of a part at most, all zeros but for
+    the kernel's structures.
+    """
 
     def zeros(*shape: int) -> Array:
         return np.zeros(shape, np.int64)
@@ -154,7 +195,11 @@ def make_tables(*, world_size: int, slots: int, segments: int) -> Tables:
 def _note_addresses(tables: Tables) -> None:
     for name, index in ROOT.items():
         tables.root[index] = getattr(tables, name).ctypes.data
-    columns = {WORLD: len(tables.peers), WORDS: tables.bits.shape[-1], PART_WORDS: tables.exact.shape[1]}
+    columns = {
+        WORLD: len(tables.peers),
+        WORDS: tables.bits.shape[-1],
+        PART_WORDS: tables.exact.shape[1],
+    }
     for column, value in {**columns, PART_BLOCKS: tables.large.shape[1]}.items():
         tables.config[column] = value
 

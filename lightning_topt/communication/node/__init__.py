@@ -1,1 +1,3 @@
-"""Sums and gathers inside one node: by collectives, or through memory where CPU ranks share a machine."""
+"""Sums and gathers inside one node: by collectives, or through memory where CPU ranks share a
+machine.
+"""

@@ -1,4 +1,6 @@
-"""Operations of one kind among a node's ranks: numbered, published on the shared page, completed in order without waiting."""
+"""Operations of one kind among a node's ranks: numbered, published on the shared page, completed in
+order without waiting.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ from lightning_topt.communication.node.page import (
 
 SEGMENT_ROUNDING = 1 << 20  # bytes
 
-# Words of a channel on the page: two counters, each in a cache line of its own, then the records of what is published.
+# Words of a channel on the page: two counters, each in a cache line of its own, then the records of
+# what is published.
 PUBLISHED, FINISHED, RECORDS = 0, 8, 16
 ADDRESS, SIZE, DESCRIPTOR, CAPACITY = range(4)
 RECORD_WORDS, MOST_IN_FLIGHT = 4, 16
@@ -58,15 +61,28 @@ class Segment:
 
 
 class Operation(PendingResult[Tensor]):
-    """One call: `sent` is published for the others; `read`, once all have published, gets what they sent.
+    """One call: `sent` is published for the others; `read`, once all have published, gets what they
+    sent.
 
     `expected` bytes come from every rank. Holds on to the tensors until it is done.
     """
 
     def __init__(
-        self, channel: Channel, *, sent: Tensor, expected: Sequence[int], read: Reader, outcome: Callable[[], Tensor]
+        self,
+        channel: Channel,
+        *,
+        sent: Tensor,
+        expected: Sequence[int],
+        read: Reader,
+        outcome: Callable[[], Tensor],
     ) -> None:
-        self.channel, self.sent, self.expected, self.read, self.outcome = channel, sent, expected, read, outcome
+        self.channel, self.sent, self.expected, self.read, self.outcome = (
+            channel,
+            sent,
+            expected,
+            read,
+            outcome,
+        )
         self.has_read = self.done = False
         self.number = channel.submit(self)
 
@@ -75,7 +91,9 @@ class Operation(PendingResult[Tensor]):
         return self.channel.complete(self, block=False)
 
     def wait(self) -> None:
-        """Block until every rank has read what it needs of the others. Raises LocalPeerLost, OSError, RuntimeError."""
+        """Block until every rank has read what it needs of the others. Raises LocalPeerLost,
+        OSError, RuntimeError.
+        """
         self.channel.complete(self, block=True)
         if not self.done:
             assert self.channel.error is not None
@@ -108,7 +126,9 @@ class Channel:
         return self.submitted
 
     def complete(self, operation: Operation, *, block: bool) -> bool:
-        """Bring operations on until `operation` is done or (not `block`) would wait. True also after an error."""
+        """Bring operations on until `operation` is done or (not `block`) would wait. True also
+        after an error.
+        """
         while not operation.done and self.error is None:
             if not self._guard(lambda: self._advance(block)):
                 return self.error is not None
@@ -127,7 +147,9 @@ class Channel:
             return act()
         except (LocalPeerLost, OSError, RuntimeError) as error:
             self.error = error
-            self.page.leave(because_of=error.local_rank if isinstance(error, LocalPeerLost) else None)
+            self.page.leave(
+                because_of=error.local_rank if isinstance(error, LocalPeerLost) else None
+            )
             return False
 
     def _record(self, number: int) -> int:
@@ -180,10 +202,13 @@ class Channel:
         sources = np.zeros(self.page.size, dtype=np.int64)
         processes = np.zeros(self.page.size, dtype=np.int64)
         for rank, expected in enumerate(operation.expected):
-            address, size, descriptor, capacity = self.page.read(rank, self._record(number), RECORD_WORDS)
+            address, size, descriptor, capacity = self.page.read(
+                rank, self._record(number), RECORD_WORDS
+            )
             if size != expected:
                 raise RuntimeError(
-                    f"local rank {rank} sends {size} bytes where local rank {self.page.rank} expects {expected}: all ranks "
+                    f"local rank {rank} sends {size} bytes where local rank {self.page.rank} "
+                    f"expects {expected}: all ranks "
                     "of a node must exchange the same buckets in the same order"
                 )
             if rank == self.page.rank:

@@ -1,6 +1,8 @@
-"""Compiled parts of the in-node exchange: reading other processes' memory, summing, waiting. None of them holds the GIL.
+"""Compiled parts of the in-node exchange: reading other processes' memory, summing, waiting. None
+of them holds the GIL.
 
-Numba compiles them; the C library's functions are called by name, so that compiled code can be cached. Addresses are int64.
+Numba compiles them; the C library's functions are called by name, so that compiled code can be
+cached. Addresses are int64.
 """
 
 from __future__ import annotations
@@ -40,10 +42,14 @@ def _typed_intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @_typed_intrinsic
 def load_acquire(typing: Any, address: Any) -> Any:
-    """Return the int64 at `address`; reads that follow see what was written before it was stored."""
+    """Return the int64 at `address`; reads that follow see what was written before it was
+    stored.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.load_atomic(builder.inttoptr(arguments[0], ir.IntType(64).as_pointer()), "acquire", 8)
+        return builder.load_atomic(
+            builder.inttoptr(arguments[0], ir.IntType(64).as_pointer()), "acquire", 8
+        )
 
     return _long(_long), generate
 
@@ -72,11 +78,15 @@ def load_int32(typing: Any, address: Any) -> Any:
 
 @_typed_intrinsic
 def widen(typing: Any, value: Any) -> Any:
-    """Return an element as float32. bfloat16 comes as uint16 and float16 as int16: Numba has neither."""
+    """Return an element as float32. bfloat16 comes as uint16 and float16 as int16: Numba has
+    neither.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         if value == types.uint16:
-            bits = builder.shl(builder.zext(arguments[0], ir.IntType(32)), ir.Constant(ir.IntType(32), 16))
+            bits = builder.shl(
+                builder.zext(arguments[0], ir.IntType(32)), ir.Constant(ir.IntType(32), 16)
+            )
             return builder.bitcast(bits, ir.FloatType())
         if value == types.int16:
             return builder.fpext(builder.bitcast(arguments[0], ir.HalfType()), ir.FloatType())
@@ -87,7 +97,8 @@ def widen(typing: Any, value: Any) -> Any:
 
 @compiled
 def fetch(process: int, target: int, source: int, size: int, vector: int) -> int:
-    """Copy `size` bytes of `process` at `source` to `target`; process 0 is this one. Returns 0 or an error number.
+    """Copy `size` bytes of `process` at `source` to `target`; process 0 is this one. Returns 0 or
+    an error number.
 
     `vector` is the address of four int64 to work with.
     """
@@ -111,7 +122,8 @@ def fetch(process: int, target: int, source: int, size: int, vector: int) -> int
 def gather_ranks(
     processes: Array, sources: Array, targets: Array, sizes: Array, rank: int, vector: int
 ) -> tuple[int, int]:
-    """Copy ``sizes[peer]`` bytes of every other rank from ``sources[peer]`` there to ``targets[peer]`` here.
+    """Copy ``sizes[peer]`` bytes of every other rank from ``sources[peer]`` there to
+    ``targets[peer]`` here.
 
     Returns (rank, error number) of a failed read, (0, 0) where all went well.
     """
@@ -126,12 +138,20 @@ def gather_ranks(
 
 @compiled
 def sum_ranks(
-    total: Array, own: Array, processes: Array, sources: Array, rank: int, received: Array, vector: int
+    total: Array,
+    own: Array,
+    processes: Array,
+    sources: Array,
+    rank: int,
+    received: Array,
+    vector: int,
 ) -> tuple[int, int]:
-    """Compute ``total = own + others'`` in rank order, in blocks, so that what is read of the others stays in the cache.
+    """Compute ``total = own + others'`` in rank order, in blocks, so that what is read of the
+    others stays in the cache.
 
-    `total` (n,) float32, not the memory of `own` (n,); `processes` and `sources` (ranks,) say where the others' n elements
-    are; `received` (ranks, block) is memory to work with. Returns (rank, error number) of a failed read, or (0, 0).
+    `total` (n,) float32, not the memory of `own` (n,); `processes` and `sources` (ranks,) say where
+    the others' n elements are; `received` (ranks, block) is memory to work with. Returns (rank,
+    error number) of a failed read, or (0, 0).
     """
     ranks, block = received.shape
     for start in range(0, own.shape[0], block):
@@ -159,10 +179,11 @@ def sum_ranks(
 def average_slice(
     own: Array, processes: Array, sources: Array, rank: int, received: Array, vector: int
 ) -> tuple[int, int]:
-    """``own`` (n,) float32 becomes the mean of it and of the n elements at ``sources[peer]`` of every other rank, in blocks.
+    """``own`` (n,) float32 becomes the mean of it and of the n elements at ``sources[peer]`` of
+    every other rank, in blocks.
 
-    Terms are scaled before they are added, in rank order from the next rank on. `received` (block,) float32 is memory to work
-    with. Returns (rank, error number) of a failed read, or (0, 0).
+    Terms are scaled before they are added, in rank order from the next rank on. `received` (block,)
+    float32 is memory to work with. Returns (rank, error number) of a failed read, or (0, 0).
     """
     ranks, block = processes.shape[0], received.shape[0]
     scale = np.float32(1.0 / ranks)
@@ -184,22 +205,35 @@ def average_slice(
 
 @compiled
 def gather_tables(
-    processes: Array, sources: Array, table: Array, targets: Array, sizes: Array, starts: Array, rank: int, vector: int
+    processes: Array,
+    sources: Array,
+    table: Array,
+    targets: Array,
+    sizes: Array,
+    starts: Array,
+    rank: int,
+    vector: int,
 ) -> tuple[int, int]:
-    """Copy what lies at the addresses in every other rank's table, which is at ``sources[peer]`` there.
+    """Copy what lies at the addresses in every other rank's table, which is at ``sources[peer]``
+    there.
 
-    Entries ``starts[peer]`` up to ``starts[peer + 1]`` of `targets` (addresses here) and `sizes` (bytes) are its own;
-    `table` is memory for a table. Returns (rank, error number) of a failed read, or (0, 0).
+    Entries ``starts[peer]`` up to ``starts[peer + 1]`` of `targets` (addresses here) and `sizes`
+    (bytes) are its own; `table` is memory for a table. Returns (rank, error number) of a failed
+    read, or (0, 0).
     """
     ranks = processes.shape[0]
     for step in range(1, ranks):
         peer = (rank + step) % ranks  # every rank starts with another one
         first, count = starts[peer], starts[peer + 1] - starts[peer]
-        error = fetch(processes[peer], np.int64(table.ctypes.data), sources[peer], 8 * count, vector)  # type: ignore[arg-type]
+        error = fetch(
+            processes[peer], np.int64(table.ctypes.data), sources[peer], 8 * count, vector
+        )  # type: ignore[arg-type]
         if error:
             return peer, error
         for index in range(count):
-            error = fetch(processes[peer], targets[first + index], table[index], sizes[first + index], vector)
+            error = fetch(
+                processes[peer], targets[first + index], table[index], sizes[first + index], vector
+            )
             if error:
                 return peer, error
     return 0, 0
@@ -214,7 +248,9 @@ def announce(word: int, value: int) -> None:
 
 @compiled
 def wait_for(word: int, value: int, nanoseconds: int, timespec: int) -> bool:
-    """Return whether the shared int64 at `word` reached `value`, after sleeping at most `nanoseconds` (below 1 s) or woken."""
+    """Return whether the shared int64 at `word` reached `value`, after sleeping at most
+    `nanoseconds` (below 1 s) or woken.
+    """
     for _ in range(YIELDS):
         if load_acquire(word) >= value:
             return True
@@ -223,13 +259,16 @@ def wait_for(word: int, value: int, nanoseconds: int, timespec: int) -> bool:
     if seen < value:
         store_release(timespec, 0)
         store_release(timespec + 8, nanoseconds)
-        # The kernel compares the low half (little-endian) with what was seen: no wake-up can be missed.
+        # The kernel compares the low half (little-endian) with what was seen: no wake-up can be
+        # missed.
         _syscall(FUTEX_CALL, word, FUTEX_WAIT, seen & 0xFFFFFFFF, timespec, 0, 0)
     return load_acquire(word) >= value
 
 
 @compiled
 def load_word(word: int) -> int:
-    """Return the shared int64 at `word`; reads that follow see what was written before it was set."""
+    """Return the shared int64 at `word`; reads that follow see what was written before it was
+    set.
+    """
     value: int = load_acquire(word)
     return value

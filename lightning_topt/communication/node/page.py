@@ -1,7 +1,9 @@
-"""The ranks of one node share a page of counters in memory that has no name, and know who of them is still there.
+"""The ranks of one node share a page of counters in memory that has no name, and know who of them
+is still there.
 
-The page is a memfd, which the others open through /proc: no file exists at any time, so nothing is left behind whichever
-process dies, and the size of /dev/shm (64 MB in most containers) does not matter.
+The page is a memfd, which the others open through /proc: no file exists at any time, so nothing is
+left behind whichever process dies, and the size of /dev/shm (64 MB in most containers) does not
+matter.
 """
 
 from __future__ import annotations
@@ -19,24 +21,37 @@ from typing import Any, TypeVar
 import numpy as np
 import torch.distributed as dist
 
-from lightning_topt.communication.node.node_kernels import FUTEX_CALL, Array, announce, fetch, load_word, wait_for
+from lightning_topt.communication.node.node_kernels import (
+    FUTEX_CALL,
+    Array,
+    announce,
+    fetch,
+    load_word,
+    wait_for,
+)
 from lightning_topt.communication.processes import BOOT, process_start
 
 T = TypeVar("T")
 
 TOKEN_BYTES = 64  # at the start of the page: a random name, to know it again
 NAP_NANOSECONDS = 20_000_000  # between two looks at whether the others still live
-ALLOW_TRACING = (0x59616D61, ctypes.c_ulong(-1))  # PR_SET_PTRACER, PR_SET_PTRACER_ANY of linux/prctl.h
-LEFT, BLAMES = 1, 2  # what a rank writes when it leaves: of its own will, or 2 + the rank that it missed
+# PR_SET_PTRACER, PR_SET_PTRACER_ANY of linux/prctl.h
+ALLOW_TRACING = (0x59616D61, ctypes.c_ulong(-1))
+# what a rank writes when it leaves: of its own will, or 2 + the rank that it missed
+LEFT, BLAMES = 1, 2
 TRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
 
 
 class NodeMemoryUnavailable(RuntimeError):
-    """The ranks cannot share memory; the message says which and why. Raised on all of them alike."""
+    """The ranks cannot share memory; the message says which and why. Raised on all of them
+    alike.
+    """
 
 
 class LocalPeerLost(RuntimeError):
-    """A rank of this node died, left the exchange or did not come in time; `local_rank` says which."""
+    """A rank of this node died, left the exchange or did not come in time; `local_rank` says
+    which.
+    """
 
     def __init__(self, local_rank: int, what: str) -> None:
         super().__init__(f"local rank {local_rank} {what}")
@@ -45,8 +60,8 @@ class LocalPeerLost(RuntimeError):
 
 @dataclass(frozen=True)
 class Introduction:
-    """An `Introduction` is what a rank tells the others: its boot id and process, where its probe is, the page's descriptor and
-    token (rank 0).
+    """An `Introduction` is what a rank tells the others: its boot id and process, where its probe
+    is, the page's descriptor and token (rank 0).
     """
 
     boot: str
@@ -60,13 +75,17 @@ class Introduction:
 
 
 def reserve(size: int) -> int:
-    """Return the descriptor of `size` bytes of nameless memory, taken now rather than when first touched. Raises OSError."""
+    """Return the descriptor of `size` bytes of nameless memory, taken now rather than when first
+    touched. Raises OSError.
+    """
     descriptor = os.memfd_create("lightning_topt")
     try:
         os.posix_fallocate(descriptor, 0, size)
     except OSError as error:
         os.close(descriptor)
-        raise OSError(error.errno, f"cannot reserve {size} bytes of shared memory: {error.strerror}") from error
+        raise OSError(
+            error.errno, f"cannot reserve {size} bytes of shared memory: {error.strerror}"
+        ) from error
     return descriptor
 
 
@@ -87,17 +106,24 @@ def map_of(process: int, descriptor: int, *, size: int) -> Array:
 
 
 class NodePage:
-    """The shared page of a node's ranks: `words` int64 for each of them, written by that rank only and zero at first.
+    """The shared page of a node's ranks: `words` int64 for each of them, written by that rank only
+    and zero at first.
 
-    Making one is a collective call on `group`, whose ranks must be the node's. `unreadable` is empty where ranks may read
-    each other's memory, else it says why not. Raises NodeMemoryUnavailable, on all ranks, where they cannot share a page.
+    Making one is a collective call on `group`, whose ranks must be the node's. `unreadable` is
+    empty where ranks may read each other's memory, else it says why not. Raises
+    NodeMemoryUnavailable, on all ranks, where they cannot share a page.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, words: int, timeout_seconds: float) -> None:
-        self.rank, self.size, self.timeout_seconds = dist.get_rank(group), dist.get_world_size(group), timeout_seconds
+        self.rank, self.size, self.timeout_seconds = (
+            dist.get_rank(group),
+            dist.get_world_size(group),
+            timeout_seconds,
+        )
         self.left_word = words
         self.row_bytes = 64 * (words // 8 + 1)  # whole cache lines
-        self.vector = np.zeros(6, dtype=np.int64)  # for system calls: four words of a read, two of a sleep
+        # for system calls: four words of a read, two of a sleep
+        self.vector = np.zeros(6, dtype=np.int64)
         self.probe = np.frombuffer(secrets.token_bytes(16), dtype=np.int64).copy()
         introduction = self._introduce()
         self.ranks = _everyone(introduction, group)
@@ -107,24 +133,33 @@ class NodePage:
             os.close(introduction.descriptor)
         for rank, (problem, _) in enumerate(outcomes):
             if problem:
-                raise NodeMemoryUnavailable(f"local rank {rank} shares no memory with the others: {problem}")
-        self.unreadable = next((f"local rank {rank}: {why}" for rank, (_, why) in enumerate(outcomes) if why), "")
+                raise NodeMemoryUnavailable(
+                    f"local rank {rank} shares no memory with the others: {problem}"
+                )
+        self.unreadable = next(
+            (f"local rank {rank}: {why}" for rank, (_, why) in enumerate(outcomes) if why), ""
+        )
 
     def _introduce(self) -> Introduction:
         descriptor, token, problem, boot = -1, secrets.token_bytes(TOKEN_BYTES), "", ""
         try:
             boot = BOOT.read_text().strip()
             if TRACE_SCOPE.exists() and TRACE_SCOPE.read_text().strip() == "1":
-                ctypes.CDLL(None).prctl(*ALLOW_TRACING, 0, 0, 0)  # as MPI does: ranks are not each other's parents
+                # as MPI does: ranks are not each other's parents
+                ctypes.CDLL(None).prctl(*ALLOW_TRACING, 0, 0, 0)
             if FUTEX_CALL < 0:
                 problem = "the processor is neither x86_64 nor aarch64"
             elif self.rank == 0:
                 descriptor = reserve(self._page_bytes())
-                map_shared(descriptor, size=self._page_bytes())[:TOKEN_BYTES] = np.frombuffer(token, dtype=np.uint8)
+                map_shared(descriptor, size=self._page_bytes())[:TOKEN_BYTES] = np.frombuffer(
+                    token, dtype=np.uint8
+                )
         except (OSError, AttributeError) as error:  # AttributeError: no memfd on this system
             problem = f"{type(error).__name__}: {error}"
         process, probe = os.getpid(), (int(self.probe.ctypes.data), int(self.probe[0]))
-        return Introduction(boot, process, process_start(process), *probe, descriptor, token, problem)
+        return Introduction(
+            boot, process, process_start(process), *probe, descriptor, token, problem
+        )
 
     def _page_bytes(self) -> int:
         return TOKEN_BYTES + self.size * self.row_bytes
@@ -150,7 +185,9 @@ class NodePage:
         """Read a word of every rank's memory; what hinders it."""
         found = np.zeros(1, dtype=np.int64)
         for rank, other in enumerate(self.ranks):
-            error = fetch(other.process, int(found.ctypes.data), other.probe, 8, self.vector_address)
+            error = fetch(
+                other.process, int(found.ctypes.data), other.probe, 8, self.vector_address
+            )
             if error:
                 return f"reading the memory of local rank {rank}: {os.strerror(error)}"
             if found[0] != other.probe_value:
@@ -179,7 +216,9 @@ class NodePage:
         self.words[self.rank, word : word + len(values)] = values
 
     def set(self, word: int, value: int) -> None:
-        """Set one of this rank's words, after all that was written before, and wake who waits for it."""
+        """Set one of this rank's words, after all that was written before, and wake who waits for
+        it.
+        """
         announce(self._address(self.rank, word), value)
 
     def wait(self, rank: int, word: int, value: int) -> None:
@@ -189,12 +228,17 @@ class NodePage:
         while not wait_for(address, value, NAP_NANOSECONDS, timespec):
             self.check(rank, word, value)
             if time.monotonic() > deadline:
-                raise LocalPeerLost(rank, f"is alive but did not come within {self.timeout_seconds:g} s")
+                raise LocalPeerLost(
+                    rank, f"is alive but did not come within {self.timeout_seconds:g} s"
+                )
 
     def check(self, rank: int, word: int, value: int) -> None:
-        """Raise LocalPeerLost where some rank is gone and `rank` has not set `word` to at least `value`."""
+        """Raise LocalPeerLost where some rank is gone and `rank` has not set `word` to at least
+        `value`.
+        """
         lost = self._lost()
-        # A rank may leave once all have finished: what is waited for may have come between two looks.
+        # A rank may leave once all have finished: what is waited for may have come between two
+        # looks.
         if lost and self.get(rank, word) < value:
             raise lost
 
@@ -208,7 +252,9 @@ class NodePage:
             if left[rank] > LEFT:
                 return LocalPeerLost(left[rank] - BLAMES, f"was given up by local rank {rank}")
             if left[rank]:
-                return LocalPeerLost(rank, f"(process {self.ranks[rank].process}) has left the exchange")
+                return LocalPeerLost(
+                    rank, f"(process {self.ranks[rank].process}) has left the exchange"
+                )
         return None
 
     def leave(self, *, because_of: int | None = None) -> None:

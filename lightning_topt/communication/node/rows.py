@@ -1,8 +1,10 @@
-"""Gradients averaged and parameters gathered among the CPU ranks of one node, straight from each other's memory.
+"""Gradients averaged and parameters gathered among the CPU ranks of one node, straight from each
+other's memory.
 
-Slices and rows stay where they are in every process: what a rank needs is read there (`process_vm_readv`) in one copy, blocks
-of gradients are added up while they are in the cache. On two ranks of one machine this takes a fraction of the time of the
-collectives of gloo, which go through sockets (figures: benchmarks/results/optimizer_step.md).
+Slices and rows stay where they are in every process: what a rank needs is read there
+(`process_vm_readv`) in one copy, blocks of gradients are added up while they are in the cache. On
+two ranks of one machine this takes a fraction of the time of the collectives of gloo, which go
+through sockets (figures: benchmarks/results/optimizer_step.md).
 """
 
 from __future__ import annotations
@@ -24,25 +26,33 @@ log = logging.getLogger(__name__)
 
 
 class NodeRows:
-    """Making one is a collective call on `group`, whose ranks are those of one node; methods are called alike on all of them.
+    """Making one is a collective call on `group`, whose ranks are those of one node; methods are
+    called alike on all of them.
 
-    `timeout_seconds`: how long a wait lasts for a rank that is alive; one that is gone is noticed at once. Raises
-    NodeMemoryUnavailable, on all ranks, where they are not on one machine or may not read each other's memory.
+    `timeout_seconds`: how long a wait lasts for a rank that is alive; one that is gone is noticed
+    at once. Raises NodeMemoryUnavailable, on all ranks, where they are not on one machine or may
+    not read each other's memory.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, timeout_seconds: float) -> None:
         self.page = NodePage(group, words=2 * CHANNEL_WORDS, timeout_seconds=timeout_seconds)
         if self.page.unreadable:
             self.page.leave()
-            raise NodeMemoryUnavailable(f"ranks may not read each other's memory: {self.page.unreadable}")
+            raise NodeMemoryUnavailable(
+                f"ranks may not read each other's memory: {self.page.unreadable}"
+            )
         self.rank, self.size = self.page.rank, self.page.size
-        self.slices, self.tables = (Channel(self.page, base=index * CHANNEL_WORDS, direct=True) for index in range(2))
+        self.slices, self.tables = (
+            Channel(self.page, base=index * CHANNEL_WORDS, direct=True) for index in range(2)
+        )
         self.received = np.empty(BLOCK_BYTES // 4, dtype=np.float32)
 
     def average_slices(self, flat: Tensor, bounds: Sequence[int]) -> Operation:
-        """Every rank's own slice of `flat` (n,) float32 becomes the mean over ranks; the others' slices stay.
+        """Every rank's own slice of `flat` (n,) float32 becomes the mean over ranks; the others'
+        slices stay.
 
-        Slice r is ``flat[bounds[r]:bounds[r + 1]]``. `flat` is not to be written before ``wait()`` has returned.
+        Slice r is ``flat[bounds[r]:bounds[r + 1]]``. `flat` is not to be written before ``wait()``
+        has returned.
         """
         assert flat.dtype == torch.float32 and flat.is_contiguous() and flat.device.type == "cpu"
         begin, end = bounds[self.rank], bounds[self.rank + 1]
@@ -50,33 +60,47 @@ class NodeRows:
 
         def read(processes: Array, sources: Array) -> tuple[int, int]:
             vector = self.page.vector_address
-            return average_slice(own, processes, sources + 4 * begin, self.rank, self.received, vector)
+            return average_slice(
+                own, processes, sources + 4 * begin, self.rank, self.received, vector
+            )
 
         expected = [flat.nbytes] * self.size
-        return Operation(self.slices, sent=flat, expected=expected, read=read, outcome=lambda: flat[begin:end])
+        return Operation(
+            self.slices, sent=flat, expected=expected, read=read, outcome=lambda: flat[begin:end]
+        )
 
     def gather_rows(self, parts: Mapping[int, Sequence[Tensor]]) -> Operation:
-        """``parts[r]``, contiguous CPU tensors, take the values that they have on rank r; as many and as large on all ranks.
+        """``parts[r]``, contiguous CPU tensors, take the values that they have on rank r; as many
+        and as large on all ranks.
 
         Tensors are not to be written, nor given other memory, before ``wait()`` has returned.
         """
         per_rank = [list(parts.get(rank, ())) for rank in range(self.size)]
-        assert all(part.is_contiguous() and part.device.type == "cpu" for of_rank in per_rank for part in of_rank)
+        assert all(
+            part.is_contiguous() and part.device.type == "cpu"
+            for of_rank in per_rank
+            for part in of_rank
+        )
         flat = [part for of_rank in per_rank for part in of_rank]
         targets = np.array([part.data_ptr() for part in flat], dtype=np.int64)
         sizes = np.array([part.nbytes for part in flat], dtype=np.int64)
         counts = [len(of_rank) for of_rank in per_rank]
         starts = np.cumsum([0, *counts], dtype=np.int64)
-        # The others find this rank's tensors by a table of their addresses; one word more, for a rank without any.
+        # The others find this rank's tensors by a table of their addresses; one word more, for a
+        # rank without any.
         table = torch.from_numpy(np.append(targets[starts[self.rank] : starts[self.rank + 1]], 0))
         read_table = np.empty(max(counts) + 1, dtype=np.int64)
 
         def read(processes: Array, sources: Array) -> tuple[int, int]:
             vector = self.page.vector_address
-            return gather_tables(processes, sources, read_table, targets, sizes, starts, self.rank, vector)
+            return gather_tables(
+                processes, sources, read_table, targets, sizes, starts, self.rank, vector
+            )
 
         expected = [8 * (count + 1) for count in counts]
-        return Operation(self.tables, sent=table, expected=expected, read=read, outcome=lambda: table)
+        return Operation(
+            self.tables, sent=table, expected=expected, read=read, outcome=lambda: table
+        )
 
     def close(self) -> None:
         """Leave: the others' waits for this rank end with an error. May be called twice."""
@@ -88,7 +112,9 @@ class NodeRows:
 def node_rows(
     group: dist.ProcessGroup, *, device: torch.device, num_nodes: int, timeout_seconds: float
 ) -> NodeRows | None:
-    """Collective call: `NodeRows` where CPU ranks share one node, None where collectives are the way (said if it is news)."""
+    """Collective call: `NodeRows` where CPU ranks share one node, None where collectives are the
+    way (said if it is news).
+    """
     if device.type != "cpu" or num_nodes != 1 or dist.get_world_size(group) < 2:
         return None
     try:

@@ -1,4 +1,5 @@
-"""MSTopK (arXiv 2010.10458, algorithm 1 as in the authors' code): bisection of a threshold by counting, approximate.
+"""MSTopK (arXiv 2010.10458, algorithm 1 as in the authors' code): bisection of a threshold by
+counting, approximate.
 
     symbol      paper                         here
     d, k        elements, elements wanted     magnitudes.numel(), k
@@ -22,10 +23,11 @@ ROUNDS = 30
 
 
 def mstopk_indices(x: Tensor, k: int, *, rounds: int = ROUNDS, start: int | None = None) -> Tensor:
-    """Return the indices (k,) of approximately the k largest magnitudes of the flat `x` (d,), ascending.
+    """Return the indices (k,) of approximately the k largest magnitudes of the flat `x` (d,),
+    ascending.
 
-    All that reach the final threshold, and a contiguous run of those between it and the next lower one, from the `start`-th
-    of them (None: at random). Raises NonFiniteError.
+    All that reach the final threshold, and a contiguous run of those between it and the next lower
+    one, from the `start`-th of them (None: at random). Raises NonFiniteError.
     """
     magnitudes = x.abs().float()
     base, top = magnitudes.mean().item(), magnitudes.max().item()

@@ -1,7 +1,9 @@
-"""The largest entries of each chunk on a CPU, with a decaying residual: one call for all chunks, compiled by Numba.
+"""The largest entries of each chunk on a CPU, with a decaying residual: one call for all chunks,
+compiled by Numba.
 
-Per chunk, while it is in the first-level cache: accumulate, find the threshold that k magnitudes reach by counting, and write
-what reaches it in the order of its index. Neighbouring chunks have similar thresholds: five or six counts find the next one.
+Per chunk, while it is in the first-level cache: accumulate, find the threshold that k magnitudes
+reach by counting, and write what reaches it in the order of its index. Neighbouring chunks have
+similar thresholds: five or six counts find the next one.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ def _kernel(function: Any) -> Any:
 
 @_kernel
 def count_reaching(values: Any, bits: Any, start: int, stop: int, threshold: int) -> int:
-    """Return how many magnitudes of ``values[start:stop]`` reach `threshold`; `bits` is the same memory as int32."""
+    """Return how many magnitudes of ``values[start:stop]`` reach `threshold`; `bits` is the same
+    memory as int32.
+    """
     count, whole = 0, stop - (stop - start) % GROUP
     for i in range(start, whole, GROUP):
         count += count_ones(mask_group(values, i, np.int32(threshold))[0])
@@ -39,13 +43,17 @@ def count_reaching(values: Any, bits: Any, start: int, stop: int, threshold: int
 
 
 @_kernel
-def find_threshold(values: Any, bits: Any, start: int, stop: int, k: int, guess: int) -> tuple[int, int]:
-    """Return the largest threshold that at least `k` magnitudes of ``values[start:stop]`` reach, and how many reach it.
+def find_threshold(
+    values: Any, bits: Any, start: int, stop: int, k: int, guess: int
+) -> tuple[int, int]:
+    """Return the largest threshold that at least `k` magnitudes of ``values[start:stop]`` reach,
+    and how many reach it.
 
-    It is that of the k-th largest, or anything between that and the next where no magnitude equals it. `guess` says where to
-    begin. All are finite, k > 0.
+    It is that of the k-th largest, or anything between that and the next where no magnitude equals
+    it. `guess` says where to begin. All are finite, k > 0.
     """
-    low, high, many, few = 0, INFINITY_BITS, stop - start, 0  # `many` reach low, `few` reach high; few < k <= many
+    # `many` reach low, `few` reach high; few < k <= many
+    low, high, many, few = 0, INFINITY_BITS, stop - start, 0
     width, tries = BINADE >> 3, 0
     threshold = min(max(guess, 1), INFINITY_BITS - 1)
     while many > k and high - low > 1:
@@ -70,14 +78,19 @@ def find_threshold(values: Any, bits: Any, start: int, stop: int, k: int, guess:
 
 
 @_kernel
-def _list_reaching(values: Any, bits: Any, start: int, stop: int, threshold: int, indices: Any, written: int) -> int:
-    """Write the indices in ``values[start:stop]`` of all that reach `threshold`; the new `written`."""
+def _list_reaching(
+    values: Any, bits: Any, start: int, stop: int, threshold: int, indices: Any, written: int
+) -> int:
+    """Write the indices in ``values[start:stop]`` of all that reach `threshold`; the new
+    `written`.
+    """
     mask: int
     whole = stop - (stop - start) % GROUP
     for i in range(start, whole, GROUP):
         mask = mask_group(values, i, np.int32(threshold))[0]
         while mask != 0:
-            indices[np.uint64(written)] = i + lowest_one(mask)  # unsigned: Numba checks nothing then
+            # unsigned: Numba checks nothing then
+            indices[np.uint64(written)] = i + lowest_one(mask)
             mask &= mask - 1
             written += 1
     for i in range(whole, stop):
@@ -88,8 +101,12 @@ def _list_reaching(values: Any, bits: Any, start: int, stop: int, threshold: int
 
 
 @_kernel
-def _list_above(bits: Any, start: int, stop: int, threshold: int, equal: int, indices: Any, written: int) -> int:
-    """Write the indices of all above `threshold` and of the first `equal` that are equal to it; the new `written`."""
+def _list_above(
+    bits: Any, start: int, stop: int, threshold: int, equal: int, indices: Any, written: int
+) -> int:
+    """Write the indices of all above `threshold` and of the first `equal` that are equal to it; the
+    new `written`.
+    """
     for i in range(start, stop):
         magnitude = bits[i] & MAGNITUDE_MASK
         tie = magnitude == threshold and equal > 0
@@ -102,12 +119,22 @@ def _list_above(bits: Any, start: int, stop: int, threshold: int, equal: int, in
 
 @_kernel
 def take_chunks(
-    residual: Any, bits: Any, added: Any, decay: Any, scale: Any, chunk: int, per_chunk: int, indices: Any, values: Any
+    residual: Any,
+    bits: Any,
+    added: Any,
+    decay: Any,
+    scale: Any,
+    chunk: int,
+    per_chunk: int,
+    indices: Any,
+    values: Any,
 ) -> int:
-    """``residual = decay * residual + scale * added``; take the largest of each chunk out, to `indices` and `values` (k,).
+    """``residual = decay * residual + scale * added``; take the largest of each chunk out, to
+    `indices` and `values` (k,).
 
-    `bits` is the memory of `residual` as int32. A last chunk that is shorter gives its share, rounded up. Returns how many
-    were taken, -1 where a sum was not finite (earlier chunks have changed then).
+    `bits` is the memory of `residual` as int32. A last chunk that is shorter gives its share,
+    rounded up. Returns how many were taken, -1 where a sum was not finite (earlier chunks have
+    changed then).
     """
     written = threshold = 0
     for start in range(0, residual.shape[0], chunk):

@@ -1,7 +1,8 @@
 """The largest entries of every chunk of a vector, with a residual that decays.
 
-Equal numbers from each chunk of 4096 or so: every layer is sent at every step, however small its gradient, indices need few
-bits, and rows are independent. DeMo (arXiv 2411.19870) and SparseLoCo (arXiv 2508.15706) both select so.
+Equal numbers from each chunk of 4096 or so: every layer is sent at every step, however small its
+gradient, indices need few bits, and rows are independent. DeMo (arXiv 2411.19870) and SparseLoCo
+(arXiv 2508.15706) both select so.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from lightning_topt.communication.selection.outcome import NonFiniteError, Selec
 
 @dataclass(frozen=True)
 class Chunks:
-    """`Chunks` are consecutive pieces of `chunk` elements of a vector of `numel`; `per_chunk` entries are taken of each.
+    """`Chunks` are consecutive pieces of `chunk` elements of a vector of `numel`; `per_chunk`
+    entries are taken of each.
 
     A last piece that is shorter gives its share of them, rounded up.
     """
@@ -41,28 +43,38 @@ class Chunks:
     @property
     def k(self) -> int:
         """Entries taken in all."""
-        return self.numel // self.chunk * self.per_chunk + -(-self.per_chunk * self.rest // self.chunk)
+        return self.numel // self.chunk * self.per_chunk + -(
+            -self.per_chunk * self.rest // self.chunk
+        )
 
 
 def take_chunk_top_k(
     added: Tensor, residual: Tensor, chunks: Chunks, *, decay: float = 1.0, scale: float = 1.0
 ) -> Selection:
-    """Accumulate ``residual = decay * residual + scale * added`` and take the largest of every chunk out of the residual.
+    """Accumulate ``residual = decay * residual + scale * added`` and take the largest of every
+    chunk out of the residual.
 
     Args:
         added: (n,) float32, bfloat16 or float16, contiguous; only read.
         residual: (n,) float32, contiguous, on the same device.
         chunks: of n elements.
 
-    Returns values (k,) float32 and indices (k,) int32, ascending; of equal magnitudes the first on a CPU. Raises NonFiniteError
-    where `added` has a NaN or an infinity; the residual is then as before.
+    Returns values (k,) float32 and indices (k,) int32, ascending; of equal magnitudes the first on
+    a CPU. Raises NonFiniteError where `added` has a NaN or an infinity; the residual is then as
+    before.
     """
     assert added.numel() == residual.numel() == chunks.numel
-    if not bool(torch.isfinite(added.sum(dtype=torch.float32))) and not bool(torch.isfinite(added).all()):
+    if not bool(torch.isfinite(added.sum(dtype=torch.float32))) and not bool(
+        torch.isfinite(added).all()
+    ):
         raise NonFiniteError("gradient that is not finite")
     if added.device.type != "cpu":
         return _take_on_device(added, residual, chunks, decay=decay, scale=scale)
-    indices, values, array = np.empty(chunks.k, np.int32), np.empty(chunks.k, np.float32), residual.numpy()
+    indices, values, array = (
+        np.empty(chunks.k, np.int32),
+        np.empty(chunks.k, np.float32),
+        residual.numpy(),
+    )
     taken = take_chunks(
         array, array.view(np.int32), added.detach().float().contiguous().numpy(), np.float32(decay), np.float32(scale),
         chunks.chunk, chunks.per_chunk, indices, values,
@@ -78,7 +90,9 @@ def warm_up_chunks() -> None:
     take_chunk_top_k(torch.arange(10.0), torch.zeros(10), Chunks(10, 4, 1))
 
 
-def _take_on_device(added: Tensor, residual: Tensor, chunks: Chunks, *, decay: float, scale: float) -> Selection:
+def _take_on_device(
+    added: Tensor, residual: Tensor, chunks: Chunks, *, decay: float, scale: float
+) -> Selection:
     residual.mul_(decay).add_(added, alpha=scale)
     whole = chunks.numel - chunks.rest
     parts = [_largest(residual[:whole].view(-1, chunks.chunk), chunks.per_chunk)]
@@ -94,4 +108,6 @@ def _take_on_device(added: Tensor, residual: Tensor, chunks: Chunks, *, decay: f
 def _largest(rows: Tensor, k: int) -> Tensor:
     """Flat indices (rows * k,), ascending, of the k largest magnitudes of each row."""
     found = rows.abs().topk(k, dim=1, sorted=False).indices.sort(dim=1).values
-    return (found + torch.arange(rows.shape[0], device=rows.device).unsqueeze(1) * rows.shape[1]).view(-1)
+    return (
+        found + torch.arange(rows.shape[0], device=rows.device).unsqueeze(1) * rows.shape[1]
+    ).view(-1)

@@ -1,9 +1,12 @@
-"""The inner step of the selection for Numba: 64 magnitudes against a threshold, answered as the bits of one integer.
+"""The inner step of the selection for Numba: 64 magnitudes against a threshold, answered as the
+bits of one integer.
 
-Written in LLVM's own vector operations, since no Python loop becomes them; LLVM splits the 64 lanes into what the processor
-has. Kernels that use this are cached by Numba under their own file's date: touch `numba_kernels.py` after a change here.
+Written in LLVM's own vector operations, since no Python loop becomes them; LLVM splits the 64 lanes
+into what the processor has. Kernels that use this are cached by Numba under their own file's date:
+touch `numba_kernels.py` after a change here.
 
-An array's dtype says what its elements are: float32, uint16 for float16 and int16 for bfloat16, which NumPy does not know.
+An array's dtype says what its elements are: float32, uint16 for float16 and int16 for bfloat16,
+which NumPy does not know.
 """
 
 from __future__ import annotations
@@ -15,15 +18,19 @@ from numba import types
 from numba.extending import intrinsic
 
 GROUP = 64
-INFINITY_BITS = 0x7F800000  # float32: as integers, magnitudes are in the order of their bits, NaN above infinity
+# float32: as integers, magnitudes are in the order of their bits, NaN above infinity
+INFINITY_BITS = 0x7F800000
 MAGNITUDE_MASK = 0x7FFFFFFF
 
 _INT, _LONG = ir.IntType(32), ir.IntType(64)
-_INTS, _FLOATS, _SHORTS = (ir.VectorType(kind, GROUP) for kind in (_INT, ir.FloatType(), ir.IntType(16)))
+_INTS, _FLOATS, _SHORTS = (
+    ir.VectorType(kind, GROUP) for kind in (_INT, ir.FloatType(), ir.IntType(16))
+)
 _MASKS = types.UniTuple(types.int64, 2)
 
 CACHE_LINE = 64
-PREFETCH_BYTES = 2048  # the processor's own prefetching ends with a page: 38 ms become 30 for 400 MB
+# the processor's own prefetching ends with a page: 38 ms become 30 for 400 MB
+PREFETCH_BYTES = 2048
 _PREFETCH = ir.FunctionType(ir.VoidType(), [ir.IntType(8).as_pointer(), _INT, _INT, _INT])
 _READ, _KEEP, _DATA = (ir.Constant(_INT, value) for value in (0, 3, 1))
 
@@ -66,15 +73,22 @@ def _load_floats(builder: ir.IRBuilder, data: Any, start: Any, dtype: Any) -> An
 
 
 def _widened(builder: ir.IRBuilder, words: Any) -> Any:
-    """Convert float16 to float32 by its bits: LLVM's own conversion calls a function that is not there before AVX2."""
+    """Convert float16 to float32 by its bits: LLVM's own conversion calls a function that is not
+    there before AVX2.
+    """
     magnitude = builder.shl(builder.and_(words, _all(0x7FFF)), _all(13))
     exponent = builder.and_(magnitude, _all(0x1F << 23))
     normal = builder.add(magnitude, _all((127 - 15) << 23))
     infinite = builder.add(magnitude, _all((255 - 31) << 23))
-    one = _all((127 - 14) << 23)  # a denormal number as 1.f times the least exponent, less that exponent
-    denormal = builder.fsub(builder.bitcast(builder.add(magnitude, one), _FLOATS), builder.bitcast(one, _FLOATS))
+    # a denormal number as 1.f times the least exponent, less that exponent
+    one = _all((127 - 14) << 23)
+    denormal = builder.fsub(
+        builder.bitcast(builder.add(magnitude, one), _FLOATS), builder.bitcast(one, _FLOATS)
+    )
     bits = builder.select(builder.icmp_signed("==", exponent, _all(0x1F << 23)), infinite, normal)
-    bits = builder.select(builder.icmp_signed("==", exponent, _all(0)), builder.bitcast(denormal, _INTS), bits)
+    bits = builder.select(
+        builder.icmp_signed("==", exponent, _all(0)), builder.bitcast(denormal, _INTS), bits
+    )
     sign = builder.shl(builder.and_(words, _all(0x8000)), _all(16))
     return builder.bitcast(builder.or_(bits, sign), _FLOATS)
 
@@ -97,8 +111,8 @@ def _array(generator: Any, builder: ir.IRBuilder, kind: Any, value: Any) -> Any:
 
 @intrinsic
 def mask_group(context: Any, data: Any, start: Any, threshold: Any) -> Any:
-    """Return which of ``data[start : start + 64]`` have at least the magnitude `threshold` (float32's bits), and which are not
-    finite.
+    """Return which of ``data[start : start + 64]`` have at least the magnitude `threshold`
+    (float32's bits), and which are not finite.
 
     `data` (n,) float32, uint16 or int16. Returns two int64; bit j stands for element ``start + j``.
     """
@@ -122,32 +136,40 @@ def add_group(
     momentum: Any,
     threshold: Any,
 ) -> Any:
-    """Return the same of ``residual`` after ``residual += scale * gradient`` on its 64 elements; without effect if one is not
-    finite.
+    """Return the same of ``residual`` after ``residual += scale * gradient`` on its 64 elements;
+    without effect if one is not finite.
 
-    With `velocity` (not None), ``velocity = momentum * velocity + scale * gradient; residual += velocity``. `residual` and
-    `velocity` (n,) float32, `gradient` (n,) float32, uint16 or int16.
+    With `velocity` (not None), ``velocity = momentum * velocity + scale * gradient; residual +=
+    velocity``. `residual` and `velocity` (n,) float32, `gradient` (n,) float32, uint16 or int16.
     """
 
     def generate(generator: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
         kept, moving, added, start, scale, momentum, threshold = arguments
         kept_data = _array(generator, builder, residual, kept)
-        floats = _load_floats(builder, _array(generator, builder, gradient, added), start, gradient.dtype)
+        floats = _load_floats(
+            builder, _array(generator, builder, gradient, added), start, gradient.dtype
+        )
         change = builder.fmul(floats, _broadcast(builder, scale, _FLOATS))
         stores = []
         if velocity is not types.none:
             moving_data = _array(generator, builder, velocity, moving)
-            moved = builder.fmul(_load(builder, moving_data, start, _FLOATS), _broadcast(builder, momentum, _FLOATS))
+            moved = builder.fmul(
+                _load(builder, moving_data, start, _FLOATS), _broadcast(builder, momentum, _FLOATS)
+            )
             change = builder.fadd(moved, change)
             stores.append((moving_data, change))
         total = builder.fadd(_load(builder, kept_data, start, _FLOATS), change)
         mask, infinite = _masks(builder, total, threshold)
-        with builder.if_then(builder.icmp_signed("==", infinite, ir.Constant(_LONG, 0)), likely=True):
+        with builder.if_then(
+            builder.icmp_signed("==", infinite, ir.Constant(_LONG, 0)), likely=True
+        ):
             for data, value in [*stores, (kept_data, total)]:
                 builder.store(value, _pointer(builder, data, start, _FLOATS)).align = 4
         return generator.make_tuple(builder, _MASKS, (mask, infinite))
 
-    signature = _MASKS(residual, velocity, gradient, types.int64, types.float32, types.float32, types.int32)
+    signature = _MASKS(
+        residual, velocity, gradient, types.int64, types.float32, types.float32, types.int32
+    )
     return signature, generate
 
 

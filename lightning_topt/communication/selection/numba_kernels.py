@@ -6,8 +6,8 @@
     exact_threshold       of the survivors: their k-th largest magnitude, by histograms of its bits
     take                  the k survivors, in the order of their index
 
-Where the sample misled, `search.py` goes on. Magnitudes are compared as the bits of float32 without the sign, which are in
-the same order.
+Where the sample misled, `search.py` goes on. Magnitudes are compared as the bits of float32 without
+the sign, which are in the same order.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ def _kernel(function: Any) -> Any:
 
 @_kernel
 def _rank_from_top(histogram: Any, rank: int) -> tuple[int, int]:
-    """The bin that holds the element of `rank` (from 1) counted from the top, and how many lie above that bin."""
+    """The bin that holds the element of `rank` (from 1) counted from the top, and how many lie
+    above that bin.
+    """
     above = 0
     for bin_index in range(histogram.shape[0] - 1, -1, -1):
         if above + histogram[bin_index] >= rank:
@@ -49,7 +51,9 @@ def _rank_from_top(histogram: Any, rank: int) -> tuple[int, int]:
 
 @_kernel
 def exact_threshold(bits: Any, k: int) -> tuple[int, int]:
-    """Return the k-th largest magnitude of `bits` (m,), and how many equal to it belong to the k largest."""
+    """Return the k-th largest magnitude of `bits` (m,), and how many equal to it belong to the k
+    largest.
+    """
     prefix = 0
     for shift, width in DIGITS:
         histogram = np.zeros(1 << width, np.int32)
@@ -63,12 +67,20 @@ def exact_threshold(bits: Any, k: int) -> tuple[int, int]:
 
 
 @_kernel
-def sums_of(residual: Any, velocity: Any, gradient: Any, scale: Any, momentum: Any, every: int, sums: Any) -> None:
-    """Write into `sums` (m,) float32 ``residual + momentum * velocity + scale * gradient``, one run of 64 in `every`.
+def sums_of(
+    residual: Any, velocity: Any, gradient: Any, scale: Any, momentum: Any, every: int, sums: Any
+) -> None:
+    """Write into `sums` (m,) float32 ``residual + momentum * velocity + scale * gradient``, one run
+    of 64 in `every`.
 
-    `residual`, `velocity`: None reads as zeros. Sums of a run that are not all finite are left out: zeros or the residual.
+    `residual`, `velocity`: None reads as zeros. Sums of a run that are not all finite are left out:
+    zeros or the residual.
     """
-    kept, moving, added = np.zeros(GROUP, np.float32), np.zeros(GROUP, np.float32), np.zeros(GROUP, gradient.dtype)
+    kept, moving, added = (
+        np.zeros(GROUP, np.float32),
+        np.zeros(GROUP, np.float32),
+        np.zeros(GROUP, gradient.dtype),
+    )
     for run in range((sums.shape[0] + GROUP - 1) // GROUP):
         start, first = run * GROUP * every, run * GROUP
         size = min(GROUP, sums.shape[0] - first)
@@ -87,13 +99,16 @@ def sums_of(residual: Any, velocity: Any, gradient: Any, scale: Any, momentum: A
 
 @_kernel
 def _append(mask: int, first: int, indices: Any, count: int) -> int:
-    """Append ``first + j`` for every bit j of `mask`; room for `AT_ONCE` more is needed. Returns the new count.
+    """Append ``first + j`` for every bit j of `mask`; room for `AT_ONCE` more is needed. Returns
+    the new count.
 
-    Whether a group has survivors, and how many, cannot be predicted: the first few are written in any case.
+    Whether a group has survivors, and how many, cannot be predicted: the first few are written in
+    any case.
     """
     total = count + count_ones(mask)
     for j in range(AT_ONCE):
-        indices[np.uint64(count + j)] = first + lowest_one(mask)  # unsigned: Numba checks nothing then
+        # unsigned: Numba checks nothing then
+        indices[np.uint64(count + j)] = first + lowest_one(mask)
         mask &= mask - 1
     count += AT_ONCE
     while mask != 0:
@@ -105,8 +120,8 @@ def _append(mask: int, first: int, indices: Any, count: int) -> int:
 
 @_kernel
 def collect(data: Any, threshold: int, indices: Any, survivors: Any) -> tuple[int, bool]:
-    """Make one pass over `data` (n,); return the number of survivors (-1: not finite), and whether there was no room for
-    all.
+    """Make one pass over `data` (n,); return the number of survivors (-1: not finite), and whether
+    there was no room for all.
     """
     numel, count, full = data.shape[0], 0, False
     mask: int
@@ -116,7 +131,8 @@ def collect(data: Any, threshold: int, indices: Any, survivors: Any) -> tuple[in
     tail[:rest] = data[numel - rest :]
     for block in range(0, numel, BLOCK):
         if count + BLOCK + GROUP > indices.shape[0]:
-            threshold, full = INFINITY_BITS, True  # keep the first ones; go on only to see what is not finite
+            # keep the first ones; go on only to see what is not finite
+            threshold, full = INFINITY_BITS, True
         before = count
         for start in range(block, min(block + BLOCK, numel), GROUP):
             if start + GROUP <= numel:
@@ -165,9 +181,11 @@ def collect_sum(
     indices: Any,
     survivors: Any,
 ) -> tuple[int, bool, int]:
-    """Do the same over ``residual += scale * gradient``; the third number says how many elements were accumulated.
+    """Do the same over ``residual += scale * gradient``; the third number says how many elements
+    were accumulated.
 
-    With `velocity` (not None) over ``velocity = momentum * velocity + scale * gradient; residual += velocity``.
+    With `velocity` (not None) over ``velocity = momentum * velocity + scale * gradient; residual +=
+    velocity``.
     """
     numel, count, full = residual.shape[0], 0, False
     mask: int
@@ -178,7 +196,9 @@ def collect_sum(
         before = count
         for start in range(block, min(block + BLOCK, numel), GROUP):
             if start + GROUP <= numel:
-                mask, infinite = add_group(residual, velocity, gradient, start, scale, momentum, np.int32(threshold))
+                mask, infinite = add_group(
+                    residual, velocity, gradient, start, scale, momentum, np.int32(threshold)
+                )
             else:
                 mask, infinite = _add_tail(residual, velocity, gradient, scale, momentum, threshold)
             if infinite != 0:
@@ -191,7 +211,8 @@ def collect_sum(
 
 @_kernel
 def take(bits: Any, positions: Any, threshold: int, equal: int, indices: Any, values: Any) -> None:
-    """Write into `indices` and `values` (k + 1,) what lies above `threshold`, and the first `equal` equal to it.
+    """Write into `indices` and `values` (k + 1,) what lies above `threshold`, and the first `equal`
+    equal to it.
 
     `positions` (m,) or empty, where an element's position is its own.
     """

@@ -8,7 +8,9 @@ from torch import Tensor
 
 
 class Selection(NamedTuple):
-    """A selection holds `values` (k,), signed, and their `indices` (k,) in the flattened tensor, ascending."""
+    """A selection holds `values` (k,), signed, and their `indices` (k,) in the flattened tensor,
+    ascending.
+    """
 
     values: Tensor
     indices: Tensor

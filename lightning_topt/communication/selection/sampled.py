@@ -1,8 +1,9 @@
 """Exact top-k in one pass and a little, in plain torch, on every device.
 
-A sample gives a threshold that is almost surely a little below the k-th largest magnitude; one pass keeps what reaches it,
-and the k largest of the survivors are the answer. Fewer than k survivors: the threshold falls until there are enough.
-On a CPU the pass works in chunks that stay in the cache: temporaries of the size of the data would cost ten times the pass.
+A sample gives a threshold that is almost surely a little below the k-th largest magnitude; one pass
+keeps what reaches it, and the k largest of the survivors are the answer. Fewer than k survivors:
+the threshold falls until there are enough. On a CPU the pass works in chunks that stay in the
+cache: temporaries of the size of the data would cost ten times the pass.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ CHUNK = 1 << 16
 
 
 def sampled_indices(x: Tensor, k: int) -> Tensor:
-    """Return the indices (k,) of the k largest magnitudes of the flat `x`, ascending; of equal ones the first. Raises
-    NonFiniteError.
+    """Return the indices (k,) of the k largest magnitudes of the flat `x`, ascending; of equal ones
+    the first. Raises NonFiniteError.
     """
     if k == 0:
         _check_finite(x)
@@ -40,7 +41,9 @@ def sampled_indices(x: Tensor, k: int) -> Tensor:
 
 
 def expected_rank(numel: int, k: int) -> int:
-    """Return the rank in the sample whose element lies almost surely below the k-th largest of `numel`."""
+    """Return the rank in the sample whose element lies almost surely below the k-th largest of
+    `numel`.
+    """
     mean = k * sample_share(numel)
     return math.ceil(mean + SIGMAS * math.sqrt(mean)) + 1
 
@@ -60,7 +63,9 @@ def first_largest(magnitudes: Tensor, k: int) -> Tensor:
 
 
 def _sample(x: Tensor) -> Tensor:
-    """The sample (m,) of the flat `x`: runs at equal distances, so that the same data give the same selection."""
+    """The sample (m,) of the flat `x`: runs at equal distances, so that the same data give the same
+    selection.
+    """
     if sample_share(x.numel()) == 1.0:
         return x
     runs = x[: x.numel() // RUN * RUN].view(-1, RUN)
@@ -68,7 +73,9 @@ def _sample(x: Tensor) -> Tensor:
 
 
 def _reaching(x: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
-    """Indices and magnitudes of the elements of at least `threshold`, and of those that are not finite."""
+    """Indices and magnitudes of the elements of at least `threshold`, and of those that are not
+    finite.
+    """
     if x.device.type != "cpu":
         magnitudes = x.abs()
         indices = (~(magnitudes < threshold)).nonzero().view(-1)

@@ -1,9 +1,11 @@
-"""The exact selection on a CPU around its compiled kernels: buffers, the bound, and what follows where the sample misled.
+"""The exact selection on a CPU around its compiled kernels: buffers, the bound, and what follows
+where the sample misled.
 
-Passes over the data: one, almost always. Fewer survivors than k (large values lie in clusters, which the sample met too often):
-one more with the bound corrected by what the first found. More than there is room for: one more for what lies strictly above
-the bound; many values equal the bound then (zeros), and the first ones are known from the pass before. Where even that fails,
-histograms of all the data: four more, exact whatever the data are.
+Passes over the data: one, almost always. Fewer survivors than k (large values lie in clusters,
+which the sample met too often): one more with the bound corrected by what the first found. More
+than there is room for: one more for what lies strictly above the bound; many values equal the bound
+then (zeros), and the first ones are known from the pass before. Where even that fails, histograms
+of all the data: four more, exact whatever the data are.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ _NO_POSITIONS = np.empty(0, np.int32)
 
 @dataclass
 class _Pass:
-    """A `_Pass` holds what one pass over the data kept: everything of at least `threshold`, or the first of it where `full`."""
+    """A `_Pass` holds what one pass over the data kept: everything of at least `threshold`, or the
+    first of it where `full`.
+    """
 
     indices: Array  # int32
     survivors: Tensor  # of the data's dtype
@@ -47,8 +51,8 @@ class _Pass:
 
     @staticmethod
     def prepare(x: Tensor, k: int, threshold: int) -> _Pass:
-        """Make room for twice what is expected, and for a last block that may all survive; memory that is not used is not
-        touched.
+        """Make room for twice what is expected, and for a last block that may all survive; memory
+        that is not used is not touched.
         """
         numel, share = x.numel(), sample_share(x.numel())
         excess = (expected_rank(numel, k) - k * share) / share
@@ -57,7 +61,9 @@ class _Pass:
 
     def run(self, x: Tensor) -> bool:
         """Make one pass over `x`; return whether everything was finite."""
-        self.count, self.full = collect(_elements(x), self.threshold, self.indices, _elements(self.survivors))
+        self.count, self.full = collect(
+            _elements(x), self.threshold, self.indices, _elements(self.survivors)
+        )
         return self.count >= 0
 
     def bits(self) -> Array:
@@ -83,13 +89,23 @@ def _sample(
     scale: float = 1.0,
     momentum: float = 0.0,
 ) -> Array:
-    """Return float32's bits (m,) of ``residual + momentum * velocity + scale * gradient``, one run of 64 in `every`.
+    """Return float32's bits (m,) of ``residual + momentum * velocity + scale * gradient``, one run
+    of 64 in `every`.
 
-    Compiled too: torch would use its threads, and wait for them where cores are shared with a backward pass.
+    Compiled too: torch would use its threads, and wait for them where cores are shared with a
+    backward pass.
     """
     numel = gradient.numel()
     sums = np.empty(numel if every == 1 else -(-(numel // GROUP) // every) * GROUP, np.float32)
-    sums_of(residual, velocity, _elements(gradient), np.float32(scale), np.float32(momentum), every, sums)
+    sums_of(
+        residual,
+        velocity,
+        _elements(gradient),
+        np.float32(scale),
+        np.float32(momentum),
+        every,
+        sums,
+    )
     return sums.view(np.int32)
 
 
@@ -114,7 +130,9 @@ def _corrected_bound(sample: Array, k: int, found: _Pass) -> int:
 
 
 def _chosen(bits: Array, positions: Array, k: int) -> Chosen:
-    """The k largest of `bits` (m,) at `positions` (m,), or at their own places where that is empty."""
+    """The k largest of `bits` (m,) at `positions` (m,), or at their own places where that is
+    empty.
+    """
     indices, values = np.empty(k + 1, np.int32), np.empty(k + 1, np.int32)
     if k:
         threshold, equal = exact_threshold(bits, k)
@@ -123,7 +141,9 @@ def _chosen(bits: Array, positions: Array, k: int) -> Chosen:
 
 
 def _with_ties(found: _Pass, above: _Pass, k: int) -> Chosen:
-    """All `above` the threshold and the first ones equal to it, which begin the list of those `found`."""
+    """All `above` the threshold and the first ones equal to it, which begin the list of those
+    `found`.
+    """
     bits = found.bits()
     equal = np.flatnonzero(bits & MAGNITUDE_MASK == found.threshold)[: k - above.count]
     indices = np.concatenate([above.indices[: above.count], found.indices[equal]])
@@ -150,14 +170,22 @@ def _finish(x: Tensor, k: int, sample: Array, found: _Pass) -> Chosen:
 
 
 def select(x: Tensor, k: int) -> Chosen | None:
-    """Return the k largest magnitudes of the contiguous `x` (n,), of equal ones the first; None: not finite."""
+    """Return the k largest magnitudes of the contiguous `x` (n,), of equal ones the first; None:
+    not finite.
+    """
     sample = _sample(x, every=_every(x.numel()))
     found = _Pass.prepare(x, k, _bound(sample, x.numel(), k))
     return _finish(x, k, sample, found) if found.run(x) else None
 
 
 def feedback_select(
-    gradient: Tensor, residual: Tensor, k: int, *, scale: float, velocity: Tensor | None = None, momentum: float = 0.0
+    gradient: Tensor,
+    residual: Tensor,
+    k: int,
+    *,
+    scale: float,
+    velocity: Tensor | None = None,
+    momentum: float = 0.0,
 ) -> Chosen | None:
     """Accumulate into `residual` (n,) (through `velocity`), then take out the k largest.
 
@@ -165,14 +193,22 @@ def feedback_select(
     """
     kept, moving = residual.numpy(), None if velocity is None else velocity.numpy()
     every = _every(residual.numel())
-    sample = _sample(gradient, every=every, residual=kept, velocity=moving, scale=scale, momentum=momentum)
+    sample = _sample(
+        gradient, every=every, residual=kept, velocity=moving, scale=scale, momentum=momentum
+    )
     found = _Pass.prepare(residual, k, _bound(sample, residual.numel(), k))
     factors = np.float32(scale), np.float32(momentum), found.threshold
     found.count, found.full, done = collect_sum(
         kept, moving, _elements(gradient), *factors, found.indices, found.survivors.numpy()
     )
     if found.count < 0:
-        _undo(gradient[:done], residual[:done], scale, None if velocity is None else velocity[:done], momentum)
+        _undo(
+            gradient[:done],
+            residual[:done],
+            scale,
+            None if velocity is None else velocity[:done],
+            momentum,
+        )
         return None
     chosen = _finish(residual, k, sample, found)
     for state in (kept, moving):
@@ -181,7 +217,9 @@ def feedback_select(
     return chosen
 
 
-def _undo(gradient: Tensor, residual: Tensor, scale: float, velocity: Tensor | None, momentum: float) -> None:
+def _undo(
+    gradient: Tensor, residual: Tensor, scale: float, velocity: Tensor | None, momentum: float
+) -> None:
     if velocity is None:
         residual.sub_(gradient, alpha=scale)
     else:

@@ -1,4 +1,6 @@
-"""Top-k by magnitude: one interface, and the fastest exact way for each device and dtype behind it."""
+"""Top-k by magnitude: one interface, and the fastest exact way for each device and dtype behind
+it.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +21,20 @@ MAX_NUMEL = 2**31 - 1  # indices are int32 inside
 
 
 def top_k(x: Tensor, k: int, *, method: str = "auto") -> Selection:
-    """Return the k entries of largest magnitude: signed `values` (k,) of the dtype of `x` and `indices` (k,), int64, ascending.
+    """Return the k entries of largest magnitude: signed `values` (k,) of the dtype of `x` and
+    `indices` (k,), int64, ascending.
 
     Args:
-        x: any shape and strides; indices count its elements in row-major order. float32, bfloat16 or float16.
+        x: any shape and strides; indices count its elements in row-major order. float32, bfloat16
+            or float16.
         k: between 0 and the number of elements. Of equal magnitudes the first are taken.
-        method: "auto" is exact and the fastest for the device: a sampled lower bound, one pass, and exact selection among
-            the survivors (compiled on a CPU and on CUDA). "sampled" is the same in plain torch, "torch" is `torch.topk`,
-            "mstopk" the approximate bisection of arXiv 2010.10458.
+        method: "auto" is exact and the fastest for the device: a sampled lower bound, one pass, and
+            exact selection among the survivors (compiled on a CPU and on CUDA). "sampled" is the
+            same in plain torch, "torch" is `torch.topk`, "mstopk" the approximate bisection of
+            arXiv 2010.10458.
 
-    Raises ValueError for a k, dtype or method that cannot be, NonFiniteError when `x` has a NaN or an infinity.
+    Raises ValueError for a k, dtype or method that cannot be, NonFiniteError when `x` has a NaN or
+    an infinity.
     """
     _check(x, k)
     if method not in METHODS:
@@ -46,7 +52,9 @@ def top_k(x: Tensor, k: int, *, method: str = "auto") -> Selection:
         found = threshold_search.select(flat.contiguous(), k)
         if found is None:
             raise NonFiniteError("top-k of values that are not finite")
-        return Selection(found[0].to(flat.dtype), torch.from_numpy(found[1].numpy().astype(np.int64)))
+        return Selection(
+            found[0].to(flat.dtype), torch.from_numpy(found[1].numpy().astype(np.int64))
+        )
     else:
         indices = triton_kernels.select(flat, k)
     return Selection(flat[indices], indices)
@@ -61,19 +69,22 @@ def feedback_top_k(
     velocity: Tensor | None = None,
     momentum: float = 0.0,
 ) -> Selection:
-    """Do one step of error feedback in place: accumulate, select the exact top k, and take them out of the residual.
+    """Do one step of error feedback in place: accumulate, select the exact top k, and take them out
+    of the residual.
 
-    ``residual += scale * gradient``; with `velocity`, momentum correction and factor masking (Deep Gradient Compression,
-    arXiv 1712.01887, sections 3.1 and 3.2): ``velocity = momentum * velocity + scale * gradient; residual += velocity``, and
-    what is taken is zeroed in both.
+    ``residual += scale * gradient``; with `velocity`, momentum correction and factor masking (Deep
+    Gradient Compression, arXiv 1712.01887, sections 3.1 and 3.2): ``velocity = momentum * velocity
+    + scale * gradient; residual += velocity``, and what is taken is zeroed in both.
 
     Args:
         gradient: (n,) float32, bfloat16 or float16, contiguous; only read.
-        residual, velocity: (n,) float32, contiguous, on the gradient's device; `momentum` is above 0 with a velocity.
+        residual, velocity: (n,) float32, contiguous, on the gradient's device; `momentum` is above
+            0 with a velocity.
         k: number of entries to take.
 
-    Returns values (k,) float32 and indices (k,) int32, ascending. Raises NonFiniteError when the sum has a NaN or an
-    infinity; `residual` and `velocity` are then as before, up to rounding. Releases the GIL on a CPU.
+    Returns values (k,) float32 and indices (k,) int32, ascending. Raises NonFiniteError when the
+    sum has a NaN or an infinity; `residual` and `velocity` are then as before, up to rounding.
+    Releases the GIL on a CPU.
     """
     _check(gradient, k)
     _check_state(gradient, residual, velocity)
@@ -92,7 +103,9 @@ def feedback_top_k(
 def _feedback_cpu(
     added: Tensor, residual: Tensor, k: int, scale: float, velocity: Tensor | None, momentum: float
 ) -> Selection | None:
-    found = threshold_search.feedback_select(added, residual, k, scale=scale, velocity=velocity, momentum=momentum)
+    found = threshold_search.feedback_select(
+        added, residual, k, scale=scale, velocity=velocity, momentum=momentum
+    )
     return None if found is None else Selection(*found)
 
 
@@ -140,7 +153,9 @@ def _check(x: Tensor, k: int) -> None:
     if not 0 <= k <= x.numel():
         raise ValueError(f"k lies between 0 and the number of elements, {x.numel()}; got {k}")
     if x.numel() > MAX_NUMEL:
-        raise ValueError(f"at most {MAX_NUMEL} elements at a time; got {x.numel()}: select from parts")
+        raise ValueError(
+            f"at most {MAX_NUMEL} elements at a time; got {x.numel()}: select from parts"
+        )
 
 
 def _check_state(gradient: Tensor, residual: Tensor, velocity: Tensor | None) -> None:
@@ -156,7 +171,8 @@ def _check_state(gradient: Tensor, residual: Tensor, velocity: Tensor | None) ->
             or state.dim() != 1
         ):
             raise ValueError(
-                f"{name} is a contiguous float32 tensor of the gradient's shape {tuple(gradient.shape)}; "
+                f"{name} is a contiguous float32 tensor of the gradient's shape "
+                f"{tuple(gradient.shape)}; "
                 f"got {state.dtype} {tuple(state.shape)}"
             )
         if state.device != gradient.device:

@@ -1,7 +1,9 @@
-"""The exact selection on CUDA: one pass over memory by a Triton kernel, the rest on the few survivors.
+"""The exact selection on CUDA: one pass over memory by a Triton kernel, the rest on the few
+survivors.
 
-The kernel adds the gradient to the residual, compares with a threshold that stays on the device, and appends survivors
-through an atomic counter; their order is restored by sorting their indices. Imported everywhere, usable where Triton is.
+The kernel adds the gradient to the residual, compares with a threshold that stays on the device,
+and appends survivors through an atomic counter; their order is restored by sorting their indices.
+Imported everywhere, usable where Triton is.
 """
 
 from __future__ import annotations
@@ -12,7 +14,13 @@ import torch
 from torch import Tensor
 
 from lightning_topt.communication.selection.outcome import NonFiniteError, Selection
-from lightning_topt.communication.selection.sampled import RUN, SAMPLE_SHARE, expected_rank, first_largest, sample_share
+from lightning_topt.communication.selection.sampled import (
+    RUN,
+    SAMPLE_SHARE,
+    expected_rank,
+    first_largest,
+    sample_share,
+)
 
 try:
     import triton
@@ -26,10 +34,19 @@ if triton is not None:
 
     @triton.jit
     def _collect(
-        values, added, scale, threshold, indices, state, numel, room, ACCUMULATE: tl.constexpr, SIZE: tl.constexpr
+        values,
+        added,
+        scale,
+        threshold,
+        indices,
+        state,
+        numel,
+        room,
+        ACCUMULATE: tl.constexpr,
+        SIZE: tl.constexpr,
     ):
-        """Collect survivors; state[0] is their number, state[1] says whether a value is not finite (such a value is left as it
-        was).
+        """Collect survivors; state[0] is their number, state[1] says whether a value is not finite
+        (such a value is left as it was).
         """
         at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
         inside = at < numel
@@ -50,8 +67,8 @@ if triton is not None:
 
 
 def select(x: Tensor, k: int) -> Tensor:
-    """Return the indices (k,) int64 of the k largest magnitudes of the flat CUDA tensor `x`, ascending. Raises
-    NonFiniteError.
+    """Return the indices (k,) int64 of the k largest magnitudes of the flat CUDA tensor `x`,
+    ascending. Raises NonFiniteError.
     """
     indices = _select(x, x, k, scale=0.0, accumulate=False)
     if indices is None:
@@ -64,14 +81,18 @@ def feedback_select(added: Tensor, residual: Tensor, k: int, *, scale: float) ->
     indices = _select(residual, added, k, scale=scale, accumulate=True)
     if indices is None:
         change = scale * added.float()
-        residual.sub_(torch.where(torch.isfinite(residual + change) & torch.isfinite(change), change, 0.0))
+        residual.sub_(
+            torch.where(torch.isfinite(residual + change) & torch.isfinite(change), change, 0.0)
+        )
         return None
     values = residual[indices]
     residual[indices] = 0
     return Selection(values, indices.int())
 
 
-def _select(values: Tensor, added: Tensor, k: int, *, scale: float, accumulate: bool) -> Tensor | None:
+def _select(
+    values: Tensor, added: Tensor, k: int, *, scale: float, accumulate: bool
+) -> Tensor | None:
     numel = values.numel()
     threshold = _threshold(values, added, k, scale)
     room = min(numel, 2 * k + int(4 * (expected_rank(numel, k) / sample_share(numel) - k))) + BLOCK
@@ -81,7 +102,16 @@ def _select(values: Tensor, added: Tensor, k: int, *, scale: float, accumulate: 
     if numel:
         with torch.cuda.device(values.device):
             _collect[grid](
-                values, added, scale, threshold, indices, state, numel, room, ACCUMULATE=accumulate, SIZE=BLOCK
+                values,
+                added,
+                scale,
+                threshold,
+                indices,
+                state,
+                numel,
+                room,
+                ACCUMULATE=accumulate,
+                SIZE=BLOCK,
             )
     count, infinite = state.tolist()
     if infinite:
@@ -101,7 +131,12 @@ def _threshold(values: Tensor, added: Tensor, k: int, scale: float) -> Tensor:
         return torch.full((), torch.inf, device=values.device)
     whole = sample_share(numel) == 1.0
     every = 1 if whole else round(1 / SAMPLE_SHARE)
-    sampled = [x if whole else x[: numel // RUN * RUN].view(-1, RUN)[::every].reshape(-1) for x in (values, added)]
-    sample = torch.add(sampled[0].float(), sampled[1].float(), alpha=scale).abs().nan_to_num(torch.inf)
+    sampled = [
+        x if whole else x[: numel // RUN * RUN].view(-1, RUN)[::every].reshape(-1)
+        for x in (values, added)
+    ]
+    sample = (
+        torch.add(sampled[0].float(), sampled[1].float(), alpha=scale).abs().nan_to_num(torch.inf)
+    )
     rank = k if whole else expected_rank(numel, k)
     return sample.topk(rank).values[-1] if rank < sample.numel() else sample.new_zeros(())

@@ -1,6 +1,8 @@
-"""Memory for batches, used again once nobody holds the batch: new memory costs a page fault every 4 kB, as much as the copy.
+"""Memory for batches, used again once nobody holds the batch: new memory costs a page fault every 4
+kB, as much as the copy.
 
-(glibc gives the memory of a large tensor back to the system when it is freed, unless something lies behind it by chance.)
+(glibc gives the memory of a large tensor back to the system when it is freed, unless something lies
+behind it by chance.)
 """
 
 from __future__ import annotations
@@ -20,9 +22,11 @@ _MOST_BLOCKS = 8
 
 
 class BatchMemory:
-    """Tensors in blocks of which at most `most_blocks` are kept; those that are in use longer belong to their users alone.
+    """Tensors in blocks of which at most `most_blocks` are kept; those that are in use longer
+    belong to their users alone.
 
-    A block is free when no tensor, view or array of it is left: they all hold the block's array, which counts its references.
+    A block is free when no tensor, view or array of it is left: they all hold the block's array,
+    which counts its references.
     """
 
     def __init__(self, most_blocks: int = _MOST_BLOCKS) -> None:
@@ -38,7 +42,8 @@ class BatchMemory:
             return torch.from_numpy(self._free_block(nbytes)).view(dtype).view(shape)
 
     def _free_block(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        for index in reversed(range(len(self._blocks))):  # the one used last may be in the processor's cache yet
+        # the one used last may be in the processor's cache yet
+        for index in reversed(range(len(self._blocks))):
             # Two references: of the deque, and of the call.
             if self._blocks[index].nbytes == nbytes and sys.getrefcount(self._blocks[index]) == 2:
                 block = self._blocks[index]

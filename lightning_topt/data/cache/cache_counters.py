@@ -13,17 +13,18 @@ import torch
 from lightning_topt.data.cache.segment_store import warn_once
 
 COUNTED = ("memory_hits", "disk_hits", "peer_hits", "misses", "damaged", "stored")
-# Adding is not atomic, so no two processes that live at the same time share a row. torch uses its threads for 32 kB and more,
-# which hangs in a forked process.
+# Adding is not atomic, so no two processes that live at the same time share a row. torch uses its
+# threads for 32 kB and more, which hangs in a forked process.
 _ROWS = 512
 
 
 @dataclass(frozen=True)
 class CacheStatistics:
-    """Statistics say of this job, all its worker processes together, where samples came from, and what the tiers hold, in
-    entries and bytes.
+    """Statistics say of this job, all its worker processes together, where samples came from, and
+    what the tiers hold, in entries and bytes.
 
-    `damaged` entries were found out by their checksum, dropped and read again; `stored` ones were written by this job.
+    `damaged` entries were found out by their checksum, dropped and read again; `stored` ones were
+    written by this job.
     """
 
     memory_hits: int
@@ -45,8 +46,12 @@ class CacheCounters:
         self._shared = torch.zeros((_ROWS, len(COUNTED)), dtype=torch.int64)
         try:
             self._shared.share_memory_()  # type: ignore[no-untyped-call]
-        except RuntimeError as error:  # /dev/shm is full, and worker processes need it for more than this
-            warn_once(f"the statistics of the cache are those of each process alone: {error}", stacklevel=5)
+        except RuntimeError as error:
+            # /dev/shm is full, and worker processes need it for more than this
+            warn_once(
+                f"the statistics of the cache are those of each process alone: {error}",
+                stacklevel=5,
+            )
         self._rows: npt.NDArray[np.int64] = self._shared.numpy()  # the same memory
 
     def __getstate__(self) -> dict[str, Any]:

@@ -1,7 +1,9 @@
-"""Batches read from the cache straight into their final place, as torch's `default_collate` would stack them.
+"""Batches read from the cache straight into their final place, as torch's `default_collate` would
+stack them.
 
-For samples of equal layout (the header of their entries is the same) a batch is one tensor per leaf, and every entry is read
-piece by piece into its rows: no tensor per sample, no copy but the one from the cache.
+For samples of equal layout (the header of their entries is the same) a batch is one tensor per
+leaf, and every entry is read piece by piece into its rows: no tensor per sample, no copy but the
+one from the cache.
 """
 
 from __future__ import annotations
@@ -31,7 +33,12 @@ from lightning_topt.data.cache.sample_codec import (
     named_type,
 )
 
-_NUMBERS = {"int": torch.int64, "float": torch.float64, "bool": torch.bool, "complex": torch.complex128}
+_NUMBERS = {
+    "int": torch.int64,
+    "float": torch.float64,
+    "bool": torch.bool,
+    "complex": torch.complex128,
+}
 _SMALL = 256  # bytes: gathered for all rows at once
 _LOOK_AT = 16  # items of a batch, for one in memory whose layout is known
 Bytes = npt.NDArray[np.uint8]
@@ -45,7 +52,9 @@ class ReadyBatch:
 
 
 class BatchDataset(Dataset[Any]):
-    """A `CachedDataset` whose ``__getitems__`` gives ready batches where it can; for a loader with `collate` below."""
+    """A `CachedDataset` whose ``__getitems__`` gives ready batches where it can; for a loader with
+    `collate` below.
+    """
 
     def __init__(self, dataset: CachedDataset) -> None:
         self.dataset = dataset
@@ -77,14 +86,17 @@ def collate(samples: Any) -> Any:
 
 
 def read_batch(dataset: CachedDataset, indices: Sequence[int]) -> ReadyBatch | list[Any] | None:
-    """Return the batch of `indices`, or its samples where they have not all the same layout; None: nothing was read.
+    """Return the batch of `indices`, or its samples where they have not all the same layout; None:
+    nothing was read.
 
-    That is where none of the first entries is in memory, or torch would not stack it. Entries that are not in this node's
-    memory come as by `CachedDataset`.
+    That is where none of the first entries is in memory, or torch would not stack it. Entries that
+    are not in this node's memory come as by `CachedDataset`.
     """
     cache, chosen = dataset.cache, dataset.items(indices)
     # Of a partitioned cache the first item may well be another node's.
-    known = next(filter(None, (_layout_in_memory(cache, item) for item in chosen[:_LOOK_AT].tolist())), None)
+    known = next(
+        filter(None, (_layout_in_memory(cache, item) for item in chosen[:_LOOK_AT].tolist())), None
+    )
     if known is None or not _is_stackable(known.header):
         return None
     ready = _read_at_once(cache, known, chosen)
@@ -98,13 +110,22 @@ def read_batch(dataset: CachedDataset, indices: Sequence[int]) -> ReadyBatch | l
     if all(rows.fill(i, rest[i]) if i in rest else rows.is_filled(i) for i in unmapped):
         return ReadyBatch(rows.batch())
     # Every entry was read and counted once: samples of different sizes cost no second reading.
-    return [dataset.sample(item, joined(rest[i]) if i in rest else rows.entry(i)) for i, item in enumerate(items)]
+    return [
+        dataset.sample(item, joined(rest[i]) if i in rest else rows.entry(i))
+        for i, item in enumerate(items)
+    ]
 
 
-def _read_at_once(cache: SampleCache, known: Layout, items: npt.NDArray[np.int64]) -> ReadyBatch | None:
+def _read_at_once(
+    cache: SampleCache, known: Layout, items: npt.NDArray[np.int64]
+) -> ReadyBatch | None:
     """The batch where all its entries are in mapped memory and verified."""
     mapped = cache.mapped
-    offsets = None if mapped is None else mapped.find_all(items, header=_start(known), nbytes=known.nbytes)
+    offsets = (
+        None
+        if mapped is None
+        else mapped.find_all(items, header=_start(known), nbytes=known.nbytes)
+    )
     if mapped is None or offsets is None:
         return None
     tensors = []
@@ -154,7 +175,9 @@ class BatchRows:
     def _padding(self) -> list[Bytes]:
         ends = [leaf.start for leaf in self.known.leaves[1:]] + [self.known.nbytes]
         leaves = zip(self.known.leaves, ends, strict=True)
-        return [np.empty((self.size, end - leaf.start - leaf.nbytes), np.uint8) for leaf, end in leaves]
+        return [
+            np.empty((self.size, end - leaf.start - leaf.nbytes), np.uint8) for leaf, end in leaves
+        ]
 
     @cached_property
     def _expected(self) -> Bytes:
@@ -176,11 +199,17 @@ class BatchRows:
         mapped, header = cache.mapped, _start(self.known)
         offsets, fresh = mapped.find(items, header=header, nbytes=self.known.nbytes)
         leaves = list(zip(self.known.leaves, self._bytes, strict=True))
-        large = [(leaf.start, leaf.nbytes, rows.ctypes.data) for leaf, rows in leaves if leaf.nbytes > _SMALL]
+        large = [
+            (leaf.start, leaf.nbytes, rows.ctypes.data)
+            for leaf, rows in leaves
+            if leaf.nbytes > _SMALL
+        ]
 
         def copy(rows: npt.NDArray[np.int64]) -> None:
             for start, nbytes, target in large:
-                mapped.copy((offsets[rows] + start).tolist(), nbytes, (target + nbytes * rows).tolist())
+                mapped.copy(
+                    (offsets[rows] + start).tolist(), nbytes, (target + nbytes * rows).tolist()
+                )
 
         copy(np.flatnonzero((offsets > 0) & ~fresh))
         for row in np.flatnonzero(fresh).tolist():
@@ -211,7 +240,9 @@ class BatchRows:
         """Copy an entry, given as buffers, into a row; False where it has another layout."""
         if header_of(parts[0]) != self.known.header:
             return False
-        for rows, leaf, view in zip(self._bytes, self.known.leaves, leaves_of(parts, self.known), strict=True):
+        for rows, leaf, view in zip(
+            self._bytes, self.known.leaves, leaves_of(parts, self.known), strict=True
+        ):
             if leaf.nbytes:
                 rows[row] = np.frombuffer(view, np.uint8)
         return True
@@ -228,7 +259,9 @@ def _start(known: Layout) -> bytes:
 
 
 def _empty(size: int, nbytes: int) -> Tensor:
-    """Rows of bytes. In a worker in shared memory, as `default_collate` does: the training process gets it without a copy."""
+    """Rows of bytes. In a worker in shared memory, as `default_collate` does: the training process
+    gets it without a copy.
+    """
     if get_worker_info() is None:
         return MEMORY.empty((size, nbytes), torch.uint8)
     storage = torch.UntypedStorage._new_shared(size * nbytes)  # type: ignore[no-untyped-call]

@@ -16,7 +16,13 @@ from lightning_topt.data.cache.determinism import (
     put_cache_before,
 )
 from lightning_topt.data.cache.sample_cache import SampleCache
-from lightning_topt.data.cache.sample_codec import Parts, UnsupportedSample, changed_by_storing, decode, encode
+from lightning_topt.data.cache.sample_codec import (
+    Parts,
+    UnsupportedSample,
+    changed_by_storing,
+    decode,
+    encode,
+)
 
 # Misses that are drawn twice: the first ones of a job, then one in so many of a process.
 FIRST_CHECKS, CHECK_EVERY = 16, 512
@@ -24,11 +30,12 @@ _MISSING = object()
 
 
 class CachedDataset(Dataset[Any]):
-    """A `CachedDataset` is `dataset` with what its deterministic part gives kept in `cache`: the marked method, or the whole
-    ``__getitem__``.
+    """A `CachedDataset` is `dataset` with what its deterministic part gives kept in `cache`: the
+    marked method, or the whole ``__getitem__``.
 
-    The samples are the same, and so is the random state after each of them (where nothing is random). What comes from the cache
-    is the caller's own copy. All other attributes are those of `dataset`.
+    The samples are the same, and so is the random state after each of them (where nothing is
+    random). What comes from the cache is the caller's own copy. All other attributes are those of
+    `dataset`.
 
     Raises NotDeterministicError when a sample drawn twice differs; the cache is then given up.
     """
@@ -36,7 +43,8 @@ class CachedDataset(Dataset[Any]):
     def __init__(self, dataset: Any, cache: SampleCache) -> None:
         self.dataset, self.cache = dataset, cache
         self.is_marked = marked_method(dataset) is not None
-        self._misses, self._is_new = 0, True  # of this process; whether the job's first ones are not over
+        # of this process; whether the job's first ones are not over
+        self._misses, self._is_new = 0, True
         if self.is_marked:
             put_cache_before(dataset, self.load)
 
@@ -64,12 +72,15 @@ class CachedDataset(Dataset[Any]):
             items = self.items(indices).tolist()
             samples = self._samples(items, self.cache.get_many(items), self.dataset.__getitem__)
             self.cache.verify_new()
-        if get_worker_info() is not None:  # nobody tells a worker which batch is the epoch's last one
+        # nobody tells a worker which batch is the epoch's last one
+        if get_worker_info() is not None:
             self.cache.flush()
         return samples
 
     def item(self, index: int) -> int:
-        """Return the item number of an index; negative ones count from the end. Raises IndexError."""
+        """Return the item number of an index; negative ones count from the end. Raises
+        IndexError.
+        """
         length = self.cache.num_items
         if not -length <= index < length:
             raise IndexError(f"index {index} of a data set of {length} samples")
@@ -78,39 +89,53 @@ class CachedDataset(Dataset[Any]):
     def items(self, indices: Sequence[int]) -> npt.NDArray[np.int64]:
         """Return the item numbers of several indices. Raises IndexError."""
         found = np.asarray(indices, np.int64)
-        if found.size and found.view(np.uint64).max() >= self.cache.num_items:  # negative ones are large then
+        # negative ones are large then
+        if found.size and found.view(np.uint64).max() >= self.cache.num_items:
             return np.array([self.item(index) for index in indices])
         return found
 
     def load(self, index: int, original: Callable[[int], Any]) -> Any:
-        """Return the deterministic part's sample: from the cache, or from `original` and then kept."""
+        """Return the deterministic part's sample: from the cache, or from `original` and then
+        kept.
+        """
         item = self.item(index)
         return self._samples([item], [self.cache.get(item)], original)[0]
 
     def entries(self, items: Sequence[int]) -> list[Parts]:
-        """Return the entries (see `sample_codec`) of several items, from the cache (in one piece) or the source; without a
-        mark.
+        """Return the entries (see `sample_codec`) of several items, from the cache (in one piece)
+        or the source; without a mark.
         """
         found = self.cache.get_many(items)
         missing = [item for item, entry in zip(items, found, strict=True) if entry is None]
         read = self._read(missing, self.dataset.__getitem__)[1]
-        return [read[item] if entry is None else [entry] for item, entry in zip(items, found, strict=True)]
+        return [
+            read[item] if entry is None else [entry]
+            for item, entry in zip(items, found, strict=True)
+        ]
 
     def sample(self, item: int, entry: Any) -> Any:
         """Return the sample of an entry; for data sets without a mark."""
         return self._samples([item], [entry], self.dataset.__getitem__)[0]
 
-    def _samples(self, items: Sequence[int], entries: Sequence[Any], original: Callable[[int], Any]) -> list[Any]:
+    def _samples(
+        self, items: Sequence[int], entries: Sequence[Any], original: Callable[[int], Any]
+    ) -> list[Any]:
         """Return the samples of entries, and from `original` where there is none."""
         samples = [_MISSING if entry is None else _decoded(entry) for entry in entries]
         missing = [i for i, sample in enumerate(samples) if sample is _MISSING]
         if missing:
-            for i, sample in zip(missing, self._read([items[i] for i in missing], original)[0], strict=True):
+            for i, sample in zip(
+                missing, self._read([items[i] for i in missing], original)[0], strict=True
+            ):
                 samples[i] = sample
         return samples
 
-    def _read(self, items: Sequence[int], original: Callable[[int], Any]) -> tuple[list[Any], dict[int, Parts]]:
-        """Samples from the source, and their entries, which are kept: those before one that fails, too."""
+    def _read(
+        self, items: Sequence[int], original: Callable[[int], Any]
+    ) -> tuple[list[Any], dict[int, Parts]]:
+        """Samples from the source, and their entries, which are kept: those before one that fails,
+        too.
+        """
         samples: list[Any] = []
         try:
             for item in items:
@@ -130,7 +155,9 @@ class CachedDataset(Dataset[Any]):
     def _to_check(self, items: list[int]) -> list[int]:
         """Return which of these misses, counted already, are drawn twice."""
         before, self._misses = self._misses, self._misses + len(items)
-        checked = [item for number, item in enumerate(items, before + 1) if number % CHECK_EVERY == 0]
+        checked = [
+            item for number, item in enumerate(items, before + 1) if number % CHECK_EVERY == 0
+        ]
         if self._is_new:
             earlier = self.cache.num_misses() - len(items)
             checked = items[: max(0, FIRST_CHECKS - earlier)] + checked
@@ -146,7 +173,8 @@ class CachedDataset(Dataset[Any]):
             return
         what = "the method marked @deterministic" if self.is_marked else "__getitem__"
         reason = (
-            f"{what} of {type(self.dataset).__name__} gives different samples for index {item}: mark only the part that is "
+            f"{what} of {type(self.dataset).__name__} gives different samples for index {item}: "
+            "mark only the part that is "
             "not random with @lightning_topt.data.deterministic, and call it from __getitem__"
         )
         self.cache.refuse(reason)
@@ -157,7 +185,8 @@ class CachedDataset(Dataset[Any]):
         changed = changed_by_storing(sample)
         if changed is not None:
             reason = (
-                f"a sample holds a {changed}, which comes back from a cache as another one: return plain data instead"
+                f"a sample holds a {changed}, which comes back from a cache as another one: "
+                "return plain data instead"
             )
             self.cache.refuse(reason)
             raise UnsupportedSample(reason)
@@ -167,4 +196,5 @@ def _decoded(entry: Any) -> Any:
     try:
         return decode(entry)
     except UnsupportedSample:
-        return _MISSING  # a NamedTuple or dataclass that this process has not met yet: the source makes it known
+        # a NamedTuple or dataclass that this process has not met yet: the source makes it known
+        return _MISSING

@@ -27,24 +27,28 @@ def _warn(message: str) -> None:
 
 
 class DatasetNames:
-    """The `fingerprint` of each data set under `data_version`, another one as soon as its state has changed.
+    """The `fingerprint` of each data set under `data_version`, another one as soon as its state has
+    changed.
 
-    Files are looked at when a data set is new or has changed, not each time: there may be a million of them. An attribute that
-    had no value before and cannot be named, as a file opened on first use, is no change. `warn` is told, once, what changes.
+    Files are looked at when a data set is new or has changed, not each time: there may be a million
+    of them. An attribute that had no value before and cannot be named, as a file opened on first
+    use, is no change. `warn` is told, once, what changes.
     """
 
     def __init__(self, *, data_version: str | None, warn: Callable[[str], None] = _warn) -> None:
         self.data_version, self.warn = data_version, warn
         self._known: dict[int, _Known] = {}
-        self._latest: dict[tuple[str, type], tuple[_Known, int]] = {}  # by place, with how often it was another one
+        # by place, with how often it was another one
+        self._latest: dict[tuple[str, type], tuple[_Known, int]] = {}
         self._said: set[str] = set()
 
     def name_of(self, dataset: Any, *, place: str = "", agree: Agree | None = None) -> str:
-        """Return the name of `dataset`; warns of a change. With `agree`, called for each data set that is not new, only one
-        that is the same on all ranks counts. `place`, of a loader, is where a new data set may be one that was there already,
-        but for some attributes.
+        """Return the name of `dataset`; warns of a change. With `agree`, called for each data set
+        that is not new, only one that is the same on all ranks counts. `place`, of a loader, is
+        where a new data set may be one that was there already, but for some attributes.
 
-        Raises UnnamableError for a new data set that has no fingerprint; one that has none any more keeps its own.
+        Raises UnnamableError for a new data set that has no fingerprint; one that has none any more
+        keeps its own.
         """
         known = self._known.get(id(dataset))
         if known is None or known.dataset() is not dataset:
@@ -53,16 +57,23 @@ class DatasetNames:
         else:
             now = self._look_again(dataset, known)
             if agree is not None and len(set(agree(now.name))) > 1:
-                self._say(dataset, "has become another one on each rank, and goes on with the cache that it has")
+                self._say(
+                    dataset,
+                    "has become another one on each rank, and goes on with the cache that it has",
+                )
                 now = known
             if now is not known:
-                self._say_changed(dataset, _changed(known, now), "is not as it was when its cache was made")
+                self._say_changed(
+                    dataset, _changed(known, now), "is not as it was when its cache was made"
+                )
         self._known = {key: each for key, each in self._known.items() if each.dataset() is not None}
         self._known[id(dataset)] = now
         return now.name
 
     def _compare(self, dataset: Any, now: _Known, place: str) -> None:
-        """With what was at this place before. Once it may be meant to be another one, as where a second fit has other data."""
+        """With what was at this place before. Once it may be meant to be another one, as where a
+        second fit has other data.
+        """
         known, times = self._latest.get((place, type(dataset)), (now, 0))
         times += known.name != now.name
         if place:
@@ -88,16 +99,23 @@ class DatasetNames:
             return self._look(dataset, like)
         except UnnamableError as error:
             self._say(
-                dataset, f"has something new that cannot be named, and goes on with the cache that it has: {error}"
+                dataset,
+                "has something new that cannot be named, and goes on with the cache that it has: "
+                f"{error}",
             )
             return known
 
     def _say_changed(self, dataset: Any, changed: Sequence[str], how: str) -> None:
         names = ", ".join(changed) or "what it refers to"
-        advice = f"{IGNORED} = {tuple(changed)!r}" if changed else "__getstate__, without what has changed"
+        advice = (
+            f"{IGNORED} = {tuple(changed)!r}"
+            if changed
+            else "__getstate__, without what has changed"
+        )
         self._say(
             dataset,
-            f"{how} ({names} changed): its samples get another cache, with as much room. If they do not depend on that, "
+            f"{how} ({names} changed): its samples get another cache, with as much room. If they "
+            "do not depend on that, "
             f"give {type(dataset).__name__} the attribute {advice}",
         )
 
@@ -123,7 +141,9 @@ class _Itself:
 
 
 def _state(dataset: Any, had_value: dict[str, bool]) -> tuple[Any, str]:
-    """Return what can be named: the whole data set, or one like it that lacks what had no value before; and its state."""
+    """Return what can be named: the whole data set, or one like it that lacks what had no value
+    before; and its state.
+    """
     try:
         return dataset, named(dataset, data_version="").state
     except UnnamableError:

@@ -13,7 +13,8 @@ import torch
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 MARK = "_topt_deterministic"
-IGNORED = "ignored_by_cache"  # attribute of a class or object: names of attributes that its samples do not depend on
+# attribute of a class or object: names of attributes that its samples do not depend on
+IGNORED = "ignored_by_cache"
 HOOK = "_topt_cached_load"  # set on an instance whose marked method goes through a cache
 
 
@@ -22,9 +23,11 @@ class NotDeterministicError(ValueError):
 
 
 def deterministic(method: Method) -> Method:
-    """Mark a data set's method ``load(self, index)``: the same sample whenever it is called, worth keeping.
+    """Mark a data set's method ``load(self, index)``: the same sample whenever it is called, worth
+    keeping.
 
-    ``__getitem__`` calls it and then does what is random. Without a mark the whole ``__getitem__`` counts as deterministic.
+    ``__getitem__`` calls it and then does what is random. Without a mark the whole ``__getitem__``
+    counts as deterministic.
 
         class Pictures(Dataset):
             @deterministic
@@ -45,11 +48,19 @@ def deterministic(method: Method) -> Method:
 
 
 def marked_method(dataset: Any) -> str | None:
-    """Return the name of the marked method of `dataset`, None if it has none. Raises ValueError for more than one."""
-    found = {name for base in type(dataset).__mro__ for name, value in vars(base).items() if hasattr(value, MARK)}
+    """Return the name of the marked method of `dataset`, None if it has none. Raises ValueError for
+    more than one.
+    """
+    found = {
+        name
+        for base in type(dataset).__mro__
+        for name, value in vars(base).items()
+        if hasattr(value, MARK)
+    }
     if len(found) > 1:
         raise ValueError(
-            f"{type(dataset).__name__} has {len(found)} methods marked @deterministic, {', '.join(sorted(found))}: mark one"
+            f"{type(dataset).__name__} has {len(found)} methods marked @deterministic, "
+            f"{', '.join(sorted(found))}: mark one"
         )
     return next(iter(found), None)
 
@@ -66,7 +77,8 @@ def other_randomness(seed: int) -> Iterator[None]:
     try:
         random.seed(seed)
         np.random.seed(seed % 2**32)
-        torch.default_generator.manual_seed(seed)  # of the CPU alone; torch.manual_seed would reach for GPUs
+        # of the CPU alone; torch.manual_seed would reach for GPUs
+        torch.default_generator.manual_seed(seed)
         yield
     finally:
         random.setstate(states[0])

@@ -1,8 +1,10 @@
-"""A process that copies entries from the memory tier to their places on disk, with the time that nobody else wants.
+"""A process that copies entries from the memory tier to their places on disk, with the time that
+nobody else wants.
 
-Whoever stores a sample only claims its place on disk; the first epoch then does not wait for the file system. The process is
-light (no torch), runs at the lowest priority, and ends once its parent has ended and everything is copied, also after the
-parent was killed. Of several (one per rank) one copies at a time.
+Whoever stores a sample only claims its place on disk; the first epoch then does not wait for the
+file system. The process is light (no torch), runs at the lowest priority, and ends once its parent
+has ended and everything is copied, also after the parent was killed. Of several (one per rank) one
+copies at a time.
 """
 
 from __future__ import annotations
@@ -23,7 +25,13 @@ from typing import Any
 import numpy as np
 
 from lightning_topt.basics.own_files import open_own
-from lightning_topt.data.cache.segment_store import CLAIMED, STORED, SegmentStore, described, open_store
+from lightning_topt.data.cache.segment_store import (
+    CLAIMED,
+    STORED,
+    SegmentStore,
+    described,
+    open_store,
+)
 from lightning_topt.data.light_process import close_pipes, start_light
 
 log = logging.getLogger(__name__)
@@ -36,12 +44,18 @@ AT_LOWEST_PRIORITY = True  # tests do without: as long as others work it gets ha
 
 
 class DiskWriter:
-    """Copies what `memory` has and `disk` has a claimed place for, until `close`. Raises OSError where it cannot start."""
+    """Copies what `memory` has and `disk` has a claimed place for, until `close`. Raises OSError
+    where it cannot start.
+    """
 
     def __init__(self, memory: SegmentStore, disk: SegmentStore) -> None:
         self.process = start_light(
             __name__,
-            {"memory": described(memory), "disk": described(disk), "at_lowest_priority": AT_LOWEST_PRIORITY},
+            {
+                "memory": described(memory),
+                "disk": described(disk),
+                "at_lowest_priority": AT_LOWEST_PRIORITY,
+            },
             pass_fds=[memory.file.descriptor, disk.file.descriptor],
         )
         self._finalizer = weakref.finalize(self, _end, self.process, os.getpid())
@@ -58,16 +72,23 @@ def _end(process: subprocess.Popen[bytes], owner: int) -> None:
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(timeout=SILENT_SECONDS)
     if process.returncode is None:
-        log.warning("the rest of the disk cache is being written; this waits for at most %g s", CLOSE_SECONDS)
+        log.warning(
+            "the rest of the disk cache is being written; this waits for at most %g s",
+            CLOSE_SECONDS,
+        )
     try:
         if process.wait(timeout=CLOSE_SECONDS):
             warnings.warn(
-                "the process that writes the disk cache failed, see its standard error; samples that it had not written are "
+                "the process that writes the disk cache failed, see its standard error; samples "
+                "that it had not written are "
                 "read from the source in the next run",
                 stacklevel=2,
             )
     except subprocess.TimeoutExpired:
-        warnings.warn(f"the disk cache is still being written after {CLOSE_SECONDS:g} s, and goes on", stacklevel=2)
+        warnings.warn(
+            f"the disk cache is still being written after {CLOSE_SECONDS:g} s, and goes on",
+            stacklevel=2,
+        )
 
 
 def copy_claimed(memory: SegmentStore, disk: SegmentStore) -> int:
@@ -116,7 +137,9 @@ def main(settings: dict[str, Any]) -> None:
 
 
 def _open_lock(path: Path) -> int | None:
-    """None on a full disk, or where the folder is gone: each of several writers then copies the same to the same places."""
+    """None on a full disk, or where the folder is gone: each of several writers then copies the
+    same to the same places.
+    """
     try:
         return open_own(path)
     except OSError:

@@ -1,8 +1,10 @@
-"""A name for a data set and everything done to its samples, equal in every process and run as long as they are.
+"""A name for a data set and everything done to its samples, equal in every process and run as long
+as they are.
 
-It is a hash of code and state in a canonical form: no memory addresses, no order of sets, no pickle. What cannot be brought
-into that form raises, rather than sharing a name with something else. State is a tree of values, each with a hash of its own.
-Code is a graph: functions, classes and modules are numbered in the order in which they are met, and added one after the other.
+It is a hash of code and state in a canonical form: no memory addresses, no order of sets, no
+pickle. What cannot be brought into that form raises, rather than sharing a name with something
+else. State is a tree of values, each with a hash of its own. Code is a graph: functions, classes
+and modules are numbered in the order in which they are met, and added one after the other.
 """
 
 from __future__ import annotations
@@ -30,7 +32,13 @@ from lightning_topt.data.cache.named_files import hash_of_file, paths_in
 
 _KINDS = (int, float, complex, bool, str, bytearray, type(None), type(Ellipsis), range)
 _PLAIN = {kind: kind.__name__ for kind in _KINDS}
-_DESCRIPTORS = (property, staticmethod, classmethod, functools.cached_property, functools.singledispatchmethod)
+_DESCRIPTORS = (
+    property,
+    staticmethod,
+    classmethod,
+    functools.cached_property,
+    functools.singledispatchmethod,
+)
 
 
 class UnnamableError(ValueError):
@@ -38,18 +46,22 @@ class UnnamableError(ValueError):
 
 
 def fingerprint(dataset: Any, *, data_version: str | None = None) -> str:
-    """Return 32 hexadecimal digits for `dataset`: its class's code, its state, and what these refer to.
+    """Return 32 hexadecimal digits for `dataset`: its class's code, its state, and what these refer
+    to.
 
-    Names of existing local files in the state add each file's size and time of last change. With a `data_version` that is not
-    looked at: the user changes it whenever the data do. Raises UnnamableError where some state has no canonical form (an open
-    file, a lock): keep it out of the pickled state (``__getstate__``) or build it on first use. What a ``cached_property`` has
-    computed is no state, nor are the attributes that a class, or an object, names in ``ignored_by_cache``.
+    Names of existing local files in the state add each file's size and time of last change. With a
+    `data_version` that is not looked at: the user changes it whenever the data do. Raises
+    UnnamableError where some state has no canonical form (an open file, a lock): keep it out of the
+    pickled state (``__getstate__``) or build it on first use. What a ``cached_property`` has
+    computed is no state, nor are the attributes that a class, or an object, names in
+    ``ignored_by_cache``.
     """
     return named(dataset, data_version=data_version).name
 
 
 class Named(NamedTuple):
-    """A `fingerprint`, and what it is without data version and files: equal as long as code and state are.
+    """A `fingerprint`, and what it is without data version and files: equal as long as code and
+    state are.
 
     `attributes`: a hash of each attribute that is state.
     """
@@ -66,17 +78,22 @@ def named(dataset: Any, *, data_version: str | None = None) -> Named:
     hasher.add(dataset)
     state = hasher.finished()
     name = xxhash.xxh3_128_hexdigest(f"{state} {sum(hasher.files)} {data_version!r}".encode())
-    return Named(name, state, {key: hasher.hash_of(value) for key, value in hasher.attributes.items()})
+    return Named(
+        name, state, {key: hasher.hash_of(value) for key, value in hasher.attributes.items()}
+    )
 
 
 class _Hasher:
-    def __init__(self, *, look_at_files: bool, is_strict: bool = True, follows_code: bool = True) -> None:
+    def __init__(
+        self, *, look_at_files: bool, is_strict: bool = True, follows_code: bool = True
+    ) -> None:
         self.look_at_files, self.follows_code = look_at_files, follows_code
         self.is_strict = is_strict  # whether what has no canonical form is an error
         self.digest = xxhash.xxh3_128()
         self.files: set[int] = set()  # a hash of each: those of a part that is shared count once
         self.open: dict[int, int] = {}  # id -> depth, of what is being added: cycles
-        self.added: dict[int, bytes] = {}  # id -> hash: a part that is shared counts as two equal ones do
+        # id -> hash: a part that is shared counts as two equal ones do
+        self.added: dict[int, bytes] = {}
         self.kept: list[Any] = []  # what is alive keeps its id
         self.numbers: dict[int | str, int] = {}  # of code that was met, by id or name
         self.waiting: list[tuple[Any, bool]] = []  # the same code, each with `is_strict`
@@ -93,7 +110,9 @@ class _Hasher:
     def hash_of(self, value: Any) -> bytes:
         """Return the hash of a part that was added, at no cost: it is known, or small."""
         if type(value) in _PLAIN or type(value) is bytes:
-            return xxhash.xxh3_128_digest(repr((type(value).__name__, value)).encode("utf-8", "surrogatepass"))
+            return xxhash.xxh3_128_digest(
+                repr((type(value).__name__, value)).encode("utf-8", "surrogatepass")
+            )
         return self.added.get(id(value), repr(type(value)).encode())
 
     def _add_parts(self, parts: Parts) -> None:
@@ -118,7 +137,9 @@ class _Hasher:
         """Take `value` into the hash."""
         if type(value) in _PLAIN:
             text = value if isinstance(value, str) else repr(value)
-            self.digest.update(f"{_PLAIN[type(value)]} {len(text)} {text}".encode("utf-8", "surrogatepass"))
+            self.digest.update(
+                f"{_PLAIN[type(value)]} {len(text)} {text}".encode("utf-8", "surrogatepass")
+            )
             if isinstance(value, str):
                 self._add_file(value)
         elif type(value) is bytes:
@@ -144,7 +165,11 @@ class _Hasher:
     def _add_number(self, code: Any, *, key: int | str) -> None:
         """Code is added later: a long chain of functions would be too deep a recursion."""
         if not self.follows_code:
-            self._write(home(code), code.__qualname__, getattr(getattr(code, "__code__", None), "co_code", b""))
+            self._write(
+                home(code),
+                code.__qualname__,
+                getattr(getattr(code, "__code__", None), "co_code", b""),
+            )
             return
         if key not in self.numbers:
             self.numbers[key] = len(self.numbers)
@@ -197,7 +222,9 @@ class _Hasher:
     def _add_tensor(self, value: Tensor) -> None:
         plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
         self._write(str(value.dtype), str(tuple(value.shape)))
-        self.digest.update(plain.reshape(-1).view(torch.uint8).numpy().data if plain.numel() else b"")
+        self.digest.update(
+            plain.reshape(-1).view(torch.uint8).numpy().data if plain.numel() else b""
+        )
 
     def _add_array(self, value: np.ndarray[Any, Any]) -> None:
         self._write(value.dtype.str, str(value.shape))
@@ -205,7 +232,9 @@ class _Hasher:
             for item in value.reshape(-1).tolist():
                 self.add(item)
         else:
-            self.digest.update(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data if value.size else b"")
+            self.digest.update(
+                np.ascontiguousarray(value).reshape(-1).view(np.uint8).data if value.size else b""
+            )
             for path in paths_in(value) if self.look_at_files else ():
                 self._add_file(path)
 
@@ -221,7 +250,9 @@ class _Hasher:
         elif isinstance(value, _DESCRIPTORS):
             names = ("fget", "fset", "__func__", "func", "dispatcher")
             self.add([type(value), *(getattr(value, name, None) for name in names)])
-        elif isinstance(value, torch.Generator | np.random.Generator | np.random.RandomState | random.Random):
+        elif isinstance(
+            value, torch.Generator | np.random.Generator | np.random.RandomState | random.Random
+        ):
             self._write("random state")  # randomness has no part in what is cached
         else:
             self._add_instance(value)
@@ -254,27 +285,40 @@ class _Hasher:
         state = self._lasting(reduced[2], type(value)) if len(reduced) > 2 else None
         if len(self.open) == 1:
             parts = state if isinstance(state, tuple) else (state,)
-            self.attributes = {key: each for part in parts if isinstance(part, dict) for key, each in part.items()}
+            self.attributes = {
+                key: each for part in parts if isinstance(part, dict) for key, each in part.items()
+            }
         self.add([*reduced[:2], state, *(list(part) for part in reduced[3:5] if part is not None)])
 
     def _refuse(self, value: Any, error: Exception | None = None) -> None:
         if self.is_strict:
             raise UnnamableError(
-                f"the data set's state has a {type(value).__module__}.{type(value).__qualname__}, of which it cannot be told "
-                "whether it is the same in the next run: leave it out of __getstate__, or make it on first use"
+                f"the data set's state has a {type(value).__module__}.{type(value).__qualname__}, "
+                "of which it cannot be told "
+                "whether it is the same in the next run: leave it out of __getstate__, or make it "
+                "on first use"
             ) from error
         self._write("by name")
 
     def _lasting(self, state: Any, cls: type) -> Any:
-        """State without what is there only after the first use; None if nothing is left, as pickle has it."""
+        """State without what is there only after the first use; None if nothing is left, as pickle
+        has it.
+        """
         if isinstance(state, tuple) and len(state) == 2:  # the second one is of __slots__
             return self._lasting(state[0], cls), state[1]
         if not isinstance(state, dict):
             return state
         if cls not in self.passing:
-            values = {name: value for base in reversed(cls.__mro__) for name, value in vars(base).items()}
-            cached = {name for name, value in values.items() if isinstance(value, functools.cached_property)}
-            self.passing[cls] = cached | {HOOK} | _names(values.get(IGNORED))  # the hook: an earlier cache left it
+            values = {
+                name: value for base in reversed(cls.__mro__) for name, value in vars(base).items()
+            }
+            cached = {
+                name
+                for name, value in values.items()
+                if isinstance(value, functools.cached_property)
+            }
+            # the hook: an earlier cache left it
+            self.passing[cls] = cached | {HOOK} | _names(values.get(IGNORED))
         passing = self.passing[cls] | _names(state.get(IGNORED))
         return {name: value for name, value in state.items() if name not in passing} or None
 

@@ -1,7 +1,8 @@
 """A `fingerprint` takes of code its instructions, and what they refer to by name.
 
-Code of libraries goes by version (see `fingerprint_packages`); the user's own is followed wherever it leads. A module that a
-function imports when it runs is followed without importing it, for the function may never be called.
+Code of libraries goes by version (see `fingerprint_packages`); the user's own is followed wherever
+it leads. A module that a function imports when it runs is followed without importing it, for the
+function may never be called.
 """
 
 from __future__ import annotations
@@ -13,9 +14,16 @@ import types
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from lightning_topt.data.cache.fingerprint_packages import find_spec, home, is_library, is_standard, version
+from lightning_topt.data.cache.fingerprint_packages import (
+    find_spec,
+    home,
+    is_library,
+    is_standard,
+    version,
+)
 
-# Of a class: what Python keeps there (some of it only after the first use), and where its text stood.
+# Of a class: what Python keeps there (some of it only after the first use), and where its text
+# stood.
 _NO_CODE = {
     "__dict__",
     "__weakref__",
@@ -49,7 +57,9 @@ class Own(NamedTuple):
 
 
 class Referred(NamedTuple):
-    """A value that the code finds under a name. It is no part of the data set's state: a lock, a connection go by name."""
+    """A value that the code finds under a name. It is no part of the data set's state: a lock, a
+    connection go by name.
+    """
 
     value: Any
 
@@ -64,11 +74,15 @@ Parts = Iterator[Words | Own | Referred | LaterModule]
 
 
 def parts_of(code: Any) -> Parts:
-    """Return the parts of a function, a class, a module or a code object: what makes it what it is."""
+    """Return the parts of a function, a class, a module or a code object: what makes it what it
+    is.
+    """
     if isinstance(code, types.FunctionType):
         return _of_function(code)
     if isinstance(code, types.ModuleType):
-        return _of_module(code, sorted(name for name in vars(code) if not name.startswith("__")), set())
+        return _of_module(
+            code, sorted(name for name in vars(code) if not name.startswith("__")), set()
+        )
     if isinstance(code, types.CodeType):
         return _of_instructions(code)
     return _of_later_module(code.name) if isinstance(code, LaterModule) else _of_class(code)
@@ -85,7 +99,9 @@ def _of_function(function: types.FunctionType) -> Parts:
         attributes = dict(vars(function))
         attributes.pop("_clear_cache", None)  # of singledispatch: it holds what was called so far
         yield Referred(attributes)
-        yield from _of_code(function.__code__, function.__globals__, package=_package_of(function.__globals__))
+        yield from _of_code(
+            function.__code__, function.__globals__, package=_package_of(function.__globals__)
+        )
 
 
 def _of_class(cls: type) -> Parts:
@@ -110,7 +126,9 @@ def _of_later_module(name: str) -> Parts:
 
 
 def _of_code(code: types.CodeType, namespace: dict[str, Any], *, package: str) -> Parts:
-    """Yield the parts of the instructions and what they mean in `namespace`; relative imports start from `package`."""
+    """Yield the parts of the instructions and what they mean in `namespace`; relative imports start
+    from `package`.
+    """
     yield from _of_instructions(code)
     names, modules = _names_in(code), set[int]()
     yield from _of_names(names, namespace, modules)
@@ -130,8 +148,8 @@ def _of_instructions(code: types.CodeType) -> Parts:
 
 
 def _of_names(names: list[str], namespace: dict[str, Any], modules: set[int]) -> Parts:
-    """Yield what `names` mean in a namespace and those of the user's modules they lead to, each of which is kept in
-    `modules`.
+    """Yield what `names` mean in a namespace and those of the user's modules they lead to, each of
+    which is kept in `modules`.
     """
     for name in names:
         if name in namespace:
@@ -152,7 +170,9 @@ def _of_module(module: types.ModuleType, names: list[str], modules: set[int]) ->
 
 
 def _imported(name: str) -> types.ModuleType | None:
-    """A module, or None if it was not imported when it was first met: that samples import it changes nothing."""
+    """A module, or None if it was not imported when it was first met: that samples import it
+    changes nothing.
+    """
     module = sys.modules.get(name)
     if name not in _LATER and isinstance(module, types.ModuleType):
         return module
@@ -162,8 +182,12 @@ def _imported(name: str) -> types.ModuleType | None:
 
 
 def _names_in(code: types.CodeType) -> list[str]:
-    """Return the names of globals and attributes that `code` uses, and the functions and comprehensions inside it."""
-    inner = [_names_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    """Return the names of globals and attributes that `code` uses, and the functions and
+    comprehensions inside it.
+    """
+    inner = [
+        _names_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)
+    ]
     return list(dict.fromkeys([*code.co_names, *(name for names in inner for name in names)]))
 
 
@@ -185,8 +209,8 @@ def _imports_in(code: types.CodeType, *, package: str) -> list[str]:
 
 
 def _targets(name: str, wanted: tuple[str, ...], *, package: str) -> list[str]:
-    """Return the targets of one import: the module, and what is taken from it that is a module too; without that, all on the
-    way to it.
+    """Return the targets of one import: the module, and what is taken from it that is a module too;
+    without that, all on the way to it.
     """
     try:
         module = importlib.util.resolve_name(name, package)
@@ -203,7 +227,11 @@ def _targets(name: str, wanted: tuple[str, ...], *, package: str) -> list[str]:
 def _package_of(namespace: dict[str, Any]) -> str:
     """From where the relative imports of a module start, given its globals."""
     package, name = namespace.get("__package__"), namespace.get("__name__") or ""
-    return str((name if "__path__" in namespace else name.rpartition(".")[0]) if package is None else package)
+    return str(
+        (name if "__path__" in namespace else name.rpartition(".")[0])
+        if package is None
+        else package
+    )
 
 
 def _is_empty(cell: types.CellType) -> bool:

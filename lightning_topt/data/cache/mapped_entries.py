@@ -1,7 +1,8 @@
-"""Entries of a memory tier, copied from where they lie straight into a batch, without a system call for each.
+"""Entries of a memory tier, copied from where they lie straight into a batch, without a system call
+for each.
 
-The memory file is mapped into the process. It can never become shorter (it is sealed), so a map cannot end the process with
-SIGBUS, as that of a file on disk could.
+The memory file is mapped into the process. It can never become shorter (it is sealed), so a map
+cannot end the process with SIGBUS, as that of a file on disk could.
 """
 
 from __future__ import annotations
@@ -22,38 +23,44 @@ from lightning_topt.data.cache.sample_codec import header_of
 from lightning_topt.data.cache.segment_store import STORED, SegmentStore, checksum
 from lightning_topt.data.cache.store_file import BYTES_MASK, PAGE, RECORD
 
-# Numbers of headers count from 1. Of an entry: not looked at yet; its header has no number. Of a header: none is left for it.
+# Numbers of headers count from 1. Of an entry: not looked at yet; its header has no number. Of a
+# header: none is left for it.
 UNKNOWN, UNNUMBERED, NO_NUMBER = 0, -1, -2
 _MOST_HEADERS = (1 << 15) - 1
 _WINDOW = 4096  # items
-_AHEAD = 15  # of others' entries are verified for one of this process: as many others may be storing some
+# of others' entries are verified for one of this process: as many others may be storing some
+_AHEAD = 15
 _MADV_POPULATE_READ = 22  # Linux 5.14
 HEAD_BYTES = 4096  # of an entry are looked at for its header
 
 
 class MappedEntries:
-    """The entries of `store`, whose file is an anonymous one in memory, as this process sees them. `close` before the file is.
+    """The entries of `store`, whose file is an anonymous one in memory, as this process sees them.
+    `close` before the file is.
 
-    An entry is verified, record and bytes, when this process first asks for it, and from then on only asked whether it is still
-    there. Raises OSError where the file cannot be mapped.
+    An entry is verified, record and bytes, when this process first asks for it, and from then on
+    only asked whether it is still there. Raises OSError where the file cannot be mapped.
     """
 
     def __init__(self, store: SegmentStore) -> None:
         self._store, file = store, store.file
         size = file.data_start + store.capacity_bytes
         if os.fstat(file.descriptor).st_size < size:
-            os.ftruncate(file.descriptor, size)  # takes no memory: that is reserved piece by piece, as before
+            # takes no memory: that is reserved piece by piece, as before
+            os.ftruncate(file.descriptor, size)
         fcntl.fcntl(file.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
         self._map: mmap.mmap | None = mmap.mmap(file.descriptor, size)
         self._bytes: npt.NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
         self._address: int = self._bytes.ctypes.data
         index = self._bytes[PAGE : PAGE + RECORD.size * file.num_items]
         self._records: npt.NDArray[np.uint64] = index.view("<u8").reshape(-1, 4)
-        self._headers = np.zeros(file.num_items, np.int16)  # by item: the number of its header, once verified
+        # by item: the number of its header, once verified
+        self._headers = np.zeros(file.num_items, np.int16)
         self._numbers: dict[bytes, int] = {}
         self._by_number: list[bytes] = []  # without the size before them
         self._next = 0  # item, for `verify_new`
-        # By first byte and number of bytes: the file's bytes as overlapping rows, one from every offset.
+        # By first byte and number of bytes: the file's bytes as overlapping rows, one from every
+        # offset.
         self._rows: dict[tuple[int, int], Tensor] = {}
         self._can_populate = hasattr(self._map, "madvise")
 
@@ -66,36 +73,49 @@ class MappedEntries:
     def find(
         self, items: Sequence[int], *, header: bytes, nbytes: int
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """Return where in the map the entries of `items` with this header and size lie, and which of them are to be verified
-        yet.
+        """Return where in the map the entries of `items` with this header and size lie, and which
+        of them are to be verified yet.
 
-        0 for those that are not there like that; ``header`` as it stands at the beginning of an entry. Copy one that is to be
-        verified right after `verify`: then it is in the processor's cache.
+        0 for those that are not there like that; ``header`` as it stands at the beginning of an
+        entry. Copy one that is to be verified right after `verify`: then it is in the processor's
+        cache.
         """
         chosen = np.asarray(items, np.int64)
         records, numbers = self._records[chosen], self._headers[chosen]
         states, offsets = records[:, 1], records[:, 0].astype(np.int64)
-        there = (states == np.uint64(STORED << 56 | nbytes)) & (offsets + nbytes <= len(self._bytes))
+        there = (states == np.uint64(STORED << 56 | nbytes)) & (
+            offsets + nbytes <= len(self._bytes)
+        )
         unknown = numbers <= UNKNOWN
-        return np.where(there & ((numbers == self._number(header)) | unknown), offsets, 0), there & unknown
+        return np.where(
+            there & ((numbers == self._number(header)) | unknown), offsets, 0
+        ), there & unknown
 
-    def find_all(self, items: npt.NDArray[np.int64], *, header: bytes, nbytes: int) -> npt.NDArray[np.int64] | None:
-        """Return the same where all are there like that and verified, which is the usual case and told sooner; else None."""
+    def find_all(
+        self, items: npt.NDArray[np.int64], *, header: bytes, nbytes: int
+    ) -> npt.NDArray[np.int64] | None:
+        """Return the same where all are there like that and verified, which is the usual case and
+        told sooner; else None.
+        """
         records = self._records[items]
-        if (records[:, 1] != STORED << 56 | nbytes).any() or (self._headers[items] != self._number(header)).any():
+        if (records[:, 1] != STORED << 56 | nbytes).any() or (
+            self._headers[items] != self._number(header)
+        ).any():
             return None
         offsets = records[:, 0]
         return offsets.astype(np.int64) if offsets.max() <= len(self._bytes) - nbytes else None
 
     def verify(self, item: int, *, header: bytes) -> bool:
-        """Return whether an entry that `find` found is whole and has `header`. A damaged one is read, and found out,
-        elsewhere.
+        """Return whether an entry that `find` found is whole and has `header`. A damaged one is
+        read, and found out, elsewhere.
         """
         entry = self._entry(item, trusted=self._store.is_verified(item))
         if entry is None:
             return False
         own = entry[: len(header)].tobytes()
-        self._headers[item] = max(self._number(own), UNNUMBERED) if own == header else self._numbers.get(own, UNKNOWN)
+        self._headers[item] = (
+            max(self._number(own), UNNUMBERED) if own == header else self._numbers.get(own, UNKNOWN)
+        )
         return own == header
 
     def _entry(self, item: int, *, trusted: bool) -> npt.NDArray[np.uint8] | None:
@@ -122,10 +142,11 @@ class MappedEntries:
                 self._can_populate = False
 
     def verify_new(self, own: Sequence[int]) -> None:
-        """Get entries ready that were stored lately: this process's `own`, and some of others' for each of them.
+        """Get entries ready that were stored lately: this process's `own`, and some of others' for
+        each of them.
 
-        `own` are not read again: this process has just written them. Others' are verified, among the next `_WINDOW` items in
-        turn. Then neither needs it when it is read.
+        `own` are not read again: this process has just written them. Others' are verified, among
+        the next `_WINDOW` items in turn. Then neither needs it when it is read.
         """
         for item in own:
             self._look_at(item, trusted=True)
@@ -159,12 +180,16 @@ class MappedEntries:
         return number
 
     def take(self, offsets: npt.NDArray[np.int64], start: int, out: Tensor) -> None:
-        """Copy bytes from each offset + `start` to the rows of `out`, (offsets, nbytes) uint8, in one call."""
+        """Copy bytes from each offset + `start` to the rows of `out`, (offsets, nbytes) uint8, in
+        one call.
+        """
         nbytes = out.shape[1]
         rows = self._rows.get((start, nbytes))
         if rows is None:
             everything = torch.from_numpy(self._bytes)
-            rows = everything.as_strided((len(everything) - start - nbytes + 1, nbytes), (1, 1), start)
+            rows = everything.as_strided(
+                (len(everything) - start - nbytes + 1, nbytes), (1, 1), start
+            )
             self._rows[start, nbytes] = rows
         torch.index_select(rows, 0, torch.from_numpy(offsets), out=out)
 

@@ -1,8 +1,9 @@
-"""Shared memory that cannot be left behind: an anonymous file (memfd) that the kernel frees with its last process.
+"""Shared memory that cannot be left behind: an anonymous file (memfd) that the kernel frees with
+its last process.
 
-It has no name in /dev/shm, whose size therefore does not limit it. Other processes find it through one that holds it:
-``/proc/<pid>/fd/<number>``, listed in a registry beside the disk cache. The registry is also the lock of the memory's writers:
-who finds the one has the other.
+It has no name in /dev/shm, whose size therefore does not limit it. Other processes find it through
+one that holds it: ``/proc/<pid>/fd/<number>``, listed in a registry beside the disk cache. The
+registry is also the lock of the memory's writers: who finds the one has the other.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class MemoryFile(NamedTuple):
 
 
 class Handed(NamedTuple):
-    """A `Handed` is what other processes open a memory by while this process holds it, whatever becomes of the registry."""
+    """A `Handed` is what other processes open a memory by while this process holds it, whatever
+    becomes of the registry.
+    """
 
     line: str
     registry: str
@@ -48,8 +51,9 @@ class Handed(NamedTuple):
 def open_memory(folder: Path) -> MemoryFile:
     """Return the memory of all processes of this user that name `folder`.
 
-    Its registry is in `folder`; where that cannot be written, in /dev/shm. Raises OSError where both fail, MemoryUnavailable
-    where the system has no memfd (other than Linux), ValueError where `folder` is a file.
+    Its registry is in `folder`; where that cannot be written, in /dev/shm. Raises OSError where
+    both fail, MemoryUnavailable where the system has no memfd (other than Linux), ValueError where
+    `folder` is a file.
     """
     if not hasattr(os, "memfd_create"):
         raise MemoryUnavailable(
@@ -73,7 +77,8 @@ def open_memory(folder: Path) -> MemoryFile:
 
 
 def open_shared(registry: Path) -> int:
-    """Return a descriptor of the memory file that `registry` lists, made anew where no process holds it.
+    """Return a descriptor of the memory file that `registry` lists, made anew where no process
+    holds it.
 
     Raises OSError where a new one cannot be listed.
     """
@@ -83,7 +88,9 @@ def open_shared(registry: Path) -> int:
             return open_shared(registry)
         holders, descriptor = _find(_lines(lock))
         if not holders:
-            descriptor = os.memfd_create(PREFIX + secrets.token_hex(8), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            descriptor = os.memfd_create(
+                PREFIX + secrets.token_hex(8), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+            )
         try:
             _list(lock, [*holders, line_of(descriptor)])
         except OSError:
@@ -95,7 +102,9 @@ def open_shared(registry: Path) -> int:
 
 
 def leave(registry: Path, line: str) -> None:
-    """Take a line of this process off a registry, and remove the registry where nobody is left. For those in shared memory."""
+    """Take a line of this process off a registry, and remove the registry where nobody is left. For
+    those in shared memory.
+    """
     with contextlib.suppress(OSError):
         if not registry.exists() or (line and line.split()[0] != str(os.getpid())):
             return
@@ -115,7 +124,9 @@ def _lines(lock: StoreLock) -> list[str]:
 
 
 def _find(lines: list[str]) -> tuple[list[str], int]:
-    """Those lines whose processes hold a memory file, and a descriptor of the first one's, -1 where there is none."""
+    """Those lines whose processes hold a memory file, and a descriptor of the first one's, -1 where
+    there is none.
+    """
     holders, descriptor = [], -1
     for line in lines:
         found = _open_held(line)
@@ -130,7 +141,9 @@ def _find(lines: list[str]) -> tuple[list[str], int]:
 
 
 def _list(lock: StoreLock, lines: list[str]) -> None:
-    """Write the registry where it is, for which a full disk has room; what a killed process leaves of it is no holder."""
+    """Write the registry where it is, for which a full disk has room; what a killed process leaves
+    of it is no holder.
+    """
     words = "".join(line + "\n" for line in lines).encode()
     if os.pwrite(lock.descriptor, words, 0) != len(words):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(lock.path))
@@ -143,8 +156,8 @@ def handed(descriptor: int, lock: StoreLock) -> Handed:
 
 
 def open_handed(known: Handed) -> MemoryFile | None:
-    """Return the memory of a process that has it `handed` to this one; None where that process is gone. Nothing is waited
-    for.
+    """Return the memory of a process that has it `handed` to this one; None where that process is
+    gone. Nothing is waited for.
     """
     descriptor = _open_held(known.line)
     return None if descriptor is None else MemoryFile(descriptor, Path(known.registry))
@@ -161,7 +174,9 @@ def _name(link: str) -> str:
 
 
 def _open_held(line: str) -> int | None:
-    """Open what a line of the registry says that a process holds; None where it does not any more, or may not be seen."""
+    """Open what a line of the registry says that a process holds; None where it does not any more,
+    or may not be seen.
+    """
     words = line.split()
     if len(words) != 3:
         return None
@@ -179,11 +194,17 @@ def _open_held(line: str) -> int | None:
 
 
 def available_bytes() -> int:
-    """Return the memory that may still be taken: of the machine, and of this process's control group."""
+    """Return the memory that may still be taken: of the machine, and of this process's control
+    group.
+    """
     memory = psutil.virtual_memory()
     available = int(memory.available - RESERVE * memory.total)
     try:
-        group = next(line[3:] for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::"))
+        group = next(
+            line[3:]
+            for line in Path("/proc/self/cgroup").read_text().splitlines()
+            if line.startswith("0::")
+        )
         folder = CGROUP / group.strip().lstrip("/")
         while folder != CGROUP.parent:
             available = min(available, _left_in_group(folder))
@@ -194,7 +215,9 @@ def available_bytes() -> int:
 
 
 def _left_in_group(folder: Path) -> int:
-    """Bytes below the limit of one control group, pages of files that can be dropped not counted."""
+    """Bytes below the limit of one control group, pages of files that can be dropped not
+    counted.
+    """
     try:
         limit = (folder / "memory.max").read_text().strip()
         if limit == "max":

@@ -1,7 +1,8 @@
-"""The tiers of a cache: shared memory, then local disk, then the memory of other nodes; what is in none is a miss.
+"""The tiers of a cache: shared memory, then local disk, then the memory of other nodes; what is in
+none is a miss.
 
-The policy is MinIO's (CoorDL, arXiv 2007.06775, section 4.1): what is stored is never evicted, so an epoch misses exactly the
-items that found no room, whatever its order.
+The policy is MinIO's (CoorDL, arXiv 2007.06775, section 4.1): what is stored is never evicted, so
+an epoch misses exactly the items that found no room, whatever its order.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ class Peers(Protocol):
         """Return whether this node stores the item."""
 
     def fetch(self, items: Sequence[int]) -> list[Any]:
-        """Return the entries of other nodes' items; None where the owner has none or does not answer in time."""
+        """Return the entries of other nodes' items; None where the owner has none or does not
+        answer in time.
+        """
 
     def push(self, item: int, parts: Parts) -> None:
         """Give an entry to its owner, in the background."""
@@ -53,21 +56,26 @@ class Peers(Protocol):
 
 
 class SampleCache:
-    """Entries (see `sample_codec`) of the items 0 .. `num_items` - 1, shared by all processes that open the same directory.
+    """Entries (see `sample_codec`) of the items 0 .. `num_items` - 1, shared by all processes that
+    open the same directory.
 
     Args:
         directory: on a local disk; each `fingerprint` has a folder in it, which outlives the run.
-        fingerprint: of the data and everything done to them. Caches of one fingerprint have the same items.
-        memory_bytes, disk_bytes: room for entries per node, a number or text (``"8GiB"``); 0: no such tier. The index adds 32
-            bytes per item.
+        fingerprint: of the data and everything done to them. Caches of one fingerprint have the
+            same items.
+        memory_bytes, disk_bytes: room for entries per node, a number or text (``"8GiB"``); 0: no
+            such tier. The index adds 32 bytes per item.
         peers: the other nodes' parts; this node then stores its own items only.
-        write_behind: what is in memory is copied to disk by a process of its own when nobody else wants the time, at the latest
-            in `close`; a killed job's last samples may be missing on disk.
+        write_behind: what is in memory is copied to disk by a process of its own when nobody else
+            wants the time, at the latest in `close`; a killed job's last samples may be missing on
+            disk.
 
-    A tier that cannot be opened is left out with one warning, here and in worker processes; what breaks later gives misses.
+    A tier that cannot be opened is left out with one warning, here and in worker processes; what
+    breaks later gives misses.
 
-    Raises ValueError where both are 0 or one is no size or `directory` is a file, RefusedCacheError where `refuse` was called
-    for this fingerprint, MemoryUnavailable for memory on other systems than Linux.
+    Raises ValueError where both are 0 or one is no size or `directory` is a file, RefusedCacheError
+    where `refuse` was called for this fingerprint, MemoryUnavailable for memory on other systems
+    than Linux.
     """
 
     def __init__(
@@ -84,7 +92,10 @@ class SampleCache:
         self.memory_bytes = check_size(memory_bytes, name="memory_bytes", least=0)
         self.disk_bytes = check_size(disk_bytes, name="disk_bytes", least=0)
         if self.memory_bytes + self.disk_bytes == 0:
-            raise ValueError("a cache needs room: memory_bytes > 0 (shared memory) or disk_bytes > 0 (local disk)")
+            raise ValueError(
+                "a cache needs room: memory_bytes > 0 (shared memory) or disk_bytes > 0 (local "
+                "disk)"
+            )
         self.folder = Path(directory).expanduser().absolute() / fingerprint
         self.num_items, self.peers = num_items, peers
         self._counters = CacheCounters()
@@ -102,12 +113,14 @@ class SampleCache:
         except OSError as error:
             self.write_behind = False
             warnings.warn(
-                f"the disk cache is written at once, no process could be started for it: {error}", stacklevel=4
+                f"the disk cache is written at once, no process could be started for it: {error}",
+                stacklevel=4,
             )
 
     def _open_tiers(self) -> None:
         self._writer = None
-        # Items that this process has stored in memory since `verify_new`, which not every way of reading calls.
+        # Items that this process has stored in memory since `verify_new`, which not every way of
+        # reading calls.
         self._new: deque[int] = deque(maxlen=_MOST_NEW)
         self._check_refusal()
         room = Room(self.num_items, self.memory_bytes, self.disk_bytes)
@@ -125,7 +138,8 @@ class SampleCache:
         except OSError:  # there is none
             return
         raise RefusedCacheError(
-            f"this data set cannot be cached: {reason or 'its samples differ'} (if that has changed without a change of the "
+            f"this data set cannot be cached: {reason or 'its samples differ'} (if that has "
+            "changed without a change of the "
             f"data set's code or state, remove {self.folder})"
         )
 
@@ -143,15 +157,21 @@ class SampleCache:
         self._open_tiers()
 
     def get(self, item: int) -> Any:
-        """Return a verified, writable buffer with the entry of `item`; None: a miss, to be read from the source and `put`."""
+        """Return a verified, writable buffer with the entry of `item`; None: a miss, to be read
+        from the source and `put`.
+        """
         return self.get_many([item])[0]
 
     def get_many(self, items: Sequence[int]) -> list[Any]:
-        """Return the same for several items; those of other nodes come in one exchange with each."""
+        """Return the same for several items; those of other nodes come in one exchange with
+        each.
+        """
         entries = [self.get_local(item) for item in items]
         peers = self.peers
         if peers is not None:
-            missing = [i for i, entry in enumerate(entries) if entry is None and not peers.is_own(items[i])]
+            missing = [
+                i for i, entry in enumerate(entries) if entry is None and not peers.is_own(items[i])
+            ]
             if missing:
                 for i, entry in zip(missing, peers.fetch([items[i] for i in missing]), strict=True):
                     entries[i] = entry
@@ -175,8 +195,8 @@ class SampleCache:
         return None
 
     def peek(self, item: int) -> bytes | None:
-        """Return the header of an entry in this node's memory, neither verified nor counted as a hit; None where there is
-        none.
+        """Return the header of an entry in this node's memory, neither verified nor counted as a
+        hit; None where there is none.
         """
         start = None if self.memory is None else self.memory.head(item, HEAD_BYTES)
         try:
@@ -185,7 +205,9 @@ class SampleCache:
             return None
 
     def read_into(self, item: int, buffers: Sequence[Any]) -> bool:
-        """Fill `buffers` with the entry of `item` from this node's memory; False where it is not there or of another size."""
+        """Fill `buffers` with the entry of `item` from this node's memory; False where it is not
+        there or of another size.
+        """
         if self.memory is None:
             return False
         if not self._checked(self.memory, self.memory.read_into(item, buffers)):
@@ -207,7 +229,9 @@ class SampleCache:
         """Do the same for several items, which costs less than one by one."""
         entries = self._without_pushed(entries)
         sizes = {item: size_of(parts) for item, parts in entries.items()}
-        wanted = [[item for item in entries if tier.may_take(item, sizes[item])] for tier in self.tiers]
+        wanted = [
+            [item for item in entries if tier.may_take(item, sizes[item])] for tier in self.tiers
+        ]
         digests = {item: checksum(entries[item], item=item) for item in set().union(*wanted)}
         stored: set[int] = set()
         for tier, items in zip(self.tiers, wanted, strict=True):
@@ -215,7 +239,9 @@ class SampleCache:
                 behind = [item for item in items if item in stored]  # the writer brings them there
                 tier.claim(behind, [sizes[item] for item in behind])
                 items = [item for item in items if item not in stored]
-            there = tier.write_many(items, [entries[item] for item in items], [digests[item] for item in items])
+            there = tier.write_many(
+                items, [entries[item] for item in items], [digests[item] for item in items]
+            )
             stored.update(itertools.compress(items, there))
             if tier is self.memory:
                 self._new.extend(stored)
@@ -232,7 +258,9 @@ class SampleCache:
         return {item: parts for item, parts in entries.items() if peers.is_own(item)}
 
     def verify_new(self) -> None:
-        """Get entries ready that were stored lately, by this process or others, for readings in place (`mapped`)."""
+        """Get entries ready that were stored lately, by this process or others, for readings in
+        place (`mapped`).
+        """
         if self._new and self.mapped is not None:
             self.mapped.verify_new(list(self._new))
         self._new.clear()
@@ -243,7 +271,9 @@ class SampleCache:
             self.peers.flush()
 
     def refuse(self, reason: str) -> None:
-        """Drop everything of this fingerprint, for good: `reason` says why. Later caches of it raise RefusedCacheError."""
+        """Drop everything of this fingerprint, for good: `reason` says why. Later caches of it
+        raise RefusedCacheError.
+        """
         # A full disk keeps an empty file; without a folder the next job finds out itself.
         with contextlib.suppress(OSError), open(open_own(self._refusal), "w") as file:
             file.truncate(0)  # not when it is opened: it was not known then whose it is
@@ -252,7 +282,9 @@ class SampleCache:
             tier.clear()
 
     def num_misses(self) -> int:
-        """Return the misses of this job, all its worker processes together, since the last reset."""
+        """Return the misses of this job, all its worker processes together, since the last
+        reset.
+        """
         return self._counters.total("misses")
 
     def count_memory_hits(self, number: int) -> None:
@@ -270,7 +302,9 @@ class SampleCache:
         )
 
     def close(self) -> None:
-        """Let go of the tiers: shared memory is freed with its last process, the disk's part stays. Twice is once."""
+        """Let go of the tiers: shared memory is freed with its last process, the disk's part stays.
+        Twice is once.
+        """
         if self.peers is not None:
             self.peers.close()
         if self._writer is not None:

@@ -1,11 +1,14 @@
-"""Samples as flat bytes and back, without pickle: what is read from a cache file or a peer can only ever become data.
+"""Samples as flat bytes and back, without pickle: what is read from a cache file or a peer can only
+ever become data.
 
-An *entry* is a header and then the leaves' bytes, each padded to `ALIGNMENT` so that tensors can be views of it:
+An *entry* is a header and then the leaves' bytes, each padded to `ALIGNMENT` so that tensors can be
+views of it:
 
     uint32 header size | header: JSON, padded with spaces | leaf 0 | leaf 1 | ...
 
-The header describes the nesting and every leaf's dtype and shape (`sample_layout`); numbers are leaves, so that samples which
-differ only in values have the same header. How each kind of value is taken apart is in `sample_values`.
+The header describes the nesting and every leaf's dtype and shape (`sample_layout`); numbers are
+leaves, so that samples which differ only in values have the same header. How each kind of value is
+taken apart is in `sample_values`.
 """
 
 from __future__ import annotations
@@ -58,18 +61,22 @@ _PADDING = bytes(ALIGNMENT)
 
 
 def encode(sample: Any) -> Parts:
-    """Return the entry of `sample`, as buffers to be written one after the other; those of tensors and arrays are not copied.
+    """Return the entry of `sample`, as buffers to be written one after the other; those of tensors
+    and arrays are not copied.
 
-    A sample is a tensor, NumPy array or scalar, PIL image, str, bytes, int, float, complex, bool or None, or a list, tuple,
-    dict (keys str or int), NamedTuple or dataclass of samples. Types are exact, for what is decoded has the same ones, but
-    for two: `np.memmap` comes back as an array, and every class of PIL as its plain image. Tensors and arrays come back
-    contiguous, of an image's `info` what is plain data. Raises UnsupportedSample for anything else.
+    A sample is a tensor, NumPy array or scalar, PIL image, str, bytes, int, float, complex, bool or
+    None, or a list, tuple, dict (keys str or int), NamedTuple or dataclass of samples. Types are
+    exact, for what is decoded has the same ones, but for two: `np.memmap` comes back as an array,
+    and every class of PIL as its plain image. Tensors and arrays come back contiguous, of an
+    image's `info` what is plain data. Raises UnsupportedSample for anything else.
     """
     leaves: Parts = []
     try:
         header = header_text(describe(sample, leaves))
     except RecursionError:
-        raise UnsupportedSample("a sample is nested too deeply for a cache, or holds itself: return it flat") from None
+        raise UnsupportedSample(
+            "a sample is nested too deeply for a cache, or holds itself: return it flat"
+        ) from None
     padded = -(-(PREFIX.size + len(header)) // ALIGNMENT) * ALIGNMENT - PREFIX.size
     parts: Parts = [PREFIX.pack(padded) + header.ljust(padded)]
     for leaf in leaves:
@@ -120,8 +127,8 @@ def layout(entry: Any) -> Layout:
 def decode(entry: Any) -> Any:
     """Return the sample of `entry`, a writable buffer; tensors and arrays are views of it.
 
-    Raises UnsupportedSample for a NamedTuple or dataclass that is not registered or has other fields here, and for an entry
-    of another version; ValueError for bytes that are no entry.
+    Raises UnsupportedSample for a NamedTuple or dataclass that is not registered or has other
+    fields here, and for an entry of another version; ValueError for bytes that are no entry.
     """
     view = memoryview(entry).cast("B")
     known = layout(view)
@@ -132,7 +139,9 @@ def decode(entry: Any) -> Any:
 
 
 def changed_by_storing(sample: Any) -> str | None:
-    """Return the innermost type in `sample` that is not encoded alike once it has been decoded; None where everything is."""
+    """Return the innermost type in `sample` that is not encoded alike once it has been decoded;
+    None where everything is.
+    """
     entry = b"".join(map(bytes, encode(sample)))
     if b"".join(map(bytes, encode(decode(bytearray(entry))))) == entry:
         return None

@@ -1,4 +1,6 @@
-"""PIL images as pixels and palette, and back. PIL is imported where a sample has an image, and only there."""
+"""PIL images as pixels and palette, and back. PIL is imported where a sample has an image, and only
+there.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,11 @@ Palette = tuple[str, bytes]  # mode, and the colours in it
 def is_image(value: Any) -> bool:
     """Return whether it is one of PIL's own: a class that derives from theirs may hold more."""
     module = sys.modules.get("PIL.Image")
-    return module is not None and isinstance(value, module.Image) and type(value).__module__.startswith("PIL.")
+    return (
+        module is not None
+        and isinstance(value, module.Image)
+        and type(value).__module__.startswith("PIL.")
+    )
 
 
 def pixels_of(image: Any) -> bytes:
@@ -25,13 +31,17 @@ def pixels_of(image: Any) -> bytes:
 
 
 def palette_of(image: Any) -> Palette | None:
-    """Return the palette of an image that has been read, in its own mode; None where it has none."""
+    """Return the palette of an image that has been read, in its own mode; None where it has
+    none.
+    """
     if image.mode not in ("P", "PA"):
         return None
     return image.im.getpalettemode(), bytes(image.getpalette(None))
 
 
-def image_of(mode: str, size: tuple[int, int], pixels: bytes, palette: Palette | None, info: dict[Any, Any]) -> Any:
+def image_of(
+    mode: str, size: tuple[int, int], pixels: bytes, palette: Palette | None, info: dict[Any, Any]
+) -> Any:
     """Return a plain PIL image. Raises UnsupportedSample where PIL is missing."""
     image = _pil_image().frombytes(mode, size, pixels)
     if palette is not None:

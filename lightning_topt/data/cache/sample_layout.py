@@ -33,15 +33,20 @@ FIXED = {
     "bool": struct.Struct("<?"),
     "complex": struct.Struct("<dd"),
 }
-TORCH_DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
-# A layout takes about 35 times the memory of its header, which is short unless samples hold many values.
+TORCH_DTYPES = {
+    str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)
+}
+# A layout takes about 35 times the memory of its header, which is short unless samples hold many
+# values.
 KEPT_HEADER_BYTES = 1 << 18
 Spec = list[Any]  # of one value: [kind, ...]
 _to_json = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 
 
 class UnsupportedSample(TypeError):
-    """A sample has a value that cannot be stored as plain data, or an entry one that is not known here."""
+    """A sample has a value that cannot be stored as plain data, or an entry one that is not known
+    here.
+    """
 
 
 class Leaf(NamedTuple):
@@ -54,7 +59,9 @@ class Leaf(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A `Layout` is what a header says. Entries with equal `header` bytes have their leaves at equal places."""
+    """A `Layout` is what a header says. Entries with equal `header` bytes have their leaves at
+    equal places.
+    """
 
     header: bytes
     spec: Spec
@@ -85,14 +92,16 @@ _layouts = _Layouts()
 
 def header_text(spec: Spec) -> bytes:
     """Return the header of an entry whose sample has this spec, without padding."""
-    # Without surrogatepass, and with JSON's escapes, two halves of a pair would come back as one character.
+    # Without surrogatepass, and with JSON's escapes, two halves of a pair would come back as one
+    # character.
     return _to_json([FORMAT, spec]).encode("utf-8", "surrogatepass")
 
 
 def layout_of(header: bytes) -> Layout:
     """Return where everything is in an entry with this header.
 
-    Raises ValueError for bytes that are no header, UnsupportedSample for the header of another version.
+    Raises ValueError for bytes that are no header, UnsupportedSample for the header of another
+    version.
     """
     return _layouts[header]
 
@@ -100,7 +109,9 @@ def layout_of(header: bytes) -> Layout:
 def _read(header: bytes) -> Layout:
     found = json.loads(header)
     if not isinstance(found, list) or len(found) != 2 or found[0] != FORMAT:
-        raise UnsupportedSample("a cached sample is of another version of lightning_topt: use another directory")
+        raise UnsupportedSample(
+            "a cached sample is of another version of lightning_topt: use another directory"
+        )
     leaves: list[Leaf] = []
     end = _place(found[1], leaves, PREFIX.size + len(header))
     return Layout(header, found[1], tuple(leaves), end)

@@ -1,4 +1,6 @@
-"""NamedTuples and dataclasses, taken apart and put together as they are: their own code has run once and does not run again."""
+"""NamedTuples and dataclasses, taken apart and put together as they are: their own code has run
+once and does not run again.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,16 @@ def type_name(kind: type) -> str:
 
 
 def register_sample_type(record: type) -> None:
-    """Let a NamedTuple or dataclass be decoded here. Encoding one registers it; a process that only decodes may need this.
+    """Let a NamedTuple or dataclass be decoded here. Encoding one registers it; a process that only
+    decodes may need this.
 
-    Raises ValueError for a class that is neither, or whose instances hold more than attributes (a dataclass that is a dict).
+    Raises ValueError for a class that is neither, or whose instances hold more than attributes (a
+    dataclass that is a dict).
     """
     if not (is_named(record) or is_record(record)):
         raise ValueError(
-            f"a sample's own type is a NamedTuple or dataclass with no other built-in base; got {record!r}"
+            "a sample's own type is a NamedTuple or dataclass with no other built-in base; got "
+            f"{record!r}"
         )
     _record_types[type_name(record)] = record
 
@@ -45,7 +50,8 @@ def is_record(kind: type) -> bool:
     if not hasattr(kind, "__dataclass_fields__") or issubclass(kind, enum.Enum):
         return False
     try:
-        object.__new__(kind)  # which Python refuses where another built-in class keeps something of its own
+        # which Python refuses where another built-in class keeps something of its own
+        object.__new__(kind)
     except TypeError:
         return False
     return True
@@ -84,4 +90,6 @@ def record_of(kind: type, attributes: Iterable[tuple[str, Any]]) -> Any:
 @lru_cache(maxsize=1024)
 def _slots(kind: type) -> dict[str, types.MemberDescriptorType]:
     members = [item for base in reversed(kind.__mro__) for item in vars(base).items()]
-    return {name: member for name, member in members if isinstance(member, types.MemberDescriptorType)}
+    return {
+        name: member for name, member in members if isinstance(member, types.MemberDescriptorType)
+    }

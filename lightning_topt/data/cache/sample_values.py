@@ -1,6 +1,8 @@
-"""Values as specs and leaves, and back: each kind of value has one function that describes it and one that builds it.
+"""Values as specs and leaves, and back: each kind of value has one function that describes it and
+one that builds it.
 
-What is described comes back equal, of the same type, and shares no memory with other values; what would not is refused.
+What is described comes back equal, of the same type, and shares no memory with other values; what
+would not is refused.
 """
 
 from __future__ import annotations
@@ -68,7 +70,8 @@ def _refusal(value: Any) -> str:
         if isinstance(value, base):
             return f"a cache cannot store, for it is a subclass of {base.__name__}: return {plain}"
     return (
-        "a cache cannot store as plain data: return tensors, NumPy arrays, PIL images, numbers, strings, bytes, and lists, "
+        "a cache cannot store as plain data: return tensors, NumPy arrays, PIL images, numbers, "
+        "strings, bytes, and lists, "
         "tuples, dicts, NamedTuples or dataclasses of them"
     )
 
@@ -85,7 +88,11 @@ def inside(value: Any) -> Iterable[Any]:
 
 def _describe_sequence(value: Any, leaves: Parts) -> Spec:
     name = type(value).__name__
-    if len(value) >= FEWEST_NUMBERS and type(value[0]) in (int, float) and len(set(map(type, value))) == 1:
+    if (
+        len(value) >= FEWEST_NUMBERS
+        and type(value[0]) in (int, float)
+        and len(set(map(type, value))) == 1
+    ):
         kind = type(value[0]).__name__
         try:
             leaves.append(struct.pack(f"<{len(value)}{'q' if kind == 'int' else 'd'}", *value))
@@ -109,7 +116,8 @@ def _describe_named(value: Any, leaves: Parts) -> Spec:
     fields = fields_of(kind)
     if extra or len(value) != len(fields):
         raise UnsupportedSample(
-            f"a {type_name(kind)} of a sample holds more or less than its fields {fields}, and {extra}: give them fields"
+            f"a {type_name(kind)} of a sample holds more or less than its fields {fields}, and "
+            f"{extra}: give them fields"
         )
     register_sample_type(kind)
     return ["named", type_name(kind), [describe(item, leaves) for item in value], fields]
@@ -129,19 +137,27 @@ def _describe_tensor(value: Tensor, leaves: Parts) -> Spec:
         )
     if value.__dict__:
         raise UnsupportedSample(
-            f"a tensor of a sample has attributes of its own, {', '.join(value.__dict__)}: return them beside the tensor"
+            f"a tensor of a sample has attributes of its own, {', '.join(value.__dict__)}: return "
+            "them beside the tensor"
         )
-    plain = (value.resolve_conj().resolve_neg() if value.is_conj() or value.is_neg() else value).contiguous().view(-1)
+    plain = (
+        (value.resolve_conj().resolve_neg() if value.is_conj() or value.is_neg() else value)
+        .contiguous()
+        .view(-1)
+    )
     leaves.append(plain.view(torch.uint8).numpy() if plain.numel() else b"")
     return ["tensor", str(value.dtype), list(value.shape)]
 
 
 def _describe_array(value: Any, leaves: Parts) -> Spec:
     dtype = value.dtype
-    is_whole = dtype.names is None and dtype.itemsize and np.dtype(dtype.str) == dtype  # which some libraries' are not
-    if dtype.hasobject or not is_whole or dtype.char in "gG":  # long doubles, padded with bytes that are by chance
+    # which some libraries' are not
+    is_whole = dtype.names is None and dtype.itemsize and np.dtype(dtype.str) == dtype
+    # long doubles, padded with bytes that are by chance
+    if dtype.hasobject or not is_whole or dtype.char in "gG":
         raise UnsupportedSample(
-            f"arrays of a sample have plain dtypes, of no fields, objects or long doubles; got {dtype}: return such arrays"
+            "arrays of a sample have plain dtypes, of no fields, objects or long doubles; got "
+            f"{dtype}: return such arrays"
         )
     plain = np.ascontiguousarray(value)
     leaves.append(plain.reshape(-1).view(np.uint8) if plain.size else b"")
@@ -149,11 +165,19 @@ def _describe_array(value: Any, leaves: Parts) -> Spec:
 
 
 def _describe_image(value: Any, leaves: Parts) -> Spec:
-    """Pixels, palette, and of `info` what is plain data (resolution, transparency, Exif, colour profile)."""
+    """Pixels, palette, and of `info` what is plain data (resolution, transparency, Exif, colour
+    profile).
+    """
     leaves.append(pixels_of(value))
     size = len(leaves[-1])
     info = {key: item for key, item in value.info.items() if _is_plain({key: item})}
-    return ["image", value.mode, list(value.size), size, describe([palette_of(value), info], leaves)]
+    return [
+        "image",
+        value.mode,
+        list(value.size),
+        size,
+        describe([palette_of(value), info], leaves),
+    ]
 
 
 def _is_plain(value: Any) -> bool:
@@ -178,7 +202,9 @@ def _describe_fixed(value: Any, leaves: Parts) -> Spec:
 
 
 def _describe_text(value: str | bytes, leaves: Parts) -> Spec:
-    leaves.append(value.encode("utf-8", "surrogatepass") if isinstance(value, str) else bytes(value))
+    leaves.append(
+        value.encode("utf-8", "surrogatepass") if isinstance(value, str) else bytes(value)
+    )
     return [type(value).__name__, len(leaves[-1])]
 
 
@@ -202,12 +228,14 @@ _DESCRIBE: dict[type, Callable[[Any, Parts], Spec]] = {
 
 
 def build(spec: Spec, take: Take) -> Any:
-    """Return the value that `spec` describes, tensors and arrays as views of the leaves. Raises ValueError,
-    UnsupportedSample.
+    """Return the value that `spec` describes, tensors and arrays as views of the leaves. Raises
+    ValueError, UnsupportedSample.
     """
     make = _BUILD.get(spec[0])
     if make is None:
-        raise ValueError(f"a sample's header names the kind {spec[0]!r}, which this version does not know")
+        raise ValueError(
+            f"a sample's header names the kind {spec[0]!r}, which this version does not know"
+        )
     return make(spec, take)
 
 
@@ -256,7 +284,9 @@ def _known_type(spec: Spec) -> type:
     if kind is None:
         raise UnsupportedSample(f"{spec[1]} is not known here: call register_sample_type on it")
     if fields_of(kind) != spec[3]:
-        raise UnsupportedSample(f"{spec[1]} has the fields {fields_of(kind)} here; in the cache it has {spec[3]}")
+        raise UnsupportedSample(
+            f"{spec[1]} has the fields {fields_of(kind)} here; in the cache it has {spec[3]}"
+        )
     return kind
 
 

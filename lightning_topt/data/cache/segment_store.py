@@ -1,8 +1,10 @@
-"""One tier of a cache: samples written once, never evicted, checked whenever they are read, shared by any number of processes.
+"""One tier of a cache: samples written once, never evicted, checked whenever they are read, shared
+by any number of processes.
 
-Writers reserve room under a lock, write outside of it, and publish the item's index record last, so a writer killed at any
-moment leaves at most a reserved place, which the next writer of that item uses. Two that write the same item write the same
-bytes to the same place. Readers take no lock: a record and an entry each carry a checksum.
+Writers reserve room under a lock, write outside of it, and publish the item's index record last, so
+a writer killed at any moment leaves at most a reserved place, which the next writer of that item
+uses. Two that write the same item write the same bytes to the same place. Readers take no lock: a
+record and an entry each carry a checksum.
 """
 
 from __future__ import annotations
@@ -19,14 +21,23 @@ import numpy.typing as npt
 import xxhash
 
 from lightning_topt.data.cache.memory_file import available_bytes
-from lightning_topt.data.cache.store_file import BYTES_MASK, PAGE, PAUSE_SECONDS, RECORD, LockTimeout, StoreFile
+from lightning_topt.data.cache.store_file import (
+    BYTES_MASK,
+    PAGE,
+    PAUSE_SECONDS,
+    RECORD,
+    LockTimeout,
+    StoreFile,
+)
 
 EMPTY, CLAIMED, STORED = 0, 1, 2
 _MOST_BUFFERS = 512  # of one system call; Linux takes 1024
 
 
 class Location(NamedTuple):
-    """A `Location` says where an entry lies: an open file's descriptor, first byte, bytes, and the checksum it must have."""
+    """A `Location` says where an entry lies: an open file's descriptor, first byte, bytes, and the
+    checksum it must have.
+    """
 
     descriptor: int
     offset: int
@@ -45,22 +56,34 @@ def checksum(parts: Sequence[Any], *, item: int) -> int:
 
 
 class SegmentStore:
-    """The items 0 .. `num_items` - 1 of `file`, as far as `capacity_bytes` of entries go. `name` is for warnings.
+    """The items 0 .. `num_items` - 1 of `file`, as far as `capacity_bytes` of entries go. `name` is
+    for warnings.
 
-    With `verify_once` an entry that this process has found whole is not checked again: for memory that nobody else can change.
-    Nothing here raises for a file system or memory that is full or fails: reading gives None, writing False, with one warning.
-    While a process holds the lock and does not go on (it is stopped), nothing is written, and nobody waits more than once.
+    With `verify_once` an entry that this process has found whole is not checked again: for memory
+    that nobody else can change. Nothing here raises for a file system or memory that is full or
+    fails: reading gives None, writing False, with one warning. While a process holds the lock and
+    does not go on (it is stopped), nothing is written, and nobody waits more than once.
     """
 
-    def __init__(self, file: StoreFile, *, capacity_bytes: int, name: str = "cache", verify_once: bool = False) -> None:
+    def __init__(
+        self,
+        file: StoreFile,
+        *,
+        capacity_bytes: int,
+        name: str = "cache",
+        verify_once: bool = False,
+    ) -> None:
         self.file, self.capacity_bytes, self.name = file, capacity_bytes, name
         self.num_items = file.num_items
         self.damaged = 0  # entries found damaged by this process
         self._verified = bytearray(file.num_items) if verify_once else None
-        self._refused_bytes: float = inf  # entries from this size on have no room: nothing is ever evicted
+        # entries from this size on have no room: nothing is ever evicted
+        self._refused_bytes: float = inf
 
     def read(self, item: int) -> npt.NDArray[np.uint8] | None:
-        """Return a verified copy of the entry, writable; None where it is absent or damaged (then it is dropped)."""
+        """Return a verified copy of the entry, writable; None where it is absent or damaged (then
+        it is dropped).
+        """
         where = self.locate(item)
         if where is None:
             return None
@@ -68,7 +91,8 @@ class SegmentStore:
         return entry if self._fill(where, [entry], item) else None
 
     def read_into(self, item: int, buffers: Sequence[Any]) -> bool:
-        """Fill writable `buffers` with the entry, one after the other; False where it is absent, damaged or of another size.
+        """Fill writable `buffers` with the entry, one after the other; False where it is absent,
+        damaged or of another size.
 
         They may have been written to all the same.
         """
@@ -86,7 +110,9 @@ class SegmentStore:
         except OSError as error:
             self._warn(f"reading from the {self.name} failed: {error}")
             return False
-        if done == where.nbytes and (self.is_verified(item) or checksum(buffers, item=item) == where.checksum):
+        if done == where.nbytes and (
+            self.is_verified(item) or checksum(buffers, item=item) == where.checksum
+        ):
             self.set_verified(item)
             return True
         self.discard(item)
@@ -102,10 +128,16 @@ class SegmentStore:
             self._verified[item] = True
 
     def head(self, item: int, nbytes: int) -> bytes | None:
-        """Return the first `nbytes` of an entry, or all of it; not verified. None where it is absent."""
+        """Return the first `nbytes` of an entry, or all of it; not verified. None where it is
+        absent.
+        """
         where = self.locate(item)
         try:
-            return None if where is None else os.pread(where.descriptor, min(nbytes, where.nbytes), where.offset)
+            return (
+                None
+                if where is None
+                else os.pread(where.descriptor, min(nbytes, where.nbytes), where.offset)
+            )
         except OSError:
             return None
 
@@ -121,7 +153,9 @@ class SegmentStore:
         return int((self.states() == STORED).sum())
 
     def states(self) -> npt.NDArray[np.uint64]:
-        """Return the states of all items, or of the first ones where the file was cut off; not verified."""
+        """Return the states of all items, or of the first ones where the file was cut off; not
+        verified.
+        """
         try:
             return self.file.records()[:, 1] >> np.uint64(56)
         except OSError as error:
@@ -130,7 +164,9 @@ class SegmentStore:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of entries, with what was reserved for some and not written; 0 where that cannot be read."""
+        """Bytes of entries, with what was reserved for some and not written; 0 where that cannot be
+        read.
+        """
         try:
             return self.file.space().tail - self.file.data_start
         except OSError as error:
@@ -161,13 +197,19 @@ class SegmentStore:
         os.pwrite(self.file.descriptor, raw + check, PAGE + RECORD.size * item)
 
     def write(self, item: int, parts: Sequence[Any]) -> bool:
-        """Store an entry, given as buffers; whether it is there now. False: no room, or the file system failed."""
+        """Store an entry, given as buffers; whether it is there now. False: no room, or the file
+        system failed.
+        """
         if not self.may_take(item, sum(map(len, parts))):
             return item in self
         return self.write_many([item], [parts], [checksum(parts, item=item)])[0]
 
-    def write_many(self, items: Sequence[int], entries: Sequence[Sequence[Any]], digests: Sequence[int]) -> list[bool]:
-        """Do the same for several different items, whose places are claimed at once; `digests`: the entries' checksums."""
+    def write_many(
+        self, items: Sequence[int], entries: Sequence[Sequence[Any]], digests: Sequence[int]
+    ) -> list[bool]:
+        """Do the same for several different items, whose places are claimed at once; `digests`: the
+        entries' checksums.
+        """
         places = self.claim(items, [sum(map(len, parts)) for parts in entries])
         stored: list[bool] = []
         failed = False
@@ -196,11 +238,17 @@ class SegmentStore:
         return True
 
     def may_take(self, item: int, nbytes: int) -> bool:
-        """Return whether `write` is worth trying: False where an entry of so many bytes has found no room, or in a pause."""
-        return not self.file.is_paused and (nbytes < self._refused_bytes or self._record(item)[0] != EMPTY)
+        """Return whether `write` is worth trying: False where an entry of so many bytes has found
+        no room, or in a pause.
+        """
+        return not self.file.is_paused and (
+            nbytes < self._refused_bytes or self._record(item)[0] != EMPTY
+        )
 
     def claim(self, items: Sequence[int], sizes: Sequence[int]) -> list[int | None]:
-        """Keep places for entries of so many bytes: where they are; None where one is there already or has no room."""
+        """Keep places for entries of so many bytes: where they are; None where one is there already
+        or has no room.
+        """
         places: list[int | None] = [None] * len(items)
         worth = [i for i, item in enumerate(items) if self.may_take(item, sizes[i])]
         if not worth:
@@ -215,7 +263,9 @@ class SegmentStore:
                     elif state != STORED:
                         new.append(i)
                 while new:
-                    found = self.file.allocate([sizes[i] for i in new], capacity_bytes=self.capacity_bytes)
+                    found = self.file.allocate(
+                        [sizes[i] for i in new], capacity_bytes=self.capacity_bytes
+                    )
                     for i, place in zip(new, found, strict=False):
                         places[i] = self._claimed(items[i], place, sizes[i])
                     new = new[len(found) :]
@@ -244,7 +294,9 @@ class SegmentStore:
             self._warn(f"a damaged sample could not be dropped from the {self.name}: {error}")
 
     def clear(self) -> None:
-        """Forget all items. What is being written meanwhile may come back; nothing is forgotten where the file fails."""
+        """Forget all items. What is being written meanwhile may come back; nothing is forgotten
+        where the file fails.
+        """
         try:
             with self.file.locked():
                 os.pwrite(self.file.descriptor, bytes(RECORD.size * self.num_items), PAGE)
@@ -254,7 +306,9 @@ class SegmentStore:
     def _failed(self, error: Exception) -> None:
         if isinstance(error, LockTimeout):
             retried = f"this is tried again every {PAUSE_SECONDS:g} s"
-            self._warn(f"samples are not stored in the {self.name} at the moment: {error}; {retried}")
+            self._warn(
+                f"samples are not stored in the {self.name} at the moment: {error}; {retried}"
+            )
         else:
             self._stop(str(error))
 
@@ -278,7 +332,9 @@ def warn_once(message: str, *, stacklevel: int) -> None:
 
 
 def described(store: SegmentStore) -> dict[str, Any]:
-    """Return what another process, which inherits the open file, needs for `open_store`; plain data."""
+    """Return what another process, which inherits the open file, needs for `open_store`; plain
+    data.
+    """
     return {
         "descriptor": store.file.descriptor,
         "num_items": store.num_items,
@@ -290,7 +346,9 @@ def described(store: SegmentStore) -> dict[str, Any]:
 
 
 def open_store(known: dict[str, Any]) -> SegmentStore:
-    """Return a store that another process has `described`, and whose file is open here under the same descriptor."""
+    """Return a store that another process has `described`, and whose file is open here under the
+    same descriptor.
+    """
     file = StoreFile(
         known["descriptor"],
         num_items=known["num_items"],

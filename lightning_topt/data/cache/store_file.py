@@ -1,9 +1,11 @@
-"""The file below a store: header, index and data, its room reserved piece by piece, and the lock of its writers.
+"""The file below a store: header, index and data, its room reserved piece by piece, and the lock of
+its writers.
 
     page 0: header (tail, reserved) | index: 32 bytes per item | data
 
-Everything is read and written by position (pread, pwrite) and nothing is mapped: a file that was cut off is then a short read,
-where a map would end the process with SIGBUS; on a warm file the two cost the same.
+Everything is read and written by position (pread, pwrite) and nothing is mapped: a file that was
+cut off is then a short read, where a map would end the process with SIGBUS; on a warm file the two
+cost the same.
 """
 
 from __future__ import annotations
@@ -32,13 +34,16 @@ CHUNK_BYTES = 1 << 24  # of room reserved at a time
 LOCK_SECONDS = 10.0
 PAUSE_SECONDS = 60.0  # without asking for a lock that was not to be had
 RETRY_SECONDS = 0.5  # of waiting for it then
-RECORD = struct.Struct("<QQQQ")  # offset, state << 56 | bytes, checksum of the entry, checksum of this record
+# offset, state << 56 | bytes, checksum of the entry, checksum of this record
+RECORD = struct.Struct("<QQQQ")
 BYTES_MASK = np.uint64((1 << 56) - 1)
 _HEADER = struct.Struct("<8sQQQQ")  # magic, number of items, tail, reserved, checksum
 
 
 class Space(NamedTuple):
-    """A `Space` says where data ends (`tail`) and up to where there is room (`reserved`), in bytes of the file."""
+    """A `Space` says where data ends (`tail`) and up to where there is room (`reserved`), in bytes
+    of the file.
+    """
 
     tail: int
     reserved: int
@@ -49,7 +54,9 @@ class LockTimeout(OSError):
 
 
 class StoreLock:
-    """A lock file that is open here: against all threads and processes that have the same file, whatever its path is now."""
+    """A lock file that is open here: against all threads and processes that have the same file,
+    whatever its path is now.
+    """
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path, self.descriptor, self.threads = path, descriptor, threading.Lock()
@@ -61,7 +68,9 @@ class StoreLock:
 
     @property
     def is_in_place(self) -> bool:
-        """Whether its path still names it: else others who look there find another lock, or none."""
+        """Whether its path still names it: else others who look there find another lock, or
+        none.
+        """
         try:
             return _identity(os.stat(self.path)) == _identity(os.fstat(self.descriptor))
         except FileNotFoundError:
@@ -69,7 +78,9 @@ class StoreLock:
 
     @contextlib.contextmanager
     def held(self, *, seconds: float | None = None) -> Iterator[None]:
-        """Hold it; a process that dies lets go of it. Raises LockTimeout after `seconds`, by default `LOCK_SECONDS`."""
+        """Hold it; a process that dies lets go of it. Raises LockTimeout after `seconds`, by
+        default `LOCK_SECONDS`.
+        """
         seconds = LOCK_SECONDS if seconds is None else seconds
         deadline, threads = time.monotonic() + seconds, self.threads
         if not threads.acquire(timeout=seconds):
@@ -82,7 +93,9 @@ class StoreLock:
                     break
                 except BlockingIOError:
                     if time.monotonic() > deadline:
-                        raise LockTimeout(f"{self.path} is locked by another process, which may be stopped") from None
+                        raise LockTimeout(
+                            f"{self.path} is locked by another process, which may be stopped"
+                        ) from None
                     time.sleep(pause)
                     pause = min(2 * pause, 0.01)
             try:
@@ -99,7 +112,8 @@ _opening = threading.RLock()  # a lock may be collected while another one is ope
 
 
 def lock_at(path: Path) -> StoreLock:
-    """Return the lock file at `path`, made where there is none; the same one for all who find the same file.
+    """Return the lock file at `path`, made where there is none; the same one for all who find the
+    same file.
 
     Raises `NotOwn` where it is not this user's, OSError where it cannot be made.
     """
@@ -118,8 +132,8 @@ def lock_at(path: Path) -> StoreLock:
 
 
 def _close(descriptor: int) -> None:
-    """Close the descriptor of a lock that is gone. Closing any descriptor of a file ends a process's locks on it, also those of
-    the next one.
+    """Close the descriptor of a lock that is gone. Closing any descriptor of a file ends a
+    process's locks on it, also those of the next one.
     """
     with _opening:
         next_one = _locks.get(_identity(os.fstat(descriptor)))
@@ -147,13 +161,24 @@ os.register_at_fork(after_in_child=forget_locks)
 class StoreFile:
     """An open store file of `num_items` items, made where it is empty or not one of ours.
 
-    `available` says how many more bytes may be taken, None: the file system decides. Raises OSError where it cannot be made.
+    `available` says how many more bytes may be taken, None: the file system decides. Raises OSError
+    where it cannot be made.
     """
 
     def __init__(
-        self, descriptor: int, *, num_items: int, lock: Path, available: Callable[[], int] | None = None
+        self,
+        descriptor: int,
+        *,
+        num_items: int,
+        lock: Path,
+        available: Callable[[], int] | None = None,
     ) -> None:
-        self.descriptor, self.num_items, self.lock, self.available = descriptor, num_items, lock_at(lock), available
+        self.descriptor, self.num_items, self.lock, self.available = (
+            descriptor,
+            num_items,
+            lock_at(lock),
+            available,
+        )
         self.data_start = -(-(PAGE + 32 * num_items) // PAGE) * PAGE
         self._paused_until = -inf  # from the lock's first timeout until it was got again
         if self._read_header() is None:
@@ -172,7 +197,9 @@ class StoreFile:
         return self._paused_until > -inf and time.monotonic() < self._paused_until
 
     def pause(self) -> None:
-        """Let nobody ask for the lock for a while, and then with less patience, until it was got once."""
+        """Let nobody ask for the lock for a while, and then with less patience, until it was got
+        once.
+        """
         self._paused_until = time.monotonic() + PAUSE_SECONDS
 
     def end_pause(self) -> None:
@@ -183,7 +210,8 @@ class StoreFile:
     def locked(self) -> Iterator[None]:
         """Hold the lock. Raises LockTimeout; then there is a `pause`.
 
-        Its holder may be stopped for good, and who asks may be about to train with a sample that it has already.
+        Its holder may be stopped for good, and who asks may be about to train with a sample that it
+        has already.
         """
         try:
             with self.lock.held(seconds=None if self._paused_until == -inf else RETRY_SECONDS):
@@ -198,17 +226,25 @@ class StoreFile:
         if len(raw) < _HEADER.size:
             return None
         magic, num_items, tail, reserved, digest = _HEADER.unpack(raw)
-        if digest != xxhash.xxh3_64_intdigest(raw[:-8]) or magic != MAGIC or num_items != self.num_items:
+        if (
+            digest != xxhash.xxh3_64_intdigest(raw[:-8])
+            or magic != MAGIC
+            or num_items != self.num_items
+        ):
             return None
         return Space(tail, reserved)
 
     def _is_foreign(self) -> bool:
-        """Whether nothing of the file can be used: it is empty, or its header is whole but another one's."""
+        """Whether nothing of the file can be used: it is empty, or its header is whole but another
+        one's.
+        """
         raw = os.pread(self.descriptor, 16, 0)
         return raw != MAGIC + self.num_items.to_bytes(8, "little")
 
     def space(self) -> Space:
-        """Return what is in the header; where that is damaged, data ends with the last place that a record names."""
+        """Return what is in the header; where that is damaged, data ends with the last place that a
+        record names.
+        """
         known = self._read_header()
         if known is None:
             records, size = self.records(), os.fstat(self.descriptor).st_size
@@ -220,7 +256,9 @@ class StoreFile:
     def records(self) -> npt.NDArray[np.uint64]:
         """Return all records (items, 4), as `RECORD` has them; not verified."""
         raw = os.pread(self.descriptor, RECORD.size * self.num_items, PAGE)
-        return np.frombuffer(raw[: len(raw) // RECORD.size * RECORD.size], np.dtype("<u8")).reshape(-1, 4)
+        return np.frombuffer(raw[: len(raw) // RECORD.size * RECORD.size], np.dtype("<u8")).reshape(
+            -1, 4
+        )
 
     def write_space(self, space: Space) -> None:
         """Under the lock: write the header."""
@@ -228,10 +266,11 @@ class StoreFile:
         os.pwrite(self.descriptor, raw + xxhash.xxh3_64_intdigest(raw).to_bytes(8, "little"), 0)
 
     def allocate(self, sizes: Sequence[int], *, capacity_bytes: int) -> list[int | None]:
-        """Return, under the lock, where so many more bytes may be written; None: no room within `capacity_bytes` of data.
+        """Return, under the lock, where so many more bytes may be written; None: no room within
+        `capacity_bytes` of data.
 
-        Answers for the first sizes only where the file system or the memory has no room for the next one. Raises OSError or
-        MemoryError where it has none for the first.
+        Answers for the first sizes only where the file system or the memory has no room for the
+        next one. Raises OSError or MemoryError where it has none for the first.
         """
         tail, reserved = self.space()
         limit = self.data_start + capacity_bytes
@@ -243,7 +282,9 @@ class StoreFile:
                 continue
             if end > reserved:
                 try:
-                    reserved = self._reserve(reserved, max(end, min(limit, reserved + CHUNK_BYTES)), at_least=end)
+                    reserved = self._reserve(
+                        reserved, max(end, min(limit, reserved + CHUNK_BYTES)), at_least=end
+                    )
                 except (OSError, MemoryError):
                     if not places:
                         raise
@@ -254,9 +295,12 @@ class StoreFile:
         return places
 
     def _reserve(self, start: int, goal: int, *, at_least: int) -> int:
-        """Reserve up to `goal`, or to `at_least` where there is no more: what is written later then has its room."""
+        """Reserve up to `goal`, or to `at_least` where there is no more: what is written later then
+        has its room.
+        """
         if self.available is not None:
-            # Memory is taken when it is written; to have it filled with zeros before would cost as much again.
+            # Memory is taken when it is written; to have it filled with zeros before would cost as
+            # much again.
             if self.available() < goal - start:
                 goal = at_least
                 if self.available() < goal - start:

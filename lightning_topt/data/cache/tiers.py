@@ -1,4 +1,6 @@
-"""Opening the tiers of a cache. One that cannot be opened costs its samples and a warning, never the training."""
+"""Opening the tiers of a cache. One that cannot be opened costs its samples and a warning, never
+the training.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ MEMORY, DISK = "memory cache", "disk cache"
 
 
 class Room(NamedTuple):
-    """A `Room` is what a cache is opened with: entries of `num_items` items, and bytes of them per tier; 0: no such tier."""
+    """A `Room` is what a cache is opened with: entries of `num_items` items, and bytes of them per
+    tier; 0: no such tier.
+    """
 
     num_items: int
     memory_bytes: int
@@ -36,7 +40,9 @@ class Room(NamedTuple):
 
 
 class Tiers(NamedTuple):
-    """Those that are open; `left_out` names those that could not be opened, also by a process that started this one."""
+    """Those that are open; `left_out` names those that could not be opened, also by a process that
+    started this one.
+    """
 
     memory: SegmentStore | None
     mapped: MappedEntries | None
@@ -49,11 +55,14 @@ class Tiers(NamedTuple):
         return [tier for tier in (self.memory, self.disk) if tier is not None]
 
 
-def open_tiers(folder: Path, room: Room, *, left_out: tuple[str, ...] = (), known: Handed | None = None) -> Tiers:
-    """Return the tiers in `folder`, which is made. `left_out` are not tried; `known` is the memory of the process this one is
-    from.
+def open_tiers(
+    folder: Path, room: Room, *, left_out: tuple[str, ...] = (), known: Handed | None = None
+) -> Tiers:
+    """Return the tiers in `folder`, which is made. `left_out` are not tried; `known` is the memory
+    of the process this one is from.
 
-    Raises ValueError where `folder` is a file, MemoryUnavailable where the system has no memory of the kind.
+    Raises ValueError where `folder` is a file, MemoryUnavailable where the system has no memory of
+    the kind.
     """
     failed: dict[str, OSError] = {}
 
@@ -88,7 +97,9 @@ def hand_over(memory: SegmentStore) -> Handed:
 def _open_memory(folder: Path, room: Room, known: Handed | None) -> SegmentStore:
     descriptor, registry = (known and open_handed(known)) or open_memory(folder)
     with _closed_on_error(descriptor):
-        file = StoreFile(descriptor, num_items=room.num_items, lock=registry, available=available_bytes)
+        file = StoreFile(
+            descriptor, num_items=room.num_items, lock=registry, available=available_bytes
+        )
         store = SegmentStore(file, capacity_bytes=room.memory_bytes, name=MEMORY, verify_once=True)
     if registry.parent == memory_file.SHARED:
         weakref.finalize(store, memory_file.leave, registry, memory_file.line_of(descriptor))
@@ -116,21 +127,28 @@ def _mapped(memory: SegmentStore) -> MappedEntries | None:
     try:
         return MappedEntries(memory)
     except OSError as error:
-        warnings.warn(f"the memory cache cannot be mapped, which makes reading it slower: {error}", stacklevel=5)
+        warnings.warn(
+            f"the memory cache cannot be mapped, which makes reading it slower: {error}",
+            stacklevel=5,
+        )
         return None
 
 
 def _warn_without(failed: dict[str, OSError], folder: Path) -> None:
     names = " and its ".join(f"{name} ({error})" for name, error in failed.items())
     if any(isinstance(error, LockTimeout) for error in failed.values()):
-        advice = "end the process that holds the lock, or name another directory, before the next run"
+        advice = (
+            "end the process that holds the lock, or name another directory, before the next run"
+        )
     elif any(isinstance(error, NotOwn) for error in failed.values()):
         advice = (
-            "name a directory of your own, which others may not write to, or remove what is there, before the next run"
+            "name a directory of your own, which others may not write to, or remove what is "
+            "there, before the next run"
         )
     else:
         advice = "free room there, or name a directory that can be written, before the next run"
     warn_once(
-        f"training goes on without its {names} in {folder}, and reads what is kept nowhere else from the source: {advice}",
+        f"training goes on without its {names} in {folder}, and reads what is kept nowhere else "
+        f"from the source: {advice}",
         stacklevel=6,
     )

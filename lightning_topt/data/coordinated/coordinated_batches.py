@@ -1,4 +1,6 @@
-"""The batches of an epoch as every job finds them by itself: from a sampler, a seed and the epoch's number."""
+"""The batches of an epoch as every job finds them by itself: from a sampler, a seed and the epoch's
+number.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,9 @@ SAMPLERS_INSIDE = 8  # of samplers around samplers
 class SeededBatches:
     """``batches(epoch)`` is what `batch_sampler` gives when nothing but `seed` and `epoch` decides.
 
-    Torch's, NumPy's and Python's global generators are seeded while it draws (and restored), as are the generators that it and
-    the samplers inside it hold; ``set_epoch`` is called where they have it.
+    Torch's, NumPy's and Python's global generators are seeded while it draws (and restored), as are
+    the generators that it and the samplers inside it hold; ``set_epoch`` is called where they have
+    it.
     """
 
     def __init__(self, batch_sampler: Any, *, seed: int) -> None:

@@ -1,4 +1,6 @@
-"""The processes of a job that prepare batches: for all jobs, told by the coordinator what to do next."""
+"""The processes of a job that prepare batches: for all jobs, told by the coordinator what to do
+next.
+"""
 
 from __future__ import annotations
 
@@ -19,23 +21,35 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import _utils
 
 from lightning_topt.data.cache import sample_codec
-from lightning_topt.data.coordinated.coordinator_link import Connection, CoordinatorLost, Message, join, memory_file
+from lightning_topt.data.coordinated.coordinator_link import (
+    Connection,
+    CoordinatorLost,
+    Message,
+    join,
+    memory_file,
+)
 from lightning_topt.data.coordinated.ledger import Position
 
-LOOK_SECONDS = 5.0  # how often an idle worker looks whether its job is alive; the coordinator tells it sooner
-END_SECONDS = 5.0  # for a worker to finish its batch when its job closes the loader; as in torch's DataLoader
+# how often an idle worker looks whether its job is alive; the coordinator tells it sooner
+LOOK_SECONDS = 5.0
+# for a worker to finish its batch when its job closes the loader; as in torch's DataLoader
+END_SECONDS = 5.0
 EPOCHS_KEPT = 4  # lists of batches: jobs are rarely further apart
 Batches = Callable[[int], Sequence[Sequence[Any]]]
 
 
 class Preparation:
-    """A `Preparation` says how batch `batch` of epoch `epoch` comes to be: the same bits in every process.
+    """A `Preparation` says how batch `batch` of epoch `epoch` comes to be: the same bits in every
+    process.
 
-    `batches(epoch)` lists the indices of each batch. Random augmentation draws from Python's, NumPy's and torch's global
-    generators, which are seeded from (seed, epoch, batch): call it in a process of its own.
+    `batches(epoch)` lists the indices of each batch. Random augmentation draws from Python's,
+    NumPy's and torch's global generators, which are seeded from (seed, epoch, batch): call it in a
+    process of its own.
     """
 
-    def __init__(self, dataset: Any, *, batches: Batches, collate_fn: Callable[[list[Any]], Any], seed: int) -> None:
+    def __init__(
+        self, dataset: Any, *, batches: Batches, collate_fn: Callable[[list[Any]], Any], seed: int
+    ) -> None:
         self.dataset, self.batches, self.collate_fn, self.seed = dataset, batches, collate_fn, seed
         self._lists: dict[int, tuple[Sequence[Sequence[Any]], str]] = {}
 
@@ -61,7 +75,9 @@ class Preparation:
 
 
 class EpochAlone(torch.utils.data.Dataset[Any]):
-    """One epoch as a dataset of whole batches: what a DataLoader prepares when there is nobody to share with."""
+    """One epoch as a dataset of whole batches: what a DataLoader prepares when there is nobody to
+    share with.
+    """
 
     def __init__(self, preparation: Preparation, *, epoch: int) -> None:
         self.preparation, self.epoch = preparation, epoch
@@ -71,7 +87,9 @@ class EpochAlone(torch.utils.data.Dataset[Any]):
 
 
 class Place(NamedTuple):
-    """The place of a worker says which of how many it is, where it reports, and the process that it belongs to."""
+    """The place of a worker says which of how many it is, where it reports, and the process that it
+    belongs to.
+    """
 
     number: int
     workers: int
@@ -82,7 +100,9 @@ class Place(NamedTuple):
 
 
 class Workers:
-    """The `count` processes of one job that prepare batches until its connection or they are closed."""
+    """The `count` processes of one job that prepare batches until its connection or they are
+    closed.
+    """
 
     def __init__(
         self,
@@ -111,8 +131,13 @@ class Workers:
             self._processes.append(process)
 
     def waitables(self) -> list[Any]:
-        """Return what becomes ready when a worker failed or died, for `multiprocessing.connection.wait`."""
-        return [*self._pipes, *(process.sentinel for process in self._processes if process.exitcode is None)]
+        """Return what becomes ready when a worker failed or died, for
+        `multiprocessing.connection.wait`.
+        """
+        return [
+            *self._pipes,
+            *(process.sentinel for process in self._processes if process.exitcode is None),
+        ]
 
     def check(self) -> None:
         """Collect what failed into `errors`. Raises RuntimeError when a worker was killed."""
@@ -126,7 +151,8 @@ class Workers:
         for process in self._processes:
             if process.exitcode:
                 raise RuntimeError(
-                    f"a process that prepares batches (pid {process.pid}) ended with exit code {process.exitcode}; "
+                    f"a process that prepares batches (pid {process.pid}) ended with exit code "
+                    f"{process.exitcode}; "
                     "-9 is often the system's answer to too little memory"
                 )
 
@@ -152,23 +178,34 @@ def _digest(lists: Sequence[Sequence[Any]]) -> str:
     for indices in lists:
         array = np.asarray(indices)
         # Other indices than integers (tuples, names) are told apart by how they print.
-        data = array.astype("<i8").tobytes() if array.dtype.kind in "iu" and array.ndim == 1 else repr(indices).encode()
+        data = (
+            array.astype("<i8").tobytes()
+            if array.dtype.kind in "iu" and array.ndim == 1
+            else repr(indices).encode()
+        )
         digest.update(len(data).to_bytes(8, "little") + data)
     return digest.hexdigest()
 
 
-def _work(preparation: Preparation, place: Place, init: Callable[[int], None] | None, errors: Pipe) -> None:
+def _work(
+    preparation: Preparation, place: Place, init: Callable[[int], None] | None, errors: Pipe
+) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the job gets it too, and ends its workers
     torch.set_num_threads(1)
     # get_worker_info() works as in a DataLoader's worker.
     _utils.worker._worker_info = _utils.worker.WorkerInfo(
-        id=place.number, num_workers=place.workers, seed=preparation.seed, dataset=preparation.dataset
+        id=place.number,
+        num_workers=place.workers,
+        seed=preparation.seed,
+        dataset=preparation.dataset,
     )
     if init is not None:
         init(place.number)
     hello = {**place.hello, "role": "worker"}
     with contextlib.suppress(CoordinatorLost):  # its job sees that too, and goes on alone
-        connection, answer = join(place.address, hello, timeout_seconds=place.timeout_seconds, may_start=False)
+        connection, answer = join(
+            place.address, hello, timeout_seconds=place.timeout_seconds, may_start=False
+        )
         if answer["type"] == "welcome":
             _serve(preparation, connection, errors, place.parent)
 
@@ -176,7 +213,8 @@ def _work(preparation: Preparation, place: Place, init: Callable[[int], None] | 
 def _lives(parent: int | None) -> bool:
     """Return whether the job lives: its process `parent`, None where it did not fork this one.
 
-    A fork server's processes have another parent, and forked ones keep open what multiprocessing tells the end of a job by.
+    A fork server's processes have another parent, and forked ones keep open what multiprocessing
+    tells the end of a job by.
     """
     if parent is not None:
         return os.getppid() == parent
@@ -184,7 +222,9 @@ def _lives(parent: int | None) -> bool:
     return process is not None and process.is_alive()
 
 
-def _serve(preparation: Preparation, connection: Connection, errors: Pipe, parent: int | None) -> None:
+def _serve(
+    preparation: Preparation, connection: Connection, errors: Pipe, parent: int | None
+) -> None:
     connection.send({"type": "ready"})
     while _lives(parent):
         received = connection.receive(timeout_seconds=LOOK_SECONDS)
@@ -211,7 +251,8 @@ def _serve(preparation: Preparation, connection: Connection, errors: Pipe, paren
 def _prepared_file(preparation: Preparation, position: Position, digest: str) -> int:
     if preparation.epoch(position[0])[1] != digest:
         raise ValueError(
-            f"the list of batches of epoch {position[0]} is another one in a worker process: it must depend on the seed and "
+            f"the list of batches of epoch {position[0]} is another one in a worker process: it "
+            "must depend on the seed and "
             "the epoch only"
         )
     return memory_file(sample_codec.encode(preparation.prepare(*position)))

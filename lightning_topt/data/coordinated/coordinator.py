@@ -1,8 +1,10 @@
-"""The coordinator: a light process that hands prepared batches from the worker that made them to all jobs that need them.
+"""The coordinator: a light process that hands prepared batches from the worker that made them to
+all jobs that need them.
 
-The first job starts it and it ends with the last one. A batch is an open memory file that is passed on, never read here; when
-the coordinator and the jobs have closed it, the kernel frees it, however they ended. The kernel reports a dead job as the end
-of its connection. Everything waits in one `select`; there is nothing to poll.
+The first job starts it and it ends with the last one. A batch is an open memory file that is passed
+on, never read here; when the coordinator and the jobs have closed it, the kernel frees it, however
+they ended. The kernel reports a dead job as the end of its connection. Everything waits in one
+`select`; there is nothing to poll.
 
 Messages (`type` and fields), jobs and workers on connections of their own:
 
@@ -80,8 +82,10 @@ class Coordinator:
         self.jobs: dict[str, Peer] = {}
         self.ledger: Ledger | None = None  # made by the first hello
         self.agreed: Message = {}
-        self.digests: dict[int, tuple[int, str]] = {}  # by epoch: number of batches and what is in them
-        self.files: dict[Position, tuple[int, str]] = {}  # descriptor, and the job whose worker prepared it
+        # by epoch: number of batches and what is in them
+        self.digests: dict[int, tuple[int, str]] = {}
+        # descriptor, and the job whose worker prepared it
+        self.files: dict[Position, tuple[int, str]] = {}
 
     def run(self) -> None:
         """Serve; returns when the last job is gone, or none came."""
@@ -138,7 +142,9 @@ class Coordinator:
         if peer.role == "refused":
             close_quietly(descriptor)
             return  # what it said before it knew
-        if (kind in ("prepared",)) != (descriptor is not None) or (kind == "hello") != (peer.role == ""):
+        if (kind in ("prepared",)) != (descriptor is not None) or (kind == "hello") != (
+            peer.role == ""
+        ):
             raise ValueError("a file came with the wrong message, or a message out of order")
         if kind == "hello":
             self._greet(peer, message)
@@ -158,7 +164,9 @@ class Coordinator:
             self.agreed = {name: message[name] for name in AGREED}
             most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
             max_held = max(1, min(MAX_HELD, most - SPARE_FILES))
-            self.ledger = Ledger(timeout_seconds=float(message["timeout_seconds"]), max_held=max_held)
+            self.ledger = Ledger(
+                timeout_seconds=float(message["timeout_seconds"]), max_held=max_held
+            )
         if role == "job":
             self.ledger.add_job(job, memory_bytes=int(message["memory_bytes"]))
             self.jobs[job] = peer
@@ -184,12 +192,16 @@ class Coordinator:
         else:
             raise ValueError(f"unknown message {kind!r}")
 
-    def _handle_worker(self, peer: Peer, kind: str, message: Message, descriptor: int | None) -> None:
+    def _handle_worker(
+        self, peer: Peer, kind: str, message: Message, descriptor: int | None
+    ) -> None:
         assert self.ledger is not None
         if kind == "prepared":
             assert descriptor is not None
             position = _position(message)
-            if self.ledger.prepared(peer.number, position, nbytes=os.fstat(descriptor).st_size, now=time.monotonic()):
+            if self.ledger.prepared(
+                peer.number, position, nbytes=os.fstat(descriptor).st_size, now=time.monotonic()
+            ):
                 self.files[position] = descriptor, peer.job
             else:
                 os.close(descriptor)
@@ -200,7 +212,8 @@ class Coordinator:
         self.ledger.add_idle(peer.number, peer.job)
 
     def _hand_out(self) -> bool:
-        """Give what is there to those who wait, forget what is not needed, and have the idle prepare what is.
+        """Give what is there to those who wait, forget what is not needed, and have the idle
+        prepare what is.
 
         True where a peer was found to be gone meanwhile: what it claimed is to be handed out again.
         """
@@ -214,10 +227,20 @@ class Coordinator:
             os.close(self.files.pop(position)[0])
         for worker, position in list(self.ledger.assignments(time.monotonic())):
             if worker in self.peers:
-                self._send(self.peers[worker], "prepare", position, digest=self.digests[position[0]][1])
+                self._send(
+                    self.peers[worker], "prepare", position, digest=self.digests[position[0]][1]
+                )
         return len(self.peers) < peers
 
-    def _send(self, peer: Peer, kind: str, position: Position, *, descriptor: int | None = None, **fields: str) -> None:
+    def _send(
+        self,
+        peer: Peer,
+        kind: str,
+        position: Position,
+        *,
+        descriptor: int | None = None,
+        **fields: str,
+    ) -> None:
         try:
             message = {"type": kind, "epoch": position[0], "batch": position[1], **fields}
             peer.connection.send(message, descriptor=descriptor)
@@ -225,7 +248,9 @@ class Coordinator:
             self._remove(peer)
 
     def _refuse(self, peer: Peer, reason: str) -> None:
-        """Say so and wait until it hangs up: hanging up first, with messages unread, would take the answer back."""
+        """Say so and wait until it hangs up: hanging up first, with messages unread, would take the
+        answer back.
+        """
         self._leave(peer)
         peer.role = "refused"
         try:
@@ -248,7 +273,11 @@ class Coordinator:
             self.ledger.remove_worker(peer.number)
         if peer.role == "job":
             del self.jobs[peer.job]
-            for other in [other for other in self.peers.values() if other.job == peer.job and other.role == "worker"]:
+            for other in [
+                other
+                for other in self.peers.values()
+                if other.job == peer.job and other.role == "worker"
+            ]:
                 self._remove(other)
             self.ledger.remove_job(peer.job)
 
@@ -261,11 +290,14 @@ def _position(message: Message) -> Position:
 
 
 def main(settings: dict[str, Any]) -> None:
-    """Serve on the inherited socket, in a process of its own: whoever started it need not wait for its end."""
+    """Serve on the inherited socket, in a process of its own: whoever started it need not wait for
+    its end.
+    """
     if os.fork():
         os._exit(0)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # one open file for each batch that is kept
+    # one open file for each batch that is kept
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     coordinator = Coordinator(socket.socket(fileno=settings["listener"]))
     try:
         coordinator.run()

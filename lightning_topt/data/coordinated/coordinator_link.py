@@ -1,7 +1,9 @@
-"""Jobs, their workers and the coordinator talk in JSON messages over a Unix socket, with a prepared batch as an open file.
+"""Jobs, their workers and the coordinator talk in JSON messages over a Unix socket, with a prepared
+batch as an open file.
 
-The socket's name is in Linux' abstract namespace: it is gone with its process, and nothing is left in the file system. The
-kernel tells whose process is at the other end; only those of the same user are heard. Only the standard library is needed.
+The socket's name is in Linux' abstract namespace: it is gone with its process, and nothing is left
+in the file system. The kernel tells whose process is at the other end; only those of the same user
+are heard. Only the standard library is needed.
 """
 
 from __future__ import annotations
@@ -39,18 +41,24 @@ class CoordinatorLost(ConnectionError):
 
 
 def is_supported() -> bool:
-    """Return whether this system has what batches travel in: abstract sockets and sealed memory files (Linux)."""
+    """Return whether this system has what batches travel in: abstract sockets and sealed memory
+    files (Linux).
+    """
     return sys.platform == "linux" and hasattr(os, "memfd_create")
 
 
 def address_of(directory: str | os.PathLike[str], *, group: str = "") -> str:
-    """Return the name of the socket where jobs of this user that name the same directory and group meet."""
+    """Return the name of the socket where jobs of this user that name the same directory and group
+    meet.
+    """
     meeting = f"{os.getuid()}\0{os.path.realpath(directory)}\0{group}"
     return "\0lightning-topt-" + hashlib.sha256(meeting.encode()).hexdigest()[:32]
 
 
 class Connection:
-    """One end of a conversation. A message arrives whole or not at all; `receive` raises CoordinatorLost at its end."""
+    """One end of a conversation. A message arrives whole or not at all; `receive` raises
+    CoordinatorLost at its end.
+    """
 
     def __init__(self, peer: socket.socket) -> None:
         self.socket = peer
@@ -77,11 +85,15 @@ class Connection:
             raise CoordinatorLost(f"the connection is broken: {error}") from error
 
     def receive(self, *, timeout_seconds: float) -> tuple[Message, int | None] | None:
-        """Return one message and the open file that came with it, None when nothing came in time."""
+        """Return one message and the open file that came with it, None when nothing came in
+        time.
+        """
         if not select_readable(self, timeout_seconds):
             return None
         try:
-            data, descriptors, _, _ = socket.recv_fds(self.socket, MAX_MESSAGE_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+            data, descriptors, _, _ = socket.recv_fds(
+                self.socket, MAX_MESSAGE_BYTES, 1, socket.MSG_CMSG_CLOEXEC
+            )
         except OSError as error:
             raise CoordinatorLost(f"the connection is broken: {error}") from error
         if not data:
@@ -103,19 +115,25 @@ def _close_inherited() -> None:
     _open.clear()
 
 
-# Any process that a job forks (a DataLoader's workers) would keep its connection open, and nobody would see the job die.
+# Any process that a job forks (a DataLoader's workers) would keep its connection open, and nobody
+# would see the job die.
 os.register_at_fork(after_in_child=_close_inherited)
 
 
 def select_readable(connection: Connection, timeout_seconds: float) -> bool:
-    """Return whether something can be read within that time; poll, because select knows only 1,024 files."""
+    """Return whether something can be read within that time; poll, because select knows only 1,024
+    files.
+    """
     poll = select.poll()
     poll.register(connection.fileno(), select.POLLIN)
     return bool(poll.poll(max(0.0, timeout_seconds) * 1000))
 
 
-def join(address: str, hello: Message, *, timeout_seconds: float, may_start: bool) -> tuple[Connection, Message]:
-    """Return a connection to the coordinator, which is started where there is none, and its answer to `hello`.
+def join(
+    address: str, hello: Message, *, timeout_seconds: float, may_start: bool
+) -> tuple[Connection, Message]:
+    """Return a connection to the coordinator, which is started where there is none, and its answer
+    to `hello`.
 
     Raises CoordinatorLost when no coordinator answers in time.
     """
@@ -127,7 +145,9 @@ def join(address: str, hello: Message, *, timeout_seconds: float, may_start: boo
             connection.send({"type": "hello", "version": VERSION, **hello})
             answer = connection.receive(timeout_seconds=deadline - time.monotonic())
             if answer is None:
-                raise CoordinatorLost(f"the coordinator did not answer within {timeout_seconds:g} seconds")
+                raise CoordinatorLost(
+                    f"the coordinator did not answer within {timeout_seconds:g} seconds"
+                )
             return connection, answer[0]
         except (CoordinatorLost, OSError) as error:
             if connection is not None:
@@ -142,7 +162,8 @@ def join(address: str, hello: Message, *, timeout_seconds: float, may_start: boo
 def _connect(address: str, timeout_seconds: float) -> Connection:
     peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        peer.settimeout(max(0.01, timeout_seconds))  # from here on also of sending to one that does not read
+        # from here on also of sending to one that does not read
+        peer.settimeout(max(0.01, timeout_seconds))
         peer.connect(address)
         return Connection(peer)
     except OSError:
@@ -151,7 +172,9 @@ def _connect(address: str, timeout_seconds: float) -> Connection:
 
 
 def _start(address: str, timeout_seconds: float) -> None:
-    """Start a coordinator, unless another job just did: a name can be bound once, so there are never two."""
+    """Start a coordinator, unless another job just did: a name can be bound once, so there are
+    never two.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         try:
             listener.bind(address)
@@ -164,13 +187,19 @@ def _start(address: str, timeout_seconds: float) -> None:
         try:
             # Output would keep open the pipe of whoever reads the first job's.
             process = start_light(
-                COORDINATOR, {"listener": descriptor}, pass_fds=[descriptor], stdout=none, stderr=none
+                COORDINATOR,
+                {"listener": descriptor},
+                pass_fds=[descriptor],
+                stdout=none,
+                stderr=none,
             )
             status = _status(process, max(1.0, timeout_seconds))
         except (OSError, subprocess.TimeoutExpired) as error:
             raise CoordinatorLost(f"the coordinator could not be started: {error}") from error
     if status:
-        raise CoordinatorLost(f"the coordinator could not be started: it ended with status {status}")
+        raise CoordinatorLost(
+            f"the coordinator could not be started: it ended with status {status}"
+        )
 
 
 def _status(process: subprocess.Popen[bytes], timeout_seconds: float) -> int:
@@ -184,7 +213,9 @@ def _status(process: subprocess.Popen[bytes], timeout_seconds: float) -> int:
 
 
 def memory_file(parts: Sequence[Any]) -> int:
-    """Return a descriptor of an anonymous file with these buffers; nobody can change it any more."""
+    """Return a descriptor of an anonymous file with these buffers; nobody can change it any
+    more.
+    """
     descriptor = os.memfd_create("lightning-topt-batch", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         with open(descriptor, "wb", buffering=0, closefd=False) as file:
@@ -192,7 +223,11 @@ def memory_file(parts: Sequence[Any]) -> int:
                 view = memoryview(part).cast("B")
                 while len(view):
                     view = view[file.write(view) :]
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE)
+        fcntl.fcntl(
+            descriptor,
+            fcntl.F_ADD_SEALS,
+            fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE,
+        )
     except BaseException:
         os.close(descriptor)
         raise

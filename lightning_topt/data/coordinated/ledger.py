@@ -1,9 +1,10 @@
-"""The ledger says who prepares which batch, who still needs it, and what is kept: the rules of coordinated preparation, without
-any I/O.
+"""The ledger says who prepares which batch, who still needs it, and what is kept: the rules of
+coordinated preparation, without any I/O.
 
-CoorDL (arXiv 2007.06775, section 4.3) has J jobs prepare 1/J of the batches each, and every batch used once by each job. Here
-shares are not fixed: whoever is idle takes the next batch that some job will need soonest, so that slow, late and dead jobs
-need no special case. Only the standard library is imported: the coordinator is a light process.
+CoorDL (arXiv 2007.06775, section 4.3) has J jobs prepare 1/J of the batches each, and every batch
+used once by each job. Here shares are not fixed: whoever is idle takes the next batch that some job
+will need soonest, so that slow, late and dead jobs need no special case. Only the standard library
+is imported: the coordinator is a light process.
 """
 
 from __future__ import annotations
@@ -15,14 +16,16 @@ from dataclasses import dataclass
 
 AHEAD_PER_WORKER = 2  # batches prepared before they are asked for; DataLoader's prefetch_factor
 LEAST_PATIENCE_SECONDS, PATIENCE = 2.0, 8.0  # a claim is old after so many typical preparations
-DROPPED_AT_ONCE = 1 / 8  # of what is kept only for jobs that are far behind: looking what is worth least takes time
+# of what is kept only for jobs that are far behind: looking what is worth least takes time
+DROPPED_AT_ONCE = 1 / 8
 Position = tuple[int, int]  # epoch, batch: the order in which every job needs them
 Rank = tuple[bool, int, int]
 
 
 @dataclass
 class Job:
-    """`cursor` is the next batch that a job has not got; it needs those up to `end` in this epoch, and all later epochs.
+    """`cursor` is the next batch that a job has not got; it needs those up to `end` in this epoch,
+    and all later epochs.
 
     Before it says where it starts it may need any.
     """
@@ -43,10 +46,12 @@ class Claim:
 
 
 class Ledger:
-    """The state of all jobs and batches. Workers are known by any hashable number; `now` is a clock in seconds.
+    """The state of all jobs and batches. Workers are known by any hashable number; `now` is a clock
+    in seconds.
 
-    A claim that is older than `timeout_seconds`, or than most preparations by far, is given to a second worker when a job
-    waits for it. At most `max_held` batches are kept, of at most `memory_bytes` together.
+    A claim that is older than `timeout_seconds`, or than most preparations by far, is given to a
+    second worker when a job waits for it. At most `max_held` batches are kept, of at most
+    `memory_bytes` together.
     """
 
     def __init__(self, *, timeout_seconds: float, max_held: int = 1024) -> None:
@@ -73,7 +78,9 @@ class Ledger:
         self.jobs[name] = Job(memory_bytes)
 
     def start(self, name: str, position: Position, *, end: int) -> None:
-        """Note that the job needs the batches from `position` to `end` of that epoch next, in this order."""
+        """Note that the job needs the batches from `position` to `end` of that epoch next, in this
+        order.
+        """
         job = self.jobs[name]
         job.cursor, job.end, job.is_waiting = position, end, False
         self._suspects.update(self.held)
@@ -102,7 +109,9 @@ class Ledger:
             self._idle.remove(worker)
 
     def prepared(self, worker: int, position: Position, *, nbytes: int, now: float) -> bool:
-        """Note that the worker finished a batch; return whether anybody needs it. Call `deliveries` and then `drop_excess`."""
+        """Note that the worker finished a batch; return whether anybody needs it. Call `deliveries`
+        and then `drop_excess`.
+        """
         self.jobs[self.workers[worker]].prepared += 1
         self._largest = max(self._largest, nbytes)
         if worker in self.claims:
@@ -128,8 +137,14 @@ class Ledger:
         return given
 
     def drop_excess(self) -> list[Position]:
-        """Forget what nobody needs, then what is worth least until the rest fits into `memory_bytes`; what was dropped."""
-        dropped = [position for position in self._suspects if position in self.held and not self._needed_by(position)]
+        """Forget what nobody needs, then what is worth least until the rest fits into
+        `memory_bytes`; what was dropped.
+        """
+        dropped = [
+            position
+            for position in self._suspects
+            if position in self.held and not self._needed_by(position)
+        ]
         self._suspects.clear()
         for position in dropped:
             self.held_bytes -= self.held.pop(position)
@@ -148,7 +163,9 @@ class Ledger:
 
     def assignments(self, now: float) -> Iterator[tuple[int, Position]]:
         """Yield what each idle worker prepares next, those of the jobs that did least first."""
-        for worker in sorted(self._idle, key=lambda worker: self.jobs[self.workers[worker]].prepared):
+        for worker in sorted(
+            self._idle, key=lambda worker: self.jobs[self.workers[worker]].prepared
+        ):
             position = self._choose(self.workers[worker], now)
             if position is not None:
                 self._idle.remove(worker)
@@ -156,7 +173,8 @@ class Ledger:
                 yield worker, position
 
     def next_deadline(self, now: float) -> float | None:
-        """Return when a claim that a job waits for may be taken over, in seconds of the same clock; None: nothing will be.
+        """Return when a claim that a job waits for may be taken over, in seconds of the same clock;
+        None: nothing will be.
 
         One that is old already is taken over by the next worker that has nothing to do.
         """
@@ -166,13 +184,16 @@ class Ledger:
             if claim.position in waited:
                 since[claim.position] = max(claim.since, since.get(claim.position, claim.since))
         patience = self._patience()
-        return min((begun + patience for begun in since.values() if begun + patience > now), default=None)
+        return min(
+            (begun + patience for begun in since.values() if begun + patience > now), default=None
+        )
 
     def rank(self, position: Position) -> Rank:
-        """Return how much it is worth to keep a batch: needed soon, by many jobs, and then the sooner the better.
+        """Return how much it is worth to keep a batch: needed soon, by many jobs, and then the
+        sooner the better.
 
-        Among equals the batch needed last goes: as in CoorDL's cache, replacing what is waiting by what is new would make a
-        job that is far behind miss all of them instead of some.
+        Among equals the batch needed last goes: as in CoorDL's cache, replacing what is waiting by
+        what is new would make a job that is far behind miss all of them instead of some.
         """
         needed = self._needed_by(position)
         distances = [self._distance(job, position) for job in needed]
@@ -188,7 +209,9 @@ class Ledger:
         return [job for job in self.jobs.values() if job.cursor <= position]
 
     def _distance(self, job: Job, position: Position) -> int:
-        """Batches that the job uses before this one; those of later epochs are further than all of its own."""
+        """Batches that the job uses before this one; those of later epochs are further than all of
+        its own.
+        """
         epochs, batches = position[0] - job.cursor[0], position[1] - job.cursor[1]
         return batches if epochs == 0 else epochs << 40
 
@@ -201,7 +224,9 @@ class Ledger:
         yield from ((epoch, number) for number in range(batch, min(batch + self._ahead(), job.end)))
 
     def _choose(self, name: str, now: float) -> Position | None:
-        """The batch that its own job needs soonest and nobody prepares, else one that another needs and it will need later."""
+        """The batch that its own job needs soonest and nobody prepares, else one that another needs
+        and it will need later.
+        """
         job = self.jobs[name]
         own = list(self._window(job))
         others: list[tuple[int, Position]] = []
@@ -214,16 +239,24 @@ class Ledger:
             if position in self.held or (name, position) in self._failed:
                 continue
             claims = [claim for claim in self.claims.values() if claim.position == position]
-            if claims and (position not in waited or any(now < claim.since + self._patience() for claim in claims)):
+            if claims and (
+                position not in waited
+                or any(now < claim.since + self._patience() for claim in claims)
+            ):
                 continue
             if position in waited or self._has_room(position):
                 return position
         return None
 
     def _has_room(self, position: Position) -> bool:
-        """Whether one more batch, as large as the largest so far, could be kept without dropping a better one."""
+        """Whether one more batch, as large as the largest so far, could be kept without dropping a
+        better one.
+        """
         room = self.memory_bytes - self.held_bytes - self._largest * len(self.claims)
         if room >= self._largest:
             return True
         rank = self.rank(position)
-        return room + sum(nbytes for held, nbytes in self.held.items() if self.rank(held) < rank) >= self._largest
+        return (
+            room + sum(nbytes for held, nbytes in self.held.items() if self.rank(held) < rank)
+            >= self._largest
+        )

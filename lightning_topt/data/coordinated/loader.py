@@ -1,7 +1,9 @@
-"""Batches that several jobs on one machine prepare together: each is prepared once and used by all of them.
+"""Batches that several jobs on one machine prepare together: each is prepared once and used by all
+of them.
 
-After CoorDL's coordinated preparation (arXiv 2007.06775, section 4.3), without shares that are fixed beforehand, and without
-spinning: see `coordinator`. Trials of a search that run side by side (Hydra multirun) then decode and augment once.
+After CoorDL's coordinated preparation (arXiv 2007.06775, section 4.3), without shares that are
+fixed beforehand, and without spinning: see `coordinator`. Trials of a search that run side by side
+(Hydra multirun) then decode and augment once.
 """
 
 from __future__ import annotations
@@ -19,8 +21,18 @@ import torch
 from torch.utils.data import DataLoader, _utils
 
 from lightning_topt.basics.argument_checks import check_real, check_size, check_whole
-from lightning_topt.data.coordinated.coordinated_worker import Batches, EpochAlone, Preparation, Workers
-from lightning_topt.data.coordinated.coordinator_link import CoordinatorLost, Message, address_of, is_supported
+from lightning_topt.data.coordinated.coordinated_worker import (
+    Batches,
+    EpochAlone,
+    Preparation,
+    Workers,
+)
+from lightning_topt.data.coordinated.coordinator_link import (
+    CoordinatorLost,
+    Message,
+    address_of,
+    is_supported,
+)
 from lightning_topt.data.coordinated.membership import CoordinationRefused, Membership
 
 __all__ = ["CoordinatedLoader", "CoordinationRefused", "CoordinationStatistics", "CoordinatorLost"]
@@ -28,7 +40,9 @@ __all__ = ["CoordinatedLoader", "CoordinationRefused", "CoordinationStatistics",
 
 @dataclass(frozen=True)
 class CoordinationStatistics:
-    """Batches that this job got: prepared by its own worker processes, by those of other jobs, or without coordination."""
+    """Batches that this job got: prepared by its own worker processes, by those of other jobs, or
+    without coordination.
+    """
 
     own: int = 0
     others: int = 0
@@ -36,28 +50,35 @@ class CoordinationStatistics:
 
 
 class CoordinatedLoader:
-    """The prepared batches of an epoch, each exactly once and in the epoch's order, as a DataLoader would give them.
+    """The prepared batches of an epoch, each exactly once and in the epoch's order, as a DataLoader
+    would give them.
 
-    - ``dataset``: map-style; ``batches(epoch)``: the list of the index lists of that epoch's batches, a function of nothing
-      else, the same in all jobs; ``collate_fn``: makes a batch (what `sample_codec.encode` takes) of a list of samples;
-    - ``directory``: jobs that name the same one share; nothing is written there. ``group`` keeps those of one directory
-      apart, such as the ranks of a distributed job;
-    - ``fingerprint``: of the data set and all that is done to it; together with ``seed`` it decides the batches' bits:
-      random augmentation draws from the global generators, seeded by (seed, epoch, batch);
-    - ``memory_bytes``: what the coordinator may keep, a number or text (``"1GiB"``), the least that any job says; besides, each
-      job has the batch it uses and the next one, and each worker the one it prepares;
-    - ``num_workers``: processes of this job that prepare, at least 1: preparing in the training process would take turns
-      with training, and disturb its random state. Four jobs with one worker each use four cores;
-    - ``timeout_seconds``: after this a batch that a stopped or hanging job promised is prepared by another, and a
-      coordinator that does not answer is given up;
+    - ``dataset``: map-style; ``batches(epoch)``: the list of the index lists of that epoch's
+      batches, a function of nothing else, the same in all jobs; ``collate_fn``: makes a batch (what
+      `sample_codec.encode` takes) of a list of samples;
+    - ``directory``: jobs that name the same one share; nothing is written there. ``group`` keeps
+      those of one directory apart, such as the ranks of a distributed job;
+    - ``fingerprint``: of the data set and all that is done to it; together with ``seed`` it decides
+      the batches' bits: random augmentation draws from the global generators, seeded by (seed,
+      epoch, batch);
+    - ``memory_bytes``: what the coordinator may keep, a number or text (``"1GiB"``), the least that
+      any job says; besides, each job has the batch it uses and the next one, and each worker the
+      one it prepares;
+    - ``num_workers``: processes of this job that prepare, at least 1: preparing in the training
+      process would take turns with training, and disturb its random state. Four jobs with one
+      worker each use four cores;
+    - ``timeout_seconds``: after this a batch that a stopped or hanging job promised is prepared by
+      another, and a coordinator that does not answer is given up;
     - ``multiprocessing_context``, ``worker_init_fn``, ``pin_memory``: as of DataLoader.
 
-    Tensors of a batch are views of shared pages that are copied when written to: changing them in place harms nobody.
+    Tensors of a batch are views of shared pages that are copied when written to: changing them in
+    place harms nobody.
 
-    Iterating raises CoordinationRefused (a ValueError) when other jobs prepare other batches in this directory, the data
-    set's own exceptions when the batch they belong to is reached, and RuntimeError when a worker process died. Without a
-    coordinator (lost, or not possible on this system) it warns once and the rest of the epoch is prepared by this job's own
-    workers; the next epoch tries to join again.
+    Iterating raises CoordinationRefused (a ValueError) when other jobs prepare other batches in
+    this directory, the data set's own exceptions when the batch they belong to is reached, and
+    RuntimeError when a worker process died. Without a coordinator (lost, or not possible on this
+    system) it warns once and the rest of the epoch is prepared by this job's own workers; the next
+    epoch tries to join again.
     """
 
     def __init__(
@@ -87,7 +108,8 @@ class CoordinatedLoader:
         self._agreement = {"fingerprint": fingerprint, "seed": seed}
         self._context, self._init = multiprocessing_context, worker_init_fn
         self._membership: Membership | None = None
-        self._next = self._now = (0, 0)  # epoch, batch: where the next iteration begins, and what the last one gave
+        # epoch, batch: where the next iteration begins, and what the last one gave
+        self._next = self._now = (0, 0)
         self._iteration = 0
         self._warned: set[str] = set()
         self._may_join = True
@@ -136,28 +158,37 @@ class CoordinatedLoader:
             membership.close(at_once=at_once)
 
     def __iter__(self) -> Iterator[Any]:
-        # Nothing happens before the first batch is asked for: Lightning makes an iterator just to see that it can.
+        # Nothing happens before the first batch is asked for: Lightning makes an iterator just to
+        # see that it can.
         self._iteration += 1
         iteration, (epoch, start) = self._iteration, self._next
         self._next, self._now = (epoch + 1, 0), (epoch, start)
         for batch, (value, origin) in enumerate(self._values(epoch, start), start):
-            self._statistics = replace(self._statistics, **{origin: getattr(self._statistics, origin) + 1})
+            self._statistics = replace(
+                self._statistics, **{origin: getattr(self._statistics, origin) + 1}
+            )
             self._now = epoch, batch + 1
             yield self._pinned(value)
             self._check(iteration)
 
     def _check(self, iteration: int) -> None:
         if iteration != self._iteration:
-            raise RuntimeError("a newer iteration over this CoordinatedLoader was begun: only one goes on at a time")
+            raise RuntimeError(
+                "a newer iteration over this CoordinatedLoader was begun: only one goes on at a "
+                "time"
+            )
 
     def _values(self, epoch: int, start: int) -> Iterator[tuple[Any, str]]:
         """Each batch from `start` on, and its origin: a field of CoordinationStatistics."""
         lists, digest = self.preparation.epoch(epoch)
         try:
-            for value, is_own, nbytes in self._joined().batches(epoch, start, len(lists), digest=digest):
+            for value, is_own, nbytes in self._joined().batches(
+                epoch, start, len(lists), digest=digest
+            ):
                 if nbytes > self.memory_bytes:
                     message = (
-                        f"a batch has {nbytes} bytes and memory_bytes={self.memory_bytes} keeps none for other jobs"
+                        f"a batch has {nbytes} bytes and memory_bytes={self.memory_bytes} "
+                        "keeps none for other jobs"
                     )
                     self._warn("memory", message)
                 start += 1
@@ -169,7 +200,9 @@ class CoordinatedLoader:
         except CoordinatorLost as error:
             lost = str(error)
         self._leave(at_once=True)
-        self._warn("alone", f"batches are prepared without the other jobs, at least in this epoch: {lost}")
+        self._warn(
+            "alone", f"batches are prepared without the other jobs, at least in this epoch: {lost}"
+        )
         for value in self._alone(epoch, range(start, len(lists))):
             yield value, "alone"
 
@@ -180,7 +213,8 @@ class CoordinatedLoader:
         if self._membership is None:
             if not is_supported():
                 raise CoordinatorLost(
-                    f"{sys.platform} has no open files in memory to pass on; coordination needs Linux"
+                    f"{sys.platform} has no open files in memory to pass on; coordination needs "
+                    "Linux"
                 )
             if not self._may_join:
                 raise CoordinatorLost("no coordinator answered before")

@@ -1,4 +1,6 @@
-"""A job among those that share their batches: its connection to the coordinator, and its workers."""
+"""A job among those that share their batches: its connection to the coordinator, and its
+workers.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,12 @@ from typing import Any
 
 from lightning_topt.data.cache import sample_codec
 from lightning_topt.data.coordinated.coordinated_worker import Workers
-from lightning_topt.data.coordinated.coordinator_link import CoordinatorLost, Message, close_quietly, join
+from lightning_topt.data.coordinated.coordinator_link import (
+    CoordinatorLost,
+    Message,
+    close_quietly,
+    join,
+)
 from lightning_topt.data.coordinated.ledger import Position
 
 
@@ -24,7 +31,8 @@ class CoordinationRefused(ValueError):
 class Membership:
     """Joins the jobs at `address`, as the first one or a later one, and starts this job's workers.
 
-    Raises CoordinatorLost when no coordinator answers within `timeout_seconds`, CoordinationRefused when it serves other data.
+    Raises CoordinatorLost when no coordinator answers within `timeout_seconds`, CoordinationRefused
+    when it serves other data.
     """
 
     def __init__(
@@ -48,10 +56,14 @@ class Membership:
             self.connection.close()
             raise
 
-    def batches(self, epoch: int, start: int, end: int, *, digest: str) -> Iterator[tuple[Any, bool, int]]:
-        """Yield each batch from `start` to `end` (excluded), whether this job's own worker prepared it, and its bytes.
+    def batches(
+        self, epoch: int, start: int, end: int, *, digest: str
+    ) -> Iterator[tuple[Any, bool, int]]:
+        """Yield each batch from `start` to `end` (excluded), whether this job's own worker prepared
+        it, and its bytes.
 
-        Raises CoordinatorLost, CoordinationRefused, what the data set raised, and RuntimeError for a worker that died.
+        Raises CoordinatorLost, CoordinationRefused, what the data set raised, and RuntimeError for
+        a worker that died.
         """
         where = {"epoch": epoch, "batch": start, "batches": end, "digest": digest}
         self.connection.send({"type": "start", **where})
@@ -65,9 +77,11 @@ class Membership:
             yield _decode(descriptor, nbytes), message["by"] == self.job, nbytes
 
     def close(self, *, at_once: bool = False) -> None:
-        """Leave the group and end the workers. Safe to call twice, and where this process was forked from the job's.
+        """Leave the group and end the workers. Safe to call twice, and where this process was
+        forked from the job's.
 
-        Workers may finish their batch, unless it must be `at_once`: where there is no coordinator to tell them.
+        Workers may finish their batch, unless it must be `at_once`: where there is no coordinator
+        to tell them.
         """
         if self._closed:
             return
@@ -77,14 +91,18 @@ class Membership:
             self.workers.close(at_once=at_once)
 
     def _receive(self, position: Position) -> tuple[Message, int]:
-        """The answer for that batch. The coordinator is asked whether it is there when it is silent for long."""
+        """The answer for that batch. The coordinator is asked whether it is there when it is silent
+        for long.
+        """
         asked = False
         while True:
             received = self.connection.receive(timeout_seconds=0)
             if received is None:
                 ready = self._wait(position)
                 if not ready and asked:
-                    raise CoordinatorLost(f"the coordinator did not answer within {self.timeout_seconds:g} seconds")
+                    raise CoordinatorLost(
+                        f"the coordinator did not answer within {self.timeout_seconds:g} seconds"
+                    )
                 if not ready:
                     self.connection.send({"type": "ping"})
                     asked = True
@@ -97,7 +115,9 @@ class Membership:
             _refuse(message)
 
     def _wait(self, position: Position) -> bool:
-        """Whether something came within `timeout_seconds`; raises what prevents that batch from coming."""
+        """Whether something came within `timeout_seconds`; raises what prevents that batch from
+        coming.
+        """
         ready = multiprocessing.connection.wait(
             [self.connection.socket, *self.workers.waitables()], self.timeout_seconds
         )
@@ -106,7 +126,9 @@ class Membership:
         if position in self.workers.errors:
             self.workers.errors[position].reraise()  # type: ignore[no-untyped-call]
         if not are_alive and self.connection.socket not in ready:
-            raise CoordinatorLost("the processes that prepare batches could not reach the coordinator")
+            raise CoordinatorLost(
+                "the processes that prepare batches could not reach the coordinator"
+            )
         return bool(ready)
 
 
@@ -118,9 +140,13 @@ def _refuse(message: Message) -> None:
 
 
 def _decode(descriptor: int, nbytes: int) -> Any:
-    """The batch in a file, which is closed; pages are shared with the other jobs until this one writes to them."""
+    """The batch in a file, which is closed; pages are shared with the other jobs until this one
+    writes to them.
+    """
     try:
-        pages = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        pages = mmap.mmap(
+            descriptor, nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
+        )
     finally:
         os.close(descriptor)
     _find_records(sample_codec.header_of(pages))
@@ -129,7 +155,9 @@ def _decode(descriptor: int, nbytes: int) -> Any:
 
 @lru_cache(maxsize=1024)
 def _find_records(header: bytes) -> None:
-    """Register the NamedTuples and dataclasses of a batch that another process encoded, where their module is imported."""
+    """Register the NamedTuples and dataclasses of a batch that another process encoded, where their
+    module is imported.
+    """
     specs = [sample_codec.layout_of(header).spec]
     while specs:
         spec = specs.pop()

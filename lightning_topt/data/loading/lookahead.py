@@ -23,7 +23,8 @@ from lightning_topt.data.cache.cached_dataset import CachedDataset
 from lightning_topt.data.cache.sample_cache import SampleCache
 from lightning_topt.data.peers.prefetch import PrefetchingPeers
 
-# These draw what is random about an epoch when it begins: when the rest is asked for makes no difference.
+# These draw what is random about an epoch when it begins: when the rest is asked for makes no
+# difference.
 _SAMPLERS = (
     BatchSampler,
     DistributedSampler,
@@ -35,21 +36,27 @@ _SAMPLERS = (
 
 
 def can_look_ahead(sampler: Any) -> bool:
-    """Return whether drawing from `sampler` earlier gives the same; its subclasses, and Lightning's, may do anything."""
+    """Return whether drawing from `sampler` earlier gives the same; its subclasses, and
+    Lightning's, may do anything.
+    """
     return type(sampler) in _SAMPLERS
 
 
 class Lookahead:
-    """Draws `batches` batches ahead and announces the items of caches that lie behind `dataset`, where these prefetch.
+    """Draws `batches` batches ahead and announces the items of caches that lie behind `dataset`,
+    where these prefetch.
 
-    At the end of an epoch it waits until other nodes have what was read for them: the next epoch asks them for it.
+    At the end of an epoch it waits until other nodes have what was read for them: the next epoch
+    asks them for it.
     """
 
     def __init__(self, dataset: Any, *, batches: int) -> None:
         self.dataset, self.batches = dataset, batches
 
     def over(self, chosen: Iterator[Any]) -> Iterator[Any]:
-        """Yield the same batches of indices (or single indices), each one announced `batches` before it is given."""
+        """Yield the same batches of indices (or single indices), each one announced `batches`
+        before it is given.
+        """
         drawn: deque[Any] = deque()
         for cache in _caches(self.dataset):
             if isinstance(cache.peers, PrefetchingPeers):
@@ -88,7 +95,10 @@ def _behind(dataset: Any, index: Any) -> tuple[SampleCache, int] | None:
             dataset, index = dataset.dataset, dataset.indices[index]
         elif type(dataset) is ConcatDataset:
             part = bisect_right(dataset.cumulative_sizes, index)
-            dataset, index = dataset.datasets[part], index - (dataset.cumulative_sizes[part - 1] if part else 0)
+            dataset, index = (
+                dataset.datasets[part],
+                index - (dataset.cumulative_sizes[part - 1] if part else 0),
+            )
         else:
             return None
 

@@ -1,7 +1,9 @@
-"""A DataLoader that goes on in the middle of an epoch: at the next batch, in the same order, without reading those before it.
+"""A DataLoader that goes on in the middle of an epoch: at the next batch, in the same order,
+without reading those before it.
 
-The order is drawn again from the random states that it was first drawn from, so a checkpoint holds these and a count, whatever
-the number of samples. Only the order is restored: what workers draw for augmentation differs from a run that never stopped.
+The order is drawn again from the random states that it was first drawn from, so a checkpoint holds
+these and a count, whatever the number of samples. Only the order is restored: what workers draw for
+augmentation differs from a run that never stopped.
 """
 
 from __future__ import annotations
@@ -26,16 +28,18 @@ _POSITION = "_topt_position"
 
 
 class ResumableLoader(DataLoader[Any]):
-    """A `ResumableLoader` is a `torch.utils.data.DataLoader` with ``state_dict`` and ``load_state_dict``, for map-style data
-    sets and batches in order.
+    """A `ResumableLoader` is a `torch.utils.data.DataLoader` with ``state_dict`` and
+    ``load_state_dict``, for map-style data sets and batches in order.
 
-    The state counts the batches that were handed out, not those that workers have prepared ahead. It can be loaded with
-    ``weights_only``. `is_epoch_over` says, when the state is taken, that no more batches are wanted of this epoch although
-    there are some; None: every epoch goes to the end. `lookahead` is told of batches before they are read, where that changes
-    nothing: without workers, which read ahead by themselves, and for torch's own samplers.
+    The state counts the batches that were handed out, not those that workers have prepared ahead.
+    It can be loaded with ``weights_only``. `is_epoch_over` says, when the state is taken, that no
+    more batches are wanted of this epoch although there are some; None: every epoch goes to the
+    end. `lookahead` is told of batches before they are read, where that changes nothing: without
+    workers, which read ahead by themselves, and for torch's own samplers.
 
-    A sampler's order can be drawn again if it depends on the random states (Python, NumPy, torch, its or the loader's
-    `generator`) when it begins, on its ``epoch`` or on its ``state_dict``. Where that was not enough there is a warning.
+    A sampler's order can be drawn again if it depends on the random states (Python, NumPy, torch,
+    its or the loader's `generator`) when it begins, on its ``epoch`` or on its ``state_dict``.
+    Where that was not enough there is a warning.
     """
 
     def __init__(
@@ -65,8 +69,8 @@ class ResumableLoader(DataLoader[Any]):
         return _Batches(super().__iter__(), epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where this loader is in its epoch: tensors and plain values. ``batches`` is 0 where it is at its beginning or
-        end.
+        """Return where this loader is in its epoch: tensors and plain values. ``batches`` is 0
+        where it is at its beginning or end.
         """
         position = self._position
         over = self.is_epoch_over is not None and self.is_epoch_over()
@@ -85,9 +89,14 @@ def make_resumable(
 ) -> bool:
     """Turn a plain DataLoader into a ResumableLoader where it is; whether it could be.
 
-    Not subclasses, which may be resumable themselves, nor iterable data sets, nor loaders that give batches out of order.
+    Not subclasses, which may be resumable themselves, nor iterable data sets, nor loaders that give
+    batches out of order.
     """
-    if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset) or not loader.in_order:
+    if (
+        type(loader) is not DataLoader
+        or isinstance(loader.dataset, IterableDataset)
+        or not loader.in_order
+    ):
         return False
     loader.__class__ = ResumableLoader
     loader.is_epoch_over, loader.lookahead = is_epoch_over, lookahead
@@ -95,7 +104,9 @@ def make_resumable(
 
 
 class _Position:
-    """Stands in for a loader's sampler (of batches, or of samples where there are no batches) and begins its epochs."""
+    """Stands in for a loader's sampler (of batches, or of samples where there are no batches) and
+    begins its epochs.
+    """
 
     def __init__(self, sampler: Any, generator: torch.Generator | None) -> None:
         self.sampler = sampler
@@ -124,7 +135,8 @@ class _Position:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.to_resume = dict(state) if state["batches"] else None
-        # A Trainer tells samplers the epoch's number only after workers have asked them for their first batches.
+        # A Trainer tells samplers the epoch's number only after workers have asked them for their
+        # first batches.
         for part, number in zip(self.parts, state.get("epochs", ()), strict=False):
             if number is not None:
                 part.set_epoch(number)
@@ -135,7 +147,10 @@ class _Position:
             "random": _random_states(),
             "generators": [generator.get_state() for generator in self.generators],
             "epochs": [part.epoch if hasattr(part, "set_epoch") else None for part in self.parts],
-            "samplers": [deepcopy(part.state_dict()) if hasattr(part, "state_dict") else None for part in self.parts],
+            "samplers": [
+                deepcopy(part.state_dict()) if hasattr(part, "state_dict") else None
+                for part in self.parts
+            ],
             "rank": getattr(self.parts[-1], "rank", 0),
         }
 
@@ -152,7 +167,9 @@ class _Position:
 class _Epoch:
     """One pass over the sampler: what it was drawn from, and how much of it was handed out."""
 
-    def __init__(self, position: _Position, resumed: dict[str, Any] | None, lookahead: Lookahead | None) -> None:
+    def __init__(
+        self, position: _Position, resumed: dict[str, Any] | None, lookahead: Lookahead | None
+    ) -> None:
         self.position, self.resumed, self.lookahead = position, resumed, lookahead
         self.origin: dict[str, Any] = {} if resumed is None else resumed
         self.batches = 0 if resumed is None else int(resumed["batches"])
@@ -161,7 +178,9 @@ class _Epoch:
         self._drawn: deque[int] = deque()  # the check after each batch that is still on its way
 
     def indices(self) -> Iterator[Any]:
-        """Yield the sampler's batches (or samples). What comes before the first one is not done until that is asked for."""
+        """Yield the sampler's batches (or samples). What comes before the first one is not done
+        until that is asked for.
+        """
         if self.resumed is None:
             self.origin = self.position.remember()
             iterator, check = iter(self.position.sampler), 0
@@ -173,7 +192,9 @@ class _Epoch:
             yield chosen
 
     def _skipped(self) -> Iterator[Any]:
-        """The order of the interrupted epoch, drawn again, after the batches that were handed out."""
+        """The order of the interrupted epoch, drawn again, after the batches that were handed
+        out.
+        """
         check, done = 0, 0
         with other_randomness(0):
             self.position.restore(self.origin)
@@ -184,8 +205,10 @@ class _Epoch:
         own = self.origin["rank"] == getattr(self.position.parts[-1], "rank", 0)
         if done < self.batches or (own and check != self.check):
             warnings.warn(
-                "the order of the interrupted epoch could not be drawn again (another data set, batch size or seed, or a "
-                f"sampler with a state of its own): after {self.batches} batches that were used, samples of this epoch may "
+                "the order of the interrupted epoch could not be drawn again (another data set, "
+                "batch size or seed, or a "
+                f"sampler with a state of its own): after {self.batches} batches that were used, "
+                "samples of this epoch may "
                 "come twice or not at all. Give the sampler a generator, set_epoch or state_dict",
                 stacklevel=2,
             )
@@ -233,7 +256,9 @@ def _check(chosen: Any, before: int) -> int:
 
 
 def _first(iterator: Iterator[Any], number: int) -> Iterable[Any]:
-    """Up to `number` items; unlike `zip` with a range it takes no more than that from `iterator`."""
+    """Up to `number` items; unlike `zip` with a range it takes no more than that from
+    `iterator`.
+    """
     for _ in range(number):
         try:
             yield next(iterator)

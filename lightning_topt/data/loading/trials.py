@@ -1,6 +1,8 @@
-"""Short trials of a DataLoader: what a batch costs to prepare, and how fast batches come from a number of workers.
+"""Short trials of a DataLoader: what a batch costs to prepare, and how fast batches come from a
+number of workers.
 
-The data set is read in other processes only: files and connections that it opens must not be there when workers are forked.
+The data set is read in other processes only: files and connections that it opens must not be there
+when workers are forked.
 """
 
 from __future__ import annotations
@@ -32,10 +34,11 @@ _PATIENCE_SECONDS = 300.0  # for the first batch of a process
 
 @dataclass(frozen=True)
 class Preparation:
-    """A `Preparation` says what a batch costs a process that does nothing else: means per batch of `trial_size` samples, in one
-    thread.
+    """A `Preparation` says what a batch costs a process that does nothing else: means per batch of
+    `trial_size` samples, in one thread.
 
-    ``spread`` is the standard deviation of a whole batch's seconds over their mean, ``batch_bytes`` the size of a whole batch.
+    ``spread`` is the standard deviation of a whole batch's seconds over their mean, ``batch_bytes``
+    the size of a whole batch.
     """
 
     trial_size: int
@@ -47,10 +50,11 @@ class Preparation:
 
 @dataclass(frozen=True)
 class TrialLoader:
-    """A `TrialLoader` is what the trials need of a loader. Its sampler, its generator and its owner stay where they are,
-    untouched.
+    """A `TrialLoader` is what the trials need of a loader. Its sampler, its generator and its owner
+    stay where they are, untouched.
 
-    `batch_size` is in samples, 1 where the data set makes the batches; `start_method` None: the system's.
+    `batch_size` is in samples, 1 where the data set makes the batches; `start_method` None: the
+    system's.
     """
 
     dataset: Any
@@ -62,8 +66,8 @@ class TrialLoader:
 
     @staticmethod
     def of(loader: DataLoader[Any]) -> TrialLoader:
-        """Return what the trials need of `loader`. A batch sampler without a ``batch_size`` is asked for its first batch; its
-        generators are as before afterwards.
+        """Return what the trials need of `loader`. A batch sampler without a ``batch_size`` is
+        asked for its first batch; its generators are as before afterwards.
         """
         context = loader.multiprocessing_context
         return TrialLoader(
@@ -104,22 +108,29 @@ class Chunks:
 
 
 class LoaderTrials:
-    """Trials of one loader, on other items each, as long as there are any. `seconds` is the time of each.
+    """Trials of one loader, on other items each, as long as there are any. `seconds` is the time of
+    each.
 
-    Workers of a trial are started anew, which comes on top. Raises ValueError for a data set without items.
+    Workers of a trial are started anew, which comes on top. Raises ValueError for a data set
+    without items.
     """
 
     def __init__(self, loader: DataLoader[Any], *, seconds: float) -> None:
         self.loader, self.seconds = TrialLoader.of(loader), seconds
         count = len(self.loader.dataset)
         if not count:
-            raise ValueError("the data set has no samples to measure: give num_workers and prefetch_factor as numbers")
+            raise ValueError(
+                "the data set has no samples to measure: give num_workers and prefetch_factor as "
+                "numbers"
+            )
         items = random.Random(0).sample(range(count), min(count, _MOST_ITEMS))
         self._backwards, self._items = items[::-1], cycle(items)
         self._size = 1
 
     def prepare(self) -> Preparation:
-        """Prepare batches in a process without workers. Raises what the data set raises; RuntimeError if its process ends."""
+        """Prepare batches in a process without workers. Raises what the data set raises;
+        RuntimeError if its process ends.
+        """
         result = run_apart(
             partial(prepare, self.loader, self._backwards, seconds=self.seconds),
             context=multiprocessing.get_context(self.loader.start_method),
@@ -132,9 +143,12 @@ class LoaderTrials:
         return result  # type: ignore[no-any-return]
 
     def run(self, num_workers: int) -> LoopTimes:
-        """Run a loop that takes batches of `trial_size` as fast as they come from workers, in its steady part."""
+        """Run a loop that takes batches of `trial_size` as fast as they come from workers, in its
+        steady part.
+        """
         loader = self.loader.over(Chunks(self._items, self._size), num_workers=num_workers)
-        ahead = num_workers * (PREFETCH_FACTOR + 1)  # made while the loop waited for the workers to start
+        # made while the loop waited for the workers to start
+        ahead = num_workers * (PREFETCH_FACTOR + 1)
         watched = Watched(loader, self.seconds, skip=ahead, least=max(4, 2 * num_workers))
         for _ in watched:
             pass
@@ -142,7 +156,9 @@ class LoaderTrials:
 
 
 def prepare(loader: TrialLoader, items: Sequence[int], *, seconds: float) -> Preparation:
-    """Prepare batches of `items` here for `seconds`: of one sample first, then of more until they take an eighth of that."""
+    """Prepare batches of `items` here for `seconds`: of one sample first, then of more until they
+    take an eighth of that.
+    """
     chunks = Chunks(cycle(items))
     batches = iter(loader.over(chunks))
     next(batches)  # which opens what the data set opens
@@ -169,7 +185,9 @@ def prepare(loader: TrialLoader, items: Sequence[int], *, seconds: float) -> Pre
 
 
 def nbytes(batch: Any) -> float:
-    """Return the bytes of the tensors and arrays in a batch, and of its other leaves when pickled."""
+    """Return the bytes of the tensors and arrays in a batch, and of its other leaves when
+    pickled.
+    """
     if isinstance(batch, Mapping):
         return sum(map(nbytes, batch.values()))
     if isinstance(batch, list | tuple):
@@ -188,7 +206,10 @@ def _batch_size(loader: DataLoader[Any]) -> int:
     if isinstance(known, int) and known > 0:
         return known
     inner = getattr(sampler, "sampler", None)
-    found: Iterable[Any] = (loader.generator, *(getattr(part, "generator", None) for part in (sampler, inner)))
+    found: Iterable[Any] = (
+        loader.generator,
+        *(getattr(part, "generator", None) for part in (sampler, inner)),
+    )
     generators = [one for one in found if isinstance(one, torch.Generator)]
     states = [one.get_state() for one in generators]
     try:

@@ -1,8 +1,10 @@
-"""Trials, not a rule of thumb, choose how many workers a DataLoader needs, and how far ahead they should read.
+"""Trials, not a rule of thumb, choose how many workers a DataLoader needs, and how far ahead they
+should read.
 
-A trial is taken for the truth and a model only for what there was no time to try. Disturbances by other work make a trial
-slower, never faster: one that shows no gain is repeated, and the faster one counts. The time of a training step is not known
-before training, so the loader alone is tried, as fast as it goes.
+A trial is taken for the truth and a model only for what there was no time to try. Disturbances by
+other work make a trial slower, never faster: one that shows no gain is repeated, and the faster one
+counts. The time of a training step is not known before training, so the loader alone is tried, as
+fast as it goes.
 """
 
 from __future__ import annotations
@@ -41,8 +43,9 @@ _SHARED_MEMORY = Path("/dev/shm")
 class LoaderChoice:
     """A `LoaderChoice` says what was chosen for a loader, and why.
 
-    `prefetch_factor` is None without workers; `pin_memory` None: as it was. `batch_seconds` has what was tried: seconds per
-    batch of `trial_size` samples by number of workers, 0 for the training process itself; empty where nothing was measured.
+    `prefetch_factor` is None without workers; `pin_memory` None: as it was. `batch_seconds` has
+    what was tried: seconds per batch of `trial_size` samples by number of workers, 0 for the
+    training process itself; empty where nothing was measured.
     """
 
     num_workers: int
@@ -70,58 +73,86 @@ def tune_loader(
     memory_bytes: float,
     seconds: float,
 ) -> LoaderChoice:
-    """Choose what is "auto"; the loader stays as it is, the random states too. Without "auto" nothing is measured.
+    """Choose what is "auto"; the loader stays as it is, the random states too. Without "auto"
+    nothing is measured.
 
-    `cores`: the most workers; `memory_bytes`: of prepared batches that wait; `prefetch_factor` None: torch's default. Takes
-    about `seconds`. Raises what the data set raises, RuntimeError where a process ends, and ValueError for a data set without
-    samples and for a number in `prefetch_factor` without workers.
+    `cores`: the most workers; `memory_bytes`: of prepared batches that wait; `prefetch_factor`
+    None: torch's default. Takes about `seconds`. Raises what the data set raises, RuntimeError
+    where a process ends, and ValueError for a data set without samples and for a number in
+    `prefetch_factor` without workers.
     """
     if num_workers == 0 and isinstance(prefetch_factor, int):
-        raise ValueError("prefetch_factor is of workers, and the loader has none: give num_workers, or leave it out")
+        raise ValueError(
+            "prefetch_factor is of workers, and the loader has none: give num_workers, or leave it "
+            "out"
+        )
     if num_workers == 0:
         return LoaderChoice(0, None, "0 workers, as given")
     if num_workers == AUTO and multiprocessing.current_process().daemon:
         return LoaderChoice(
-            0, None, "0 workers: this process is a daemon of multiprocessing, which must not start others"
+            0,
+            None,
+            "0 workers: this process is a daemon of multiprocessing, which must not start others",
         )
     if num_workers != AUTO and prefetch_factor != AUTO:
         reason = f"{num_workers} workers, prefetch_factor={prefetch_factor}, as given"
         return LoaderChoice(num_workers, prefetch_factor, reason)
     with other_randomness(0):
-        prepared, found = _measure(loader, num_workers, cores=cores, memory_bytes=memory_bytes, seconds=seconds)
+        prepared, found = _measure(
+            loader, num_workers, cores=cores, memory_bytes=memory_bytes, seconds=seconds
+        )
     if prefetch_factor == AUTO:
-        prefetch_factor = choose_prefetch_factor(prepared, found.num_workers, memory_bytes=memory_bytes)
+        prefetch_factor = choose_prefetch_factor(
+            prepared, found.num_workers, memory_bytes=memory_bytes
+        )
     ahead = prefetch_factor if found.num_workers else None
     reason = f"{found.reason} (batches of {prepared.trial_size}); prefetch_factor={ahead}"
-    return LoaderChoice(found.num_workers, ahead, reason, None, prepared.trial_size, found.batch_seconds)
+    return LoaderChoice(
+        found.num_workers, ahead, reason, None, prepared.trial_size, found.batch_seconds
+    )
 
 
 def _measure(
-    loader: DataLoader[Any], num_workers: int | Auto, *, cores: int, memory_bytes: float, seconds: float
+    loader: DataLoader[Any],
+    num_workers: int | Auto,
+    *,
+    cores: int,
+    memory_bytes: float,
+    seconds: float,
 ) -> tuple[Preparation, Found]:
     """Return what a batch costs, and the number of workers, tried where it is not given."""
     if num_workers != AUTO:
         prepared = LoaderTrials(loader, seconds=seconds).prepare()
-        return prepared, Found(num_workers, f"{num_workers} workers, as given", {0: prepared.seconds})
+        return prepared, Found(
+            num_workers, f"{num_workers} workers, as given", {0: prepared.seconds}
+        )
     end = time.perf_counter() + seconds
     rungs = len(list(_ladder(cores))) + 2  # the preparation, and one that is repeated
     trials = LoaderTrials(loader, seconds=seconds / rungs)
     prepared = trials.prepare()
     most = min(cores, math.floor(memory_bytes / max(1.0, prepared.batch_bytes)))
     found = find_num_workers(
-        prepared.seconds, most=most, trial=trials.run, is_time_left=lambda: time.perf_counter() < end
+        prepared.seconds,
+        most=most,
+        trial=trials.run,
+        is_time_left=lambda: time.perf_counter() < end,
     )
     return prepared, found
 
 
 def find_num_workers(
-    prepare_seconds: float, *, most: int, trial: Callable[[int], LoopTimes], is_time_left: Callable[[], bool]
+    prepare_seconds: float,
+    *,
+    most: int,
+    trial: Callable[[int], LoopTimes],
+    is_time_left: Callable[[], bool],
 ) -> Found:
     """Return the least number of workers within 5 % of the best that was tried, up to `most`.
 
-    0 where handing batches over costs as much as `prepare_seconds`, of preparing one in the training process. Numbers are tried
-    by doubling until more bring nothing, then between the last two. For what there was no time to try it is supposed that more
-    workers are faster in proportion, until the training process has no time but to receive.
+    0 where handing batches over costs as much as `prepare_seconds`, of preparing one in the
+    training process. Numbers are tried by doubling until more bring nothing, then between the last
+    two. For what there was no time to try it is supposed that more workers are faster in
+    proportion, until the training process has no time but to receive.
     """
     tried = {0: prepare_seconds}
     if most < 1:
@@ -129,26 +160,37 @@ def find_num_workers(
     if prepare_seconds > _SLOW_SECONDS and not is_time_left():
         count = _estimated({1: prepare_seconds}, most, receive_seconds=0.0)
         return Found(
-            count, f"{_workers(count)} of at most {most}: estimated, there was no time to try any{_MORE}", tried
+            count,
+            f"{_workers(count)} of at most {most}: estimated, there was no time to try any{_MORE}",
+            tried,
         )
     one = trial(1)
     tried[1] = one.batch_seconds
     transfer_seconds = _BOTH_ENDS * one.core_seconds
-    compared = f"{_milliseconds(transfer_seconds)} to hand a batch over, {_milliseconds(prepare_seconds)} to prepare it"
+    compared = (
+        f"{_milliseconds(transfer_seconds)} to hand a batch over, "
+        f"{_milliseconds(prepare_seconds)} to prepare it"
+    )
     if transfer_seconds >= prepare_seconds:
         return Found(0, f"0 workers: {compared}", tried)
     by_workers = {1: one.batch_seconds}
     if _climb(by_workers, most, trial, is_time_left):
         count = _least(by_workers, trial, is_time_left)
-        why = f"{_milliseconds(by_workers[count])} per batch, the best tried {_milliseconds(min(by_workers.values()))}"
+        why = (
+            f"{_milliseconds(by_workers[count])} per batch, the best tried "
+            f"{_milliseconds(min(by_workers.values()))}"
+        )
     else:
         count = _estimated(by_workers, most, receive_seconds=one.core_seconds)
         why = f"estimated, there was time to try up to {max(by_workers)}{_MORE}"
-    return Found(count, f"{_workers(count)} of at most {most}: {why}; {compared}", tried | by_workers)
+    return Found(
+        count, f"{_workers(count)} of at most {most}: {why}; {compared}", tried | by_workers
+    )
 
 
 def choose_prefetch_factor(prepared: Preparation, num_workers: int, *, memory_bytes: float) -> int:
-    """Return the batches ahead per worker, 2 to 8: the others go on while one takes 3 standard deviations longer than the mean.
+    """Return the batches ahead per worker, 2 to 8: the others go on while one takes 3 standard
+    deviations longer than the mean.
 
     Less (at least 1) where all that may wait would be more than `memory_bytes`.
     """
@@ -159,13 +201,15 @@ def choose_prefetch_factor(prepared: Preparation, num_workers: int, *, memory_by
 
 def cores_per_rank(ranks_on_node: int) -> int:
     """Return this process's share of the cores that it may run on, at least 1."""
-    known = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    known = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     return max(1, known // ranks_on_node)
 
 
 def memory_for_waiting(sharers: int) -> float:
-    """Return the bytes for prepared batches of each of `sharers` loaders of a node: a tenth of the free memory, half of the
-    shared one.
+    """Return the bytes for prepared batches of each of `sharers` loaders of a node: a tenth of the
+    free memory, half of the shared one.
 
     (Batches wait in shared memory, of which containers have little.)
     """
@@ -176,9 +220,14 @@ def memory_for_waiting(sharers: int) -> float:
 
 
 def _climb(
-    tried: dict[int, float], most: int, trial: Callable[[int], LoopTimes], is_time_left: Callable[[], bool]
+    tried: dict[int, float],
+    most: int,
+    trial: Callable[[int], LoopTimes],
+    is_time_left: Callable[[], bool],
 ) -> bool:
-    """Try 2, 4, ... `most` workers until it brings nothing, into `tried`; whether there was time for it."""
+    """Try 2, 4, ... `most` workers until it brings nothing, into `tried`; whether there was time
+    for it.
+    """
     for count in _ladder(most):
         if count in tried:
             continue
@@ -193,8 +242,12 @@ def _climb(
     return True
 
 
-def _least(tried: dict[int, float], trial: Callable[[int], LoopTimes], is_time_left: Callable[[], bool]) -> int:
-    """The least number that is nearly as fast as the best, looked for between those `tried` as long as there is time."""
+def _least(
+    tried: dict[int, float], trial: Callable[[int], LoopTimes], is_time_left: Callable[[], bool]
+) -> int:
+    """The least number that is nearly as fast as the best, looked for between those `tried` as long
+    as there is time.
+    """
     goal = (1 + NEARLY) * min(tried.values())
     high = min(count for count, seconds in tried.items() if seconds <= goal)
     low = max((count for count in tried if count < high), default=0)
@@ -209,7 +262,9 @@ def _least(tried: dict[int, float], trial: Callable[[int], LoopTimes], is_time_l
 
 
 def _estimated(tried: dict[int, float], most: int, *, receive_seconds: float) -> int:
-    """The least number nearly as fast as the best, where more than those `tried` go on as they did."""
+    """The least number nearly as fast as the best, where more than those `tried` go on as they
+    did.
+    """
     largest = max(tried)
     seconds = dict(tried)
     for count in range(largest + 1, most + 1):

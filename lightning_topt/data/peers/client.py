@@ -1,4 +1,6 @@
-"""The other nodes' part of a partitioned cache: entries from their memory, before the source is asked."""
+"""The other nodes' part of a partitioned cache: entries from their memory, before the source is
+asked.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +17,27 @@ import numpy as np
 from lightning_topt.basics.argument_checks import check_size
 from lightning_topt.data.peers.partition import owners
 from lightning_topt.data.peers.peer_channel import Channel, PeerError
-from lightning_topt.data.peers.peer_link import Damaged, Entry, Later, OwnerLink, ask, receive_answer
+from lightning_topt.data.peers.peer_link import (
+    Damaged,
+    Entry,
+    Later,
+    OwnerLink,
+    ask,
+    receive_answer,
+)
 from lightning_topt.data.peers.protocol import PeerLimits, run_key
 from lightning_topt.data.peers.push import PushCounts, Pusher
 
-NOWHERE = ("", 0)  # the address of a node that keeps nothing, since none of its tiers could be opened
+# the address of a node that keeps nothing, since none of its tiers could be opened
+NOWHERE = ("", 0)
 EXIT_SECONDS = 3.0  # for pushes when a process ends; torch's DataLoader ends workers after 5
 
 
 @dataclass
 class PeerCounts:
-    """`PeerCounts` are those of one process since it began. Entries: `fetched`, `absent` (the owner had none), `damaged`
-    (refused here), `unanswered` (the owner is or was found down); `fetched_bytes`.
+    """`PeerCounts` are those of one process since it began. Entries: `fetched`, `absent` (the owner
+    had none), `damaged` (refused here), `unanswered` (the owner is or was found down);
+    `fetched_bytes`.
     """
 
     fetched: int = 0
@@ -38,17 +49,19 @@ class PeerCounts:
 
 
 class Peers:
-    """`Peers` are what a `SampleCache` needs to know of the other nodes; picklable, and every process makes connections of its
-    own.
+    """`Peers` are what a `SampleCache` needs to know of the other nodes; picklable, and every
+    process makes connections of its own.
 
     Args:
-        addresses: of all nodes' `PeerServer` (host, port), in the order of the nodes; that of this node is not used. A node at
-            `NOWHERE` is not asked.
+        addresses: of all nodes' `PeerServer` (host, port), in the order of the nodes; that of this
+            node is not used. A node at `NOWHERE` is not asked.
         node: the number of this node.
         num_items, seed: the partition, see `owners`; the same on all nodes.
         secret, fingerprint: as the servers have them.
-        timeout_seconds: for an answer to begin. Then a node that does not answer is left alone, at first for `retry_seconds`.
-        queue_bytes: of entries that wait to be given to their owners, per process; a number or text (``"64MiB"``).
+        timeout_seconds: for an answer to begin. Then a node that does not answer is left alone, at
+            first for `retry_seconds`.
+        queue_bytes: of entries that wait to be given to their owners, per process; a number or text
+            (``"64MiB"``).
 
     Raises ValueError for a node that has no address, or a short secret.
     """
@@ -67,11 +80,20 @@ class Peers:
         queue_bytes: int | str = 1 << 26,
         limits: PeerLimits | None = None,
     ) -> None:
-        if not 0 <= node < len(addresses) or any(a is None for i, a in enumerate(addresses) if i != node):
-            raise ValueError(f"node {node} needs the addresses of all other nodes; got {list(addresses)}")
+        if not 0 <= node < len(addresses) or any(
+            a is None for i, a in enumerate(addresses) if i != node
+        ):
+            raise ValueError(
+                f"node {node} needs the addresses of all other nodes; got {list(addresses)}"
+            )
         if min(timeout_seconds, retry_seconds) <= 0:
             raise ValueError("timeout_seconds and retry_seconds are positive")
-        self.addresses, self.node, self.num_items, self.seed = list(addresses), node, num_items, seed
+        self.addresses, self.node, self.num_items, self.seed = (
+            list(addresses),
+            node,
+            num_items,
+            seed,
+        )
         self.timeout_seconds, self.retry_seconds = timeout_seconds, retry_seconds
         self.queue_bytes = check_size(queue_bytes, name="queue_bytes")
         self.limits = limits or PeerLimits()
@@ -101,7 +123,8 @@ class Peers:
         return bool(self._owners[item] == self.node)
 
     def fetch(self, items: Sequence[int]) -> list[Entry | None]:
-        """Verified, writable entries (bytes,) of other nodes' items; None where the owner has none or does not answer in time.
+        """Verified, writable entries (bytes,) of other nodes' items; None where the owner has none
+        or does not answer in time.
 
         One exchange with each owner; all are asked before the first answer is read.
         """
@@ -112,7 +135,10 @@ class Peers:
             if owner != self.node and self.addresses[owner] != NOWHERE:
                 pending.setdefault(owner, []).append(position)
         while pending:
-            asked = [(owner, at, self._ask(owner, [items[i] for i in at])) for owner, at in pending.items()]
+            asked = [
+                (owner, at, self._ask(owner, [items[i] for i in at]))
+                for owner, at in pending.items()
+            ]
             pending = {}
             for owner, positions, exchange in asked:
                 later = self._collect(owner, exchange, items, positions, entries)
@@ -121,7 +147,9 @@ class Peers:
         return entries
 
     def _ask(self, owner: int, items: Sequence[int]) -> tuple[Channel, float] | None:
-        """The connection on which the answer comes and when it must have begun: no other owner's slowness counts."""
+        """The connection on which the answer comes and when it must have begun: no other owner's
+        slowness counts.
+        """
         link = self._link(owner)
         exchange = link.acquire()
         if exchange is not None:
@@ -141,19 +169,27 @@ class Peers:
         entries: list[Entry | None],
     ) -> list[int]:
         """Put an owner's answer into `entries`; the positions to be asked for again."""
-        link, now, later = self._link(owner), positions[: self.limits.items], positions[self.limits.items :]
+        link, now, later = (
+            self._link(owner),
+            positions[: self.limits.items],
+            positions[self.limits.items :],
+        )
         answer = None
         if exchange is not None:
             channel, deadline = exchange
             try:
-                answer = receive_answer(channel, [items[i] for i in now], deadline=deadline, limits=self.limits)
+                answer = receive_answer(
+                    channel, [items[i] for i in now], deadline=deadline, limits=self.limits
+                )
                 link.release(channel)
             except PeerError as error:
                 link.failed(channel, error)
         if answer is None:
             self._count(unanswered=len(positions))
             return []
-        found = {i: entry for i, entry in zip(now, answer, strict=True) if isinstance(entry, np.ndarray)}
+        found = {
+            i: entry for i, entry in zip(now, answer, strict=True) if isinstance(entry, np.ndarray)
+        }
         for i, entry in found.items():
             entries[i] = entry
         self._count(
@@ -170,7 +206,9 @@ class Peers:
                 setattr(self.counts, name, getattr(self.counts, name) + number)
 
     def push(self, item: int, parts: Sequence[Any]) -> None:
-        """Give an entry (buffers, copied) to its owner, in the background; see `PushCounts` for what becomes of it."""
+        """Give an entry (buffers, copied) to its owner, in the background; see `PushCounts` for
+        what becomes of it.
+        """
         owner = int(self._owners[item])
         assert owner != self.node, "a node's own items are not pushed"
         if sum(map(len, parts)) > self.limits.entry_bytes or self.addresses[owner] == NOWHERE:
@@ -178,7 +216,9 @@ class Peers:
             return
         with self._lock:
             if self._pusher is None:
-                self._pusher = Pusher(self._link, queue_bytes=self.queue_bytes, counts=self.counts.pushes)
+                self._pusher = Pusher(
+                    self._link, queue_bytes=self.queue_bytes, counts=self.counts.pushes
+                )
                 # A DataLoader's worker ends without a word: what it has read last would be lost.
                 Finalize(None, _flush, args=(weakref.ref(self), os.getpid()), exitpriority=10)
             pusher = self._pusher
@@ -201,17 +241,23 @@ class Peers:
         return link
 
     def flush(self) -> None:
-        """Wait until what was pushed has arrived, was refused or dropped; at most `timeout_seconds` of this."""
+        """Wait until what was pushed has arrived, was refused or dropped; at most `timeout_seconds`
+        of this.
+        """
         pusher = self._pusher
         if pusher is not None:
             pusher.flush(timeout_seconds=self.timeout_seconds)
 
     def close(self, *, timeout_seconds: float | None = None) -> None:
-        """Finish what was pushed, for at most `timeout_seconds`, and hang up. Used again, it connects again."""
+        """Finish what was pushed, for at most `timeout_seconds`, and hang up. Used again, it
+        connects again.
+        """
         with self._lock:
             pusher, self._pusher = self._pusher, None
         if pusher is not None:
-            pusher.close(timeout_seconds=self.timeout_seconds if timeout_seconds is None else timeout_seconds)
+            pusher.close(
+                timeout_seconds=self.timeout_seconds if timeout_seconds is None else timeout_seconds
+            )
         links, self._links = self._links, {}
         for link in links.values():
             link.close()

@@ -1,7 +1,9 @@
-"""The way into a node's service: one thread listens to all who have not proved yet that they know the run's secret.
+"""The way into a node's service: one thread listens to all who have not proved yet that they know
+the run's secret.
 
-Each of them costs an open socket and nothing else, so a flood of them keeps nobody out: whoever comes is let in at once, and
-where there are too many, one of those who have had their time leaves, of the address from which most came.
+Each of them costs an open socket and nothing else, so a flood of them keeps nobody out: whoever
+comes is let in at once, and where there are too many, one of those who have had their time leaves,
+of the address from which most came.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from lightning_topt.data.peers.peer_channel import Channel, PeerError
 from lightning_topt.data.peers.protocol import PeerLimits, Welcome
 
 PARENT_SECONDS = 1.0  # how often to look for the parent, should the end of its pipe not be seen
-PATIENCE_SECONDS = 0.2  # with a stranger when others wait: of many that come at once each needs a moment
+# with a stranger when others wait: of many that come at once each needs a moment
+PATIENCE_SECONDS = 0.2
 FULL_SECONDS = 0.005  # until it is looked again whether somebody has left
 _MANY = 64  # are accepted before those who are there are heard
 
@@ -34,7 +37,9 @@ class Stranger:
 
 
 class Entrance:
-    """Lets strangers of `listener` in and gives the channels of those who know `key` to `admit`, while `has_room` says so."""
+    """Lets strangers of `listener` in and gives the channels of those who know `key` to `admit`,
+    while `has_room` says so.
+    """
 
     def __init__(
         self,
@@ -45,7 +50,13 @@ class Entrance:
         admit: Callable[[Channel], None],
         has_room: Callable[[], bool],
     ) -> None:
-        self.listener, self.key, self.limits, self.admit, self.has_room = listener, key, limits, admit, has_room
+        self.listener, self.key, self.limits, self.admit, self.has_room = (
+            listener,
+            key,
+            limits,
+            admit,
+            has_room,
+        )
         self._by_address: dict[str, dict[Stranger, None]] = {}  # the oldest first
         self._number = 0
         self._selector = selectors.DefaultSelector()
@@ -56,7 +67,9 @@ class Entrance:
         self._selector.register(control, selectors.EVENT_READ)
         self._listen(True)
         while os.getppid() == parent:
-            for key, _ in self._selector.select(PARENT_SECONDS if self._is_listening else FULL_SECONDS):
+            for key, _ in self._selector.select(
+                PARENT_SECONDS if self._is_listening else FULL_SECONDS
+            ):
                 if key.fd == control:
                     return
                 if isinstance(key.data, Stranger):

@@ -1,4 +1,6 @@
-"""A function of a shared seed says which node stores which item of a partitioned cache, so that nobody has to be asked."""
+"""A function of a shared seed says which node stores which item of a partitioned cache, so that
+nobody has to be asked.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +11,20 @@ _MASK = (1 << 64) - 1
 
 
 def owners(num_items: int, *, num_nodes: int, seed: int) -> npt.NDArray[np.int32]:
-    """Return the node (0 .. `num_nodes` - 1) that owns each item, (num_items,). Raises ValueError where there are no nodes.
+    """Return the node (0 .. `num_nodes` - 1) that owns each item, (num_items,). Raises ValueError
+    where there are no nodes.
 
-    The numbers of items per node differ by one at most. The result depends on the arguments only, not on versions of numpy:
-    items take their places in the order of a hash of seed and item (SplitMix64; Steele, Lea and Flood, OOPSLA 2014), and
-    places go to the nodes in turn. A random partition, because neighbours in the source (of one class, of one size) would
-    otherwise make one node's part heavier.
+    The numbers of items per node differ by one at most. The result depends on the arguments only,
+    not on versions of numpy: items take their places in the order of a hash of seed and item
+    (SplitMix64; Steele, Lea and Flood, OOPSLA 2014), and places go to the nodes in turn. A random
+    partition, because neighbours in the source (of one class, of one size) would otherwise make one
+    node's part heavier.
     """
     if num_nodes < 1 or num_items < 0:
-        raise ValueError(f"a partition has at least one node and no negative items; got {num_nodes} and {num_items}")
+        raise ValueError(
+            f"a partition has at least one node and no negative items; got {num_nodes} and "
+            f"{num_items}"
+        )
     keys = _mixed(np.arange(num_items, dtype=np.uint64) + np.uint64(_mixed_number(seed)))
     result = np.empty(num_items, np.int32)
     result[np.argsort(keys, kind="stable")] = np.arange(num_items, dtype=np.int64) % num_nodes

@@ -1,4 +1,6 @@
-"""A TCP connection whose every operation ends by a deadline: what both ends of the partitioned cache talk through."""
+"""A TCP connection whose every operation ends by a deadline: what both ends of the partitioned
+cache talk through.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ class FileBroken(PeerError):
 
 
 class Channel:
-    """Owns `connection`. What waits raises PeerTimeout at `deadline` (`time.monotonic`) and PeerLost at the other's end."""
+    """Owns `connection`. What waits raises PeerTimeout at `deadline` (`time.monotonic`) and
+    PeerLost at the other's end.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -54,8 +58,8 @@ class Channel:
         return self._socket.fileno()
 
     def is_stale(self) -> bool:
-        """Return whether a connection on which nothing is expected has something to read: its end, or what should not be
-        there.
+        """Return whether a connection on which nothing is expected has something to read: its end,
+        or what should not be there.
         """
         return bool(self._readable.poll(0))
 
@@ -81,7 +85,9 @@ class Channel:
             first = _advance(views, first, count)
 
     def send_file(self, descriptor: int, *, offset: int, nbytes: int, deadline: float) -> None:
-        """Send a part of a file without reading it here. Raises FileBroken where it ends before or cannot be read."""
+        """Send a part of a file without reading it here. Raises FileBroken where it ends before or
+        cannot be read.
+        """
         while nbytes:
             try:
                 count = os.sendfile(self._socket.fileno(), descriptor, offset, nbytes)
@@ -149,7 +155,9 @@ def connect(address: tuple[str, int], *, deadline: float) -> Channel:
     """Return a channel to a listening socket. Raises PeerLost."""
     connection = None
     try:
-        connection = socket.create_connection(address, timeout=max(0.001, deadline - time.monotonic()))
+        connection = socket.create_connection(
+            address, timeout=max(0.001, deadline - time.monotonic())
+        )
         return Channel(connection)
     except OSError as error:
         if connection is not None:
@@ -158,14 +166,19 @@ def connect(address: tuple[str, int], *, deadline: float) -> Channel:
 
 
 def own_address(*, towards: str) -> str:
-    """Return the address of this machine's interface from which `towards` (a host name or address) is reached; nothing is sent.
+    """Return the address of this machine's interface from which `towards` (a host name or address)
+    is reached; nothing is sent.
 
     Raises ValueError where there is no way to it.
     """
     try:
-        family, kind, protocol, _, target = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
+        family, kind, protocol, _, target = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[
+            0
+        ]
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(target)
             return str(probe.getsockname()[0])
     except OSError as error:
-        raise ValueError(f"no interface leads to {towards}: {error}; name another node's address") from error
+        raise ValueError(
+            f"no interface leads to {towards}: {error}; name another node's address"
+        ) from error

@@ -28,7 +28,8 @@ from lightning_topt.data.peers.protocol import (
 )
 
 LEAST_SECONDS = 1.0  # for the bytes of an answer that has begun
-IDLE_CONNECTIONS = 4  # kept per process and owner: the training's, the prefetching thread's, the pushing thread's
+# kept per process and owner: the training's, the prefetching thread's, the pushing thread's
+IDLE_CONNECTIONS = 4
 Entry = npt.NDArray[np.uint8]
 
 
@@ -43,8 +44,8 @@ class Damaged:
 class OwnerLink:
     """Connections to one node at `address`, made when they are needed. Threads may share it.
 
-    A node that does not answer within `timeout_seconds` is down: nobody waits for it any more, until a thread in the
-    background, which tries every `retry_seconds`, has had an answer.
+    A node that does not answer within `timeout_seconds` is down: nobody waits for it any more,
+    until a thread in the background, which tries every `retry_seconds`, has had an answer.
     """
 
     def __init__(
@@ -58,7 +59,11 @@ class OwnerLink:
         limits: PeerLimits,
     ) -> None:
         self.address, self.name, self.key = address, name, key
-        self.timeout_seconds, self.retry_seconds, self.limits = timeout_seconds, retry_seconds, limits
+        self.timeout_seconds, self.retry_seconds, self.limits = (
+            timeout_seconds,
+            retry_seconds,
+            limits,
+        )
         self._idle: list[Channel] = []
         self._lock = threading.Lock()
         self._retry_at: float | None = None  # None: it is not down
@@ -71,7 +76,8 @@ class OwnerLink:
         return self._retry_at is not None
 
     def acquire(self) -> tuple[Channel, float] | None:
-        """Return a connection for one exchange and when its answer must have begun; None where the node is down.
+        """Return a connection for one exchange and when its answer must have begun; None where the
+        node is down.
 
         It is to be given to `release`, or with an error to `failed`.
         """
@@ -120,7 +126,8 @@ class OwnerLink:
             old.close()
         if first:
             warnings.warn(
-                f"{self.name} of the partitioned cache ({self.address[0]}:{self.address[1]}): {error}. Its samples are read "
+                f"{self.name} of the partitioned cache ({self.address[0]}:{self.address[1]}): "
+                f"{error}. Its samples are read "
                 "from the source until it answers",
                 stacklevel=2,
             )
@@ -144,7 +151,9 @@ class OwnerLink:
         finally:
             with self._lock:
                 self._is_probing = False
-                self._retry_at = None if channel is not None else time.monotonic() + self.retry_seconds
+                self._retry_at = (
+                    None if channel is not None else time.monotonic() + self.retry_seconds
+                )
         if channel is not None:
             self.release(channel)
 
@@ -159,7 +168,9 @@ class OwnerLink:
 
 def ask(channel: Channel, items: Sequence[int], *, deadline: float) -> None:
     """Send the question for `items`."""
-    channel.send([REQUEST.pack(GET, len(items)), np.asarray(items, "<u8").tobytes()], deadline=deadline)
+    channel.send(
+        [REQUEST.pack(GET, len(items)), np.asarray(items, "<u8").tobytes()], deadline=deadline
+    )
 
 
 def receive_answer(
@@ -167,7 +178,8 @@ def receive_answer(
 ) -> list[Entry | type[Later] | type[Damaged] | None]:
     """Return the answer to `ask`: entries, each one checked; None: the owner has none.
 
-    Raises PeerTimeout where nothing came by `deadline`, or less than a megabyte per second afterwards.
+    Raises PeerTimeout where nothing came by `deadline`, or less than a megabyte per second
+    afterwards.
     """
     states = list(ENTRY.iter_unpack(channel.receive(ENTRY.size * len(items), deadline=deadline)))
     total = 0
@@ -177,8 +189,11 @@ def receive_answer(
         total += nbytes if state == PRESENT else 0
         if nbytes > limits.entry_bytes or total > max(limits.reply_bytes, limits.entry_bytes):
             raise ProtocolError("an answer larger than the limits allow")
-    buffers = [np.empty(nbytes, np.uint8) if state == PRESENT else None for state, nbytes, _ in states]
-    # While another owner was waited for, this one could not send what no buffer of the connection had room for.
+    buffers = [
+        np.empty(nbytes, np.uint8) if state == PRESENT else None for state, nbytes, _ in states
+    ]
+    # While another owner was waited for, this one could not send what no buffer of the connection
+    # had room for.
     deadline = max(deadline, time.monotonic() + LEAST_SECONDS) + total / SLOWEST_BYTES_PER_SECOND
     channel.receive_into([buffer for buffer in buffers if buffer is not None], deadline=deadline)
     answer: list[Entry | type[Later] | type[Damaged] | None] = []
@@ -191,8 +206,12 @@ def receive_answer(
 
 
 def offer(channel: Channel, entries: Sequence[tuple[int, bytes]], *, deadline: float) -> list[bool]:
-    """Give (item, entry) pairs to their owner, which takes what it wants; whether it stored them."""
-    offers = b"".join(ENTRY.pack(item, len(entry), checksum([entry], item=item)) for item, entry in entries)
+    """Give (item, entry) pairs to their owner, which takes what it wants; whether it stored
+    them.
+    """
+    offers = b"".join(
+        ENTRY.pack(item, len(entry), checksum([entry], item=item)) for item, entry in entries
+    )
     channel.send([REQUEST.pack(OFFER, len(entries)), offers], deadline=deadline)
     wanted = channel.receive(len(entries), deadline=deadline)
     payload: list[Any] = [entry for (_, entry), want in zip(entries, wanted, strict=True) if want]

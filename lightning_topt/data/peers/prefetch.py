@@ -1,4 +1,6 @@
-"""Fetches from other nodes what a loader without workers will ask for next, while the training process does something else."""
+"""Fetches from other nodes what a loader without workers will ask for next, while the training
+process does something else.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,13 @@ class _Group:
 
 
 class PrefetchingPeers:
-    """`peers`, with a thread that fetches the items that were announced with `expect`, in their order.
+    """`peers`, with a thread that fetches the items that were announced with `expect`, in their
+    order.
 
-    Nothing is begun while `ahead_bytes` of entries are waiting. What was announced before a batch that is asked for, and not
-    asked for itself, is dropped. Items that were not announced, or whose turn has not come, are fetched as they are asked for.
-    Only the process that announces has a thread. Picklable; raises ValueError for `ahead_bytes` that are not positive.
+    Nothing is begun while `ahead_bytes` of entries are waiting. What was announced before a batch
+    that is asked for, and not asked for itself, is dropped. Items that were not announced, or whose
+    turn has not come, are fetched as they are asked for. Only the process that announces has a
+    thread. Picklable; raises ValueError for `ahead_bytes` that are not positive.
     """
 
     def __init__(self, peers: Peers, *, ahead_bytes: int) -> None:
@@ -71,7 +75,9 @@ class PrefetchingPeers:
         self.peers.flush()
 
     def expect(self, items: Sequence[int]) -> None:
-        """Announce a batch, to be asked for after those announced before. This node's own items are left out."""
+        """Announce a batch, to be asked for after those announced before. This node's own items are
+        left out.
+        """
         if self._process != os.getpid():  # forked: the thread is the parent's
             self._begin()
         others = [item for item in items if not self.peers.is_own(item)]
@@ -92,7 +98,9 @@ class PrefetchingPeers:
                 self._condition.notify_all()
 
     def fetch(self, items: Sequence[int]) -> list[Any]:
-        """As `Peers.fetch`; what was prefetched costs no exchange, also where its owner turned out to have none."""
+        """As `Peers.fetch`; what was prefetched costs no exchange, also where its owner turned out
+        to have none.
+        """
         if self._process != os.getpid():
             return self.peers.fetch(items)
         entries: list[Any] = [None] * len(items)
@@ -106,7 +114,9 @@ class PrefetchingPeers:
         return entries
 
     def _take(self, item: int) -> tuple[bool, Any]:
-        """Whether an announced item was looked for, and its entry; it is taken off the announcements."""
+        """Whether an announced item was looked for, and its entry; it is taken off the
+        announcements.
+        """
         with self._condition:
             group = next((group for group in self._groups if item in group.items), None)
             if group is None:

@@ -1,4 +1,6 @@
-"""Gives entries to their owners in the background, so that reading the source does not wait for the network."""
+"""Gives entries to their owners in the background, so that reading the source does not wait for the
+network.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,9 @@ MESSAGE_BYTES = 1 << 24  # of entries in one message, unless one alone is larger
 
 @dataclass
 class PushCounts:
-    """`PushCounts` are those of one process, in entries: `stored` by their owners; `refused` by them, which have them or have
-    no room for them; `dropped` here, because the queue was full or the owner did not answer.
+    """`PushCounts` are those of one process, in entries: `stored` by their owners; `refused` by
+    them, which have them or have no room for them; `dropped` here, because the queue was full or
+    the owner did not answer.
     """
 
     stored: int = 0
@@ -26,9 +29,13 @@ class PushCounts:
 
 
 class Pusher:
-    """A queue of at most `queue_bytes` of entries and the thread that empties it; `link_of` gives an owner's link."""
+    """A queue of at most `queue_bytes` of entries and the thread that empties it; `link_of` gives
+    an owner's link.
+    """
 
-    def __init__(self, link_of: Callable[[int], OwnerLink], *, queue_bytes: int, counts: PushCounts) -> None:
+    def __init__(
+        self, link_of: Callable[[int], OwnerLink], *, queue_bytes: int, counts: PushCounts
+    ) -> None:
         self.link_of, self.queue_bytes, self.counts = link_of, queue_bytes, counts
         self._queues: dict[int, deque[tuple[int, bytes]]] = {}
         self._queued_bytes = 0  # with what is being sent
@@ -52,7 +59,8 @@ class Pusher:
                 self._condition.notify_all()
         if warn:
             warnings.warn(
-                "samples are read faster than they can be given to the nodes that store them: some are not stored and will be "
+                "samples are read faster than they can be given to the nodes that store them: some "
+                "are not stored and will be "
                 "read from the source again",
                 stacklevel=3,
             )
@@ -60,7 +68,9 @@ class Pusher:
     def _run(self) -> None:
         try:
             self._send_all()
-        finally:  # also after an error, for example a warning that was made one: nothing waits for ever in the queue
+        finally:
+            # also after an error, for example a warning that was made one: nothing waits for ever
+            # in the queue
             with self._condition:
                 self._is_closing = True
                 self._drop_queued()
@@ -112,14 +122,18 @@ class Pusher:
     def flush(self, *, timeout_seconds: float) -> None:
         """Wait until nothing is queued or being sent, but not longer than that."""
         with self._condition:
-            self._condition.wait_for(lambda: not self._queued_bytes and not self._queues, timeout=timeout_seconds)
+            self._condition.wait_for(
+                lambda: not self._queued_bytes and not self._queues, timeout=timeout_seconds
+            )
 
     def close(self, *, timeout_seconds: float) -> None:
         """Send what is queued; what is left after `timeout_seconds` is dropped."""
         with self._condition:
             self._is_closing = True
             self._condition.notify_all()
-            self._condition.wait_for(lambda: not self._queued_bytes and not self._queues, timeout=timeout_seconds)
+            self._condition.wait_for(
+                lambda: not self._queued_bytes and not self._queues, timeout=timeout_seconds
+            )
             self._drop_queued()
         self._thread.join(timeout=0.1)
 

@@ -23,17 +23,19 @@ END_SECONDS = 5.0
 
 
 class PeerServer:
-    """Serves `stores` (the fastest first, all of one cache) from a process of its own until `close` or this process' end.
+    """Serves `stores` (the fastest first, all of one cache) from a process of its own until `close`
+    or this process' end.
 
     Args:
         stores: as this process has them open.
-        host: the address of this node's interface to the others; nothing else is listened on. See `channel.own_address`.
+        host: the address of this node's interface to the others; nothing else is listened on. See
+            `channel.own_address`.
         secret: of the run, at least 16 random bytes, the same on all nodes.
         fingerprint: of the data; clients with another one are refused.
         port: 0: any free one.
 
-    `address` is what clients need. Raises ValueError for an address that is none of this machine or means all of its
-    interfaces, and RuntimeError where the process does not start.
+    `address` is what clients need. Raises ValueError for an address that is none of this machine or
+    means all of its interfaces, and RuntimeError where the process does not start.
     """
 
     def __init__(
@@ -50,14 +52,17 @@ class PeerServer:
         num_items = {store.num_items for store in stores}
         if len(num_items) != 1:
             raise ValueError(
-                "a peer server serves the stores of one cache: all of the same number of items, one at least"
+                "a peer server serves the stores of one cache: all of the same number of items, "
+                "one at least"
             )
         settings = {
             "host": host,
             "port": port,
             "key": run_key(secret, fingerprint=fingerprint, num_items=num_items.pop()).hex(),
             "limits": asdict(limits or PeerLimits()),
-            "stores": [described(store) | {"name": f"{store.name} of this node"} for store in stores],
+            "stores": [
+                described(store) | {"name": f"{store.name} of this node"} for store in stores
+            ],
             "parent": os.getpid(),
         }
         self.process = start_light(
@@ -86,11 +91,17 @@ class PeerServer:
 def _check_host(host: str) -> None:
     advice = "give the address of this node's interface to the other nodes"
     try:
-        addresses = {entry[4][0] for entry in socket.getaddrinfo(host or "", 0, type=socket.SOCK_STREAM)}
+        addresses = {
+            entry[4][0] for entry in socket.getaddrinfo(host or "", 0, type=socket.SOCK_STREAM)
+        }
     except OSError as error:
         raise ValueError(f"cannot listen on {host!r}: {error}; {advice}") from error
-    if not host or any(ipaddress.ip_address(str(address).partition("%")[0]).is_unspecified for address in addresses):
-        raise ValueError(f"listening on {host!r} would be listening on every interface of this machine; {advice}")
+    if not host or any(
+        ipaddress.ip_address(str(address).partition("%")[0]).is_unspecified for address in addresses
+    ):
+        raise ValueError(
+            f"listening on {host!r} would be listening on every interface of this machine; {advice}"
+        )
 
 
 def _started(process: subprocess.Popen[bytes], settings: dict[str, Any]) -> int:
@@ -100,14 +111,20 @@ def _started(process: subprocess.Popen[bytes], settings: dict[str, Any]) -> int:
     poll.register(process.stdout, select.POLLIN)
     while not line.endswith(b"\n"):
         if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-            raise RuntimeError(f"the process of the peer server said nothing for {STARTUP_SECONDS:g} s")
+            raise RuntimeError(
+                f"the process of the peer server said nothing for {STARTUP_SECONDS:g} s"
+            )
         piece = os.read(process.stdout.fileno(), 1 << 12)
         if not piece:
-            raise RuntimeError("the process of the peer server ended at once; its standard error says why")
+            raise RuntimeError(
+                "the process of the peer server ended at once; its standard error says why"
+            )
         line += piece
     answer = json.loads(line)
     if "error" in answer:
-        raise ValueError(f"cannot listen on {settings['host']}:{settings['port']}: {answer['error']}")
+        raise ValueError(
+            f"cannot listen on {settings['host']}:{settings['port']}: {answer['error']}"
+        )
     return int(answer["port"])
 
 

@@ -1,8 +1,9 @@
-"""The process that gives a node's entries to other nodes: its stores' files are sent by the kernel and never read here.
+"""The process that gives a node's entries to other nodes: its stores' files are sent by the kernel
+and never read here.
 
-Started by `server`; it ends when its parent does. A thread per connection of those who know the run's secret (see `entrance`
-for the others), so a slow disk or a slow reader delays nobody else. Of this package only the stores are
-imported, and not torch.
+Started by `server`; it ends when its parent does. A thread per connection of those who know the
+run's secret (see `entrance` for the others), so a slow disk or a slow reader delays nobody else. Of
+this package only the stores are imported, and not torch.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from lightning_topt.data.peers.protocol import (
     PeerLimits,
 )
 
-RECEIVERS = 4  # connections that may hold a received entry in memory at a time, and as many one that was read
+# connections that may hold a received entry in memory at a time, and as many one that was read
+RECEIVERS = 4
 STACK_BYTES = 1 << 19  # of a connection's thread
 
 
@@ -58,7 +60,9 @@ class PeerService:
 
     def serve(self, listener: socket.socket, *, control: int, parent: int) -> None:
         """Until `control` ends or process `parent` is gone."""
-        entrance = Entrance(listener, key=self.key, limits=self.limits, admit=self._admit, has_room=self._has_room)
+        entrance = Entrance(
+            listener, key=self.key, limits=self.limits, admit=self._admit, has_room=self._has_room
+        )
         entrance.serve(control=control, parent=parent)
 
     def _has_room(self) -> bool:
@@ -81,7 +85,9 @@ class PeerService:
     def _converse(self, channel: Channel) -> None:
         try:
             while True:
-                request = channel.receive(REQUEST.size, deadline=time.monotonic() + self.limits.idle_seconds)
+                request = channel.receive(
+                    REQUEST.size, deadline=time.monotonic() + self.limits.idle_seconds
+                )
                 self._answer(channel, *REQUEST.unpack(request))
         except (PeerError, OSError, MemoryError):
             pass
@@ -117,9 +123,12 @@ class PeerService:
         channel.send([b"".join(states)], deadline=deadline)
         for item, store, where in places:
             try:
-                channel.send_file(where.descriptor, offset=where.offset, nbytes=where.nbytes, deadline=deadline)
+                channel.send_file(
+                    where.descriptor, offset=where.offset, nbytes=where.nbytes, deadline=deadline
+                )
             except FileBroken:
-                store.discard(item)  # this conversation is over; the next one does not end at the same place
+                # this conversation is over; the next one does not end at the same place
+                store.discard(item)
                 raise
         channel.cork(False)
         self._promote(places)
@@ -137,7 +146,9 @@ class PeerService:
         return None
 
     def _promote(self, places: Sequence[Place]) -> None:
-        """Take what came from a slower store into the fastest, while that has room and not too many do so."""
+        """Take what came from a slower store into the fastest, while that has room and not too many
+        do so.
+        """
         fastest = self.stores[0]
         slower = [place for place in places if place.store is not fastest]
         if not slower or not self._reading.acquire(blocking=False):
@@ -156,7 +167,10 @@ class PeerService:
         offers = list(ENTRY.iter_unpack(channel.receive(ENTRY.size * count, deadline=deadline)))
         wanted = [self._wants(item, nbytes) for item, nbytes, _ in offers]
         channel.send([bytes(wanted)], deadline=deadline)
-        deadline += sum(offer[1] for offer, want in zip(offers, wanted, strict=True) if want) / SLOWEST_BYTES_PER_SECOND
+        deadline += (
+            sum(offer[1] for offer, want in zip(offers, wanted, strict=True) if want)
+            / SLOWEST_BYTES_PER_SECOND
+        )
         stored = bytearray(count)
         for i, (item, nbytes, digest) in enumerate(offers):
             if wanted[i]:
@@ -168,14 +182,19 @@ class PeerService:
             raise ProtocolError("no such item")
         if nbytes > self.limits.entry_bytes:
             return False
-        # Who offers it has not found it here, or found it damaged: a stored one is looked through, and dropped if it is.
+        # Who offers it has not found it here, or found it damaged: a stored one is looked through,
+        # and dropped if it is.
         with self._reading:  # of local files only: nobody keeps it for long
             if any(item in store and store.read(item) is not None for store in self.stores):
                 return False
         return any(store.used_bytes + nbytes <= store.capacity_bytes for store in self.stores)
 
-    def _receive(self, channel: Channel, item: int, nbytes: int, digest: int, deadline: float) -> bool:
-        """Receive and store one entry; only a few connections do so at a time, which bounds the memory it takes."""
+    def _receive(
+        self, channel: Channel, item: int, nbytes: int, digest: int, deadline: float
+    ) -> bool:
+        """Receive and store one entry; only a few connections do so at a time, which bounds the
+        memory it takes.
+        """
         if not self._receiving.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise ProtocolError("too many entries are on their way here")
         try:
@@ -183,7 +202,9 @@ class PeerService:
             channel.receive_into([entry], deadline=deadline)
             if checksum([entry], item=item) != digest:
                 raise ProtocolError("an entry was damaged on its way")
-            return sum(store.write_many([item], [[entry]], [digest])[0] for store in self.stores) > 0
+            return (
+                sum(store.write_many([item], [[entry]], [digest])[0] for store in self.stores) > 0
+            )
         finally:
             self._receiving.release()
 

@@ -1,4 +1,6 @@
-"""Advice says what the wait for data is made of, what would remove it, and how much cache is worth having."""
+"""Advice says what the wait for data is made of, what would remove it, and how much cache is worth
+having.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,11 @@ class Stalls:
 
     - ``fetch_seconds``: what would go if the source answered at once;
     - ``prepare_seconds``: what would go on top if every sample were in memory, prepared;
-    - ``loading_seconds``: what stays even then: reading the cache, live augmentation, collating, handing over.
+    - ``loading_seconds``: what stays even then: reading the cache, live augmentation, collating,
+      handing over.
 
-    A part may come out slightly below zero where it is none: these are differences of measured times.
+    A part may come out slightly below zero where it is none: these are differences of measured
+    times.
     """
 
     step_seconds: float
@@ -45,25 +49,40 @@ class Stalls:
 
 
 def split_stalls(
-    costs: StallCosts, setup: SetUp, *, cold_seconds: float, cached_seconds: float, step_seconds: float
+    costs: StallCosts,
+    setup: SetUp,
+    *,
+    cold_seconds: float,
+    cached_seconds: float,
+    step_seconds: float,
 ) -> Stalls:
-    """Return the differential measurement of DS-Analyzer (arXiv 2007.06775, section 3.3), seconds per batch of its three runs.
+    """Return the differential measurement of DS-Analyzer (arXiv 2007.06775, section 3.3), seconds
+    per batch of its three runs.
 
-    Our cache holds prepared samples, so its second run has no preparation either: the model says how much of the difference
-    between cold and cached would go with fetching alone.
+    Our cache holds prepared samples, so its second run has no preparation either: the model says
+    how much of the difference between cold and cached would go with fetching alone.
     """
-    cold, cached = replace(setup, memory_share=0.0, disk_share=0.0), replace(setup, memory_share=1.0, disk_share=0.0)
+    cold, cached = (
+        replace(setup, memory_share=0.0, disk_share=0.0),
+        replace(setup, memory_share=1.0, disk_share=0.0),
+    )
     at_once = replace(cold, latency_seconds=0.0, link_bytes_per_second=inf)
-    all_seconds, prepared_seconds, hit_seconds = (batch_seconds(costs, s) for s in (cold, at_once, cached))
+    all_seconds, prepared_seconds, hit_seconds = (
+        batch_seconds(costs, s) for s in (cold, at_once, cached)
+    )
     removed = all_seconds - hit_seconds
-    fetching = min(1.0, max(0.0, (all_seconds - prepared_seconds) / removed)) if removed > 0 else 0.0
+    fetching = (
+        min(1.0, max(0.0, (all_seconds - prepared_seconds) / removed)) if removed > 0 else 0.0
+    )
     gone = cold_seconds - cached_seconds
-    return Stalls(step_seconds, fetching * gone, (1 - fetching) * gone, cached_seconds - step_seconds)
+    return Stalls(
+        step_seconds, fetching * gone, (1 - fetching) * gone, cached_seconds - step_seconds
+    )
 
 
 def least_cache(costs: StallCosts, setup: SetUp, *, within: float = NEARLY) -> float:
-    """Return the least share of the items in memory at which a batch takes at most `within` longer than with all of them
-    there.
+    """Return the least share of the items in memory at which a batch takes at most `within` longer
+    than with all of them there.
     """
     goal = batch_seconds(costs, replace(setup, memory_share=1.0, disk_share=0.0)) * (1 + within)
 
@@ -80,14 +99,18 @@ def least_cache(costs: StallCosts, setup: SetUp, *, within: float = NEARLY) -> f
 
 
 def best_num_workers(costs: StallCosts, setup: SetUp, *, most: int | None = None) -> int:
-    """Return the least number of workers within 1 % of the best, up to `most` (None: twice the cores)."""
+    """Return the least number of workers within 1 % of the best, up to `most` (None: twice the
+    cores).
+    """
     counts = range((2 * setup.cores if most is None else most) + 1)
     seconds = [batch_seconds(costs, replace(setup, num_workers=count)) for count in counts]
     return next(count for count in counts if seconds[count] <= min(seconds) * (1 + _SAME))
 
 
 class WhatIf(NamedTuple):
-    """One changed set-up: what was changed, in words, of which group, and the throughput that follows."""
+    """One changed set-up: what was changed, in words, of which group, and the throughput that
+    follows.
+    """
 
     group: str
     change: str
@@ -95,15 +118,31 @@ class WhatIf(NamedTuple):
     samples_per_second: float
 
 
-def what_if(costs: StallCosts, setup: SetUp, *, changes: Sequence[tuple[str, str, SetUp]] = ()) -> list[WhatIf]:
-    """Return the usual questions asked of `setup`, first as it is; then `changes`, as (group, words, set-up)."""
-    asked = [("now", "as measured", setup), *_caches(costs, setup), *_machine(setup), *_rates(costs, setup), *changes]
-    return [WhatIf(g, words, s, costs.batch_size / batch_seconds(costs, s)) for g, words, s in asked]
+def what_if(
+    costs: StallCosts, setup: SetUp, *, changes: Sequence[tuple[str, str, SetUp]] = ()
+) -> list[WhatIf]:
+    """Return the usual questions asked of `setup`, first as it is; then `changes`, as (group,
+    words, set-up).
+    """
+    asked = [
+        ("now", "as measured", setup),
+        *_caches(costs, setup),
+        *_machine(setup),
+        *_rates(costs, setup),
+        *changes,
+    ]
+    return [
+        WhatIf(g, words, s, costs.batch_size / batch_seconds(costs, s)) for g, words, s in asked
+    ]
 
 
 def _caches(costs: StallCosts, setup: SetUp) -> list[tuple[str, str, SetUp]]:
     rows = [
-        ("cache in memory", f"{100 * share:.0f} % of the items", replace(setup, memory_share=share, disk_share=0.0))
+        (
+            "cache in memory",
+            f"{100 * share:.0f} % of the items",
+            replace(setup, memory_share=share, disk_share=0.0),
+        )
         for share in SHARES
     ]
     if costs.disk_bytes_per_second < inf:
@@ -123,7 +162,11 @@ def _machine(setup: SetUp) -> list[tuple[str, str, SetUp]]:
         words = f"{cores} cores, {workers} workers"
         rows.append(("cores", words, replace(setup, cores=cores, num_workers=workers)))
     rows += [
-        ("accelerator", f"{factor:g} x as fast", replace(setup, step_speedup=factor * setup.step_speedup))
+        (
+            "accelerator",
+            f"{factor:g} x as fast",
+            replace(setup, step_speedup=factor * setup.step_speedup),
+        )
         for factor in FASTER
     ]
     return rows

@@ -17,10 +17,12 @@ PAGE_BYTES = 4096
 
 
 class LoopTimes(NamedTuple):
-    """Means per batch of a steady loop: all of it, of that waiting for the batch, and seconds of cores.
+    """Means per batch of a steady loop: all of it, of that waiting for the batch, and seconds of
+    cores.
 
-    `core_seconds` are those of the training process, `worker_core_seconds` those of its child processes, `other_core_seconds`
-    those of everything else on the machine, the kernel's work for the network among it.
+    `core_seconds` are those of the training process, `worker_core_seconds` those of its child
+    processes, `other_core_seconds` those of everything else on the machine, the kernel's work for
+    the network among it.
     """
 
     batches: int
@@ -32,15 +34,29 @@ class LoopTimes(NamedTuple):
 
 
 class Watched:
-    """Batches of an iterable, for `seconds`, but at least `least` and at most `most` of them after the first `skip`.
+    """Batches of an iterable, for `seconds`, but at least `least` and at most `most` of them after
+    the first `skip`.
 
-    It is one epoch of whatever loop iterates it; `times` afterwards. `used` counts the batches handed out.
+    It is one epoch of whatever loop iterates it; `times` afterwards. `used` counts the batches
+    handed out.
     """
 
     def __init__(
-        self, batches: Iterable[Any], seconds: float, *, skip: int = 4, least: int = 4, most: int = MOST_BATCHES
+        self,
+        batches: Iterable[Any],
+        seconds: float,
+        *,
+        skip: int = 4,
+        least: int = 4,
+        most: int = MOST_BATCHES,
     ) -> None:
-        self.batches, self.seconds, self.skip, self.least, self.most = batches, seconds, skip, least, most
+        self.batches, self.seconds, self.skip, self.least, self.most = (
+            batches,
+            seconds,
+            skip,
+            least,
+            most,
+        )
         self.used = 0
         self._waits: list[float] = []
         self._marks: list[
@@ -48,7 +64,9 @@ class Watched:
         ] = []  # clock; cores: this process's, its children's, others'
 
     def __len__(self) -> int:
-        """One more than there are: a loop that counts must ask once more, which ends the measurement."""
+        """One more than there are: a loop that counts must ask once more, which ends the
+        measurement.
+        """
         return self.skip + self.most + 1
 
     def __iter__(self) -> Iterator[Any]:
@@ -73,18 +91,25 @@ class Watched:
 
     def _mark(self) -> None:
         own, children = time.process_time(), _children_core_seconds()
-        self._marks.append((time.perf_counter(), own, children, _machine_core_seconds() - own - children))
+        self._marks.append(
+            (time.perf_counter(), own, children, _machine_core_seconds() - own - children)
+        )
 
     def times(self) -> LoopTimes:
         """Return the times of the batches after the first `skip`."""
         if len(self._marks) < 2 or self.used <= self.skip:
             raise ValueError(
-                f"the loop took {self.used} batches; stalls are measured after the first {self.skip}: "
+                f"the loop took {self.used} batches; stalls are measured after the first "
+                f"{self.skip}: "
                 "let it train on all that it is given, on more samples or in smaller batches"
             )
         count = self.used - self.skip
-        wall, own, children, others = ((end - start) / count for start, end in zip(*self._marks, strict=True))
-        return LoopTimes(count, wall, sum(self._waits[self.skip :]) / count, own, children, max(0.0, others))
+        wall, own, children, others = (
+            (end - start) / count for start, end in zip(*self._marks, strict=True)
+        )
+        return LoopTimes(
+            count, wall, sum(self._waits[self.skip :]) / count, own, children, max(0.0, others)
+        )
 
 
 def _children_core_seconds() -> float:
@@ -101,7 +126,9 @@ def _children_core_seconds() -> float:
 def _machine_core_seconds() -> float:
     """Return the core seconds that all cores of the machine were at work since it started."""
     times = psutil.cpu_times()
-    return float(sum(getattr(times, name, 0.0) for name in ("user", "nice", "system", "irq", "softirq")))
+    return float(
+        sum(getattr(times, name, 0.0) for name in ("user", "nice", "system", "irq", "softirq"))
+    )
 
 
 def touch(batch: Any) -> None:
@@ -118,19 +145,25 @@ def touch(batch: Any) -> None:
 
 
 def check_loader(loader: Any) -> None:
-    """Raise ValueError for what cannot be measured with a cache: no DataLoader, or no map-style data set."""
+    """Raise ValueError for what cannot be measured with a cache: no DataLoader, or no map-style
+    data set.
+    """
     if not isinstance(loader, DataLoader):
         raise ValueError(
-            f"stalls are measured on one DataLoader; got {type(loader).__name__} (of several, pass one after the other)"
+            f"stalls are measured on one DataLoader; got {type(loader).__name__} (of several, pass "
+            "one after the other)"
         )
     if isinstance(loader.dataset, IterableDataset):
         raise ValueError(
-            "an iterable data set has no items to cache: StallMonitor measures the wait for it in training"
+            "an iterable data set has no items to cache: StallMonitor measures the wait for it in "
+            "training"
         )
 
 
 def samples_per_batch(loader: DataLoader[Any]) -> int:
-    """Return the size of the loader's batches, of its first one where they differ; 1 where the data set makes them."""
+    """Return the size of the loader's batches, of its first one where they differ; 1 where the data
+    set makes them.
+    """
     if loader.batch_size is not None:
         return loader.batch_size
     if loader.batch_sampler is None:
@@ -138,9 +171,11 @@ def samples_per_batch(loader: DataLoader[Any]) -> int:
     return len(next(iter(loader.batch_sampler)))
 
 
-def loader_over(loader: DataLoader[Any], items: Sequence[int], *, num_workers: int) -> DataLoader[Any]:
-    """Return a loader like `loader` over given items, in their order, in batches of its size (a last incomplete one left
-    out).
+def loader_over(
+    loader: DataLoader[Any], items: Sequence[int], *, num_workers: int
+) -> DataLoader[Any]:
+    """Return a loader like `loader` over given items, in their order, in batches of its size (a
+    last incomplete one left out).
     """
     size = samples_per_batch(loader)
     batches: dict[str, Any] = {"batch_size": loader.batch_size, "sampler": list(items)}
@@ -151,7 +186,10 @@ def loader_over(loader: DataLoader[Any], items: Sequence[int], *, num_workers: i
         batches = {"batch_sampler": [list(items[first : first + size]) for first in full]}
     workers: dict[str, Any] = {}
     if num_workers:
-        workers = {"prefetch_factor": loader.prefetch_factor, "multiprocessing_context": loader.multiprocessing_context}
+        workers = {
+            "prefetch_factor": loader.prefetch_factor,
+            "multiprocessing_context": loader.multiprocessing_context,
+        }
     return DataLoader(
         loader.dataset,
         num_workers=num_workers,

@@ -1,8 +1,10 @@
-"""The differential measurement of a loop's data: the same loop on batches that are there, on the source, and on a cache.
+"""The differential measurement of a loop's data: the same loop on batches that are there, on the
+source, and on a cache.
 
-DS-Analyzer (arXiv 2007.06775, section 3.3) needs an edited script, and root to drop the page cache. Here `train` is the user's
-own loop (`topt stalls`: a Trainer) and takes whatever batches it is given; what a sample costs is seen from outside, by the
-clock, the time of the cores and the counters of bytes that arrived.
+DS-Analyzer (arXiv 2007.06775, section 3.3) needs an edited script, and root to drop the page cache.
+Here `train` is the user's own loop (`topt stalls`: a Trainer) and takes whatever batches it is
+given; what a sample costs is seen from outside, by the clock, the time of the cores and the
+counters of bytes that arrived.
 """
 
 from __future__ import annotations
@@ -28,7 +30,13 @@ from lightning_topt.data.stalls.loop import (
     touch,
 )
 from lightning_topt.data.stalls.model import batch_seconds
-from lightning_topt.data.stalls.probes import WARMUP_SAMPLES, SourceProbe, fit_link, probe_source, read_rate
+from lightning_topt.data.stalls.probes import (
+    WARMUP_SAMPLES,
+    SourceProbe,
+    fit_link,
+    probe_source,
+    read_rate,
+)
 from lightning_topt.data.stalls.stall_costs import SetUp, StallCosts
 
 LEAST_BATCHES = 8
@@ -41,8 +49,12 @@ Train = Callable[[Watched], None]  # the user's loop: trains on every batch that
 class CacheUnderTest(Protocol):
     """A cache of prepared samples for the cached run, empty at first."""
 
-    def loader_over(self, loader: DataLoader[Any], items: Sequence[int], *, num_workers: int) -> DataLoader[Any]:
-        """Return what the function of that name makes, its samples from the cache where they are there and stored where not."""
+    def loader_over(
+        self, loader: DataLoader[Any], items: Sequence[int], *, num_workers: int
+    ) -> DataLoader[Any]:
+        """Return what the function of that name makes, its samples from the cache where they are
+        there and stored where not.
+        """
 
     def entry_bytes(self) -> float:
         """Return the mean size of what is stored."""
@@ -54,7 +66,8 @@ class MeasurementOptions:
 
     - ``seconds``: of each run; the whole takes about eight times as long;
     - ``memory_bytes``: room of the cached run's cache, a number or text (``"1GiB"``);
-    - ``link_bytes_per_second``: where known; None: told from samples of different sizes, if they differ;
+    - ``link_bytes_per_second``: where known; None: told from samples of different sizes, if they
+      differ;
     - ``cores``: of this loop; None: those that this process may use;
     - ``seed``: of the items that are read.
     """
@@ -75,8 +88,8 @@ class MeasurementOptions:
 
 @dataclass(frozen=True)
 class StallMeasurement:
-    """A `StallMeasurement` holds what was measured on `setup`: the three runs, in times per batch, and the costs that the model
-    takes from there.
+    """A `StallMeasurement` holds what was measured on `setup`: the three runs, in times per batch,
+    and the costs that the model takes from there.
     """
 
     costs: StallCosts
@@ -98,7 +111,9 @@ class StallMeasurement:
 
     @property
     def model_errors(self) -> dict[str, float]:
-        """The model's throughput against that of the runs it was made from (0.05: 5 % too high): a check of both."""
+        """The model's throughput against that of the runs it was made from (0.05: 5 % too high): a
+        check of both.
+        """
         cached = replace(self.setup, memory_share=1.0)
         return {
             "cold": self.cold.batch_seconds / batch_seconds(self.costs, self.setup) - 1,
@@ -107,7 +122,9 @@ class StallMeasurement:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON; an infinite rate is None."""
-        costs = {name: None if value == inf else value for name, value in asdict(self.costs).items()}
+        costs = {
+            name: None if value == inf else value for name, value in asdict(self.costs).items()
+        }
         runs = {name: getattr(self, name)._asdict() for name in ("synthetic", "cold", "cached")}
         stalls = {**asdict(self.stalls), "fraction": self.stalls.fraction}
         return {
@@ -120,12 +137,19 @@ class StallMeasurement:
 
 
 def measure_stalls(
-    loader: DataLoader[Any], *, train: Train, cache: CacheUnderTest, directory: str, options: MeasurementOptions
+    loader: DataLoader[Any],
+    *,
+    train: Train,
+    cache: CacheUnderTest,
+    directory: str,
+    options: MeasurementOptions,
 ) -> StallMeasurement:
-    """Measure `loader` under `train`: a new item for every sample of the cold runs, as long as there are any.
+    """Measure `loader` under `train`: a new item for every sample of the cold runs, as long as
+    there are any.
 
-    `directory` is where a cache on disk would be. A local source that the machine's page cache holds is measured as that.
-    Raises ValueError for what cannot be cached (no DataLoader, no map-style data set), and for less than 8 batches.
+    `directory` is where a cache on disk would be. A local source that the machine's page cache
+    holds is measured as that. Raises ValueError for what cannot be cached (no DataLoader, no
+    map-style data set), and for less than 8 batches.
     """
     check_loader(loader)
     return _Measurement(loader, train, cache, options).run(directory)
@@ -147,7 +171,11 @@ class _Items:
 
 class _Measurement:
     def __init__(
-        self, loader: DataLoader[Any], train: Train, cache: CacheUnderTest, options: MeasurementOptions
+        self,
+        loader: DataLoader[Any],
+        train: Train,
+        cache: CacheUnderTest,
+        options: MeasurementOptions,
     ) -> None:
         self.loader, self.train, self.cache, self.options = loader, train, cache, options
         self.cores = options.cores or len(os.sched_getaffinity(0))
@@ -155,12 +183,15 @@ class _Measurement:
         self.items = _Items(len(loader.dataset), options.seed)  # type: ignore[arg-type]
         if len(self.items.order) < LEAST_BATCHES * self.batch_size:
             raise ValueError(
-                f"stalls are measured on at least {LEAST_BATCHES} batches; this data set has {len(self.items.order)} "
+                f"stalls are measured on at least {LEAST_BATCHES} batches; this data set has "
+                f"{len(self.items.order)} "
                 f"samples, a batch {self.batch_size}: choose a smaller batch size"
             )
 
     def run(self, directory: str) -> StallMeasurement:
-        """Do all runs, in an order in which none finds the source's items read before (as far as there are enough)."""
+        """Do all runs, in an order in which none finds the source's items read before (as far as
+        there are enough).
+        """
         workers, seconds = self.loader.num_workers, self.options.seconds
         probes, batches = self._probe()
         synthetic = self._loop(Watched(cycle(batches), seconds))
@@ -174,7 +205,9 @@ class _Measurement:
         _, link = fit_link(probes.samples, rate=self.options.link_bytes_per_second)
         source_bytes = float(np.mean([probe.source_bytes for probe in probes.samples]))
         worker_seconds = max(0.0, beside.worker_core_seconds - self.batch_size * hit_seconds)
-        sample = sample_costs(alone_cold, synthetic, self.batch_size, worker_seconds + probes.collate_seconds)
+        sample = sample_costs(
+            alone_cold, synthetic, self.batch_size, worker_seconds + probes.collate_seconds
+        )
         entry_bytes = self.cache.entry_bytes()
         costs = StallCosts(
             batch_size=self.batch_size,
@@ -198,7 +231,9 @@ class _Measurement:
         return StallMeasurement(costs, setup, synthetic, cold, cached)
 
     def _probe(self) -> tuple[SourceProbe, list[Any]]:
-        """Costs of reading and collating alone, and a few batches. Not in this process, whose children start anew."""
+        """Costs of reading and collating alone, and a few batches. Not in this process, whose
+        children start anew.
+        """
         count = max(_MOST_PROBES, 2 * self.batch_size)
         items = self.items.rest(at_least=count)[:count]
         probes = probe_source(self.loader, items, seconds=self.options.seconds)
@@ -207,7 +242,9 @@ class _Measurement:
         return probes, list(batches)
 
     def _over(self, items: Sequence[int], workers: int, *, cached: bool = True) -> Watched:
-        """The loader over items, watched in its steady part: not while its queues fill or run empty."""
+        """The loader over items, watched in its steady part: not while its queues fill or run
+        empty.
+        """
         ahead = workers * (self.loader.prefetch_factor or 2)
         make = self.cache.loader_over if cached else loader_over
         loader = make(self.loader, items, num_workers=workers)
@@ -220,26 +257,31 @@ class _Measurement:
         self.train(watched)
         return watched.times()
 
-    def _cold(self, workers: int, run: Callable[[Watched], LoopTimes]) -> tuple[LoopTimes, list[int]]:
+    def _cold(
+        self, workers: int, run: Callable[[Watched], LoopTimes]
+    ) -> tuple[LoopTimes, list[int]]:
         """The loop, or the loader alone, on items that were not read before, and these."""
         items = self.items.rest(at_least=(16 + 8 * workers) * self.batch_size)
         watched = self._over(items, workers, cached=False)
         times = run(watched)
         taken = min(len(items), watched.used * self.batch_size)
-        ahead = workers * ((self.loader.prefetch_factor or 2) + 1) * self.batch_size  # read and not trained on
+        # read and not trained on
+        ahead = workers * ((self.loader.prefetch_factor or 2) + 1) * self.batch_size
         self.items.used += min(len(items), taken + ahead)
         return times, items[:taken]
 
     def _fill(self, items: Sequence[int]) -> list[int]:
         """Put items into the cache, as many as it has room for; those."""
-        workers = self.cores if self.loader.num_workers else 0  # forked ones would share this process's connections
+        # forked ones would share this process's connections
+        workers = self.cores if self.loader.num_workers else 0
         first = list(items[: max(self.batch_size, 16)])
         for _ in self.cache.loader_over(self.loader, first, num_workers=workers):
             pass
         room = int(0.9 * int(self.options.memory_bytes) / self.cache.entry_bytes())
         if room < LEAST_BATCHES * self.batch_size:
             raise ValueError(
-                f"memory_bytes={self.options.memory_bytes} holds {room} samples, less than {LEAST_BATCHES} batches of "
+                f"memory_bytes={self.options.memory_bytes} holds {room} samples, less than "
+                f"{LEAST_BATCHES} batches of "
                 f"{self.batch_size}: raise it for the measurement"
             )
         kept = list(items[:room])
@@ -248,7 +290,9 @@ class _Measurement:
         return kept
 
     def _drain(self, watched: Watched) -> LoopTimes:
-        """The loader alone, as fast as it goes, and each batch looked at: memory that a worker sent is mapped by then."""
+        """The loader alone, as fast as it goes, and each batch looked at: memory that a worker sent
+        is mapped by then.
+        """
         watched.seconds = min(watched.seconds, 3.0)
         for batch in watched:
             touch(batch)
@@ -256,8 +300,8 @@ class _Measurement:
 
 
 class SampleCosts(NamedTuple):
-    """`SampleCosts` are those of a sample from the source, in seconds: waited for, of a core, and of cores that others used
-    meanwhile.
+    """`SampleCosts` are those of a sample from the source, in seconds: waited for, of a core, and
+    of cores that others used meanwhile.
     """
 
     wait_seconds: float
@@ -265,20 +309,29 @@ class SampleCosts(NamedTuple):
     other_seconds: float
 
 
-def sample_costs(cold: LoopTimes, idle: LoopTimes, batch_size: int, worker_seconds: float) -> SampleCosts:
-    """Return the costs of a sample, measured on one worker that does nothing but read the source; `worker_seconds` is what a
-    batch takes it besides its samples.
+def sample_costs(
+    cold: LoopTimes, idle: LoopTimes, batch_size: int, worker_seconds: float
+) -> SampleCosts:
+    """Return the costs of a sample, measured on one worker that does nothing but read the source;
+    `worker_seconds` is what a batch takes it besides its samples.
 
-    What others did in the same time of the `idle` loop, which reads nothing, has nothing to do with the samples.
+    What others did in the same time of the `idle` loop, which reads nothing, has nothing to do with
+    the samples.
     """
     wait = max(0.0, cold.batch_seconds - cold.worker_core_seconds)
-    others = cold.other_core_seconds - idle.other_core_seconds / idle.batch_seconds * cold.batch_seconds
+    others = (
+        cold.other_core_seconds - idle.other_core_seconds / idle.batch_seconds * cold.batch_seconds
+    )
     work = max(0.0, cold.worker_core_seconds - worker_seconds)
-    return SampleCosts(wait / batch_size, work / batch_size, min(wait, max(0.0, others)) / batch_size)
+    return SampleCosts(
+        wait / batch_size, work / batch_size, min(wait, max(0.0, others)) / batch_size
+    )
 
 
 def contention(costs: StallCosts, crowded: LoopTimes, *, cores: int) -> float:
-    """Return how much longer the work of a cold loop with a worker per core takes its cores than the same work does alone."""
+    """Return how much longer the work of a cold loop with a worker per core takes its cores than
+    the same work does alone.
+    """
     alone = costs.batch_size * costs.miss_seconds
     alone += costs.worker_seconds + costs.receive_seconds + costs.step_core_seconds
     taken = crowded.core_seconds + crowded.worker_core_seconds

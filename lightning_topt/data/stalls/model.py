@@ -1,13 +1,15 @@
-"""The model says, from a few measured costs, what a training loop waits for: the throughput of any other set-up.
+"""The model says, from a few measured costs, what a training loop waits for: the throughput of any
+other set-up.
 
-Symbols, per sample unless said: a *miss* waits `latency_seconds`, moves `source_bytes` over the link and takes
-`prepare_seconds` of a core (system calls and decoding alike: a core does both), and its part of `collate_seconds` per batch; a
-*hit* takes `hit_seconds`, collated. Per batch of B samples: with workers `worker_seconds` more in the worker and
-`receive_seconds` in the training process; then the step.
+Symbols, per sample unless said: a *miss* waits `latency_seconds`, moves `source_bytes` over the
+link and takes `prepare_seconds` of a core (system calls and decoding alike: a core does both), and
+its part of `collate_seconds` per batch; a *hit* takes `hit_seconds`, collated. Per batch of B
+samples: with workers `worker_seconds` more in the worker and `receive_seconds` in the training
+process; then the step.
 
-DS-Analyzer (arXiv 2007.06775, section 3.4) takes the slowest stage for the whole: `bounds`. Stages share cores, though, and
-wait for each other, so `batch_seconds` plays the loop through: processes, cores, the link and the disk as fluids that those who
-use them share evenly.
+DS-Analyzer (arXiv 2007.06775, section 3.4) takes the slowest stage for the whole: `bounds`. Stages
+share cores, though, and wait for each other, so `batch_seconds` plays the loop through: processes,
+cores, the link and the disk as fluids that those who use them share evenly.
 """
 
 from __future__ import annotations
@@ -57,9 +59,11 @@ _Process = Iterator["_Phase | Callable[[], bool]"]  # does phases, or waits unti
 
 
 def bounds(costs: StallCosts, setup: SetUp) -> dict[str, float]:
-    """Return the least seconds per batch that each resource alone allows: "step", "link", "disk", "cores" and "workers".
+    """Return the least seconds per batch that each resource alone allows: "step", "link", "disk",
+    "cores" and "workers".
 
-    Without workers, "workers" is all the work of the training process on its data, and has the step in it.
+    Without workers, "workers" is all the work of the training process on its data, and has the step
+    in it.
     """
     c, missing = apply(costs, setup), 1 - setup.memory_share - setup.disk_share
     wait = c.batch_size * missing * (c.latency_seconds + c.source_bytes / c.link_bytes_per_second)
@@ -71,15 +75,29 @@ def bounds(costs: StallCosts, setup: SetUp) -> dict[str, float]:
     if setup.num_workers == 0:
         workers = wait + core + c.step_seconds
         in_all = core + c.step_core_seconds + others
-        return {"step": c.step_seconds, "link": link, "disk": disk, "cores": in_all / setup.cores, "workers": workers}
+        return {
+            "step": c.step_seconds,
+            "link": link,
+            "disk": disk,
+            "cores": in_all / setup.cores,
+            "workers": workers,
+        }
     workers = (wait + core + c.worker_seconds) / setup.num_workers
     in_all = core + c.worker_seconds + c.receive_seconds + c.step_core_seconds + others
     step = c.step_seconds + c.receive_seconds
-    return {"step": step, "link": link, "disk": disk, "cores": in_all / setup.cores, "workers": workers}
+    return {
+        "step": step,
+        "link": link,
+        "disk": disk,
+        "cores": in_all / setup.cores,
+        "workers": workers,
+    }
 
 
 def batch_seconds(costs: StallCosts, setup: SetUp, *, seed: int = 0) -> float:
-    """Return the seconds per batch of a long epoch in `setup`; `seed`: of the order in which hits and misses come."""
+    """Return the seconds per batch of a long epoch in `setup`; `seed`: of the order in which hits
+    and misses come.
+    """
     loop = _Loop(apply(costs, setup), setup, np.random.default_rng(seed))
     loop.play()
     first = loop.warmup
@@ -92,7 +110,9 @@ def samples_per_second(costs: StallCosts, setup: SetUp) -> float:
 
 
 class _Loop:
-    """A DataLoader's worker processes and the loop that takes their batches, in the order of the batches."""
+    """A DataLoader's worker processes and the loop that takes their batches, in the order of the
+    batches.
+    """
 
     def __init__(self, costs: StallCosts, setup: SetUp, rng: np.random.Generator) -> None:
         self.costs, self.setup, self.clock = costs, setup, 0.0
@@ -103,7 +123,8 @@ class _Loop:
         self.ready: set[int] = set()
         ahead = setup.num_workers * setup.prefetch_factor
         self.queues: list[deque[int]] = [
-            deque(range(worker, min(ahead, total), setup.num_workers)) for worker in range(setup.num_workers)
+            deque(range(worker, min(ahead, total), setup.num_workers))
+            for worker in range(setup.num_workers)
         ]
         self.next_batch = ahead
 
@@ -145,7 +166,8 @@ class _Loop:
         phases: list[_Phase | None] = [None] * len(processes)
         left = [0.0] * len(processes)
         while True:
-            for i in (*range(1, len(processes)), 0):  # what workers finish now, the training process sees now
+            # what workers finish now, the training process sees now
+            for i in (*range(1, len(processes)), 0):
                 while phases[i] is None and (waiting[i] is None or waiting[i]()):
                     step = next(processes[i], None)
                     if step is None:
@@ -180,11 +202,17 @@ class _Loop:
                 users[phase.resource] += phase.demand
                 if phase.beside:
                     waits[phase.resource] += phase.beside
-        beside = waits[DELAY] + waits[LINK] / max(users[LINK], 1.0)  # those who share the link take longer for the same
+        # those who share the link take longer for the same
+        beside = waits[DELAY] + waits[LINK] / max(users[LINK], 1.0)
         cores = self.setup.cores
         busy = min(users[CORE] + beside, float(cores))
-        slower = 1.0 if cores == 1 else 1 + (self.costs.contention - 1) * max(0.0, busy - 1) / (cores - 1)
-        # What others do for a miss comes first, up to a limit, and its wait is over when they have done it.
+        slower = (
+            1.0
+            if cores == 1
+            else 1 + (self.costs.contention - 1) * max(0.0, busy - 1) / (cores - 1)
+        )
+        # What others do for a miss comes first, up to a limit, and its wait is over when they have
+        # done it.
         others = min(1.0, (1 - _LEAST_FREE) * cores / max(beside, _TINY))
         free = cores - beside * others
         return {
@@ -196,8 +224,12 @@ class _Loop:
         }
 
 
-def _draw(c: StallCosts, setup: SetUp, batches: int, rng: np.random.Generator) -> list[list[_Sample]]:
-    """The samples of each batch in chunks. Hits have exactly their share, and come in random order."""
+def _draw(
+    c: StallCosts, setup: SetUp, batches: int, rng: np.random.Generator
+) -> list[list[_Sample]]:
+    """The samples of each batch in chunks. Hits have exactly their share, and come in random
+    order.
+    """
     total = batches * c.batch_size
     tiers = np.zeros(total, np.int8)
     in_memory = round(setup.memory_share * total)

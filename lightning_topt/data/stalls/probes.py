@@ -1,4 +1,6 @@
-"""Probes measure what a source and a disk cost, seen from outside: samples are timed one by one, in a process of their own."""
+"""Probes measure what a source and a disk cost, seen from outside: samples are timed one by one, in
+a process of their own.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ from lightning_topt.data.apart import Failed, run_apart
 from lightning_topt.data.stalls.loop import makes_batches, samples_per_batch
 
 WARMUP_SAMPLES = 3  # which connect to the source
-_LEAST_SPREAD = 0.1  # standard deviation / mean of the samples' bytes, below which their waits tell no rate
+# standard deviation / mean of the samples' bytes, below which their waits tell no rate
+_LEAST_SPREAD = 0.1
 _SURE = 3.0  # standard deviations, by which larger samples must be slower than by chance
 _DISK_TEST_BYTES = 1 << 26
 _DISK_READS = 256
@@ -31,7 +34,9 @@ _PATIENCE_SECONDS = 300.0
 
 
 class SampleProbe(NamedTuple):
-    """One sample read alone: seconds by the clock, seconds of cores, bytes that came from a network or a disk."""
+    """One sample read alone: seconds by the clock, seconds of cores, bytes that came from a network
+    or a disk.
+    """
 
     seconds: float
     core_seconds: float
@@ -44,9 +49,15 @@ class SampleProbe(NamedTuple):
 
 
 def probe_samples(
-    read: Callable[[int], Any], items: Iterable[int], *, seconds: float, warmup: int = WARMUP_SAMPLES
+    read: Callable[[int], Any],
+    items: Iterable[int],
+    *,
+    seconds: float,
+    warmup: int = WARMUP_SAMPLES,
 ) -> tuple[list[SampleProbe], list[Any]]:
-    """Read items one by one for at most `seconds`; probes, without the first `warmup`, and the last samples."""
+    """Read items one by one for at most `seconds`; probes, without the first `warmup`, and the last
+    samples.
+    """
     probes: list[SampleProbe] = []
     samples: list[Any] = []
     end = time.perf_counter() + seconds
@@ -54,7 +65,9 @@ def probe_samples(
         received = _received_bytes()
         start, core = time.perf_counter(), time.process_time()
         sample = read(item)
-        probe = SampleProbe(time.perf_counter() - start, time.process_time() - core, _received_bytes() - received)
+        probe = SampleProbe(
+            time.perf_counter() - start, time.process_time() - core, _received_bytes() - received
+        )
         probes.append(probe)
         samples = [*samples[-_MOST_KEPT:], sample]
         if time.perf_counter() > end and len(probes) > warmup:
@@ -63,21 +76,31 @@ def probe_samples(
 
 
 class SourceProbe(NamedTuple):
-    """A `SourceProbe` says what reading samples and making batches of them costs a process that does nothing else."""
+    """A `SourceProbe` says what reading samples and making batches of them costs a process that
+    does nothing else.
+    """
 
     samples: list[SampleProbe]
     collate_seconds: float  # per batch
 
 
 def probe_source(loader: DataLoader[Any], items: Sequence[int], *, seconds: float) -> SourceProbe:
-    """Read items for `seconds`, in a new process: connections that a data set opens must not be there when workers fork.
+    """Read items for `seconds`, in a new process: connections that a data set opens must not be
+    there when workers fork.
 
-    Raises RuntimeError with the traceback where reading fails, or ends the process, or no sample comes within 5 minutes.
+    Raises RuntimeError with the traceback where reading fails, or ends the process, or no sample
+    comes within 5 minutes.
     """
     context: Any = loader.multiprocessing_context or multiprocessing.get_context()
     patience = _PATIENCE_SECONDS + seconds
     result = run_apart(
-        _probe, loader, items, seconds, context=context, timeout_seconds=patience, doing="reading samples"
+        _probe,
+        loader,
+        items,
+        seconds,
+        context=context,
+        timeout_seconds=patience,
+        doing="reading samples",
     )
     if isinstance(result, Failed):
         raise RuntimeError(f"reading samples failed:\n{result.trace}")
@@ -99,23 +122,28 @@ def _probe(loader: DataLoader[Any], items: Sequence[int], seconds: float) -> Sou
 
 
 def _received_bytes() -> int:
-    """Since the machine started: of the busiest network device, or that this process read from disks, the larger one.
+    """Since the machine started: of the busiest network device, or that this process read from
+    disks, the larger one.
 
     A packet passes several devices on its way into a container. 0 where the system does not tell.
     """
     devices, disk = Path("/proc/self/net/dev"), Path("/proc/self/io")
     if not devices.exists():
         return 0
-    network = max(int(line.split(":")[1].split()[0]) for line in devices.read_text().splitlines()[2:])
+    network = max(
+        int(line.split(":")[1].split()[0]) for line in devices.read_text().splitlines()[2:]
+    )
     words = disk.read_text().split() if disk.exists() else []
     return network + (int(words[words.index("read_bytes:") + 1]) if "read_bytes:" in words else 0)
 
 
 def fit_link(probes: Sequence[SampleProbe], *, rate: float | None = None) -> tuple[float, float]:
-    """Return the latency (seconds) and rate (bytes per second) of wait = latency + bytes / rate; their mean wait is kept.
+    """Return the latency (seconds) and rate (bytes per second) of wait = latency + bytes / rate;
+    their mean wait is kept.
 
-    The slope is Theil and Sen's (median over all pairs), for a few disturbed samples should not count. `rate`: where known.
-    Where the samples' sizes say nothing, the rate is infinite and all the wait is latency.
+    The slope is Theil and Sen's (median over all pairs), for a few disturbed samples should not
+    count. `rate`: where known. Where the samples' sizes say nothing, the rate is infinite and all
+    the wait is latency.
     """
     waits = np.array([probe.wait_seconds for probe in probes])
     sizes = np.array([probe.source_bytes for probe in probes])
@@ -132,7 +160,8 @@ def _slope(sizes: npt.NDArray[np.float64], waits: npt.NDArray[np.float64]) -> fl
     count = len(sizes)
     first, second = np.triu_indices(count, 1)
     more_bytes, more_wait = sizes[second] - sizes[first], waits[second] - waits[first]
-    ordered = float((np.sign(more_bytes) * np.sign(more_wait)).sum())  # Kendall's S, of known variance under chance
+    # Kendall's S, of known variance under chance
+    ordered = float((np.sign(more_bytes) * np.sign(more_wait)).sum())
     if ordered < _SURE * math.sqrt(count * (count - 1) * (2 * count + 5) / 18):
         return 0.0
     apart = np.abs(more_bytes) > 0.1 * sizes.std()
@@ -140,8 +169,8 @@ def _slope(sizes: npt.NDArray[np.float64], waits: npt.NDArray[np.float64]) -> fl
 
 
 def read_rate(directory: str | Path, *, entry_bytes: float) -> float:
-    """Return the bytes per second of reading entries of that size in any order, past the page cache; infinite where it cannot
-    be told.
+    """Return the bytes per second of reading entries of that size in any order, past the page
+    cache; infinite where it cannot be told.
     """
     if not hasattr(os, "posix_fadvise"):
         return inf
@@ -155,7 +184,9 @@ def read_rate(directory: str | Path, *, entry_bytes: float) -> float:
         file.flush()
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        places = np.random.default_rng(0).permutation(_DISK_TEST_BYTES // size)[:_DISK_READS].tolist()
+        places = (
+            np.random.default_rng(0).permutation(_DISK_TEST_BYTES // size)[:_DISK_READS].tolist()
+        )
         start = time.perf_counter()
         for place in places:
             os.pread(file.fileno(), size, place * size)

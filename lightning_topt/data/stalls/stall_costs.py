@@ -1,4 +1,6 @@
-"""The costs of a training loop that were measured in one set-up, and the set-ups that a throughput is asked for."""
+"""The costs of a training loop that were measured in one set-up, and the set-ups that a throughput
+is asked for.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +11,23 @@ from math import inf
 
 @dataclass(frozen=True)
 class StallCosts:
-    """`StallCosts` are what one set-up showed; see `model` for the symbols. Seconds of a core are those of an idle machine.
+    """`StallCosts` are what one set-up showed; see `model` for the symbols. Seconds of a core are
+    those of an idle machine.
 
     Args:
         batch_size: B, samples.
         num_items: of the data set.
         step_seconds: of a training step whose batch is there.
         step_core_seconds: that the training process computes in it, all threads together.
-        latency_seconds: before the first byte of a sample; with `link_bytes_per_second` infinite, all the waiting.
+        latency_seconds: before the first byte of a sample; with `link_bytes_per_second` infinite,
+            all the waiting.
         source_bytes: that one sample moves from its source.
         link_bytes_per_second: of the source or the network to it, shared by all who read.
         entry_bytes: of one sample in the cache.
         disk_bytes_per_second: of the disk that the cache's disk tier would be on.
         contention: seconds of a core for what takes 1 alone, when all cores are busy.
-        other_seconds: that other processes of this machine, or its kernel, compute while a miss is waited for: a server of the
-            source, the network.
+        other_seconds: that other processes of this machine, or its kernel, compute while a miss is
+            waited for: a server of the source, the network.
     """
 
     batch_size: int
@@ -44,9 +48,15 @@ class StallCosts:
     other_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.batch_size < 1 or self.num_items < 1 or self.step_seconds <= 0 or self.contention < 1:
+        if (
+            self.batch_size < 1
+            or self.num_items < 1
+            or self.step_seconds <= 0
+            or self.contention < 1
+        ):
             raise ValueError(
-                "costs need at least 1 sample per batch and item, a step that takes time and contention >= 1"
+                "costs need at least 1 sample per batch and item, a step that takes time and "
+                "contention >= 1"
             )
         if min(self.link_bytes_per_second, self.disk_bytes_per_second) <= 0:
             raise ValueError("a link and a disk have positive rates (bytes per second)")
@@ -63,9 +73,11 @@ class StallCosts:
 
 @dataclass(frozen=True)
 class SetUp:
-    """A `SetUp` says what may be changed; None: as measured. Shares are those of the items in the memory and in the disk tier.
+    """A `SetUp` says what may be changed; None: as measured. Shares are those of the items in the
+    memory and in the disk tier.
 
-    `cores` are those of the machine for this loop; `step_speedup` 2: an accelerator that takes half the time.
+    `cores` are those of the machine for this loop; `step_speedup` 2: an accelerator that takes half
+    the time.
     """
 
     num_workers: int
@@ -80,12 +92,21 @@ class SetUp:
 
     def __post_init__(self) -> None:
         if self.num_workers < 0 or self.cores < 1 or self.prefetch_factor < 1:
-            raise ValueError(f"a set-up has at least 0 workers, 1 core and 1 batch of prefetching; got {self}")
-        if min(self.memory_share, self.disk_share) < 0 or self.memory_share + self.disk_share > 1 + 1e-9:
-            raise ValueError(f"the tiers hold a share of the items, from 0 to 1 together; got {self}")
+            raise ValueError(
+                f"a set-up has at least 0 workers, 1 core and 1 batch of prefetching; got {self}"
+            )
+        if (
+            min(self.memory_share, self.disk_share) < 0
+            or self.memory_share + self.disk_share > 1 + 1e-9
+        ):
+            raise ValueError(
+                f"the tiers hold a share of the items, from 0 to 1 together; got {self}"
+            )
         rates = (self.link_bytes_per_second, self.disk_bytes_per_second, self.step_speedup)
         if any(rate is not None and rate <= 0 for rate in rates) or (self.latency_seconds or 0) < 0:
-            raise ValueError(f"rates and the speed-up are positive, a latency is at least 0; got {self}")
+            raise ValueError(
+                f"rates and the speed-up are positive, a latency is at least 0; got {self}"
+            )
 
 
 def apply(costs: StallCosts, setup: SetUp) -> StallCosts:
@@ -95,5 +116,8 @@ def apply(costs: StallCosts, setup: SetUp) -> StallCosts:
         for name in ("link_bytes_per_second", "latency_seconds", "disk_bytes_per_second")
         if (value := getattr(setup, name)) is not None
     }
-    step = {name: getattr(costs, name) / setup.step_speedup for name in ("step_seconds", "step_core_seconds")}
+    step = {
+        name: getattr(costs, name) / setup.step_speedup
+        for name in ("step_seconds", "step_core_seconds")
+    }
     return dataclasses.replace(costs, **changed, **step)

@@ -1,4 +1,6 @@
-"""A stall measurement for people: what the wait is made of and what would remove it, as a table and as a picture."""
+"""A stall measurement for people: what the wait is made of and what would remove it, as a table and
+as a picture.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,12 @@ _CURVE = 21  # points
 _FAR_OFF = 0.10  # of the model on the runs it was made from
 
 
-def print_report(measurement: StallMeasurement, rows: Sequence[WhatIf], *, console: Console) -> None:
-    """Print the parts of the wait, the costs behind them, and what would follow from changes (`what_if`)."""
+def print_report(
+    measurement: StallMeasurement, rows: Sequence[WhatIf], *, console: Console
+) -> None:
+    """Print the parts of the wait, the costs behind them, and what would follow from changes
+    (`what_if`).
+    """
     console.print(_parts_table(measurement))
     console.print(_costs_line(measurement), highlight=False)
     console.print(_what_if_table(rows))
@@ -40,28 +46,46 @@ def print_report(measurement: StallMeasurement, rows: Sequence[WhatIf], *, conso
 
 def _parts_table(measurement: StallMeasurement) -> Table:
     stalls, size = measurement.stalls, measurement.costs.batch_size
-    title = f"{100 * stalls.fraction:.0f} % of training waits for data ({_setup_words(measurement)})"
+    title = (
+        f"{100 * stalls.fraction:.0f} % of training waits for data ({_setup_words(measurement)})"
+    )
     table = Table(title=title, title_justify="left")
     for column in ("per batch", "time", "share", "what removes it"):
         table.add_column(column, justify="right" if column in ("time", "share") else "left")
     for name, attribute, _, remedy in _PARTS:
         seconds = getattr(stalls, attribute)
-        table.add_row(name, format_seconds(seconds), f"{100 * seconds / stalls.total_seconds:.0f} %", remedy)
-    table.add_row("all", format_seconds(stalls.total_seconds), "100 %", f"{size / stalls.total_seconds:.0f} samples/s")
+        table.add_row(
+            name, format_seconds(seconds), f"{100 * seconds / stalls.total_seconds:.0f} %", remedy
+        )
+    table.add_row(
+        "all",
+        format_seconds(stalls.total_seconds),
+        "100 %",
+        f"{size / stalls.total_seconds:.0f} samples/s",
+    )
     return table
 
 
 def _setup_words(measurement: StallMeasurement) -> str:
     setup = measurement.setup
-    return f"{setup.num_workers} workers, {setup.cores} cores, batches of {measurement.costs.batch_size}"
+    return (
+        f"{setup.num_workers} workers, {setup.cores} cores, batches of "
+        f"{measurement.costs.batch_size}"
+    )
 
 
 def _costs_line(measurement: StallMeasurement) -> str:
     c = measurement.costs
-    rate = "its rate not told apart" if c.link_bytes_per_second == inf else f"{8e-6 * c.link_bytes_per_second:.0f} Mb/s"
+    rate = (
+        "its rate not told apart"
+        if c.link_bytes_per_second == inf
+        else f"{8e-6 * c.link_bytes_per_second:.0f} Mb/s"
+    )
     return (
-        f"a sample: {format_bytes(c.source_bytes)} from the source ({format_seconds(c.latency_seconds)} latency, {rate}), "
-        f"{format_seconds(c.prepare_seconds)} of a core; from the cache {format_bytes(c.entry_bytes)}, "
+        f"a sample: {format_bytes(c.source_bytes)} from the source "
+        f"({format_seconds(c.latency_seconds)} latency, {rate}), "
+        f"{format_seconds(c.prepare_seconds)} of a core; from the cache "
+        f"{format_bytes(c.entry_bytes)}, "
         f"{format_seconds(c.hit_seconds)} of a core"
     )
 
@@ -80,7 +104,9 @@ def _what_if_table(rows: Sequence[WhatIf]) -> Table:
 
 
 def advice(measurement: StallMeasurement) -> list[str]:
-    """Return sentences: the least cache worth having, the best number of workers, and how far to trust the model."""
+    """Return sentences: the least cache worth having, the best number of workers, and how far to
+    trust the model.
+    """
     costs, setup = measurement.costs, measurement.setup
     share = least_cache(costs, setup)
     needed, whole = share * costs.entry_bytes * costs.num_items, costs.entry_bytes * costs.num_items
@@ -88,26 +114,38 @@ def advice(measurement: StallMeasurement) -> list[str]:
         sentences = ["A cache would not make this loop faster: the rest takes as long as the data."]
     else:
         sentences = [
-            f"The least cache worth having is {format_bytes(needed)} ({100 * share:.0f} % of the data set's "
-            f"{format_bytes(whole)}): with all of it in memory the loop would be at most {100 * NEARLY:.0f} % faster."
+            f"The least cache worth having is {format_bytes(needed)} ({100 * share:.0f} % of the "
+            "data set's "
+            f"{format_bytes(whole)}): with all of it in memory the loop would be at most "
+            f"{100 * NEARLY:.0f} % faster."
         ]
     best = best_num_workers(costs, setup)
     warm = best_num_workers(costs, replace(setup, memory_share=1.0))
-    sentences.append(f"Best num_workers on {setup.cores} cores: {best} without a cache, {warm} with everything in it.")
+    sentences.append(
+        f"Best num_workers on {setup.cores} cores: {best} without a cache, {warm} with everything "
+        "in it."
+    )
     off = max(abs(error) for error in measurement.model_errors.values())
     if off > _FAR_OFF:
         sentences.append(
-            f"Take the predictions with care: on the measured runs themselves the model is off by {100 * off:.0f} % "
+            "Take the predictions with care: on the measured runs themselves the model is off by "
+            f"{100 * off:.0f} % "
             "(other work on this machine, or too short a measurement: raise seconds)."
         )
     return sentences
 
 
-def save_png(path: str | Path, measurement: StallMeasurement, rows: Sequence[WhatIf], *, title: str = "") -> None:
-    """Draw the parts of a batch's time, the throughput over the size of the cache, and the predictions `rows`."""
+def save_png(
+    path: str | Path, measurement: StallMeasurement, rows: Sequence[WhatIf], *, title: str = ""
+) -> None:
+    """Draw the parts of a batch's time, the throughput over the size of the cache, and the
+    predictions `rows`.
+    """
     figure = Figure(figsize=(11, 7), dpi=140, facecolor="white", layout="constrained")
     grid = figure.add_gridspec(2, 2, height_ratios=(1, 4))
-    _draw_parts(figure.add_subplot(grid[0, :]), measurement.stalls, title or _setup_words(measurement))
+    _draw_parts(
+        figure.add_subplot(grid[0, :]), measurement.stalls, title or _setup_words(measurement)
+    )
     _draw_curve(figure.add_subplot(grid[1, 0]), measurement)
     _draw_rows(figure.add_subplot(grid[1, 1]), rows)
     figure.savefig(path, format="png", facecolor="white")
@@ -118,12 +156,20 @@ def _draw_parts(axes: Axes, stalls: Stalls, title: str) -> None:
     for name, attribute, colour, _ in _PARTS:
         seconds = max(0.0, getattr(stalls, attribute))
         label = f"{name} {format_seconds(seconds)}"
-        axes.barh([0], [1e3 * seconds], left=1e3 * left, color=colour, edgecolor="white", label=label)
+        axes.barh(
+            [0], [1e3 * seconds], left=1e3 * left, color=colour, edgecolor="white", label=label
+        )
         left += seconds
     axes.set_yticks([])
     axes.set_xlabel("ms per batch", color=_FAINT)
     axes.set_title(f"{100 * stalls.fraction:.0f} % of training waits for data: {title}", **_title())
-    axes.legend(loc="lower left", bbox_to_anchor=(0, -0.95), ncols=len(_PARTS), frameon=False, labelcolor=_INK)
+    axes.legend(
+        loc="lower left",
+        bbox_to_anchor=(0, -0.95),
+        ncols=len(_PARTS),
+        frameon=False,
+        labelcolor=_INK,
+    )
     _plain(axes)
 
 
@@ -135,12 +181,22 @@ def _draw_curve(axes: Axes, measurement: StallMeasurement) -> None:
     size = costs.batch_size
     measured = [size / measurement.cold.batch_seconds, size / measurement.cached.batch_seconds]
     axes.plot([0, 100], measured, "o", color=_PARTS[1][2], label="measured")
-    axes.axhline(size / measurement.synthetic.batch_seconds, color=_FAINT, linestyle="--", label="no wait for data")
+    axes.axhline(
+        size / measurement.synthetic.batch_seconds,
+        color=_FAINT,
+        linestyle="--",
+        label="no wait for data",
+    )
     least = least_cache(costs, setup)
     if least:
-        axes.axvline(100 * least, color=_FAINT, linestyle=":", label=f"worth having: {100 * least:.0f} %")
+        axes.axvline(
+            100 * least, color=_FAINT, linestyle=":", label=f"worth having: {100 * least:.0f} %"
+        )
     axes.set_ylim(bottom=0)
-    axes.set_xlabel(f"items in a cache in memory, % (100 % = {format_bytes(costs.entry_bytes * costs.num_items)})")
+    axes.set_xlabel(
+        "items in a cache in memory, % (100 % = "
+        f"{format_bytes(costs.entry_bytes * costs.num_items)})"
+    )
     axes.set_ylabel("samples/s")
     axes.legend(frameon=False, labelcolor=_INK)
     _plain(axes)
@@ -149,7 +205,9 @@ def _draw_curve(axes: Axes, measurement: StallMeasurement) -> None:
 def _draw_rows(axes: Axes, rows: Sequence[WhatIf]) -> None:
     names = [f"{row.group}: {row.change}" for row in rows]
     places = range(len(rows), 0, -1)
-    axes.barh(list(places), [row.samples_per_second for row in rows], color=_PARTS[0][2], height=0.7)
+    axes.barh(
+        list(places), [row.samples_per_second for row in rows], color=_PARTS[0][2], height=0.7
+    )
     axes.axvline(rows[0].samples_per_second, color=_FAINT, linewidth=0.8)
     axes.set_yticks(list(places), names, fontsize=7.5)
     axes.set_xlabel("samples/s, predicted")

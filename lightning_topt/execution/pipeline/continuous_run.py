@@ -1,8 +1,10 @@
-"""`ContinuousRun`: a pipeline that never waits, on one rank. Forward and backward passes of different minibatches take turns.
+"""`ContinuousRun`: a pipeline that never waits, on one rank. Forward and backward passes of
+different minibatches take turns.
 
-[Note: a turn] In iteration i the stage k of this rank runs forward of minibatch i, then backward of the minibatch that has come
-back, ``i - lag``; its gradients are in ``.grad`` then, and the caller updates with them, or adds those of the next ones first.
-Ranks wait for the tensors that they need alone: there is no collective call in a turn but the average over data ranks.
+[Note: a turn] In iteration i the stage k of this rank runs forward of minibatch i, then backward of
+the minibatch that has come back, ``i - lag``; its gradients are in ``.grad`` then, and the caller
+updates with them, or adds those of the next ones first. Ranks wait for the tensors that they need
+alone: there is no collective call in a turn but the average over data ranks.
 """
 
 from __future__ import annotations
@@ -31,18 +33,24 @@ __all__ = ["ContinuousRun", "Turn"]
 
 
 class ContinuousRun:
-    """The turns of this rank's stage of `staged`, which has been applied. Making it is a collective call; a turn is one of the
-    ranks that run the same stage.
+    """The turns of this rank's stage of `staged`, which has been applied. Making it is a collective
+    call; a turn is one of the ranks that run the same stage.
 
-    `optimizers` have to be attached before the first turn: their hyperparameters are kept for each minibatch.
+    `optimizers` have to be attached before the first turn: their hyperparameters are kept for each
+    minibatch.
     """
 
     def __init__(self, staged: PipelineRun) -> None:
         lag_per_hop, mesh = staged.lag_per_hop, staged.plan.mesh
         assert lag_per_hop is not None
-        pipelines, named = mesh.groups_along(mesh.pipeline_axes), dict(staged.module.named_parameters())
+        pipelines, named = (
+            mesh.groups_along(mesh.pipeline_axes),
+            dict(staged.module.named_parameters()),
+        )
         are_shared = any(len(staged.layout.holders(name)) > 1 for name in named)
-        links = StageLinks.of_pipelines(pipelines, rank=dist.get_rank(), device=staged.device, are_shared=are_shared)
+        links = StageLinks.of_pipelines(
+            pipelines, rank=dist.get_rank(), device=staged.device, are_shared=are_shared
+        )
         self._shared = SharedParameters(named, staged.layout, links)
         self._staged, self._links, staged.is_drained = staged, links, lambda: self.is_drained
         self.stage, self.num_stages = links.stage, links.num_stages
@@ -50,7 +58,9 @@ class ContinuousRun:
         self.lag = lag_of(self.stage, num_ranks=self.num_stages, lag_per_hop=lag_per_hop)
         self.minibatches = 0  # that have come in
         self._returned = 0
-        self._pattern = UpdatePattern(num_stages=self.num_stages, stage=self.stage, lag_per_hop=lag_per_hop)
+        self._pattern = UpdatePattern(
+            num_stages=self.num_stages, stage=self.stage, lag_per_hop=lag_per_hop
+        )
         self._passes = MinibatchPasses(staged, links, self._shared, lag_per_hop=lag_per_hop)
         self._values = ValueParcels(links, self.num_stages, staged.device)
         self._weights = StageWeights([], None, self._pattern, parameters=self._parameters)
@@ -59,7 +69,8 @@ class ContinuousRun:
         self._failed, self.is_drained = False, True
 
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
-        """Keep the hyperparameters of these optimizers for each minibatch, and predict their weights as the plan says.
+        """Keep the hyperparameters of these optimizers for each minibatch, and predict their
+        weights as the plan says.
 
         Raises ValueError for an optimizer that the plan's rule does not know.
         """
@@ -68,10 +79,13 @@ class ContinuousRun:
 
     @property
     def in_flight(self) -> int:
-        """Minibatches that have come in and not come back to this stage. None are in the last one, but see `is_drained`."""
+        """Minibatches that have come in and not come back to this stage. None are in the last one,
+        but see `is_drained`.
+        """
         return self.minibatches - self._returned
 
-    # ---- turns --------------------------------------------------------------------------------------------------------
+    # ---- turns
+    # --------------------------------------------------------------------------------------------------------
 
     def advance(
         self,
@@ -86,18 +100,23 @@ class ContinuousRun:
         payload: Callable[[], bytes] | None = None,
         kind: Hashable = None,
     ) -> Turn:
-        """Run forward of ``step(module, batch)``, which returns its loss, and backward of the minibatch that has come back.
+        """Run forward of ``step(module, batch)``, which returns its loss, and backward of the
+        minibatch that has come back.
 
         Args:
             weight: what the loss is multiplied by for its gradients.
-            completes: whether an update is to follow this minibatch; with accumulation the last of several.
+            completes: whether an update is to follow this minibatch; with accumulation the last of
+                several.
             accumulate: minibatches for each of the updates to come, as far as that is known.
             remaining: minibatches after this one before the next drain, where that is known.
-            last_completes: whether the last of these is to complete an update, however many that has.
-            payload: called on the last stage after its forward pass; what it returns travels back to all others.
+            last_completes: whether the last of these is to complete an update, however many that
+                has.
+            payload: called on the last stage after its forward pass; what it returns travels back
+                to all others.
             kind: tells steps with the same code apart (see `StepFlows.of`).
 
-        All ranks of a pipeline give the same. Raises PeerLostError where another rank is gone, and what `step` raises.
+        All ranks of a pipeline give the same. Raises PeerLostError where another rank is gone, and
+        what `step` raises.
         """
         with self._whole_or_failed():
             self._close_turn()
@@ -105,16 +124,27 @@ class ContinuousRun:
             self._weights.begin(index, accumulate=accumulate, is_drained=self.is_drained)
             self.is_drained = False
             self._pattern.begin(index, completes=completes, accumulate=accumulate)
-            self._pattern.expect(None if remaining is None else index + 1 + remaining, last_completes=last_completes)
+            self._pattern.expect(
+                None if remaining is None else index + 1 + remaining, last_completes=last_completes
+            )
             weights, powers = self._weights, self._powers
             self._passes.forward(
-                index, batch, step, weights=weights, powers=powers, weight=weight, payload=payload, kind=kind
+                index,
+                batch,
+                step,
+                weights=weights,
+                powers=powers,
+                weight=weight,
+                payload=payload,
+                kind=kind,
             )
             self.minibatches += 1
             return self._back(index - self.lag)
 
     def drain(self) -> Iterator[Turn]:
-        """Yield the turns of the minibatches in flight; nothing is, once the last one's update is done and the loop ends."""
+        """Yield the turns of the minibatches in flight; nothing is, once the last one's update is
+        done and the loop ends.
+        """
         for minibatch in range(self._returned, self.minibatches):
             with self._whole_or_failed():
                 self._close_turn()
@@ -131,7 +161,9 @@ class ContinuousRun:
 
     @contextmanager
     def update(self, turn: Turn) -> Generator[None, None, None]:
-        """Run ``optimizer.step()`` of a turn that completes an update within: with the minibatch's hyperparameters."""
+        """Run ``optimizer.step()`` of a turn that completes an update within: with the minibatch's
+        hyperparameters.
+        """
         assert turn is self._turn and turn.minibatch is not None and turn.completes, (
             "an update of the latest turn that completes one"
         )
@@ -142,37 +174,54 @@ class ContinuousRun:
             self._send_values(turn)
 
     def clip_norm(
-        self, turn: Turn, max_norm: float, *, parameters: Sequence[Tensor] | None = None, norm_type: float = 2.0
+        self,
+        turn: Turn,
+        max_norm: float,
+        *,
+        parameters: Sequence[Tensor] | None = None,
+        norm_type: float = 2.0,
     ) -> Tensor:
         """Scale this stage's gradients by the norm over all stages, and return that norm before.
 
-        Of stages behind it is that of the turn's minibatch, of stages before that of the latest minibatch that they had
-        finished when they sent the newest activations. The same on all data ranks, which have equal gradients.
+        Of stages behind it is that of the turn's minibatch, of stages before that of the latest
+        minibatch that they had finished when they sent the newest activations. The same on all data
+        ranks, which have equal gradients.
         """
-        assert turn is self._turn and turn.values is not None and turn.is_open, "within the turn's update, or before it"
+        assert turn is self._turn and turn.values is not None and turn.is_open, (
+            "within the turn's update, or before it"
+        )
         given = list(self._parameters if parameters is None else parameters)
         powers = turn.values.powers.clamp(min=0.0)
         powers[: self.stage] = self._powers[: self.stage]
-        total, own = self._staged.norms.clip_with(given, max_norm, others=powers, own=self.stage, norm_type=norm_type)
+        total, own = self._staged.norms.clip_with(
+            given, max_norm, others=powers, own=self.stage, norm_type=norm_type
+        )
         turn.values.powers[self.stage] = own
         is_newer = turn.values.powers.isfinite() & (turn.values.powers >= 0)
         self._powers = torch.where(is_newer, turn.values.powers, self._powers)
         return total
 
-    # ---- what is held -------------------------------------------------------------------------------------------------
+    # ---- what is held
+    # -------------------------------------------------------------------------------------------------
 
     @property
     def num_versions(self) -> int:
-        """The most copies of the stage's weights beside the storages at once, as the rule's formula says."""
+        """The most copies of the stage's weights beside the storages at once, as the rule's formula
+        says.
+        """
         return self._weights.num_versions
 
     @property
     def held_bytes(self) -> tuple[int, int]:
-        """Bytes of copies of weights that are held now, and bytes of tensors under way between stages."""
+        """Bytes of copies of weights that are held now, and bytes of tensors under way between
+        stages.
+        """
         return self._weights.held_bytes, self._links.held_bytes
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a drained state needs beside those of module and optimizers; that of the first stage serves all."""
+        """Return what a drained state needs beside those of module and optimizers; that of the
+        first stage serves all.
+        """
         assert self.is_drained, "drain the run first"
         return {"rules": self._weights.state(), "powers": self._powers.tolist()}
 
@@ -180,9 +229,12 @@ class ContinuousRun:
         """Take over what `state_dict` gave on the first stage."""
         assert self.is_drained, "drain the run first"
         self._weights.load_state(state["rules"])
-        self._powers = torch.tensor(state["powers"], dtype=torch.float64, device=self._staged.device)
+        self._powers = torch.tensor(
+            state["powers"], dtype=torch.float64, device=self._staged.device
+        )
 
-    # ---- passes -------------------------------------------------------------------------------------------------------
+    # ---- passes
+    # -------------------------------------------------------------------------------------------------------
 
     def _back(self, minibatch: int) -> Turn:
         """Run backward of a minibatch, unless it is one before the first in flight."""
@@ -215,7 +267,8 @@ class ContinuousRun:
 
     def _receive_values(self, minibatch: int) -> SideValues:
         values = self._values.receive(minibatch)
-        for later in range(self.stage + 1, self.num_stages):  # they have used what this stage sent of it
+        # they have used what this stage sent of it
+        for later in range(self.stage + 1, self.num_stages):
             for channel in ("activations", "shared weights"):
                 self._links.let_go(channel, later, before=minibatch + 1)
         return values
@@ -230,7 +283,8 @@ class ContinuousRun:
         turn, self._turn = self._turn, None
         if turn is not None and turn.minibatch is not None:
             self._send_values(turn)
-            if turn.completes and not turn.is_updated:  # left out: an update that changes nothing, but counts
+            # left out: an update that changes nothing, but counts
+            if turn.completes and not turn.is_updated:
                 with self._weights.of_update(turn.minibatch):
                     pass
             if turn.completes:
@@ -240,7 +294,10 @@ class ContinuousRun:
     @contextmanager
     def _whole_or_failed(self) -> Generator[None, None, None]:
         if self._failed:
-            raise RuntimeError("a step of this pipeline has failed, and its ranks are out of step: start the run again")
+            raise RuntimeError(
+                "a step of this pipeline has failed, and its ranks are out of step: start the run "
+                "again"
+            )
         try:
             yield
         except BaseException:

@@ -1,6 +1,8 @@
-"""Foreign parameters: those that no stage of this rank needs. They stay the same objects and give their memory back.
+"""Foreign parameters: those that no stage of this rank needs. They stay the same objects and give
+their memory back.
 
-Their elements are one NaN, so that a wrong use shows; they have no gradients, and optimizers pass over them.
+Their elements are one NaN, so that a wrong use shows; they have no gradients, and optimizers pass
+over them.
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ AT_ONCE = 8  # parameters that travel at the same time
 
 
 class ForeignParameters:
-    """The parameters of `module` of which the ranks ``holders[name]`` of `group` keep one each, its owner first; all keep those
-    without an entry.
+    """The parameters of `module` of which the ranks ``holders[name]`` of `group` keep one each, its
+    owner first; all keep those without an entry.
 
-    `names` are those that this rank does not keep. Methods are collective calls of `group`, the ranks of this pipeline, but
-    for `free` and `skipped_by_loading`.
+    `names` are those that this rank does not keep. Methods are collective calls of `group`, the
+    ranks of this pipeline, but for `free` and `skipped_by_loading`.
     """
 
     def __init__(
@@ -53,7 +55,9 @@ class ForeignParameters:
         for name in self.names:
             parameter = parameters[name]
             numeric = parameter.is_floating_point() or parameter.is_complex()
-            value = torch.full((), float("nan") if numeric else 0, dtype=parameter.dtype, device=self.device)
+            value = torch.full(
+                (), float("nan") if numeric else 0, dtype=parameter.dtype, device=self.device
+            )
             parameter.data = value.expand(parameter.shape)
             parameter.grad = None
 
@@ -65,9 +69,16 @@ class ForeignParameters:
             for name in names:
                 if name in self.names:
                     parameter = parameters[name]
-                    parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=self.device)
+                    parameter.data = torch.empty(
+                        parameter.shape, dtype=parameter.dtype, device=self.device
+                    )
             works = [
-                dist.broadcast(self.parameters[name].data, group=self.group, group_src=self.owners[name], async_op=True)
+                dist.broadcast(
+                    self.parameters[name].data,
+                    group=self.group,
+                    group_src=self.owners[name],
+                    async_op=True,
+                )
                 for name in names
             ]
             for work in works:
@@ -76,7 +87,9 @@ class ForeignParameters:
 
     @contextmanager
     def joined(self) -> Generator[None, None, None]:
-        """Within it every rank has all of them, and gives those that it does not keep back at the end."""
+        """Within it every rank has all of them, and gives those that it does not keep back at the
+        end.
+        """
         foreign = self.names
         self.restore()
         self._is_joined = True
@@ -88,9 +101,15 @@ class ForeignParameters:
 
     @contextmanager
     def whole_on_first(self) -> Generator[None, None, None]:
-        """Within it the first rank of the pipeline has all parameters, those of other ranks in host memory."""
+        """Within it the first rank of the pipeline has all parameters, those of other ranks in host
+        memory.
+        """
         before, parameters = {}, self.parameters
-        missing = () if self._is_joined else (name for name, ranks in self.holders.items() if 0 not in ranks)
+        missing = (
+            ()
+            if self._is_joined
+            else (name for name, ranks in self.holders.items() if 0 not in ranks)
+        )
         for name in sorted(missing):
             if self._rank == 0 and name in self.names:
                 parameter = parameters[name]
@@ -125,7 +144,8 @@ class _Skipping(TorchFunctionMode):
 def place_parameters(
     module: nn.Module, layout: StageLayout, groups: PipelineGroups, *, device: torch.device
 ) -> ForeignParameters:
-    """Give all ranks the parameters and buffers of rank 0; each keeps the parameters that its stages need.
+    """Give all ranks the parameters and buffers of rank 0; each keeps the parameters that its
+    stages need.
 
     A collective call of all ranks.
     """

@@ -1,7 +1,9 @@
-"""Messages that a rank of a pipeline sends and receives around each of its actions: they follow from schedule and flows.
+"""Messages that a rank of a pipeline sends and receives around each of its actions: they follow
+from schedule and flows.
 
-All ranks compute the same. Between two ranks, in each direction and kind (activations, gradients), messages travel in the order
-in which the sender makes them, and receives are begun in that order: no message needs a header or a tag.
+All ranks compute the same. Between two ranks, in each direction and kind (activations, gradients),
+messages travel in the order in which the sender makes them, and receives are begun in that order:
+no message needs a header or a tag.
 """
 
 from __future__ import annotations
@@ -14,15 +16,18 @@ from lightning_topt.graph.step_flow import LeafSpec, TensorRef
 from lightning_topt.schedules.schedule import Action, Schedule
 
 LOOKAHEAD = (
-    2  # actions for which receives are begun before they are needed: in 1F1B the next backward and the next forward
+    # actions for which receives are begun before they are needed: in 1F1B the next backward and the
+    # next forward
+    2
 )
 
 
 class Message(NamedTuple):
-    """The tensor `ref` of a microbatch on its way from stage `source` to stage `target`, or its gradient on its way back.
+    """The tensor `ref` of a microbatch on its way from stage `source` to stage `target`, or its
+    gradient on its way back.
 
-    `sender` and `receiver` are ranks of the pipeline. It is made by the sender's action with the index `made` and used by the
-    receiver's with the index `used`.
+    `sender` and `receiver` are ranks of the pipeline. It is made by the sender's action with the
+    index `made` and used by the receiver's with the index `used`.
     """
 
     source: int
@@ -38,13 +43,16 @@ class Message(NamedTuple):
 
     def __str__(self) -> str:
         what = "gradients" if self.is_gradient else "activations"
-        return f"{what} of microbatch {self.microbatch} from stage {self.source} for stage {self.target}"
+        return (
+            f"{what} of microbatch {self.microbatch} from stage {self.source} for stage "
+            f"{self.target}"
+        )
 
 
 @dataclass(frozen=True)
 class Crossings:
-    """Tensors that cross between stages in a microbatch: `targets` has the stages that need each, `specs` all about it but its
-    elements, `stage_of_call` the stage of each call.
+    """Tensors that cross between stages in a microbatch: `targets` has the stages that need each,
+    `specs` all about it but its elements, `stage_of_call` the stage of each call.
     """
 
     targets: Mapping[TensorRef, tuple[int, ...]]
@@ -54,8 +62,9 @@ class Crossings:
 
 @dataclass(frozen=True)
 class Around:
-    """The messages around one action: `begins` are receives to begin before it, `needs` what it waits for, `sends` what it
-    makes. `ends` are stages whose parameters have all their gradients after it.
+    """The messages around one action: `begins` are receives to begin before it, `needs` what it
+    waits for, `sends` what it makes. `ends` are stages whose parameters have all their gradients
+    after it.
     """
 
     action: Action
@@ -65,8 +74,12 @@ class Around:
     ends: tuple[int, ...] = ()
 
 
-def around_actions(schedule: Schedule, crossings: Sequence[Crossings], *, rank: int) -> tuple[Around, ...]:
-    """Return the messages around each action of `rank`; `crossings` are those of each microbatch."""
+def around_actions(
+    schedule: Schedule, crossings: Sequence[Crossings], *, rank: int
+) -> tuple[Around, ...]:
+    """Return the messages around each action of `rank`; `crossings` are those of each
+    microbatch.
+    """
     messages = _messages(schedule, crossings)
     actions = schedule.actions[rank]
     needs: list[list[Message]] = [[] for _ in actions]
@@ -79,7 +92,9 @@ def around_actions(schedule: Schedule, crossings: Sequence[Crossings], *, rank: 
     begins = _begins([m for m in messages if m.receiver == rank and m.sender != rank], len(actions))
     ends = _ends(actions)
     rows = zip(actions, begins, needs, sends, ends, strict=True)
-    return tuple(Around(action, tuple(b), tuple(n), tuple(s), tuple(e)) for action, b, n, s, e in rows)
+    return tuple(
+        Around(action, tuple(b), tuple(n), tuple(s), tuple(e)) for action, b, n, s, e in rows
+    )
 
 
 def _messages(schedule: Schedule, crossings: Sequence[Crossings]) -> list[Message]:
@@ -125,7 +140,9 @@ def _message(
 
 
 def _places(schedule: Schedule) -> dict[tuple[str, int, int], int]:
-    """The index of each pass among the actions of its rank; of a backward in two parts that of the first."""
+    """The index of each pass among the actions of its rank; of a backward in two parts that of the
+    first.
+    """
     kinds = {"forward": "forward", "backward": "backward", "backward_input": "backward"}
     return {
         (kinds[action.kind], action.stage_index, action.microbatch_index): index
@@ -136,7 +153,9 @@ def _places(schedule: Schedule) -> dict[tuple[str, int, int], int]:
 
 
 def _begins(incoming: Sequence[Message], count: int) -> list[list[Message]]:
-    """For each action the receives to begin before it: in the order of each sender, up to those of the next actions."""
+    """For each action the receives to begin before it: in the order of each sender, up to those of
+    the next actions.
+    """
     channels: dict[tuple[int, bool], list[Message]] = {}
     for message in incoming:
         channels.setdefault((message.sender, message.is_gradient), []).append(message)
@@ -146,7 +165,8 @@ def _begins(incoming: Sequence[Message], count: int) -> list[list[Message]]:
         for message in reversed(channel):  # not later than any that comes after it
             first = min(first, max(message.used - LOOKAHEAD, 0))
             begins[first].append(message)
-    # Lists are reversed channel by channel: each channel's part is put in order again, those used first in front.
+    # Lists are reversed channel by channel: each channel's part is put in order again, those used
+    # first in front.
     return [sorted(reversed(of_action), key=lambda m: m.sender) for of_action in begins]
 
 
@@ -155,4 +175,6 @@ def _ends(actions: Sequence[Action]) -> list[list[int]]:
     for index, action in enumerate(actions):
         if action.kind in ("backward", "backward_weight"):
             last[action.stage_index] = index
-    return [[stage for stage, index in last.items() if index == place] for place in range(len(actions))]
+    return [
+        [stage for stage, index in last.items() if index == place] for place in range(len(actions))
+    ]

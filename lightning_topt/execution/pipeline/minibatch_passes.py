@@ -1,4 +1,6 @@
-"""`MinibatchPasses`: forward and backward passes of one stage in a run that never flushes, with what they receive and send."""
+"""`MinibatchPasses`: forward and backward passes of one stage in a run that never flushes, with
+what they receive and send.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +35,21 @@ class _Flying:
 
 
 class MinibatchPasses:
-    """A `MinibatchPasses` runs the stage of `links` of `staged`; `shared` are its parameters that other stages need as well.
+    """A `MinibatchPasses` runs the stage of `links` of `staged`; `shared` are its parameters that
+    other stages need as well.
 
     A minibatch is in flight from its forward to its backward pass.
     """
 
-    def __init__(self, staged: PipelineRun, links: StageLinks, shared: SharedParameters, *, lag_per_hop: int) -> None:
-        self._staged, self._links, self._shared, self._lag_per_hop = staged, links, shared, lag_per_hop
+    def __init__(
+        self, staged: PipelineRun, links: StageLinks, shared: SharedParameters, *, lag_per_hop: int
+    ) -> None:
+        self._staged, self._links, self._shared, self._lag_per_hop = (
+            staged,
+            links,
+            shared,
+            lag_per_hop,
+        )
         self._inputs = StageInputs(links)
         self._flying: dict[int, _Flying] = {}
 
@@ -58,14 +68,18 @@ class MinibatchPasses:
         payload: Callable[[], bytes] | None,
         kind: Hashable,
     ) -> None:
-        """Run forward of ``step(module, batch)`` with the `weights` for it; `powers` of norms travel with what it sends.
+        """Run forward of ``step(module, batch)`` with the `weights` for it; `powers` of norms
+        travel with what it sends.
 
-        Those of the stages before are taken over into `powers`. Other arguments are those of `ContinuousRun.advance`.
+        Those of the stages before are taken over into `powers`. Other arguments are those of
+        `ContinuousRun.advance`.
         """
         (flow,) = self._staged.flows.of(step, [batch], kind=kind)
         self._staged.buffers.changed_by([flow])
         stage = self._links.stage
-        flying = self._flying[minibatch] = _Flying(flow, StageTraffic.of_stage(stage, flow.crossings))
+        flying = self._flying[minibatch] = _Flying(
+            flow, StageTraffic.of_stage(stage, flow.crossings)
+        )
         received = self._inputs.receive(minibatch, flying.traffic, powers)
         self._shared.receive_weights(minibatch)
         self._let_go_of_gradients(minibatch)
@@ -78,18 +92,26 @@ class MinibatchPasses:
             loss = loss_of_step(output.result)
             flying.loss = loss * weight
             unknown = torch.full_like(powers, UNKNOWN)
-            flying.values = SideValues(loss.detach().reshape(()), unknown, None if payload is None else payload())
+            flying.values = SideValues(
+                loss.detach().reshape(()), unknown, None if payload is None else payload()
+            )
 
     def begin_backward(self, minibatch: int) -> None:
-        """Begin to receive the gradients that the backward pass of a minibatch in flight needs, unless that has been done."""
+        """Begin to receive the gradients that the backward pass of a minibatch in flight needs,
+        unless that has been done.
+        """
         self._inputs.begin_gradients(minibatch, self._flying[minibatch].traffic)
 
     def backward(self, minibatch: int, *, weights: StageWeights) -> SideValues | None:
-        """Run backward of a minibatch in flight, which it is no longer then; returns its values on the last stage."""
+        """Run backward of a minibatch in flight, which it is no longer then; returns its values on
+        the last stage.
+        """
         flying = self._flying.pop(minibatch)
         gradients = self._inputs.receive_gradients(minibatch, flying.traffic)
         with weights.of_pass("backward", minibatch):
-            found = flying.flow.passes.backward(self._links.stage, minibatch, gradients, loss=flying.loss)
+            found = flying.flow.passes.backward(
+                self._links.stage, minibatch, gradients, loss=flying.loss
+            )
         self._inputs.send_gradients(minibatch, flying.traffic, found)
         return flying.values
 

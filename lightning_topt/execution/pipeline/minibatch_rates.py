@@ -1,7 +1,8 @@
-"""Hyperparameters of optimizers by minibatch: an update happens long after the iteration in which its minibatch came in.
+"""Hyperparameters of optimizers by minibatch: an update happens long after the iteration in which
+its minibatch came in.
 
-Schedulers go on in each iteration. The update of a minibatch uses what parameter groups held when it came in; before and after
-it they hold what they would without a pipeline.
+Schedulers go on in each iteration. The update of a minibatch uses what parameter groups held when
+it came in; before and after it they hold what they would without a pipeline.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ class MinibatchRates:
     def record(self, minibatch: int) -> None:
         """Remember what parameter groups hold now."""
         self._latest = [
-            [{name: _copy(value) for name, value in group.items() if name != "params"} for group in each.param_groups]
+            [
+                {name: _copy(value) for name, value in group.items() if name != "params"}
+                for group in each.param_groups
+            ]
             for each in self._optimizers
         ]
         self._recorded[minibatch] = self._latest
@@ -41,20 +45,31 @@ class MinibatchRates:
     def of_updates(
         self, minibatches: Sequence[int], *, optimizer: int, count: int
     ) -> list[Sequence[Mapping[str, Any]]]:
-        """Return the hyperparameters of each group for updates with these minibatches and those that follow.
+        """Return the hyperparameters of each group for updates with these minibatches and those
+        that follow.
 
         At least `count` in all: beyond the minibatches the latest known ones are taken to stay.
         """
-        found: list[Sequence[Mapping[str, Any]]] = [self._recorded[each][optimizer] for each in minibatches]
+        found: list[Sequence[Mapping[str, Any]]] = [
+            self._recorded[each][optimizer] for each in minibatches
+        ]
         return [*found, *[self._latest[optimizer]] * max(count - len(found), 0)]
 
     @contextmanager
     def in_place(self, minibatch: int) -> Generator[None, None, None]:
-        """Let parameter groups hold the hyperparameters of a minibatch; what an optimizer changes within stays changed."""
+        """Let parameter groups hold the hyperparameters of a minibatch; what an optimizer changes
+        within stays changed.
+        """
         placed: list[tuple[Any, Group, Group]] = []  # a group, what it held, what it was given
-        for optimizer, groups in zip(self._optimizers, self._recorded.get(minibatch, []), strict=False):
+        for optimizer, groups in zip(
+            self._optimizers, self._recorded.get(minibatch, []), strict=False
+        ):
             for group, recorded in zip(optimizer.param_groups, groups, strict=False):
-                given = {name: value for name, value in recorded.items() if name not in self._changed and name in group}
+                given = {
+                    name: value
+                    for name, value in recorded.items()
+                    if name not in self._changed and name in group
+                }
                 placed.append((group, {name: group[name] for name in given}, given))
                 group.update(given)
         try:

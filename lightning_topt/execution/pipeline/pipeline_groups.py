@@ -1,4 +1,6 @@
-"""Process groups of a pipeline: its ranks, the data ranks of a stage, and the ranks that share a parameter."""
+"""Process groups of a pipeline: its ranks, the data ranks of a stage, and the ranks that share a
+parameter.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,12 @@ from lightning_topt.graph.mesh_axes import Mesh
 
 @dataclass(frozen=True)
 class PipelineGroups:
-    """This rank's place in the `mesh`: `rank` along the pipeline, `pipeline` its ranks, `row` their group.
+    """This rank's place in the `mesh`: `rank` along the pipeline, `pipeline` its ranks, `row` their
+    group.
 
-    `data` are the ranks that run the same stages on other parts of the batch; None where there is one part. `data_rank` is
-    this rank's part. `tensor` are the ranks that hold slices of the same stages; None without tensor axes.
+    `data` are the ranks that run the same stages on other parts of the batch; None where there is
+    one part. `data_rank` is this rank's part. `tensor` are the ranks that hold slices of the same
+    stages; None without tensor axes.
     """
 
     mesh: Mesh
@@ -36,7 +40,9 @@ class PipelineGroups:
         data = own_group(parts) if mesh.data_parallel_size > 1 else None
         pipeline = tuple(mesh.pipeline_of(rank))
         tensor = own_group(mesh.groups_along(mesh.tensor_axes)) if mesh.tensor_axes else None
-        return cls(mesh, mesh.pipeline_rank(rank), pipeline, row, data, mesh.data_rank(rank), tensor)
+        return cls(
+            mesh, mesh.pipeline_rank(rank), pipeline, row, data, mesh.data_rank(rank), tensor
+        )
 
     @property
     def saves(self) -> bool:
@@ -44,7 +50,8 @@ class PipelineGroups:
         return 0 in self.pipeline
 
     def sharing(self, holders: Iterable[Sequence[int]]) -> dict[tuple[int, ...], dist.ProcessGroup]:
-        """Return for each set of ranks of a pipeline that this rank is in the group of these ranks of all data ranks.
+        """Return for each set of ranks of a pipeline that this rank is in the group of these ranks
+        of all data ranks.
 
         A collective call of all ranks, with equal `holders`.
         """

@@ -1,4 +1,6 @@
-"""`PipelineRun`: a plan with stages, on one rank. The engine applies it before all techniques, and steps through it."""
+"""`PipelineRun`: a plan with stages, on one rank. The engine applies it before all techniques, and
+steps through it.
+"""
 
 from __future__ import annotations
 
@@ -33,20 +35,26 @@ from lightning_topt.techniques.tensor_parallel.split_parameters import SplitTens
 
 
 class Example(NamedTuple):
-    """A step of a run, ``step(module, microbatch)``, and a microbatch to try it on: from it follows what each stage needs."""
+    """A step of a run, ``step(module, microbatch)``, and a microbatch to try it on: from it follows
+    what each stage needs.
+    """
 
     step: Step
     microbatch: Any
 
 
 class PipelineRun:
-    """The stages of `plan` that this rank runs of `module`, on `device`. Making it is a collective call, as all methods are.
+    """The stages of `plan` that this rank runs of `module`, on `device`. Making it is a collective
+    call, as all methods are.
 
-    All ranks get the parameters and buffers of rank 0; each keeps the parameters that its stages need. Raises ValueError for a
-    schedule that does not exist or take these sizes, CaptureError (one as well) for a step that cannot be cut like this.
+    All ranks get the parameters and buffers of rank 0; each keeps the parameters that its stages
+    need. Raises ValueError for a schedule that does not exist or take these sizes, CaptureError
+    (one as well) for a step that cannot be cut like this.
     """
 
-    def __init__(self, plan: ParallelPlan, module: nn.Module, *, device: torch.device, example: Example) -> None:
+    def __init__(
+        self, plan: ParallelPlan, module: nn.Module, *, device: torch.device, example: Example
+    ) -> None:
         self.plan, self.module, self.device = plan, module, device
         self.lag_per_hop = LAGS.get(plan.schedule or "")  # of a schedule that never flushes
         self._programs = StepPrograms(plan)
@@ -60,9 +68,13 @@ class PipelineRun:
         (first,) = self.flows.of(example.step, [example.microbatch])
         ranks = self.schedule.rank_of_stage
         self._carried = first.flow.carried
-        self.layout = StageLayout.of_flow(first.flow, first.stage_of_call, module, rank_of_stage=ranks)
+        self.layout = StageLayout.of_flow(
+            first.flow, first.stage_of_call, module, rank_of_stage=ranks
+        )
         pipelines = plan.mesh.groups_along(plan.mesh.pipeline_axes)
-        self._peers = Peers.of_pipelines(pipelines, self.schedule, rank=dist.get_rank(), device=device)
+        self._peers = Peers.of_pipelines(
+            pipelines, self.schedule, rank=dist.get_rank(), device=device
+        )
         self._originals = dict(module.named_parameters())
         self.foreign = place_parameters(module, self.layout, self.groups, device=device)
         self.buffers = StageBuffers(module, self.layout, self.groups)
@@ -78,10 +90,13 @@ class PipelineRun:
     def start(
         cls, plan: ParallelPlan, module: nn.Module, *, device: torch.device, example: Example | None
     ) -> PipelineRun:
-        """Return it, or raise PlanError for all that is wrong with the plan, and without an example."""
+        """Return it, or raise PlanError for all that is wrong with the plan, and without an
+        example.
+        """
         if example is None:
             raise PlanError(
-                "a plan with stages needs an example of its steps: apply(example=Example(loss_fn, microbatch))"
+                "a plan with stages needs an example of its steps: apply(example=Example(loss_fn, "
+                "microbatch))"
             )
         try:
             return cls(plan, module, device=device, example=example)
@@ -89,36 +104,54 @@ class PipelineRun:
             raise PlanError(str(error)) from error
 
     def follow(self, applied: AppliedTechniques) -> None:
-        """Take up what techniques did to the parameters that this rank keeps, before the first step."""
+        """Take up what techniques did to the parameters that this rank keeps, before the first
+        step.
+        """
         self.around = applied.around_step if applied.split else nullcontext
-        self._split, self.flows.joined, self.flows.whole = applied.split_names, applied.joined, applied.whole
+        self._split, self.flows.joined, self.flows.whole = (
+            applied.split_names,
+            applied.joined,
+            applied.whole,
+        )
         named, by_first = dict(self.module.named_parameters()), self.lag_per_hop is not None
         self.exchanges = StageExchanges(named, self.layout, self.groups, by_first=by_first)
-        self.norms = StageNorms(self.groups, self.device, self.exchanges.counted_elsewhere, applied.slices_of)
+        self.norms = StageNorms(
+            self.groups, self.device, self.exchanges.counted_elsewhere, applied.slices_of
+        )
 
-    def kept_of(self, named: Mapping[str, Mapping[str, nn.Parameter]]) -> dict[str, dict[str, nn.Parameter]]:
+    def kept_of(
+        self, named: Mapping[str, Mapping[str, nn.Parameter]]
+    ) -> dict[str, dict[str, nn.Parameter]]:
         """Return those of the parameters, by block and name, that this rank keeps."""
         kept = self.own_parameters()
-        return {block: {name: p for name, p in of_block.items() if p in kept} for block, of_block in named.items()}
+        return {
+            block: {name: p for name, p in of_block.items() if p in kept}
+            for block, of_block in named.items()
+        }
 
     def own_parameters(self) -> frozenset[nn.Parameter]:
         """Return the parameters that this rank keeps."""
         return frozenset(p for name, p in self._originals.items() if name not in self.foreign.names)
 
     def updated_parameters(self) -> frozenset[nn.Parameter]:
-        """Return those of them that optimizers step here: all, but for those that an earlier stage updates for this one."""
+        """Return those of them that optimizers step here: all, but for those that an earlier stage
+        updates for this one.
+        """
         if self.lag_per_hop is None:
             return self.own_parameters()
         owners = self.foreign.owners
         return frozenset(
-            p for name, p in self._originals.items() if owners.get(name, self.groups.rank) == self.groups.rank
+            p
+            for name, p in self._originals.items()
+            if owners.get(name, self.groups.rank) == self.groups.rank
         )
 
     def owners(self) -> dict[Tensor, int]:
         """Return the rank of the pipeline whose state of each parameter is saved."""
         return {p: self.foreign.owners.get(name, 0) for name, p in self._originals.items()}
 
-    # ---- steps ------------------------------------------------------------------------------------------------------
+    # ---- steps
+    # ------------------------------------------------------------------------------------------------------
 
     def run_step(
         self,
@@ -129,19 +162,23 @@ class PipelineRun:
         divisor: Callable[[], float] | None = None,
         kind: Hashable = None,
     ) -> Tensor:
-        """Run forward and backward of all microbatches; gradients are those of the losses' sum with `weights`, divided by what
-        `divisor` returns on the last stage when all have run.
+        """Run forward and backward of all microbatches; gradients are those of the losses' sum with
+        `weights`, divided by what `divisor` returns on the last stage when all have run.
 
-        `weights` are those of the mean unless given. Returns the losses (n,) without weights, on every rank.
+        `weights` are those of the mean unless given. Returns the losses (n,) without weights, on
+        every rank.
         """
         if self.lag_per_hop is not None:
             raise ValueError(
-                f"the schedule {self.plan.schedule!r} has no steps: minibatches go in by `engine.continuous.advance`"
+                f"the schedule {self.plan.schedule!r} has no steps: minibatches go in by "
+                "`engine.continuous.advance`"
             )
         count = len(microbatches)
         factors = [1 / count] * count if weights is None else list(weights)
         if len(factors) != count:
-            raise ValueError(f"weights are one for each of the {count} microbatches, got {len(factors)}")
+            raise ValueError(
+                f"weights are one for each of the {count} microbatches, got {len(factors)}"
+            )
         flows = self.flows.of(step, microbatches, kind=kind)
         self.buffers.begin_step(flows)
         results = self._run(microbatches, step, flows, factors=factors, exchanges=divisor is None)
@@ -160,7 +197,9 @@ class PipelineRun:
     @torch.no_grad()
     def _divide_gradients(self, divisor: Tensor) -> None:
         """Divide all gradients, and begin to exchange them."""
-        found = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
+        found = [
+            parameter.grad for parameter in self.module.parameters() if parameter.grad is not None
+        ]
         if divisor != 1:
             for gradient in found:
                 gradient.div_(divisor.to(gradient.dtype))
@@ -170,10 +209,14 @@ class PipelineRun:
                     self.exchanges.stage_ended(stage)
 
     def evaluate(self, batch: Any, step: Step, *, kind: Hashable = None) -> Any:
-        """Run ``step(module, batch)`` forward; what it returns on the last stage is returned on all ranks of the pipeline."""
+        """Run ``step(module, batch)`` forward; what it returns on the last stage is returned on all
+        ranks of the pipeline.
+        """
         return self.evaluate_all([batch], step, kind=kind)[0]
 
-    def evaluate_all(self, microbatches: Sequence[Any], step: Step, *, kind: Hashable = None) -> list[Any]:
+    def evaluate_all(
+        self, microbatches: Sequence[Any], step: Step, *, kind: Hashable = None
+    ) -> list[Any]:
         """Do what `evaluate` does for several microbatches, one stage beside the others."""
         self.check_drained()
         with torch.no_grad():
@@ -181,11 +224,15 @@ class PipelineRun:
             results = self._run(microbatches, step, flows, factors=None)
             last = self.layout.rank_of_stage[-1]
             own = [results.get(index) for index in range(len(microbatches))]
-            shared: list[Any] = share_value(own, group=self.groups.row, source=last, device=self.device)
+            shared: list[Any] = share_value(
+                own, group=self.groups.row, source=last, device=self.device
+            )
             return shared
 
     def check_drained(self) -> None:
-        """Raise AssertionError while minibatches of a run that never flushes are in flight: ranks are at different ones."""
+        """Raise AssertionError while minibatches of a run that never flushes are in flight: ranks
+        are at different ones.
+        """
         assert self.is_drained(), "minibatches are in flight: drain the run first"
 
     def _run(
@@ -198,7 +245,10 @@ class PipelineRun:
         exchanges: bool = True,
     ) -> dict[int, Any]:
         if self._failed:
-            raise RuntimeError("a step of this pipeline has failed, and its ranks are out of step: start the run again")
+            raise RuntimeError(
+                "a step of this pipeline has failed, and its ranks are out of step: start the run "
+                "again"
+            )
         schedule = self._programs.schedule(len(microbatches), backward=factors is not None)
         program = self._programs.around_actions(schedule, flows, rank=self.groups.rank)
         passes = [flow.passes for flow in flows]
@@ -210,7 +260,9 @@ class PipelineRun:
                 [partial(step, self.module, microbatch) for microbatch in microbatches],
                 around=self.around,
                 last_stage=schedule.num_stages - 1,
-                loss_of=None if factors is None else lambda index, result: loss_of_step(result) * factors[index],
+                loss_of=None
+                if factors is None
+                else lambda index, result: loss_of_step(result) * factors[index],
                 ended=self.exchanges.stage_ended
                 if exchanges and self._synchronizes and factors is not None
                 else _nothing,
@@ -232,8 +284,12 @@ class PipelineRun:
         finally:
             self._synchronizes = before
 
-    def random_starts(self, states: Sequence[RandomStates]) -> AbstractContextManager[dict[int, RandomStates]]:
-        """Return a context in which microbatch m of a step draws from ``states[m]``; it gives those at the end of each."""
+    def random_starts(
+        self, states: Sequence[RandomStates]
+    ) -> AbstractContextManager[dict[int, RandomStates]]:
+        """Return a context in which microbatch m of a step draws from ``states[m]``; it gives those
+        at the end of each.
+        """
         return self.flows.order.starting_from(states)
 
     @property
@@ -243,14 +299,21 @@ class PipelineRun:
 
     @property
     def carried_buffers(self) -> list[str]:
-        """Return those of them that it also computes with: one microbatch depends on the one before."""
+        """Return those of them that it also computes with: one microbatch depends on the one
+        before.
+        """
         return sorted(self._carried)
 
-    def clip_norm(self, parameters: Sequence[Tensor], max_norm: float, *, norm_type: float = 2.0) -> Tensor:
-        """Scale the gradients of all stages to a common norm of at most `max_norm`; returns the norm before."""
+    def clip_norm(
+        self, parameters: Sequence[Tensor], max_norm: float, *, norm_type: float = 2.0
+    ) -> Tensor:
+        """Scale the gradients of all stages to a common norm of at most `max_norm`; returns the
+        norm before.
+        """
         if self.lag_per_hop is not None:
             raise ValueError(
-                f"stages are at different minibatches under {self.plan.schedule!r}: `engine.continuous.clip_norm`"
+                f"stages are at different minibatches under {self.plan.schedule!r}: "
+                "`engine.continuous.clip_norm`"
             )
         return self.norms.clip(parameters, max_norm, norm_type=norm_type)
 
@@ -267,7 +330,8 @@ class PipelineRun:
         self.check_drained()
         self.buffers.sync()
 
-    # ---- states -----------------------------------------------------------------------------------------------------
+    # ---- states
+    # -----------------------------------------------------------------------------------------------------
 
     def module_state(self) -> dict[str, Any]:
         """Return the whole module's state on rank 0, an empty one elsewhere."""
@@ -280,7 +344,9 @@ class PipelineRun:
                 return self.module.state_dict() if self.groups.rank == 0 else {}
 
     def own_module_state(self) -> dict[str, Any]:
-        """Return the part of the module's state that this rank keeps, slices of it where it is cut."""
+        """Return the part of the module's state that this rank keeps, slices of it where it is
+        cut.
+        """
         self.check_drained()
         self.buffers.sync()
         parameters = self.foreign.parameters

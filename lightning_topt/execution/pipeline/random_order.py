@@ -1,4 +1,6 @@
-"""Random numbers of microbatches in the order in which one process would draw them, whatever the order of the passes."""
+"""Random numbers of microbatches in the order in which one process would draw them, whatever the
+order of the passes.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_topt.techniques.tensor_parallel.random_states import RandomStates, random_states, set_random_states
+from lightning_topt.techniques.tensor_parallel.random_states import (
+    RandomStates,
+    random_states,
+    set_random_states,
+)
 
 
 class RandomOrder:
-    """Puts the generators to where a microbatch begins, for every stage of a rank; one object serves all passes of a rank.
+    """Puts the generators to where a microbatch begins, for every stage of a rank; one object
+    serves all passes of a rank.
 
-    The first pass of each microbatch has to draw all of its random numbers, and these passes come in order.
+    The first pass of each microbatch has to draw all of its random numbers, and these passes come
+    in order.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -28,7 +36,9 @@ class RandomOrder:
 
     @contextmanager
     def starting_from(self, states: Sequence[RandomStates]) -> Iterator[dict[int, RandomStates]]:
-        """Let microbatch m of the step within begin at ``states[m]``; yields the states at the end of each one's passes."""
+        """Let microbatch m of the step within begin at ``states[m]``; yields the states at the end
+        of each one's passes.
+        """
         before = random_states()
         self.begin_step()
         self._given, self._ends = states, {}
@@ -40,7 +50,9 @@ class RandomOrder:
             set_random_states(before)
 
     @contextmanager
-    def microbatch(self, microbatch_index: int, stage_index: int, *, on_host: bool = False) -> Iterator[None]:
+    def microbatch(
+        self, microbatch_index: int, stage_index: int, *, on_host: bool = False
+    ) -> Iterator[None]:
         """Run a pass of a microbatch; the same one again begins another step.
 
         `on_host`: care for Python's and NumPy's generators too.
@@ -53,7 +65,9 @@ class RandomOrder:
         if (stage_index, microbatch_index) in self._seen:
             self.begin_step()
         self._seen.add((stage_index, microbatch_index))
-        assert microbatch_index <= len(self._starts), f"microbatch {microbatch_index} runs before those in front of it"
+        assert microbatch_index <= len(self._starts), (
+            f"microbatch {microbatch_index} runs before those in front of it"
+        )
         now = self._state(on_host)
         if microbatch_index == len(self._starts):
             self._starts.append(now)
@@ -85,10 +99,14 @@ class RandomOrder:
 
 
 class OneStageOrder(RandomOrder):
-    """The order of a rank with one stage that takes minibatches in order: generators are right as they are."""
+    """The order of a rank with one stage that takes minibatches in order: generators are right as
+    they are.
+    """
 
     @contextmanager
-    def microbatch(self, microbatch_index: int, stage_index: int, *, on_host: bool = False) -> Iterator[None]:
+    def microbatch(
+        self, microbatch_index: int, stage_index: int, *, on_host: bool = False
+    ) -> Iterator[None]:
         """Run a forward pass of a minibatch."""
         if self._given is not None:
             with super().microbatch(microbatch_index, stage_index, on_host=on_host):

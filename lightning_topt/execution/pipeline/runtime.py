@@ -26,11 +26,13 @@ def run_actions(
     ended: Callable[[int], None] = lambda stage: None,
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> dict[int, Any]:
-    """Run the passes of `program`; returns the results of `last_stage` by microbatch, without graphs, if it is this rank's.
+    """Run the passes of `program`; returns the results of `last_stage` by microbatch, without
+    graphs, if it is this rank's.
 
-    ``passes[m]`` are those of this rank's stages on microbatch m, and ``runs[m]`` runs the user's step on it.
-    ``loss_of(m, result)`` is the loss that is differentiated, as a graph. `ended` is called with a stage whose parameters have
-    all their gradients; `around` makes the context of forward passes.
+    ``passes[m]`` are those of this rank's stages on microbatch m, and ``runs[m]`` runs the user's
+    step on it. ``loss_of(m, result)`` is the loss that is differentiated, as a graph. `ended` is
+    called with a stage whose parameters have all their gradients; `around` makes the context of
+    forward passes.
     """
     results: dict[int, Any] = {}
     losses: dict[int, Tensor] = {}
@@ -54,7 +56,11 @@ def run_actions(
             passes[microbatch].backward_weight(stage, microbatch)
         else:
             of_microbatch = passes[microbatch]
-            run = of_microbatch.backward if action.kind == "backward" else of_microbatch.backward_input
+            run = (
+                of_microbatch.backward
+                if action.kind == "backward"
+                else of_microbatch.backward_input
+            )
             loss = losses.pop(microbatch) if stage == last_stage else None
             gradients = run(stage, microbatch, _summed(step.needs, peers), loss=loss)
             for message in step.sends:

@@ -1,9 +1,12 @@
-"""Parameters that several stages of a run that never flushes need, such as tied embeddings: the first of them updates them.
+"""Parameters that several stages of a run that never flushes need, such as tied embeddings: the
+first of them updates them.
 
-[Note: shared parameters] Stages are at different minibatches, so their copies cannot step together. Gradients of a minibatch go
-to the first stage that needs the parameter, which has them all when it runs its own backward pass, and updates as ever. Its
-weights for the forward pass of a minibatch, predicted ones too, go to the others, who use them for theirs. So all stages run
-forward of a minibatch with equal weights, and the gradient is applied no later than that of the first stage's other parameters.
+[Note: shared parameters] Stages are at different minibatches, so their copies cannot step together.
+Gradients of a minibatch go to the first stage that needs the parameter, which has them all when it
+runs its own backward pass, and updates as ever. Its weights for the forward pass of a minibatch,
+predicted ones too, go to the others, who use them for theirs. So all stages run forward of a
+minibatch with equal weights, and the gradient is applied no later than that of the first stage's
+other parameters.
 """
 
 from __future__ import annotations
@@ -22,7 +25,9 @@ from lightning_topt.graph.step_flow import LeafSpec
 class SharedParameters:
     """Those of `named` that the stage of `links` shares with others, as `layout` says."""
 
-    def __init__(self, named: Mapping[str, nn.Parameter], layout: StageLayout, links: StageLinks) -> None:
+    def __init__(
+        self, named: Mapping[str, nn.Parameter], layout: StageLayout, links: StageLinks
+    ) -> None:
         self._links = links
         self._lent: dict[int, list[nn.Parameter]] = {}  # that this stage updates, by other stage
         self._followed: dict[int, list[nn.Parameter]] = {}  # by the stage that updates them
@@ -34,16 +39,23 @@ class SharedParameters:
                 self._followed.setdefault(first, []).append(parameter)
         self._begun: set[tuple[str, int]] = set()
 
-    # ---- weights, from the first stage to the others ----------------------------------------------------------------
+    # ---- weights, from the first stage to the others
+    # ----------------------------------------------------------------
 
     def send_weights(self, minibatch: int) -> None:
-        """Send the weights that the forward pass of a minibatch computes with, or the true ones of a drained state."""
+        """Send the weights that the forward pass of a minibatch computes with, or the true ones of
+        a drained state.
+        """
         for other, parameters in sorted(self._lent.items()):
-            self._links.send("shared weights", other, minibatch, [p.detach().clone() for p in parameters])
+            self._links.send(
+                "shared weights", other, minibatch, [p.detach().clone() for p in parameters]
+            )
 
     @torch.no_grad()
     def receive_weights(self, minibatch: int, *, more_follow: bool = True) -> None:
-        """Take over what the first stages have sent, and begin to receive those of the next minibatch if more follow."""
+        """Take over what the first stages have sent, and begin to receive those of the next
+        minibatch if more follow.
+        """
         self._begin_weights(minibatch)
         for first, parameters in sorted(self._followed.items()):
             given = self._links.receive("shared weights", first, minibatch)
@@ -57,17 +69,26 @@ class SharedParameters:
         if ("weights", minibatch) not in self._begun:
             self._begun.add(("weights", minibatch))
             for first, parameters in sorted(self._followed.items()):
-                self._links.begin("shared weights", first, minibatch, [_spec(p) for p in parameters])
+                self._links.begin(
+                    "shared weights", first, minibatch, [_spec(p) for p in parameters]
+                )
 
-    # ---- gradients, from the others to the first ----------------------------------------------------------------------
+    # ---- gradients, from the others to the first
+    # ----------------------------------------------------------------------
 
     def send_gradients(self, minibatch: int) -> None:
-        """Send this stage's part of the gradients of an update to the stages that do it, and keep none."""
+        """Send this stage's part of the gradients of an update to the stages that do it, and keep
+        none.
+        """
         for first, parameters in sorted(self._followed.items()):
-            there = torch.tensor([float(p.grad is not None) for p in parameters], device=parameters[0].device)
+            there = torch.tensor(
+                [float(p.grad is not None) for p in parameters], device=parameters[0].device
+            )
             parts = [torch.zeros_like(p) if p.grad is None else _dense(p.grad) for p in parameters]
             specs = [_spec(there), *map(_spec, parameters)]
-            self._links.send("shared gradients", first, minibatch, [there, *(p.detach() for p in parts)], specs)
+            self._links.send(
+                "shared gradients", first, minibatch, [there, *(p.detach() for p in parts)], specs
+            )
             for parameter in parameters:
                 parameter.grad = None
 
@@ -89,9 +110,12 @@ class SharedParameters:
             there, *parts = self._links.receive("shared gradients", other, minibatch)
             for parameter, part, is_there in zip(parameters, parts, there.tolist(), strict=True):
                 if is_there:
-                    parameter.grad = part if parameter.grad is None else _dense(parameter.grad).add_(part)
+                    parameter.grad = (
+                        part if parameter.grad is None else _dense(parameter.grad).add_(part)
+                    )
 
-    # ---- drained states ----------------------------------------------------------------------------------------------
+    # ---- drained states
+    # ----------------------------------------------------------------------------------------------
 
     def agree(self, minibatch: int) -> None:
         """Let all copies be equal, once the last update is done; `minibatch` is the next one."""

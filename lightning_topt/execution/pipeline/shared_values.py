@@ -1,4 +1,6 @@
-"""Values of any kind from one rank of a group to the others: what is not a tensor is pickled, tensors travel as they are."""
+"""Values of any kind from one rank of a group to the others: what is not a tensor is pickled,
+tensors travel as they are.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ Spec = tuple[torch.Size, torch.dtype, bool]  # the last: it lies on an accelerat
 
 
 def share_value(value: Any, *, group: dist.ProcessGroup, source: int, device: torch.device) -> Any:
-    """Return the `value` of rank `source` of `group`, on all of its ranks; tensors without a graph. A collective call.
+    """Return the `value` of rank `source` of `group`, on all of its ranks; tensors without a graph.
+    A collective call.
 
     Raises whatever pickle raises for a value that it does not take.
     """
@@ -27,15 +30,22 @@ def share_value(value: Any, *, group: dist.ProcessGroup, source: int, device: to
     dist.broadcast_object_list(head, group=group, group_src=source, device=device)
     text, specs = head[0]
     shared = [
-        _shared(tensors[index] if is_source else None, spec, group, source, device) for index, spec in enumerate(specs)
+        _shared(tensors[index] if is_source else None, spec, group, source, device)
+        for index, spec in enumerate(specs)
     ]
     return value if is_source else _with_tensors(text, shared)
 
 
-def _shared(tensor: Tensor | None, spec: Spec, group: dist.ProcessGroup, source: int, device: torch.device) -> Tensor:
+def _shared(
+    tensor: Tensor | None, spec: Spec, group: dist.ProcessGroup, source: int, device: torch.device
+) -> Tensor:
     shape, dtype, on_device = spec
     where = device if on_device or dist.get_backend(group) != "gloo" else torch.device("cpu")
-    sent = torch.empty(shape, dtype=dtype, device=where) if tensor is None else tensor.detach().to(where).contiguous()
+    sent = (
+        torch.empty(shape, dtype=dtype, device=where)
+        if tensor is None
+        else tensor.detach().to(where).contiguous()
+    )
     dist.broadcast(sent, group=group, group_src=source)
     result: Tensor = sent if on_device else sent.cpu()
     return result

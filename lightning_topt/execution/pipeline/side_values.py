@@ -1,6 +1,8 @@
-"""Side values: what travels back along a pipeline with the gradients of a minibatch, from each stage to the one before.
+"""Side values: what travels back along a pipeline with the gradients of a minibatch, from each
+stage to the one before.
 
-Its loss, the norms of its gradients on the stages behind (as powers that add up), and bytes of the caller's.
+Its loss, the norms of its gradients on the stages behind (as powers that add up), and bytes of the
+caller's.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ LEAST_BYTES = 1024  # room for a payload in every parcel; more once a payload wa
 
 @dataclass
 class SideValues:
-    """The `loss` (one number) of a minibatch, a power of the norm for each stage or UNKNOWN, and the payload."""
+    """The `loss` (one number) of a minibatch, a power of the norm for each stage or UNKNOWN, and
+    the payload.
+    """
 
     loss: Tensor
     powers: Tensor
@@ -35,10 +39,13 @@ class ValueParcels:
     device: torch.device
     _room_sent: int = field(default=LEAST_BYTES, init=False)
     _room_begun: int = field(default=LEAST_BYTES, init=False)
-    _begun: int | None = field(default=None, init=False)  # the minibatch of the parcel that is being received
+    # the minibatch of the parcel that is being received
+    _begun: int | None = field(default=None, init=False)
 
     def send(self, minibatch: int, values: SideValues) -> None:
-        """Begin to send them to the stage before; nothing on the first. Bytes without room go in a second parcel."""
+        """Begin to send them to the stage before; nothing on the first. Bytes without room go in a
+        second parcel.
+        """
         stage = self.links.stage
         if stage == 0:
             return
@@ -48,15 +55,24 @@ class ValueParcels:
         numbers[0], numbers[1], numbers[2:] = values.loss, length, values.powers
         room, rest = self._room_sent, payload[self._room_sent :]
         text = _bytes(payload[:room].ljust(room, b"\0")).to(self.device)
-        self.links.send("values", stage - 1, minibatch, [torch.cat([numbers.view(torch.uint8), text])])
+        self.links.send(
+            "values", stage - 1, minibatch, [torch.cat([numbers.view(torch.uint8), text])]
+        )
         if rest:
             self.links.send("values", stage - 1, minibatch, [_bytes(rest).to(self.device)])
             self._room_sent = _room_for(length)
 
     def begin(self, minibatch: int) -> None:
-        """Begin to receive those of a minibatch from the stage behind, unless that has been done."""
+        """Begin to receive those of a minibatch from the stage behind, unless that has been
+        done.
+        """
         if self._begun is None and self.links.stage + 1 < self.num_stages:
-            self.links.begin("values", self.links.stage + 1, minibatch, [_of_bytes(self._head + self._room_begun)])
+            self.links.begin(
+                "values",
+                self.links.stage + 1,
+                minibatch,
+                [_of_bytes(self._head + self._room_begun)],
+            )
             self._begun = minibatch
 
     def receive(self, minibatch: int) -> SideValues:
@@ -83,7 +99,11 @@ class ValueParcels:
 
 
 def _bytes(payload: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else torch.empty(0, dtype=torch.uint8)
+    return (
+        torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        if payload
+        else torch.empty(0, dtype=torch.uint8)
+    )
 
 
 def _of_bytes(count: int) -> LeafSpec:

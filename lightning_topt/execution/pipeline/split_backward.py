@@ -1,9 +1,11 @@
-"""A backward pass in two parts: those of inputs first, those of parameters later (zero bubble; Qi et al., arXiv 2401.10241).
+"""A backward pass in two parts: those of inputs first, those of parameters later (zero bubble; Qi
+et al., arXiv 2401.10241).
 
-[Note: the two parts] Nodes of the autograd graph that lead to an input are on the way. The first part runs these nodes, which
-compute no gradients of parameters then, and keeps what arrives at those of them that also lead to parameters by another edge.
-The second part runs each of these nodes once more from what has arrived, to its parameters alone. Nodes that lead to one
-parameter together run together, since they may lead to one another: what arrives at each is then put in the place of
+[Note: the two parts] Nodes of the autograd graph that lead to an input are on the way. The first
+part runs these nodes, which compute no gradients of parameters then, and keeps what arrives at
+those of them that also lead to parameters by another edge. The second part runs each of these nodes
+once more from what has arrived, to its parameters alone. Nodes that lead to one parameter together
+run together, since they may lead to one another: what arrives at each is then put in the place of
 what the engine adds up.
 """
 
@@ -20,13 +22,17 @@ Gradients = tuple[Tensor | None, ...]
 
 
 class SplitBackward:
-    """A `SplitBackward` holds a graph from its roots, with their gradients, to inputs and to parameters.
+    """A `SplitBackward` holds a graph from its roots, with their gradients, to inputs and to
+    parameters.
 
     Call `inputs` once, then `parameters` once.
     """
 
     def __init__(
-        self, roots: Sequence[GradientEdge], gradients: Sequence[Tensor | None], inputs: Sequence[Tensor]
+        self,
+        roots: Sequence[GradientEdge],
+        gradients: Sequence[Tensor | None],
+        inputs: Sequence[Tensor],
     ) -> None:
         self._roots, self._gradients, self._inputs = list(roots), list(gradients), list(inputs)
         self._arrived: dict[Node, Gradients] = {}
@@ -37,10 +43,14 @@ class SplitBackward:
         on_way, leads_to = _walk([root.node for root in self._roots], targets)
         self._leads_to = {node: leads_to[node] for node in on_way if leads_to[node]}
         on_way_roots = [
-            (root, given) for root, given in zip(self._roots, self._gradients, strict=True) if root.node in on_way
+            (root, given)
+            for root, given in zip(self._roots, self._gradients, strict=True)
+            if root.node in on_way
         ]
         rest = [
-            (root, given) for root, given in zip(self._roots, self._gradients, strict=True) if root.node not in on_way
+            (root, given)
+            for root, given in zip(self._roots, self._gradients, strict=True)
+            if root.node not in on_way
         ]
         self._roots, self._gradients = [root for root, _ in rest], [given for _, given in rest]
         if not on_way_roots:
@@ -62,8 +72,17 @@ class SplitBackward:
     @property
     def arrived_bytes(self) -> int:
         """Bytes of the gradients that are kept from `inputs` to `parameters`, beside the graph."""
-        arrived = (gradient for gradients in self._arrived.values() for gradient in gradients if gradient is not None)
-        return sum({each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in arrived}.values())
+        arrived = (
+            gradient
+            for gradients in self._arrived.values()
+            for gradient in gradients
+            if gradient is not None
+        )
+        return sum(
+            {
+                each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in arrived
+            }.values()
+        )
 
     def _keep(self, node: Node) -> Callable[[Any], None]:
         def keep(gradients: Gradients) -> None:
@@ -81,13 +100,23 @@ class SplitBackward:
             _run(nodes, arrived, {id(p): p for node in nodes for p in leads_to[node]}.values())
 
 
-def _run(nodes: Iterable[Node], arrived: dict[Node, Gradients], parameters: Iterable[Tensor]) -> None:
-    edges = [(GradientEdge(node, n), g) for node in nodes for n, g in enumerate(arrived[node]) if g is not None]
+def _run(
+    nodes: Iterable[Node], arrived: dict[Node, Gradients], parameters: Iterable[Tensor]
+) -> None:
+    edges = [
+        (GradientEdge(node, n), g)
+        for node in nodes
+        for n, g in enumerate(arrived[node])
+        if g is not None
+    ]
     handles = [node.register_prehook(_instead(arrived[node])) for node in nodes]
     try:
         if edges:
             torch.autograd.backward(
-                [edge for edge, _ in edges], [g for _, g in edges], retain_graph=True, inputs=list(parameters)
+                [edge for edge, _ in edges],
+                [g for _, g in edges],
+                retain_graph=True,
+                inputs=list(parameters),
             )
     finally:
         for handle in handles:
@@ -98,8 +127,12 @@ def _instead(gradients: Gradients) -> Callable[[Any], Any]:
     return lambda _: gradients
 
 
-def _walk(roots: list[Node], targets: set[Node]) -> tuple[set[Node], dict[Node, tuple[Tensor, ...]]]:
-    """Return the nodes from which a target is reached, and for every node the parameters that it reaches by edges off them."""
+def _walk(
+    roots: list[Node], targets: set[Node]
+) -> tuple[set[Node], dict[Node, tuple[Tensor, ...]]]:
+    """Return the nodes from which a target is reached, and for every node the parameters that it
+    reaches by edges off them.
+    """
     on_way: set[Node] = set()
     reached: dict[Node, tuple[Tensor, ...]] = {}
     open_nodes = [(node, False) for node in roots]
@@ -126,7 +159,9 @@ def _groups(leads_to: dict[Node, tuple[Tensor, ...]]) -> list[list[Node]]:
     group_of: dict[int, list[Node]] = {}
     for node, parameters in leads_to.items():
         joined = [node]
-        for old in {id(group): group for p in parameters if (group := group_of.get(id(p)))}.values():
+        for old in {
+            id(group): group for p in parameters if (group := group_of.get(id(p)))
+        }.values():
             joined += old
         for other in joined:
             group_of |= {id(p): joined for p in leads_to[other]}

@@ -29,7 +29,11 @@ class StageBuffers:
         was_changed = self._changed
         self.changed_by(flows)
         if self._groups.data is not None and was_changed:
-            own = [name for name, stage in sorted(self._written.items()) if self._place(stage) == self._groups.rank]
+            own = [
+                name
+                for name, stage in sorted(self._written.items())
+                if self._place(stage) == self._groups.rank
+            ]
             named = dict(self._module.named_buffers())
             if own:
                 buffers = [named[name] for name in own]
@@ -42,7 +46,9 @@ class StageBuffers:
         self._changed = bool(self._written)
 
     def sync(self) -> None:
-        """Give all ranks the buffers that stages have changed, as they are on the first data rank."""
+        """Give all ranks the buffers that stages have changed, as they are on the first data
+        rank.
+        """
         if not self._changed:
             return
         named, first = dict(self._module.named_buffers()), self._groups.mesh.pipeline_of(0)
@@ -54,15 +60,19 @@ class StageBuffers:
         return self._layout.rank_of_stage[stage]
 
 
-def average_over_data_ranks(module: nn.Module, groups: PipelineGroups) -> list[tuple[nn.SyncBatchNorm, Any]]:
+def average_over_data_ranks(
+    module: nn.Module, groups: PipelineGroups
+) -> list[tuple[nn.SyncBatchNorm, Any]]:
     """Let statistics over all ranks be those of the ranks that run the same stages.
 
-    Other ranks do not run these modules, and would be waited for. Returns the modules that this changes, each with its
-    `process_group` before. A collective call of all ranks.
+    Other ranks do not run these modules, and would be waited for. Returns the modules that this
+    changes, each with its `process_group` before. A collective call of all ranks.
     """
     everyone = dist.group.WORLD
     of_batches = (each for each in module.modules() if isinstance(each, nn.SyncBatchNorm))
-    found = [(each, each.process_group) for each in of_batches if each.process_group in (None, everyone)]
+    found = [
+        (each, each.process_group) for each in of_batches if each.process_group in (None, everyone)
+    ]
     if found:
         group = groups.data or own_group([[rank] for rank in range(dist.get_world_size())])
         for each, _ in found:

@@ -1,4 +1,6 @@
-"""Compressed exchanges between replicas of a pipeline that never flushes: each stage's data ranks exchange its gradients."""
+"""Compressed exchanges between replicas of a pipeline that never flushes: each stage's data ranks
+exchange its gradients.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,15 @@ State = dict[str, dict[str, Any]]
 
 
 def compress_gradients(run: PipelineRun, options: RunOptions) -> CompressedExchange | None:
-    """Let the gradients of each stage be exchanged as the plan says; None where it says nothing. A collective call."""
+    """Let the gradients of each stage be exchanged as the plan says; None where it says nothing. A
+    collective call.
+    """
     given, mesh, groups = run.plan.gradient_exchange, run.plan.mesh, run.groups
     if given is None:
         return None
-    everyone = options.topology or Topology.from_environment(rank=dist.get_rank(), world_size=dist.get_world_size())
+    everyone = options.topology or Topology.from_environment(
+        rank=dist.get_rank(), world_size=dist.get_world_size()
+    )
 
     def merge(ranks: list[State]) -> list[State]:
         if not groups.saves:
@@ -28,7 +34,10 @@ def compress_gradients(run: PipelineRun, options: RunOptions) -> CompressedExcha
         found: list[State] = [{} for _ in ranks]
         for place in range(len(groups.pipeline)):
             states = share_value(
-                ranks if place == groups.rank else None, group=groups.row, source=place, device=run.device
+                ranks if place == groups.rank else None,
+                group=groups.row,
+                source=place,
+                device=run.device,
             )
             for into, state in zip(found, states, strict=True):
                 for kind, tensors in state.items():

@@ -1,4 +1,6 @@
-"""`StageForward`: what a stage's forward pass of a microbatch has come to, and what its backward pass starts from."""
+"""`StageForward`: what a stage's forward pass of a microbatch has come to, and what its backward
+pass starts from.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,11 @@ from lightning_topt.graph.step_flow import TensorRef
 
 @dataclass(eq=False)
 class StageForward:
-    """A `StageForward` is a forward pass of a stage that is under way, or waits for its backward pass.
+    """A `StageForward` is a forward pass of a stage that is under way, or waits for its backward
+    pass.
 
-    `leaves` are the tensors `received` that require gradients, as they came; `edges` lead to those of the tensors `sent`.
+    `leaves` are the tensors `received` that require gradients, as they came; `edges` lead to those
+    of the tensors `sent`.
     """
 
     stage_index: int
@@ -34,7 +38,9 @@ class StageForward:
     def roots(
         self, gradients: Mapping[TensorRef, Tensor], loss: Tensor | None
     ) -> tuple[list[GradientEdge], list[Tensor | None]]:
-        """Return where the backward pass starts, and the gradient there: at what was sent, and at the loss if there is one."""
+        """Return where the backward pass starts, and the gradient there: at what was sent, and at
+        the loss if there is one.
+        """
         roots = [self.edges[ref] for ref in self.edges if ref in gradients]
         given: list[Tensor | None] = [gradients[ref] for ref in self.edges if ref in gradients]
         if loss is not None and loss.requires_grad:

@@ -1,6 +1,8 @@
-"""Gradients of stages: averaged over data ranks as soon as a stage has ended, summed over the stages that share a parameter.
+"""Gradients of stages: averaged over data ranks as soon as a stage has ended, summed over the
+stages that share a parameter.
 
-Large gradients are reduced where they are, small ones together. As under DDP every data rank has the same gradients afterwards.
+Large gradients are reduced where they are, small ones together. As under DDP every data rank has
+the same gradients afterwards.
 """
 
 from __future__ import annotations
@@ -21,11 +23,14 @@ LARGE_BYTES = 1 << 20  # from here on a copy costs more than a message of its ow
 class GradientExchange:
     """Sums the gradients of `parameters` (by name) over `group` and divides by `parts`.
 
-    A parameter without a gradient on some ranks counts as zeros; one without any on all of them stays without. In the first
-    step, and when other parameters are trained, all are asked for; from then on those in each step that had none.
+    A parameter without a gradient on some ranks counts as zeros; one without any on all of them
+    stays without. In the first step, and when other parameters are trained, all are asked for; from
+    then on those in each step that had none.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], *, group: dist.ProcessGroup, parts: int) -> None:
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], *, group: dist.ProcessGroup, parts: int
+    ) -> None:
         self._parameters, self._group, self._parts = dict(parameters), group, parts
         self._agreed: dict[tuple[bool, ...], frozenset[str]] = {}
         self._works: list[tuple[Any, list[Tensor], Tensor | None]] = []
@@ -43,12 +48,16 @@ class GradientExchange:
         small: dict[torch.dtype, list[Tensor]] = {}
         for gradient in gradients:
             if gradient.is_sparse or (gradient.nbytes >= LARGE_BYTES and gradient.is_contiguous()):
-                self._works.append((dist.all_reduce(gradient, group=self._group, async_op=True), [], None))
+                self._works.append(
+                    (dist.all_reduce(gradient, group=self._group, async_op=True), [], None)
+                )
             else:
                 small.setdefault(gradient.dtype, []).append(gradient)
         for alike in small.values():
             packed = torch.cat([gradient.reshape(-1) for gradient in alike])
-            self._works.append((dist.all_reduce(packed, group=self._group, async_op=True), alike, packed))
+            self._works.append(
+                (dist.all_reduce(packed, group=self._group, async_op=True), alike, packed)
+            )
 
     @torch.no_grad()
     def wait(self) -> None:
@@ -58,7 +67,9 @@ class GradientExchange:
             work.wait()
             if packed is not None:
                 parts = torch.split(packed, [gradient.numel() for gradient in gradients])
-                torch._foreach_copy_(gradients, [p.view(g.shape) for p, g in zip(parts, gradients, strict=True)])
+                torch._foreach_copy_(
+                    gradients, [p.view(g.shape) for p, g in zip(parts, gradients, strict=True)]
+                )
 
     def _gradients(self) -> list[Tensor]:
         trained = tuple(parameter.requires_grad for parameter in self._parameters.values())
@@ -67,7 +78,11 @@ class GradientExchange:
             named = zip(self._parameters, trained, strict=True)
             self._agreed[trained] = self._having([name for name, is_trained in named if is_trained])
         agreed, found = self._agreed[trained], []
-        asked = [name for name, parameter in self._parameters.items() if parameter.requires_grad and name not in agreed]
+        asked = [
+            name
+            for name, parameter in self._parameters.items()
+            if parameter.requires_grad and name not in agreed
+        ]
         late = self._having(asked) if is_known else frozenset()
         for name, parameter in self._parameters.items():
             if name in agreed or name in late:
@@ -87,12 +102,13 @@ class GradientExchange:
 
 
 class StageExchanges:
-    """The exchanges of this rank's `parameters` (all of the module, by name), of which each stage needs what `layout` says.
+    """The exchanges of this rank's `parameters` (all of the module, by name), of which each stage
+    needs what `layout` says.
 
-    Parameters that several ranks of a pipeline keep are summed over them as well, once all stages have ended; all but the
-    first of these ranks have them in `counted_elsewhere`. `by_first`: each rank has one stage, and the first of
-    those that share a parameter has the gradients of all (see `shared_parameters`). Making it is a collective call of all
-    ranks.
+    Parameters that several ranks of a pipeline keep are summed over them as well, once all stages
+    have ended; all but the first of these ranks have them in `counted_elsewhere`. `by_first`: each
+    rank has one stage, and the first of those that share a parameter has the gradients of all (see
+    `shared_parameters`). Making it is a collective call of all ranks.
     """
 
     def __init__(
@@ -121,16 +137,21 @@ class StageExchanges:
             if data is not None
         }
         self._shared = [
-            GradientExchange(by_holders[holders], group=group, parts=parts) for holders, group in sharing.items()
+            GradientExchange(by_holders[holders], group=group, parts=parts)
+            for holders, group in sharing.items()
         ]
         others = (named for holders, named in by_holders.items() if holders[0] != groups.rank)
-        self.counted_elsewhere = frozenset(parameter for named in others for parameter in named.values())
+        self.counted_elsewhere = frozenset(
+            parameter for named in others for parameter in named.values()
+        )
         self.instead: Callable[[], None] | None = None  # of averaging gradients as they are
         self._ended: set[int] = set()
         self._started: list[GradientExchange] = []
 
     def stage_ended(self, stage: int) -> None:
-        """Begin to exchange what this stage was the last to add to. A collective call of the stage's data ranks."""
+        """Begin to exchange what this stage was the last to add to. A collective call of the
+        stage's data ranks.
+        """
         self._ended.add(stage)
         for stages, exchange in self._by_stages.items():
             if stage in stages and self._ended.issuperset(stages):
@@ -138,7 +159,9 @@ class StageExchanges:
                 self._started.append(exchange)
 
     def average(self, stage: int) -> None:
-        """Average the gradients of a rank's one stage, and wait for it. A collective call of the stage's data ranks."""
+        """Average the gradients of a rank's one stage, and wait for it. A collective call of the
+        stage's data ranks.
+        """
         if self.instead is not None:
             self.instead()
             return

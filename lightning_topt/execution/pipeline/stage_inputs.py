@@ -1,8 +1,10 @@
-"""Activations and gradients of a stage in a run that never flushes: received ahead, sent without waiting.
+"""Activations and gradients of a stage in a run that never flushes: received ahead, sent without
+waiting.
 
-[Note: shapes ahead] Receives of activations are begun a minibatch ahead, before its shapes are known: they are taken to be
-those of the last one, where the last two had the same. Where they turn out to be others, the sender sends what is waited for
-all the same (it has no use), and after it the tensors themselves. Sender and receiver know the shapes of both, so they agree.
+[Note: shapes ahead] Receives of activations are begun a minibatch ahead, before its shapes are
+known: they are taken to be those of the last one, where the last two had the same. Where they turn
+out to be others, the sender sends what is waited for all the same (it has no use), and after it the
+tensors themselves. Sender and receiver know the shapes of both, so they agree.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ class _Shapes:
     before: Shapes | None = None
 
     def expected(self) -> Shapes | None:
-        """Return the shapes that the next minibatch is taken to have; None where nothing is expected."""
+        """Return the shapes that the next minibatch is taken to have; None where nothing is
+        expected.
+        """
         return self.last if self.last == self.before else None
 
     def add(self, shapes: Shapes) -> None:
@@ -37,30 +41,42 @@ class _Shapes:
 
 @dataclass
 class StageInputs:
-    """Exchanges of the stage of `links` with all others. With its activations travel norms to the next stage, (stages,)."""
+    """Exchanges of the stage of `links` with all others. With its activations travel norms to the
+    next stage, (stages,).
+    """
 
     links: StageLinks
     _from: dict[int, _Shapes] = field(default_factory=dict)
     _to: dict[int, _Shapes] = field(default_factory=dict)
     _begun: set[int] = field(default_factory=set)  # minibatches whose gradients are being received
 
-    def receive(self, minibatch: int, traffic: StageTraffic, powers: Tensor) -> dict[TensorRef, Tensor]:
-        """Return what a forward pass needs, and begin to receive what the next one is expected to need.
+    def receive(
+        self, minibatch: int, traffic: StageTraffic, powers: Tensor
+    ) -> dict[TensorRef, Tensor]:
+        """Return what a forward pass needs, and begin to receive what the next one is expected to
+        need.
 
         `powers` takes over those of the stages before.
         """
         found: dict[TensorRef, Tensor] = {}
         for source in range(self.links.stage):
-            tensors, known = traffic.received.get(source, ()), self._from.setdefault(source, _Shapes())
+            tensors, known = (
+                traffic.received.get(source, ()),
+                self._from.setdefault(source, _Shapes()),
+            )
             shapes, is_next = shapes_of(tensors), source == self.links.stage - 1
             given = self._take(source, minibatch, shapes, known, powers if is_next else None)
             found.update(zip((ref for ref, _ in tensors), given, strict=True))
             known.add(shapes)
             if (expected := self._ahead(known)) is not None:
-                self.links.begin("activations", source, minibatch + 1, [*expected, *_norms(is_next, powers)])
+                self.links.begin(
+                    "activations", source, minibatch + 1, [*expected, *_norms(is_next, powers)]
+                )
         return found
 
-    def _take(self, source: int, minibatch: int, shapes: Shapes, known: _Shapes, powers: Tensor | None) -> list[Tensor]:
+    def _take(
+        self, source: int, minibatch: int, shapes: Shapes, known: _Shapes, powers: Tensor | None
+    ) -> list[Tensor]:
         norms = [] if powers is None else _norms(True, powers)
         expected = self._ahead(known)
         if expected is None:
@@ -74,7 +90,13 @@ class StageInputs:
             given = self.links.receive("activations", source, minibatch)
         return given
 
-    def send(self, minibatch: int, traffic: StageTraffic, made: Mapping[TensorRef, Tensor], powers: Tensor) -> None:
+    def send(
+        self,
+        minibatch: int,
+        traffic: StageTraffic,
+        made: Mapping[TensorRef, Tensor],
+        powers: Tensor,
+    ) -> None:
         """Send what a forward pass has made."""
         stage = self.links.stage
         for target in range(stage + 1, self.links.num_stages):
@@ -83,18 +105,26 @@ class StageInputs:
             specs, expected = _norms(bool(norms), powers), self._ahead(known)
             given = [made[ref] for ref, _ in tensors]
             if expected is None or expected == shapes:
-                self.links.send("activations", target, minibatch, [*given, *norms], [*shapes, *specs])
+                self.links.send(
+                    "activations", target, minibatch, [*given, *norms], [*shapes, *specs]
+                )
             else:
                 unused = [
-                    torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=powers.device)
+                    torch.empty_strided(
+                        spec.shape, spec.stride, dtype=spec.dtype, device=powers.device
+                    )
                     for spec in expected
                 ]
-                self.links.send("activations", target, minibatch, [*unused, *norms], [*expected, *specs])
+                self.links.send(
+                    "activations", target, minibatch, [*unused, *norms], [*expected, *specs]
+                )
                 self.links.send("activations", target, minibatch, given, shapes)
             known.add(shapes)
 
     def begin_gradients(self, minibatch: int, traffic: StageTraffic) -> None:
-        """Begin to receive the gradients of what was sent of a minibatch, unless that has been done."""
+        """Begin to receive the gradients of what was sent of a minibatch, unless that has been
+        done.
+        """
         if minibatch not in self._begun:
             self._begun.add(minibatch)
             for target, tensors in sorted(traffic.sent.items()):
@@ -110,11 +140,15 @@ class StageInputs:
                 found[ref] = found[ref] + gradient if ref in found else gradient
         return found
 
-    def send_gradients(self, minibatch: int, traffic: StageTraffic, made: Mapping[TensorRef, Tensor]) -> None:
+    def send_gradients(
+        self, minibatch: int, traffic: StageTraffic, made: Mapping[TensorRef, Tensor]
+    ) -> None:
         """Send the gradients of what was received."""
         for source, tensors in sorted(traffic.received.items()):
             wanted = with_gradients(tensors)
-            self.links.send("gradients", source, minibatch, [made[ref] for ref, _ in wanted], shapes_of(wanted))
+            self.links.send(
+                "gradients", source, minibatch, [made[ref] for ref, _ in wanted], shapes_of(wanted)
+            )
 
     def _ahead(self, known: _Shapes) -> Shapes | None:
         return known.expected() if self.links.begins_ahead else None

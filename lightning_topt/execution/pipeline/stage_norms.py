@@ -1,4 +1,6 @@
-"""Norms of gradients that are spread over the ranks of a pipeline: a parameter that several stages share counts once."""
+"""Norms of gradients that are spread over the ranks of a pipeline: a parameter that several stages
+share counts once.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,11 @@ from lightning_topt.execution.pipeline.pipeline_groups import PipelineGroups
 
 @dataclass(frozen=True)
 class StageNorms:
-    """Norms over the ranks of a pipeline, on `device`; `counted_elsewhere` are parameters that another rank counts.
+    """Norms over the ranks of a pipeline, on `device`; `counted_elsewhere` are parameters that
+    another rank counts.
 
-    `slices_of` says into how many slices a parameter is cut along tensor axes. Methods are collective calls of all ranks.
+    `slices_of` says into how many slices a parameter is cut along tensor axes. Methods are
+    collective calls of all ranks.
     """
 
     groups: PipelineGroups
@@ -35,7 +39,9 @@ class StageNorms:
         power = float(norm_type)
         is_largest = power == inf
         whole = self._of_rank(parameters, power)
-        dist.all_reduce(whole, dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM, group=self.groups.row)
+        dist.all_reduce(
+            whole, dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM, group=self.groups.row
+        )
         return whole if is_largest else whole ** (1 / power)
 
     def _of_rank(self, parameters: Iterable[Tensor], power: float) -> Tensor:
@@ -52,33 +58,49 @@ class StageNorms:
 
     @torch.no_grad()
     def clip_with(
-        self, parameters: Iterable[Tensor], max_norm: float, *, others: Tensor, own: int, norm_type: float = 2.0
+        self,
+        parameters: Iterable[Tensor],
+        max_norm: float,
+        *,
+        others: Tensor,
+        own: int,
+        norm_type: float = 2.0,
     ) -> tuple[Tensor, Tensor]:
-        """Scale the gradients of this rank, place `own`, by the norm of all ranks, of which `others` are known, (ranks,).
+        """Scale the gradients of this rank, place `own`, by the norm of all ranks, of which
+        `others` are known, (ranks,).
 
-        Each is a norm to the power `norm_type`, unless that is infinite. Returns the norm before, and this rank's such power.
-        A collective call of the ranks along tensor axes.
+        Each is a norm to the power `norm_type`, unless that is infinite. Returns the norm before,
+        and this rank's such power. A collective call of the ranks along tensor axes.
         """
         given, power = list(parameters), float(norm_type)
         powers = others.clone()
         powers[own] = self._of_rank(given, power)
         total = powers.amax() if power == inf else powers.sum() ** (1 / power)
         total = total.to(torch.float32)
-        clip_grads_with_norm_([parameter for parameter in given if parameter.grad is not None], max_norm, total)
+        clip_grads_with_norm_(
+            [parameter for parameter in given if parameter.grad is not None], max_norm, total
+        )
         return total, powers[own]
 
-    def clip(self, parameters: Iterable[Tensor], max_norm: float, *, norm_type: float = 2.0) -> Tensor:
-        """Scale the gradients to a norm of at most `max_norm`, as torch's ``clip_grad_norm_``; return the norm before."""
+    def clip(
+        self, parameters: Iterable[Tensor], max_norm: float, *, norm_type: float = 2.0
+    ) -> Tensor:
+        """Scale the gradients to a norm of at most `max_norm`, as torch's ``clip_grad_norm_``;
+        return the norm before.
+        """
         given = list(parameters)
         total = self.total(given, norm_type=norm_type)
-        clip_grads_with_norm_([parameter for parameter in given if parameter.grad is not None], max_norm, total)
+        clip_grads_with_norm_(
+            [parameter for parameter in given if parameter.grad is not None], max_norm, total
+        )
         return total
 
     def _of_slices(self, parameters: Sequence[Tensor], power: float, *, ranks: int) -> Tensor:
         found = [torch.zeros((), device=self.device)]
         for count in sorted({count for p in parameters if (count := self.slices_of(p)) > 1}):
             part = self._partial([p for p in parameters if self.slices_of(p) == count], power)
-            found.append(part if power == inf else part * count / ranks)  # so many ranks hold the same slice
+            # so many ranks hold the same slice
+            found.append(part if power == inf else part * count / ranks)
         stacked = torch.stack(found)
         return stacked.amax() if power == inf else stacked.sum()
 

@@ -1,4 +1,6 @@
-"""An optimizer under a plan with stages: each rank steps the parameters that it keeps, and has state for these alone."""
+"""An optimizer under a plan with stages: each rank steps the parameters that it keeps, and has
+state for these alone.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_topt.execution.attached_optimizer import AttachedOptimizer, lift_refusal, refuse_state_dict
+from lightning_topt.execution.attached_optimizer import (
+    AttachedOptimizer,
+    lift_refusal,
+    refuse_state_dict,
+)
 from lightning_topt.execution.pipeline.pipeline_run import PipelineRun
 from lightning_topt.execution.pipeline.shared_values import share_value
 from lightning_topt.execution.stored_states import StoredOptimizer
@@ -24,7 +30,8 @@ State = dict[str, Any]
 
 @final
 class StageOptimizer:
-    """The `AttachedOptimizer` of a plan with stages; parameters are counted as ``Optimizer.state_dict`` does.
+    """The `AttachedOptimizer` of a plan with stages; parameters are counted as
+    ``Optimizer.state_dict`` does.
 
     Methods are collective calls, but for `load`.
     """
@@ -46,16 +53,26 @@ class StageOptimizer:
                 "Choose a plan without stages, such as 'ddp'",
             ) from error
         owners, kept = run.owners(), set[Tensor](run.updated_parameters())
-        owners |= {replaced[original]: owner for original, owner in owners.items() if original in replaced}
+        owners |= {
+            replaced[original]: owner for original, owner in owners.items() if original in replaced
+        }
         kept |= {replaced[original] for original in kept if original in replaced}
         parameters = parameters_of(optimizer)
-        self._owners = {index: owners.get(parameter, 0) for index, parameter in enumerate(parameters)}
-        self._foreign = {index for index, p in enumerate(parameters) if p in owners and p not in kept}
+        self._owners = {
+            index: owners.get(parameter, 0) for index, parameter in enumerate(parameters)
+        }
+        self._foreign = {
+            index for index, p in enumerate(parameters) if p in owners and p not in kept
+        }
         self._groups, self._device = run.groups, run.device
         for index in self._foreign:
             optimizer.state.pop(parameters[index], None)
         self._attached = AttachedOptimizer(
-            optimizer, replaced=replaced, split=split, attach=attach, keeps_whole=run.groups.data_rank == 0
+            optimizer,
+            replaced=replaced,
+            split=split,
+            attach=attach,
+            keeps_whole=run.groups.data_rank == 0,
         )
         self.optimizer = optimizer
 
@@ -67,7 +84,11 @@ class StageOptimizer:
         states: dict[int, State] = {}
         for place in range(len(self._groups.pipeline)):
             mine = place == self._groups.rank
-            sent = {i: values for i, values in own["state"].items() if self._owners[i] == place} if mine else None
+            sent = (
+                {i: values for i, values in own["state"].items() if self._owners[i] == place}
+                if mine
+                else None
+            )
             if place == 0:
                 states |= sent or {}
             elif self._groups.rank in (0, place):
@@ -86,7 +107,9 @@ class StageOptimizer:
         """Take over a whole state, each rank its part."""
         if isinstance(state, StoredOptimizer):
             state = self._attached.read(state, rows=self._rows_to_read)
-        own = {index: values for index, values in state["state"].items() if index not in self._foreign}
+        own = {
+            index: values for index, values in state["state"].items() if index not in self._foreign
+        }
         self._attached.load({**state, "state": own})
 
     def to_host(self) -> None:
@@ -113,11 +136,19 @@ class StageOptimizer:
 
 
 def _from(
-    place: int, states: Mapping[int, State] | None, row: dist.ProcessGroup, rank: int, device: torch.device
+    place: int,
+    states: Mapping[int, State] | None,
+    row: dist.ProcessGroup,
+    rank: int,
+    device: torch.device,
 ) -> dict[int, State]:
-    """Return, on the first rank of `row`, the states that the rank `place` gives, in host memory; nothing there."""
+    """Return, on the first rank of `row`, the states that the rank `place` gives, in host memory;
+    nothing there.
+    """
     tensors = (
-        [] if states is None else [v for values in states.values() for v in values.values() if isinstance(v, Tensor)]
+        []
+        if states is None
+        else [v for values in states.values() for v in values.values() if isinstance(v, Tensor)]
     )
     if rank == place:
         assert states is not None
@@ -128,7 +159,10 @@ def _from(
         return {}
     received: list[Any] = [None]
     dist.recv_object_list(received, group=row, group_src=place, device=device)
-    return {i: {k: _received(v, place, row, device) for k, v in values.items()} for i, values in received[0].items()}
+    return {
+        i: {k: _received(v, place, row, device) for k, v in values.items()}
+        for i, values in received[0].items()
+    }
 
 
 class _Outline(NamedTuple):

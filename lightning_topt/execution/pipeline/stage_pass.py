@@ -1,8 +1,10 @@
-"""`StagePass`: the user's own step on one microbatch, of which one stage runs its calls of units; and their backward pass.
+"""`StagePass`: the user's own step on one microbatch, of which one stage runs its calls of units;
+and their backward pass.
 
-[Note: a pass of a stage] The step runs from its beginning. A call of an earlier stage returns a stand-in, in which are the
-tensors that this stage received; calls of this stage run; the first call of a later stage ends the pass. Functional operators
-run wherever their inputs are real, and on shapes elsewhere. The last stage runs to the end.
+[Note: a pass of a stage] The step runs from its beginning. A call of an earlier stage returns a
+stand-in, in which are the tensors that this stage received; calls of this stage run; the first call
+of a later stage ends the pass. Functional operators run wherever their inputs are real, and on
+shapes elsewhere. The last stage runs to the end.
 """
 
 from __future__ import annotations
@@ -30,12 +32,16 @@ from lightning_topt.graph.step_flow import StepFlow, TensorRef
 
 
 class StageDone(BaseException):
-    """Ends a pass at the first call of a later stage; user code that catches `Exception` lets it through."""
+    """Ends a pass at the first call of a later stage; user code that catches `Exception` lets it
+    through.
+    """
 
 
 @dataclass(frozen=True)
 class StageOutput:
-    """A `StageOutput` has the tensors `sent` that later stages need, without a graph, and the last stage's `result`."""
+    """A `StageOutput` has the tensors `sent` that later stages need, without a graph, and the last
+    stage's `result`.
+    """
 
     sent: dict[TensorRef, Tensor]
     result: Any = None
@@ -50,7 +56,8 @@ class StagePass:
         stage_of_call: the stage of each call of the flow (see `assign_calls`).
         units: the named blocks.
         order: of random numbers; one object for all passes of a rank.
-        whole: makes whole tensors of those that are in slices, in what later stages need and in what the step returns.
+        whole: makes whole tensors of those that are in slices, in what later stages need and in
+            what the step returns.
     """
 
     def __init__(
@@ -71,7 +78,9 @@ class StagePass:
         self._order = order if order is not None else RandomOrder(torch.device(device))
         self._units = taken_over(unit_modules(module, units), self._call)
         self._silenced = silenced(module, self._nothing_measured)
-        self._draws_after = [flow.draws_from(self._first_call(stage + 1)) for stage in range(self._last + 1)]
+        self._draws_after = [
+            flow.draws_from(self._first_call(stage + 1)) for stage in range(self._last + 1)
+        ]
         self._crossings = flow.crossings(stage_of_call)
         self._passes: dict[tuple[int, int], StageForward] = {}
         self._current: StageForward | None = None
@@ -80,7 +89,8 @@ class StagePass:
         """Return the first call of this stage or a later one."""
         return sum(stage < stage_index for stage in self.stage_of_call)
 
-    # ---- forward -----------------------------------------------------------------------------------------------------
+    # ---- forward
+    # -----------------------------------------------------------------------------------------------------
 
     def forward(
         self,
@@ -91,10 +101,11 @@ class StagePass:
     ) -> StageOutput:
         """Run the forward pass of a stage: `run` is the user's step on the microbatch.
 
-        `received` has the tensors of earlier stages that this stage needs; they become the pass's own. Where gradients are
-        computed, `backward` has to follow.
+        `received` has the tensors of earlier stages that this stage needs; they become the pass's
+        own. Where gradients are computed, `backward` has to follow.
 
-        Raises CaptureError, a ValueError, where the step does not do what its flow says, or reads values of other stages.
+        Raises CaptureError, a ValueError, where the step does not do what its flow says, or reads
+        values of other stages.
         """
         state = self._begin(stage_index, received)
         is_last = stage_index == self._last
@@ -106,7 +117,8 @@ class StagePass:
                     result = self._whole(run())
                 if state.is_done:
                     raise CaptureError(
-                        "the step catches BaseException (or has a bare except), by which a stage of a pipeline ends its pass; "
+                        "the step catches BaseException (or has a bare except), by which a stage "
+                        "of a pipeline ends its pass; "
                         "catch Exception"
                     )
             except StageDone:
@@ -136,13 +148,18 @@ class StagePass:
                 state.received[ref] = tensor
         return state
 
-    def _call(self, path: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call(
+        self, path: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         state = self._current
         if state is None or state.is_inside:
             return call(*args, **kwargs)
         if state.is_backward:
             return self._again(state, path, call, args, kwargs)
-        if state.next_call >= len(self.flow.calls) or self.flow.calls[state.next_call].module != path:
+        if (
+            state.next_call >= len(self.flow.calls)
+            or self.flow.calls[state.next_call].module != path
+        ):
             raise self._surprise(state, path)
         unit = self.flow.calls[state.next_call]
         stage = self.stage_of_call[unit.index]
@@ -163,14 +180,21 @@ class StagePass:
         return result
 
     def _again(
-        self, state: StageForward, path: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        state: StageForward,
+        path: str,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         """Let a call of this stage run that is recomputed in the backward pass."""
         stages = {self.stage_of_call[unit.index] for unit in self.flow.calls if unit.module == path}
         if stages and state.stage_index not in stages:  # others are inside of blocks
             raise CaptureError(
-                f"the backward pass of stage {state.stage_index} recomputes a part of the step that calls block {path!r}, "
-                "which other stages run; let torch.utils.checkpoint hold single blocks, or give a plan without a pipeline"
+                f"the backward pass of stage {state.stage_index} recomputes a part of the step "
+                f"that calls block {path!r}, "
+                "which other stages run; let torch.utils.checkpoint hold single blocks, or give a "
+                "plan without a pipeline"
             )
         return call(*args, **kwargs)
 
@@ -192,7 +216,9 @@ class StagePass:
                 state.edges[ref] = get_gradient_edge(tensor)
             sent = tensor.detach()
             if spec.is_rewritten or sent.stride() != spec.stride:
-                sent = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=sent.device).copy_(sent)
+                sent = torch.empty_strided(
+                    spec.shape, spec.stride, dtype=spec.dtype, device=sent.device
+                ).copy_(sent)
             state.sent[ref] = sent
 
     def _nothing_measured(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -211,11 +237,14 @@ class StagePass:
         expected = f"block {calls[done].module!r}" if done < len(calls) else "no further block"
         found = f"calls {path!r}, or it returned something else," if path else "ends"
         return CaptureError(
-            f"on this microbatch the step {found} where stage {state.stage_index} of the pipeline expected {expected} as in "
-            "its trace; a step whose calls depend on more than the shapes of its batch needs a plan without a pipeline"
+            f"on this microbatch the step {found} where stage {state.stage_index} of the pipeline "
+            f"expected {expected} as in "
+            "its trace; a step whose calls depend on more than the shapes of its batch needs a "
+            "plan without a pipeline"
         )
 
-    # ---- backward ----------------------------------------------------------------------------------------------------
+    # ---- backward
+    # ----------------------------------------------------------------------------------------------------
 
     def backward(
         self,
@@ -225,13 +254,15 @@ class StagePass:
         *,
         loss: Tensor | None = None,
     ) -> dict[TensorRef, Tensor]:
-        """Run the backward pass of a stage, add to the gradients of parameters, and forget the microbatch.
+        """Run the backward pass of a stage, add to the gradients of parameters, and forget the
+        microbatch.
 
         Args:
             gradients: of what the stage sent, summed over the stages that received it.
             loss: of the last stage, already weighted.
 
-        Returns the gradients of what was received, for every tensor that requires one; zeros where it had no influence.
+        Returns the gradients of what was received, for every tensor that requires one; zeros where
+        it had no influence.
         """
         state = self._passes.pop((stage_index, microbatch_index), None) or StageForward(stage_index)
         roots, given = state.roots(gradients, loss)
@@ -248,7 +279,9 @@ class StagePass:
         *,
         loss: Tensor | None = None,
     ) -> dict[TensorRef, Tensor]:
-        """Do what `backward` does but for the gradients of parameters; `backward_weight` has to follow."""
+        """Do what `backward` does but for the gradients of parameters; `backward_weight` has to
+        follow.
+        """
         state = self._passes.get((stage_index, microbatch_index)) or StageForward(stage_index)
         roots, given = state.roots(gradients, loss)
         state.weights = SplitBackward(roots, given, list(state.leaves.values()))
@@ -259,9 +292,11 @@ class StagePass:
         return made
 
     def backward_weight(self, stage_index: int, microbatch_index: int) -> None:
-        """Add the gradients of parameters that `backward_input` left out, and forget the microbatch.
+        """Add the gradients of parameters that `backward_input` left out, and forget the
+        microbatch.
 
-        It takes no gradients and returns none, as the other backward passes do: nothing is received for it, and nothing sent.
+        It takes no gradients and returns none, as the other backward passes do: nothing is received
+        for it, and nothing sent.
         """
         state = self._passes.pop((stage_index, microbatch_index), None)
         if state is not None:

@@ -1,7 +1,9 @@
-"""Peers: the other ranks of a pipeline. Tensors go to them and come from them beside the computation.
+"""Peers: the other ranks of a pipeline. Tensors go to them and come from them beside the
+computation.
 
-Sends never block; receives are begun early. Activations and gradients travel in groups of their own, one for each direction:
-NCCL runs what two ranks exchange in a group in the order in which it is begun, and gloo needs no tags that way.
+Sends never block; receives are begun early. Activations and gradients travel in groups of their
+own, one for each direction: NCCL runs what two ranks exchange in a group in the order in which it
+is begun, and gloo needs no tags that way.
 """
 
 from __future__ import annotations
@@ -23,25 +25,44 @@ Channel = tuple[bool, bool]  # of gradients; to a later rank of the pipeline
 
 
 class Peers:
-    """Exchanges the tensors of messages with the other `ranks` of this rank's pipeline, on `device`.
+    """Exchanges the tensors of messages with the other `ranks` of this rank's pipeline, on
+    `device`.
 
-    `groups` has the group of each channel. All waits end at the time limit of the run's groups, with a PeerLostError that names
-    the rank and what was expected of it.
+    `groups` has the group of each channel. All waits end at the time limit of the run's groups,
+    with a PeerLostError that names the rank and what was expected of it.
     """
 
     def __init__(
-        self, ranks: Sequence[int], groups: Mapping[Channel, dist.ProcessGroup], *, rank: int, device: torch.device
+        self,
+        ranks: Sequence[int],
+        groups: Mapping[Channel, dist.ProcessGroup],
+        *,
+        rank: int,
+        device: torch.device,
     ) -> None:
-        self._ranks, self._groups, self._rank, self._device = list(ranks), dict(groups), rank, device
-        self._begun: dict[int, tuple[Any, Tensor]] = {}  # by id of the message: hashing it all takes longer
+        self._ranks, self._groups, self._rank, self._device = (
+            list(ranks),
+            dict(groups),
+            rank,
+            device,
+        )
+        # by id of the message: hashing it all takes longer
+        self._begun: dict[int, tuple[Any, Tensor]] = {}
         self._own: dict[int, Tensor] = {}  # from one stage of this rank to another
         self._sent: dict[int, list[tuple[Message, Any, Tensor]]] = {}  # by receiver
 
     @classmethod
     def of_pipelines(
-        cls, pipelines: Sequence[Sequence[int]], schedule: Schedule, *, rank: int, device: torch.device
+        cls,
+        pipelines: Sequence[Sequence[int]],
+        schedule: Schedule,
+        *,
+        rank: int,
+        device: torch.device,
     ) -> Peers:
-        """Return the peers of this rank, `rank` of the run, which is in one of `pipelines`. A collective call of all ranks."""
+        """Return the peers of this rank, `rank` of the run, which is in one of `pipelines`. A
+        collective call of all ranks.
+        """
         groups = {channel: own_group(pipelines) for channel in _channels(schedule)}
         own = next(ranks for ranks in pipelines if rank in ranks)
         peers = cls(own, groups, rank=own.index(rank), device=device)
@@ -52,7 +73,9 @@ class Peers:
         """Begin to receive."""
         for message in messages:
             spec = message.spec
-            buffer = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=self._device)
+            buffer = torch.empty_strided(
+                spec.shape, spec.stride, dtype=spec.dtype, device=self._device
+            )
             group = self._groups[message.is_gradient, message.sender < message.receiver]
             try:
                 self._begun[id(message)] = group.recv([flat(buffer)], message.sender, 0), buffer
@@ -97,7 +120,9 @@ class Peers:
         self._begun, self._own, self._sent = {}, {}, {}
 
     def _let_go(self, message: Message) -> None:
-        """Free what the sender of `message` had used before it made this: gloo tells nobody when a send is over."""
+        """Free what the sender of `message` had used before it made this: gloo tells nobody when a
+        send is over.
+        """
         if sent := self._sent.get(message.sender):
             kept = []
             for each in sent:
@@ -114,15 +139,25 @@ class Peers:
             self._fail(message, error)
 
     def _fail(self, message: Message, error: RuntimeError) -> NoReturn:
-        me, sender, receiver = (self._ranks[rank] for rank in (self._rank, message.sender, message.receiver))
+        me, sender, receiver = (
+            self._ranks[rank] for rank in (self._rank, message.sender, message.receiver)
+        )
         if sender == me:
-            text = f"rank {me} could not send {message} to rank {receiver}: rank {receiver} is gone, stopped or late"
+            text = (
+                f"rank {me} could not send {message} to rank {receiver}: rank {receiver} is "
+                "gone, stopped or late"
+            )
         else:
-            text = f"rank {me} waited for {message}, and rank {sender} did not send them: it is gone, stopped or late"
+            text = (
+                f"rank {me} waited for {message}, and rank {sender} did not send them: it is "
+                "gone, stopped or late"
+            )
         raise PeerLostError(f"{text} ({error})") from error
 
     def _meet(self) -> None:
-        """Connect with all peers, in one order on all ranks: NCCL connects two ranks when they first exchange something."""
+        """Connect with all peers, in one order on all ranks: NCCL connects two ranks when they
+        first exchange something.
+        """
         for (_, to_later), group in sorted(self._groups.items()):
             for low in range(len(self._ranks)):
                 for high in range(low + 1, len(self._ranks)):
@@ -144,12 +179,21 @@ def laid_out(tensor: Tensor, spec: LeafSpec) -> Tensor:
     if tensor.dtype == spec.dtype and tensor.stride() == spec.stride:
         return tensor
     assert tensor.shape == spec.shape, (tensor.shape, spec)
-    return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=tensor.device).copy_(tensor)
+    return torch.empty_strided(
+        spec.shape, spec.stride, dtype=spec.dtype, device=tensor.device
+    ).copy_(tensor)
 
 
 def _channels(schedule: Schedule) -> list[Channel]:
     """The channels between any two ranks of `schedule` that stages may use, in order."""
     ranks = schedule.rank_of_stage
-    pairs = {(first, second) for at, first in enumerate(ranks) for second in ranks[at + 1 :] if first != second}
+    pairs = {
+        (first, second)
+        for at, first in enumerate(ranks)
+        for second in ranks[at + 1 :]
+        if first != second
+    }
     up = {first < second for first, second in pairs}
-    return sorted({(False, to_later) for to_later in up} | {(True, not to_later) for to_later in up})
+    return sorted(
+        {(False, to_later) for to_later in up} | {(True, not to_later) for to_later in up}
+    )

@@ -1,4 +1,6 @@
-"""Tensors that a stage exchanges with the others in a pass: activations on the way there, their gradients on the way back."""
+"""Tensors that a stage exchanges with the others in a pass: activations on the way there, their
+gradients on the way back.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ Format = tuple[tuple[TensorRef, LeafSpec], ...]  # tensors in the order in which
 
 @dataclass(frozen=True)
 class StageTraffic:
-    """Activations that a stage receives, by stage that makes them, and that it sends, by stage that needs them."""
+    """Activations that a stage receives, by stage that makes them, and that it sends, by stage that
+    needs them.
+    """
 
     received: Mapping[int, Format]
     sent: Mapping[int, Format]
@@ -38,5 +42,7 @@ def with_gradients(tensors: Format) -> Format:
 
 
 def shapes_of(tensors: Format) -> tuple[LeafSpec, ...]:
-    """Return all that a receiver must know of the tensors; equal where the same buffers hold them."""
+    """Return all that a receiver must know of the tensors; equal where the same buffers hold
+    them.
+    """
     return tuple(spec for _, spec in tensors)

@@ -1,4 +1,6 @@
-"""Weights of a stage around its passes and updates: what the rules for its optimizers put there, with rates of the future."""
+"""Weights of a stage around its passes and updates: what the rules for its optimizers put there,
+with rates of the future.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,11 @@ from lightning_topt.prediction.rule import Prediction, StagePrediction
 
 
 class StageWeights:
-    """The weights of `stage`, whose updates follow `pattern`: `parameters` as `optimizers` and a rule for each change them.
+    """The weights of `stage`, whose updates follow `pattern`: `parameters` as `optimizers` and a
+    rule for each change them.
 
-    `prediction` is the rule; None: the default one of each optimizer. Raises ValueError for an optimizer that the rule does
-    not know.
+    `prediction` is the rule; None: the default one of each optimizer. Raises ValueError for an
+    optimizer that the rule does not know.
     """
 
     def __init__(
@@ -31,8 +34,14 @@ class StageWeights:
         *,
         parameters: Sequence[Tensor],
     ) -> None:
-        self._optimizers, self._pattern, self._parameters = list(optimizers), pattern, tuple(parameters)
-        self._predictions = [prediction or default_prediction(optimizer) for optimizer in self._optimizers]
+        self._optimizers, self._pattern, self._parameters = (
+            list(optimizers),
+            pattern,
+            tuple(parameters),
+        )
+        self._predictions = [
+            prediction or default_prediction(optimizer) for optimizer in self._optimizers
+        ]
         self._accumulate = 1
         self._rules = self._made()
         self.rates = MinibatchRates(self._optimizers)
@@ -48,14 +57,18 @@ class StageWeights:
         return sum(rule.held_bytes for rule in self._rules)
 
     def begin(self, minibatch: int, *, accumulate: int, is_drained: bool) -> None:
-        """Remember the hyperparameters with which a minibatch comes in. How many accumulate changes while drained alone."""
+        """Remember the hyperparameters with which a minibatch comes in. How many accumulate changes
+        while drained alone.
+        """
         self.rates.record(minibatch)
         if accumulate != self._accumulate and is_drained:
             states, self._accumulate = self.state(), accumulate
             self._rules = self._made()
             self.load_state(states)
 
-    def of_pass(self, kind: Literal["forward", "backward"], minibatch: int) -> AbstractContextManager[None]:
+    def of_pass(
+        self, kind: Literal["forward", "backward"], minibatch: int
+    ) -> AbstractContextManager[None]:
         """Return a context in which parameters hold what a pass computes with."""
         horizon, pending = self._pattern.horizon(kind, minibatch), self._pattern.pending
         count = 1 + max(horizon.missing, horizon.round_trip)

@@ -20,9 +20,11 @@ MOST_SHAPES = 10_000
 
 
 class StandIns(ShapeMode):  # type: ignore[no-untyped-call]
-    """Makes what calls of units return where they are not run: the tensors that were received, and shapes for all others.
+    """Makes what calls of units return where they are not run: the tensors that were received, and
+    shapes for all others.
 
-    Functional operators on such shapes compute shapes, and keep what they have computed; they draw their random numbers.
+    Functional operators on such shapes compute shapes, and keep what they have computed; they draw
+    their random numbers.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -32,7 +34,9 @@ class StandIns(ShapeMode):  # type: ignore[no-untyped-call]
         self._shapes: dict[Hashable, LeafSpec] = {}
 
     def dispatch(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Compute the shape of a result, and draw the random numbers that the operator would draw."""
+        """Compute the shape of a result, and draw the random numbers that the operator would
+        draw.
+        """
         if self._is_inside:
             return super().dispatch(func, types, args, kwargs)
         self._is_inside = True
@@ -51,15 +55,25 @@ class StandIns(ShapeMode):  # type: ignore[no-untyped-call]
             with torch.utils._python_dispatch._disable_current_modes():
                 draw_again([draw], self.device)
 
-    def _known_shape(self, key: tuple[OpOverload, Hashable], types: Any, args: Any, kwargs: Any) -> Any:
-        """Do what `dispatch` does, from memory where the same operator has had arguments of the same shapes."""
+    def _known_shape(
+        self, key: tuple[OpOverload, Hashable], types: Any, args: Any, kwargs: Any
+    ) -> Any:
+        """Do what `dispatch` does, from memory where the same operator has had arguments of the
+        same shapes.
+        """
         if (spec := self._shapes.get(key)) is not None:
             return self.absent(spec)
         result = super().dispatch(key[0], types, args, kwargs)
-        if type(result) is FakeTensor and result.layout is torch.strided and result.device == self.device:
+        if (
+            type(result) is FakeTensor
+            and result.layout is torch.strided
+            and result.device == self.device
+        ):
             if len(self._shapes) >= MOST_SHAPES:
                 self._shapes.clear()
-            self._shapes[key] = LeafSpec(tuple(result.shape), tuple(result.stride()), result.dtype, requires_grad=False)
+            self._shapes[key] = LeafSpec(
+                tuple(result.shape), tuple(result.stride()), result.dtype, requires_grad=False
+            )
         return result
 
     def result(self, call: UnitCall, received: Mapping[TensorRef, Tensor]) -> Any:
@@ -85,11 +99,17 @@ def _is_pure(func: OpOverload) -> bool:
     """Whether `func` makes one new tensor of its arguments and does nothing else."""
     schema = func._schema
     aliases = [*schema.arguments, *schema.returns]
-    return len(schema.returns) == 1 and not schema.is_mutable and all(each.alias_info is None for each in aliases)
+    return (
+        len(schema.returns) == 1
+        and not schema.is_mutable
+        and all(each.alias_info is None for each in aliases)
+    )
 
 
 def _key(value: Any) -> Hashable | None:
-    """Return all about arguments that decides the shape of a result; None where that is not known."""
+    """Return all about arguments that decides the shape of a result; None where that is not
+    known.
+    """
     if isinstance(value, Tensor):
         if value.layout is not torch.strided or value.is_conj() or value.is_neg():
             return None
@@ -103,7 +123,9 @@ def _key(value: Any) -> Hashable | None:
 
 
 class Received(torch.autograd.Function):
-    """The identity, so that user code may write to a received tensor in place, which autograd forbids for a leaf."""
+    """The identity, so that user code may write to a received tensor in place, which autograd
+    forbids for a leaf.
+    """
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:

@@ -1,4 +1,6 @@
-"""Flows of the steps that a run makes: traced once for every kind and signature of a microbatch, the same on all ranks."""
+"""Flows of the steps that a run makes: traced once for every kind and signature of a microbatch,
+the same on all ranks.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ _KEPT = 64  # flows; more signatures than that are traced again
 
 @dataclass(frozen=True, eq=False)
 class StageFlow:
-    """A step's flow, the stage of each of its calls, what crosses, and the passes of this rank's stages on it."""
+    """A step's flow, the stage of each of its calls, what crosses, and the passes of this rank's
+    stages on it.
+    """
 
     flow: StepFlow
     stage_of_call: tuple[int, ...]
@@ -55,18 +59,24 @@ class StepFlows:
         self._stages = [tuple(blocks) for blocks in stages]
         self.order = RandomOrder(device) if order is None else order
         self.whole: Callable[[Any], Any] = lambda value: value  # of tensors that are in slices
-        self.joined: Callable[[], AbstractContextManager[Any]] = nullcontext  # within it parameters are whole
+        # within it parameters are whole
+        self.joined: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._submodules = list(module.modules())
         self._known: dict[Hashable, StageFlow] = {}
-        self._modules: list[tuple[str, ...]] = []  # of each stage in the first step, the unnamed ones too
+        # of each stage in the first step, the unnamed ones too
+        self._modules: list[tuple[str, ...]] = []
 
     @property
     def units(self) -> list[str]:
         """The named blocks."""
         return [block for blocks in self._stages for block in blocks]
 
-    def of(self, step: Step, microbatches: Sequence[Any], *, kind: Hashable = None) -> list[StageFlow]:
-        """Return the flow of `step` on each microbatch. `kind` tells steps apart; None: by their code."""
+    def of(
+        self, step: Step, microbatches: Sequence[Any], *, kind: Hashable = None
+    ) -> list[StageFlow]:
+        """Return the flow of `step` on each microbatch. `kind` tells steps apart; None: by their
+        code.
+        """
         common = (_code(step) if kind is None else kind, torch.is_grad_enabled(), self._modes())
         found = []
         for microbatch in microbatches:
@@ -81,7 +91,9 @@ class StepFlows:
 
     def _modes(self) -> Hashable:
         training = [submodule.training for submodule in self._submodules]
-        return tuple(training), tuple([parameter.requires_grad for parameter in self._module.parameters()])
+        return tuple(training), tuple(
+            [parameter.requires_grad for parameter in self._module.parameters()]
+        )
 
     def _trace(self, step: Step, microbatch: Any) -> StageFlow:
         with self.joined():
@@ -103,7 +115,9 @@ class StepFlows:
         return StageFlow(flow, stage_of_call, crossings, passes)
 
     def _stages_for(self, flow: StepFlow) -> list[tuple[str, ...]]:
-        """The blocks of each stage; in later steps units stay where the first step had them, and blocks may be missing."""
+        """The blocks of each stage; in later steps units stay where the first step had them, and
+        blocks may be missing.
+        """
         if not self._modules:
             return self._stages
         called = {call.module for call in flow.calls}
@@ -116,7 +130,9 @@ class StepFlows:
 
 
 def signature(value: Any) -> Hashable:
-    """Return all about a microbatch that a flow may depend on: shapes and dtypes of its tensors, its other values."""
+    """Return all about a microbatch that a flow may depend on: shapes and dtypes of its tensors,
+    its other values.
+    """
     if isinstance(value, Tensor):
         return tuple(value.shape), value.dtype, value.requires_grad
     if isinstance(value, float | complex):
@@ -135,7 +151,9 @@ def _alone(flow: StepFlow, stage_of_call: Sequence[int], count: int) -> list[tup
     stages: dict[str, set[int]] = {}
     for call, stage in zip(flow.calls, stage_of_call, strict=True):
         stages.setdefault(call.module, set()).add(stage)
-    return [tuple(name for name, where in stages.items() if where == {stage}) for stage in range(count)]
+    return [
+        tuple(name for name, where in stages.items() if where == {stage}) for stage in range(count)
+    ]
 
 
 def _code(step: Step) -> Hashable:

@@ -1,4 +1,6 @@
-"""Losses of a step come from the last stage, one for each microbatch, and go to all ranks of the pipeline."""
+"""Losses of a step come from the last stage, one for each microbatch, and go to all ranks of the
+pipeline.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ def loss_of_step(result: Any) -> Tensor:
     """Return the loss that a step returned. Raises ValueError where it is none."""
     if not isinstance(result, Tensor) or result.numel() != 1:
         raise ValueError(
-            f"a step under a plan with stages returns its loss, one number, for every microbatch; got {type(result).__name__}"
+            "a step under a plan with stages returns its loss, one number, for every microbatch; "
+            f"got {type(result).__name__}"
         )
     return result
 
@@ -23,7 +26,8 @@ def loss_of_step(result: Any) -> Tensor:
 def share_losses(values: Tensor, groups: PipelineGroups, *, source: int) -> None:
     """Give all ranks of the pipeline the `values` of rank `source`, which runs the last stage.
 
-    By messages, since gloo takes longer to begin a collective call. Raises PeerLostError where a rank is gone.
+    By messages, since gloo takes longer to begin a collective call. Raises PeerLostError where a
+    rank is gone.
     """
     row, own = groups.row, groups.rank
     try:
@@ -36,6 +40,7 @@ def share_losses(values: Tensor, groups: PipelineGroups, *, source: int) -> None
             work.wait()
     except RuntimeError as error:
         raise PeerLostError(
-            f"rank {dist.get_rank()} exchanged the losses of the step with rank {groups.pipeline[source]}, which runs "
+            f"rank {dist.get_rank()} exchanged the losses of the step with rank "
+            f"{groups.pipeline[source]}, which runs "
             f"the last stage: a rank is gone, stopped or late ({error})"
         ) from error

@@ -1,4 +1,6 @@
-"""`StepPrograms`: what the ranks of a pipeline do in the steps of a plan, made once for each kind of step."""
+"""`StepPrograms`: what the ranks of a pipeline do in the steps of a plan, made once for each kind
+of step.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ _KEPT = 64  # sequences of flows whose messages are known
 
 
 class StepPrograms:
-    """A `StepPrograms` makes schedules for numbers of microbatches, and the messages around their actions for flows of these.
+    """A `StepPrograms` makes schedules for numbers of microbatches, and the messages around their
+    actions for flows of these.
 
     Methods are no collective calls.
     """
@@ -37,8 +40,12 @@ class StepPrograms:
             self._schedules[key] = self._made(num_microbatches, backward=backward)
         return self._schedules[key]
 
-    def around_actions(self, schedule: Schedule, flows: Sequence[StageFlow], *, rank: int) -> tuple[Around, ...]:
-        """Return the actions of `rank` of the pipeline with the messages around them; `flows` are those of the microbatches."""
+    def around_actions(
+        self, schedule: Schedule, flows: Sequence[StageFlow], *, rank: int
+    ) -> tuple[Around, ...]:
+        """Return the actions of `rank` of the pipeline with the messages around them; `flows` are
+        those of the microbatches.
+        """
         key = (schedule.name, tuple(flows))
         if (known := self._programs.get(key)) is None:
             known = around_actions(schedule, [flow.crossings for flow in flows], rank=rank)

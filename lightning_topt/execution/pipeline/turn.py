@@ -11,10 +11,11 @@ from lightning_topt.execution.pipeline.side_values import SideValues
 
 @dataclass(eq=False)
 class Turn:
-    """A turn, in which gradients of `minibatch` have been added to ``.grad``; None while none has come back (warm-up).
+    """A turn, in which gradients of `minibatch` have been added to ``.grad``; None while none has
+    come back (warm-up).
 
-    `completes`: the optimizer is to step now. `losses` are those that this rank knows since this turn, by minibatch, and
-    `payload` is what the last stage sent with the minibatch.
+    `completes`: the optimizer is to step now. `losses` are those that this rank knows since this
+    turn, by minibatch, and `payload` is what the last stage sent with the minibatch.
     """
 
     minibatch: int | None
@@ -26,7 +27,11 @@ class Turn:
     @property
     def losses(self) -> dict[int, Tensor]:
         """The losses by minibatch, without weights."""
-        return {} if self.minibatch is None or self.values is None else {self.minibatch: self.values.loss}
+        return (
+            {}
+            if self.minibatch is None or self.values is None
+            else {self.minibatch: self.values.loss}
+        )
 
     @property
     def payload(self) -> bytes | None:

@@ -1,4 +1,6 @@
-"""Calls of modules are taken over for the time of one pass, without hooks that user code can see."""
+"""Calls of modules are taken over for the time of one pass, without hooks that user code can
+see.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +38,11 @@ def replaced(attributes: Iterable[Attribute]) -> Iterator[None]:
 
 
 def taken_over(units: Iterable[tuple[str, nn.Module]], handler: Handler) -> list[Attribute]:
-    """Return the attributes that let calls of `units`, given with their paths, go to ``handler(path, call, args, kwargs)``.
+    """Return the attributes that let calls of `units`, given with their paths, go to
+    ``handler(path, call, args, kwargs)``.
 
-    ``call(*args, **kwargs)`` is what the module would have done. `nn.Module.__call__` asks ``_compiled_call_impl`` before
-    anything else, hooks included.
+    ``call(*args, **kwargs)`` is what the module would have done. `nn.Module.__call__` asks
+    ``_compiled_call_impl`` before anything else, hooks included.
     """
     found: list[Attribute] = []
     for path, module in units:
@@ -48,13 +51,19 @@ def taken_over(units: Iterable[tuple[str, nn.Module]], handler: Handler) -> list
     return found
 
 
-def _take_over(handler: Handler, path: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _take_over(
+    handler: Handler, path: str, call: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     return handler(path, call, args, kwargs)
 
 
 def silenced(module: nn.Module, make: Callable[..., Any]) -> list[Attribute]:
-    """Return the attributes that let logs of `module` be dropped, and calls of its metrics give what `make` returns."""
-    found: list[Attribute] = [(vars(module), name, _nothing) for name in LOGS if hasattr(module, name)]
+    """Return the attributes that let logs of `module` be dropped, and calls of its metrics give
+    what `make` returns.
+    """
+    found: list[Attribute] = [
+        (vars(module), name, _nothing) for name in LOGS if hasattr(module, name)
+    ]
     for submodule in module.modules():
         if runs_metrics(submodule):
             found += [(vars(submodule), name, make) for name in METRIC_METHODS]

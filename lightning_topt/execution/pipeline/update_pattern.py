@@ -1,4 +1,6 @@
-"""The minibatches that complete an update, as far as a run knows them; from these follow the horizons of its passes."""
+"""The minibatches that complete an update, as far as a run knows them; from these follow the
+horizons of its passes.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class UpdatePattern:
             self._last_complete = minibatch
 
     def expect(self, minibatches: int | None, *, last_completes: bool = True) -> None:
-        """Expect so many minibatches in all before the next drained state; None: that is not known."""
+        """Expect so many minibatches in all before the next drained state; None: that is not
+        known.
+        """
         self._end, self._last_completes = minibatches, last_completes
 
     def restart(self, minibatches: int) -> None:
@@ -48,7 +52,9 @@ class UpdatePattern:
 
     @property
     def pending(self) -> tuple[int, ...]:
-        """The minibatches that have come in and complete updates of this stage still to be done, the next one first."""
+        """The minibatches that have come in and complete updates of this stage still to be done,
+        the next one first.
+        """
         return tuple(self._pending)
 
     def completes(self, minibatch: int) -> bool:

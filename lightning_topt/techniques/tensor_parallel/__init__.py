@@ -1,11 +1,14 @@
-"""Tensor parallelism: operators are split over the ranks of tensor axes; the user's modules stay as they are.
+"""Tensor parallelism: operators are split over the ranks of tensor axes; the user's modules stay as
+they are.
 
-Between two steps a rank holds its slice of every split parameter, as a plain parameter. During forward a torch function mode
-sees every call of a torch function: tensors that are split carry a `Layout`, and the call runs on local tensors as one of the
-rows of its kind says (`kinds`), after the collectives that bring its arguments there (`moves`). Code that asks a split tensor
-for its shape gets the whole one, so a hard-coded ``view(B, T, heads, d)`` works. A function of torch that is written in Python
-(`torch.nn.functional.multi_head_attention_forward`) runs under the mode as it is written; any other function of no kind gets
-whole tensors. Autograd below sees plain local tensors and the collectives' own gradients.
+Between two steps a rank holds its slice of every split parameter, as a plain parameter. During
+forward a torch function mode sees every call of a torch function: tensors that are split carry a
+`Layout`, and the call runs on local tensors as one of the rows of its kind says (`kinds`), after
+the collectives that bring its arguments there (`moves`). Code that asks a split tensor for its
+shape gets the whole one, so a hard-coded ``view(B, T, heads, d)`` works. A function of torch that
+is written in Python (`torch.nn.functional.multi_head_attention_forward`) runs under the mode as it
+is written; any other function of no kind gets whole tensors. Autograd below sees plain local
+tensors and the collectives' own gradients.
 
     layout              where a tensor is, on every tensor axis
     tensor_axes         this rank's place on these axes, and their process groups

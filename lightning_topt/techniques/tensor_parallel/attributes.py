@@ -1,4 +1,6 @@
-"""User code may ask a split tensor for more than a computation: its shape is the whole one, the rest the local tensor's."""
+"""User code may ask a split tensor for more than a computation: its shape is the whole one, the
+rest the local tensor's.
+"""
 
 from __future__ import annotations
 
@@ -40,13 +42,18 @@ ATTRIBUTES: dict[Callable[..., Any], Callable[..., Any]] = {
 }
 
 _GETTERS = (
-    "dtype device requires_grad grad_fn is_leaf is_cuda is_cpu is_meta is_sparse is_quantized is_mps is_nested layout ndim "
-    "_version names itemsize is_inference output_nr retains_grad is_mkldnn is_xpu is_sparse_csr _backward_hooks name _grad_fn"
+    "dtype device requires_grad grad_fn is_leaf is_cuda is_cpu is_meta is_sparse is_quantized "
+    "is_mps is_nested layout ndim "
+    "_version names itemsize is_inference output_nr retains_grad is_mkldnn is_xpu is_sparse_csr "
+    "_backward_hooks name _grad_fn"
 )
 _METHODS = (
-    "dim ndimension is_floating_point is_complex is_contiguous is_signed element_size data_ptr get_device "
-    "requires_grad_ retain_grad is_inference storage_offset __hash__ is_conj is_neg is_pinned is_shared untyped_storage "
-    "register_hook register_post_accumulate_grad_hook is_set_to has_names detach_ new_zeros new_ones new_empty new_full "
+    "dim ndimension is_floating_point is_complex is_contiguous is_signed element_size data_ptr "
+    "get_device "
+    "requires_grad_ retain_grad is_inference storage_offset __hash__ is_conj is_neg is_pinned "
+    "is_shared untyped_storage "
+    "register_hook register_post_accumulate_grad_hook is_set_to has_names detach_ new_zeros "
+    "new_ones new_empty new_full "
     "new_tensor"
 )
 
@@ -56,7 +63,11 @@ def _functions() -> set[Callable[..., Any]]:
     for name in _GETTERS.split():
         if hasattr(getattr(_TENSOR, name, None), "__get__"):
             found.add(getattr(_TENSOR, name).__get__)
-    found.update(function for name in _METHODS.split() if (function := getattr(torch.Tensor, name, None)) is not None)
+    found.update(
+        function
+        for name in _METHODS.split()
+        if (function := getattr(torch.Tensor, name, None)) is not None
+    )
     found.update(
         {
             _TENSOR.requires_grad.__set__,
@@ -74,15 +85,20 @@ LOCAL = _functions()  # run on the local tensor as they are
 
 
 _VIEWS = (
-    "view select narrow squeeze unsqueeze transpose permute t swapaxes swapdims movedim moveaxis adjoint expand expand_as "
-    "view_as unbind split split_with_sizes chunk tensor_split diagonal unfold detach unflatten __getitem__ __iter__"
+    "view select narrow squeeze unsqueeze transpose permute t swapaxes swapdims movedim moveaxis "
+    "adjoint expand expand_as "
+    "view_as unbind split split_with_sizes chunk tensor_split diagonal unfold detach unflatten "
+    "__getitem__ __iter__"
 )
 
 
 def _aliases() -> set[Callable[..., Any]]:
     names = [*_VIEWS.split(), "real", "imag", "data", "T", "mT", "H", "mH"]
     found = {
-        function for name in names for place in (torch, _TENSOR) if (function := getattr(place, name, None)) is not None
+        function
+        for name in names
+        for place in (torch, _TENSOR)
+        if (function := getattr(place, name, None)) is not None
     }
     return {each.__get__ if not callable(each) else each for each in found}
 

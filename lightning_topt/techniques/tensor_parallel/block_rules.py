@@ -1,5 +1,6 @@
-"""Rules of a block say where its tensors are along tensor axes, beside its parameters: where they cross its border, where sums
-of products rest, and along which axes parameters that rest in slices are gathered for their use.
+"""Rules of a block say where its tensors are along tensor axes, beside its parameters: where they
+cross its border, where sums of products rest, and along which axes parameters that rest in slices
+are gathered for their use.
 
     what                                  border        sums       parameters                   source
     1-D                                   replicate     replicate  by outputs, then by inputs   Shoeybi et al., 1909.08053
@@ -27,10 +28,12 @@ from lightning_topt.techniques.tensor_parallel.layout import REPLICATE, pieces
 
 @dataclass(frozen=True)
 class BlockRule:
-    """The rule of block `block`: placements per tensor axis of the tensors that enter and leave it, in order, of sums, and
-    whether an axis gathers parameters. Tensors of a border that are not named are whole, where the block `has_border`.
+    """The rule of block `block`: placements per tensor axis of the tensors that enter and leave it,
+    in order, of sums, and whether an axis gathers parameters. Tensors of a border that are not
+    named are whole, where the block `has_border`.
 
-    `is_joint`: it runs the batches of all ranks of the one axis, which bring one each (`joint_run`).
+    `is_joint`: it runs the batches of all ranks of the one axis, which bring one each
+    (`joint_run`).
     """
 
     block: str = ""
@@ -43,16 +46,26 @@ class BlockRule:
 
     @property
     def has_border(self) -> bool:
-        """Whether it says where tensors are that enter and leave the block; elsewhere they stay where they are."""
+        """Whether it says where tensors are that enter and leave the block; elsewhere they stay
+        where they are.
+        """
         return self.is_repeated or bool(self.inputs or self.outputs)
 
     @cached_property
     def splits(self) -> tuple[Placement | None, ...]:
-        """By axis, where activations are split whatever sums of parameters' gradients cost: as sums rest, or at the border."""
+        """By axis, where activations are split whatever sums of parameters' gradients cost: as sums
+        rest, or at the border.
+        """
         given = [*([self.sums] if self.sums else []), *self.inputs, *self.outputs]
         axes = max(map(len, (*given, self.gathers)), default=0)
-        found = (next((p[axis] for p in given if isinstance(p[axis], Shard)), None) for axis in range(axes))
-        return tuple(p or (Shard(0) if self.gathers and self.gathers[axis] else None) for axis, p in enumerate(found))
+        found = (
+            next((p[axis] for p in given if isinstance(p[axis], Shard)), None)
+            for axis in range(axes)
+        )
+        return tuple(
+            p or (Shard(0) if self.gathers and self.gathers[axis] else None)
+            for axis, p in enumerate(found)
+        )
 
     @cached_property
     def gathered(self) -> tuple[bool, ...]:
@@ -66,7 +79,9 @@ class BlockRule:
 
 
 def rules_of(configs: Mapping[str, OpConfig], mesh: Mesh) -> dict[str, BlockRule]:
-    """Return the rules of the blocks of a plan along the tensor axes of `mesh`; none where all of them are plain."""
+    """Return the rules of the blocks of a plan along the tensor axes of `mesh`; none where all of
+    them are plain.
+    """
     axes = mesh.tensor_axes
 
     def along(placements: Placements) -> Placements:
@@ -88,7 +103,9 @@ def rules_of(configs: Mapping[str, OpConfig], mesh: Mesh) -> dict[str, BlockRule
 def rules_by_block(
     rules: Mapping[str, BlockRule], blocks: Collection[str], repeated: Collection[str]
 ) -> dict[str, BlockRule]:
-    """Return the rules of all named `blocks` that have one, or need one beside those that do, or are there several times."""
+    """Return the rules of all named `blocks` that have one, or need one beside those that do, or
+    are there several times.
+    """
     return {
         name: replace(rules.get(name, BlockRule(name)), is_repeated=name in repeated)
         for name in blocks
@@ -100,8 +117,9 @@ def rest_of(
     rule: BlockRule, rows: tuple[int, ...] | None, shape: tuple[int, ...], now: Sequence[Placement], *, axis: int,
     sizes: Sequence[int],
 ) -> Placement:  # fmt: skip
-    """Return where a sum along `axis` rests whose whole `shape` has all but its last dim in common with `rows`, the dims of the
-    tensors at the border of the block, or has them in another form; None: the dims are not known.
+    """Return where a sum along `axis` rests whose whole `shape` has all but its last dim in common
+    with `rows`, the dims of the tensors at the border of the block, or has them in another form;
+    None: the dims are not known.
     """
     rest = rule.sums[axis] if rule.sums else REPLICATE
     lead = shape[:-1]
@@ -121,17 +139,22 @@ def rest_of(
     return rest if divides_along(shape, after, sizes) else REPLICATE
 
 
-def divides_along(shape: Sequence[int], placements: Sequence[Placement], sizes: Sequence[int]) -> bool:
+def divides_along(
+    shape: Sequence[int], placements: Sequence[Placement], sizes: Sequence[int]
+) -> bool:
     """Return whether a tensor of this shape can be cut so."""
     found = pieces(placements, sizes)
-    return found is not None and all(shape[dim] and shape[dim] % count == 0 for dim, count in found.items())
+    return found is not None and all(
+        shape[dim] and shape[dim] % count == 0 for dim, count in found.items()
+    )
 
 
 def at_border(
     rule: BlockRule, wanted: Sequence[Placements], index: int, shape: tuple[int, ...], *, names: Sequence[str],
     sizes: Sequence[int],
 ) -> Placements:  # fmt: skip
-    """Return where tensor `index` of a border is, of this whole shape: as `wanted`, whole along axes that do not divide it.
+    """Return where tensor `index` of a border is, of this whole shape: as `wanted`, whole along
+    axes that do not divide it.
 
     Raises ValueError for a dim that it does not have; names block, tensor and axis.
     """
@@ -142,7 +165,8 @@ def at_border(
         if placement.dim >= len(shape):
             side = "input" if wanted is rule.inputs else "output"
             raise ValueError(
-                f"{side} {index} of block {rule.block!r} has the shape {shape}, and the plan splits its dim {placement.dim} "
+                f"{side} {index} of block {rule.block!r} has the shape {shape}, and the plan "
+                f"splits its dim {placement.dim} "
                 f"along axis {names[axis]!r}; correct the plan"
             )
         placed[axis] = placement

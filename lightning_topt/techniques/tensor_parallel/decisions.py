@@ -1,4 +1,6 @@
-"""A call takes, on each axis, the row that moves the least. Parameters stay where they are while a row lets them."""
+"""A call takes, on each axis, the row that moves the least. Parameters stay where they are while a
+row lets them.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +9,19 @@ from typing import NamedTuple
 
 from lightning_topt.graph.op_config import Placement, Shard
 from lightning_topt.techniques.tensor_parallel.kinds import Call, Kind, Row
-from lightning_topt.techniques.tensor_parallel.layout import PARTIAL, REPLICATE, Layout, numel, pieces
+from lightning_topt.techniques.tensor_parallel.layout import (
+    PARTIAL,
+    REPLICATE,
+    Layout,
+    numel,
+    pieces,
+)
 
 
 class Known(NamedTuple):
-    """A `Known` is where an argument is before the call, whether it needs a gradient, is a parameter, is of type bool."""
+    """A `Known` is where an argument is before the call, whether it needs a gradient, is a
+    parameter, is of type bool.
+    """
 
     layout: Layout
     needs_grad: bool
@@ -20,11 +30,12 @@ class Known(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """Placements by axis: of every argument, of every result (empty: all are whole), and the argument added at the end, whose
-    only dim is dim `along` of the result.
+    """Placements by axis: of every argument, of every result (empty: all are whole), and the
+    argument added at the end, whose only dim is dim `along` of the result.
 
-    `enters` says, for every argument and axis, that it is whole and each rank uses it differently. `writes_back`: the call
-    changes its first argument, which moves; the slice of what it becomes is copied into it.
+    `enters` says, for every argument and axis, that it is whole and each rank uses it differently.
+    `writes_back`: the call changes its first argument, which moves; the slice of what it becomes is
+    copied into it.
     """
 
     inputs: tuple[tuple[Placement, ...], ...]
@@ -47,9 +58,9 @@ def decide(
 ) -> Decision:
     """Return the rows that the call takes, one for each axis.
 
-    Along an axis that `splits` activations, what it costs to sum gradients of whole parameters is not counted, so they stay
-    split; of equal rows that is taken whose results are where it splits them. An axis that `gathers` takes slices of parameters
-    for whole ones, and they are gathered.
+    Along an axis that `splits` activations, what it costs to sum gradients of whole parameters is
+    not counted, so they stay split; of equal rows that is taken whose results are where it splits
+    them. An axis that `gathers` takes slices of parameters for whole ones, and they are gathered.
     """
     chosen = [
         _row(
@@ -63,13 +74,19 @@ def decide(
         )
         for axis in range(len(sizes))
     ]
-    stays = not in_place or all(row.inputs[0] == known[0].layout.placements[axis] for axis, row in enumerate(chosen))
+    stays = not in_place or all(
+        row.inputs[0] == known[0].layout.placements[axis] for axis, row in enumerate(chosen)
+    )
     if not stays or not _fits(chosen, call, sizes):
-        chosen = [_whole(call)] * len(sizes)  # a dim would be cut into pieces that several axes together do not divide
+        # a dim would be cut into pieces that several axes together do not divide
+        chosen = [_whole(call)] * len(sizes)
     inputs = tuple(zip(*(row.inputs for row in chosen), strict=True))
     count = max(len(row.outputs) for row in chosen)
     outputs = tuple(
-        tuple(row.outputs[min(index, len(row.outputs) - 1)] if row.outputs else REPLICATE for row in chosen)
+        tuple(
+            row.outputs[min(index, len(row.outputs) - 1)] if row.outputs else REPLICATE
+            for row in chosen
+        )
         for index in range(count)
     )
     added = next((row for row in chosen if row.added is not None), None)
@@ -84,7 +101,9 @@ def decide(
         for place, placements in enumerate(inputs)
     )
     back = in_place and inputs[0] != known[0].layout.placements
-    return Decision(inputs, enters, outputs, *((added.added, added.along) if added else (None, -1)), back)
+    return Decision(
+        inputs, enters, outputs, *((added.added, added.along) if added else (None, -1)), back
+    )
 
 
 def _row(
@@ -121,9 +140,16 @@ def _whole(call: Call) -> Row:
 
 
 def _cost(
-    row: Row, now: Sequence[Placement], known: Sequence[Known], ranks: int, *, splits: Placement | None
+    row: Row,
+    now: Sequence[Placement],
+    known: Sequence[Known],
+    ranks: int,
+    *,
+    splits: Placement | None,
 ) -> tuple[float, float, bool]:
-    """Elements that travel, forward and backward, per rank: of parameters, which the plan has placed, and of all."""
+    """Elements that travel, forward and backward, per rank: of parameters, which the plan has
+    placed, and of all.
+    """
     is_split = any(isinstance(placement, Shard) for placement in row.inputs)
     parameters = total = 0.0
     for before, after, operand in zip(now, row.inputs, known, strict=True):
@@ -134,10 +160,17 @@ def _cost(
             cost = (moved / ranks if isinstance(after, Shard) else moved) * (1 + operand.needs_grad)
             parameters += cost if operand.is_parameter else 0.0
             total += cost
-        elif splits and operand.is_parameter and isinstance(after, Shard) and PARTIAL in row.outputs:
+        elif (
+            splits and operand.is_parameter and isinstance(after, Shard) and PARTIAL in row.outputs
+        ):
             parameters += moved  # a sum over ranks of what whole parameters give at once
-        elif operand.needs_grad and is_split and not (splits and operand.is_parameter and after == REPLICATE):
-            # What is whole and used differently by each rank has its gradient summed; a slice's is gathered.
+        elif (
+            operand.needs_grad
+            and is_split
+            and not (splits and operand.is_parameter and after == REPLICATE)
+        ):
+            # What is whole and used differently by each rank has its gradient summed; a slice's is
+            # gathered.
             total += moved if isinstance(after, Shard) else 2 * moved
     return parameters, total, splits is not None and splits not in row.outputs
 
@@ -152,4 +185,7 @@ def _fits(rows: Sequence[Row], call: Call, sizes: Sequence[int]) -> bool:
             return False
     count = min((len(row.outputs) for row in rows if row.outputs), default=0)
     cut_by = [size for row, size in zip(rows, sizes, strict=True) if row.outputs]
-    return all(pieces([row.outputs[i] for row in rows if row.outputs], cut_by) is not None for i in range(count))
+    return all(
+        pieces([row.outputs[i] for row in rows if row.outputs], cut_by) is not None
+        for i in range(count)
+    )

@@ -1,11 +1,13 @@
-"""The calls of torch functions that a forward pass makes, as `SplitMode` would see them: what the search of splits walks along.
+"""The calls of torch functions that a forward pass makes, as `SplitMode` would see them: what the
+search of splits walks along.
 
 trace = FunctionTrace()
 graph = capture(module, batch, adapt=trace.of)
 trace.calls_of("blocks.0")
 
-Tensors are replaced by references; nothing of the pass is kept alive. Where a capture leaves calls of equal modules out, only
-the first of them are in the trace: one block stands for all of its group.
+Tensors are replaced by references; nothing of the pass is kept alive. Where a capture leaves calls
+of equal modules out, only the first of them are in the trace: one block stands for all of its
+group.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ _NUMBERS = "_topt_numbers"  # of a tensor and of its memory
 
 
 class Ref(NamedTuple):
-    """A `Ref` stands for a tensor: its number, that of its memory (views share it), and what it was at the call.
+    """A `Ref` stands for a tensor: its number, that of its memory (views share it), and what it was
+    at the call.
 
     `parameter` is its name where it is one.
     """
@@ -60,9 +63,10 @@ class Ref(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TracedCall:
-    """One call: `args` and `kwargs` with references, in the order of `inputs`; what it returned; and `saved` for backward,
-    (memory, bytes) with None for memory that only autograd knows. `stack` are the modules around it, outermost first.
-    `with_grad`: autograd was on. `ops`: names of the operators of the graph that it ran in.
+    """One call: `args` and `kwargs` with references, in the order of `inputs`; what it returned;
+    and `saved` for backward, (memory, bytes) with None for memory that only autograd knows. `stack`
+    are the modules around it, outermost first. `with_grad`: autograd was on. `ops`: names of the
+    operators of the graph that it ran in.
     """
 
     func: Callable[..., Any]
@@ -78,15 +82,19 @@ class TracedCall:
 
     @property
     def is_view(self) -> bool:
-        """Whether it touches no element: all results are in the memory of arguments, and nothing was written."""
+        """Whether it touches no element: all results are in the memory of arguments, and nothing
+        was written.
+        """
         memories = {ref.memory for ref in self.inputs}
         return not self.in_place and all(ref.memory in memories for ref in self.outputs)
 
 
 class Border(NamedTuple):
-    """A module's call begins or ends (`is_end`) before call `position` of the trace, with the tensors `numbers` of `shapes`.
+    """A module's call begins or ends (`is_end`) before call `position` of the trace, with the
+    tensors `numbers` of `shapes`.
 
-    `leaves` are shapes and numbers of the tensors that torch finds in its arguments or results, which may have others: `hides`.
+    `leaves` are shapes and numbers of the tensors that torch finds in its arguments or results,
+    which may have others: `hides`.
     """
 
     position: int
@@ -100,9 +108,10 @@ class Border(NamedTuple):
 
 @dataclass
 class FunctionTrace:
-    """The last forward pass that ran in the context of `of`: calls in order, and the borders of module calls, those of the
-    first pass too, with batches of another size: `first_samples`, where that is not the first of the captured sizes.
-    `constants` are the numbers of parameters and buffers.
+    """The last forward pass that ran in the context of `of`: calls in order, and the borders of
+    module calls, those of the first pass too, with batches of another size: `first_samples`, where
+    that is not the first of the captured sizes. `constants` are the numbers of parameters and
+    buffers.
     """
 
     calls: list[TracedCall] = field(default_factory=list)
@@ -112,7 +121,9 @@ class FunctionTrace:
     first_samples: int | None = None
 
     def of(self, module: nn.Module) -> Any:
-        """Return the context in which the forward pass of `module`, a copy that is thrown away, is traced."""
+        """Return the context in which the forward pass of `module`, a copy that is thrown away, is
+        traced.
+        """
         self.first_borders = self.first_borders or self.borders
         self.calls, self.borders, self.constants = [], [], set()
         return _Tracer(self, module).installed()
@@ -125,22 +136,32 @@ class FunctionTrace:
         return [call for call in self.calls if named.isdisjoint(call.stack)]
 
     def results(self) -> list[tuple[str, tuple[tuple[int, ...], ...]]]:
-        """Return the module of every call in the order in which they ended, with the shapes of its results."""
+        """Return the module of every call in the order in which they ended, with the shapes of its
+        results.
+        """
         return [(border.module, border.shapes) for border in self.borders if border.is_end]
 
     def whole_at(self, block: str, blocks: Sequence[str]) -> set[int]:
-        """Return the numbers of the tensors that cross the border of a block, into `block` or out of it.
+        """Return the numbers of the tensors that cross the border of a block, into `block` or out
+        of it.
 
         For ``""`` those of all other blocks.
         """
         named = {block} if block else {*blocks} - {""}
-        crossing = {number for border in self.borders if border.module in named for number in border.numbers}
+        crossing = {
+            number for border in self.borders if border.module in named for number in border.numbers
+        }
         inside = [bool(named.intersection(call.stack)) for call in self.calls]
         made = {
-            r.number: i for call, i in zip(self.calls, inside, strict=True) for r in call.outputs if not call.in_place
+            r.number: i
+            for call, i in zip(self.calls, inside, strict=True)
+            for r in call.outputs
+            if not call.in_place
         }
         for call, is_inside in zip(self.calls, inside, strict=True):
-            crossing.update(ref.number for ref in call.inputs if made.get(ref.number, is_inside) != is_inside)
+            crossing.update(
+                ref.number for ref in call.inputs if made.get(ref.number, is_inside) != is_inside
+            )
         return crossing
 
 
@@ -156,7 +177,9 @@ class _Tracer(TorchFunctionMode):
         for path, submodule in module.named_modules():
             if path:
                 submodule.register_forward_pre_hook(self._enter(path), with_kwargs=True)
-                submodule.register_forward_hook(self._exit(path), with_kwargs=True, always_call=True)
+                submodule.register_forward_hook(
+                    self._exit(path), with_kwargs=True, always_call=True
+                )
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -165,7 +188,8 @@ class _Tracer(TorchFunctionMode):
         with self:
             yield
 
-    # ---- modules ----------------------------------------------------------------------------------------------------
+    # ---- modules
+    # ----------------------------------------------------------------------------------------------------
 
     def _enter(self, path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -191,13 +215,20 @@ class _Tracer(TorchFunctionMode):
         seen = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
         leaves = tuple((tuple(leaf.shape), self._ref(leaf).number) for leaf in seen)
         hides = len(seen) != len(tensors)
-        self._trace.borders.append(Border(len(self._trace.calls), path, is_end, known, shapes, leaves, hides))
+        self._trace.borders.append(
+            Border(len(self._trace.calls), path, is_end, known, shapes, leaves, hides)
+        )
 
-    # ---- functions --------------------------------------------------------------------------------------------------
+    # ---- functions
+    # --------------------------------------------------------------------------------------------------
 
     @override
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if func in ATTRIBUTES or func in LOCAL:
@@ -230,7 +261,9 @@ class _Tracer(TorchFunctionMode):
         given, made, packed = tensors
         memories = {_address(tensor): ref.memory for tensor, ref in zip(given, inputs, strict=True)}
         outputs = tuple(self._ref(tensor, memory=memories.get(_address(tensor))) for tensor in made)
-        memories |= {_address(tensor): ref.memory for tensor, ref in zip(made, outputs, strict=True)}
+        memories |= {
+            _address(tensor): ref.memory for tensor, ref in zip(made, outputs, strict=True)
+        }
         new_args, new_kwargs = replaced((args, tuple(kwargs.values())), inputs, of=Tensor)
         saved = dict.fromkeys((memories.get(address), size) for address, size in packed)
         self._trace.calls.append(
@@ -252,11 +285,21 @@ class _Tracer(TorchFunctionMode):
         numbers = tensor.__dict__.get(_NUMBERS)
         if numbers is None:
             self._count += 1
-            numbers = tensor.__dict__[_NUMBERS] = self._count, self._count if memory is None else memory
+            numbers = tensor.__dict__[_NUMBERS] = (
+                self._count,
+                self._count if memory is None else memory,
+            )
             if id(tensor) in self._constants:
                 self._trace.constants.add(self._count)
         number, place = numbers
-        return Ref(number, place, tuple(tensor.shape), tensor.dtype, tensor.requires_grad, self._names.get(id(tensor)))
+        return Ref(
+            number,
+            place,
+            tuple(tensor.shape),
+            tensor.dtype,
+            tensor.requires_grad,
+            self._names.get(id(tensor)),
+        )
 
 
 def _address(tensor: Tensor) -> int:
@@ -265,7 +308,9 @@ def _address(tensor: Tensor) -> int:
 
 @contextmanager
 def _packed() -> Iterator[list[tuple[int, int]]]:
-    """Give what autograd saves meanwhile, (address, bytes); hooks that are there already still see it."""
+    """Give what autograd saves meanwhile, (address, bytes); hooks that are there already still see
+    it.
+    """
     found: list[tuple[int, int]] = []
     if not torch.is_grad_enabled():
         yield found

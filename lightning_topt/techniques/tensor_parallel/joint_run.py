@@ -1,13 +1,15 @@
-"""A module whose parameters are cut runs on the batches of all ranks of the axis, each of which calls it with its own.
+"""A module whose parameters are cut runs on the batches of all ranks of the axis, each of which
+calls it with its own.
 
     at its border              forward       gradient
     a tensor with samples      none          times the ranks on its way in, divided by them on its way out
     another one, equal there   none          the mean over ranks on its way out
 
-Inside, a tensor with samples is a slice by samples of one that has those of all ranks; where a product needs them all, they are
-gathered, and sums rest by samples. The loss of the step has weight 1 on every rank, as under DDP. Inside of the module
-gradients are those of the mean of all losses, whole on each rank or, of a parameter with `sums_later`, with that as their mean:
-the mean over all ranks, which DDP takes, is right for every parameter that is whole.
+Inside, a tensor with samples is a slice by samples of one that has those of all ranks; where a
+product needs them all, they are gathered, and sums rest by samples. The loss of the step has weight
+1 on every rank, as under DDP. Inside of the module gradients are those of the mean of all losses,
+whole on each rank or, of a parameter with `sums_later`, with that as their mean: the mean over all
+ranks, which DDP takes, is right for every parameter that is whole.
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ class JointRefusal(ValueError):
 
 
 class JointSteps:
-    """The `modules` that run the batches of several ranks. In a step that `takes_turns` they do not."""
+    """The `modules` that run the batches of several ranks. In a step that `takes_turns` they do
+    not.
+    """
 
     def __init__(self, modules: Sequence[JointModule]) -> None:
         self.modules = tuple(modules)
@@ -64,13 +68,17 @@ class JointSteps:
             self.is_inside = False
 
     def take_turns(self, turns: bool) -> None:
-        """From now on, in backward too, run modules on one batch at a time, any rank's, which all ranks have; or not."""
+        """From now on, in backward too, run modules on one batch at a time, any rank's, which all
+        ranks have; or not.
+        """
         self.takes_turns = turns
 
     @contextmanager
-    def around_step(self, mode: SplitMode, places: Sequence[dict[str, Any]]) -> Generator[None, None, None]:
-        """Run a step within it, whose modules may keep tensors in `places`. Raises ValueError, in the first of them, where
-        slices are read outside of such modules.
+    def around_step(
+        self, mode: SplitMode, places: Sequence[dict[str, Any]]
+    ) -> Generator[None, None, None]:
+        """Run a step within it, whose modules may keep tensors in `places`. Raises ValueError, in
+        the first of them, where slices are read outside of such modules.
         """
         if self.takes_turns:
             with mode.on():
@@ -84,7 +92,9 @@ class JointSteps:
 
 
 class OutsideMode(TorchFunctionMode):
-    """Sees what is called outside of modules that run several batches: there no tensor is a slice."""
+    """Sees what is called outside of modules that run several batches: there no tensor is a
+    slice.
+    """
 
     def __init__(self, steps: JointSteps) -> None:
         super().__init__()
@@ -92,14 +102,20 @@ class OutsideMode(TorchFunctionMode):
 
     @override
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if not self._steps.is_inside and func not in LOCAL and func not in ATTRIBUTES:
             for tensor in tensors_in((*args, *(kwargs or {}).values())):
                 if (layout := layout_of(tensor)) is not None:
                     raise ValueError(
-                        f"{getattr(func, '__name__', func)} reads a tensor of shape {list(layout.shape)} that is split, "
-                        "outside of the joint modules: keep the parameter whole, or the tensor inside"
+                        f"{getattr(func, '__name__', func)} reads a tensor of shape "
+                        f"{list(layout.shape)} that is split, "
+                        "outside of the joint modules: keep the parameter whole, or the tensor "
+                        "inside"
                     )
         return func(*args, **(kwargs or {}))
 
@@ -111,12 +127,17 @@ def joint_rule(joint: JointModule) -> BlockRule:
 
 
 def run_joint(
-    mode: SplitMode, joint: JointModule, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    mode: SplitMode,
+    joint: JointModule,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
 ) -> Any:
-    """Return what ``forward(*args, **kwargs)`` returns for this rank's batch, run with those of all ranks of the axis.
+    """Return what ``forward(*args, **kwargs)`` returns for this rank's batch, run with those of all
+    ranks of the axis.
 
-    A collective call. Raises ValueError where the module is called with other tensors than `joint` says, or brings samples
-    together.
+    A collective call. Raises ValueError where the module is called with other tensors than `joint`
+    says, or brings samples together.
     """
     assert not mode.is_on, "a module that runs several batches is called by another one"
     leaves, tree = tree_flatten((args, dict(kwargs)))
@@ -136,22 +157,25 @@ def run_joint(
 
 
 def own_samples(mode: SplitMode, value: Any) -> Any:
-    """Return `value`, a tensor that such a module kept or anything that holds some, with this rank's own samples. A collective
-    call.
+    """Return `value`, a tensor that such a module kept or anything that holds some, with this
+    rank's own samples. A collective call.
     """
     leaves, tree = tree_flatten(value)
     if not any(isinstance(leaf, Tensor) and layout_of(leaf) is not None for leaf in leaves):
         return value
     for place, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor) and (layout := layout_of(leaf)) is not None:
-            leaves[place] = mode.whole(leaf) if layout.batch is None else _own(leaf, layout, mode).detach()
+            leaves[place] = (
+                mode.whole(leaf) if layout.batch is None else _own(leaf, layout, mode).detach()
+            )
     return tree_unflatten(leaves, tree)
 
 
 def _arrived(tensor: Tensor, dim: int, axes: TensorAxes, joint: JointModule) -> Tensor:
     if dim >= tensor.ndim:
         raise ValueError(
-            f"module {joint.module!r} got a tensor of shape {list(tensor.shape)}, and the plan says that its dim {dim} has "
+            f"module {joint.module!r} got a tensor of shape {list(tensor.shape)}, and the plan "
+            f"says that its dim {dim} has "
             "the samples; correct the plan, or make a new one"
         )
     (ranks,) = axes.sizes
@@ -174,7 +198,8 @@ def _left_one(tensor: Tensor, dim: int | None, mode: SplitMode, joint: JointModu
     if batch != (None if dim is None else Shard(dim)):
         where = "has no samples" if batch is None else f"has samples as {batch}"
         raise ValueError(
-            f"a result of module {joint.module!r} of shape {list(mode.mover.shape(tensor))} {where}, and the plan says "
+            f"a result of module {joint.module!r} of shape {list(mode.mover.shape(tensor))} "
+            f"{where}, and the plan says "
             f"{'none' if dim is None else f'dim {dim}'}; correct the plan, or make a new one"
         )
     if layout is None or batch is None:
@@ -193,7 +218,9 @@ def _own(tensor: Tensor, layout: Layout, mode: SplitMode) -> Tensor:
 
 
 class _LeaveAlike(Function):
-    """A tensor that is equal on all ranks, and used by the step of each: its gradient is the mean of theirs."""
+    """A tensor that is equal on all ranks, and used by the step of each: its gradient is the mean
+    of theirs.
+    """
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, axes: TensorAxes) -> Tensor:
@@ -206,11 +233,14 @@ class _LeaveAlike(Function):
         return moves.all_reduce(gradient, ctx.axes, 0) / ctx.axes.sizes[0], None
 
 
-def _tensor_places(leaves: list[Any], joint: JointModule, what: str, dims: tuple[int | None, ...]) -> list[int]:
+def _tensor_places(
+    leaves: list[Any], joint: JointModule, what: str, dims: tuple[int | None, ...]
+) -> list[int]:
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     if len(places) != len(dims):
         raise ValueError(
-            f"module {joint.module!r} has {len(places)} tensors among its {what}, and the plan says {len(dims)}; correct the "
+            f"module {joint.module!r} has {len(places)} tensors among its {what}, and the plan "
+            f"says {len(dims)}; correct the "
             "plan, or make a new one"
         )
     return places
@@ -223,29 +253,43 @@ def _layout(tensor: Tensor) -> Layout:
 
 
 def check_hooks(joint: JointModule, module: nn.Module) -> None:
-    """Raise JointRefusal where something inside of `module` has hooks; those of itself see the samples of one rank."""
+    """Raise JointRefusal where something inside of `module` has hooks; those of itself see the
+    samples of one rank.
+    """
     for path, inside in module.named_modules():
         if path and any(getattr(inside, name) for name in _HOOKS):
-            raise JointRefusal(joint.module, f"{path!r} in it has hooks, which would see the batches of all ranks")
+            raise JointRefusal(
+                joint.module, f"{path!r} in it has hooks, which would see the batches of all ranks"
+            )
 
 
 def check_joint(
     root: nn.Module, modules: Sequence[JointModule], split: Sequence[SplitParameter], *, mesh: Mesh
 ) -> None:
-    """Raise ValueError where `modules` of `root`, whose parameters are `split`, cannot run the batches of several ranks."""
+    """Raise ValueError where `modules` of `root`, whose parameters are `split`, cannot run the
+    batches of several ranks.
+    """
     if len(mesh.tensor_axes) != 1:
-        raise ValueError(f"joint modules need a mesh with one tensor axis, and this one has {len(mesh.tensor_axes)}")
+        raise ValueError(
+            "joint modules need a mesh with one tensor axis, and this one has "
+            f"{len(mesh.tensor_axes)}"
+        )
     known = dict(root.named_modules())
     for joint in modules:
         if joint.module not in known:
-            raise ValueError(f"the joint module {joint.module!r} is not in the model; correct its path")
+            raise ValueError(
+                f"the joint module {joint.module!r} is not in the model; correct its path"
+            )
         check_hooks(joint, known[joint.module])
     slices = {one.slice for one in split}
     for path, module in known.items():
         outside = not any(joint.holds(path) for joint in modules)
-        if outside and (names := [name for name, own in module._parameters.items() if own in slices]):
+        if outside and (
+            names := [name for name, own in module._parameters.items() if own in slices]
+        ):
             raise ValueError(
-                f"parameter {f'{path}.{names[0]}'.lstrip('.')!r} is split, and module {path!r} is in none of the joint "
+                f"parameter {f'{path}.{names[0]}'.lstrip('.')!r} is split, and module {path!r} is "
+                "in none of the joint "
                 "modules: keep it whole, or name a module around it"
             )
 

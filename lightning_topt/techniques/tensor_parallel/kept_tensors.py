@@ -17,13 +17,18 @@ Whole = Callable[[Any], Any]
 
 
 def places_of(module: nn.Module) -> list[dict[str, Any]]:
-    """Return the dictionaries where modules keep tensors: buffers, and attributes where the class is not torch's."""
+    """Return the dictionaries where modules keep tensors: buffers, and attributes where the class
+    is not torch's.
+    """
     places: list[dict[str, Any]] = [each._buffers for each in module.modules() if each._buffers]
-    return places + [vars(each) for each in module.modules() if not type(each).__module__.startswith("torch.nn.")]
+    return places + [
+        vars(each) for each in module.modules() if not type(each).__module__.startswith("torch.nn.")
+    ]
 
 
 def keep_whole(places: Sequence[dict[str, Any]], whole: Whole) -> None:
-    """Replace split tensors in `places`, and in lists and dictionaries there, by `whole` ones. A collective call.
+    """Replace split tensors in `places`, and in lists and dictionaries there, by `whole` ones. A
+    collective call.
 
     Of a list, those at its end: what is before them was there after the last step.
     """

@@ -1,12 +1,14 @@
-"""The table of kinds says which placements along one tensor axis a torch function admits. The search and the run both read it.
+"""The table of kinds says which placements along one tensor axis a torch function admits. The
+search and the run both read it.
 
-A row of a kind names a placement for every tensor argument and every result. That all arguments are whole, and so all results,
-is always a row and is not listed. Two rules hold for all kinds:
+A row of a kind names a placement for every tensor argument and every result. That all arguments are
+whole, and so all results, is always a row and is not listed. Two rules hold for all kinds:
 
-    an argument that is whole in a row with a sharded one is used differently by each rank: its gradient is a sum over them
-    a Partial result is summed at once, before anything reads it
+    an argument that is whole in a row with a sharded one is used differently by each rank: its
+    gradient is a sum over them a Partial result is summed at once, before anything reads it
 
-With several axes a row is chosen for each; a dim may be cut by several of them, the outer ones first.
+With several axes a row is chosen for each; a dim may be cut by several of them, the outer ones
+first.
 """
 
 from __future__ import annotations
@@ -33,10 +35,11 @@ class Operand(NamedTuple):
 
 
 class Row(NamedTuple):
-    """Placements along one axis: of the tensor arguments, in the order of the call, and of the results.
+    """Placements along one axis: of the tensor arguments, in the order of the call, and of the
+    results.
 
-    `added`: the argument that is added to the result once that is summed (a bias), not given to the function. It has one dim,
-    which is dim `along` of the result, counted from the end.
+    `added`: the argument that is added to the result once that is summed (a bias), not given to the
+    function. It has one dim, which is dim `along` of the result, counted from the end.
     """
 
     inputs: tuple[Placement, ...]
@@ -47,8 +50,8 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """A call whose tensor arguments are `Operand`s, those in lists and tuples too. `parts` are those that shards may have,
-    `masks` the places of operands of type bool.
+    """A call whose tensor arguments are `Operand`s, those in lists and tuples too. `parts` are
+    those that shards may have, `masks` the places of operands of type bool.
     """
 
     func: Callable[..., Any]
@@ -67,7 +70,11 @@ class Call:
         return [REPLICATE] * len(self.operands)
 
     def row(
-        self, placed: Mapping[Operand, Placement], *outputs: Placement, added: Operand | None = None, along: int = -1
+        self,
+        placed: Mapping[Operand, Placement],
+        *outputs: Placement,
+        added: Operand | None = None,
+        along: int = -1,
     ) -> Row:
         """Return a row with the named operands placed, and all others whole."""
         inputs = self.whole()
@@ -78,9 +85,11 @@ class Call:
 
 @dataclass(slots=True)
 class Placed:
-    """A call on local tensors: `call` with whole shapes, `args` and `kwargs` with local tensors, layouts of both ends.
+    """A call on local tensors: `call` with whole shapes, `args` and `kwargs` with local tensors,
+    layouts of both ends.
 
-    `outputs` are the placements of every result on every axis of `axes`; `memo` is kept for calls of the same signature.
+    `outputs` are the placements of every result on every axis of `axes`; `memo` is kept for calls
+    of the same signature.
     """
 
     call: Call
@@ -105,11 +114,15 @@ class Placed:
         """Return into how many slices the argument is cut along `dim`."""
         placements = zip(self.inputs[operand].placements, self.axes.sizes, strict=True)
         return math.prod(
-            size for placement, size in placements if isinstance(placement, Shard) and placement.dim == dim
+            size
+            for placement, size in placements
+            if isinstance(placement, Shard) and placement.dim == dim
         )
 
     def place_along(self, operand: int, dim: int) -> tuple[int, int]:
-        """Return the first index and the length of this rank's slice of the argument along `dim`, which has one part."""
+        """Return the first index and the length of this rank's slice of the argument along `dim`,
+        which has one part.
+        """
         first, length = 0, self.inputs[operand].shape[dim]
         for axis, placement in enumerate(self.inputs[operand].placements):
             if placement == Shard(dim):
@@ -118,12 +131,18 @@ class Placed:
         return first, length
 
     def cut_like(self, whole: Tensor, operand: int) -> Tensor:
-        """Return the slice of `whole`, equal on all ranks, that belongs to the argument's local tensor."""
+        """Return the slice of `whole`, equal on all ranks, that belongs to the argument's local
+        tensor.
+        """
         axes = self.axes
-        return own_slice(whole, self.inputs[operand].placements, coordinates=axes.coordinates, sizes=axes.sizes)
+        return own_slice(
+            whole, self.inputs[operand].placements, coordinates=axes.coordinates, sizes=axes.sizes
+        )
 
     def cut_like_dim(self, whole: Tensor, operand: int, dim: int, *, along: int = 0) -> Tensor:
-        """Return the slice of `whole` along dim `along` that belongs to dim `dim` of the argument's local tensor."""
+        """Return the slice of `whole` along dim `along` that belongs to dim `dim` of the argument's
+        local tensor.
+        """
         axes = self.axes
         placements = [
             Shard(along, each.parts) if isinstance(each, Shard) and each.dim == dim else REPLICATE
@@ -134,7 +153,9 @@ class Placed:
     def cut_along(self, whole: Tensor, axes: Iterable[int], shard: Shard) -> Tensor:
         """Return this rank's slice of `whole` along the axes of these indices, outer ones first."""
         for axis in axes:
-            whole = cut(whole, shard, index=self.axes.coordinates[axis], count=self.axes.sizes[axis])
+            whole = cut(
+                whole, shard, index=self.axes.coordinates[axis], count=self.axes.sizes[axis]
+            )
         return whole
 
     def gathered(self, local: Tensor, axes: Sequence[int], shard: Shard) -> Tensor:
@@ -151,8 +172,8 @@ class Kind:
     rows   yields the rows for an axis of so many ranks
     run    returns what the call on local tensors returns; by default the function itself is called
 
-    `sums_rest`: sums may rest in slices, by the rule of the block; others are whole on all ranks. `draws`: `run` draws random
-    numbers, for each rank's batch its own (`member_draws`).
+    `sums_rest`: sums may rest in slices, by the rule of the block; others are whole on all ranks.
+    `draws`: `run` draws random numbers, for each rank's batch its own (`member_draws`).
     """
 
     name: str
@@ -176,7 +197,9 @@ def register(kind: Kind, functions: Iterable[Callable[..., Any] | None]) -> None
 
 
 def named(names: str, *places: Any) -> Iterator[Callable[..., Any] | None]:
-    """Yield the functions of these names (separated by blanks) in any of `places`, as function and as method."""
+    """Yield the functions of these names (separated by blanks) in any of `places`, as function and
+    as method.
+    """
     for name in names.split():
         yield from (getattr(place, name, None) for place in places)
 
@@ -190,8 +213,13 @@ def with_argument(
     args: tuple[Any, ...] | None = None,
     kwargs: dict[str, Any] | None = None,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return `args` and `kwargs`, by default those of the call, with the argument given by position or name changed."""
-    args, kwargs = placed.args if args is None else args, placed.kwargs if kwargs is None else kwargs
+    """Return `args` and `kwargs`, by default those of the call, with the argument given by position
+    or name changed.
+    """
+    args, kwargs = (
+        placed.args if args is None else args,
+        placed.kwargs if kwargs is None else kwargs,
+    )
     if position < len(args):
         return (*args[:position], value, *args[position + 1 :]), kwargs
     return args, {**kwargs, name: value}
@@ -217,12 +245,15 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def replaced(value: Any, new: Sequence[Any], *, of: type) -> Any:
-    """Return `value` with every instance of `of` (a tensor or an operand) replaced by the next of `new`."""
+    """Return `value` with every instance of `of` (a tensor or an operand) replaced by the next of
+    `new`.
+    """
     return _replaced(value, iter(new), of)
 
 
 def _replaced(value: Any, rest: Iterator[Any], of: type) -> Any:
-    # No closure that calls itself: such a cycle would keep tensors until the garbage collector runs.
+    # No closure that calls itself: such a cycle would keep tensors until the garbage collector
+    # runs.
     if isinstance(value, of):
         return next(rest)
     if isinstance(value, list):

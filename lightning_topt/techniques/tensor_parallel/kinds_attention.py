@@ -14,16 +14,26 @@ from torch import Tensor
 
 from lightning_topt.graph.op_config import Placement, Shard
 from lightning_topt.techniques.tensor_parallel import moves
-from lightning_topt.techniques.tensor_parallel.kinds import Call, Kind, Operand, Placed, Row, divides, register
+from lightning_topt.techniques.tensor_parallel.kinds import (
+    Call,
+    Kind,
+    Operand,
+    Placed,
+    Row,
+    divides,
+    register,
+)
 from lightning_topt.techniques.tensor_parallel.layout import PARTIAL, REPLICATE, local_shard
 from lightning_topt.techniques.tensor_parallel.member_draws import noise_for
 
 
 def _attention_rows(call: Call, ranks: int) -> Iterator[Row]:
-    """Queries, keys and values (..., head, step, channel): all dims before the steps may be split, and the steps of queries.
-    Heads may be grouped.
+    """Queries, keys and values (..., head, step, channel): all dims before the steps may be split,
+    and the steps of queries. Heads may be grouped.
     """
-    query, key, value = (call.get(index, name) for index, name in enumerate(("query", "key", "value")))
+    query, key, value = (
+        call.get(index, name) for index, name in enumerate(("query", "key", "value"))
+    )
     mask = call.get(3, "attn_mask")
     for dim in range(len(query.shape) - 2):
         sizes = {operand.shape[dim] for operand in (query, key, value)}
@@ -40,7 +50,11 @@ def _attention_rows(call: Call, ranks: int) -> Iterator[Row]:
     for parts in call.parts:
         if divides(query.shape[steps], ranks, parts):
             placed = {query: Shard(steps, parts)}
-            if isinstance(mask, Operand) and len(mask.shape) > 1 and mask.shape[-2] == query.shape[steps]:
+            if (
+                isinstance(mask, Operand)
+                and len(mask.shape) > 1
+                and mask.shape[-2] == query.shape[steps]
+            ):
                 placed[mask] = Shard(len(mask.shape) - 2, parts)
             yield call.row(placed, Shard(steps, parts))
 
@@ -54,15 +68,27 @@ def _run_attention(placed: Placed) -> Tensor:
             result: Tensor = placed.call.func(*placed.args, **placed.kwargs)
             return result
         return _causal_by_run(placed, steps)
-    query, key, value = (placed.get(index, name) for index, name in enumerate(("query", "key", "value")))
-    mask, causal, scale = placed.get(3, "attn_mask"), placed.get(5, "is_causal", False), placed.kwargs.get("scale")
+    query, key, value = (
+        placed.get(index, name) for index, name in enumerate(("query", "key", "value"))
+    )
+    mask, causal, scale = (
+        placed.get(3, "attn_mask"),
+        placed.get(5, "is_causal", False),
+        placed.kwargs.get("scale"),
+    )
     return _with_dropout(placed, (query, key, value), mask, causal, scale)
 
 
 def _causal_by_run(placed: Placed, steps: int) -> Tensor:
-    """Each run of neighbouring queries of this rank with the keys up to its last one: keys after it are not read."""
-    query, key, value = (placed.get(index, name) for index, name in enumerate(("query", "key", "value")))
-    kwargs = {name: placed.kwargs[name] for name in ("scale", "enable_gqa") if name in placed.kwargs}
+    """Each run of neighbouring queries of this rank with the keys up to its last one: keys after it
+    are not read.
+    """
+    query, key, value = (
+        placed.get(index, name) for index, name in enumerate(("query", "key", "value"))
+    )
+    kwargs = {
+        name: placed.kwargs[name] for name in ("scale", "enable_gqa") if name in placed.kwargs
+    }
     runs = []
     if (bounds := placed.memo.get("runs")) is None:
         bounds = placed.memo["runs"] = _runs(placed, steps)
@@ -75,19 +101,25 @@ def _causal_by_run(placed: Placed, steps: int) -> Tensor:
 
 
 def _runs(placed: Placed, steps: int) -> list[tuple[int, int, int]]:
-    """The runs of neighbouring queries of this rank: where they are among its own, their first step, how many they are."""
+    """The runs of neighbouring queries of this rank: where they are among its own, their first
+    step, how many they are.
+    """
     indices = np.arange(placed.inputs[0].shape[steps])
     now: list[Placement] = [REPLICATE] * len(placed.axes)
     for axis, placement in enumerate(placed.inputs[0].placements):
         if isinstance(placement, Shard) and placement.dim == steps:
             now[axis] = placement
             parts = local_shard(now, placed.axes.sizes, axis).parts
-            indices = indices.reshape(parts, placed.axes.sizes[axis], -1)[:, placed.axes.coordinates[axis]].ravel()
+            indices = indices.reshape(parts, placed.axes.sizes[axis], -1)[
+                :, placed.axes.coordinates[axis]
+            ].ravel()
     firsts = [0, *(np.flatnonzero(np.diff(indices) != 1) + 1).tolist()]
     return [(a, int(indices[a]), b - a) for a, b in itertools.pairwise([*firsts, len(indices)])]
 
 
-def _with_dropout(placed: Placed, given: tuple[Tensor, ...], mask: Tensor | None, causal: bool, scale: Any) -> Tensor:
+def _with_dropout(
+    placed: Placed, given: tuple[Tensor, ...], mask: Tensor | None, causal: bool, scale: Any
+) -> Tensor:
     query, key, value = given
     dropout = placed.get(4, "dropout_p", 0.0)
     if placed.kwargs.get("enable_gqa", False):
@@ -96,11 +128,16 @@ def _with_dropout(placed: Placed, given: tuple[Tensor, ...], mask: Tensor | None
     scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
     if causal:
         steps = len(placed.inputs[0].shape) - 2
-        mask = torch.ones(placed.inputs[0].shape[steps], key.shape[-2], dtype=torch.bool, device=scores.device).tril()
+        mask = torch.ones(
+            placed.inputs[0].shape[steps], key.shape[-2], dtype=torch.bool, device=scores.device
+        ).tril()
         mask = placed.cut_like_dim(mask, 0, steps, along=0)
     if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
-    weights = torch._safe_softmax(scores, -1)  # zeros where everything is masked, as in the fused kernels
+        scores = (
+            scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+        )
+    # zeros where everything is masked, as in the fused kernels
+    weights = torch._safe_softmax(scores, -1)
     whole = (*placed.inputs[0].shape[:-1], key.shape[-2])
 
     def make(shape: tuple[int, ...]) -> Tensor:
@@ -129,11 +166,15 @@ def _loss_rows(call: Call, ranks: int) -> Iterator[Row]:
 
 
 def _run_loss(placed: Placed) -> Tensor:
-    """The logits stay where they are: three sums over ranks of one number per sample (Shoeybi et al., section 3)."""
+    """The logits stay where they are: three sums over ranks of one number per sample (Shoeybi et
+    al., section 3).
+    """
     target, ignored = placed.get(1, "target"), placed.get(4, "ignore_index", -100)
     reduction = placed.get(6, "reduction", "mean")
     if placed.ranks_along(0, 1) == 1:
-        losses = F.cross_entropy(placed.get(0, "input"), target, ignore_index=ignored, reduction="none")
+        losses = F.cross_entropy(
+            placed.get(0, "input"), target, ignore_index=ignored, reduction="none"
+        )
     else:
         losses = _losses_by_class(placed, target) * (target != ignored)
         logits = placed.get(0, "input")
@@ -155,7 +196,9 @@ def _losses_by_class(placed: Placed, target: Tensor) -> Tensor:
     logits: Tensor = placed.get(0, "input")
     logits = logits.float() if logits.dtype.itemsize < 4 else logits
     axes = placed.axes
-    cut = [axis for axis, placement in enumerate(placed.inputs[0].placements) if placement == Shard(1)]
+    cut = [
+        axis for axis, placement in enumerate(placed.inputs[0].placements) if placement == Shard(1)
+    ]
     first, length = placed.place_along(0, 1)
     highest = logits.detach().amax(1)
     for axis in cut:

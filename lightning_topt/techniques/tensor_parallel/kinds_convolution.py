@@ -1,4 +1,5 @@
-"""Convolutions, pooling and padding: channels and samples may be split, what is read along space is whole.
+"""Convolutions, pooling and padding: channels and samples may be split, what is read along space is
+whole.
 
 column   x whole, weight (and bias) by output channels          result by channels
 row      x by channels, weight by input channels                result Partial, the bias added to the sum
@@ -31,11 +32,15 @@ from lightning_topt.techniques.tensor_parallel.layout import PARTIAL
 
 
 def _convolution_rows(call: Call, ranks: int) -> Iterator[Row]:
-    x, weight, bias = (call.get(index, name) for index, name in enumerate(("input", "weight", "bias")))
+    x, weight, bias = (
+        call.get(index, name) for index, name in enumerate(("input", "weight", "bias"))
+    )
     space = len(weight.shape) - 2
     channels, groups = len(x.shape) - space - 1, call.get(6, "groups", 1)
     if groups > 1:
-        placed: dict[Operand, Placement] = {weight: Shard(0)} if bias is None else {weight: Shard(0), bias: Shard(0)}
+        placed: dict[Operand, Placement] = (
+            {weight: Shard(0)} if bias is None else {weight: Shard(0), bias: Shard(0)}
+        )
         if divides(groups, ranks):
             yield call.row({x: Shard(channels), **placed}, Shard(channels))
     else:
@@ -43,7 +48,10 @@ def _convolution_rows(call: Call, ranks: int) -> Iterator[Row]:
         for parts in call.parts:
             if divides(weight.shape[outputs], ranks, parts):
                 placed = {weight: Shard(outputs, parts)}
-                yield call.row(placed if bias is None else {**placed, bias: Shard(0, parts)}, Shard(channels, parts))
+                yield call.row(
+                    placed if bias is None else {**placed, bias: Shard(0, parts)},
+                    Shard(channels, parts),
+                )
             if divides(weight.shape[inputs], ranks, parts):
                 placed = {x: Shard(channels, parts), weight: Shard(inputs, parts)}
                 yield call.row(placed, PARTIAL, added=bias, along=-space - 1)
@@ -95,11 +103,15 @@ def _is_constant(call: Call) -> bool:
 
 
 def _batch_norm_rows(call: Call, ranks: int) -> Iterator[Row]:
-    """Channels, with their weights; samples and space where nothing is counted over them. Running statistics are whole."""
+    """Channels, with their weights; samples and space where nothing is counted over them. Running
+    statistics are whole.
+    """
     x, weight, bias = call.get(0, "input"), call.get(3, "weight"), call.get(4, "bias")
     counts = _counts(call)
     if divides(x.shape[1], ranks):
-        placed: dict[Operand, Placement] = {each: Shard(0) for each in (weight, bias) if each is not None}
+        placed: dict[Operand, Placement] = {
+            each: Shard(0) for each in (weight, bias) if each is not None
+        }
         yield call.row({x: Shard(1), **placed}, Shard(1))
     for dim, size in enumerate(x.shape):
         alone = dim == 0 and call.func is F.instance_norm and call.get(1, "running_mean") is None
@@ -110,17 +122,25 @@ def _batch_norm_rows(call: Call, ranks: int) -> Iterator[Row]:
 def _counts(call: Call) -> bool:
     """Whether statistics are those of this batch."""
     counts: bool = (
-        call.get(5, "use_input_stats", True) if call.func is F.instance_norm else call.get(5, "training", False)
+        call.get(5, "use_input_stats", True)
+        if call.func is F.instance_norm
+        else call.get(5, "training", False)
     )
     return counts
 
 
 def _run_batch_norm(placed: Placed) -> Tensor:
-    """Each rank counts its channels; the statistics of all are the same on every rank, as a checkpoint has them."""
+    """Each rank counts its channels; the statistics of all are the same on every rank, as a
+    checkpoint has them.
+    """
     from_all: list[Tensor] = [
-        each for each in (placed.get(1, "running_mean"), placed.get(2, "running_var")) if each is not None
+        each
+        for each in (placed.get(1, "running_mean"), placed.get(2, "running_var"))
+        if each is not None
     ]
-    cut = [axis for axis, placement in enumerate(placed.inputs[0].placements) if placement == Shard(1)]
+    cut = [
+        axis for axis, placement in enumerate(placed.inputs[0].placements) if placement == Shard(1)
+    ]
     own = [placed.cut_along(each, cut, Shard(0)).clone() for each in from_all]
     args, kwargs = placed.args, placed.kwargs
     if own:
@@ -140,13 +160,20 @@ RESIZE = Kind("resize", _resize_rows)
 PADDING = Kind("padding", _padding_rows)
 BATCH_NORM = Kind("batch norm", _batch_norm_rows, _run_batch_norm)
 _NN: Any = torch._C._nn
-register(CONVOLUTION, named("conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d", torch))
+register(
+    CONVOLUTION,
+    named("conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d", torch),
+)
 _POOLS = " ".join(
     f"{name}{dims}d{end}"
     for dims in (1, 2, 3)
     for name, end in (
         *(("max_pool", ""), ("max_pool", "_with_indices"), ("avg_pool", "")),
-        *(("adaptive_avg_pool", ""), ("adaptive_max_pool", ""), ("adaptive_max_pool", "_with_indices")),
+        *(
+            ("adaptive_avg_pool", ""),
+            ("adaptive_max_pool", ""),
+            ("adaptive_max_pool", "_with_indices"),
+        ),
     )
 )
 register(POOLING, named(_POOLS, torch, F, _NN))

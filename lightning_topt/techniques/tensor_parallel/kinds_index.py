@@ -23,12 +23,13 @@ from lightning_topt.techniques.tensor_parallel.kinds import (
 )
 from lightning_topt.techniques.tensor_parallel.kinds_elementwise import broadcast
 
-# ---- x[index] -------------------------------------------------------------------------------------------------------
+# ---- x[index]
+# -------------------------------------------------------------------------------------------------------
 
 
 def _items(index: Any, ndim: int) -> list[Any] | None:
-    """Return one item per dim of the indexed tensor (and None for new dims), without the ellipsis; None for others than slices,
-    numbers, new dims and operands.
+    """Return one item per dim of the indexed tensor (and None for new dims), without the ellipsis;
+    None for others than slices, numbers, new dims and operands.
     """
     items = [*index] if type(index) is tuple else [index]
     simple = (slice, int, Operand, type(None), type(...))
@@ -40,12 +41,15 @@ def _items(index: Any, ndim: int) -> list[Any] | None:
 
 
 def _kept_dims(items: Sequence[Any], shape: Sequence[int]) -> dict[int, int]:
-    """Return the dims that are taken whole, and which dims of the result they are. Numbers are taken before tensors."""
+    """Return the dims that are taken whole, and which dims of the result they are. Numbers are
+    taken before tensors.
+    """
     tensors = [item for item in items if isinstance(item, Operand)]
     wide = len(broadcast(tensors)) if tensors else 0
     rest = [item for item in items if not isinstance(item, int)]
     places = [place for place, item in enumerate(rest) if isinstance(item, Operand)]
-    together = bool(places) and places[-1] - places[0] + 1 == len(places)  # else the dims of the indices come first
+    # else the dims of the indices come first
+    together = bool(places) and places[-1] - places[0] + 1 == len(places)
     kept, dim, target, seen = {}, 0, 0 if together else wide, False
     for item in items:
         if isinstance(item, Operand) and together and not seen:
@@ -109,7 +113,8 @@ def _run_item(placed: Placed) -> Any:
     return placed.call.func(x, tuple(items), *value)
 
 
-# ---- along one dim --------------------------------------------------------------------------------------------------
+# ---- along one dim
+# --------------------------------------------------------------------------------------------------
 
 
 def _select_rows(call: Call, ranks: int) -> Iterator[Row]:
@@ -120,7 +125,9 @@ def _select_rows(call: Call, ranks: int) -> Iterator[Row]:
     for dim, size in enumerate(x.shape):
         for parts in call.parts:
             if dim != along and divides(size, ranks, parts):
-                yield call.row({x: Shard(dim, parts)}, Shard(dim - (removed and dim > along), parts))
+                yield call.row(
+                    {x: Shard(dim, parts)}, Shard(dim - (removed and dim > along), parts)
+                )
 
 
 def _gather_rows(call: Call, ranks: int) -> Iterator[Row]:
@@ -132,7 +139,11 @@ def _gather_rows(call: Call, ranks: int) -> Iterator[Row]:
         return
     along = positive(given, len(x.shape))
     for dim, size in enumerate(x.shape):
-        if dim != along and all(operand.shape[dim] == size for operand in call.operands) and divides(size, ranks):
+        if (
+            dim != along
+            and all(operand.shape[dim] == size for operand in call.operands)
+            and divides(size, ranks)
+        ):
             yield call.row(dict.fromkeys(call.operands, Shard(dim)), Shard(dim))
 
 
@@ -175,6 +186,9 @@ register(
     Kind("gather", _gather_rows),
     named(f"gather take_along_dim {_both('scatter scatter_add scatter_reduce')}", torch, Tensor),
 )
-register(Kind("index add", _index_add_rows), named(_both("index_add index_copy index_fill"), torch, Tensor))
+register(
+    Kind("index add", _index_add_rows),
+    named(_both("index_add index_copy index_fill"), torch, Tensor),
+)
 register(Kind("one hot", _one_hot_rows), (_NN.one_hot,))
 register(Kind("bucketize", _bucketize_rows), (torch.bucketize,))

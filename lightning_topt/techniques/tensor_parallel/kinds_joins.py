@@ -9,12 +9,24 @@ import torch
 from torch import Tensor
 
 from lightning_topt.graph.op_config import Shard
-from lightning_topt.techniques.tensor_parallel.kinds import Call, Kind, Placed, Row, divides, named, positive, register
+from lightning_topt.techniques.tensor_parallel.kinds import (
+    Call,
+    Kind,
+    Placed,
+    Row,
+    divides,
+    named,
+    positive,
+    register,
+)
 
 
 def _cat_rows(call: Call, ranks: int) -> Iterator[Row]:
-    """Tensors joined along the dim they are split along are parts of the result, where they are equally large."""
-    joined = [operand for operand in call.operands if operand.shape != (0,)]  # which may stand for any empty tensor
+    """Tensors joined along the dim they are split along are parts of the result, where they are
+    equally large.
+    """
+    # which may stand for any empty tensor
+    joined = [operand for operand in call.operands if operand.shape != (0,)]
     if not joined or any(len(operand.shape) != len(joined[0].shape) for operand in joined):
         return
     along = positive(call.get(1, "dim", 0), len(joined[0].shape))
@@ -32,7 +44,10 @@ def _stack_rows(call: Call, ranks: int) -> Iterator[Row]:
     for dim, size in enumerate(shape):
         for parts in call.parts:
             if divides(size, ranks, parts):
-                yield call.row(dict.fromkeys(call.operands, Shard(dim, parts)), Shard(dim + (dim >= new), parts))
+                yield call.row(
+                    dict.fromkeys(call.operands, Shard(dim, parts)),
+                    Shard(dim + (dim >= new), parts),
+                )
 
 
 def _lengths(call: Call) -> tuple[int, list[int]]:
@@ -44,7 +59,9 @@ def _lengths(call: Call) -> tuple[int, list[int]]:
         given = -(-size // (call.kwargs["chunks"] if given is None else given))
     elif given is None:
         given = next(
-            call.kwargs[key] for key in ("split_size", "split_size_or_sections", "split_sizes") if key in call.kwargs
+            call.kwargs[key]
+            for key in ("split_size", "split_size_or_sections", "split_sizes")
+            if key in call.kwargs
         )
     if isinstance(given, int):
         return dim, [min(given, size - start) for start in range(0, size, given)]
@@ -59,8 +76,14 @@ def _split_rows(call: Call, ranks: int) -> Iterator[Row]:
         for parts in call.parts:
             if dim != along and divides(size, ranks, parts):
                 yield call.row({x: Shard(dim, parts)}, *(Shard(dim, parts) for _ in lengths))
-            elif dim == along and divides(size, ranks, parts) and not any(each % (size // parts) for each in lengths):
-                yield call.row({x: Shard(dim, parts)}, *(Shard(dim, each * parts // size) for each in lengths))
+            elif (
+                dim == along
+                and divides(size, ranks, parts)
+                and not any(each % (size // parts) for each in lengths)
+            ):
+                yield call.row(
+                    {x: Shard(dim, parts)}, *(Shard(dim, each * parts // size) for each in lengths)
+                )
 
 
 def _run_split(placed: Placed) -> Any:
@@ -75,7 +98,9 @@ def _unbind_rows(call: Call, ranks: int) -> Iterator[Row]:
     along = positive(call.get(1, "dim", 0), len(x.shape))
     for dim, size in enumerate(x.shape):
         if dim != along and divides(size, ranks):
-            yield call.row({x: Shard(dim)}, *(Shard(dim - (dim > along)) for _ in range(x.shape[along])))
+            yield call.row(
+                {x: Shard(dim)}, *(Shard(dim - (dim > along)) for _ in range(x.shape[along]))
+            )
 
 
 SPLIT = Kind("split", _split_rows, _run_split)
@@ -84,4 +109,6 @@ register(Kind("stack", _stack_rows), (torch.stack,))
 register(SPLIT, named("split chunk split_with_sizes", torch, Tensor))
 register(SPLIT, (torch.functional.split,))
 register(Kind("unbind", _unbind_rows), named("unbind", torch, Tensor))
-register(Kind("iteration", _unbind_rows, lambda placed: placed.args[0].unbind(0)), (Tensor.__iter__,))
+register(
+    Kind("iteration", _unbind_rows, lambda placed: placed.args[0].unbind(0)), (Tensor.__iter__,)
+)

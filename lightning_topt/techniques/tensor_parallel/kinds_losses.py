@@ -1,4 +1,6 @@
-"""Losses that compare elements: any dim may be split; a mean or a sum over it is left in summands."""
+"""Losses that compare elements: any dim may be split; a mean or a sum over it is left in
+summands.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Layer norm and RMS norm: the other dims may be split, and the features: then their statistics are sums over ranks.
+"""Layer norm and RMS norm: the other dims may be split, and the features: then their statistics are
+sums over ranks.
 
-Forward two sums of one number per row (RMS norm: one), backward one of two (one); Ba et al., arXiv 1607.06450.
+Forward two sums of one number per row (RMS norm: one), backward one of two (one); Ba et al., arXiv
+1607.06450.
 """
 
 from __future__ import annotations
@@ -14,7 +16,15 @@ from torch import Tensor
 from torch.autograd import Function
 
 from lightning_topt.graph.op_config import Placement, Shard
-from lightning_topt.techniques.tensor_parallel.kinds import Call, Kind, Operand, Placed, Row, divides, register
+from lightning_topt.techniques.tensor_parallel.kinds import (
+    Call,
+    Kind,
+    Operand,
+    Placed,
+    Row,
+    divides,
+    register,
+)
 from lightning_topt.techniques.tensor_parallel.moves import all_reduce
 from lightning_topt.techniques.tensor_parallel.tensor_axes import TensorAxes
 
@@ -42,7 +52,9 @@ def _run_norm(placed: Placed) -> Tensor:
     bias = placed.get(3, "bias") if is_centered else None
     eps = placed.get(4, "eps", 1e-5) if is_centered else placed.get(3, "eps")
     along = placed.inputs[0].placements
-    cut = tuple(axis for axis, each in enumerate(along) if isinstance(each, Shard) and each.dim == last)
+    cut = tuple(
+        axis for axis, each in enumerate(along) if isinstance(each, Shard) and each.dim == last
+    )
     eps = torch.finfo(x.dtype).eps if eps is None else eps
     y: Tensor = _Normalized.apply(x, placed.axes, cut, eps, is_centered)  # type: ignore[no-untyped-call]
     y = y if weight is None else y * weight
@@ -50,17 +62,23 @@ def _run_norm(placed: Placed) -> Tensor:
 
 
 class _Normalized(Function):
-    """Rows with mean 0 (where `is_centered`) and variance 1, of which each rank of the axes `cut` has a slice."""
+    """Rows with mean 0 (where `is_centered`) and variance 1, of which each rank of the axes `cut`
+    has a slice.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axes: TensorAxes, cut: Sequence[int], eps: float, is_centered: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, axes: TensorAxes, cut: Sequence[int], eps: float, is_centered: bool
+    ) -> Tensor:
         ctx.count = x.shape[-1]
         for axis in cut:
             ctx.count *= axes.sizes[axis]
         wide = x.float() if x.dtype.itemsize < 4 else x
         mean = _summed(wide.sum(-1, keepdim=True), axes, cut) / ctx.count if is_centered else None
         wide = wide if mean is None else wide - mean
-        scale = torch.rsqrt(_summed(wide.square().sum(-1, keepdim=True), axes, cut) / ctx.count + eps)
+        scale = torch.rsqrt(
+            _summed(wide.square().sum(-1, keepdim=True), axes, cut) / ctx.count + eps
+        )
         ctx.axes, ctx.cut, ctx.is_centered = axes, cut, is_centered
         ctx.save_for_backward(x, *(() if mean is None else (mean,)), scale)
         return wide * scale
@@ -69,7 +87,10 @@ class _Normalized(Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         x, *rest, scale = ctx.saved_tensors
         normalized = (x - rest[0] if rest else x) * scale
-        sums = [(gradient * normalized).sum(-1, keepdim=True), *([gradient.sum(-1, keepdim=True)] if rest else [])]
+        sums = [
+            (gradient * normalized).sum(-1, keepdim=True),
+            *([gradient.sum(-1, keepdim=True)] if rest else []),
+        ]
         along, *mean = _summed(torch.stack(sums), ctx.axes, ctx.cut) / ctx.count
         result = gradient - normalized * along
         result = (result - mean[0] if mean else result) * scale

@@ -15,19 +15,32 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_topt.graph.op_config import Placement, Shard
-from lightning_topt.techniques.tensor_parallel.kinds import Call, Kind, Operand, Placed, Row, divides, named, register
+from lightning_topt.techniques.tensor_parallel.kinds import (
+    Call,
+    Kind,
+    Operand,
+    Placed,
+    Row,
+    divides,
+    named,
+    register,
+)
 from lightning_topt.techniques.tensor_parallel.kinds_elementwise import broadcast
 from lightning_topt.techniques.tensor_parallel.layout import PARTIAL
 
 
 def _linear(call: Call, ranks: int) -> Iterator[Row]:
-    x, weight, bias = (call.get(index, name) for index, name in enumerate(("input", "weight", "bias")))
+    x, weight, bias = (
+        call.get(index, name) for index, name in enumerate(("input", "weight", "bias"))
+    )
     if len(weight.shape) == 2:
         yield from _affine(call, ranks, x, weight, bias, outputs_dim=0)
 
 
 def _addmm(call: Call, ranks: int) -> Iterator[Row]:
-    bias, x, weight = (call.get(index, name) for index, name in enumerate(("input", "mat1", "mat2")))
+    bias, x, weight = (
+        call.get(index, name) for index, name in enumerate(("input", "mat1", "mat2"))
+    )
     if not call.kwargs.get("alpha", 1) == call.kwargs.get("beta", 1) == 1 or len(bias.shape) != 1:
         return
     yield from _affine(call, ranks, x, weight, bias, outputs_dim=1)
@@ -40,16 +53,22 @@ def _affine(
     for parts in call.parts:
         if divides(weight.shape[outputs_dim], ranks, parts):
             placed: dict[Operand, Placement] = {weight: Shard(outputs_dim, parts)}
-            yield call.row(placed if bias is None else {**placed, bias: Shard(0, parts)}, Shard(last, parts))
+            yield call.row(
+                placed if bias is None else {**placed, bias: Shard(0, parts)}, Shard(last, parts)
+            )
         if divides(weight.shape[inputs_dim], ranks, parts):
-            yield call.row({x: Shard(last, parts), weight: Shard(inputs_dim, parts)}, PARTIAL, added=bias)
+            yield call.row(
+                {x: Shard(last, parts), weight: Shard(inputs_dim, parts)}, PARTIAL, added=bias
+            )
         for dim in range(last):
             if divides(x.shape[dim], ranks, parts):
                 yield call.row({x: Shard(dim, parts)}, Shard(dim, parts))
 
 
 def _run_addmm(placed: Placed) -> Tensor:
-    bias, x, weight = (placed.get(index, name) for index, name in enumerate(("input", "mat1", "mat2")))
+    bias, x, weight = (
+        placed.get(index, name) for index, name in enumerate(("input", "mat1", "mat2"))
+    )
     return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
 
 
@@ -82,7 +101,9 @@ def _matmul(call: Call, ranks: int) -> Iterator[Row]:
 
 def _baddbmm(call: Call, ranks: int) -> Iterator[Row]:
     """Dims: (batch, row, inner) times (batch, inner, column), added to what may be broadcast."""
-    added, left, right = (call.get(index, name) for index, name in enumerate(("input", "batch1", "batch2")))
+    added, left, right = (
+        call.get(index, name) for index, name in enumerate(("input", "batch1", "batch2"))
+    )
     sizes = (left.shape[0], left.shape[1], right.shape[2])
     for dim, size in enumerate(sizes):
         own = dim - 3 + len(added.shape)
@@ -90,7 +111,11 @@ def _baddbmm(call: Call, ranks: int) -> Iterator[Row]:
             placed: dict[Operand, Placement] = {}
             if own >= 0 and added.shape[own] == size:
                 placed[added] = Shard(own, parts)
-            placed |= {operand: Shard(dim, parts) for operand, other in ((left, 2), (right, 1)) if dim != other}
+            placed |= {
+                operand: Shard(dim, parts)
+                for operand, other in ((left, 2), (right, 1))
+                if dim != other
+            }
             if divides(size, ranks, parts):
                 yield call.row(placed, Shard(dim, parts))
 
@@ -130,7 +155,9 @@ def _outer(call: Call, ranks: int) -> Iterator[Row]:
 
 
 def _einsum(call: Call, ranks: int) -> Iterator[Row]:
-    """Every letter that all its arguments can be split along; one that is summed away leaves summands."""
+    """Every letter that all its arguments can be split along; one that is summed away leaves
+    summands.
+    """
     equation = call.args[0]
     if not isinstance(equation, str) or "." in equation or "->" not in equation:
         return
@@ -144,13 +171,21 @@ def _einsum(call: Call, ranks: int) -> Iterator[Row]:
             for operand, term in zip(call.operands, terms, strict=True)
             if letter in term
         }
-        if all(divides(operand.shape[p.dim], ranks) for operand, p in placed.items() if isinstance(p, Shard)):
+        if all(
+            divides(operand.shape[p.dim], ranks)
+            for operand, p in placed.items()
+            if isinstance(p, Shard)
+        ):
             yield call.row(placed, Shard(output.index(letter)) if letter in output else PARTIAL)
 
 
 def _embedding(call: Call, ranks: int) -> Iterator[Row]:
     ids, weight = call.get(0, "input"), call.get(1, "weight")
-    if call.get(3, "max_norm") is not None or call.get(5, "scale_grad_by_freq") or call.get(6, "sparse"):
+    if (
+        call.get(3, "max_norm") is not None
+        or call.get(5, "scale_grad_by_freq")
+        or call.get(6, "sparse")
+    ):
         return
     if divides(weight.shape[1], ranks):
         yield call.row({weight: Shard(1)}, Shard(len(ids.shape)))
@@ -163,7 +198,11 @@ def _embedding(call: Call, ranks: int) -> Iterator[Row]:
 
 def _run_embedding(placed: Placed) -> Tensor:
     """Ids of other ranks' rows give zeros."""
-    ids, weight, padding = placed.get(0, "input"), placed.get(1, "weight"), placed.get(2, "padding_idx")
+    ids, weight, padding = (
+        placed.get(0, "input"),
+        placed.get(1, "weight"),
+        placed.get(2, "padding_idx"),
+    )
     if padding is not None and padding < 0:
         padding += placed.inputs[1].shape[0]
     if placed.ranks_along(1, 0) == 1:

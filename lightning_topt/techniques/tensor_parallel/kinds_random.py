@@ -1,4 +1,5 @@
-"""Random numbers are those of one process: all ranks draw those of the whole tensor, and each keeps its slice.
+"""Random numbers are those of one process: all ranks draw those of the whole tensor, and each keeps
+its slice.
 
 Those of ranks that bring a batch each are in `member_draws`.
 """
@@ -19,7 +20,9 @@ from lightning_topt.techniques.tensor_parallel.member_draws import noise_for
 
 
 def empty_as(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return an empty tensor of this shape whose dims lie in memory as those of `x`: numbers are drawn in that order."""
+    """Return an empty tensor of this shape whose dims lie in memory as those of `x`: numbers are
+    drawn in that order.
+    """
     strides = x.stride()
     order = sorted(range(x.ndim), key=lambda dim: -strides[dim])
     return torch.empty_permuted(shape, order, dtype=x.dtype, device=x.device)
@@ -32,9 +35,15 @@ def _dropout(placed: Placed) -> Tensor:
         return x
 
     def cut(noise: Tensor) -> Tensor:
-        return placed.cut_like(noise, 0).clone()  # saved for backward, and a view would hold all of it
+        # saved for backward, and a view would hold all of it
+        return placed.cut_like(noise, 0).clone()
 
-    kept = noise_for(placed, placed.inputs[0].shape, lambda shape: F.dropout(empty_as(x, shape).fill_(1), p), cut=cut)
+    kept = noise_for(
+        placed,
+        placed.inputs[0].shape,
+        lambda shape: F.dropout(empty_as(x, shape).fill_(1), p),
+        cut=cut,
+    )
     return x.mul_(kept) if placed.get(3, "inplace", False) else x * kept
 
 
@@ -59,7 +68,9 @@ def _channel_dropout(placed: Placed) -> Tensor:
         return noise
 
     whole = (*layout.shape[:2], *(1 for _ in layout.shape[2:]))
-    noise = noise_for(placed, whole, lambda shape: torch.feature_dropout(x.new_ones(shape), p, True), cut=cut)
+    noise = noise_for(
+        placed, whole, lambda shape: torch.feature_dropout(x.new_ones(shape), p, True), cut=cut
+    )
     return x.mul_(noise) if placed.call.func.__name__.endswith("_") else x * noise
 
 
@@ -72,7 +83,9 @@ def _drawn(placed: Placed) -> Tensor:
         drawn: Tensor = placed.call.func(empty_as(x, shape), *placed.args[1:], **kwargs)
         return drawn
 
-    own = noise_for(placed, placed.inputs[0].shape, make, cut=lambda whole: placed.cut_like(whole, 0))
+    own = noise_for(
+        placed, placed.inputs[0].shape, make, cut=lambda whole: placed.cut_like(whole, 0)
+    )
     if placed.call.func.__name__.endswith("_"):
         return x.copy_(own)
     return own.contiguous().requires_grad_(bool(kwargs.get("requires_grad", False)))
@@ -83,6 +96,9 @@ CHANNEL_DROPOUT = Kind("dropout of channels", _channel_rows, _channel_dropout, d
 RANDOM = Kind("random numbers", elementwise_rows, _drawn, draws=True)
 _VF: Any = torch._VF
 register(DROPOUT, (F.dropout, torch.dropout))
-register(CHANNEL_DROPOUT, {torch.feature_dropout, torch.feature_dropout_, _VF.feature_dropout, _VF.feature_dropout_})
+register(
+    CHANNEL_DROPOUT,
+    {torch.feature_dropout, torch.feature_dropout_, _VF.feature_dropout, _VF.feature_dropout_},
+)
 register(RANDOM, named("rand_like randn_like", torch))
 register(RANDOM, named("normal_ uniform_ exponential_ log_normal_ cauchy_ geometric_", Tensor))

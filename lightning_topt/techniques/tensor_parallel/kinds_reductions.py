@@ -1,4 +1,6 @@
-"""Functions that read along some dims: sums, softmax, group norm. The others may be split; a sum may be left in summands."""
+"""Functions that read along some dims: sums, softmax, group norm. The others may be split; a sum
+may be left in summands.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_topt.graph.op_config import Placement, Shard
-from lightning_topt.techniques.tensor_parallel.kinds import Call, Kind, Placed, Row, divides, named, positive, register
+from lightning_topt.techniques.tensor_parallel.kinds import (
+    Call,
+    Kind,
+    Placed,
+    Row,
+    divides,
+    named,
+    positive,
+    register,
+)
 from lightning_topt.techniques.tensor_parallel.kinds_elementwise import elementwise_rows
 from lightning_topt.techniques.tensor_parallel.layout import PARTIAL
 
@@ -132,10 +143,22 @@ EXTREMUM = Kind("extremum", _extremum_rows)
 GROUP_NORM = Kind("group norm", _group_norm_rows, _run_group_norm)
 register(SUM, named("sum", torch, Tensor))
 register(MEAN, named("mean", torch, Tensor))
-register(KEPT, named("amax amin prod logsumexp any all argmax argmin std var std_mean var_mean", torch, Tensor))
+register(
+    KEPT,
+    named(
+        "amax amin prod logsumexp any all argmax argmin std var std_mean var_mean", torch, Tensor
+    ),
+)
 register(KEPT, (torch.linalg.vector_norm,))
 register(ALONG, named("softmax log_softmax softmin", torch, Tensor, F))
-register(ALONG, named("cumsum cumprod cumsum_ cumprod_ cummax cummin logcumsumexp sort argsort topk", torch, Tensor))
+register(
+    ALONG,
+    named(
+        "cumsum cumprod cumsum_ cumprod_ cummax cummin logcumsumexp sort argsort topk",
+        torch,
+        Tensor,
+    ),
+)
 register(EXTREMUM, named("max min median nanmedian mode", torch, Tensor))
 register(Kind("similarity", _similarity_rows), (torch.cosine_similarity,))
 register(Kind("gated", _gated_rows), (F.glu, torch._C._nn.glu))

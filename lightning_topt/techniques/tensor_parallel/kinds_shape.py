@@ -26,14 +26,20 @@ def sizes_of(call: Call) -> tuple[int, ...]:
     """Return the sizes given to a function as a sequence or as several numbers."""
     sizes = call.args[1:]
     if not sizes:
-        sizes = next(call.kwargs[name] for name in ("size", "shape", "sizes", "repeats") if name in call.kwargs)
+        sizes = next(
+            call.kwargs[name]
+            for name in ("size", "shape", "sizes", "repeats")
+            if name in call.kwargs
+        )
     if len(sizes) == 1 and not isinstance(sizes[0], int):
         sizes = sizes[0]
     return tuple(sizes)
 
 
 def groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """Return the dims of `old` and `new` shape in runs that hold the same elements, smallest runs first."""
+    """Return the dims of `old` and `new` shape in runs that hold the same elements, smallest runs
+    first.
+    """
     found, i, j = [], 0, 0
     while i < len(old) or j < len(new):
         first, second = [i] if i < len(old) else [], [j] if j < len(new) else []
@@ -61,12 +67,19 @@ def _new_shape(call: Call) -> tuple[int, ...]:
     if name in ("view_as", "reshape_as"):
         return call.operands[1].shape
     if name == "flatten":
-        first, last = (positive(call.get(i, n, d), len(shape)) for i, n, d in ((1, "start_dim", 0), (2, "end_dim", -1)))
+        first, last = (
+            positive(call.get(i, n, d), len(shape))
+            for i, n, d in ((1, "start_dim", 0), (2, "end_dim", -1))
+        )
         return (*shape[:first], math.prod(shape[first : last + 1]), *shape[last + 1 :])
     if name == "unflatten":
         dim, sizes = positive(call.get(1, "dim"), len(shape)), call.get(2, "sizes")
         known = math.prod(size for size in sizes if size != -1)
-        return (*shape[:dim], *(shape[dim] // known if size == -1 else size for size in sizes), *shape[dim + 1 :])
+        return (
+            *shape[:dim],
+            *(shape[dim] // known if size == -1 else size for size in sizes),
+            *shape[dim + 1 :],
+        )
     return (math.prod(shape),)  # ravel
 
 
@@ -89,7 +102,9 @@ def _reshape_rows(call: Call, ranks: int) -> Iterator[Row]:
 
 
 def carried(shard: Shard, old: Sequence[int], new: Sequence[int], ranks: int) -> Shard | None:
-    """Return how a tensor is cut that is reshaped from `old` to `new` and was cut as `shard`; None where that is no slice."""
+    """Return how a tensor is cut that is reshaped from `old` to `new` and was cut as `shard`; None
+    where that is no slice.
+    """
     for old_dims, new_dims in groups(old, new):
         if shard.dim in old_dims:
             return _goes_on(old, old_dims, shard.dim, shard.parts, new, new_dims, ranks)
@@ -110,7 +125,11 @@ def _goes_on(
     )  # of the run: how many parts, each cut for the ranks
     found, before = None, 1
     for target in new_dims:
-        if coarse % before == 0 and new[target] > 1 and divides(new[target], ranks, coarse // before):
+        if (
+            coarse % before == 0
+            and new[target] > 1
+            and divides(new[target], ranks, coarse // before)
+        ):
             found = Shard(target, coarse // before)
         before *= new[target]
     return found
@@ -153,7 +172,9 @@ def _squeeze_rows(call: Call, ranks: int) -> Iterator[Row]:
     x = call.operands[0]
     if call.func.__name__.startswith("squeeze"):
         gone = _gone(call)
-        places = {d: d - sum(each < d for each in gone) for d in range(len(x.shape)) if d not in gone}
+        places = {
+            d: d - sum(each < d for each in gone) for d in range(len(x.shape)) if d not in gone
+        }
     else:
         new = positive(call.get(1, "dim"), len(x.shape) + 1)
         places = {d: d + (d >= new) for d in range(len(x.shape))}
@@ -253,11 +274,15 @@ PERMUTE = Kind("permute", _permute_rows)
 SQUEEZE = Kind("squeeze", _squeeze_rows, _run_squeeze)
 EXPAND = Kind("expand", _expand_rows, _run_expand)
 register(RESHAPE, named("view reshape flatten unflatten ravel view_as reshape_as", torch, Tensor))
-register(PERMUTE, named("transpose permute t swapaxes swapdims movedim moveaxis adjoint", torch, Tensor))
+register(
+    PERMUTE, named("transpose permute t swapaxes swapdims movedim moveaxis adjoint", torch, Tensor)
+)
 register(PERMUTE, (Tensor.T.__get__, Tensor.mT.__get__))  # type: ignore[attr-defined]
 register(SQUEEZE, named("squeeze unsqueeze", torch, Tensor))
 register(EXPAND, named("expand expand_as broadcast_to", torch, Tensor))
-register(Kind("repeat_interleave", _repeat_interleave_rows), named("repeat_interleave", torch, Tensor))
+register(
+    Kind("repeat_interleave", _repeat_interleave_rows), named("repeat_interleave", torch, Tensor)
+)
 register(Kind("repeat", _repeat_rows), named("repeat tile", torch, Tensor))
 register(Kind("roll", _moved_rows), named("roll flip", torch, Tensor))
 register(Kind("window", _window_rows), (Tensor.unfold,))

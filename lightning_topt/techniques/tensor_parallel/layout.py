@@ -24,11 +24,12 @@ class _Layout(NamedTuple):
 class Layout(_Layout):
     """The `shape` of the whole tensor, and one placement per tensor axis.
 
-    `batch`: the slices that belong to the batches of the ranks of the one axis, where each brings its own (`joint_run`). They
-    say nothing of where the tensor is.
+    `batch`: the slices that belong to the batches of the ranks of the one axis, where each brings
+    its own (`joint_run`). They say nothing of where the tensor is.
 
-    Parts of a shard are those of the whole dim. Where several axes cut one dim, those with fewer parts cut first, of equal ones
-    the outer ones: a batch of samples, then the steps of each, in a dim that has both.
+    Parts of a shard are those of the whole dim. Where several axes cut one dim, those with fewer
+    parts cut first, of equal ones the outer ones: a batch of samples, then the steps of each, in a
+    dim that has both.
     """
 
     def __hash__(self) -> int:
@@ -58,8 +59,12 @@ def with_layout(tensor: Tensor, layout: Layout) -> Tensor:
     return tensor
 
 
-def whole_shape(placements: Sequence[Placement], local_shape: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape of the whole tensor of which ranks have parts of `local_shape`: the way back of `Layout.local_shape`."""
+def whole_shape(
+    placements: Sequence[Placement], local_shape: Sequence[int], sizes: Sequence[int]
+) -> tuple[int, ...]:
+    """Return the shape of the whole tensor of which ranks have parts of `local_shape`: the way back
+    of `Layout.local_shape`.
+    """
     shape = [*local_shape]
     for placement, size in zip(placements, sizes, strict=True):
         if isinstance(placement, Shard):
@@ -68,30 +73,44 @@ def whole_shape(placements: Sequence[Placement], local_shape: Sequence[int], siz
 
 
 def layout_at(
-    placements: Sequence[Placement], local_shape: Sequence[int], sizes: Sequence[int], *, batch: Shard | None
+    placements: Sequence[Placement],
+    local_shape: Sequence[int],
+    sizes: Sequence[int],
+    *,
+    batch: Shard | None,
 ) -> Layout | None:
-    """Return where a local tensor at these placements is; None for whole, with nothing of a `batch`."""
+    """Return where a local tensor at these placements is; None for whole, with nothing of a
+    `batch`.
+    """
     if batch is None and all(placement == REPLICATE for placement in placements):
         return None
     return Layout(whole_shape(placements, local_shape, sizes), tuple(placements), batch)
 
 
 def check_divides(size: int, parts: int, ranks: int, *, what: str) -> None:
-    """Raise ValueError where `parts` equal parts of a dim of `size` cannot be cut for `ranks` ranks."""
+    """Raise ValueError where `parts` equal parts of a dim of `size` cannot be cut for `ranks`
+    ranks.
+    """
     if size % (parts * ranks):
         pieces = f"{parts} parts for {ranks} ranks" if parts > 1 else f"{ranks} ranks"
         raise ValueError(
-            f"{what} has size {size}, which does not divide into {pieces}; choose a number of ranks that divides it, or keep "
+            f"{what} has size {size}, which does not divide into {pieces}; choose a number of "
+            "ranks that divides it, or keep "
             "it whole"
         )
 
 
 def pieces(placements: Sequence[Placement], sizes: Sequence[int]) -> dict[int, int] | None:
-    """Return what number must divide each dim that is cut; None where the axes that cut one dim do not cut pieces of one
-    another, so that ranks would not have one slice each.
+    """Return what number must divide each dim that is cut; None where the axes that cut one dim do
+    not cut pieces of one another, so that ranks would not have one slice each.
     """
-    shards = [(each, size) for each, size in zip(placements, sizes, strict=True) if isinstance(each, Shard)]
-    found: dict[int, tuple[int, int]] = {}  # by dim: parts of the last axis, pieces that all of them cut
+    shards = [
+        (each, size)
+        for each, size in zip(placements, sizes, strict=True)
+        if isinstance(each, Shard)
+    ]
+    # by dim: parts of the last axis, pieces that all of them cut
+    found: dict[int, tuple[int, int]] = {}
     for each, size in sorted(shards, key=lambda item: item[0].parts):
         parts, count = found.get(each.dim, (each.parts, each.parts))
         if parts != each.parts:
@@ -116,19 +135,28 @@ def local_shard(placements: Sequence[Placement], sizes: Sequence[int], axis: int
 
 
 def own_slice(
-    whole: Tensor, placements: Sequence[Placement], *, coordinates: Sequence[int], sizes: Sequence[int]
+    whole: Tensor,
+    placements: Sequence[Placement],
+    *,
+    coordinates: Sequence[int],
+    sizes: Sequence[int],
 ) -> Tensor:
-    """Return the slice of `whole` that the rank at `coordinates` has; a view where no dim has parts."""
+    """Return the slice of `whole` that the rank at `coordinates` has; a view where no dim has
+    parts.
+    """
     now: list[Placement] = [REPLICATE] * len(sizes)
     for axis, placement in enumerate(placements):
         if isinstance(placement, Shard):
             now[axis] = placement
-            whole = cut(whole, local_shard(now, sizes, axis), index=coordinates[axis], count=sizes[axis])
+            whole = cut(
+                whole, local_shard(now, sizes, axis), index=coordinates[axis], count=sizes[axis]
+            )
     return whole
 
 
 def cut(tensor: Tensor, shard: Shard, *, index: int, count: int) -> Tensor:
-    """Return the `index`-th of `count` slices of `tensor` along ``shard.dim``: of each of its parts one, joined.
+    """Return the `index`-th of `count` slices of `tensor` along ``shard.dim``: of each of its parts
+    one, joined.
 
     A view where there is one part.
     """
@@ -141,7 +169,9 @@ def cut(tensor: Tensor, shard: Shard, *, index: int, count: int) -> Tensor:
 
 
 class Span(NamedTuple):
-    """A `Span` is `length` indices of one dim: from `start` on in the whole tensor, from `local` on in a part of it."""
+    """A `Span` is `length` indices of one dim: from `start` on in the whole tensor, from `local` on
+    in a part of it.
+    """
 
     start: int
     local: int

@@ -1,7 +1,9 @@
-"""Random numbers in a module that runs the batches of several ranks at once: each batch has those of its rank, as under DDP.
+"""Random numbers in a module that runs the batches of several ranks at once: each batch has those
+of its rank, as under DDP.
 
-A rank draws for its own samples from its own generator. Where it holds a part of everybody's samples, it draws for all of them,
-each from the state of the generator of the rank that brought them, which ranks exchange then.
+A rank draws for its own samples from its own generator. Where it holds a part of everybody's
+samples, it draws for all of them, each from the state of the generator of the rank that brought
+them, which ranks exchange then.
 """
 
 from __future__ import annotations
@@ -21,11 +23,18 @@ Make = Callable[[tuple[int, ...]], Tensor]
 
 
 def noise_for(
-    placed: Placed, shape: tuple[int, ...], make: Make, *, operand: int = 0, cut: Callable[[Tensor], Tensor]
+    placed: Placed,
+    shape: tuple[int, ...],
+    make: Make,
+    *,
+    operand: int = 0,
+    cut: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Return this rank's part, which `cut` takes from the whole, of random numbers of this whole shape.
+    """Return this rank's part, which `cut` takes from the whole, of random numbers of this whole
+    shape.
 
-    ``make(shape)`` draws numbers. The first dims, up to that of samples, are those of argument `operand`.
+    ``make(shape)`` draws numbers. The first dims, up to that of samples, are those of argument
+    `operand`.
     """
     layout = placed.inputs[operand]
     if layout.batch is None:
@@ -38,7 +47,9 @@ def noise_for(
 
 
 def _drawn_by_all(make: Callable[[], Tensor], axes: TensorAxes) -> list[Tensor]:
-    """Return what `make` gives on each rank of the axis, in their order; the state here is then as after this rank's own."""
+    """Return what `make` gives on each rank of the axis, in their order; the state here is then as
+    after this rank's own.
+    """
     group, found = axes.groups[0], list[Tensor]()
     if group is None:
         axes.note("all_gather", 0, torch.empty(axes.sizes[0] * _STATE_BYTES, dtype=torch.uint8))

@@ -27,7 +27,9 @@ class ModelRegions:
 
     @cached_property
     def all(self) -> list[list[str]]:
-        """Blocks that are split alike, the one that is searched first: all that is there once, then every group."""
+        """Blocks that are split alike, the one that is searched first: all that is there once, then
+        every group.
+        """
         groups: dict[int, list[str]] = {}
         for block in self.graph.blocks:
             if block.name in self.repeated:
@@ -36,7 +38,9 @@ class ModelRegions:
 
     @cached_property
     def alike(self) -> list[list[str]]:
-        """Blocks that are split alike and run alike: modules of one structure may be called differently."""
+        """Blocks that are split alike and run alike: modules of one structure may be called
+        differently.
+        """
         ran: dict[str, list[Any]] = {}
         for op in self.graph.ops:  # kernels of equal calls are the same objects
             ran.setdefault(op.block, []).append((op.name.removeprefix(op.block), id(op.forward)))
@@ -49,10 +53,13 @@ class ModelRegions:
         return found
 
     def traced(self, block: str) -> tuple[list[TracedCall], set[int]]:
-        """Return the calls of a block, or of all that is there once (``""``), and the numbers of the tensors that have to be
-        whole.
+        """Return the calls of a block, or of all that is there once (``""``), and the numbers of
+        the tensors that have to be whole.
         """
         if block not in self._known:
-            calls, whole = self.trace.calls_of(block, self.repeated), self.trace.whole_at(block, self.repeated)
+            calls, whole = (
+                self.trace.calls_of(block, self.repeated),
+                self.trace.whole_at(block, self.repeated),
+            )
             self._known[block] = calls, whole
         return self._known[block]

@@ -1,4 +1,6 @@
-"""Splits of a whole model: the Pareto set out of those of its regions, and the few of it that are worth a closer look."""
+"""Splits of a whole model: the Pareto set out of those of its regions, and the few of it that are
+worth a closer look.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ BlockPlacements = Mapping[str, tuple[tuple[str, Placements], ...]]
 
 @dataclass(frozen=True)
 class ModelSplit:
-    """Placements of a model's parameters along a tensor axis, those that are split by their full names; what a step of it is
-    expected to take on one rank, and bytes as in `BlockSplit`.
+    """Placements of a model's parameters along a tensor axis, those that are split by their full
+    names; what a step of it is expected to take on one rank, and bytes as in `BlockSplit`.
     """
 
     placements: Mapping[str, Placement]
@@ -29,7 +31,9 @@ class ModelSplit:
     activation_bytes: float
 
     def by_block(self, blocks: Sequence[str]) -> BlockPlacements:
-        """Return the placements as `OpConfig` has them, along this one axis: by block, and name in the block."""
+        """Return the placements as `OpConfig` has them, along this one axis: by block, and name in
+        the block.
+        """
         found: dict[str, list[tuple[str, Placements]]] = {block: [] for block in blocks}
         for name, placement in self.placements.items():
             block = block_of(name, found)
@@ -38,12 +42,16 @@ class ModelSplit:
 
 
 def search_totals(regions: ModelRegions, prices: SplitPrices) -> list[Point]:
-    """Return the costs of the Pareto set, fastest first, whose choices are the splits of each region."""
+    """Return the costs of the Pareto set, fastest first, whose choices are the splits of each
+    region.
+    """
     totals = [Point(0.0, 0.0, 0.0, ())]
     for region in regions.all:
         calls, whole = regions.traced(region[0])
         found = search_splits(calls, prices, whole=whole)
-        totals = pareto(_with_region(t, split, len(region)) for t, split in itertools.product(totals, found))
+        totals = pareto(
+            _with_region(t, split, len(region)) for t, split in itertools.product(totals, found)
+        )
     return totals
 
 
@@ -53,13 +61,16 @@ def model_split(regions: ModelRegions, total: Point) -> ModelSplit:
     for region, split in zip(regions.all, total.chosen, strict=True):
         for block in region:
             own = split.placements.items()
-            placements |= {f"{block}{name.removeprefix(region[0])}": placement for name, placement in own}
+            placements |= {
+                f"{block}{name.removeprefix(region[0])}": placement for name, placement in own
+            }
     return ModelSplit(placements, *total[:3])
 
 
 def choose_totals(totals: Sequence[Point]) -> list[Point]:
-    """Return of `totals`, fastest first, the fastest that splits anything, the one with the least state, and the one with the
-    fewest bytes in all; not one that is close (2 %) to an earlier one of these in all of that.
+    """Return of `totals`, fastest first, the fastest that splits anything, the one with the least
+    state, and the one with the fewest bytes in all; not one that is close (2 %) to an earlier one
+    of these in all of that.
     """
     found = [total for total in totals if any(split.placements for split in total.chosen)]
     if not found:
@@ -77,7 +88,10 @@ def choose_totals(totals: Sequence[Point]) -> list[Point]:
 
 
 def _is_close(split: Point, other: Point) -> bool:
-    pairs = ((getattr(split, name), getattr(other, name)) for name in ("seconds", "state_bytes", "activation_bytes"))
+    pairs = (
+        (getattr(split, name), getattr(other, name))
+        for name in ("seconds", "state_bytes", "activation_bytes")
+    )
     return all(abs(a - b) <= _CLOSE * max(a, b) for a, b in pairs)
 
 

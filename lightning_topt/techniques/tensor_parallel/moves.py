@@ -9,9 +9,11 @@
     take             own slice        all-gather
     exchange         all-to-all       all-to-all
 
-Gradients of gradients pass the same moves: in a backward that makes a graph each calls the one that is its gradient.
+Gradients of gradients pass the same moves: in a backward that makes a graph each calls the one that
+is its gradient.
 
-*shared*: every rank computes something else from the gathered tensor, so its gradients are summands of the whole one.
+*shared*: every rank computes something else from the gathered tensor, so its gradients are summands
+of the whole one.
 """
 
 from __future__ import annotations
@@ -26,7 +28,13 @@ from torch.autograd import Function
 
 from lightning_topt.communication.collectives import all_gather_into, reduce_scatter_into
 from lightning_topt.graph.op_config import Partial, Placement, Shard
-from lightning_topt.techniques.tensor_parallel.layout import REPLICATE, cut, joined, local_shard, pieces
+from lightning_topt.techniques.tensor_parallel.layout import (
+    REPLICATE,
+    cut,
+    joined,
+    local_shard,
+    pieces,
+)
 from lightning_topt.techniques.tensor_parallel.tensor_axes import TensorAxes
 
 
@@ -63,7 +71,9 @@ def reduce_scatter(tensor: Tensor, shard: Shard, axes: TensorAxes, axis: int) ->
 
 
 def all_to_all(tensor: Tensor, source: Shard, target: Shard, axes: TensorAxes, axis: int) -> Tensor:
-    """Return the slice along ``target.dim`` of a tensor of which each rank has one along ``source.dim``."""
+    """Return the slice along ``target.dim`` of a tensor of which each rank has one along
+    ``source.dim``.
+    """
     count = axes.sizes[axis]
     slices = torch.stack([cut(tensor, target, index=index, count=count) for index in range(count)])
     received = torch.empty_like(slices)
@@ -110,7 +120,9 @@ class _Reduce(Function):
 
 class _Gather(Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, shard: Shard, shared: bool, axes: TensorAxes, axis: int) -> Tensor:
+    def forward(
+        ctx: Any, tensor: Tensor, shard: Shard, shared: bool, axes: TensorAxes, axis: int
+    ) -> Tensor:
         ctx.shared, ctx.place = shared, (shard, axes, axis)
         return all_gather(tensor, shard, axes, axis)
 
@@ -118,7 +130,13 @@ class _Gather(Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         shard, axes, axis = ctx.place
         if torch.is_grad_enabled():
-            return (scatter if ctx.shared else take)(gradient, shard, axes, axis), None, None, None, None
+            return (
+                (scatter if ctx.shared else take)(gradient, shard, axes, axis),
+                None,
+                None,
+                None,
+                None,
+            )
         if ctx.shared:
             return reduce_scatter(gradient, shard, axes, axis), None, None, None, None
         own = cut(gradient, shard, index=axes.coordinates[axis], count=axes.sizes[axis])
@@ -155,7 +173,9 @@ class _Take(Function):
 
 class _Exchange(Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, source: Shard, target: Shard, axes: TensorAxes, axis: int) -> Tensor:
+    def forward(
+        ctx: Any, tensor: Tensor, source: Shard, target: Shard, axes: TensorAxes, axis: int
+    ) -> Tensor:
         ctx.place = target, source, axes, axis
         return all_to_all(tensor, source, target, axes, axis)
 
@@ -166,9 +186,11 @@ class _Exchange(Function):
 
 
 def enter(tensor: Tensor, axes: TensorAxes, axis: int, *, sums_later: bool = False) -> Tensor:
-    """Return `tensor`, which all ranks have whole, for different use on each: its gradient is the sum of theirs.
+    """Return `tensor`, which all ranks have whole, for different use on each: its gradient is the
+    sum of theirs.
 
-    With `sums_later` that of a parameter is such that the mean over ranks, which is taken after backward, is the sum.
+    With `sums_later` that of a parameter is such that the mean over ranks, which is taken after
+    backward, is the sum.
     """
     if not (tensor.requires_grad and torch.is_grad_enabled()):
         return tensor
@@ -179,16 +201,21 @@ def enter(tensor: Tensor, axes: TensorAxes, axis: int, *, sums_later: bool = Fal
 
 
 def refuse_graph() -> None:
-    """Raise ValueError in a backward that makes a graph: weights of gradients would count twice in gradients of gradients."""
+    """Raise ValueError in a backward that makes a graph: weights of gradients would count twice in
+    gradients of gradients.
+    """
     if torch.is_grad_enabled():
         raise ValueError(
-            "gradients of gradients do not pass a module that runs the batches of several ranks: leave it out of the joint "
+            "gradients of gradients do not pass a module that runs the batches of several ranks: "
+            "leave it out of the joint "
             "modules"
         )
 
 
 def weigh(tensor: Tensor, weight: float) -> Tensor:
-    """Return another tensor of the same memory; the gradient of `tensor` is `weight` times that of it."""
+    """Return another tensor of the same memory; the gradient of `tensor` is `weight` times that of
+    it.
+    """
     if not (tensor.requires_grad and torch.is_grad_enabled()):
         return tensor.detach()
     weighed: Tensor = _Weigh.apply(tensor, weight)  # type: ignore[no-untyped-call]
@@ -234,9 +261,11 @@ def move(
     *,
     sums_later: bool = False,
 ) -> Tensor:
-    """Return the local tensor at `target`, axis by axis: gathers from the inside out, then slices from the outside in.
+    """Return the local tensor at `target`, axis by axis: gathers from the inside out, then slices
+    from the outside in.
 
-    `enters`: on which axes it is whole then and used differently by each rank; `sums_later` as in `enter`.
+    `enters`: on which axes it is whole then and used differently by each rank; `sums_later` as in
+    `enter`.
     """
     now, sizes = [*source], axes.sizes
     for axis in reversed(range(len(axes))):
@@ -250,7 +279,11 @@ def move(
         if not isinstance(before, Shard):
             continue
         own, then = local_shard(now, sizes, axis), [*now[:axis], after, *now[axis + 1 :]]
-        if isinstance(after, Shard) and after.dim != before.dim and _can_exchange(then, sizes, axis):
+        if (
+            isinstance(after, Shard)
+            and after.dim != before.dim
+            and _can_exchange(then, sizes, axis)
+        ):
             tensor = exchange(tensor, own, local_shard(then, sizes, axis), axes, axis)
             now[axis] = after
         else:
@@ -274,26 +307,37 @@ def bias_for(
     along: int,
     sums_later: bool = False,
 ) -> Tensor:
-    """Return the bias along dim `along` (from the end) of a sum of `ndim` dims, for what each rank keeps of the sum;
-    `sums_later` as in `enter`.
+    """Return the bias along dim `along` (from the end) of a sum of `ndim` dims, for what each rank
+    keeps of the sum; `sums_later` as in `enter`.
     """
     for axis, (placement, kept) in enumerate(zip(summed, now, strict=True)):
         if isinstance(placement, Partial) and isinstance(kept, Shard):
             own = Shard(0, kept.parts) if kept.dim == ndim + along else None
-            bias = enter(bias, axes, axis, sums_later=sums_later) if own is None else take(bias, own, axes, axis)
+            bias = (
+                enter(bias, axes, axis, sums_later=sums_later)
+                if own is None
+                else take(bias, own, axes, axis)
+            )
     return bias if along == -1 else bias.view(-1, *(1 for _ in range(-1 - along)))
 
 
 def _hides(inner: Placement, outer: Placement, inner_size: int, outer_size: int) -> bool:
-    """Whether `inner`, of an inner axis, cuts pieces of what the outer axis cuts, and so has to be whole when that moves."""
+    """Whether `inner`, of an inner axis, cuts pieces of what the outer axis cuts, and so has to be
+    whole when that moves.
+    """
     if not (isinstance(inner, Shard) and isinstance(outer, Shard) and inner.dim == outer.dim):
         return False
-    below, above = inner.parts % (outer.parts * outer_size), outer.parts % (inner.parts * inner_size)
+    below, above = (
+        inner.parts % (outer.parts * outer_size),
+        outer.parts % (inner.parts * inner_size),
+    )
     return bool(below and above)
 
 
 def _can_exchange(then: Sequence[Placement], sizes: Sequence[int], axis: int) -> bool:
-    """Whether the cut of `axis` is one of what the outer axes leave of the dim, and no inner axis cuts that."""
+    """Whether the cut of `axis` is one of what the outer axes leave of the dim, and no inner axis
+    cuts that.
+    """
     inner = zip(then[axis + 1 :], sizes[axis + 1 :], strict=True)
     hidden = any(_hides(each, then[axis], size, sizes[axis]) for each, size in inner)
     return not hidden and pieces(then, sizes) is not None

@@ -1,5 +1,5 @@
-"""A `PreparedCall` is all about a call of a torch function on split tensors that does not change between two of the same
-signature.
+"""A `PreparedCall` is all about a call of a torch function on split tensors that does not change
+between two of the same signature.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ REFUSED = {  # they give a tensor another storage or shape
 
 @dataclass(frozen=True)
 class PreparedCall:
-    """A `PreparedCall` says where arguments and results of a call are, and what is to be moved and summed."""
+    """A `PreparedCall` says where arguments and results of a call are, and what is to be moved and
+    summed.
+    """
 
     kind: Kind | None
     call: Call
@@ -64,23 +66,32 @@ def prepare_call(
     whole: Layout,
     sizes: Sequence[int],
 ) -> PreparedCall:
-    """Return what a call does on axes of these sizes, of which `tensors` are the arguments that are tensors.
+    """Return what a call does on axes of these sizes, of which `tensors` are the arguments that are
+    tensors.
 
-    `whole` is the layout of what is whole. Raises ValueError for a call that would change a split tensor unseen, and where
-    samples of the batches of several ranks would meet.
+    `whole` is the layout of what is whole. Raises ValueError for a call that would change a split
+    tensor unseen, and where samples of the batches of several ranks would meet.
     """
     known = [known_of(tensor, whole) for tensor in tensors]
-    kind, call, in_place = KINDS.get(func), call_of(func, args, kwargs, known), is_in_place(func, kwargs)
+    kind, call, in_place = (
+        KINDS.get(func),
+        call_of(func, args, kwargs, known),
+        is_in_place(func, kwargs),
+    )
     if kwargs.get("out") is not None:
         kind = None
     for tensor in tensors_in(written_besides(func, args, kwargs, in_place=in_place)):
         if (layout := layout_of(tensor)) is not None:
             raise refusal(func, layout.placements)
-    decision = decide(kind, call, known, sizes, in_place=in_place, splits=rule.splits, gathers=rule.gathered)
+    decision = decide(
+        kind, call, known, sizes, in_place=in_place, splits=rule.splits, gathers=rule.gathered
+    )
     sources = tuple(each.layout.placements for each in known)
     moving = tuple(
         place
-        for place, (source, target, enters) in enumerate(zip(sources, decision.inputs, decision.enters, strict=True))
+        for place, (source, target, enters) in enumerate(
+            zip(sources, decision.inputs, decision.enters, strict=True)
+        )
         if source != target or any(enters)
     )
     inputs = tuple(
@@ -95,6 +106,7 @@ def prepare_call(
 def refusal(func: Callable[..., Any], placements: Sequence[Placement]) -> ValueError:
     """Return the error for a call that changes a tensor in place that is at `placements`."""
     return ValueError(
-        f"{func.__name__} changes a tensor in place that is split {' x '.join(map(str, placements))}, which is not known for "
+        f"{func.__name__} changes a tensor in place that is split "
+        f"{' x '.join(map(str, placements))}, which is not known for "
         "such a tensor; write it without the in-place call, or keep the tensor's block whole"
     )

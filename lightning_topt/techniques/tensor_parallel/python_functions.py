@@ -1,8 +1,9 @@
 """Code that torch runs from outside of torch functions, under a `SplitMode`.
 
-A user's `torch.autograd.Function`, and one of torch.distributed, gets whole tensors: what it computes is not known. Collectives
-among all ranks are refused: some of these have the same samples. What `torch.utils.checkpoint` runs again in backward, when
-the mode is off, runs under the mode again, on tensors that carry their layouts.
+A user's `torch.autograd.Function`, and one of torch.distributed, gets whole tensors: what it
+computes is not known. Collectives among all ranks are refused: some of these have the same samples.
+What `torch.utils.checkpoint` runs again in backward, when the mode is off, runs under the mode
+again, on tensors that carry their layouts.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ _among_all: list[bool] = []
 
 
 class PythonFunctionMode(TorchFunctionMode):
-    """A mode that also sees calls of autograd functions and checkpoints; the former get `whole` arguments. Compiled code runs
-    uncompiled.
+    """A mode that also sees calls of autograd functions and checkpoints; the former get `whole`
+    arguments. Compiled code runs uncompiled.
     """
 
     def __enter__(self) -> Any:
@@ -75,7 +76,9 @@ class PythonFunctionMode(TorchFunctionMode):
 
 
 def _run_eagerly() -> None:
-    """Let compiled code run as it is written: a compiler would trace the mode, which changes while it runs."""
+    """Let compiled code run as it is written: a compiler would trace the mode, which changes while
+    it runs.
+    """
     if "torch._dynamo.eval_frame" in sys.modules:  # else nothing is compiled
         _eager.enter_context(torch.compiler.set_stance("force_eager"))
 
@@ -114,8 +117,10 @@ def _watched_group(group: dist.ProcessGroup | None) -> Any:
     exchanges = not name.startswith("get_") and "barrier" not in name
     if exchanges and (group is None or group is dist.group.WORLD) and not _among_all:
         raise ValueError(
-            f"a step calls torch.distributed.{name} among all ranks, and under this plan several of them have the same "
-            "samples, which would count more than once: call self.all_gather or self.trainer.strategy.reduce, which know the "
+            f"a step calls torch.distributed.{name} among all ranks, and under this plan several "
+            "of them have the same "
+            "samples, which would count more than once: call self.all_gather or "
+            "self.trainer.strategy.reduce, which know the "
             f"ranks of the data, or choose a plan without tensor axes\n{line_of_caller()}"
         )
     return _not_in_group(group)
@@ -131,7 +136,9 @@ def among_all_ranks() -> Generator[None, None, None]:
         _among_all.pop()
 
 
-def _again_under(mode: PythonFunctionMode, function: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., Any]:
+def _again_under(
+    mode: PythonFunctionMode, function: Callable[..., Any], args: tuple[Any, ...]
+) -> Callable[..., Any]:
     layouts, as_now = [layout_of(arg) for arg in args], mode.as_now()
 
     def run(*given: Any) -> Any:
@@ -147,7 +154,11 @@ def _again_under(mode: PythonFunctionMode, function: Callable[..., Any], args: t
 
 
 def _watched_generator(
-    function: Any, preserve: bool = True, context_fn: Any = checkpoint.noop_context_fn, *args: Any, **kwargs: Any
+    function: Any,
+    preserve: bool = True,
+    context_fn: Any = checkpoint.noop_context_fn,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     if (mode := _current()) is None:
         return _generator(function, preserve, context_fn, *args, **kwargs)

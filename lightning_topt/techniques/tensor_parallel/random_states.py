@@ -1,4 +1,6 @@
-"""The states of the random generators that user code draws from: torch's, CUDA's, NumPy's and Python's."""
+"""The states of the random generators that user code draws from: torch's, CUDA's, NumPy's and
+Python's.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""Operands that were gathered are saved for backward as the slices they were gathered from, and gathered again there.
+"""Operands that were gathered are saved for backward as the slices they were gathered from, and
+gathered again there.
 
-Korthikanti et al., arXiv 2205.05198, section 4.2.2: so activations cost a slice on each rank. What several calls share is
-gathered once more for all of them: it is kept until the backward of the gather itself.
+Korthikanti et al., arXiv 2205.05198, section 4.2.2: so activations cost a slice on each rank. What
+several calls share is gathered once more for all of them: it is kept until the backward of the
+gather itself.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ _CHECKPOINT = "torch.utils.checkpoint"
 
 
 class Gathered:
-    """A `Gathered` is a tensor that `gather`, given `local`, made as `whole`: `local` is kept until the backward of the gather,
-    and `whole` made again once.
+    """A `Gathered` is a tensor that `gather`, given `local`, made as `whole`: `local` is kept until
+    the backward of the gather, and `whole` made again once.
     """
 
     def __init__(self, whole: Tensor, local: Tensor, gather: Callable[[Tensor], Tensor]) -> None:
@@ -55,7 +57,11 @@ def saved_as_slices(gathered: Sequence[Gathered]) -> Generator[None, None, None]
     by_address = {each.address: each for each in gathered}
 
     def pack(tensor: Tensor) -> Any:
-        found = by_address.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
+        found = (
+            by_address.get(tensor.untyped_storage()._cdata)
+            if tensor.layout is torch.strided
+            else None
+        )
         local = None if found is None else found.local
         found, kept = (None, tensor) if local is None else (found, local)
         view = None if found is None else (tensor.size(), tensor.stride(), tensor.storage_offset())

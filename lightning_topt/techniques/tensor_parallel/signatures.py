@@ -1,4 +1,6 @@
-"""All that the decision about a call depends on, as a key that is cheap to compare; and what the call looks like whole."""
+"""All that the decision about a call depends on, as a key that is cheap to compare; and what the
+call looks like whole.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,12 @@ _CHANGES = {
 }
 
 
-def signature(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
-    """Return the key of a call, and put its tensors into `tensors`, in order; None where it cannot be compared."""
+def signature(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
+) -> Any:
+    """Return the key of a call, and put its tensors into `tensors`, in order; None where it cannot
+    be compared.
+    """
     key: list[Any] = [func]
     known = _collect(args, key, tensors)
     if kwargs:
@@ -45,7 +51,12 @@ def _collect(values: Iterable[Any], key: list[Any], tensors: list[Tensor]) -> bo
         if isinstance(value, Tensor):
             tensors.append(value)
             layout = layout_of(value)
-            key += (value.shape if layout is None else layout, value.requires_grad, type(value), value.dtype)
+            key += (
+                value.shape if layout is None else layout,
+                value.requires_grad,
+                type(value),
+                value.dtype,
+            )
         elif isinstance(value, list | tuple):
             key += (type(value), len(value))
             known &= _collect(value, key, tensors)
@@ -62,7 +73,9 @@ def _collect(values: Iterable[Any], key: list[Any], tensors: list[Tensor]) -> bo
 def known_of(tensor: Tensor, whole: Layout) -> Known:
     """Return where an argument is; `whole` is the layout of what has none, but for its shape."""
     layout = layout_of(tensor) or whole._replace(shape=tuple(tensor.shape))
-    return Known(layout, tensor.requires_grad, isinstance(tensor, nn.Parameter), tensor.dtype == torch.bool)
+    return Known(
+        layout, tensor.requires_grad, isinstance(tensor, nn.Parameter), tensor.dtype == torch.bool
+    )
 
 
 def call_of(
@@ -73,19 +86,32 @@ def call_of(
     *,
     of: type = Tensor,
 ) -> Call:
-    """Return the call with operands for its tensors, which are instances of `of` and of which `known` tells."""
+    """Return the call with operands for its tensors, which are instances of `of` and of which
+    `known` tells.
+    """
     operands = tuple(Operand(index, each.layout.shape) for index, each in enumerate(known))
     new_args, new_kwargs = replaced((args, tuple(kwargs.values())), operands, of=of)
-    placements = (placement for each in known for placement in (*each.layout.placements, each.layout.batch))
+    placements = (
+        placement for each in known for placement in (*each.layout.placements, each.layout.batch)
+    )
     parts = {1, *(placement.parts for placement in placements if isinstance(placement, Shard))}
     masks = frozenset(index for index, each in enumerate(known) if each.is_mask)
-    return Call(func, new_args, dict(zip(kwargs, new_kwargs, strict=True)), operands, tuple(sorted(parts)), masks)
+    return Call(
+        func,
+        new_args,
+        dict(zip(kwargs, new_kwargs, strict=True)),
+        operands,
+        tuple(sorted(parts)),
+        masks,
+    )
 
 
 def with_tensors(
     args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[Tensor], *, without: int | None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments with these tensors in place of theirs, in order; None for the one at place `without`."""
+    """Return the arguments with these tensors in place of theirs, in order; None for the one at
+    place `without`.
+    """
     given: list[Tensor | None] = [*tensors]
     if without is not None:
         given[without] = None

@@ -1,5 +1,5 @@
-"""`bound_graph` makes, of the graph of the whole step, one whose costs are at most those of a rank that runs it split: what no
-plan with it can gain need not be captured.
+"""`bound_graph` makes, of the graph of the whole step, one whose costs are at most those of a rank
+that runs it split: what no plan with it can gain need not be captured.
 
 An operator is looked at with the traced calls that ran in it (see [Note: bounds of a split step]):
 
@@ -8,12 +8,13 @@ An operator is looked at with the traced calls that ran in it (see [Note: bounds
     it runs otherwise on slices             nothing
     no call is known                        nothing
 
-[Note: bounds of a split step] On slices a function runs the kernels that it ran on whole tensors, on at least 1 / P of the
-elements, and what they make lives as long. Not so where a kind has a way of its own to run (`Kind.run`) and for copies, which
-a slice may not need: it may lie in one piece where the whole did not. Of a whole tensor of which a call takes a slice, that may
-be all that stays, and gradients are summed slice by slice then. Collectives are those of the run (`walk_split`). Those of what
-is there once count where the first operator of the block "" runs: in the last backward they hide the most of the exchange of
-gradients.
+[Note: bounds of a split step] On slices a function runs the kernels that it ran on whole tensors,
+on at least 1 / P of the elements, and what they make lives as long. Not so where a kind has a way
+of its own to run (`Kind.run`) and for copies, which a slice may not need: it may lie in one piece
+where the whole did not. Of a whole tensor of which a call takes a slice, that may be all that
+stays, and gradients are summed slice by slice then. Collectives are those of the run
+(`walk_split`). Those of what is there once count where the first operator of the block "" runs: in
+the last backward they hide the most of the exchange of gradients.
 """
 
 from __future__ import annotations
@@ -41,16 +42,22 @@ from lightning_topt.techniques.tensor_parallel.layout import Layout
 from lightning_topt.techniques.tensor_parallel.split_prices import Collective, given
 from lightning_topt.techniques.tensor_parallel.split_walk import PlacedCall
 
-_COPIES = {"aten.clone.default", "aten.copy_.default", "aten._to_copy.default", "aten._reshape_copy.default"}
-_SAME = {"attention", "reshape", "squeeze", "expand", "split"}  # they run the function itself, with other numbers
+_COPIES = {
+    "aten.clone.default",
+    "aten.copy_.default",
+    "aten._to_copy.default",
+    "aten._reshape_copy.default",
+}
+# they run the function itself, with other numbers
+_SAME = {"attention", "reshape", "squeeze", "expand", "split"}
 _UNKNOWN: dict[str, Any] = {"args": [], "kwargs": {}}  # arguments of kernels that are not run
 Added = tuple[tuple[Kernel, ...], tuple[Kernel, ...]]  # forward, backward
 
 
 @dataclass(frozen=True)
 class SplitRegion:
-    """Calls of a block, or of all that is there once (the block ``""``), as they are split; `blocks` are those that are split
-    alike, the one that was traced first.
+    """Calls of a block, or of all that is there once (the block ``""``), as they are split;
+    `blocks` are those that are split alike, the one that was traced first.
     """
 
     blocks: Sequence[str]
@@ -72,7 +79,9 @@ class SplitRegion:
         return {
             ref.memory
             for placed in self.calls
-            for ref, before, after in zip(placed.call.inputs, placed.placements, _places(placed), strict=True)
+            for ref, before, after in zip(
+                placed.call.inputs, placed.placements, _places(placed), strict=True
+            )
             if isinstance(after, Shard) and not isinstance(before, Shard)
         }
 
@@ -95,8 +104,11 @@ class SplitRegion:
             is_copied = is_block and _runs_as_on_whole(placed.call)
             forward.update((each, is_copied) for each in placed.outcome.collectives)
             # What was made elsewhere may have been moved elsewhere.
-            for move in (move for move in placed.moves if placed.call.inputs[move.operand].number in own):
-                brings = isinstance(placed.placements[move.operand], Shard)  # else nothing travels forward
+            for move in (
+                move for move in placed.moves if placed.call.inputs[move.operand].number in own
+            ):
+                # else nothing travels forward
+                brings = isinstance(placed.placements[move.operand], Shard)
                 forward.update((each, False) for each in move.collectives[:brings])
                 backward.update((each, is_block) for each in move.collectives[brings:])
         return _kernels(forward, ranks, samples), _kernels(backward, ranks, samples)
@@ -110,15 +122,19 @@ def bound_graph(
     ranks: int,
     samples: float,
 ) -> OpGraph:
-    """Return the graph whose costs are at most those of the step of one of `ranks` ranks; parameters have their local shapes.
+    """Return the graph whose costs are at most those of the step of one of `ranks` ranks;
+    parameters have their local shapes.
 
-    `graph` is that of the whole step; the first of `regions` is what is there once. `samples` are those with whose prices calls
-    were walked; collectives grow with the batch. The graph can be priced, not measured: it lists no tensors.
+    `graph` is that of the whole step; the first of `regions` is what is there once. `samples` are
+    those with whose prices calls were walked; collectives grow with the batch. The graph can be
+    priced, not measured: it lists no tensors.
     """
     bound = _Bound(graph, ranks, regions, samples)
     step, shares = graph.step, bound.shares
     owners = (graph.ops[step.order[position]].name for position, _ in step.workspaces)
-    workspaces = (each for each, name in zip(step.workspaces, owners, strict=True) if shares[name] == 1)
+    workspaces = (
+        each for each, name in zip(step.workspaces, owners, strict=True) if shares[name] == 1
+    )
     part = StepPart(bound.tensor_shares(), tuple(workspaces))
     found = replace(
         graph,
@@ -143,7 +159,9 @@ class _Bound:
     def shares(self) -> dict[str, float]:
         """The share of every operator of the graph."""
         regions = [region.shares(self.ranks) for region in self.regions]
-        traced = {block: number for number, region in enumerate(self.regions) for block in region.blocks}
+        traced = {
+            block: number for number, region in enumerate(self.regions) for block in region.blocks
+        }
         most = 1 / self.ranks if any(region.cuts_others for region in self.regions) else 1.0
         found = {}
         for op in self.graph.ops:
@@ -163,7 +181,10 @@ class _Bound:
         share = self.shares[op.name]
         if share == 1 and not (forward or backward):
             return op
-        kernels = (*self._kernels(op.forward, share), *forward), (*self._kernels(op.backward, share), *backward)
+        kernels = (
+            (*self._kernels(op.forward, share), *forward),
+            (*self._kernels(op.backward, share), *backward),
+        )
         names = op.name, op.kind, op.module, op.block
         return Op(*names, op.parameters, op.outputs, *kernels, op.saved_bytes, op.stack)
 
@@ -173,7 +194,9 @@ class _Bound:
             return kernels
         key = id(kernels), share
         if key not in self._scaled:
-            self._scaled[key] = tuple(_scaled(each, share) for each in kernels if share and each.name not in _COPIES)
+            self._scaled[key] = tuple(
+                _scaled(each, share) for each in kernels if share and each.name not in _COPIES
+            )
         return self._scaled[key]
 
     def tensor_shares(self) -> NDArray[np.float64]:
@@ -181,9 +204,12 @@ class _Bound:
         copies = {
             op.name
             for op in self.graph.ops
-            if self.shares[op.name] < 1 and any(kernel.name in _COPIES for kernel in (*op.forward, *op.backward))
+            if self.shares[op.name] < 1
+            and any(kernel.name in _COPIES for kernel in (*op.forward, *op.backward))
         }
-        return np.array([self._tensor_share(tensor, copies) for tensor in self.graph.step.tensors], float)
+        return np.array(
+            [self._tensor_share(tensor, copies) for tensor in self.graph.step.tensors], float
+        )
 
     def _tensor_share(self, tensor: StepTensor, copies: Collection[str]) -> float:
         share = self.shares[tensor.producer]
@@ -216,7 +242,9 @@ def _runs_as_on_whole(call: TracedCall) -> bool:
     return kind.run is None or kind.name in _SAME
 
 
-def _kernels(counts: Mapping[tuple[Collective, bool], int], ranks: int, samples: float) -> tuple[Kernel, ...]:
+def _kernels(
+    counts: Mapping[tuple[Collective, bool], int], ranks: int, samples: float
+) -> tuple[Kernel, ...]:
     found = []
     for ((op, size), is_copied), count in counts.items():
         # As `show_collective` lets a capture see them: an all-to-all with what one rank gives.
@@ -231,7 +259,9 @@ def _kernels(counts: Mapping[tuple[Collective, bool], int], ranks: int, samples:
 
 def _scaled(kernel: Kernel, share: float) -> Kernel:
     """The kernel on a share of its elements; its arguments are unknown but for the dtype."""
-    amounts = {name: _part(getattr(kernel, name), share) for name in ("flops", "bytes", "allocated")}
+    amounts = {
+        name: _part(getattr(kernel, name), share) for name in ("flops", "bytes", "allocated")
+    }
     return replace(kernel, arguments={**_UNKNOWN, "args": [kernel_dtype(kernel)]}, **amounts)  # type: ignore[arg-type]
 
 

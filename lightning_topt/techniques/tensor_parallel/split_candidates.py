@@ -1,8 +1,9 @@
-"""`SplitModel` finds splits of a whole model for a tensor axis, and the step of one rank under each of them.
+"""`SplitModel` finds splits of a whole model for a tensor axis, and the step of one rank under each
+of them.
 
-Blocks of a group are split alike: one of them is searched, alone. All that is there once (the block ``""``, an embedding, a
-head that is a block of its own) is searched together, so a tensor may be left split from one to the next; only what enters or
-leaves a repeated block is whole.
+Blocks of a group are split alike: one of them is searched, alone. All that is there once (the block
+``""``, an embedding, a head that is a block of its own) is searched together, so a tensor may be
+left split from one to the next; only what enters or leaves a repeated block is whole.
 """
 
 from __future__ import annotations
@@ -30,7 +31,12 @@ from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTra
 from lightning_topt.techniques.tensor_parallel.joint_candidates import find_joint
 from lightning_topt.techniques.tensor_parallel.joint_run import JointRefusal
 from lightning_topt.techniques.tensor_parallel.model_regions import ModelRegions
-from lightning_topt.techniques.tensor_parallel.model_splits import ModelSplit, choose_totals, model_split, search_totals
+from lightning_topt.techniques.tensor_parallel.model_splits import (
+    ModelSplit,
+    choose_totals,
+    model_split,
+    search_totals,
+)
 from lightning_topt.techniques.tensor_parallel.split_bounds import SplitRegion, bound_graph
 from lightning_topt.techniques.tensor_parallel.split_capture import capture_split
 from lightning_topt.techniques.tensor_parallel.split_layouts import SplitLayout, make_layout
@@ -49,7 +55,9 @@ class Captured(NamedTuple):
 
 @dataclass(frozen=True)
 class SplitModel:
-    """A model whose step was captured whole as `graph`, under `trace`; the rest is what `capture` was given."""
+    """A model whose step was captured whole as `graph`, under `trace`; the rest is what `capture`
+    was given.
+    """
 
     module: nn.Module
     batch: Any
@@ -65,7 +73,9 @@ class SplitModel:
     _candidates: dict[int, tuple[SplitPrices, list[ModelSplit]]] = field(
         default_factory=dict, compare=False, repr=False
     )
-    _found: dict[int, tuple[SplitPrices, list[Point]]] = field(default_factory=dict, compare=False, repr=False)
+    _found: dict[int, tuple[SplitPrices, list[Point]]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
     _bounds: dict[tuple[int, int], tuple[ModelSplit, SplitPrices, OpGraph]] = field(
         default_factory=dict, compare=False, repr=False
     )
@@ -87,16 +97,24 @@ class SplitModel:
         return self._found[id(prices)][1]
 
     def candidates(self, prices: SplitPrices) -> list[ModelSplit]:
-        """Return the fastest split of `splits`, the one with the least state, and the one with the fewest bytes in all; not one
-        that splits nothing, nor one that is close (2 %) to an earlier one of these in all of that.
+        """Return the fastest split of `splits`, the one with the least state, and the one with the
+        fewest bytes in all; not one that splits nothing, nor one that is close (2 %) to an earlier
+        one of these in all of that.
         """
         if id(prices) not in self._candidates:
             chosen = choose_totals(self._totals(prices))
-            self._candidates[id(prices)] = prices, [model_split(self._regions, total) for total in chosen]
+            self._candidates[id(prices)] = (
+                prices,
+                [model_split(self._regions, total) for total in chosen],
+            )
         return self._candidates[id(prices)][1]
 
-    def prices(self, cluster: Cluster, optimizer: OptimizerProfile, group: Group, batch_scale: float) -> SplitPrices:
-        """Return the prices of its calls, the same object for the same arguments: what was found with them is known."""
+    def prices(
+        self, cluster: Cluster, optimizer: OptimizerProfile, group: Group, batch_scale: float
+    ) -> SplitPrices:
+        """Return the prices of its calls, the same object for the same arguments: what was found
+        with them is known.
+        """
         given = SplitPrices(cluster, optimizer, group, batch_scale)
         known = next((each for each in self._prices if each == given), None)
         if known is None:
@@ -104,7 +122,9 @@ class SplitModel:
         return known
 
     def bound_graph(self, split: ModelSplit, prices: SplitPrices) -> OpGraph:
-        """Return a graph whose costs are at most those of `local_graph`, without a capture; `prices` are those of its split."""
+        """Return a graph whose costs are at most those of `local_graph`, without a capture;
+        `prices` are those of its split.
+        """
         self._bounded.add(prices.group.size)
         key = id(split), id(prices)
         if key not in self._bounds:
@@ -119,11 +139,13 @@ class SplitModel:
             is_known = all(placed.outcome is not None for placed in walked)
             regions.append(SplitRegion(blocks, walked if is_known else []))
         samples = prices.batch_scale * self.samples
-        return bound_graph(self.graph, regions, split.placements, ranks=prices.group.size, samples=samples)
+        return bound_graph(
+            self.graph, regions, split.placements, ranks=prices.group.size, samples=samples
+        )
 
     def calls(self, split: ModelSplit) -> dict[str, int]:
-        """Return how often a forward calls torch functions in each part of the model in which `split` splits parameters; ``""``
-        is all that is there once.
+        """Return how often a forward calls torch functions in each part of the model in which
+        `split` splits parameters; ``""`` is all that is there once.
         """
         known = {"", *self._regions.repeated}
         parts = {block_of(name, known) for name in split.placements}
@@ -135,16 +157,28 @@ class SplitModel:
         }
 
     def local_graph(self, split: ModelSplit, ranks: int) -> OpGraph | None:
-        """Return the graph of one of `ranks` ranks, captured once; None where the split step cannot be captured."""
+        """Return the graph of one of `ranks` ranks, captured once; None where the split step cannot
+        be captured.
+        """
         placements = {name: (placement,) for name, placement in split.placements.items()}
         return self.local_graph_of(SplitLayout(placements, {}), (Axis("tensor", ranks),))
 
     def local_graph_of(self, layout: SplitLayout, along: Sequence[Axis]) -> OpGraph | None:
-        """Return the graph of a rank of the tensor axes `along`, captured once; None where the step cannot be captured."""
-        key = tuple(along), frozenset(layout.placements.items()), frozenset(layout.rules.items()), layout.joint
+        """Return the graph of a rank of the tensor axes `along`, captured once; None where the step
+        cannot be captured.
+        """
+        key = (
+            tuple(along),
+            frozenset(layout.placements.items()),
+            frozenset(layout.rules.items()),
+            layout.joint,
+        )
         if key not in self._graphs:
             axes = TensorAxes.of_mesh(Mesh(tuple(along)), rank=0)
-            names, whole = (name for name, _ in self.module.named_parameters()), (Replicate(),) * len(axes)
+            names, whole = (
+                (name for name, _ in self.module.named_parameters()),
+                (Replicate(),) * len(axes),
+            )
             placements = {name: layout.placements.get(name, whole) for name in names}
             try:
                 self._graphs[key] = capture_split(
@@ -164,52 +198,71 @@ class SplitModel:
             except ValueError as error:  # code that cannot run on slices
                 self._graphs[key], self._refusals[key] = None, _without_way_out(error)
                 if isinstance(error, JointRefusal):
-                    alike = next((region for region in self._regions.all if error.module in region), [error.module])
+                    alike = next(
+                        (region for region in self._regions.all if error.module in region),
+                        [error.module],
+                    )
                     self._not_joint.update(alike)
         return self._graphs[key]
 
     @cached_property
     def _is_told_by_one(self) -> bool:
         return is_told_by_one(
-            self.module, self.batch, self.graph, forward_context=self.forward_context, device=self.device
+            self.module,
+            self.batch,
+            self.graph,
+            forward_context=self.forward_context,
+            device=self.device,
         )
 
     def joint_layout(self, split: ModelSplit, prices: SplitPrices) -> SplitLayout | None:
-        """Return `split` as far as its parameters are in modules that may run the batches of all ranks, but for those that were
-        found not to; None where none is.
+        """Return `split` as far as its parameters are in modules that may run the batches of all
+        ranks, but for those that were found not to; None where none is.
         """
         first, last = self.graph.step.batch_sizes
         samples = self.trace.first_samples or first, last
-        kept, joint = find_joint(self.trace, split.placements, prices, regions=self._regions.all, samples=samples)
+        kept, joint = find_joint(
+            self.trace, split.placements, prices, regions=self._regions.all, samples=samples
+        )
         left = tuple(each for each in joint if each.module not in self._not_joint)
         own = {n: (p,) for n, p in kept.items() if any(each.holds(n) for each in left)}
         return SplitLayout(own, {}, joint=left) if own else None
 
     def refusals(self, ranks: int) -> list[str]:
-        """Return why no step of one of `ranks` ranks was captured, a clause for each split that was left out."""
+        """Return why no step of one of `ranks` ranks was captured, a clause for each split that was
+        left out.
+        """
         return [
             *dict.fromkeys(
-                why for (of, *_), why in self._refusals.items() if math.prod(axis.size for axis in of) == ranks
+                why
+                for (of, *_), why in self._refusals.items()
+                if math.prod(axis.size for axis in of) == ranks
             )
         ]
 
     def why_whole(self, ranks: int) -> str:
-        """Return why some step on slices over `ranks` ranks is not known, once it was looked for: which module or parameters,
-        and why. Empty where all are, or bounds of their costs alone left them out.
+        """Return why some step on slices over `ranks` ranks is not known, once it was looked for:
+        which module or parameters, and why. Empty where all are, or bounds of their costs alone
+        left them out.
         """
         sizes = (
-            math.prod(axis.size for axis in along) for (along, *_), graph in self._graphs.items() if graph is not None
+            math.prod(axis.size for axis in along)
+            for (along, *_), graph in self._graphs.items()
+            if graph is not None
         )
         if (found := self.refusals(ranks)) or ranks in self._bounded or ranks in sizes:
             return "; ".join(found)
-        uneven = [p for p in self.graph.parameters if p.shape and all(size % ranks for size in p.shape)]
+        uneven = [
+            p for p in self.graph.parameters if p.shape and all(size % ranks for size in p.shape)
+        ]
         if not uneven:
             return "no function of its code works on slices of its parameters"
         shown = f"{uneven[0].name!r} has the shape {list(uneven[0].shape)}"
         return f"no parameter can be cut into {ranks} slices where it is used ({shown})"
 
     def priced_calls(self, split: ModelSplit, prices: SplitPrices) -> list[tuple[PricedCall, int]]:
-        """Return every traced call under `split`, and how often its like runs in all blocks of its group.
+        """Return every traced call under `split`, and how often its like runs in all blocks of its
+        group.
 
         Raises ValueError for a split that the search would not find.
         """
@@ -218,7 +271,9 @@ class SplitModel:
             calls: list[PricedCall] = []
             traced, whole = self._regions.traced(first)
             if price_split(traced, prices, split.placements, whole=whole, priced=calls) is None:
-                raise ValueError(f"the placements in block {first!r} are none that the search of splits admits")
+                raise ValueError(
+                    f"the placements in block {first!r} are none that the search of splits admits"
+                )
             found += [(call, 1 + len(others)) for call in calls]
         return found
 
@@ -229,7 +284,9 @@ class SplitModel:
 
     @property
     def captured(self) -> Captured:
-        """All that `local_graph` captured, and why it did not: for another process that goes on with it."""
+        """All that `local_graph` captured, and why it did not: for another process that goes on
+        with it.
+        """
         return Captured(self._graphs, self._refusals)
 
     def take_over(self, captured: Captured) -> None:
@@ -238,7 +295,8 @@ class SplitModel:
         self._refusals.update(captured.refusals)
 
     def layout(self, name: str, prices: SplitPrices, along: Sequence[Axis]) -> SplitLayout:
-        """Return the layout of this `name` (`LAYOUTS`): that with the least state, `prices` being those of the axis of columns.
+        """Return the layout of this `name` (`LAYOUTS`): that with the least state, `prices` being
+        those of the axis of columns.
 
         Raises ValueError as `make_layout`.
         """
@@ -246,15 +304,25 @@ class SplitModel:
         found = model_split(self._regions, least)
         blocks = [block.name for block in self.graph.blocks]
         made = make_layout(
-            name, self.trace, found.placements, axes=along, blocks=blocks, repeated=self._regions.repeated
+            name,
+            self.trace,
+            found.placements,
+            axes=along,
+            blocks=blocks,
+            repeated=self._regions.repeated,
         )
         placements = dict(made.placements)
         for model, *others in self._regions.all[1:]:
             of_model = [each for each in placements.items() if each[0].startswith(f"{model}.")]
-            inside = tuple(f"{block}." for block in others)  # which were not traced, where calls were left out
-            placements = {name: placed for name, placed in placements.items() if not name.startswith(inside)}
+            # which were not traced, where calls were left out
+            inside = tuple(f"{block}." for block in others)
+            placements = {
+                name: placed for name, placed in placements.items() if not name.startswith(inside)
+            }
             placements |= {
-                f"{block}{name.removeprefix(model)}": placed for block in others for name, placed in of_model
+                f"{block}{name.removeprefix(model)}": placed
+                for block in others
+                for name, placed in of_model
             }
         return SplitLayout(placements, made.rules, made.left)
 

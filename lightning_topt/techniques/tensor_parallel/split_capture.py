@@ -1,8 +1,8 @@
-"""`capture_split` captures the step of one rank of tensor axes: kernels and tensors are local, collectives are kernels too.
+"""`capture_split` captures the step of one rank of tensor axes: kernels and tensors are local,
+collectives are kernels too.
 
-trace = FunctionTrace()
-graph = capture(module, batch, adapt=trace.of)
-local = capture_split(module, batch, like=graph, trace=trace, placements=..., axes=TensorAxes.of_mesh(mesh, rank=0))
+trace = FunctionTrace() graph = capture(module, batch, adapt=trace.of) local = capture_split(module,
+batch, like=graph, trace=trace, placements=..., axes=TensorAxes.of_mesh(mesh, rank=0))
 """
 
 from __future__ import annotations
@@ -42,7 +42,11 @@ from lightning_topt.techniques.tensor_parallel.split_mode import PLAIN, SplitMod
 from lightning_topt.techniques.tensor_parallel.split_parameters import check_split
 from lightning_topt.techniques.tensor_parallel.tensor_axes import TensorAxes
 
-_ADVICE = "some code works on tensors beside torch's functions; keep the parameters of this module and of those around it whole"
+_ADVICE = (
+    "some code works on tensors beside torch's functions; keep the parameters of this "
+    "module "
+    "and of those around it whole"
+)
 _RULE = "_topt_rule"
 Results = list[tuple[str, tuple[tuple[int, ...], ...]]]
 
@@ -62,24 +66,29 @@ def capture_split(
     device: torch.device | str = "cpu",
     one_recording: bool = False,
 ) -> OpGraph:
-    """Return the graph of the step that one rank of `axes` (without groups) runs, its parameters at `placements` by name, its
-    blocks by `rules`. `batch` is that of one rank where `joint` modules run those of all ranks.
+    """Return the graph of the step that one rank of `axes` (without groups) runs, its parameters at
+    `placements` by name, its blocks by `rules`. `batch` is that of one rank where `joint` modules
+    run those of all ranks.
 
-    `like` is the graph of the whole step, which was captured from the same arguments under `trace`; with `one_recording` it is
-    one that `is_told_by_one`. Blocks, names and the
-    fingerprint are as there; parameters have local shapes. Collectives along the axes are kernels where they run, which
-    `TrainingStep` prices (`shown_collective`).
+    `like` is the graph of the whole step, which was captured from the same arguments under `trace`;
+    with `one_recording` it is one that `is_told_by_one`. Blocks, names and the fingerprint are as
+    there; parameters have local shapes. Collectives along the axes are kernels where they run,
+    which `TrainingStep` prices (`shown_collective`).
 
-    Raises ValueError where a parameter cannot be cut so, and where the split step makes something else than the whole one:
-    what code of the user made of a tensor was lost sight of; the message names the module. So it does where samples of several
-    batches would meet. Else as `capture`.
+    Raises ValueError where a parameter cannot be cut so, and where the split step makes something
+    else than the whole one: what code of the user made of a tensor was lost sight of; the message
+    names the module. So it does where samples of several batches would meet. Else as `capture`.
     """
     groups = Counter(block.group for block in like.blocks)
     repeated = {block.name for block in like.blocks if groups[block.group] > 1}
     by_block = rules_by_block(rules, [block.name for block in like.blocks], repeated)
     numbers = {number for call in trace.calls for number in numbers_in(call)} if joint else set()
     run = _SplitRun(placements, axes, rules.get("", PLAIN), by_block, joint, numbers)
-    options = {"second_batch": second_batch, "batch_scaling": like.batch_scaling, "forward_context": forward_context}
+    options = {
+        "second_batch": second_batch,
+        "batch_scaling": like.batch_scaling,
+        "forward_context": forward_context,
+    }
     options["one_recording"] = one_recording
     try:
         graph = capture(module, batch, **options, device=device, adapt=run.of, like=like)  # type: ignore[arg-type]
@@ -87,15 +96,16 @@ def capture_split(
         raise
     except Exception as error:  # of code of the user that ran whole
         raise ValueError(
-            f"module {run.under_way[-1] if run.under_way else ''!r} does not run with its parameters split: {error}; {_ADVICE}"
+            f"module {run.under_way[-1] if run.under_way else ''!r} does not run with its "
+            f"parameters split: {error}; {_ADVICE}"
         ) from error
     _check_results(_in_second_batch(run.results), trace.results())
     return replace(graph, whole_model=like.fingerprint)
 
 
 class _SplitRun:
-    """Splits copies of a module; `results` has the calls of its modules in the last one, with the shapes seen by the user,
-    `under_way` those that have not ended.
+    """Splits copies of a module; `results` has the calls of its modules in the last one, with the
+    shapes seen by the user, `under_way` those that have not ended.
     """
 
     def __init__(
@@ -125,11 +135,14 @@ class _SplitRun:
                 submodule.register_forward_pre_hook(partial(self._begin, path))
                 submodule.register_forward_hook(partial(self._end, path))
             if path in self.joint:  # as in the run
-                submodule.forward = partial(self._run_joint, mode, steps, self.joint[path], submodule.forward)
+                submodule.forward = partial(
+                    self._run_joint, mode, steps, self.joint[path], submodule.forward
+                )
             elif path in self.by_block and not self.joint:
                 rule = self.by_block[path]
                 submodule.forward = partial(_run_block, mode, rule, submodule.forward)
-                vars(submodule)[_RULE] = repr(replace(rule, block=""))  # tells it from blocks that run by others
+                # tells it from blocks that run by others
+                vars(submodule)[_RULE] = repr(replace(rule, block=""))
         return OutsideMode(steps) if self.joint else mode
 
     def _run_joint(
@@ -149,10 +162,14 @@ class _SplitRun:
             raise JointRefusal(joint.module, error) from error
         if before != (random.getstate(), repr(np.random.get_state())):
             raise JointRefusal(
-                joint.module, "it draws random numbers from Python or NumPy, and each rank would draw others"
+                joint.module,
+                "it draws random numbers from Python or NumPy, and each rank would draw others",
             )
         if any(numbers_in(each.call) - self.numbers for each in mode.prepared[known:]):
-            raise JointRefusal(joint.module, "it computes with the number of samples, which would be that of all ranks")
+            raise JointRefusal(
+                joint.module,
+                "it computes with the number of samples, which would be that of all ranks",
+            )
         return result
 
     def _begin(self, path: str, module: nn.Module, args: Any) -> None:
@@ -161,25 +178,35 @@ class _SplitRun:
     def _end(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
         while self.under_way and self.under_way.pop() != path:
             pass
-        self.results.append((path, tuple(_shape_for_users(tensor) for tensor in tensors_in(output))))
+        self.results.append(
+            (path, tuple(_shape_for_users(tensor) for tensor in tensors_in(output)))
+        )
 
 
-def _run_block(mode: SplitMode, rule: BlockRule, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _run_block(
+    mode: SplitMode, rule: BlockRule, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     return mode.run_block(rule, forward, args, kwargs)
 
 
 def _shape_for_users(tensor: Tensor) -> tuple[int, ...]:
-    """The shape; an empty one, which fits any, for what joint modules keep (in a cache), which nothing outside can read."""
+    """The shape; an empty one, which fits any, for what joint modules keep (in a cache), which
+    nothing outside can read.
+    """
     layout = layout_of(tensor)
     return () if layout is not None and layout.batch is not None else tuple(tensor.shape)
 
 
 def _fit(shapes: Sequence[tuple[int, ...]], known: Sequence[tuple[int, ...]]) -> bool:
-    return len(shapes) == len(known) and all(not own or own == other for own, other in zip(shapes, known, strict=True))
+    return len(shapes) == len(known) and all(
+        not own or own == other for own, other in zip(shapes, known, strict=True)
+    )
 
 
 def _split(name: str, parameter: nn.Parameter, placements: Placements, axes: TensorAxes) -> None:
-    """Give a fake parameter the shape of a slice, as `split_parameters` does, in a tenth of its time."""
+    """Give a fake parameter the shape of a slice, as `split_parameters` does, in a tenth of its
+    time.
+    """
     if not any(isinstance(placement, Shard) for placement in placements):
         return
     check_split(name, tuple(parameter.shape), placements, axes)
@@ -192,7 +219,9 @@ def _split(name: str, parameter: nn.Parameter, placements: Placements, axes: Ten
 
 
 def _in_second_batch(results: Results) -> Results:
-    """The results with the samples of the second of two recordings, where there was one for both."""
+    """The results with the samples of the second of two recordings, where there was one for
+    both.
+    """
     return [
         (path, tuple(tuple(number_at(TIMES[1], size) for size in shape) for shape in shapes))
         for path, shapes in results
@@ -200,13 +229,16 @@ def _in_second_batch(results: Results) -> Results:
 
 
 def _check_results(split: Results, whole: Results) -> None:
-    """Raise ValueError for the first call of a module, among those that both runs made, whose results differ in shape."""
+    """Raise ValueError for the first call of a module, among those that both runs made, whose
+    results differ in shape.
+    """
     expected: dict[str, list[Any]] = {}
     for path, shapes in whole:
         expected.setdefault(path, []).append(shapes)
     for path, shapes in split:
         if expected.get(path) and not _fit(shapes, known := expected[path].pop(0)):
             raise ValueError(
-                f"module {path!r} returns tensors of the shapes {list(shapes)} where its parameters are split, and "
+                f"module {path!r} returns tensors of the shapes {list(shapes)} where its "
+                "parameters are split, and "
                 f"{list(known)} where they are whole; {_ADVICE}"
             )

@@ -22,7 +22,9 @@ from lightning_topt.techniques.tensor_parallel.split_parameters import SplitPara
 
 
 class SplitForward:
-    """A module's forward in the mode, whoever calls it: a step, a hook of the user, or backward, to recompute it."""
+    """A module's forward in the mode, whoever calls it: a step, a hook of the user, or backward, to
+    recompute it.
+    """
 
     def __init__(
         self,
@@ -35,7 +37,12 @@ class SplitForward:
         steps: JointSteps | None = None,
         joint: JointModule | None = None,
     ) -> None:
-        self.forward, self.mode, self.own, self.is_root = module.forward, mode, module._parameters, is_root
+        self.forward, self.mode, self.own, self.is_root = (
+            module.forward,
+            mode,
+            module._parameters,
+            is_root,
+        )
         self.layouts, self.rule, self.steps, self.joint = layouts, rule, steps, joint
         self.arrived: list[Layout | None] | None = None
         self.is_joined = False  # parameters are whole for now, and ranks run by themselves
@@ -44,7 +51,8 @@ class SplitForward:
         if self.is_joined:  # as it was without the mode
             return copy.deepcopy(self.forward, memo)
         raise ValueError(
-            "a module whose parameters are split cannot be copied: copy it before the fit, or keep its parameters whole"
+            "a module whose parameters are split cannot be copied: copy it before the fit, or keep "
+            "its parameters whole"
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
@@ -57,7 +65,11 @@ class SplitForward:
                 return run_joint(self.mode, self.joint, self.forward, args, kwargs)
         for name, layout in self.layouts.items():
             parameter = self.own[name]
-            if parameter is not None and layout_of(parameter) is None and parameter.shape != layout.shape:
+            if (
+                parameter is not None
+                and layout_of(parameter) is None
+                and parameter.shape != layout.shape
+            ):
                 with_layout(parameter, layout)  # gathered by FSDP2, which put it there
         if self.arrived is not None:
             given = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
@@ -74,10 +86,14 @@ class SplitForward:
 
 
 def before_block(
-    mode: SplitMode, wrapped: Mapping[nn.Module, SplitForward], module: nn.Module, args: Any, kwargs: Any
+    mode: SplitMode,
+    wrapped: Mapping[nn.Module, SplitForward],
+    module: nn.Module,
+    args: Any,
+    kwargs: Any,
 ) -> Any:
-    """Return arguments for FSDP2's hooks, which make new tensors of what passes: whole ones, or slices whose places the forward
-    then knows.
+    """Return arguments for FSDP2's hooks, which make new tensors of what passes: whole ones, or
+    slices whose places the forward then knows.
     """
     forward = wrapped.get(module)
     if forward is not None and forward.is_joined:
@@ -85,7 +101,9 @@ def before_block(
     if forward is None or forward.rule is None or not forward.rule.inputs:
         return mode.whole(args), mode.whole(kwargs)
     args, kwargs = mode.mover.at_border(forward.rule, forward.rule.inputs, (args, kwargs))
-    forward.arrived = [layout_of(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    forward.arrived = [
+        layout_of(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
+    ]
     return args, kwargs
 
 
@@ -99,12 +117,15 @@ def wrap(
     local_shapes: Mapping[str, tuple[int, ...]],
     steps: JointSteps | None = None,
 ) -> dict[nn.Module, SplitForward]:
-    """Wrap the modules in `root` that hold slices, and the blocks of these names that have rules. What enters and leaves blocks
-    that are there several times is as their rules say, else whole, as the search has it, which looks at one of them. `steps`
-    has the modules that run the batches of several ranks.
+    """Wrap the modules in `root` that hold slices, and the blocks of these names that have rules.
+    What enters and leaves blocks that are there several times is as their rules say, else whole, as
+    the search has it, which looks at one of them. `steps` has the modules that run the batches of
+    several ranks.
     """
     layouts = {one.slice: one.how.layout for one in split}
-    joint = {} if steps is None else {root.get_submodule(each.module): each for each in steps.modules}
+    joint = (
+        {} if steps is None else {root.get_submodule(each.module): each for each in steps.modules}
+    )
     named = {name: root.get_submodule(name) for name in blocks if name}
     structures = {name: _structure(name, block, local_shapes) for name, block in named.items()}
     count = Counter(structures.values())
@@ -120,12 +141,16 @@ def wrap(
         if looks_back(module):
             rule = replace(rule or BlockRule(), inputs=(), outputs=(), is_repeated=True)
         more: dict[str, Any] = {"steps": steps, "joint": joint.get(module)}
-        wrapped[module] = module.forward = SplitForward(module, mode, own, rule, is_root=module is root, **more)
+        wrapped[module] = module.forward = SplitForward(
+            module, mode, own, rule, is_root=module is root, **more
+        )
     return wrapped
 
 
 def looks_back(module: nn.Module) -> bool:
-    """Return whether hooks of the user see gradients of what enters and leaves `module`: both are then whole."""
+    """Return whether hooks of the user see gradients of what enters and leaves `module`: both are
+    then whole.
+    """
     return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
@@ -138,9 +163,13 @@ def whole_arguments(module: nn.Module, mode: SplitMode) -> RemovableHandle:
     return module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def _structure(name: str, block: nn.Module, local_shapes: Mapping[str, tuple[int, ...]]) -> tuple[Any, ...]:
+def _structure(
+    name: str, block: nn.Module, local_shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[Any, ...]:
     named = ((own, f"{name}.{own}", parameter) for own, parameter in block.named_parameters())
-    return type(block), *((own, local_shapes.get(full, tuple(parameter.shape))) for own, full, parameter in named)
+    return type(block), *(
+        (own, local_shapes.get(full, tuple(parameter.shape))) for own, full, parameter in named
+    )
 
 
 def unwrap(module: nn.Module) -> None:

@@ -1,8 +1,10 @@
-"""Whole layouts of a model along one, two or three tensor axes, found from what its products do, not from names.
+"""Whole layouts of a model along one, two or three tensor axes, found from what its products do,
+not from names.
 
-The search along one axis says which matrices are cut by outputs and which by inputs, and which heads stay together. In two
-dimensions each of them is cut by its other dim along the second axis, and outputs become the inputs of the next product: so
-features and rows change axes after each product. In three, slices of matrices along a third axis are gathered for their use.
+The search along one axis says which matrices are cut by outputs and which by inputs, and which
+heads stay together. In two dimensions each of them is cut by its other dim along the second axis,
+and outputs become the inputs of the next product: so features and rows change axes after each
+product. In three, slices of matrices along a third axis are gathered for their use.
 
     layout            axes                                       paper
     tensor            tensor                                     Shoeybi et al., arXiv 1909.08053
@@ -37,7 +39,8 @@ _BY_AXES = {
 
 @dataclass(frozen=True)
 class Role:
-    """A `Role` is what a parameter is to the products of a step: its dims of `outputs` and `inputs`; a bias has no inputs.
+    """A `Role` is what a parameter is to the products of a step: its dims of `outputs` and
+    `inputs`; a bias has no inputs.
 
     `weight`: the matrix to whose products it is added; its own name for a matrix.
     """
@@ -49,9 +52,9 @@ class Role:
 
 @dataclass(frozen=True)
 class SplitLayout:
-    """Placements of parameters by their full names along the tensor axes, rules of blocks, and the matrices that are cut along
-    fewer axes than the layout has, because their sizes do not divide, or because nothing says how. `joint` modules run the
-    batches of all ranks of the one axis.
+    """Placements of parameters by their full names along the tensor axes, rules of blocks, and the
+    matrices that are cut along fewer axes than the layout has, because their sizes do not divide,
+    or because nothing says how. `joint` modules run the batches of all ranks of the one axis.
     """
 
     placements: Mapping[str, Placements]
@@ -61,7 +64,8 @@ class SplitLayout:
 
 
 def layout_named_by(axes: Sequence[str]) -> str:
-    """Return the layout that these tensor axes, outermost first, can only have; "" for one axis ``tensor``, which has several.
+    """Return the layout that these tensor axes, outermost first, can only have; "" for one axis
+    ``tensor``, which has several.
 
     Raises ValueError where they have none.
     """
@@ -69,13 +73,15 @@ def layout_named_by(axes: Sequence[str]) -> str:
         return _BY_AXES[tuple(axes)]
     known = "; ".join(", ".join(names) for names in _BY_AXES)
     raise ValueError(
-        f"no layout is known for the tensor axes {', '.join(axes)}; a mesh to search has one of these: {known}. Others need a "
+        f"no layout is known for the tensor axes {', '.join(axes)}; a mesh to search has one of "
+        f"these: {known}. Others need a "
         "plan that places tensors along them"
     )
 
 
 def layout_axes(layout: str, ranks: int) -> tuple[Axis, ...]:
-    """Return the tensor axes of `layout` over so many ranks, as equally long as their number admits.
+    """Return the tensor axes of `layout` over so many ranks, as equally long as their number
+    admits.
 
     Raises ValueError where that is no product of two or three numbers above 1; says which are.
     """
@@ -89,7 +95,8 @@ def layout_axes(layout: str, ranks: int) -> tuple[Axis, ...]:
         others = [str(n) for n in range(4, 4 * ranks + 33) if _factors(n, count) is not None]
         near = sorted(others, key=lambda text: abs(int(text) - ranks))[:3]
         raise ValueError(
-            f"{layout} needs a number of ranks that is a product of {count} numbers above 1, and {ranks} is not: start "
+            f"{layout} needs a number of ranks that is a product of {count} numbers above 1, and "
+            f"{ranks} is not: start "
             f"{', '.join(sorted(near, key=int))} ranks, or choose plan='tensor'"
         )
     names = ("tensor_tokens", "tensor_rows", "tensor_columns")[-count:]
@@ -115,7 +122,9 @@ def roles_of(trace: FunctionTrace) -> dict[str, Role]:
         name, inputs = kind.name if kind is not None else "", call.inputs
         if name in ("linear", "addmm") and len(inputs) > 1:
             weight, bias = (
-                (inputs[2], inputs[0]) if name == "addmm" else (inputs[1], inputs[2] if len(inputs) > 2 else None)
+                (inputs[2], inputs[0])
+                if name == "addmm"
+                else (inputs[1], inputs[2] if len(inputs) > 2 else None)
             )
             outputs = 1 if name == "addmm" else 0
             if weight.parameter is not None and len(weight.shape) == 2:
@@ -136,10 +145,11 @@ def make_layout(
     blocks: Sequence[str],
     repeated: Collection[str],
 ) -> SplitLayout:
-    """Return the layout of a model whose step was traced and whose parameters `single` places along one axis.
+    """Return the layout of a model whose step was traced and whose parameters `single` places along
+    one axis.
 
-    `blocks` are those of the plan, of which `repeated` are there several times. Raises ValueError where no tensor that enters
-    such a block has rows that divide.
+    `blocks` are those of the plan, of which `repeated` are there several times. Raises ValueError
+    where no tensor that enters such a block has rows that divide.
     """
     sizes, shapes = tuple(axis.size for axis in axes), _shapes(trace)
     at_border = _shape_at_border(trace, repeated)
@@ -152,13 +162,17 @@ def make_layout(
         rules[block] = BlockRule(block, border, border, rows, gathers)
     roles = roles_of(trace)
     # A vector of the width of the blocks goes with the features that cross their borders.
-    of_features = {name for name, shape in shapes.items() if shape == at_border[-1:] and name not in roles}
+    of_features = {
+        name for name, shape in shapes.items() if shape == at_border[-1:] and name not in roles
+    }
     if layout in ("tensor_sequence", "context"):
         kept = {name: (each,) for name, each in single.items() if name not in of_features}
         return SplitLayout(kept if layout == "tensor_sequence" else {}, rules)
     placements, left = {}, []
     for name, shape in shapes.items():
-        wanted = (REPLICATE, Shard(0)) if name in of_features else _in_two(roles.get(name), single, name)
+        wanted = (
+            (REPLICATE, Shard(0)) if name in of_features else _in_two(roles.get(name), single, name)
+        )
         placed = _that_fit(wanted, shape, sizes[-2:])
         if layout == "tensor_3d":
             placed = (_gathered(placed, shape, sizes), *placed)
@@ -169,13 +183,18 @@ def make_layout(
     return SplitLayout(placements, rules, tuple(left))
 
 
-def _in_two(role: Role | None, single: Mapping[str, Placement], name: str) -> tuple[Placement, Placement]:
-    """Return the placements of a parameter along the axis of the search and along the second one."""
+def _in_two(
+    role: Role | None, single: Mapping[str, Placement], name: str
+) -> tuple[Placement, Placement]:
+    """Return the placements of a parameter along the axis of the search and along the second
+    one.
+    """
     own = single.get(name, REPLICATE)
     if role is None:
         return own, REPLICATE
     along = single.get(role.weight, REPLICATE)
-    if role.inputs is None:  # what is added to the sums of a matrix that is cut by inputs is cut as the sums are
+    # what is added to the sums of a matrix that is cut by inputs is cut as the sums are
+    if role.inputs is None:
         is_row = isinstance(along, Shard) and not isinstance(own, Shard)
         return (REPLICATE, Shard(0)) if is_row else (own, REPLICATE)
     if not isinstance(own, Shard):
@@ -199,7 +218,11 @@ def _gathered(placed: Placements, shape: tuple[int, ...], sizes: Sequence[int]) 
     if len(shape) < 2:
         return REPLICATE
     for dim in range(len(shape)):
-        inner = [(each, size) for each, size in zip(placed, sizes[1:], strict=True) if isinstance(each, Shard)]
+        inner = [
+            (each, size)
+            for each, size in zip(placed, sizes[1:], strict=True)
+            if isinstance(each, Shard)
+        ]
         parts = math.prod([each.parts * size for each, size in inner if each.dim == dim])
         slices = Shard(dim, parts)
         found = pieces((slices, *placed), sizes)
@@ -214,8 +237,12 @@ def _shapes(trace: FunctionTrace) -> dict[str, tuple[int, ...]]:
 
 
 def _shape_at_border(trace: FunctionTrace, repeated: Collection[str]) -> tuple[int, ...]:
-    """Return the shape of the first tensor that enters one of the blocks; without such blocks, that is computed."""
-    entering = (b.shapes[0] for b in trace.borders if b.module in repeated and not b.is_end and b.shapes)
+    """Return the shape of the first tensor that enters one of the blocks; without such blocks, that
+    is computed.
+    """
+    entering = (
+        b.shapes[0] for b in trace.borders if b.module in repeated and not b.is_end and b.shapes
+    )
     computed = (ref.shape for call in trace.calls for ref in call.outputs if len(ref.shape) > 1)
     return next(entering, None) or next(computed, (0, 0))
 
@@ -224,7 +251,11 @@ def _rows(layout: str, shape: tuple[int, ...], sizes: Sequence[int]) -> Placemen
     """Return where rows are along all axes: samples where these divide, else steps."""
     lead, count = shape[:-1], len(sizes)
     last = min(1, len(lead) - 1)
-    choices: list[tuple[int, ...]] = [(0,) * count, (0, *(last for _ in sizes[1:])), (last,) * count]
+    choices: list[tuple[int, ...]] = [
+        (0,) * count,
+        (0, *(last for _ in sizes[1:])),
+        (last,) * count,
+    ]
     if count < 3:
         choices = [(last,)] if count == 1 else [(0, 0), (last, last)]
     without = range(count - 2, count) if count > 1 else [None]
@@ -235,12 +266,16 @@ def _rows(layout: str, shape: tuple[int, ...], sizes: Sequence[int]) -> Placemen
     cut = " or ".join(sorted({str(dim) for dims in choices for dim in dims}))
     raise ValueError(
         f"plan={layout!r} splits dim {cut} of tensors between "
-        f"layers, and that of the shape {shape} does not divide for {' x '.join(map(str, sizes))} ranks: choose a size that "
-        "does (samples are dim 0, the steps of a sequence dim 1), another number of ranks, or plan='tensor'"
+        f"layers, and that of the shape {shape} does not divide for {' x '.join(map(str, sizes))} "
+        "ranks: choose a size that "
+        "does (samples are dim 0, the steps of a sequence dim 1), another number of ranks, or "
+        "plan='tensor'"
     )
 
 
-def _divide(lead: tuple[int, ...], rows: Placements, sizes: Sequence[int], without: int | None) -> bool:
+def _divide(
+    lead: tuple[int, ...], rows: Placements, sizes: Sequence[int], without: int | None
+) -> bool:
     placed = [REPLICATE if axis == without else each for axis, each in enumerate(rows)]
     found = pieces(placed, sizes)
     return found is not None and all(lead[dim] % count == 0 for dim, count in found.items())

@@ -1,5 +1,6 @@
-"""`SplitMode` sees every call of a torch function: arguments that are split are moved as a row of the function's kind needs
-them, the function runs on local tensors, and its results carry their layouts.
+"""`SplitMode` sees every call of a torch function: arguments that are split are moved as a row of
+the function's kind needs them, the function runs on local tensors, and its results carry their
+layouts.
 
 The mode is on while user code runs forward. What is whole passes through untouched.
 """
@@ -22,7 +23,11 @@ from lightning_topt.techniques.tensor_parallel import moves
 from lightning_topt.techniques.tensor_parallel.attributes import ALIASES, ATTRIBUTES, LOCAL
 from lightning_topt.techniques.tensor_parallel.block_rules import BlockRule, rest_of
 from lightning_topt.techniques.tensor_parallel.composites import body_of
-from lightning_topt.techniques.tensor_parallel.copied_views import COPIED, note_copies, refuse_copies
+from lightning_topt.techniques.tensor_parallel.copied_views import (
+    COPIED,
+    note_copies,
+    refuse_copies,
+)
 from lightning_topt.techniques.tensor_parallel.kind_table import KINDS
 from lightning_topt.techniques.tensor_parallel.kinds import Kind, Placed, replaced, tensors_in
 from lightning_topt.techniques.tensor_parallel.layout import (
@@ -33,13 +38,22 @@ from lightning_topt.techniques.tensor_parallel.layout import (
     whole_shape,
     with_layout,
 )
-from lightning_topt.techniques.tensor_parallel.prepared_call import REFUSED, PreparedCall, prepare_call, refusal
+from lightning_topt.techniques.tensor_parallel.prepared_call import (
+    REFUSED,
+    PreparedCall,
+    prepare_call,
+    refusal,
+)
 from lightning_topt.techniques.tensor_parallel.python_functions import PythonFunctionMode
 from lightning_topt.techniques.tensor_parallel.regather import saved_as_slices
 from lightning_topt.techniques.tensor_parallel.sample_rows import refuse_draws
 from lightning_topt.techniques.tensor_parallel.signatures import signature, with_tensors
 from lightning_topt.techniques.tensor_parallel.tensor_axes import TensorAxes
-from lightning_topt.techniques.tensor_parallel.tensor_mover import MOVED, TensorMover, gathered_among
+from lightning_topt.techniques.tensor_parallel.tensor_mover import (
+    MOVED,
+    TensorMover,
+    gathered_among,
+)
 from lightning_topt.techniques.tensor_parallel.user_access import (
     SET_DATA,
     gradients,
@@ -55,7 +69,9 @@ _MAX_KNOWN = 10_000  # decisions: batches of ever new lengths
 
 
 class SplitMode(PythonFunctionMode):
-    """Runs forward code on the tensor axes `axes`, by `rule` outside of the blocks that have rules of their own."""
+    """Runs forward code on the tensor axes `axes`, by `rule` outside of the blocks that have rules
+    of their own.
+    """
 
     def __init__(self, axes: TensorAxes, *, rule: BlockRule = PLAIN) -> None:
         super().__init__()
@@ -74,17 +90,23 @@ class SplitMode(PythonFunctionMode):
 
     @property
     def prepared(self) -> list[PreparedCall]:
-        """All that is known of calls on split tensors, once for each signature, in the order in which they came first."""
+        """All that is known of calls on split tensors, once for each signature, in the order in
+        which they came first.
+        """
         return [each for known in self._tables.values() for each in known.values()]
 
     @property
     def whole_calls(self) -> list[str]:
-        """Names of functions that got whole tensors because no row fits, once for each signature."""
+        """Names of functions that got whole tensors because no row fits, once for each
+        signature.
+        """
         return [each.call.func.__name__ for each in self.prepared if not each.decision.outputs]
 
     @contextmanager
     def on(self) -> Generator[None, None, None]:
-        """Turn the mode on where it is not: outside of all, and where torch turned it off (backward, which may recompute)."""
+        """Turn the mode on where it is not: outside of all, and where torch turned it off
+        (backward, which may recompute).
+        """
         if self.is_on:
             yield
             return
@@ -94,27 +116,43 @@ class SplitMode(PythonFunctionMode):
 
     @override
     def whole(self, value: Any) -> Any:
-        """Return `value`, a tensor or anything that holds tensors, with whole tensors in the place of split ones."""
+        """Return `value`, a tensor or anything that holds tensors, with whole tensors in the place
+        of split ones.
+        """
         return self.mover.whole(value)
 
     def run_block(
-        self, rule: BlockRule, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        rule: BlockRule,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
-        """Return what `forward` returns, run by `rule`: its tensors are moved to where they cross the border."""
+        """Return what `forward` returns, run by `rule`: its tensors are moved to where they cross
+        the border.
+        """
         if rule.is_plain and self.rule.is_plain:
             if not rule.has_border:
                 return forward(*args, **kwargs)
             return self.whole(forward(*self.whole(args), **self.whole(kwargs)))
         if rule.has_border:
             args, kwargs = self.mover.at_border(rule, rule.inputs, (args, kwargs))
-        shapes = (self.mover.shape(each) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor))
+        shapes = (
+            self.mover.shape(each)
+            for each in tree_leaves((args, kwargs))
+            if isinstance(each, Tensor)
+        )
         with self.following(rule, next((shape[:-1] for shape in shapes if len(shape) > 1), None)):
             result = forward(*args, **kwargs)
         return self.mover.at_border(rule, rule.outputs, result) if rule.has_border else result
 
     @contextmanager
-    def following(self, rule: BlockRule, rows: tuple[int, ...] | None) -> Generator[None, None, None]:
-        """Run by `rule`, `rows` being the dims but for the last of tensors at the border (see `rest_of`)."""
+    def following(
+        self, rule: BlockRule, rows: tuple[int, ...] | None
+    ) -> Generator[None, None, None]:
+        """Run by `rule`, `rows` being the dims but for the last of tensors at the border (see
+        `rest_of`).
+        """
         before = self.rule, self._rows
         self._follow(rule, rows)
         try:
@@ -134,13 +172,19 @@ class SplitMode(PythonFunctionMode):
 
     @override
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         for arg in args if not kwargs else (*args, *kwargs.values()):
             if isinstance(arg, Tensor):
                 if (notes := arg.__dict__) and (LAYOUT in notes or COPIED in notes):
                     return self._on_split(func, args, kwargs or {})
-            elif isinstance(arg, list | tuple) and any(layout_of(each) is not None for each in tensors_in(arg)):
+            elif isinstance(arg, list | tuple) and any(
+                layout_of(each) is not None for each in tensors_in(arg)
+            ):
                 return self._on_split(func, args, kwargs or {})
         if self.rule.is_joint:
             refuse_draws(func, args, kwargs or {})
@@ -148,7 +192,9 @@ class SplitMode(PythonFunctionMode):
             refuse_transforms(tensors_in((*args, *(kwargs or {}).values())))
         return func(*args, **(kwargs or {}))
 
-    def _on_split(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _on_split(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         if (attribute := ATTRIBUTES.get(func)) is not None:
             return attribute(*args, **kwargs)
         if func is Tensor.register_hook and (layout := layout_of(args[0])) is not None:
@@ -166,7 +212,13 @@ class SplitMode(PythonFunctionMode):
                 with self:
                     return body(*args, **kwargs)
             prepared = prepare_call(
-                func, args, kwargs, tensors, rule=self.rule, whole=self._whole, sizes=self.axes.sizes
+                func,
+                args,
+                kwargs,
+                tensors,
+                rule=self.rule,
+                whole=self._whole,
+                sizes=self.axes.sizes,
             )
             if key is not None and len(self._known) < _MAX_KNOWN:
                 self._known[key] = prepared
@@ -198,9 +250,12 @@ class SplitMode(PythonFunctionMode):
         kind, outputs = prepared.kind, prepared.decision.outputs
         if kind is None or kind.run is None or not (outputs or (kind.draws and prepared.batches)):
             return prepared.call.func(*args, **kwargs)
-        return kind.run(Placed(prepared.call, args, kwargs, prepared.inputs, outputs, self.axes, prepared.memo))
+        return kind.run(
+            Placed(prepared.call, args, kwargs, prepared.inputs, outputs, self.axes, prepared.memo)
+        )
 
-    # ---- arguments --------------------------------------------------------------------------------------------------
+    # ---- arguments
+    # --------------------------------------------------------------------------------------------------
 
     def _moved_arguments(self, prepared: PreparedCall, tensors: list[Tensor]) -> list[Tensor]:
         """The local tensors; the list itself where none moves."""
@@ -226,7 +281,8 @@ class SplitMode(PythonFunctionMode):
         tensor.copy_(moves.move(whole, everywhere, target, (False,) * len(everywhere), self.axes))
         return None if prepared.call.func is Tensor.__setitem__ else tensor
 
-    # ---- results ----------------------------------------------------------------------------------------------------
+    # ---- results
+    # ----------------------------------------------------------------------------------------------------
 
     def _placed(self, prepared: PreparedCall, result: Any, local: Sequence[Tensor]) -> Any:
         if not prepared.decision.outputs and not prepared.batches:
@@ -243,9 +299,13 @@ class SplitMode(PythonFunctionMode):
             return result
         return type(result)(replaced([*result], new, of=Tensor))
 
-    def _finished(self, prepared: PreparedCall, tensor: Tensor, index: int, local: Sequence[Tensor]) -> Tensor:
+    def _finished(
+        self, prepared: PreparedCall, tensor: Tensor, index: int, local: Sequence[Tensor]
+    ) -> Tensor:
         """Sum what is partial, add what waits for that, and say where the result is."""
-        batch = prepared.batches[min(index, len(prepared.batches) - 1)] if prepared.batches else None
+        batch = (
+            prepared.batches[min(index, len(prepared.batches) - 1)] if prepared.batches else None
+        )
         outputs, added = prepared.decision.outputs, prepared.decision.added
         index = min(index, max(len(outputs) - 1, 0))
         placements = outputs[index] if outputs else self._whole.placements
@@ -262,20 +322,30 @@ class SplitMode(PythonFunctionMode):
                 rest = self._rest(prepared.kind, tensor, now, axis)
                 if isinstance(rest, Shard):
                     now[axis] = rest
-                    tensor = moves.scatter(tensor, local_shard(now, self.axes.sizes, axis), self.axes, axis)
+                    tensor = moves.scatter(
+                        tensor, local_shard(now, self.axes.sizes, axis), self.axes, axis
+                    )
                 else:
                     tensor, now[axis] = moves.reduce(tensor, self.axes, axis), REPLICATE
         if added is not None:
             along = prepared.decision.along
             later = self.mover.sums_later
             bias = moves.bias_for(
-                local[added], placements, now, self.axes, ndim=tensor.ndim, along=along, sums_later=later
+                local[added],
+                placements,
+                now,
+                self.axes,
+                ndim=tensor.ndim,
+                along=along,
+                sums_later=later,
             )
             tensor = tensor + bias
         layout = layout_at(now, tensor.shape, self.axes.sizes, batch=batch)
         return tensor if layout is None else with_layout(tensor, layout)
 
-    def _rest(self, kind: Kind | None, tensor: Tensor, now: list[Placement], axis: int) -> Placement:
+    def _rest(
+        self, kind: Kind | None, tensor: Tensor, now: list[Placement], axis: int
+    ) -> Placement:
         """Return where a sum along `axis` is left."""
         if not self.rule.sums or kind is None or not kind.sums_rest:
             return REPLICATE
@@ -285,5 +355,7 @@ class SplitMode(PythonFunctionMode):
             others[axis] = REPLICATE
             sizes = self.axes.sizes
             shape = whole_shape(others, tensor.shape, sizes)
-            found = self._rests[key] = rest_of(self.rule, self._rows, shape, others, axis=axis, sizes=sizes)
+            found = self._rests[key] = rest_of(
+                self.rule, self._rows, shape, others, axis=axis, sizes=sizes
+            )
         return found

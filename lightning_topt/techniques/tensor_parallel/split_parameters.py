@@ -1,4 +1,6 @@
-"""Split parameters rest in slices along tensor axes: plain parameters of the local shape, which carry their layout."""
+"""Split parameters rest in slices along tensor axes: plain parameters of the local shape, which
+carry their layout.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ from lightning_topt.techniques.tensor_parallel.tensor_axes import TensorAxes
 
 @dataclass(frozen=True)
 class SplitTensor:
-    """A `SplitTensor` says how a parameter, and what has its shape (a gradient, optimizer state), is cut along tensor axes."""
+    """A `SplitTensor` says how a parameter, and what has its shape (a gradient, optimizer state),
+    is cut along tensor axes.
+    """
 
     layout: Layout
     axes: TensorAxes
@@ -36,7 +40,9 @@ class SplitTensor:
     def own(self, whole: Tensor) -> Tensor:
         """Return this rank's slice of `whole`, a tensor of its own."""
         axes = self.axes
-        own = own_slice(whole, self.layout.placements, coordinates=axes.coordinates, sizes=axes.sizes)
+        own = own_slice(
+            whole, self.layout.placements, coordinates=axes.coordinates, sizes=axes.sizes
+        )
         return own.clone(memory_format=torch.contiguous_format)
 
     def whole(self, local: Tensor) -> Tensor:
@@ -44,7 +50,9 @@ class SplitTensor:
         now = [*self.layout.placements]
         for axis in reversed(range(len(self.axes))):
             if isinstance(now[axis], Shard):
-                local = moves.all_gather(local, local_shard(now, self.axes.sizes, axis), self.axes, axis)
+                local = moves.all_gather(
+                    local, local_shard(now, self.axes.sizes, axis), self.axes, axis
+                )
                 now[axis] = REPLICATE
         return local
 
@@ -78,31 +86,45 @@ class SplitTensor:
         return count
 
 
-def check_split(name: str, shape: tuple[int, ...], placements: tuple[Placement, ...], axes: TensorAxes) -> None:
-    """Raise ValueError where parameter `name` of this shape cannot be cut so; names the parameter and the axis."""
+def check_split(
+    name: str, shape: tuple[int, ...], placements: tuple[Placement, ...], axes: TensorAxes
+) -> None:
+    """Raise ValueError where parameter `name` of this shape cannot be cut so; names the parameter
+    and the axis.
+    """
     if len(placements) != len(axes):
-        raise ValueError(f"parameter {name!r} has {len(placements)} placements for the axes {axes.names}")
+        raise ValueError(
+            f"parameter {name!r} has {len(placements)} placements for the axes {axes.names}"
+        )
     if pieces(placements, axes.sizes) is None:
         raise ValueError(
-            f"parameter {name!r} is cut along one dim by several of the axes {', '.join(axes.names)}, and the parts of one are "
+            f"parameter {name!r} is cut along one dim by several of the axes "
+            f"{', '.join(axes.names)}, and the parts of one are "
             "not pieces of the parts of another; choose other parts, or another dim"
         )
     left = [*shape]
-    for axis, (placement, named, size) in enumerate(zip(placements, axes.names, axes.sizes, strict=True)):
+    for axis, (placement, named, size) in enumerate(
+        zip(placements, axes.names, axes.sizes, strict=True)
+    ):
         if not isinstance(placement, Shard):
             continue
         if placement.dim >= len(shape):
             raise ValueError(
-                f"parameter {name!r} of shape {shape} has no dim {placement.dim} to split along axis {named!r}"
+                f"parameter {name!r} of shape {shape} has no dim {placement.dim} to split along "
+                f"axis {named!r}"
             )
         what = f"dim {placement.dim} of parameter {name!r} along axis {named!r}"
-        check_divides(left[placement.dim], local_shard(placements, axes.sizes, axis).parts, size, what=what)
+        check_divides(
+            left[placement.dim], local_shard(placements, axes.sizes, axis).parts, size, what=what
+        )
         left[placement.dim] //= size
 
 
 @dataclass(frozen=True)
 class SplitParameter:
-    """A parameter of the user's and the `slice` that is in the module in its place, cut as `how` says."""
+    """A parameter of the user's and the `slice` that is in the module in its place, cut as `how`
+    says.
+    """
 
     original: nn.Parameter
     slice: nn.Parameter
@@ -113,24 +135,31 @@ class SplitParameter:
 def split_parameters(
     module: nn.Module, placements: Mapping[str, tuple[Placement, ...]], axes: TensorAxes
 ) -> list[SplitParameter]:
-    """Put this rank's slices in the place of the named parameters of `module`, under all names of a tied one.
+    """Put this rank's slices in the place of the named parameters of `module`, under all names of a
+    tied one.
 
-    The originals, which optimizers and the user's code may hold, lose their memory until `join_parameters`. Raises ValueError
-    as `check_split`, for a name that `module` does not have, for a parameter with hooks, and where two names of one parameter
-    are placed differently.
+    The originals, which optimizers and the user's code may hold, lose their memory until
+    `join_parameters`. Raises ValueError as `check_split`, for a name that `module` does not have,
+    for a parameter with hooks, and where two names of one parameter are placed differently.
     """
     parameters = dict(module.named_parameters(remove_duplicate=False))
     found: dict[nn.Parameter, SplitTensor] = {}
     for name, along in placements.items():
         if name not in parameters:
-            raise ValueError(f"the plan places a parameter {name!r}, and {type(module).__name__} has none of that name")
+            raise ValueError(
+                f"the plan places a parameter {name!r}, and {type(module).__name__} has none of "
+                "that name"
+            )
         parameter = parameters[name]
         check_split(name, tuple(parameter.shape), along, axes)
         if any(isinstance(placement, Shard) for placement in along):
             _check_hooks(name, parameter)
         how = SplitTensor(Layout(tuple(parameter.shape), along), axes)
         if found.setdefault(parameter, how).layout != how.layout:
-            raise ValueError(f"parameter {name!r} is tied to another one, which is split differently: place them alike")
+            raise ValueError(
+                f"parameter {name!r} is tied to another one, which is split differently: place "
+                "them alike"
+            )
     split = [_split(parameter, how) for parameter, how in found.items() if how.slices > 1]
     _replace(module, {one.original: one.slice for one in split})
     return split
@@ -139,7 +168,8 @@ def split_parameters(
 def _check_hooks(name: str, parameter: nn.Parameter) -> None:
     if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
         raise ValueError(
-            f"parameter {name!r} has a hook for its gradient, and the plan splits it: the hook would not see the whole "
+            f"parameter {name!r} has a hook for its gradient, and the plan splits it: the hook "
+            "would not see the whole "
             "gradient; remove the hook, or keep the parameter whole"
         )
 
@@ -148,7 +178,10 @@ def _split(parameter: nn.Parameter, how: SplitTensor) -> SplitParameter:
     # A new parameter: autograd remembers the shape of one that was used.
     own = nn.Parameter(how.own(parameter.data), requires_grad=parameter.requires_grad)
     with_layout(own, how.layout)
-    parameter.data, parameter.grad = torch.empty(0, dtype=parameter.dtype, device=parameter.device), None
+    parameter.data, parameter.grad = (
+        torch.empty(0, dtype=parameter.dtype, device=parameter.device),
+        None,
+    )
     return SplitParameter(parameter, own, how)
 
 
@@ -164,8 +197,12 @@ def join_parameters(module: nn.Module, split: Iterable[SplitParameter]) -> None:
 
 
 @contextmanager
-def joined_parameters(module: nn.Module, split: Sequence[SplitParameter]) -> Generator[None, None, None]:
-    """Give `module` its whole parameters on every rank, and the slices again at the end. Entering is a collective call."""
+def joined_parameters(
+    module: nn.Module, split: Sequence[SplitParameter]
+) -> Generator[None, None, None]:
+    """Give `module` its whole parameters on every rank, and the slices again at the end. Entering
+    is a collective call.
+    """
     with torch.inference_mode(False):  # an evaluation's, whose tensors could not be trained on
         join_parameters(module, split)
     try:

@@ -1,5 +1,5 @@
-"""Prices of one traced call whose arguments are split along a tensor axis: `decide` says what the run would do, so the
-price is that of the run.
+"""Prices of one traced call whose arguments are split along a tensor axis: `decide` says what the
+run would do, so the price is that of the run.
 
     computation   max(flops / F, bytes / M) + o on local shapes, forward; backward the same for every gradient (see `compute`)
     collectives   those of `moves`, forward and backward, by `estimate_collective_seconds`
@@ -32,7 +32,9 @@ Collective = tuple[str, float]  # op, bytes of the whole tensor
 
 
 class Move(NamedTuple):
-    """A `Move` brings an argument to `target`; once made it serves all calls that want the same of this tensor."""
+    """A `Move` brings an argument to `target`; once made it serves all calls that want the same of
+    this tensor.
+    """
 
     operand: int
     target: Placement
@@ -50,8 +52,8 @@ class Saved(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """An `Outcome` is what a call does: where its results are, its moves, its seconds and collectives without them, what is
-    saved.
+    """An `Outcome` is what a call does: where its results are, its moves, its seconds and
+    collectives without them, what is saved.
     """
 
     outputs: tuple[Placement, ...]
@@ -63,7 +65,9 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True)
 class SplitPrices:
-    """Prices along one tensor axis, whose groups are `group`, for `batch_scale` times the samples of the trace."""
+    """Prices along one tensor axis, whose groups are `group`, for `batch_scale` times the samples
+    of the trace.
+    """
 
     cluster: Cluster
     optimizer: OptimizerProfile
@@ -72,7 +76,9 @@ class SplitPrices:
     _known: dict[Any, Outcome | None] = field(default_factory=dict, compare=False, repr=False)
 
     def outcome(self, call: TracedCall, placements: Sequence[Placement]) -> Outcome | None:
-        """Return what `call` does with its arguments at `placements`; None where it cannot, or would move a parameter."""
+        """Return what `call` does with its arguments at `placements`; None where it cannot, or
+        would move a parameter.
+        """
         key = id(call), *placements
         if key not in self._known:
             self._known[key] = self._outcome(call, placements)
@@ -81,17 +87,25 @@ class SplitPrices:
     def parameter_bytes(self, parameter: Ref) -> float:
         """Return the bytes of a whole parameter with its gradient and the optimizer's state."""
         assert parameter.parameter is not None
-        return parameter.nbytes * (1 + parameter.needs_grad) + self.optimizer.state_bytes(parameter.parameter)
+        return parameter.nbytes * (1 + parameter.needs_grad) + self.optimizer.state_bytes(
+            parameter.parameter
+        )
 
     def collective_seconds(self, collectives: Sequence[Collective]) -> float:
         """Return the seconds of `collectives`, one after another."""
         return sum(
-            estimate_collective_seconds(self.cluster, op=op, size=size, group=self.group) for op, size in collectives
+            estimate_collective_seconds(self.cluster, op=op, size=size, group=self.group)
+            for op, size in collectives
         )
 
     def _outcome(self, call: TracedCall, placements: Sequence[Placement]) -> Outcome | None:
         known = [
-            Known(Layout(ref.shape, (placement,)), ref.needs_grad, ref.parameter is not None, ref.is_mask)
+            Known(
+                Layout(ref.shape, (placement,)),
+                ref.needs_grad,
+                ref.parameter is not None,
+                ref.is_mask,
+            )
             for ref, placement in zip(call.inputs, placements, strict=True)
         ]
         kind, sizes = KINDS.get(call.func), (self.group.size,)
@@ -111,12 +125,15 @@ class SplitPrices:
         return Outcome(
             outputs,
             tuple(self._moves(call, placements, decision)),
-            self._compute_seconds(call, inputs, outputs, extra) + self.collective_seconds(collectives),
+            self._compute_seconds(call, inputs, outputs, extra)
+            + self.collective_seconds(collectives),
             collectives,
             tuple(self._saved(call, inputs, outputs)),
         )
 
-    def _outputs(self, call: TracedCall, decision: Decision) -> tuple[tuple[Placement, ...], list[Collective]]:
+    def _outputs(
+        self, call: TracedCall, decision: Decision
+    ) -> tuple[tuple[Placement, ...], list[Collective]]:
         if not decision.outputs:
             return (REPLICATE,) * len(call.outputs), []
         placed: list[Placement] = []
@@ -129,7 +146,9 @@ class SplitPrices:
             placed.append(placement)
         return tuple(placed), sums
 
-    def _moves(self, call: TracedCall, placements: Sequence[Placement], decision: Decision) -> Iterator[Move]:
+    def _moves(
+        self, call: TracedCall, placements: Sequence[Placement], decision: Decision
+    ) -> Iterator[Move]:
         for index, (ref, before) in enumerate(zip(call.inputs, placements, strict=True)):
             ((after,), (enters,)) = decision.inputs[index], decision.enters[index]
             has_gradient = ref.needs_grad and call.with_grad
@@ -138,7 +157,13 @@ class SplitPrices:
             size = self._bytes(ref)
             if isinstance(before, Shard):
                 forward = "all_to_all" if isinstance(after, Shard) else "all_gather"
-                backward = "all_to_all" if isinstance(after, Shard) else "reduce_scatter" if enters else None
+                backward = (
+                    "all_to_all"
+                    if isinstance(after, Shard)
+                    else "reduce_scatter"
+                    if enters
+                    else None
+                )
             else:
                 forward, backward = None, "all_gather" if isinstance(after, Shard) else "all_reduce"
             ops = [op for op in (forward, backward if has_gradient else None) if op is not None]
@@ -148,18 +173,29 @@ class SplitPrices:
     def _bytes(self, ref: Ref) -> float:
         return ref.nbytes * (1.0 if ref.parameter is not None else self.batch_scale)
 
-    # ---- computation ------------------------------------------------------------------------------------------------
+    # ---- computation
+    # ------------------------------------------------------------------------------------------------
 
     def _compute_seconds(
-        self, call: TracedCall, inputs: Sequence[Placement], outputs: Sequence[Placement], extra: float
+        self,
+        call: TracedCall,
+        inputs: Sequence[Placement],
+        outputs: Sequence[Placement],
+        extra: float,
     ) -> float:
         if call.is_view:
             return 0.0
         device, ranks = self.cluster.device, self.group.size
         places = zip((*call.inputs, *call.outputs), (*inputs, *outputs), strict=True)
-        traffic = sum(self._bytes(ref) / (ranks if isinstance(place, Shard) else 1) for ref, place in places)
+        traffic = sum(
+            self._bytes(ref) / (ranks if isinstance(place, Shard) else 1) for ref, place in places
+        )
         traffic += extra * self.batch_scale
-        flops = flops_of(call) * self.batch_scale / (ranks if any(isinstance(p, Shard) for p in inputs) else 1)
+        flops = (
+            flops_of(call)
+            * self.batch_scale
+            / (ranks if any(isinstance(p, Shard) for p in inputs) else 1)
+        )
         rate = device.flops_of(str(call.outputs[0].dtype).removeprefix("torch."))
         seconds = max(flops / rate, traffic / device.memory_bandwidth) + device.op_overhead_seconds
         gradients = sum(ref.needs_grad for ref in call.inputs) if call.with_grad else 0
@@ -169,7 +205,9 @@ class SplitPrices:
         backward = max(flops * products / rate, traffic * products / device.memory_bandwidth)
         return seconds + backward + products * device.op_overhead_seconds
 
-    def _saved(self, call: TracedCall, inputs: Sequence[Placement], outputs: Sequence[Placement]) -> Iterator[Saved]:
+    def _saved(
+        self, call: TracedCall, inputs: Sequence[Placement], outputs: Sequence[Placement]
+    ) -> Iterator[Saved]:
         parameters = {ref.memory for ref in call.inputs if ref.parameter is not None}
         places = {ref.memory: place for ref, place in zip(call.outputs, outputs, strict=True)}
         places |= {ref.memory: place for ref, place in zip(call.inputs, inputs, strict=True)}
@@ -177,7 +215,9 @@ class SplitPrices:
         for memory, size in call.saved:
             if memory not in parameters:
                 is_slice = of_own if memory is None else isinstance(places[memory], Shard)
-                yield Saved(memory, is_slice, size * self.batch_scale / (self.group.size if is_slice else 1))
+                yield Saved(
+                    memory, is_slice, size * self.batch_scale / (self.group.size if is_slice else 1)
+                )
 
 
 def flops_of(call: TracedCall) -> float:
@@ -228,7 +268,10 @@ def _norm(call: TracedCall, inputs: Sequence[Placement]) -> Inside:
     if not isinstance(inputs[0], Shard) or inputs[0].dim != len(x.shape) - 1:
         return [], 0.0
     size = float(math.prod(x.shape[:-1]) * max(x.dtype.itemsize, 4))
-    forward, backward = [size] * (1 + is_centered), [size * (1 + is_centered)] if call.with_grad else []
+    forward, backward = (
+        [size] * (1 + is_centered),
+        [size * (1 + is_centered)] if call.with_grad else [],
+    )
     return [("all_reduce", each) for each in (*forward, *backward)], 0.0
 
 
@@ -252,7 +295,8 @@ def given(call: TracedCall, position: int, name: str, default: Any) -> Any:
     return call.args[position] if position < len(call.args) else call.kwargs.get(name, default)
 
 
-# What kinds that run in their own way add where they are split, by the name of the kind: collectives, bytes of traffic.
+# What kinds that run in their own way add where they are split, by the name of the kind:
+# collectives, bytes of traffic.
 INSIDE: dict[str, Callable[[TracedCall, Sequence[Placement]], Inside]] = {
     "cross entropy": _loss,
     "norm": _norm,

@@ -14,7 +14,9 @@ from lightning_topt.graph.mesh_axes import Mesh
 
 @dataclass(frozen=True)
 class CollectiveCall:
-    """One call of `op` along an axis (index), on a tensor of `size` bytes: what one rank gives or, for a gather, gets."""
+    """One call of `op` along an axis (index), on a tensor of `size` bytes: what one rank gives or,
+    for a gather, gets.
+    """
 
     op: str
     axis: int
@@ -23,10 +25,11 @@ class CollectiveCall:
 
 @dataclass(frozen=True)
 class TensorAxes:
-    """The tensor axes of a mesh, outermost first, as one rank sees them: `sizes`, its `coordinates`, the `groups` it is in.
+    """The tensor axes of a mesh, outermost first, as one rank sees them: `sizes`, its
+    `coordinates`, the `groups` it is in.
 
-    Without groups (None) collectives only have shapes: a rank that is looked at, not run. `calls`, where it is a list, gets
-    every collective call of a step, forward and backward.
+    Without groups (None) collectives only have shapes: a rank that is looked at, not run. `calls`,
+    where it is a list, gets every collective call of a step, forward and backward.
     """
 
     names: tuple[str, ...]
@@ -39,7 +42,9 @@ class TensorAxes:
         return len(self.sizes)
 
     def note(self, op: str, axis: int, whole: torch.Tensor) -> None:
-        """Remember a call on `whole`, the larger one of what is given and what is got; without a group a capture may see it."""
+        """Remember a call on `whole`, the larger one of what is given and what is got; without a
+        group a capture may see it.
+        """
         if self.groups[axis] is None:
             show_collective(whole, op=op, axis=axis)
         if self.calls is not None:
@@ -59,7 +64,9 @@ class TensorAxes:
 
     @classmethod
     def with_groups(cls, mesh: Mesh) -> TensorAxes:
-        """Return the axes as this rank sees them. A collective call: groups are made in the same order on all ranks."""
+        """Return the axes as this rank sees them. A collective call: groups are made in the same
+        order on all ranks.
+        """
         alone = cls.of_mesh(mesh, rank=dist.get_rank())
         groups = tuple(own_group(mesh.groups_along([axis])) for axis in mesh.tensor_axes)
         return cls(alone.names, alone.sizes, alone.coordinates, groups)

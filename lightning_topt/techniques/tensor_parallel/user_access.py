@@ -1,4 +1,5 @@
-"""Ways in which user code reaches a split tensor beside torch functions: hooks of gradients, ``.data``, NumPy, torch.func.
+"""Ways in which user code reaches a split tensor beside torch functions: hooks of gradients,
+``.data``, NumPy, torch.func.
 
 Each sees whole tensors, or is refused.
 """
@@ -15,7 +16,12 @@ from torch import Tensor
 from torch._C import _functorch
 
 from lightning_topt.techniques.tensor_parallel import moves
-from lightning_topt.techniques.tensor_parallel.layout import REPLICATE, Layout, layout_of, with_layout
+from lightning_topt.techniques.tensor_parallel.layout import (
+    REPLICATE,
+    Layout,
+    layout_of,
+    with_layout,
+)
 from lightning_topt.techniques.tensor_parallel.tensor_axes import TensorAxes
 
 _DATA: Any = torch.Tensor.data
@@ -40,13 +46,16 @@ def hook_of_slices(hook: Hook, layout: Layout, axes: TensorAxes) -> Hook:
 
 
 def set_data(tensor: Tensor, value: Tensor, axes: TensorAxes) -> None:
-    """Set ``tensor.data``, a split tensor, to `value`, which is split or whole. Raises ValueError for another shape."""
+    """Set ``tensor.data``, a split tensor, to `value`, which is split or whole. Raises ValueError
+    for another shape.
+    """
     layout, given = layout_of(tensor), layout_of(value)
     assert layout is not None
     shape = tuple(value.shape) if given is None else given.shape
     if shape != layout.shape:
         raise ValueError(
-            f"the data of a tensor of shape {layout.shape}, which is split {' x '.join(map(str, layout.placements))}, are set "
+            f"the data of a tensor of shape {layout.shape}, which is split "
+            f"{' x '.join(map(str, layout.placements))}, are set "
             f"to those of one of shape {shape}; keep the shape, or keep the tensor's block whole"
         )
     source = (REPLICATE,) * len(axes) if given is None else given.placements
@@ -55,19 +64,32 @@ def set_data(tensor: Tensor, value: Tensor, axes: TensorAxes) -> None:
 
 
 def gradients(
-    whole: Callable[[Any], Any], outputs: Any, inputs: Any, grad_outputs: Any = None, *rest: Any, **more: Any
+    whole: Callable[[Any], Any],
+    outputs: Any,
+    inputs: Any,
+    grad_outputs: Any = None,
+    *rest: Any,
+    **more: Any,
 ) -> Any:
-    """Return what `torch.autograd.grad` does, of split tensors too: each gradient is where its tensor is."""
+    """Return what `torch.autograd.grad` does, of split tensors too: each gradient is where its
+    tensor is.
+    """
     outputs, grad_outputs = whole(outputs), whole(grad_outputs)
     with torch._C.DisableTorchFunction():
-        found: tuple[Tensor | None, ...] = torch.autograd.grad(outputs, inputs, grad_outputs, *rest, **more)
-    for tensor, gradient in zip([inputs] if isinstance(inputs, Tensor) else inputs, found, strict=True):
+        found: tuple[Tensor | None, ...] = torch.autograd.grad(
+            outputs, inputs, grad_outputs, *rest, **more
+        )
+    for tensor, gradient in zip(
+        [inputs] if isinstance(inputs, Tensor) else inputs, found, strict=True
+    ):
         if gradient is not None and (layout := layout_of(tensor)) is not None:
             with_layout(gradient, layout)
     return found
 
 
-def written_besides(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, in_place: bool) -> Iterator[Any]:
+def written_besides(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, in_place: bool
+) -> Iterator[Any]:
     """Yield what a call writes to, or lists of it, besides a tensor that is its first argument."""
     if kwargs.get("out") is not None:
         yield kwargs["out"]
@@ -79,20 +101,25 @@ def written_besides(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *,
 
 
 def read_only(result: Any) -> Any:
-    """Return an array of NumPy so that it cannot be written to: the memory is that of a gathered copy."""
+    """Return an array of NumPy so that it cannot be written to: the memory is that of a gathered
+    copy.
+    """
     if isinstance(result, np.ndarray):
         result.flags.writeable = False
     return result
 
 
 def refuse_transforms(tensors: Iterable[Tensor]) -> None:
-    """Raise ValueError where a transform of torch.func has wrapped a split tensor: it would compute on the slice alone."""
+    """Raise ValueError where a transform of torch.func has wrapped a split tensor: it would compute
+    on the slice alone.
+    """
     for tensor in tensors:
         while _functorch.is_functorch_wrapped_tensor(tensor):
             tensor = _functorch.get_unwrapped(tensor)
             if layout_of(tensor) is not None:
                 raise ValueError(
-                    "a transform of torch.func (vmap, grad, ...) is applied to a tensor that is split, of which it would see "
+                    "a transform of torch.func (vmap, grad, ...) is applied to a tensor that is "
+                    "split, of which it would see "
                     "one slice; keep the parameters of this module and of those around it whole"
                 )
 

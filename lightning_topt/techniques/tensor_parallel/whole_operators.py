@@ -1,4 +1,6 @@
-"""The functions of a split step that run on whole tensors, the same on every rank of a tensor axis: what they take, and why."""
+"""The functions of a split step that run on whole tensors, the same on every rank of a tensor axis:
+what they take, and why.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,9 @@ Why = Literal["not in the table of kinds", "its slices are gathered first", "its
 
 @dataclass(frozen=True)
 class WholeOperator:
-    """A function that is not split, in `module` and others: calls of a step, its shares of the seconds of the calls of a step
-    (with what brings split arguments together for it) and of the bytes that they keep for backward.
+    """A function that is not split, in `module` and others: calls of a step, its shares of the
+    seconds of the calls of a step (with what brings split arguments together for it) and of the
+    bytes that they keep for backward.
     """
 
     function: str
@@ -28,9 +31,11 @@ class WholeOperator:
 
 
 def whole_operators(calls: Iterable[tuple[PricedCall, int]]) -> list[WholeOperator]:
-    """Return the functions that run whole, those whose tensors are whole anyway last, then by their share of the seconds.
+    """Return the functions that run whole, those whose tensors are whole anyway last, then by their
+    share of the seconds.
 
-    `calls` are those of a step with how often each runs (`SplitModel.priced_calls`). Views are left out.
+    `calls` are those of a step with how often each runs (`SplitModel.priced_calls`). Views are left
+    out.
     """
     calls = [*calls]
     seconds = sum(times * call.seconds for call, times in calls) or 1.0
@@ -50,7 +55,9 @@ def whole_operators(calls: Iterable[tuple[PricedCall, int]]) -> list[WholeOperat
         )
         for (name, why), several in found.items()
     ]
-    return sorted(operators, key=lambda each: (each.why == "its tensors are whole", -each.share_of_seconds))
+    return sorted(
+        operators, key=lambda each: (each.why == "its tensors are whole", -each.share_of_seconds)
+    )
 
 
 def _name(call: PricedCall) -> str:

@@ -15,7 +15,9 @@ Fate = Callable[[bytes], bool]
 
 @dataclass(frozen=True)
 class Faults:
-    """Shares of datagrams that are lost, doubled, sent as well in a cut form, and held back behind others."""
+    """Shares of datagrams that are lost, doubled, sent as well in a cut form, and held back behind
+    others.
+    """
 
     lost: float = 0.0
     doubled: float = 0.0
@@ -25,7 +27,9 @@ class Faults:
 
 
 class DatagramProxy(threading.Thread):
-    """Rank i reaches rank j at a port of its own; what comes there leaves from the port at which j reaches i."""
+    """Rank i reaches rank j at a port of its own; what comes there leaves from the port at which j
+    reaches i.
+    """
 
     def __init__(self, addresses: Sequence[Address], faults: Faults) -> None:
         super().__init__(daemon=True)

@@ -8,15 +8,27 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lightning_topt.communication.bounded_loss import rate_rule
-from lightning_topt.communication.bounded_loss.path_measures import PATH_COLUMNS, measure_trip, reset_path, take_report
-from lightning_topt.communication.bounded_loss.rate_rule import LIMITED, LINK_COLUMNS, pacing_rate, reset_link
+from lightning_topt.communication.bounded_loss.path_measures import (
+    PATH_COLUMNS,
+    measure_trip,
+    reset_path,
+    take_report,
+)
+from lightning_topt.communication.bounded_loss.rate_rule import (
+    LIMITED,
+    LINK_COLUMNS,
+    pacing_rate,
+    reset_link,
+)
 
 REPORT_SECONDS = 5e-4
 
 
 @dataclass
 class Sender:
-    """One flow: datagrams sent, delivered, lost and marked so far; fractions wait for the next step."""
+    """One flow: datagrams sent, delivered, lost and marked so far; fractions wait for the next
+    step.
+    """
 
     window: float = 10.0
     sent: float = 0.0
@@ -89,9 +101,11 @@ def run_link(
     starts: list[float] | None = None,
     step: float = 1e-4,
 ) -> list[float]:
-    """Let `senders` share a link of `capacity` datagrams/s, round trip `base` s, `queue` datagrams, random `loss`.
+    """Let `senders` share a link of `capacity` datagrams/s, round trip `base` s, `queue` datagrams,
+    random `loss`.
 
-    Returns the datagrams/s of each that were delivered in the last half of the time; `starts` says when each begins.
+    Returns the datagrams/s of each that were delivered in the last half of the time; `starts` says
+    when each begins.
     """
     random = np.random.default_rng(0)
     waiting = [0.0] * len(senders)
@@ -128,7 +142,9 @@ def run_link(
                 waiting[index] *= 1 - over / total
         _report(senders, now, trip)
     half = seconds / 2
-    return [(sender.delivered - before) / half for sender, before in zip(senders, at_half, strict=True)]
+    return [
+        (sender.delivered - before) / half for sender, before in zip(senders, at_half, strict=True)
+    ]
 
 
 def _report(senders: list[Sender], now: float, trip: float) -> None:

@@ -1,4 +1,6 @@
-"""Ranks of an exchange in this process: each has its thread and sockets, the loopback is the network."""
+"""Ranks of an exchange in this process: each has its thread and sockets, the loopback is the
+network.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from lightning_topt.communication.bounded_loss import BoundedLossExchange, Outcome, WireOptions, open_endpoint
+from lightning_topt.communication.bounded_loss import (
+    BoundedLossExchange,
+    Outcome,
+    WireOptions,
+    open_endpoint,
+)
 from tests.communication.bounded_loss.datagram_proxy import DatagramProxy, Faults
 
 SECONDS = 30.0
@@ -50,7 +57,11 @@ def exchanges(
 
 
 def step(
-    ranks: Sequence[BoundedLossExchange], contributions: Sequence[np.ndarray], *, bucket: int = 0, **options: object
+    ranks: Sequence[BoundedLossExchange],
+    contributions: Sequence[np.ndarray],
+    *,
+    bucket: int = 0,
+    **options: object,
 ) -> tuple[list[np.ndarray], list[Outcome]]:
     """One bucket on all ranks: the sums by rank, and what became of each contribution."""
     sums = [np.full_like(values, np.nan) for values in contributions]
@@ -62,7 +73,9 @@ def step(
 
 
 def whole_numbers(numel: int, *, seed: int) -> np.ndarray:
-    """Random whole numbers as float32, none of them 0: sums are exact in any order, and what is missing shows."""
+    """Random whole numbers as float32, none of them 0: sums are exact in any order, and what is
+    missing shows.
+    """
     random = np.random.default_rng(seed)
     return (random.integers(1, 1000, numel) * random.choice([-1, 1], numel)).astype(np.float32)
 

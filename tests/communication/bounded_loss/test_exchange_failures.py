@@ -40,14 +40,17 @@ def _steps_for_ever(rank, endpoint, addresses, started):
 
 
 @pytest.mark.parametrize(
-    ("ending", "said"), [(signal.SIGKILL, "its process has ended"), (signal.SIGSTOP, "did not answer")]
+    ("ending", "said"),
+    [(signal.SIGKILL, "its process has ended"), (signal.SIGSTOP, "did not answer")],
 )
 def test_a_rank_that_ends_or_freezes_is_named(ending, said):
     context = multiprocessing.get_context("fork")
     endpoints = [open_endpoint("127.0.0.1") for _ in range(2)]
     addresses = [endpoint.address for endpoint in endpoints]
     started = context.Event()
-    other = context.Process(target=_steps_for_ever, args=(1, endpoints[1], addresses, started), daemon=True)
+    other = context.Process(
+        target=_steps_for_ever, args=(1, endpoints[1], addresses, started), daemon=True
+    )
     other.start()
     endpoints[1].close()
     exchange = BoundedLossExchange(0, addresses, KEY, endpoint=endpoints[0], timeout_seconds=1.0)
@@ -103,7 +106,10 @@ def test_a_side_channel_that_is_cut():
 
 def test_other_sizes_are_told():
     with exchanges(2, timeout_seconds=2.0) as ranks:
-        handles = [exchange.start(4, np.ones(1000 + rank, np.float32)) for rank, exchange in enumerate(ranks)]
+        handles = [
+            exchange.start(4, np.ones(1000 + rank, np.float32))
+            for rank, exchange in enumerate(ranks)
+        ]
         said = []
         for handle in handles:
             with pytest.raises(PeerSilentError) as found:
@@ -120,7 +126,9 @@ def test_nobody_there():
             BoundedLossExchange(0, addresses, KEY, endpoint=endpoint, timeout_seconds=0.3)
         other.close()
         with pytest.raises(ConnectionFailedError, match="rank 1 cannot be reached"):
-            BoundedLossExchange(2, [*addresses, endpoint.address], KEY, endpoint=endpoint, timeout_seconds=0.3)
+            BoundedLossExchange(
+                2, [*addresses, endpoint.address], KEY, endpoint=endpoint, timeout_seconds=0.3
+            )
     finally:
         endpoint.close()
         other.close()
@@ -135,7 +143,11 @@ def test_who_does_not_know_the_key_is_refused():
     makers = [
         threading.Thread(
             target=lambda rank=rank: made.update(
-                {rank: BoundedLossExchange(rank, addresses, KEY, endpoint=endpoints[rank], timeout_seconds=10)}
+                {
+                    rank: BoundedLossExchange(
+                        rank, addresses, KEY, endpoint=endpoints[rank], timeout_seconds=10
+                    )
+                }
             )
         )
         for rank in range(2)
@@ -152,11 +164,15 @@ def test_who_does_not_know_the_key_is_refused():
 
 
 def _header(key, *, kind=1, rank=1, step=1, tensor=0, segment=0, size=40, sequence=0):
-    return struct.pack("<BBHIqIIHHIq", kind, 0, rank, step, key, tensor, segment, size, 0, sequence, 0)
+    return struct.pack(
+        "<BBHIqIIHHIq", kind, 0, rank, step, key, tensor, segment, size, 0, sequence, 0
+    )
 
 
 def _wrong_datagrams(key, source):
-    """10,000 that none should act upon, sent from `source`: noise, wrong keys, and known keys with wrong contents."""
+    """10,000 that none should act upon, sent from `source`: noise, wrong keys, and known keys with
+    wrong contents.
+    """
     chance = random.Random(3)
     for number in range(10_000):
         body = chance.randbytes(chance.randrange(0, 1500))
@@ -168,17 +184,27 @@ def _wrong_datagrams(key, source):
         elif kind == 2:
             yield _header(key, size=len(body) + chance.choice([-1, 1, 7])) + body
         elif kind == 3:
-            wrong = {"rank": chance.choice([0, 5, 65535]), "kind": chance.choice([0, KINDS, 200, 255])}
+            wrong = {
+                "rank": chance.choice([0, 5, 65535]),
+                "kind": chance.choice([0, KINDS, 200, 255]),
+            }
             name = chance.choice(list(wrong))
             yield _header(key, size=len(body), **{name: wrong[name]}) + body
         else:
             wrong = {"tensor": 1 << 20, "segment": 1 << 30, "step": 1 << 20}
             name = chance.choice(list(wrong))
-            yield _header(key, size=len(body), sequence=chance.randrange(1 << 32), **{name: wrong[name]}) + body
+            yield (
+                _header(
+                    key, size=len(body), sequence=chance.randrange(1 << 32), **{name: wrong[name]}
+                )
+                + body
+            )
 
 
 def test_wrong_datagrams_change_nothing():
-    """Sent to a rank from another port, which suffices to drop them, and from the peer's own socket."""
+    """Sent to a rank from another port, which suffices to drop them, and from the peer's own
+    socket.
+    """
     values = [whole_numbers(20_000, seed=rank) for rank in range(2)]
     with exchanges(2) as ranks:
         step(ranks, values)
@@ -214,7 +240,9 @@ def _port_of(exchange):
 
 
 def _wait_until_read(exchange):
-    """Wait until nothing lies in the socket, where the kernel would drop what comes on top of too much."""
+    """Wait until nothing lies in the socket, where the kernel would drop what comes on top of too
+    much.
+    """
     end = time.monotonic() + SECONDS
     with _own_socket(exchange) as own:
         while struct.unpack("i", fcntl.ioctl(own, termios.FIONREAD, bytes(4)))[0]:
@@ -227,7 +255,10 @@ def test_two_jobs_side_by_side():
     values = [whole_numbers(60_000, seed=rank) for rank in range(4)]
     with exchanges(2) as first, exchanges(2) as second:
         stray = socket.socket(fileno=os.dup(int(first[0]._thread.t.config[tables.UDP])))
-        stray.sendto(_header(int(first[0]._thread.t.config[tables.KEY]), size=0), ("127.0.0.1", _port_of(second[1])))
+        stray.sendto(
+            _header(int(first[0]._thread.t.config[tables.KEY]), size=0),
+            ("127.0.0.1", _port_of(second[1])),
+        )
         stray.close()
         for _ in range(3):
             outs = [np.empty_like(each) for each in values]
@@ -255,7 +286,10 @@ def test_nothing_grows():
     with exchanges(2, faults=Faults(lost=0.01)) as ranks:
         seen = []
         for number in range(300):
-            handles = [exchange.start(0, own, out=out) for exchange, own, out in zip(ranks, values, outs, strict=True)]
+            handles = [
+                exchange.start(0, own, out=out)
+                for exchange, own, out in zip(ranks, values, outs, strict=True)
+            ]
             for handle in handles:
                 handle.wait(SECONDS)
             if number in (100, 299):
@@ -268,7 +302,9 @@ def test_nothing_grows():
 def test_sockets_are_bound_to_one_address():
     endpoint = open_endpoint("127.0.0.1")
     try:
-        assert endpoint.datagrams.getsockname()[0] == endpoint.listener.getsockname()[0] == "127.0.0.1"
+        assert (
+            endpoint.datagrams.getsockname()[0] == endpoint.listener.getsockname()[0] == "127.0.0.1"
+        )
         assert endpoint.largest_datagram([endpoint.address]) >= 1472
     finally:
         endpoint.close()

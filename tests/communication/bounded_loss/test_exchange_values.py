@@ -9,7 +9,13 @@ import torch
 from lightning_topt.communication.bounded_loss import BoundedLossExchange, WireOptions
 from lightning_topt.communication.bounded_loss.packed_halves import pack_halves, unpack_halves
 from tests.communication.bounded_loss.datagram_proxy import Faults
-from tests.communication.bounded_loss.ranks_here import SECONDS, delivered, exchanges, step, whole_numbers
+from tests.communication.bounded_loss.ranks_here import (
+    SECONDS,
+    delivered,
+    exchanges,
+    step,
+    whole_numbers,
+)
 from tests.launch import run_ranks
 
 SIZES = [1, 357, 359, 100_003]
@@ -29,7 +35,9 @@ def test_without_loss_it_is_the_sum(world_size):
 
 
 def test_order_of_additions_is_that_of_ranks():
-    contributions = [np.random.default_rng(rank).normal(size=50_000).astype(np.float32) for rank in range(3)]
+    contributions = [
+        np.random.default_rng(rank).normal(size=50_000).astype(np.float32) for rank in range(3)
+    ]
     with exchanges(3) as ranks:
         sums, _ = step(ranks, contributions)
     expected = (contributions[0] + contributions[1]) + contributions[2]
@@ -38,7 +46,9 @@ def test_order_of_additions_is_that_of_ranks():
 
 
 def test_delivered_and_residual_are_the_contribution():
-    """Under loss, doubling, cutting and reordering, element for element; several steps of several buckets."""
+    """Under loss, doubling, cutting and reordering, element for element; several steps of several
+    buckets.
+    """
     lost = 0.0
     with exchanges(3, faults=BAD_NETWORK, options=SMALL_PARTS) as ranks:
         for number in range(4):
@@ -46,7 +56,10 @@ def test_delivered_and_residual_are_the_contribution():
                 contributions = [whole_numbers(numel, seed=10 * number + rank) for rank in range(3)]
                 kept = [values.copy() for values in contributions]
                 sums, outcomes = step(ranks, contributions, bucket=bucket, tolerance=0.2)
-                expected = sum(delivered(values, outcome) for values, outcome in zip(kept, outcomes, strict=True))
+                expected = sum(
+                    delivered(values, outcome)
+                    for values, outcome in zip(kept, outcomes, strict=True)
+                )
                 for found in sums:
                     np.testing.assert_array_equal(found, expected)
                 for values, before, outcome in zip(contributions, kept, outcomes, strict=True):
@@ -60,14 +73,21 @@ def test_delivered_and_residual_are_the_contribution():
                     lost += outcome.lost_share
         statistics = [exchange.statistics() for exchange in ranks]
     assert lost > 0  # else nothing was tested
-    assert all(each.path_loss > 0 and each.datagrams_resent > 0 and each.rejected > 0 for each in statistics)
+    assert all(
+        each.path_loss > 0 and each.datagrams_resent > 0 and each.rejected > 0
+        for each in statistics
+    )
 
 
 def test_all_ranks_have_the_same_bits():
     with exchanges(3, faults=BAD_NETWORK) as ranks:
         for number in range(3):
             random = np.random.default_rng(number)
-            sums, _ = step(ranks, [random.normal(size=60_000).astype(np.float32) for _ in range(3)], tolerance=0.05)
+            sums, _ = step(
+                ranks,
+                [random.normal(size=60_000).astype(np.float32) for _ in range(3)],
+                tolerance=0.05,
+            )
             assert sums[0].tobytes() == sums[1].tobytes() == sums[2].tobytes()
 
 
@@ -78,7 +98,9 @@ def test_nothing_is_lost_where_nothing_may(exact):
     ranges = ((0, 10_000), (30_000, 30_001), (79_000, 80_000))
     with exchanges(2, faults=Faults(lost=0.05)) as ranks:
         for _ in range(3):
-            sums, outcomes = step(ranks, contributions, tolerance=0.2 if exact else 0.0, exact=ranges if exact else ())
+            sums, outcomes = step(
+                ranks, contributions, tolerance=0.2 if exact else 0.0, exact=ranges if exact else ()
+            )
             for low, high in ranges if exact else ((0, 80_000),):
                 np.testing.assert_array_equal(sums[0][low:high], sum(contributions)[low:high])
             if not exact:
@@ -93,7 +115,9 @@ def in_halves(values: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize(("world_size", "numel"), [(2, 70_001), (3, 50_000)])
 def test_16_bits_on_the_way(world_size, numel, in_place):
-    """Contributions and means are rounded as torch does, sums are float32; what was lost is known in full."""
+    """Contributions and means are rounded as torch does, sums are float32; what was lost is known
+    in full.
+    """
     exact = ((7, 300), (10_000, 20_001))
     with exchanges(world_size, faults=Faults(lost=0.05), options=WireOptions(bits=16)) as ranks:
         for number in range(3):
@@ -102,7 +126,9 @@ def test_16_bits_on_the_way(world_size, numel, in_place):
                 for rank in range(world_size)
             ]
             kept = [values.copy() for values in contributions]
-            sums = contributions if in_place else [np.empty_like(values) for values in contributions]
+            sums = (
+                contributions if in_place else [np.empty_like(values) for values in contributions]
+            )
             handles = [
                 exchange.start(0, values, out=out, tolerance=0.2, exact=exact, scale=1 / world_size)
                 for exchange, values, out in zip(ranks, contributions, sums, strict=True)
@@ -112,16 +138,27 @@ def test_16_bits_on_the_way(world_size, numel, in_place):
             for values, outcome in zip(kept, outcomes, strict=True):
                 total += in_halves(delivered(values, outcome))
                 missing = [values[start:stop] for start, stop in outcome.ranges]
-                np.testing.assert_array_equal(outcome.values, np.concatenate([*missing, np.empty(0, np.float32)]))
-                assert not any(start < high and low < stop for start, stop in outcome.ranges for low, high in exact)
+                np.testing.assert_array_equal(
+                    outcome.values, np.concatenate([*missing, np.empty(0, np.float32)])
+                )
+                assert not any(
+                    start < high and low < stop
+                    for start, stop in outcome.ranges
+                    for low, high in exact
+                )
             for found in sums:
                 np.testing.assert_array_equal(found, in_halves(total * np.float32(1 / world_size)))
     assert ranks[0].bytes_sent < 3 * 3 * numel * 2 * 2
 
 
 def test_halves_are_rounded_as_torch_does():
-    special = np.array([np.nan, -np.nan, np.inf, -np.inf, 0.0, -0.0, 3.4e38, 1e-40, 1.00390625, 1.01171875], np.float32)
-    values = np.concatenate([special, np.random.default_rng(0).standard_normal(1001).astype(np.float32)])
+    special = np.array(
+        [np.nan, -np.nan, np.inf, -np.inf, 0.0, -0.0, 3.4e38, 1e-40, 1.00390625, 1.01171875],
+        np.float32,
+    )
+    values = np.concatenate(
+        [special, np.random.default_rng(0).standard_normal(1001).astype(np.float32)]
+    )
     words, back = np.empty(-(-len(values) // 2), np.uint32), np.empty_like(values)
     pack_halves(values, words)
     unpack_halves(words, back)
@@ -144,13 +181,18 @@ def test_in_place():
             contributions = [whole_numbers(70_000, seed=2 * number + rank) for rank in range(2)]
             kept = [values.copy() for values in contributions]
             handles = [
-                exchange.start(3, values, tolerance=0.05) for exchange, values in zip(ranks, contributions, strict=True)
+                exchange.start(3, values, tolerance=0.05)
+                for exchange, values in zip(ranks, contributions, strict=True)
             ]
             outcomes = [handle.wait(SECONDS) for handle in handles]
-            expected = sum(delivered(values, outcome) for values, outcome in zip(kept, outcomes, strict=True))
+            expected = sum(
+                delivered(values, outcome) for values, outcome in zip(kept, outcomes, strict=True)
+            )
             for values, before, outcome in zip(contributions, kept, outcomes, strict=True):
                 np.testing.assert_array_equal(values, expected)
-                missing = np.concatenate([before[start:stop] for start, stop in outcome.ranges] or [np.empty(0)])
+                missing = np.concatenate(
+                    [before[start:stop] for start, stop in outcome.ranges] or [np.empty(0)]
+                )
                 np.testing.assert_array_equal(outcome.values, missing)
 
 
@@ -164,7 +206,8 @@ def test_sums_are_rescaled_by_what_arrived():
 
 def test_buckets_in_flight_together_and_in_another_order():
     contributions = [
-        [whole_numbers(30_000 + bucket, seed=7 * bucket + rank) for bucket in range(4)] for rank in range(2)
+        [whole_numbers(30_000 + bucket, seed=7 * bucket + rank) for bucket in range(4)]
+        for rank in range(2)
     ]
     sums = [[np.empty_like(values) for values in own] for own in contributions]
     with exchanges(2) as ranks:
@@ -172,13 +215,17 @@ def test_buckets_in_flight_together_and_in_another_order():
         for rank, order in enumerate(([0, 1, 2, 3], [3, 1, 0, 2])):
             for bucket in order:
                 handles.append(
-                    ranks[rank].start(bucket, contributions[rank][bucket], out=sums[rank][bucket], priority=bucket)
+                    ranks[rank].start(
+                        bucket, contributions[rank][bucket], out=sums[rank][bucket], priority=bucket
+                    )
                 )
         for handle in handles:
             handle.wait(SECONDS)
     for rank in range(2):
         for bucket in range(4):
-            np.testing.assert_array_equal(sums[rank][bucket], contributions[0][bucket] + contributions[1][bucket])
+            np.testing.assert_array_equal(
+                sums[rank][bucket], contributions[0][bucket] + contributions[1][bucket]
+            )
 
 
 @pytest.mark.parametrize(

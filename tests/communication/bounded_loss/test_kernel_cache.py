@@ -12,7 +12,9 @@ def test_kernels_go_when_any_file_changes(tmp_path):
     for path in (first, second):
         path.write_text("x = 1\n")
     forget_outdated_kernels(tmp_path)
-    kept = [tmp_path / "__pycache__" / name for name in ("first.f-1.py311.nbi", "first.f-1.py311.1.nbc")]
+    kept = [
+        tmp_path / "__pycache__" / name for name in ("first.f-1.py311.nbi", "first.f-1.py311.1.nbc")
+    ]
     for path in kept:
         path.write_bytes(b"kernel")
     forget_outdated_kernels(tmp_path)

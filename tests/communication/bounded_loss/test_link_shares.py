@@ -5,10 +5,20 @@ from __future__ import annotations
 import pytest
 
 from lightning_topt.communication.bounded_loss import tables
-from lightning_topt.communication.bounded_loss.link_shares import EXPIRE_NS, count_senders, divide_link
+from lightning_topt.communication.bounded_loss.link_shares import (
+    EXPIRE_NS,
+    count_senders,
+    divide_link,
+)
 from lightning_topt.communication.bounded_loss.path_measures import SHARE
 from lightning_topt.communication.bounded_loss.rate_rule import SHARES
-from lightning_topt.communication.bounded_loss.tables import OUT_C, OUT_R, SENDING, Tables, make_tables
+from lightning_topt.communication.bounded_loss.tables import (
+    OUT_C,
+    OUT_R,
+    SENDING,
+    Tables,
+    make_tables,
+)
 
 RANK, WORLD = 1, 4
 
@@ -34,7 +44,9 @@ def test_a_receiver_of_many_takes_less():
     t = tables_of(0, 2)
     t.peers[0, tables.SENDERS] = 3
     divide_link(t.address)
-    assert t.paths[:, SHARE].tolist() == [1 / 3, 0, 0.5, 0] and t.link[SHARES] == pytest.approx(5 / 6)
+    assert t.paths[:, SHARE].tolist() == [1 / 3, 0, 0.5, 0] and t.link[SHARES] == pytest.approx(
+        5 / 6
+    )
 
 
 def test_without_data_nothing_is_divided():

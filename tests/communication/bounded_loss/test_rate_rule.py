@@ -52,7 +52,9 @@ def rounds(
     marked_each: int = 0,
     size: int = 100,
 ) -> None:
-    """So many rounds of 2 ms with that many datagrams, all limited by the window; one receiver reports."""
+    """So many rounds of 2 ms with that many datagrams, all limited by the window; one receiver
+    reports.
+    """
     path, now = fresh_path(), float(row[rate_rule.ROUND_BEGAN])
     for number in range(1, count + 1):
         now += 2e-3
@@ -66,7 +68,11 @@ def test_the_search_doubles_until_a_queue_overflows():
     rounds(row, 3, size=40)
     assert row[WINDOW] == 80 and row[STARTING]
     rounds(row, 1, lost_each=30, size=80)
-    assert row[WINDOW] == pytest.approx(80 * (1 - 30 / 80 - 0.05)) and not row[STARTING] and row[CAUSED] == 0
+    assert (
+        row[WINDOW] == pytest.approx(80 * (1 - 30 / 80 - 0.05))
+        and not row[STARTING]
+        and row[CAUSED] == 0
+    )
 
 
 def test_one_overflow_reduces_once():
@@ -112,7 +118,10 @@ def test_marks_shrink_by_half_of_their_share():
     rounds(row, 1)
     row[rate_rule.ALPHA], before = 0.5, row[WINDOW]
     rounds(row, 1, marked_each=50)
-    assert row[WINDOW] == pytest.approx(before * (1 - row[rate_rule.ALPHA] / 2)) and row[rate_rule.ALPHA] == 0.5
+    assert (
+        row[WINDOW] == pytest.approx(before * (1 - row[rate_rule.ALPHA] / 2))
+        and row[rate_rule.ALPHA] == 0.5
+    )
 
 
 def refused_round(row: np.ndarray, *, delivered: int, refused: int) -> None:
@@ -146,7 +155,11 @@ def test_the_search_ends_far_above_what_gets_through():
 def test_round_trips_and_answers():
     row, path = fresh(), fresh_path()
     measure_trip(path, row, 0.01)
-    assert path[TRIP] == 0.01 and row[ROUND_TRIP] == pytest.approx(0.01) and answer_seconds(path) == pytest.approx(0.03)
+    assert (
+        path[TRIP] == 0.01
+        and row[ROUND_TRIP] == pytest.approx(0.01)
+        and answer_seconds(path) == pytest.approx(0.03)
+    )
     for nonsense in (-1.0, 0.0, 1e6):
         measure_trip(path, row, nonsense)
     assert path[TRIP] == 0.01 and row[ROUND_TRIP] == pytest.approx(0.01)
@@ -165,7 +178,10 @@ def test_bursts_are_blamed_first_then_batches_then_the_window():
     rounds(row, 1)
     window, row[rate_rule.BURST_USED] = row[WINDOW], 5.0
     rounds(row, 1, lost_each=20)
-    assert row[rate_rule.BURST] < rate_rule.FIRST_BURST and row[rate_rule.BATCH] == rate_rule.MOST_BATCH
+    assert (
+        row[rate_rule.BURST] < rate_rule.FIRST_BURST
+        and row[rate_rule.BATCH] == rate_rule.MOST_BATCH
+    )
     rounds(row, 1, lost_each=20)
     assert row[rate_rule.BATCH] == rate_rule.BETA * rate_rule.MOST_BATCH and row[WINDOW] == window
     rounds(row, 6, lost_each=20)
@@ -224,12 +240,16 @@ def test_loss_of_the_path_is_known():
 @pytest.mark.parametrize("first", ["ours", "tcp"])
 def test_it_shares_with_tcp(queue, first):
     starts = [0.0, 0.5] if first == "ours" else [0.5, 0.0]
-    ours, tcp = run_link([Ours(), Cubic()], capacity=GIGABIT, base=LAN, queue=queue, seconds=12.0, starts=starts)
+    ours, tcp = run_link(
+        [Ours(), Cubic()], capacity=GIGABIT, base=LAN, queue=queue, seconds=12.0, starts=starts
+    )
     assert 0.3 < ours / (ours + tcp) < 0.7 and ours + tcp > 0.9 * GIGABIT
 
 
 def test_two_exchanges_share():
-    first, second = run_link([Ours(), Ours()], capacity=GIGABIT, base=LAN, queue=87, seconds=8.0, starts=[0.0, 1.0])
+    first, second = run_link(
+        [Ours(), Ours()], capacity=GIGABIT, base=LAN, queue=87, seconds=8.0, starts=[0.0, 1.0]
+    )
     assert 0.25 < first / (first + second) < 0.75
 
 

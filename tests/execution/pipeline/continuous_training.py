@@ -1,4 +1,6 @@
-"""Training under the continuous schedule on running ranks, and by one process, as tests compare them."""
+"""Training under the continuous schedule on running ranks, and by one process, as tests compare
+them.
+"""
 
 from __future__ import annotations
 
@@ -66,8 +68,14 @@ class Case:
         every = self.drain_every or self.steps
         return min((step // every + 1) * every, self.steps)
 
-    def scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR | None:
-        return None if self.schedule is None else torch.optim.lr_scheduler.LambdaLR(optimizer, self.schedule)
+    def scheduler(
+        self, optimizer: torch.optim.Optimizer
+    ) -> torch.optim.lr_scheduler.LambdaLR | None:
+        return (
+            None
+            if self.schedule is None
+            else torch.optim.lr_scheduler.LambdaLR(optimizer, self.schedule)
+        )
 
 
 @dataclass
@@ -79,7 +87,8 @@ class Outcome:
     state: dict[str, Tensor] = field(default_factory=dict)
     held: list[int] = field(default_factory=list)
     random: Tensor | None = None
-    residuals: int = 0  # parameters of which the compressed exchange of some rank holds gradients back
+    # parameters of which the compressed exchange of some rank holds gradients back
+    residuals: int = 0
 
 
 def alone(case: Case) -> Outcome:
@@ -135,9 +144,12 @@ def train(rank: int, case: Case) -> Outcome:
     found.state = {name: value.clone() for name, value in engine.module_state().items()}
     if engine.exchange is not None:
         saved = engine.exchange_state()
-        assert saved is not None and len(saved["ranks"]) == (case.plan.data_parallel_size if rank == 0 else 0)
+        assert saved is not None and len(saved["ranks"]) == (
+            case.plan.data_parallel_size if rank == 0 else 0
+        )
         of_ranks = [named for each in saved["ranks"] for named in each.values()]
-        assert all(named.keys() == dict(model.named_parameters()).keys() for named in of_ranks)  # those of all stages
+        # those of all stages
+        assert all(named.keys() == dict(model.named_parameters()).keys() for named in of_ranks)
         found.residuals = sum(bool(tensor.any()) for named in of_ranks for tensor in named.values())
         given = [saved]
         torch.distributed.broadcast_object_list(given, src=0)
@@ -149,7 +161,9 @@ def train(rank: int, case: Case) -> Outcome:
     return found
 
 
-def finish(turn: Turn, run: ContinuousRun, optimizer: torch.optim.Optimizer, case: Case, found: Outcome) -> None:
+def finish(
+    turn: Turn, run: ContinuousRun, optimizer: torch.optim.Optimizer, case: Case, found: Outcome
+) -> None:
     found.losses.update(turn.losses)
     if turn.minibatch is None or not turn.completes:
         return

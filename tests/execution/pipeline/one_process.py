@@ -1,7 +1,8 @@
-"""The continuous schedule in one process, action by action: the slow twin of ranks that run it. For chains of blocks.
+"""The continuous schedule in one process, action by action: the slow twin of ranks that run it. For
+chains of blocks.
 
-Each stage has a copy of the model. A parameter that stages share is the first one's, which has the gradients of all; the others
-run forward of a minibatch with the weights that the first one did.
+Each stage has a copy of the model. A parameter that stages share is the first one's, which has the
+gradients of all; the others run forward of a minibatch with the weights that the first one did.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from tests.execution.pipeline.stage_models import Plain, cut, make
 
 
 class Twin(SegmentTwin):
-    """All stages of a training, with an optimizer and a rule each. Passes keep whole graphs, none of which is shared."""
+    """All stages of a training, with an optimizer and a rule each. Passes keep whole graphs, none
+    of which is shared.
+    """
 
     def __init__(self, case: Case) -> None:
         self.case, self.found = case, Outcome()
@@ -38,7 +41,8 @@ class Twin(SegmentTwin):
             [p for name, p in names.items() if self.holders[name][0] == stage]
             for stage, names in enumerate(self.needed)
         ]
-        self.given: dict[tuple[str, int], Tensor] = {}  # weights of shared parameters in forward passes
+        # weights of shared parameters in forward passes
+        self.given: dict[tuple[str, int], Tensor] = {}
         self.parts: dict[tuple[str, int], list[Tensor]] = {}  # and their gradients
         self.optimizers = [case.optimizer(each) for each in self.parameters]
         self.base = [[group["lr"] for group in each.param_groups] for each in self.optimizers]
@@ -46,7 +50,11 @@ class Twin(SegmentTwin):
         rule = case.plan.weight_prediction
         assert rule is not None
         for stage, optimizer in enumerate(self.optimizers):
-            sizes = {"num_stages": self.count, "lag_per_hop": self.lag, "accumulate": case.accumulate}
+            sizes = {
+                "num_stages": self.count,
+                "lag_per_hop": self.lag,
+                "accumulate": case.accumulate,
+            }
             self.rules.append(rule.on(optimizer, stage=stage, **sizes))
         self.powers: list[dict[int, Tensor]] = [{} for _ in range(self.count)]
 
@@ -60,7 +68,9 @@ class Twin(SegmentTwin):
         """Train segment by segment: from one drained state to the next."""
         torch.manual_seed(5)
         ends = range(
-            self.case.drain_every or self.case.steps, self.case.steps, self.case.drain_every or self.case.steps
+            self.case.drain_every or self.case.steps,
+            self.case.steps,
+            self.case.drain_every or self.case.steps,
         )
         for start, stop in itertools.pairwise((0, *ends, self.case.steps)):
             self.segment(start, stop, self.case.completes)
@@ -71,15 +81,22 @@ class Twin(SegmentTwin):
         return self.found
 
     def rates(self, stage: int, done: int, iteration: int) -> list[list[dict[str, object]]]:
-        """Hyperparameters of updates after `done` of them, as known in an iteration; more than anybody asks for."""
-        completing = [index for index in range(self.start, self.stop) if self.case.completes(index)][done:]
+        """Hyperparameters of updates after `done` of them, as known in an iteration; more than
+        anybody asks for.
+        """
+        completing = [
+            index for index in range(self.start, self.stop) if self.case.completes(index)
+        ][done:]
         steps = [min(index, iteration) for index in completing] + [iteration] * 40
         return [self.groups(stage, step) for step in steps]
 
     def groups(self, stage: int, step: int) -> list[dict[str, object]]:
         factor = 1.0 if self.case.schedule is None else self.case.schedule(step)
         rows = zip(self.optimizers[stage].param_groups, self.base[stage], strict=True)
-        return [{**{k: v for k, v in group.items() if k != "params"}, "lr": base * factor} for group, base in rows]
+        return [
+            {**{k: v for k, v in group.items() if k != "params"}, "lr": base * factor}
+            for group, base in rows
+        ]
 
     def forward(self, stage: int, index: int) -> None:
         horizon = self.known[stage].forward[index - self.start]
@@ -89,7 +106,9 @@ class Twin(SegmentTwin):
             if self.holders[name][0] != stage:
                 with torch.no_grad(), unseen([self.needed[stage][name]]):
                     self.needed[stage][name].copy_(self.given[name, index])
-        received = tokens if stage == 0 else self.crossing[stage - 1, index][1].detach().requires_grad_()
+        received = (
+            tokens if stage == 0 else self.crossing[stage - 1, index][1].detach().requires_grad_()
+        )
         with self.rules[stage].forward(index, horizon, self.rates(stage, horizon.version, index)):
             for name, parameter in self.needed[stage].items():
                 if self.holders[name][0] == stage and len(self.holders[name]) > 1:
@@ -137,7 +156,9 @@ class Twin(SegmentTwin):
 
     def clip(self, stage: int, index: int, most: float) -> None:
         gradients = [p.grad for p in self.parameters[stage] if p.grad is not None]
-        self.powers[stage][index] = torch.stack([g.double().square().sum() for g in gradients]).sum()
+        self.powers[stage][index] = torch.stack(
+            [g.double().square().sum() for g in gradients]
+        ).sum()
         total = sum(self.powers[later][index] for later in range(stage, self.count))
         for earlier in range(stage):
             lag = lag_of(earlier, num_ranks=self.count, lag_per_hop=self.lag)

@@ -1,4 +1,6 @@
-"""Modules that a pipeline cuts: skips over cuts, tied weights, writes in place, operators between blocks, two inputs."""
+"""Modules that a pipeline cuts: skips over cuts, tied weights, writes in place, operators between
+blocks, two inputs.
+"""
 
 from __future__ import annotations
 
@@ -45,8 +47,14 @@ class Layers(Base):
 class Residual(nn.Module):
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.conv1, self.bn1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels)
-        self.conv2, self.bn2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels)
+        self.conv1, self.bn1 = (
+            nn.Conv2d(channels, channels, 3, padding=1, bias=False),
+            nn.BatchNorm2d(channels),
+        )
+        self.conv2, self.bn2 = (
+            nn.Conv2d(channels, channels, 3, padding=1, bias=False),
+            nn.BatchNorm2d(channels),
+        )
         self.relu = nn.ReLU(inplace=True)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -57,15 +65,24 @@ class Residual(nn.Module):
 
 
 class ResNet(Base):
-    """As torchvision's: stem, groups of blocks, `relu` in place, pooled and flattened by functions."""
+    """As torchvision's: stem, groups of blocks, `relu` in place, pooled and flattened by
+    functions.
+    """
 
     blocks = ("conv1", "layer1.0", "layer1.1", "layer2.0", "fc")
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv1, self.bn1, self.relu = nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True)
+        self.conv1, self.bn1, self.relu = (
+            nn.Conv2d(1, 4, 3, padding=1),
+            nn.BatchNorm2d(4),
+            nn.ReLU(inplace=True),
+        )
         self.maxpool = nn.MaxPool2d(2)
-        self.layer1, self.layer2 = nn.Sequential(Residual(4), Residual(4)), nn.Sequential(Residual(4))
+        self.layer1, self.layer2 = (
+            nn.Sequential(Residual(4), Residual(4)),
+            nn.Sequential(Residual(4)),
+        )
         self.avgpool, self.fc = nn.AdaptiveAvgPool2d(1), nn.Linear(4, 3)
 
     def batch(self, size: int) -> Any:
@@ -110,7 +127,9 @@ class UNet(Base):
 
 
 class Tied(Base):
-    """Tied embeddings by a function, a position table of the root, masks, a scale; operators that draw between blocks."""
+    """Tied embeddings by a function, a position table of the root, masks, a scale; operators that
+    draw between blocks.
+    """
 
     blocks = ("embed", "layers.0", "layers.1", "norm")
 
@@ -156,13 +175,20 @@ class Pair(nn.Module):
 
 
 class Mixed(Base):
-    """Dictionaries over cuts, integer and boolean tensors, tensors without gradient, a module called three times."""
+    """Dictionaries over cuts, integer and boolean tensors, tensors without gradient, a module
+    called three times.
+    """
 
     blocks = ("first", "second", "third", "head")
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second, self.third, self.head = Pair(), Pair(), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.first, self.second, self.third, self.head = (
+            Pair(),
+            Pair(),
+            nn.Linear(8, 8),
+            nn.Linear(8, 8),
+        )
         self.often = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -183,7 +209,13 @@ class Translator(Base):
 
     def __init__(self) -> None:
         super().__init__()
-        settings = {"d_model": 8, "nhead": 2, "dim_feedforward": 16, "dropout": 0.1, "batch_first": True}
+        settings = {
+            "d_model": 8,
+            "nhead": 2,
+            "dim_feedforward": 16,
+            "dropout": 0.1,
+            "batch_first": True,
+        }
         self.source, self.target = nn.Embedding(16, 8), nn.Embedding(16, 8)
         self.encoder = nn.ModuleList(nn.TransformerEncoderLayer(**settings) for _ in range(2))
         self.decoder = nn.ModuleList(nn.TransformerDecoderLayer(**settings) for _ in range(2))

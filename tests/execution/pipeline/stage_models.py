@@ -24,7 +24,10 @@ class Plain(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(11, 8)
         self.positions = nn.Parameter(torch.randn(5, 8))
-        layers = [nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Dropout(dropout), nn.Linear(12, 8)) for _ in range(6)]
+        layers = [
+            nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Dropout(dropout), nn.Linear(12, 8))
+            for _ in range(6)
+        ]
         self.blocks = nn.ModuleList(layers)
         self.head = nn.Linear(8, 11, bias=False)
 
@@ -42,7 +45,9 @@ class Plain(nn.Module):
 
 
 class Tied(Plain):
-    """The head is the embedding, by a parameter that is shared, and once more by a functional operator."""
+    """The head is the embedding, by a parameter that is shared, and once more by a functional
+    operator.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +59,9 @@ class Tied(Plain):
 
 
 class Chain(Plain):
-    """Each block needs what the one before it returns, and nothing else crosses a cut: sums of gradients keep their order."""
+    """Each block needs what the one before it returns, and nothing else crosses a cut: sums of
+    gradients keep their order.
+    """
 
     def __init__(self, dropout: float = 0.0, *, normed: bool = False) -> None:
         super().__init__(dropout)
@@ -69,7 +76,9 @@ class Chain(Plain):
 
 
 class ChainTied(Chain):
-    """The head is the embedding, and two blocks have one matrix: shared by the first and the last stage, and by two between."""
+    """The head is the embedding, and two blocks have one matrix: shared by the first and the last
+    stage, and by two between.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +121,8 @@ class Spare(Plain):
 
 
 class Handing(nn.Sequential):
-    """Returns beside its result what the first block made: in slices, where blocks are split along a tensor axis.
+    """Returns beside its result what the first block made: in slices, where blocks are split along
+    a tensor axis.
 
     The first has a parameter more, as T5's has, so that it is not like the others.
     """
@@ -191,7 +201,10 @@ def plan_of(
     tensor: int = 1,
 ) -> ParallelPlan:
     axes = [Axis("pipeline", pipeline), *([Axis("data", data)] if data > 1 else [])]
-    axes = [*(reversed(axes) if data_first else axes), *([Axis("tensor", tensor)] if tensor > 1 else [])]
+    axes = [
+        *(reversed(axes) if data_first else axes),
+        *([Axis("tensor", tensor)] if tensor > 1 else []),
+    ]
     mesh = Mesh(tuple(axes))
     placed = PRESETS[storage].storage(mesh)
     whole = (Replicate(),) * (len(axes) - 1)
@@ -200,7 +213,9 @@ def plan_of(
 
     def block(name: str) -> BlockPlan:
         is_block = name.startswith("blocks")
-        return BlockPlan(name, OpConfig(placed, recompute and is_block, parameters=split if is_block else ()))
+        return BlockPlan(
+            name, OpConfig(placed, recompute and is_block, parameters=split if is_block else ())
+        )
 
     named = [StagePlan(tuple(map(block, names))) for names in cut(stages or pipeline)]
     named[0] = StagePlan((*named[0].blocks, block("")))
@@ -209,7 +224,9 @@ def plan_of(
 
 @dataclass
 class Alone:
-    """What one process has after training: losses of microbatches, gradients of the last step, states."""
+    """What one process has after training: losses of microbatches, gradients of the last step,
+    states.
+    """
 
     losses: list[Tensor]
     gradients: dict[str, Tensor]

@@ -1,4 +1,6 @@
-"""All stages of a pipeline one after the other in one process, on one module, and the plain step to compare them with."""
+"""All stages of a pipeline one after the other in one process, on one module, and the plain step to
+compare them with.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,11 @@ class Done:
 
 
 def run_plain(
-    module: nn.Module, batches: Sequence[Any], *, step: Step = call_training_step, context: Any = nullcontext
+    module: nn.Module,
+    batches: Sequence[Any],
+    *,
+    step: Step = call_training_step,
+    context: Any = nullcontext,
 ) -> Done:
     """The twin: microbatches in order in one process, the mean of their losses."""
     module = copy.deepcopy(module)
@@ -61,7 +67,8 @@ def run_stages(
     poison: bool = True,
     flow: StepFlow | None = None,
 ) -> Done:
-    """All stages; `ranks` of them have random states of their own. `poison`: parameters that a stage does not need are NaN.
+    """All stages; `ranks` of them have random states of their own. `poison`: parameters that a
+    stage does not need are NaN.
 
     `flow`: that of an earlier run with the same blocks.
     """
@@ -70,13 +77,18 @@ def run_stages(
     if flow is None:
         flow = trace_flow(module, step, batches[0], units=units, forward_context=context)
     assigned = assign_calls(flow, stages)
-    needed = StageLayout.of_flow(flow, assigned, module, rank_of_stage=range(len(stages))).parameters
+    needed = StageLayout.of_flow(
+        flow, assigned, module, rank_of_stage=range(len(stages))
+    ).parameters
     assert set().union(*needed) <= {
         name for name, _ in module.named_parameters()
     }  # what no stage needs is NaN in all of them
     rank_of = list(ranks or range(len(stages)))
     orders = {rank: RandomOrder(torch.device("cpu")) for rank in rank_of}
-    passes = {rank: StagePass(module, flow, assigned, units=units, order=order) for rank, order in orders.items()}
+    passes = {
+        rank: StagePass(module, flow, assigned, units=units, order=order)
+        for rank, order in orders.items()
+    }
     torch.manual_seed(5)
     states = dict.fromkeys(orders, torch.get_rng_state())
     crossings = flow.crossings(assigned)
@@ -85,10 +97,16 @@ def run_stages(
     sent_counts = []
     for index, batch in enumerate(batches):
         for stage in range(len(stages)):
-            received = {ref: held[index, ref].clone() for ref, readers in crossings.items() if stage in readers}
+            received = {
+                ref: held[index, ref].clone()
+                for ref, readers in crossings.items()
+                if stage in readers
+            }
             torch.set_rng_state(states[rank_of[stage]])
             with _poisoned(module, needed[stage], poison), context():
-                output = passes[rank_of[stage]].forward(stage, index, lambda b=batch: step(module, b), received)
+                output = passes[rank_of[stage]].forward(
+                    stage, index, lambda b=batch: step(module, b), received
+                )
             states[rank_of[stage]] = torch.get_rng_state()
             held |= {(index, ref): tensor for ref, tensor in output.sent.items()}
             assert set(output.sent) == {ref for ref in crossings if assigned[ref.call] == stage}
@@ -109,12 +127,16 @@ def run_stages(
             else:
                 made = one.backward(stage, index, mine, loss=loss)
             assert set(made) == {
-                r for r, readers in crossings.items() if stage in readers and flow.spec(r).requires_grad
+                r
+                for r, readers in crossings.items()
+                if stage in readers and flow.spec(r).requires_grad
             }
             for ref, gradient in made.items():
                 gradients[ref] = gradients[ref] + gradient if ref in gradients else gradient
     assert all(not one._passes for one in passes.values())
-    assert len({tuple(state.tolist()) for state in states.values()}) == 1, "ranks drew different numbers"
+    assert len({tuple(state.tolist()) for state in states.values()}) == 1, (
+        "ranks drew different numbers"
+    )
     torch.set_rng_state(next(iter(states.values())))
     done = _done(module, [loss.detach() for loss in losses])
     done.flow, done.sent = flow, sent_counts
@@ -125,12 +147,16 @@ class _poisoned:
     """Parameters that a stage does not need read as NaN, as on its rank."""
 
     def __init__(self, module: nn.Module, needed: frozenset[str], poison: bool) -> None:
-        self.parameters = [p for name, p in module.named_parameters() if name not in needed] if poison else []
+        self.parameters = (
+            [p for name, p in module.named_parameters() if name not in needed] if poison else []
+        )
 
     def __enter__(self) -> None:
         self.data = [p.data for p in self.parameters]
         for parameter in self.parameters:
-            parameter.data = torch.full((), float("nan"), dtype=parameter.dtype).expand(parameter.shape)
+            parameter.data = torch.full((), float("nan"), dtype=parameter.dtype).expand(
+                parameter.shape
+            )
 
     def __exit__(self, *error: object) -> None:
         for parameter, data in zip(self.parameters, self.data, strict=True):
@@ -138,11 +164,16 @@ class _poisoned:
 
 
 def _gradients(module: nn.Module) -> dict[str, list[Any] | None]:
-    return {name: None if p.grad is None else p.grad.flatten().tolist() for name, p in module.named_parameters()}
+    return {
+        name: None if p.grad is None else p.grad.flatten().tolist()
+        for name, p in module.named_parameters()
+    }
 
 
 def _done(module: nn.Module, losses: list[Tensor]) -> Done:
-    gradients = {name: None if p.grad is None else p.grad.clone() for name, p in module.named_parameters()}
+    gradients = {
+        name: None if p.grad is None else p.grad.clone() for name, p in module.named_parameters()
+    }
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
     return Done(losses, gradients, buffers, torch.get_rng_state())
 
@@ -158,7 +189,11 @@ def assert_same(got: Done, wanted: Done, *, tolerance: float = 1e-6) -> None:
         else:
             assert got.gradients[name] is not None, name
             torch.testing.assert_close(
-                got.gradients[name], gradient, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+                got.gradients[name],
+                gradient,
+                rtol=tolerance,
+                atol=tolerance,
+                msg=lambda m, n=name: f"{n}: {m}",
             )
     for name, buffer in wanted.buffers.items():
         torch.testing.assert_close(got.buffers[name], buffer, rtol=tolerance, atol=tolerance)

@@ -1,4 +1,6 @@
-"""Ranks of a continuous pipeline against the pipeline by its definition: every rule and optimizer, all parameters, 50 steps."""
+"""Ranks of a continuous pipeline against the pipeline by its definition: every rule and optimizer,
+all parameters, 50 steps.
+"""
 
 from __future__ import annotations
 
@@ -41,18 +43,30 @@ class Job(NamedTuple):
     def plan(self) -> ParallelPlan:
         config = OpConfig.zero(0, axes=1, over=())
         stages = tuple(
-            StagePlan((BlockPlan(str(s), config), BlockPlan("", config)) if s == 0 else (BlockPlan(str(s), config),))
+            StagePlan(
+                (BlockPlan(str(s), config), BlockPlan("", config))
+                if s == 0
+                else (BlockPlan(str(s), config),)
+            )
             for s in range(self.ranks)
         )
         schedule = "continuous" if self.lag_per_hop == 1 else "continuous_overlapped"
-        rule: Any = {"rule": self.rule, "annealing_updates": 20} if self.rule == "pipemare" else self.rule
-        return ParallelPlan(Mesh((Axis("pipeline", self.ranks),)), stages, schedule=schedule, prediction=rule)
+        rule: Any = (
+            {"rule": self.rule, "annealing_updates": 20} if self.rule == "pipemare" else self.rule
+        )
+        return ParallelPlan(
+            Mesh((Axis("pipeline", self.ranks),)), stages, schedule=schedule, prediction=rule
+        )
 
 
 JOBS = [
     *(Job(2, *case) for case in FEW),
     *(Job(3, *case) for case in [("SGD", "stash"), ("Adam", "spectrain"), ("AdamW", "multistep")]),
-    *(Job(4, *case) for case in CASES if case[0] != "Adam" or case[1] in ("pipeoptim", "multistep")),
+    *(
+        Job(4, *case)
+        for case in CASES
+        if case[0] != "Adam" or case[1] in ("pipeoptim", "multistep")
+    ),
     Job(4, "AdamW", "two_versions", accumulate=6, lag_per_hop=2),
     Job(4, "AdamW", "multistep", accumulate=3),
     Job(3, "SGD", "spectrain", lag_per_hop=2),
@@ -103,7 +117,8 @@ def trained() -> dict[Job, tuple[dict[str, Tensor], list[float]]]:
         jobs = [job for job in JOBS if job.ranks == size]
         ranks = run_ranks(train_all, size, jobs, timeout_seconds=240)
         for index, job in enumerate(jobs):
-            assert all(of_rank[index][1] == ranks[0][index][1] for of_rank in ranks)  # all know the losses
+            # all know the losses
+            assert all(of_rank[index][1] == ranks[0][index][1] for of_rank in ranks)
             found[job] = ranks[0][index]
     return found
 
@@ -116,4 +131,6 @@ def test_ranks_compute_what_the_definition_says(
     model: nn.Sequential = make_stages(job.ranks)
     model.load_state_dict(state)
     sizes = {"lag_per_hop": job.lag_per_hop, "accumulate": job.accumulate}
-    assert_equal_training((model, losses), by_definition(job.optimizer, job.rule, job.ranks, **sizes))
+    assert_equal_training(
+        (model, losses), by_definition(job.optimizer, job.rule, job.ranks, **sizes)
+    )

@@ -1,4 +1,6 @@
-"""The continuous pipeline on running ranks: one minibatch in flight is plain training, several are those of its schedule."""
+"""The continuous pipeline on running ranks: one minibatch in flight is plain training, several are
+those of its schedule.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,14 @@ import torch
 
 from lightning_topt.communication import GradientMethod, TopK
 from lightning_topt.plan.parallel_plan import ParallelPlan
-from tests.execution.pipeline.continuous_training import Case, Outcome, alone, continuous_plan, sgd, train_all
+from tests.execution.pipeline.continuous_training import (
+    Case,
+    Outcome,
+    alone,
+    continuous_plan,
+    sgd,
+    train_all,
+)
 from tests.execution.pipeline.one_process import Twin
 from tests.launch import run_ranks
 
@@ -31,20 +40,36 @@ def compressed(options: GradientMethod) -> ParallelPlan:
 
 LATE = {"schedule": "continuous_overlapped"}
 AS_ONE_PROCESS = {
-    "spectrain, clipped": Case("chain", plan(2, "spectrain"), steps=30, optimizer=sgd, clip=0.3, schedule=warm_up),
-    "multistep late": Case("chain", plan(2, "multistep", **LATE), steps=30, clip=0.3, schedule=warm_up),
-    "stash, uneven": Case("chain", plan(2, "stash"), steps=30, sizes=(8, 8, 8, 3), clip=0.3, schedule=warm_up),
-    "2 tied": Case("chain tied", plan(2, "spectrain"), steps=30, optimizer=sgd, clip=0.3, schedule=warm_up),
+    "spectrain, clipped": Case(
+        "chain", plan(2, "spectrain"), steps=30, optimizer=sgd, clip=0.3, schedule=warm_up
+    ),
+    "multistep late": Case(
+        "chain", plan(2, "multistep", **LATE), steps=30, clip=0.3, schedule=warm_up
+    ),
+    "stash, uneven": Case(
+        "chain", plan(2, "stash"), steps=30, sizes=(8, 8, 8, 3), clip=0.3, schedule=warm_up
+    ),
+    "2 tied": Case(
+        "chain tied", plan(2, "spectrain"), steps=30, optimizer=sgd, clip=0.3, schedule=warm_up
+    ),
     "3 tied, drained": Case(
         "chain tied", plan(3, "multistep", **LATE), steps=30, drain_every=20, accumulate=2, clip=0.3
     ),
-    "4 tied": Case("chain tied", plan(4, "spectrain"), steps=30, optimizer=sgd, clip=0.3, schedule=warm_up),
+    "4 tied": Case(
+        "chain tied", plan(4, "spectrain"), steps=30, optimizer=sgd, clip=0.3, schedule=warm_up
+    ),
     "3 drained between updates": Case(
         "chain", plan(3, "spectrain"), steps=30, accumulate=4, drain_every=6, optimizer=sgd
     ),
-    "3 multistep, accumulated": Case("chain", plan(3, "multistep"), steps=30, accumulate=3, schedule=warm_up),
-    "3 pipeoptim, drained": Case("chain", plan(3, "pipeoptim"), steps=30, drain_every=9, clip=0.3, schedule=warm_up),
-    "4 multistep": Case("chain", plan(4, "multistep"), steps=30, clip=0.3, schedule=warm_up, sizes=(8, 5, 5)),
+    "3 multistep, accumulated": Case(
+        "chain", plan(3, "multistep"), steps=30, accumulate=3, schedule=warm_up
+    ),
+    "3 pipeoptim, drained": Case(
+        "chain", plan(3, "pipeoptim"), steps=30, drain_every=9, clip=0.3, schedule=warm_up
+    ),
+    "4 multistep": Case(
+        "chain", plan(4, "multistep"), steps=30, clip=0.3, schedule=warm_up, sizes=(8, 5, 5)
+    ),
     "4 stash late": Case("chain", plan(4, "stash", **LATE), steps=30, clip=0.3, schedule=warm_up),
     "4 recomputed": Case("chain", plan(4, "multistep", recompute=True), steps=30, schedule=warm_up),
 }
@@ -52,20 +77,31 @@ NOT_IN_ORDER = {  # gradients are summed in another order
     model: Case(model, plan(2, "multistep"), drain_every=1, schedule=warm_up)
     for model in ("plain", "tied", "skips", "spare", "normed", "dropout", "handed")
 }
-NOT_IN_ORDER["frozen"] = Case("plain", plan(2, "multistep"), drain_every=1, frozen=("embed", "positions", "blocks.1"))
-NOT_IN_ORDER["first stage frozen"] = Case("chain", plan(3, "stash"), drain_every=1, frozen=("embed", "pos", "blocks.0"))
+NOT_IN_ORDER["frozen"] = Case(
+    "plain", plan(2, "multistep"), drain_every=1, frozen=("embed", "positions", "blocks.1")
+)
+NOT_IN_ORDER["first stage frozen"] = Case(
+    "chain", plan(3, "stash"), drain_every=1, frozen=("embed", "pos", "blocks.0")
+)
 REPLICAS = {
     "2 replicas": Case("chain", plan(2, "multistep", data=2), steps=20, clip=0.3, schedule=warm_up),
-    "2 replicas of tied": Case("chain tied", plan(2, "spectrain", data=2, data_first=True), steps=20, accumulate=3),
+    "2 replicas of tied": Case(
+        "chain tied", plan(2, "spectrain", data=2, data_first=True), steps=20, accumulate=3
+    ),
 }
 SENT_WHOLE = TopK(density=1.0)
 SENT_IN_PART = TopK(density=0.3, exempt=("bias",))
 COMPRESSED = {
-    "sent whole": Case("chain tied", compressed(SENT_WHOLE), steps=20, clip=0.3, optimizer=sgd, accumulate=2),
-    "sent in part": Case("chain tied", compressed(SENT_IN_PART), steps=20, clip=0.3, optimizer=sgd, accumulate=2),
+    "sent whole": Case(
+        "chain tied", compressed(SENT_WHOLE), steps=20, clip=0.3, optimizer=sgd, accumulate=2
+    ),
+    "sent in part": Case(
+        "chain tied", compressed(SENT_IN_PART), steps=20, clip=0.3, optimizer=sgd, accumulate=2
+    ),
 }
 IN_SLICES = {
-    width: Case("plain", plan(2, "multistep", tensor=width), steps=20, clip=0.3, schedule=warm_up) for width in (1, 2)
+    width: Case("plain", plan(2, "multistep", tensor=width), steps=20, clip=0.3, schedule=warm_up)
+    for width in (1, 2)
 }
 ONE_IN_FLIGHT = {
     f"{model} on {ranks}": Case(model, continuous_plan(ranks), drain_every=1)
@@ -87,7 +123,9 @@ def trained() -> dict[str, list[Outcome]]:
 
 
 @pytest.mark.parametrize("name", ONE_IN_FLIGHT)
-def test_one_minibatch_in_flight_is_plain_training(name: str, trained: dict[str, list[Outcome]]) -> None:
+def test_one_minibatch_in_flight_is_plain_training(
+    name: str, trained: dict[str, list[Outcome]]
+) -> None:
     expected = alone(ONE_IN_FLIGHT[name])
     for rank, outcome in enumerate(trained[name]):
         assert outcome.losses.keys() == expected.losses.keys()
@@ -100,7 +138,9 @@ def test_one_minibatch_in_flight_is_plain_training(name: str, trained: dict[str,
 
 
 @pytest.mark.parametrize("name", AS_ONE_PROCESS)
-def test_ranks_compute_as_one_process_that_walks_the_schedule(name: str, trained: dict[str, list[Outcome]]) -> None:
+def test_ranks_compute_as_one_process_that_walks_the_schedule(
+    name: str, trained: dict[str, list[Outcome]]
+) -> None:
     expected = Twin(AS_ONE_PROCESS[name]).run()
     for outcome in trained[name]:
         assert outcome.losses.keys() == expected.losses.keys()
@@ -121,32 +161,44 @@ def test_one_minibatch_in_flight_of_any_model(name: str, trained: dict[str, list
     expected = alone(NOT_IN_ORDER[name])
     for outcome in trained[name]:
         assert [*outcome.losses] == [*expected.losses]
-        torch.testing.assert_close([*outcome.losses.values()], [*expected.losses.values()], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            [*outcome.losses.values()], [*expected.losses.values()], rtol=1e-5, atol=1e-6
+        )
         assert expected.random is not None and outcome.random is not None
         assert torch.equal(outcome.random, expected.random)
     close(trained[name][0].state, expected.state)
 
 
 @pytest.mark.parametrize("name", REPLICAS)
-def test_replicas_average_the_gradients_of_a_minibatch(name: str, trained: dict[str, list[Outcome]]) -> None:
+def test_replicas_average_the_gradients_of_a_minibatch(
+    name: str, trained: dict[str, list[Outcome]]
+) -> None:
     """As one pipeline with their batches together."""
     case = REPLICAS[name]
     stages = len(case.plan.stages)
-    twin = replace(case, plan=plan(stages, case.plan.prediction), sizes=[2 * size for size in case.sizes])
+    twin = replace(
+        case, plan=plan(stages, case.plan.prediction), sizes=[2 * size for size in case.sizes]
+    )
     expected, replicas = Twin(twin).run(), trained[name]
     for step, loss in expected.losses.items():
-        torch.testing.assert_close(torch.stack([each.losses[step] for each in replicas]).mean(), loss)
+        torch.testing.assert_close(
+            torch.stack([each.losses[step] for each in replicas]).mean(), loss
+        )
     assert replicas[0].norms == replicas[1].norms or case.plan.mesh.pipeline_rank(1) == 1
     close(replicas[0].state, expected.state)
 
 
 def test_replicas_exchange_compressed_gradients(trained: dict[str, list[Outcome]]) -> None:
-    """Sent whole, the same as averages; sent in part, the same on both replicas, and learnt from as well."""
+    """Sent whole, the same as averages; sent in part, the same on both replicas, and learnt from as
+    well.
+    """
     case = replace(COMPRESSED["sent whole"], plan=plan(2, "spectrain"), sizes=[16])
     expected = Twin(case).run()
     whole, part = trained["sent whole"], trained["sent in part"]
     close(whole[0].state, expected.state)
-    assert any(not torch.equal(part[0].state[name], value) for name, value in whole[0].state.items())
+    assert any(
+        not torch.equal(part[0].state[name], value) for name, value in whole[0].state.items()
+    )
     assert all(bool(value.isfinite().all()) for value in part[0].state.values())
     for found in (whole, part):
         kept = found[0].residuals
@@ -154,12 +206,15 @@ def test_replicas_exchange_compressed_gradients(trained: dict[str, list[Outcome]
         for one, other in ((0, 1), (2, 3)):  # replicas of a stage
             assert found[one].norms == found[other].norms
     first, last = (
-        sum(float(part[0].losses[i] + part[1].losses[i]) for i in steps) for steps in (range(4), range(16, 20))
+        sum(float(part[0].losses[i] + part[1].losses[i]) for i in steps)
+        for steps in (range(4), range(16, 20))
     )
     assert last < first
 
 
-def test_slices_along_a_tensor_axis_compute_as_whole_parameters(trained: dict[str, list[Outcome]]) -> None:
+def test_slices_along_a_tensor_axis_compute_as_whole_parameters(
+    trained: dict[str, list[Outcome]],
+) -> None:
     whole, cut = trained["1 slices"], trained["2 slices"]
     for outcome in cut:
         for step, loss in whole[0].losses.items():
@@ -170,4 +225,6 @@ def test_slices_along_a_tensor_axis_compute_as_whole_parameters(trained: dict[st
 def close(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(actual[name], value, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            actual[name], value, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
+        )

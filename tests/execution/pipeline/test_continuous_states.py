@@ -44,9 +44,13 @@ class Job:
         self.run = self.engine.continuous
         self.norms: dict[int, float] = {}
 
-    def train(self, first: int, last: int, *, step: Any = loss_of, drain: bool = True, **more: Any) -> list[Any]:
+    def train(
+        self, first: int, last: int, *, step: Any = loss_of, drain: bool = True, **more: Any
+    ) -> list[Any]:
         """Run minibatches, and drain; return what each turn knew."""
-        turns = [self.turn(self.run.advance(BATCHES[i % 40], step, **more)) for i in range(first, last)]
+        turns = [
+            self.turn(self.run.advance(BATCHES[i % 40], step, **more)) for i in range(first, last)
+        ]
         return turns + [self.turn(turn) for turn in (self.run.drain() if drain else ())]
 
     def turn(self, turn: Any) -> Any:
@@ -58,7 +62,11 @@ class Job:
             if norm is not None:
                 self.norms[turn.minibatch] = norm
             self.optimizer.zero_grad()
-        return turn.minibatch, {index: loss.item() for index, loss in turn.losses.items()}, turn.payload
+        return (
+            turn.minibatch,
+            {index: loss.item() for index, loss in turn.losses.items()},
+            turn.payload,
+        )
 
     def state(self) -> Any:
         state = {"engine": self.engine.state_dict(), "run": self.run.state_dict()}
@@ -86,7 +94,9 @@ def facts(rank: int) -> Facts:
 
 
 def _payloads(rank: int) -> tuple[list[Any], list[Any]]:
-    """Bytes of any number travel back, with the minibatch whose they are; those without are told from empty ones."""
+    """Bytes of any number travel back, with the minibatch whose they are; those without are told
+    from empty ones.
+    """
     job, sizes = Job(continuous_plan(WORLD)), [0, 5, 1024, 5000, 1025, 20_000, 3]
     count = iter(range(100))
 
@@ -105,14 +115,21 @@ def _nan() -> tuple[dict[int, float], dict[int, float]]:
         job = Job(continuous_plan(WORLD, prediction="stash"), clip=0.2)
         for index in range(12):
             scale = float("nan") if index == bad else 1.0
-            job.train(index, index + 1, step=lambda model, batch, s=scale: loss_of(model, batch) * s, drain=index == 11)
+            job.train(
+                index,
+                index + 1,
+                step=lambda model, batch, s=scale: loss_of(model, batch) * s,
+                drain=index == 11,
+            )
         found.append(job.norms)
         job.close()
     return found[0], found[1]
 
 
 def _held() -> tuple[list[int], list[tuple[int, int]], list[int], int]:
-    """Minibatches whose graphs are there when a forward pass begins, bytes that the run holds, objects of the process."""
+    """Minibatches whose graphs are there when a forward pass begins, bytes that the run holds,
+    objects of the process.
+    """
     alive: weakref.WeakSet[_Saved] = weakref.WeakSet()
     graphs: list[int] = []
 
@@ -150,7 +167,9 @@ class _Saved:
 
 
 def _resumed(rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The whole state of a run, and that of one which goes on from a drained checkpoint of its middle."""
+    """The whole state of a run, and that of one which goes on from a drained checkpoint of its
+    middle.
+    """
     plan = continuous_plan(WORLD, prediction={"rule": "pipemare", "annealing_updates": 15})
     first = Job(plan, "chain tied", optimizer=sgd, clip=0.2)
     first.train(0, 9)
@@ -180,7 +199,11 @@ def _refused() -> list[str]:
     except ValueError as error:
         texts.append(str(error))
     job.train(0, 4, drain=False)
-    for call in (job.engine.state_dict, job.engine.sync_buffers, lambda: job.engine.evaluate(BATCHES[0], loss_of)):
+    for call in (
+        job.engine.state_dict,
+        job.engine.sync_buffers,
+        lambda: job.engine.evaluate(BATCHES[0], loss_of),
+    ):
         try:
             call()
         except AssertionError as error:
@@ -204,7 +227,11 @@ def ranks() -> list[Facts]:
 def test_payloads_come_with_their_minibatch(ranks: list[Facts]) -> None:
     sizes = [0, 5, 1024, 5000, 1025, 20_000, 3]
     for found in ranks:
-        there = [(minibatch, payload) for minibatch, _, payload in found.payloads if minibatch is not None]
+        there = [
+            (minibatch, payload)
+            for minibatch, _, payload in found.payloads
+            if minibatch is not None
+        ]
         assert there == [(index, bytes([index]) * size) for index, size in enumerate(sizes)]
         assert [payload for _, _, payload in found.without] == [None] * len(found.without)
         losses = [each for _, losses, _ in (*found.payloads, *found.without) for each in losses]
@@ -217,7 +244,9 @@ def test_a_minibatch_without_a_finite_loss_changes_no_later_norm_to_one(ranks: l
         assert math.isnan(found.broken[5])
         others = {index: norm for index, norm in found.broken.items() if index != 5}
         assert all(math.isfinite(norm) for norm in others.values()) and len(others) == 11
-        assert {i: n for i, n in others.items() if i < 3} == {i: n for i, n in found.norms.items() if i < 3}
+        assert {i: n for i, n in others.items() if i < 3} == {
+            i: n for i, n in found.norms.items() if i < 3
+        }
 
 
 def test_what_is_held_does_not_grow(ranks: list[Facts]) -> None:
@@ -260,7 +289,12 @@ def test_updates_use_the_rates_of_their_minibatch_and_keep_what_optimizers_write
 
     seen: list[float] = []
     parameters = [torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(1))]
-    optimizer = Counting([{"params": [parameters[0]], "lr": 1.0}, {"params": [parameters[1]], "lr": torch.tensor(2.0)}])
+    optimizer = Counting(
+        [
+            {"params": [parameters[0]], "lr": 1.0},
+            {"params": [parameters[1]], "lr": torch.tensor(2.0)},
+        ]
+    )
     for group in optimizer.param_groups:
         group["k"] = 0
     rates = MinibatchRates([optimizer])
@@ -277,4 +311,6 @@ def test_updates_use_the_rates_of_their_minibatch_and_keep_what_optimizers_write
     assert optimizer.param_groups[0]["lr"] == pytest.approx(1 / 16)
     assert float(optimizer.param_groups[1]["lr"]) == pytest.approx(2e-4)
     known = rates.of_updates([2, 3], optimizer=0, count=5)
-    assert [float(groups[0]["lr"]) for groups in known] == pytest.approx([0.25, 0.125, 0.125, 0.125, 0.125])
+    assert [float(groups[0]["lr"]) for groups in known] == pytest.approx(
+        [0.25, 0.125, 0.125, 0.125, 0.125]
+    )

@@ -1,4 +1,6 @@
-"""Messages around the actions of a schedule: both ends of a channel agree on their order, and none comes late."""
+"""Messages around the actions of a schedule: both ends of a channel agree on their order, and none
+comes late.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,13 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from lightning_topt.execution.pipeline.messages import LOOKAHEAD, Around, Crossings, Message, around_actions
+from lightning_topt.execution.pipeline.messages import (
+    LOOKAHEAD,
+    Around,
+    Crossings,
+    Message,
+    around_actions,
+)
 from lightning_topt.graph.step_flow import LeafSpec, TensorRef
 from lightning_topt.schedules.forward_only import forward_schedule
 from lightning_topt.schedules.make_schedule import SCHEDULES, make_schedule
@@ -18,7 +26,9 @@ INDEX = LeafSpec((2,), (1,), torch.int64, False)
 
 
 def crossings_of(num_stages: int) -> Crossings:
-    """One call in each stage: its output goes to the next stage, that of the first to all, with an index."""
+    """One call in each stage: its output goes to the next stage, that of the first to all, with an
+    index.
+    """
     targets = {TensorRef(stage, 0): (stage + 1,) for stage in range(num_stages - 1)}
     targets[TensorRef(0, 0)] = targets[TensorRef(0, 1)] = tuple(range(1, num_stages))
     specs = {ref: INDEX if ref.leaf else TRAINED for ref in targets}
@@ -31,7 +41,11 @@ def schedules() -> list[Schedule]:
         for ranks in (2, 3, 4):
             for count in (1, 2, 5, 8):
                 for stages in {rule.least_stages, rule.most_stages or 3}:
-                    found.append(make_schedule(name, num_ranks=ranks, num_microbatches=count, stages_per_rank=stages))
+                    found.append(
+                        make_schedule(
+                            name, num_ranks=ranks, num_microbatches=count, stages_per_rank=stages
+                        )
+                    )
     return [*found, forward_schedule((0, 1, 2, 2, 1, 0), 4)]
 
 
@@ -91,7 +105,9 @@ def test_channels_are_in_one_order_at_both_ends(name: str) -> None:
 def test_receives_begin_shortly_before_they_are_needed() -> None:
     schedule = make_schedule("1f1b", num_ranks=3, num_microbatches=8)
     chain = Crossings(
-        {TensorRef(s, 0): (s + 1,) for s in range(2)}, {TensorRef(s, 0): TRAINED for s in range(2)}, (0, 1, 2)
+        {TensorRef(s, 0): (s + 1,) for s in range(2)},
+        {TensorRef(s, 0): TRAINED for s in range(2)},
+        (0, 1, 2),
     )
     for rank in range(3):
         steps = around_actions(schedule, [chain] * 8, rank=rank)
@@ -103,4 +119,6 @@ def test_receives_begin_shortly_before_they_are_needed() -> None:
         waiting += len(step.begins)
         open_at_once.append(waiting)
         waiting -= len(step.needs)
-    assert waiting == 0 and max(open_at_once) <= 3, "buffers for the next passes, not for all microbatches"
+    assert waiting == 0 and max(open_at_once) <= 3, (
+        "buffers for the next passes, not for all microbatches"
+    )

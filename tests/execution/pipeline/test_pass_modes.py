@@ -1,4 +1,6 @@
-"""Passes of stages under autocast and without gradients, with metrics and logs, hooks and checkpoints; and their errors."""
+"""Passes of stages under autocast and without gradients, with metrics and logs, hooks and
+checkpoints; and their errors.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,12 @@ class Chain(nn.Module):
 
 def stage_pass(module: nn.Module, step: Any, batch: Any, stages: Any) -> StagePass:
     flow = trace_flow(module, step, batch, units=[block for stage in stages for block in stage])
-    return StagePass(module, flow, assign_calls(flow, stages), units=[block for stage in stages for block in stage])
+    return StagePass(
+        module,
+        flow,
+        assign_calls(flow, stages),
+        units=[block for stage in stages for block in stage],
+    )
 
 
 def forward_all(passes: StagePass, run: Any, microbatch: int = 0) -> Any:
@@ -107,7 +114,10 @@ def test_hooks_of_users_run_where_the_module_runs():
     module.blocks[0].register_forward_hook(lambda *_: called.append(0))
     module.blocks[1].register_forward_pre_hook(lambda *_: called.append(1))
     batch = batch_for(module)
-    forward_all(stage_pass(module, call_training_step, batch, GPT_STAGES), lambda: call_training_step(module, batch))
+    forward_all(
+        stage_pass(module, call_training_step, batch, GPT_STAGES),
+        lambda: call_training_step(module, batch),
+    )
     assert called == [0, 1]
 
 
@@ -118,14 +128,19 @@ def test_uneven_microbatches_draw_in_one_order():
     units = [block for stage in GPT_STAGES for block in stage]
     order, losses = RandomOrder(torch.device("cpu")), []
     flows = [trace_flow(module, call_training_step, batch, units=units) for batch in sizes]
-    passes = [StagePass(module, flow, assign_calls(flow, GPT_STAGES), units=units, order=order) for flow in flows]
+    passes = [
+        StagePass(module, flow, assign_calls(flow, GPT_STAGES), units=units, order=order)
+        for flow in flows
+    ]
     for _ in range(2):  # two steps, and stages in the order of microbatches
         torch.manual_seed(5)
         held: dict[Any, Tensor] = {}
         for stage in range(3):
             for index, batch in enumerate(sizes):
                 received = {ref: t for (number, ref), t in held.items() if number == index}
-                output = passes[index].forward(stage, index, partial(call_training_step, module, batch), received)
+                output = passes[index].forward(
+                    stage, index, partial(call_training_step, module, batch), received
+                )
                 held |= {(index, ref): t for ref, t in output.sent.items()}
                 if stage == 2:
                     losses.append(output.result.detach())
@@ -277,11 +292,20 @@ def test_an_error_of_the_user_passes_through():
 
 
 def llama() -> Any:
-    return hf.LlamaForCausalLM(hf.LlamaConfig(**{**HALVES, "num_hidden_layers": 3, "tie_word_embeddings": True}))
+    return hf.LlamaForCausalLM(
+        hf.LlamaConfig(**{**HALVES, "num_hidden_layers": 3, "tie_word_embeddings": True})
+    )
 
 
 def t5() -> Any:
-    sizes = {"vocab_size": VOCAB, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    sizes = {
+        "vocab_size": VOCAB,
+        "d_model": 16,
+        "d_kv": 8,
+        "d_ff": 32,
+        "num_layers": 2,
+        "num_heads": 2,
+    }
     return hf.T5ForConditionalGeneration(hf.T5Config(**sizes, decoder_start_token_id=0))
 
 
@@ -293,20 +317,30 @@ def vit() -> Any:
     ("make", "sample", "stages"),
     [
         (llama, language, ["layers.0", "layers.1", "layers.2"]),
-        (t5, translation, ["encoder.block.0", "encoder.block.1", "decoder.block.0", "decoder.block.1"]),
+        (
+            t5,
+            translation,
+            ["encoder.block.0", "encoder.block.1", "decoder.block.0", "decoder.block.1"],
+        ),
         (vit, picture_and_label, ["layers.0", "layers.1"]),
     ],
 )
 def test_models_of_transformers(make, sample, stages):
     torch.manual_seed(0)
     module = Pretrained(make()).train()
-    stages = [[path] for name in stages for path, _ in module.named_modules() if path.endswith("." + name)]
+    stages = [
+        [path] for name in stages for path, _ in module.named_modules() if path.endswith("." + name)
+    ]
     source = torch.Generator().manual_seed(1)
     samples = [[sample(source, index) for index in range(2)] for _ in range(2)]
-    batches = [{key: torch.stack([row[key] for row in rows]) for key in rows[0]} for rows in samples]
+    batches = [
+        {key: torch.stack([row[key] for row in rows]) for key in rows[0]} for rows in samples
+    ]
     plain = run_plain(module, batches)
     assert_same(run_stages(module, batches, stages), plain)
-    got = run_stages(module, batches, [reduce(operator.iadd, stages[:-1], []), stages[-1]], split=True)
+    got = run_stages(
+        module, batches, [reduce(operator.iadd, stages[:-1], []), stages[-1]], split=True
+    )
     assert_same(got, plain)
     assert not got.flow.reads_values
 
@@ -315,7 +349,9 @@ def test_models_of_this_folder_keep_their_flow_between_microbatches():
     for model in MODELS:
         module = model()
         units = list(module.blocks)
-        one, other = (trace_flow(module, call_training_step, module.batch(2), units=units) for _ in range(2))
+        one, other = (
+            trace_flow(module, call_training_step, module.batch(2), units=units) for _ in range(2)
+        )
         assert one == other
         assert trace_flow(module, call_training_step, module.batch(3), units=units) != one
     assert Mixed in MODELS

@@ -17,7 +17,12 @@ from lightning_topt.schedules.make_schedule import SCHEDULES
 from tests.launch import run_ranks
 
 BY_NAME = {plan.name: plan for plan in PLANS}
-FAST = {"U-Net": "zbv 4", "GPT, dropout": "interleaved_zero_bubble 4", "ResNet": "1f1b 2 x data 2", "T5": "gpipe 4"}
+FAST = {
+    "U-Net": "zbv 4",
+    "GPT, dropout": "interleaved_zero_bubble 4",
+    "ResNet": "1f1b 2 x data 2",
+    "T5": "gpipe 4",
+}
 
 
 def parts(rank: int) -> Any:
@@ -46,5 +51,7 @@ def test_the_matrix_has_all_schedules_and_numbers_of_stages() -> None:
 
 
 @pytest.mark.parametrize(("share", "expected"), [(1.0, [0, 1, 3]), (0.5, [0, 2, 3])])
-def test_cuts_keep_the_longest_stage_short_within_the_share_of_weights(share: float, expected: list[int]) -> None:
+def test_cuts_keep_the_longest_stage_short_within_the_share_of_weights(
+    share: float, expected: list[int]
+) -> None:
     assert cut([4.0, 1.0, 3.0, 4.0], [1.0, 4.0, 4.0, 1.0], 3, share=share) == expected

@@ -51,7 +51,9 @@ def run(rank: int, schedule: str, what: str, where: str, port: int, queue: Any) 
     model.get_submodule(where).add_module("failing", Failing(""))
     watch = watch_ranks()
     microbatches = 1 if schedule == "continuous" else 4
-    engine = Engine(plan_of(WORLD, schedule, microbatches=microbatches), model, device=torch.device("cpu"))
+    engine = Engine(
+        plan_of(WORLD, schedule, microbatches=microbatches), model, device=torch.device("cpu")
+    )
     engine.apply(example=Example(loss_of, tokens(1)[0][:2]))
     assert watch is not None
     model.get_submodule(f"{where}.failing").what = what
@@ -85,11 +87,16 @@ def run(rank: int, schedule: str, what: str, where: str, port: int, queue: Any) 
     ],
 )
 @pytest.mark.parametrize("schedule", ["1f1b", "continuous"])
-def test_the_rank_that_fails_is_named_by_all_others(schedule: str, what: str, where: str, lost: int, says: str) -> None:
+def test_the_rank_that_fails_is_named_by_all_others(
+    schedule: str, what: str, where: str, lost: int, says: str
+) -> None:
     context = mp.get_context("fork")
     queue = context.SimpleQueue()
     port = free_port()
-    ranks = [context.Process(target=run, args=(rank, schedule, what, where, port, queue)) for rank in range(WORLD)]
+    ranks = [
+        context.Process(target=run, args=(rank, schedule, what, where, port, queue))
+        for rank in range(WORLD)
+    ]
     for process in ranks:
         process.start()
     try:

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from lightning_topt.execution.pipeline.stage_gradients import GradientExchange
 from tests.launch import run_ranks
 
-# The ranks on which parameter "late" gets a gradient, in each step; "used" gets one in all of them, "never" in none.
+# The ranks on which parameter "late" gets a gradient, in each step; "used" gets one in all of them,
+# "never" in none.
 STEPS: tuple[tuple[int, ...], ...] = ((), (), (0,), (0, 1), (), (1,))
 
 
@@ -28,7 +29,9 @@ def gradients_of(rank: int) -> list[dict[str, Tensor | None]]:
             parameters["late"].grad = torch.full((3,), 4.0 * (rank + 1))
         exchange.start()
         exchange.wait()
-        found.append({name: None if p.grad is None else p.grad.clone() for name, p in parameters.items()})
+        found.append(
+            {name: None if p.grad is None else p.grad.clone() for name, p in parameters.items()}
+        )
     return found
 
 

@@ -1,4 +1,6 @@
-"""What ranks of a pipeline hold while a schedule runs: graphs of microbatches that are under way, and no others."""
+"""What ranks of a pipeline hold while a schedule runs: graphs of microbatches that are under way,
+and no others.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ class Saved:
 
 
 def graphs_held(rank: int, schedules: Sequence[str]) -> list[list[int]]:
-    """For each schedule how many microbatches had a graph when each forward pass of this rank began."""
+    """For each schedule how many microbatches had a graph when each forward pass of this rank
+    began.
+    """
     return [_graphs_held(schedule) for schedule in schedules]
 
 

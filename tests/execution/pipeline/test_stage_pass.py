@@ -1,4 +1,6 @@
-"""Every stage of every cut does what one process does: loss, gradients, buffers and random numbers."""
+"""Every stage of every cut does what one process does: loss, gradients, buffers and random
+numbers.
+"""
 
 from __future__ import annotations
 

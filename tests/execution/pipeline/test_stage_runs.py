@@ -1,4 +1,6 @@
-"""Plans with stages on running ranks: losses, gradients, states and what follows are those of one process."""
+"""Plans with stages on running ranks: losses, gradients, states and what follows are those of one
+process.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ STEPS = 2
 
 
 class Case(NamedTuple):
-    """A model under a plan; `sizes` are the samples of each microbatch of a data rank, `clip` a norm."""
+    """A model under a plan; `sizes` are the samples of each microbatch of a data rank, `clip` a
+    norm.
+    """
 
     model: str
     plan: ParallelPlan
@@ -32,7 +36,9 @@ class Case(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What training leaves: losses of all microbatches, the gradients of the last step, states, norms, logits."""
+    """What training leaves: losses of all microbatches, the gradients of the last step, states,
+    norms, logits.
+    """
 
     losses: list[Tensor]
     gradients: dict[str, Tensor]
@@ -83,7 +89,9 @@ def alone(case: Case) -> Outcome:
             if case.clip is not None:
                 norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), case.clip)))
             optimizer.step()
-            gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+            gradients = {
+                n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
+            }
             optimizer.zero_grad()
     model.eval()
     with torch.no_grad():
@@ -131,7 +139,13 @@ def train(rank: int, case: Case) -> tuple[Outcome, dict[str, Any]]:
         and later.get("state", {}).keys() == optimizer_state.get("state", {}).keys()
     )
     loss_of(model, tokens(1)[0]).backward()  # a plain module again
-    facts = {"held": held, "kept": kept, "whole": whole, "data_rank": data_rank, "tensor_rank": rank % 2}
+    facts = {
+        "held": held,
+        "kept": kept,
+        "whole": whole,
+        "data_rank": data_rank,
+        "tensor_rank": rank % 2,
+    }
     return Outcome(losses, gradients, state, optimizer_state, norms, logits), facts
 
 
@@ -147,16 +161,22 @@ CASES: dict[str, Case] = {
     },
     "gpipe dropout": Case("dropout", plan_of(2, "gpipe")),
     "looped_bfs dropout": Case("dropout", plan_of(2, "looped_bfs", stages=4)),
-    "interleaved_zero_bubble dropout": Case("dropout", plan_of(2, "interleaved_zero_bubble", stages=4)),
+    "interleaved_zero_bubble dropout": Case(
+        "dropout", plan_of(2, "interleaved_zero_bubble", stages=4)
+    ),
     "1f1b_overlapped batch norm": Case("normed", plan_of(2, "1f1b_overlapped")),
     "uneven microbatches": Case("tied", plan_of(2, "1f1b"), sizes=(3, 3, 2)),
     "one microbatch": Case("plain", plan_of(2, "1f1b"), sizes=(4,)),
     "clipped": Case("tied", plan_of(2, "1f1b"), clip=0.1),
     "accumulated": Case("tied", plan_of(2, "zbv", stages=4), accumulate=2, clip=0.1),
     "recomputed": Case("dropout", plan_of(2, "zero_bubble", recompute=True)),
-    "frozen": Case("tied", plan_of(2, "1f1b"), frozen=("embed.weight", "positions", "blocks.0.0.weight")),
+    "frozen": Case(
+        "tied", plan_of(2, "1f1b"), frozen=("embed.weight", "positions", "blocks.0.0.weight")
+    ),
     "frozen stage": Case(
-        "plain", plan_of(2, "zero_bubble"), frozen=("embed", "positions", *(f"blocks.{i}" for i in range(3)))
+        "plain",
+        plan_of(2, "zero_bubble"),
+        frozen=("embed", "positions", *(f"blocks.{i}" for i in range(3))),
     ),
     "unused": Case("spare", plan_of(2, "1f1b", data=2)),
     "3 ranks": Case("skips", plan_of(3, "1f1b")),
@@ -166,12 +186,18 @@ CASES: dict[str, Case] = {
     "data batch norm": Case("normed", plan_of(2, "1f1b", data=2), sizes=(3, 3, 2)),
     "data accumulated": Case("tied", plan_of(2, "gpipe", data=2), accumulate=2),
     "zero1": Case("tied", plan_of(2, "1f1b", data=2, storage="zero1"), clip=0.1),
-    "zero1 recomputed": Case("dropout", plan_of(2, "zbv", stages=4, data=2, storage="zero1", recompute=True)),
+    "zero1 recomputed": Case(
+        "dropout", plan_of(2, "zbv", stages=4, data=2, storage="zero1", recompute=True)
+    ),
     "tensor 2": Case("tied", plan_of(2, "1f1b", tensor=2), clip=0.1, accumulate=2),
-    "tensor 2 zbv": Case("skips", plan_of(2, "zbv", stages=4, tensor=2, recompute=True), sizes=(3, 3, 2), clip=0.1),
+    "tensor 2 zbv": Case(
+        "skips", plan_of(2, "zbv", stages=4, tensor=2, recompute=True), sizes=(3, 3, 2), clip=0.1
+    ),
     "tensor 2 dropout": Case("dropout", plan_of(2, "zero_bubble", tensor=2)),
     "tensor 2 handed": Case("handed", plan_of(2, "1f1b", tensor=2)),
-    "tensor 2 handed zero bubble": Case("handed", plan_of(2, "interleaved_zero_bubble", stages=8, tensor=2)),
+    "tensor 2 handed zero bubble": Case(
+        "handed", plan_of(2, "interleaved_zero_bubble", stages=8, tensor=2)
+    ),
     "4 ranks": Case("skips", plan_of(4, "1f1b", microbatches=6), sizes=(1, 2, 1, 2, 1, 1)),
     "4 ranks zbv": Case("tied", plan_of(4, "zbv", stages=8), clip=0.1),
 }
@@ -188,7 +214,9 @@ def trained() -> dict[str, list[tuple[Outcome, dict[str, Any]]]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_stages_equal_one_process(name: str, trained: dict[str, list[tuple[Outcome, dict[str, Any]]]]) -> None:
+def test_stages_equal_one_process(
+    name: str, trained: dict[str, list[tuple[Outcome, dict[str, Any]]]]
+) -> None:
     case, ranks = CASES[name], trained[name]
     expected = alone(case)
     count = len(case.sizes)
@@ -196,7 +224,9 @@ def test_stages_equal_one_process(name: str, trained: dict[str, list[tuple[Outco
         first = facts["data_rank"] * count
         for step in range(STEPS):
             own = expected.losses[step * count * case.plan.data_parallel_size + first :][:count]
-            torch.testing.assert_close(outcome.losses[step * count : (step + 1) * count], own, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(
+                outcome.losses[step * count : (step + 1) * count], own, rtol=1e-5, atol=1e-6
+            )
         assert outcome.norms == pytest.approx(expected.norms, rel=1e-5)
         for parameter, gradient in outcome.gradients.items():
             of_rank = own_slice(expected.gradients[parameter], gradient.shape, facts["tensor_rank"])
@@ -228,10 +258,13 @@ def close(actual: dict[str, Tensor], expected: dict[str, Tensor], *, atol: float
         )
 
 
-def test_ranks_hold_their_stages_alone(trained: dict[str, list[tuple[Outcome, dict[str, Any]]]]) -> None:
+def test_ranks_hold_their_stages_alone(
+    trained: dict[str, list[tuple[Outcome, dict[str, Any]]]],
+) -> None:
     whole = sum(p.untyped_storage().nbytes() for p in make("skips").parameters())
     held = [facts["held"] for _, facts in trained["3 ranks"]]
-    assert max(held) < 0.5 * whole and whole <= sum(held) < whole * 1.1  # the table of positions, and scalars
+    # the table of positions, and scalars
+    assert max(held) < 0.5 * whole and whole <= sum(held) < whole * 1.1
     kept = [facts["kept"] for _, facts in trained["zero1"]]
     state = sum(2 * p.numel() for p in make("tied").parameters())
     assert max(kept) < 0.4 * state

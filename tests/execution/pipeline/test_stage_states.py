@@ -1,4 +1,6 @@
-"""States of a run with stages: whole or in a folder they go on under any other plan, and in one process."""
+"""States of a run with stages: whole or in a folder they go on under any other plan, and in one
+process.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,12 @@ from torch import Tensor, nn
 
 from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.pipeline.pipeline_run import Example
-from lightning_topt.execution.sharded_checkpoint import REST, open_sharded, read_sharded_checkpoint, save_sharded
+from lightning_topt.execution.sharded_checkpoint import (
+    REST,
+    open_sharded,
+    read_sharded_checkpoint,
+    save_sharded,
+)
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError, uniform_plan
 from tests.execution.pipeline.stage_models import logits_of, loss_of, make, plan_of, tokens
 from tests.launch import run_ranks
@@ -31,10 +38,15 @@ FROM_FOLDER = ("zbv, data 2", "1f1b, tensor 2", "zero3")
 
 
 def optimizers_of(model: nn.Module) -> list[torch.optim.Optimizer]:
-    """The first has parameters of the first stage alone, so that other ranks step it without any."""
+    """The first has parameters of the first stage alone, so that other ranks step it without
+    any.
+    """
     first = [parameter for name, parameter in model.named_parameters() if name == "positions"]
     rest = [parameter for name, parameter in model.named_parameters() if name != "positions"]
-    return [torch.optim.SGD(first, lr=0.1, momentum=0.9), torch.optim.AdamW(rest, lr=1e-2, fused=True)]
+    return [
+        torch.optim.SGD(first, lr=0.1, momentum=0.9),
+        torch.optim.AdamW(rest, lr=1e-2, fused=True),
+    ]
 
 
 def started(plan: ParallelPlan) -> tuple[Engine, nn.Module, list[torch.optim.Optimizer]]:
@@ -74,7 +86,10 @@ def save_each(rank: int, folder: Path) -> Any:
     (whole,) = [saved["1f1b"]] if rank == 0 else [None]
     whole = shared(whole)
     for name, plan in PLANS.items():
-        for found, state in ((resumed, whole), (from_folder, stored(folder / "1f1b, data 2, zero1"))):
+        for found, state in (
+            (resumed, whole),
+            (from_folder, stored(folder / "1f1b, data 2, zero1")),
+        ):
             if found is from_folder and name not in FROM_FOLDER:
                 continue
             engine, _, optimizers = started(plan)
@@ -111,7 +126,9 @@ def alone() -> tuple[Any, Any]:
 
 
 def close(actual: Any, expected: Any) -> None:
-    torch.testing.assert_close(dict(actual["module"]), dict(expected["module"]), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        dict(actual["module"]), dict(expected["module"]), rtol=1e-4, atol=1e-5
+    )
     for one, other in zip(actual["optimizers"], expected["optimizers"], strict=True):
         assert one["param_groups"] == other["param_groups"]
         torch.testing.assert_close(one["state"], other["state"], rtol=1e-4, atol=1e-5)
@@ -137,7 +154,9 @@ def test_states_go_on_under_any_plan(name: str, states: Any) -> None:
         close(from_folder[name], second)
     model = make("tied", seed=1)
     model.load_state_dict(saved[name]["module"])
-    for optimizer, of_optimizer in zip(optimizers_of(model), saved[name]["optimizers"], strict=True):
+    for optimizer, of_optimizer in zip(
+        optimizers_of(model), saved[name]["optimizers"], strict=True
+    ):
         optimizer.load_state_dict(of_optimizer)
 
 
@@ -151,7 +170,10 @@ def mistakes(rank: int) -> list[str]:
     said = []
     engine, _, _ = started(plan_of(2, "1f1b"))
     state = make("tied").state_dict()
-    for wrong in ({**state, "more": torch.ones(1)}, {k: v for k, v in state.items() if k != "head.weight"}):
+    for wrong in (
+        {**state, "more": torch.ones(1)},
+        {k: v for k, v in state.items() if k != "head.weight"},
+    ):
         with pytest.raises(RuntimeError) as error:
             engine.load_module_state(wrong)
         said.append(str(error.value))
@@ -159,7 +181,9 @@ def mistakes(rank: int) -> list[str]:
     with pytest.raises(ValueError, match="weights are one for each") as wrong_weights:
         engine.run_step(tokens(1)[0].split(2), loss_of, weights=[1.0])
     said.append(str(wrong_weights.value))
-    results = engine.evaluate(tokens(1)[0], lambda model, batch: {"logits": logits_of(model, batch), "name": ["x", 3]})
+    results = engine.evaluate(
+        tokens(1)[0], lambda model, batch: {"logits": logits_of(model, batch), "name": ["x", 3]}
+    )
     assert results["logits"].shape == (8, 5, 11) and results["name"] == ["x", 3]
     assert not results["logits"].requires_grad
     for bad in (plan_of(2, "2f2b"), plan_of(2, "1f1b", stages=4), renamed(plan_of(2, "1f1b"))):

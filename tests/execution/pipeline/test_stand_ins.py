@@ -1,4 +1,6 @@
-"""Tensors without elements: operators on them give the shapes of the real ones, also from memory, and draw what those draw."""
+"""Tensors without elements: operators on them give the shapes of the real ones, also from memory,
+and draw what those draw.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ OPERATORS: list[Any] = [
 
 
 def absent(mode: StandIns, like: Tensor) -> Tensor:
-    return mode.absent(LeafSpec(tuple(like.shape), tuple(like.stride()), like.dtype, like.requires_grad))
+    return mode.absent(
+        LeafSpec(tuple(like.shape), tuple(like.stride()), like.dtype, like.requires_grad)
+    )
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
@@ -62,7 +66,12 @@ def test_results_do_not_share_memory():
 
 @pytest.mark.parametrize(
     "draw",
-    [lambda x: F.dropout(x, 0.3), torch.rand_like, lambda x: x.normal_(), lambda x: torch.bernoulli(x.clamp(0, 1))],
+    [
+        lambda x: F.dropout(x, 0.3),
+        torch.rand_like,
+        lambda x: x.normal_(),
+        lambda x: torch.bernoulli(x.clamp(0, 1)),
+    ],
 )
 def test_random_numbers_are_drawn_as_of_real_tensors(draw):
     mode, real = StandIns(torch.device("cpu")), torch.randn(40, 6)

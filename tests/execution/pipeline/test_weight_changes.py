@@ -1,4 +1,6 @@
-"""Weights are written to while backward passes that saved them are to come: what these compute with, in any kind of block."""
+"""Weights are written to while backward passes that saved them are to come: what these compute
+with, in any kind of block.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,11 @@ class Views(nn.Module):
         self.weight, self.scale = nn.Parameter(torch.randn(6, 6)), nn.Parameter(torch.randn(6))
 
     def forward(self, x: Tensor) -> Tensor:
-        return (x @ self.weight.t()[:, :4] @ self.weight[:4]) * self.scale.expand_as(x) * self.scale[2:3].square()
+        return (
+            (x @ self.weight.t()[:, :4] @ self.weight[:4])
+            * self.scale.expand_as(x)
+            * self.scale[2:3].square()
+        )
 
 
 class Again(nn.Module):
@@ -47,7 +53,9 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "views": Views,
     "normed": lambda: nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 6)),
     "attention": lambda: nn.TransformerEncoderLayer(6, 2, 12, dropout=0.0, batch_first=True),
-    "convolution": lambda: nn.Sequential(nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 1, 3, padding=1), nn.Flatten()),
+    "convolution": lambda: nn.Sequential(
+        nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 1, 3, padding=1), nn.Flatten()
+    ),
     "recurrent": recurrent,
 }
 
@@ -67,7 +75,8 @@ CASES = [
 def test_backward_computes_with_the_weights_that_are_there(name: str, how: str) -> None:
     """Written to in between by an optimizer, and by a prediction around another pass.
 
-    What a compiler keeps of the forward pass, and what it computes again from the weights, is its own choice.
+    What a compiler keeps of the forward pass, and what it computes again from the weights, is its
+    own choice.
     """
     torch.manual_seed(0)
     inside = BLOCKS[name]()
@@ -91,17 +100,24 @@ def test_backward_computes_with_the_weights_that_are_there(name: str, how: str) 
     found = [p.grad for p in parameters] + [x.grad]
     if (name, how) != ("views", "compiled"):
         torch.testing.assert_close(found, by_hand(twin, x.detach().requires_grad_(), newest))
-    old = by_hand(copy.deepcopy(untouched), x.detach().requires_grad_(), [p.detach() for p in untouched.parameters()])
+    old = by_hand(
+        copy.deepcopy(untouched),
+        x.detach().requires_grad_(),
+        [p.detach() for p in untouched.parameters()],
+    )
     assert any(not torch.equal(one, other) for one, other in zip(found, old, strict=True))
     other.backward()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):  # as torch is without it
+    # as torch is without it
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         late = loss(inside, x.detach())
         optimizer.step()
         late.backward()
 
 
 def by_hand(model: nn.Module, x: Tensor, newest: list[Tensor]) -> list[Tensor | None]:
-    """Return gradients where the memory below the saved tensors is rewritten, of which autograd knows nothing at all."""
+    """Return gradients where the memory below the saved tensors is rewritten, of which autograd
+    knows nothing at all.
+    """
     first = loss(model, x)
     for parameter, value in zip(model.parameters(), newest, strict=True):
         parameter.data.copy_(value)

@@ -16,7 +16,10 @@ from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.op_config import Placement, Replicate
 from lightning_topt.techniques.tensor_parallel.block_rules import BlockRule
 from lightning_topt.techniques.tensor_parallel.split_mode import SplitMode
-from lightning_topt.techniques.tensor_parallel.split_parameters import join_parameters, split_parameters
+from lightning_topt.techniques.tensor_parallel.split_parameters import (
+    join_parameters,
+    split_parameters,
+)
 from lightning_topt.techniques.tensor_parallel.tensor_axes import TensorAxes
 
 _WHOLE = "whole call of "
@@ -31,10 +34,12 @@ def compare(
     mesh: Mesh,
     rules: Mapping[str, BlockRule] = MappingProxyType({}),
 ) -> dict[str, float]:
-    """Largest difference of the loss ("loss"), of every gradient (relative to its largest element) and of every buffer.
+    """Largest difference of the loss ("loss"), of every gradient (relative to its largest element)
+    and of every buffer.
 
-    `placements` are those of parameters whose name ends so; all others are whole. "whole call of ...": functions that got
-    whole tensors because no row fits them. `rules` are those of blocks, by their names.
+    `placements` are those of parameters whose name ends so; all others are whole. "whole call of
+    ...": functions that got whole tensors because no row fits them. `rules` are those of blocks, by
+    their names.
     """
     torch.manual_seed(1)
     module = make()
@@ -45,8 +50,13 @@ def compare(
     axes = TensorAxes.with_groups(mesh)
     parameters = dict(module.named_parameters())
     whole = (Replicate(),) * len(axes)
-    chosen = {name: next((p for end, p in placements.items() if name.endswith(end)), whole) for name in parameters}
-    assert all(any(name.endswith(end) for name in parameters) for end in placements), "a placement of no parameter"
+    chosen = {
+        name: next((p for end, p in placements.items() if name.endswith(end)), whole)
+        for name in parameters
+    }
+    assert all(any(name.endswith(end) for name in parameters) for end in placements), (
+        "a placement of no parameter"
+    )
     pieces = split_parameters(module, chosen, axes)
     assert all(tuple(one.slice.shape) == one.how.local_shape for one in pieces)
     split = {one.slice: one.how for one in pieces}
@@ -80,11 +90,15 @@ def compare(
     return found
 
 
-def _run_block(mode: SplitMode, rule: BlockRule, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _run_block(
+    mode: SplitMode, rule: BlockRule, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     return mode.run_block(rule, forward, args, kwargs)
 
 
-def check(results: list[dict[str, float]], *, tolerance: float = 1e-5, whole_calls: int | None = 0) -> None:
+def check(
+    results: list[dict[str, float]], *, tolerance: float = 1e-5, whole_calls: int | None = 0
+) -> None:
     """Every rank's loss, gradients and buffers are equal but for the order of additions."""
     for found in results:
         whole = {name: found.pop(name) for name in [*found] if name.startswith(_WHOLE)}

@@ -1,4 +1,6 @@
-"""Every row of a kind on simulated ranks: cut as it says, run, put together, and compare with the function on whole tensors."""
+"""Every row of a kind on simulated ranks: cut as it says, run, put together, and compare with the
+function on whole tensors.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from lightning_topt.techniques.tensor_parallel.tensor_axes import TensorAxes
 
 
 class Sample:
-    """A call as users write it; `parts` are those that shards may have, `fixed` the tensors that take no gradient."""
+    """A call as users write it; `parts` are those that shards may have, `fixed` the tensors that
+    take no gradient.
+    """
 
     def __init__(
         self,
@@ -33,7 +37,9 @@ class Sample:
         self.tensors = list(tensors_in((*args, *kwargs.values())))
 
     def __repr__(self) -> str:
-        args, kwargs = self.given([f"[{', '.join(map(str, tensor.shape))}]" for tensor in self.tensors])
+        args, kwargs = self.given(
+            [f"[{', '.join(map(str, tensor.shape))}]" for tensor in self.tensors]
+        )
         return f"{self.func.__name__}{args}{kwargs or ''}"
 
     def run(self, tensors: list[Tensor], func: Callable[..., Any] | None = None) -> Any:
@@ -46,7 +52,8 @@ class Sample:
 
     def rows(self, ranks: int) -> Iterator[tuple[Any, Row]]:
         known = [
-            Known(Layout(tuple(t.shape), (Replicate(),)), False, False, t.dtype == torch.bool) for t in self.tensors
+            Known(Layout(tuple(t.shape), (Replicate(),)), False, False, t.dtype == torch.bool)
+            for t in self.tensors
         ]
         call = call_of(self.func, self.args, self.kwargs, known)
         call = type(call)(call.func, call.args, call.kwargs, call.operands, self.parts, call.masks)
@@ -64,7 +71,9 @@ def leaves(sample: Sample, tensors: list[Tensor]) -> list[Tensor]:
 def copies(sample: Sample, tensors: list[Tensor]) -> list[Tensor]:
     """What a function changes in place is no leaf."""
     name = sample.func.__name__
-    in_place = (name.endswith("_") and name[:2] != "__") or name.startswith("__i") or name == "__setitem__"
+    in_place = (
+        (name.endswith("_") and name[:2] != "__") or name.startswith("__i") or name == "__setitem__"
+    )
     in_place |= sample.kwargs.get("inplace", False) is True
     return [tensors[0].clone(), *tensors[1:]] if in_place and name != "__invert__" else tensors
 
@@ -89,7 +98,9 @@ def assert_row(sample: Sample, call: Any, row: Row, ranks: int) -> None:
         passed = [None if index == row.added else tensor for index, tensor in enumerate(mine)]
         torch.manual_seed(0)
         args, kwargs = sample.given(passed)
-        layouts = tuple(Layout(tuple(t.shape), (p,)) for t, p in zip(sample.tensors, row.inputs, strict=True))
+        layouts = tuple(
+            Layout(tuple(t.shape), (p,)) for t, p in zip(sample.tensors, row.inputs, strict=True)
+        )
         placed = Placed(call, args, kwargs, layouts, tuple((p,) for p in row.outputs), axes)
         returned = kind.run(placed) if kind.run is not None else sample.func(*args, **kwargs)
         outputs.append(results(sample, returned, mine))
@@ -104,20 +115,31 @@ def assert_row(sample: Sample, call: Any, row: Row, ranks: int) -> None:
         if row.added is not None:
             got = got + whole[row.added].view(-1, *(1 for _ in range(-1 - row.along)))
         what = f"{sample} {row} result {index}"
-        torch.testing.assert_close(got, want, msg=lambda found, what=what: f"{what}: {found}", equal_nan=True)
+        torch.testing.assert_close(
+            got, want, msg=lambda found, what=what: f"{what}: {found}", equal_nan=True
+        )
         if not (want.is_floating_point() and want.requires_grad):
             continue
         weights = torch.rand(want.shape, generator=generator, dtype=want.dtype)
         total = total + (want * weights).nan_to_num().sum()
         for rank in range(ranks):
-            own = cut(weights, placement, index=rank, count=ranks) if isinstance(placement, Shard) else weights
+            own = (
+                cut(weights, placement, index=rank, count=ranks)
+                if isinstance(placement, Shard)
+                else weights
+            )
             totals[rank] = totals[rank] + (pieces[rank] * own).nan_to_num().sum()
     if total.requires_grad:
         _assert_gradients(sample, row, whole, local, total, totals)
 
 
 def _assert_gradients(
-    sample: Sample, row: Row, whole: list[Tensor], local: list[list[Tensor]], total: Tensor, totals: list[Tensor]
+    sample: Sample,
+    row: Row,
+    whole: list[Tensor],
+    local: list[list[Tensor]],
+    total: Tensor,
+    totals: list[Tensor],
 ) -> None:
     total.backward()
     for each in totals:
@@ -128,9 +150,15 @@ def _assert_gradients(
             continue
         slices = [mine[index].grad for mine in local]
         slices = [torch.zeros_like(local[0][index]) if grad is None else grad for grad in slices]
-        got = joined(slices, placement) if isinstance(placement, Shard) else sum(slices[1:], slices[0])
+        got = (
+            joined(slices, placement)
+            if isinstance(placement, Shard)
+            else sum(slices[1:], slices[0])
+        )
         text = f"{sample} {row} gradient of argument {index}"
-        torch.testing.assert_close(got, tensor.grad, msg=lambda found, text=text: f"{text}: {found}", equal_nan=True)
+        torch.testing.assert_close(
+            got, tensor.grad, msg=lambda found, text=text: f"{text}: {found}", equal_nan=True
+        )
 
 
 def _cut(tensors: list[Tensor], row: Row, rank: int, ranks: int) -> list[Tensor]:

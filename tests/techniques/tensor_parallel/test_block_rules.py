@@ -19,10 +19,21 @@ from tests.techniques.tensor_parallel.test_split_models import GPT2, LLAMA, even
 WHOLE = Replicate()
 Placed = tuple[Placement, ...]
 Case = tuple[
-    Callable[[], nn.Module], Callable[[nn.Module], Tensor], Mapping[str, Placed], Mesh, Mapping[str, BlockRule]
+    Callable[[], nn.Module],
+    Callable[[nn.Module], Tensor],
+    Mapping[str, Placed],
+    Mesh,
+    Mapping[str, BlockRule],
 ]
-BLOCKS = {"gpt": "blocks", "gpt, two heads": "blocks", "llama": "model.layers", "gpt2": "transformer.h"}
-MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Tensor], Mapping[str, Placed]]] = {
+BLOCKS = {
+    "gpt": "blocks",
+    "gpt, two heads": "blocks",
+    "llama": "model.layers",
+    "gpt2": "transformer.h",
+}
+MODELS: dict[
+    str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Tensor], Mapping[str, Placed]]
+] = {
     "gpt": (partial(gpt, dropout=0.2), loss_of, MEGATRON),
     "gpt, two heads": (partial(gpt, heads=2, context=8), loss_of, {}),
     "llama": (llama, even_loss, LLAMA),
@@ -30,7 +41,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Tensor], 
 }
 
 
-def rules(model: str, border: Placed, sums: Placed = (), gathers: tuple[bool, ...] = ()) -> dict[str, BlockRule]:
+def rules(
+    model: str, border: Placed, sums: Placed = (), gathers: tuple[bool, ...] = ()
+) -> dict[str, BlockRule]:
     """The same for all blocks; the rest has their sums."""
     names = [f"{BLOCKS[model]}.{index}" for index in range(2)]
     by_block = {name: BlockRule(name, (border,), (border,), sums, gathers) for name in names}
@@ -77,13 +90,16 @@ def test_steps_are_split() -> None:
         check([found[name] for found in results])
 
 
-# ---- two and three axes ---------------------------------------------------------------------------------------------
+# ---- two and three axes
+# ---------------------------------------------------------------------------------------------
 
 FIRST, SECOND = ("qkv", "up", "head"), ("project", "down")
 
 
 def of_two(first: str, second: str) -> dict[str, Placed]:
-    """Weights by outputs along the first axis and by inputs along the second one, and then the other way round."""
+    """Weights by outputs along the first axis and by inputs along the second one, and then the
+    other way round.
+    """
     return {
         "qkv.weight": (Shard(0, parts=3), Shard(1)),
         "qkv.bias": (Shard(0, parts=3), WHOLE),
@@ -108,12 +124,22 @@ def on_two_axes(rows: int, columns: int, *, dim: int = 0, data: int = 1) -> Case
     mesh = Mesh((Axis("data", data), Axis("tensor_rows", rows), Axis("tensor_columns", columns)))
     make, loss, _ = MODELS["gpt"]
     placements = {name: placed for name, placed in of_two("", "").items() if name != ".norm.weight"}
-    return make, loss, placements, mesh, rules("gpt", (Shard(dim), Shard(2)), (Shard(dim), Shard(dim)))
+    return (
+        make,
+        loss,
+        placements,
+        mesh,
+        rules("gpt", (Shard(dim), Shard(2)), (Shard(dim), Shard(dim))),
+    )
 
 
 def on_three_axes(depth: int, rows: int, columns: int) -> Case:
-    """Matrices also rest in slices along the first axis, of which each row of a slice along the others is cut."""
-    mesh = Mesh((Axis("tensor_tokens", depth), Axis("tensor_rows", rows), Axis("tensor_columns", columns)))
+    """Matrices also rest in slices along the first axis, of which each row of a slice along the
+    others is cut.
+    """
+    mesh = Mesh(
+        (Axis("tensor_tokens", depth), Axis("tensor_rows", rows), Axis("tensor_columns", columns))
+    )
     make, loss, _ = MODELS["gpt"]
     placements: dict[str, Placed] = {}
     for name, (row, column) in of_two("", "").items():

@@ -1,4 +1,6 @@
-"""Which modules may run the batches of several ranks at once, and what a step with them exchanges."""
+"""Which modules may run the batches of several ranks at once, and what a step with them
+exchanges.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,11 @@ class Layer(nn.Module):
 
     def __init__(self, between: Forward, width: int = 64) -> None:
         super().__init__()
-        self.up, self.down, self.norm = nn.Linear(width, 4 * width), nn.Linear(4 * width, width), nn.BatchNorm1d(width)
+        self.up, self.down, self.norm = (
+            nn.Linear(width, 4 * width),
+            nn.Linear(4 * width, width),
+            nn.BatchNorm1d(width),
+        )
         self.between = between
 
     def forward(self, x: Tensor) -> Tensor:
@@ -59,9 +65,15 @@ def split_model(module: nn.Module, batch: Any) -> SplitModel:
 def joint_graph(split: SplitModel) -> tuple[tuple[JointModule, ...], OpGraph | None]:
     """The joint modules of the split with the least state that has some, and the step with them."""
     along = prices(split.module, 2)
-    layouts = (split.joint_layout(candidate, along) for candidate in reversed(split.candidates(along)))
+    layouts = (
+        split.joint_layout(candidate, along) for candidate in reversed(split.candidates(along))
+    )
     layout = next((each for each in layouts if each is not None), None)
-    return ((), None) if layout is None else (layout.joint, split.local_graph_of(layout, (Axis("tensor", 2),)))
+    return (
+        ((), None)
+        if layout is None
+        else (layout.joint, split.local_graph_of(layout, (Axis("tensor", 2),)))
+    )
 
 
 def refusal(between: Forward) -> str:
@@ -127,12 +139,17 @@ def test_gradients_of_gradients_do_not_pass_joint_modules() -> None:
         lambda layer, x: x - x.mean(-1, keepdim=True),
         lambda layer, x: x + torch.arange(64) / 64,
         lambda layer, x: x.view(-1, 8, 8).transpose(1, 2).reshape(x.shape) * torch.rand_like(x),
-        lambda layer, x: torch.cat([x[:, :32], x[:, 32:].flip(1)], 1).masked_fill(torch.zeros_like(x).bool(), 0.0),
+        lambda layer, x: torch.cat([x[:, :32], x[:, 32:].flip(1)], 1).masked_fill(
+            torch.zeros_like(x).bool(), 0.0
+        ),
     ],
 )
 def test_samples_that_stay_by_themselves_run_together(between: Forward) -> None:
     joint, graph = joint_graph(split_model(Step(Net(between)), torch.zeros(4, 64)))
-    assert [each.module for each in joint] == ["inner.layers.0", "inner.layers.1"] and graph is not None
+    assert [each.module for each in joint] == [
+        "inner.layers.0",
+        "inner.layers.1",
+    ] and graph is not None
 
 
 def calls_of(ops: Iterable[Op]) -> Counter[tuple[str, str]]:
@@ -147,12 +164,20 @@ def calls_of(ops: Iterable[Op]) -> Counter[tuple[str, str]]:
 
 def test_a_layer_gathers_its_samples_and_scatters_its_sums() -> None:
     """As many bytes as all-reduces of a joint batch, and none for parameters that are whole."""
-    split = split_model(GPT(3, 256, 8, vocab=512, context=32), (torch.zeros(4, 32, dtype=torch.long),) * 2)
+    split = split_model(
+        GPT(3, 256, 8, vocab=512, context=32), (torch.zeros(4, 32, dtype=torch.long),) * 2
+    )
     joint, graph = joint_graph(split)
-    assert {each.module for each in joint} >= {"blocks.0", "blocks.1", "blocks.2"} and graph is not None
+    assert {each.module for each in joint} >= {
+        "blocks.0",
+        "blocks.1",
+        "blocks.2",
+    } and graph is not None
     only = calls_of(op for op in graph.ops if op.block.startswith("blocks."))
     each_way = {"all_gather": 6, "reduce_scatter": 6}
-    assert only == {(d, op): count for d in ("forward", "backward") for op, count in each_way.items()}
+    assert only == {
+        (d, op): count for d in ("forward", "backward") for op, count in each_way.items()
+    }
 
 
 class Shared(nn.Module):
@@ -182,7 +207,10 @@ def test_what_has_no_samples_must_not_depend_on_them() -> None:
         "of the values": lambda x: x.mean((0, 1)),
         "random": lambda x: torch.rand(64),
     }
-    found = {what: joint_graph(split_model(Step(Shared(of)), torch.zeros(4, 8, 64)))[0] for what, of in made.items()}
+    found = {
+        what: joint_graph(split_model(Step(Shared(of)), torch.zeros(4, 8, 64)))[0]
+        for what, of in made.items()
+    }
     layers = tuple(JointModule(f"inner.layers.{index}", (0, None), (0,)) for index in range(2))
     assert found == {"of the shape": layers, "of the values": (), "random": ()}
 
@@ -191,7 +219,9 @@ def test_the_smallest_module_around_a_pair_of_matrices_is_joint() -> None:
     class Once(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.pair = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 64))
+            self.pair = nn.Sequential(
+                nn.LayerNorm(64), nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 64)
+            )
             self.head = nn.Linear(64, 10)
 
         def forward(self, x: Tensor) -> Tensor:

@@ -1,4 +1,6 @@
-"""Every row of every kind gives what the function gives on whole tensors: results and gradients, on simulated ranks."""
+"""Every row of every kind gives what the function gives on whole tensors: results and gradients, on
+simulated ranks.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,10 @@ def sample_of(func: Any) -> Sample | None:
     for tensors in ([r(4, 8)], [r(4, 8), r(8)], [r(4, 8), r(4, 1), r(8)]):
         for kind in (torch.float64, torch.int64, torch.bool):
             for extra in ((), (2,), (2, 3)):
-                given = [(tensor * 10).to(kind) if kind is not torch.float64 else tensor for tensor in tensors]
+                given = [
+                    (tensor * 10).to(kind) if kind is not torch.float64 else tensor
+                    for tensor in tensors
+                ]
                 sample = Sample(func, *given, *extra, fixed=(0, 1, 2))
                 try:
                     if isinstance(sample.run(copies(sample, given)), torch.Tensor):
@@ -66,13 +71,20 @@ def test_every_kind_has_a_sample() -> None:
     assert {kind.name for kind in KINDS.values()} - tried == WITH_COLLECTIVES
 
 
-# ---- decisions ------------------------------------------------------------------------------------------------------
+# ---- decisions
+# ------------------------------------------------------------------------------------------------------
 
 
-def decided(func: Any, *given: tuple[torch.Tensor, Placement], parameters: tuple[int, ...] = ()) -> Decision:
+def decided(
+    func: Any, *given: tuple[torch.Tensor, Placement], parameters: tuple[int, ...] = ()
+) -> Decision:
     tensors = tuple(tensor for tensor, _ in given)
     known = [
-        Known(Layout(tuple(tensor.shape), (placement,)), tensor.is_floating_point(), place in parameters)
+        Known(
+            Layout(tuple(tensor.shape), (placement,)),
+            tensor.is_floating_point(),
+            place in parameters,
+        )
         for place, (tensor, placement) in enumerate(given)
     ]
     return decide(KINDS[func], call_of(func, tensors, {}, known), known, (2,), in_place=False)
@@ -83,7 +95,9 @@ def test_parameters_stay_where_they_are() -> None:
     x, weight, bias = r(64, 512, 8), r(16, 8), r(16)
     for place in (Replicate(), Shard(0), Shard(1), Shard(2)):
         for split in (Shard(0), Shard(1)):
-            found = decided(F.linear, (x, place), (weight, split), (bias, Replicate()), parameters=(1, 2))
+            found = decided(
+                F.linear, (x, place), (weight, split), (bias, Replicate()), parameters=(1, 2)
+            )
             assert found.inputs[1] == (split,)
     vocabulary = decided(F.embedding, (i(8, 4, 64), Shard(0)), (r(8, 4), Shard(0)), parameters=(1,))
     assert vocabulary.inputs == ((Replicate(),), (Shard(0),))
@@ -102,11 +116,15 @@ def test_a_residual_is_sliced_not_the_result_gathered() -> None:
 
 
 def test_a_bias_of_a_sum_is_used_alike_by_all() -> None:
-    found = decided(F.linear, (r(4, 8), Shard(1)), (r(6, 8), Shard(1)), (r(6), Replicate()), parameters=(1, 2))
+    found = decided(
+        F.linear, (r(4, 8), Shard(1)), (r(6, 8), Shard(1)), (r(6), Replicate()), parameters=(1, 2)
+    )
     assert found.added == 2 and found.enters[2] == (False,)
 
 
 def test_a_split_bias_of_a_sum_is_gathered() -> None:
     """It was added as a slice."""
-    found = decided(F.linear, (r(4, 8), Shard(1)), (r(6, 8), Shard(1)), (r(6), Shard(0)), parameters=(1, 2))
+    found = decided(
+        F.linear, (r(4, 8), Shard(1)), (r(6, 8), Shard(1)), (r(6), Shard(0)), parameters=(1, 2)
+    )
     assert found.inputs[2] == (Replicate(),)

@@ -1,4 +1,6 @@
-"""Every row against DTensor's propagation: it takes the row's inputs without a collective, and leaves the row's outputs."""
+"""Every row against DTensor's propagation: it takes the row's inputs without a collective, and
+leaves the row's outputs.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,11 @@ def admits(sample: Sample, row: Row, mesh: DeviceMesh) -> str:
     if calls.get_total_counts():
         return "moves"
     results = list(
-        tensors_in((given[0] if found is None else found,) if not isinstance(found, list | tuple) else found)
+        tensors_in(
+            (given[0] if found is None else found,)
+            if not isinstance(found, list | tuple)
+            else found
+        )
     )
     for index, result in enumerate(results):
         if not isinstance(result, DTensor):
@@ -77,9 +83,12 @@ def admits(sample: Sample, row: Row, mesh: DeviceMesh) -> str:
 
 # Where DTensor of this release of torch has no such rule, by function.
 WITHOUT_RULE = {
-    "broadcast_tensors": "what is whole and grows is declared whole, though one rank's other tensors are slices",
-    "matmul": "an operand whose batch dim of size 1 is broadcast is reshaped first, which gathers the other one",
-    "scaled_dot_product_attention": "the causal mask that its decomposition makes is a plain tensor",
+    "broadcast_tensors": "what is whole and grows is declared whole, though one rank's other "
+    "tensors are slices",
+    "matmul": "an operand whose batch dim of size 1 is broadcast is reshaped first, which gathers "
+    "the other one",
+    "scaled_dot_product_attention": "the causal mask that its decomposition makes is a plain "
+    "tensor",
     "logsumexp": "with keepdim the result is declared split along the dim without it",
     "group_norm": "groups are always gathered",
     "instance_norm": "it is a batch norm of a reshaped tensor, whose channels are gathered",
@@ -92,7 +101,8 @@ WITHOUT_RULE = {
     "pad": "no strategy for reflections",
     **dict.fromkeys(
         ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d"),
-        "only tensors split along their width are known; results of all others are declared whole, groups fail",
+        "only tensors split along their width are known; results of all others are declared whole, "
+        "groups fail",
     ),
 }
 NOT_ON_FAKE_TENSORS = {"_grouped_mm", "grouped_mm"}  # but in bfloat16
@@ -105,7 +115,11 @@ def test_rows_are_those_of_dtensor(mesh: DeviceMesh) -> None:
     for sample in SAMPLES:
         name = sample.func.__name__
         for _, row in sample.rows(RANKS) if name not in NOT_ON_FAKE_TENSORS else ():
-            shards = [placement for placement in (*row.inputs, *row.outputs) if isinstance(placement, Shard)]
+            shards = [
+                placement
+                for placement in (*row.inputs, *row.outputs)
+                if isinstance(placement, Shard)
+            ]
             if any(shard.parts > 1 for shard in shards):
                 continue  # DTensor has no such placement
             if name in ("layer_norm", "rms_norm") and row.inputs[0] == Shard(2):

@@ -53,11 +53,17 @@ class Vision(nn.Module):
 
 
 class Words(nn.Module):
-    """A recurrent network, whose kernels keep bytes that no tensor shows, and whose samples are in the second dim."""
+    """A recurrent network, whose kernels keep bytes that no tensor shows, and whose samples are in
+    the second dim.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.lstm, self.head = nn.Embedding(48, WIDTH), nn.LSTM(WIDTH, WIDTH), nn.Linear(WIDTH, 48)
+        self.embed, self.lstm, self.head = (
+            nn.Embedding(48, WIDTH),
+            nn.LSTM(WIDTH, WIDTH),
+            nn.Linear(WIDTH, 48),
+        )
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         x, _ = self.lstm(self.embed(batch.t()))
@@ -69,7 +75,12 @@ def gpt() -> nn.Module:
 
 
 def convolutions() -> nn.Module:
-    layers = (nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 24, 3, stride=2))
+    layers = (
+        nn.Conv2d(3, 16, 3, padding=1),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.Conv2d(16, 24, 3, stride=2),
+    )
     return Step(nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(24, 8)))
 
 
@@ -129,18 +140,26 @@ def test_one_recording_tells_what_two_do(
         assert len(of_one) == 1
     else:
         assert len(of_one) == 1 + len(steps)
-        refused = sum(graph is None for graph in steps)  # again, for errors that tell of the user's batch
+        # again, for errors that tell of the user's batch
+        refused = sum(graph is None for graph in steps)
         assert len(recorded) == len(of_one) + refused
     monkeypatch.setattr(capturing, "_from_one_recording", lambda *_: None)
     of_two = graphs(SplitModel(module, batch, whole, trace), 2)
     assert any(graph is not None for graph in found)
     assert len(found) == len(of_two)
-    # Two small batches may run different operators, where one has as many samples as there are ranks.
+    # Two small batches may run different operators, where one has as many samples as there are
+    # ranks.
     assert all(a == b for a, b in zip(found, of_two, strict=True) if samples > 1 or b is not None)
 
 
 def test_a_size_that_may_be_a_part_of_the_batch_is_not_clear() -> None:
-    assert [size_at(2, size) for size in (0, 7, 128_256, PRIME, 12 * PRIME)] == [0, 7, 128_256, 2, 24]
+    assert [size_at(2, size) for size in (0, 7, 128_256, PRIME, 12 * PRIME)] == [
+        0,
+        7,
+        128_256,
+        2,
+        24,
+    ]
     for size in (PRIME // 2, PRIME + 1, 3 * PRIME - 1):
         with pytest.raises(Unclear):
             size_at(2, size)
@@ -176,7 +195,9 @@ def test_two_recordings_tell_where_one_does_not(recorded: list[int]) -> None:
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_one_recording_stands_for_two_batches_that_differ_in_their_first_dim(dim: int, recorded: list[int]) -> None:
+def test_one_recording_stands_for_two_batches_that_differ_in_their_first_dim(
+    dim: int, recorded: list[int]
+) -> None:
     module, trace, shapes = Step(nn.Linear(16, 64)), FunctionTrace(), ((4, 4, 16), [4, 4, 16])
     shapes[1][dim] = 8
     batch, second = (torch.zeros(*shape) for shape in shapes)
@@ -186,4 +207,6 @@ def test_one_recording_stands_for_two_batches_that_differ_in_their_first_dim(dim
     local = model.local_graph(model.candidates(prices(module, 2))[0], 2)
     assert recorded == ([4 * PRIME, 4 * PRIME] if dim == 0 else [4 * PRIME, 4, 8])
     assert local is not None
-    assert {tensor.spec.batch_dim for tensor in local.step.tensors if len(tensor.spec.shape) == 3} == {dim}
+    assert {
+        tensor.spec.batch_dim for tensor in local.step.tensors if len(tensor.spec.shape) == 3
+    } == {dim}

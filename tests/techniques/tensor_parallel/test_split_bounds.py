@@ -1,4 +1,6 @@
-"""The bound of a split step costs at most what the captured step of a rank costs, under every plan."""
+"""The bound of a split step costs at most what the captured step of a rank costs, under every
+plan.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,13 @@ from tests.techniques.tensor_parallel.test_split_models import CASES
 from tests.techniques.tensor_parallel.traced import DEVICE, FAST, LlamaBlock, Step, trace
 
 # A host that issues kernels as fast as the device runs them, and dear links.
-LAB = Cluster("lab", replace(DEVICE, launch_seconds=3e-6), devices_per_node=64, num_nodes=1, intra=Link(1e-6, 1e10))
+LAB = Cluster(
+    "lab",
+    replace(DEVICE, launch_seconds=3e-6),
+    devices_per_node=64,
+    num_nodes=1,
+    intra=Link(1e-6, 1e10),
+)
 SPLITS = 2
 
 
@@ -45,7 +53,9 @@ class Loss(nn.Module):
 
 
 class Sliced(nn.Module):
-    """A whole tensor of which only a slice is kept, and heads whose copy is none on a rank that has one of them."""
+    """A whole tensor of which only a slice is kept, and heads whose copy is none on a rank that has
+    one of them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,13 +79,23 @@ def library(name: str) -> tuple[nn.Module, Any]:
 
 MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "gpt": lambda: (GPT(3, 64, 8, vocab=64, context=32), tokens()),
-    "gpt, dropout, tied": lambda: (GPT(3, 64, 8, vocab=64, context=32, dropout=0.1, tied=True), tokens()),
-    "llama blocks": lambda: (Step(nn.Sequential(*(LlamaBlock() for _ in range(3)))), torch.zeros(4, 16, 64)),
+    "gpt, dropout, tied": lambda: (
+        GPT(3, 64, 8, vocab=64, context=32, dropout=0.1, tied=True),
+        tokens(),
+    ),
+    "llama blocks": lambda: (
+        Step(nn.Sequential(*(LlamaBlock() for _ in range(3)))),
+        torch.zeros(4, 16, 64),
+    ),
     "slices": lambda: (Step(nn.Sequential(*(Sliced() for _ in range(3)))), torch.zeros(4, 16, 64)),
     "mlp": lambda: (MLP((64, 256, 64, 32)), torch.zeros(512, 64)),
-    "convolutions": lambda: (ConvNet(), (torch.zeros(8, 1, 8, 8), torch.zeros(8, dtype=torch.long))),
+    "convolutions": lambda: (
+        ConvNet(),
+        (torch.zeros(8, 1, 8, 8), torch.zeros(8, dtype=torch.long)),
+    ),
     "t5": lambda: library("t5"),  # queries, keys and values are blocks of their own, of one input
-    "decoder": lambda: library("decoder"),  # attention to itself and to others: one structure, called differently
+    # attention to itself and to others: one structure, called differently
+    "decoder": lambda: library("decoder"),
 }
 
 
@@ -92,13 +112,23 @@ def pairs(
     found, graph = trace(module, batch)
     adam = torch.optim.Adam(module.parameters())
     optimizer = read_optimizer([adam], named_parameters=module.named_parameters())
-    prices, model = SplitPrices(cluster, optimizer, Group(ranks)), SplitModel(module, batch, graph, found)
+    prices, model = (
+        SplitPrices(cluster, optimizer, Group(ranks)),
+        SplitModel(module, batch, graph, found),
+    )
     whole = TrainingStep(graph, cluster, optimizer, data_mesh(2 * ranks), graph.batch_size)
     mesh = Mesh((Axis("data", 2), Axis("tensor", ranks)))
-    for split in splits(model, prices) if given is None else [ModelSplit(each, 0.0, 0.0, 0.0) for each in given]:
+    for split in (
+        splits(model, prices)
+        if given is None
+        else [ModelSplit(each, 0.0, 0.0, 0.0) for each in given]
+    ):
         if (local := model.local_graph(split, ranks)) is not None:
             bound = model.bound_graph(split, prices)
-            yield step_of(whole, bound, mesh=mesh, split=split), step_of(whole, local, mesh=mesh, split=split)
+            yield (
+                step_of(whole, bound, mesh=mesh, split=split),
+                step_of(whole, local, mesh=mesh, split=split),
+            )
 
 
 def plans(step: TrainingStep) -> PlanBatch:
@@ -112,16 +142,25 @@ def plans(step: TrainingStep) -> PlanBatch:
 
 
 def assert_is_bound(bound: TrainingStep, local: TrainingStep) -> None:
-    assert [segment.block for segment in bound.graph.timeline] == [segment.block for segment in local.graph.timeline]
-    for amount in ("kept_bytes", "output_bytes"):  # a slice may be made in a later block than what it is cut from
-        least, exact = (sum(getattr(s, amount).fixed for s in step.graph.timeline) for step in (bound, local))
+    assert [segment.block for segment in bound.graph.timeline] == [
+        segment.block for segment in local.graph.timeline
+    ]
+    # a slice may be made in a later block than what it is cut from
+    for amount in ("kept_bytes", "output_bytes"):
+        least, exact = (
+            sum(getattr(s, amount).fixed for s in step.graph.timeline) for step in (bound, local)
+        )
         assert least <= exact
     groups = Counter(block.group for block in bound.graph.blocks)
     for name in (block.name for block in bound.graph.blocks if groups[block.group] > 1):
-        assert (bound.compute[name].sum(axis=1) <= local.compute[name].sum(axis=1) * (1 + 1e-9)).all()
+        assert (
+            bound.compute[name].sum(axis=1) <= local.compute[name].sum(axis=1) * (1 + 1e-9)
+        ).all()
     assert [p.shape for p in bound.graph.parameters] == [p.shape for p in local.graph.parameters]
     for returns_memory in (False, True):
-        bounds, costs = (plans(replace(step, returns_memory=returns_memory)) for step in (bound, local))
+        bounds, costs = (
+            plans(replace(step, returns_memory=returns_memory)) for step in (bound, local)
+        )
         assert bounds.configs == costs.configs
         assert (bounds.seconds <= costs.seconds * (1 + 1e-9)).all()
         assert (bounds.peak_bytes <= costs.peak_bytes * (1 + 1e-9)).all()
@@ -156,7 +195,8 @@ def test_the_bound_of_a_transformer_is_close() -> None:
     mesh = Mesh((Axis("data", 2), Axis("tensor", 4)))
     whole = TrainingStep(graph, FAST, optimizer, data_mesh(8), graph.batch_size)
     bound, exact = (
-        plans(step_of(whole, each, mesh=mesh, split=fastest)) for each in (model.bound_graph(fastest, prices), local)
+        plans(step_of(whole, each, mesh=mesh, split=fastest))
+        for each in (model.bound_graph(fastest, prices), local)
     )
     assert (bound.seconds >= 0.97 * exact.seconds).all()
     assert (bound.peak_bytes >= 0.95 * exact.peak_bytes).all()

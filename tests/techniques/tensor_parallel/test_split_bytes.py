@@ -1,11 +1,13 @@
-"""What a Transformer layer sends and keeps on each rank equals the formulas, in one, two and three dimensions.
+"""What a Transformer layer sends and keeps on each rank equals the formulas, in one, two and three
+dimensions.
 
 T tokens, h features, P = q^3 ranks. Elements that a rank sends in a step, of products alone:
 
     1-D                8 (P-1)/P Th                                Shoeybi et al., arXiv 1909.08053, section 3
     1-D by step        the same, and 2 gathers again in backward   Korthikanti et al., arXiv 2205.05198, section 4.2.2
     3-D                2 (q-1)/q^3 (16 Th + 12 h^2)                Bian et al., arXiv 2105.14450, section 3
-                       and (q-1)/q^3 (7 Th + 12 h^2) again in backward, so that activations are kept in slices
+                       and (q-1)/q^3 (7 Th + 12 h^2) again in backward, so that activations are kept
+                       in slices
 
 Norms add all-reduces of a number or two per row, which are counted by themselves.
 """
@@ -48,8 +50,14 @@ class Layer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.qkv, self.project = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH, bias=False), nn.Linear(4 * WIDTH, WIDTH, bias=False)
+        self.qkv, self.project = (
+            nn.Linear(WIDTH, 3 * WIDTH, bias=False),
+            nn.Linear(WIDTH, WIDTH, bias=False),
+        )
+        self.up, self.down = (
+            nn.Linear(WIDTH, 4 * WIDTH, bias=False),
+            nn.Linear(4 * WIDTH, WIDTH, bias=False),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         batch, time, width = x.shape
@@ -61,7 +69,9 @@ class Layer(nn.Module):
 
 
 class Seen:
-    """The collective calls of a step of several layers, the bytes kept for backward and those of the parameters."""
+    """The collective calls of a step of several layers, the bytes kept for backward and those of
+    the parameters.
+    """
 
     def __init__(
         self,
@@ -76,7 +86,9 @@ class Seen:
         module = nn.ModuleList(Layer() for _ in range(layers))
         for name, parameter in module.named_parameters():
             if placements is not None:
-                split = SplitTensor(Layout(tuple(parameter.shape), placements[name.split(".")[1]]), axes)
+                split = SplitTensor(
+                    Layout(tuple(parameter.shape), placements[name.split(".")[1]]), axes
+                )
                 with_layout(parameter, split.layout)
                 parameter.data = split.own(parameter.data)
         self.state = sum(parameter.nbytes for parameter in module.parameters())
@@ -109,11 +121,15 @@ class Seen:
         """Elements that a rank sends in the calls of `op`."""
         share = 2 if op == "all_reduce" else 1
         return sum(
-            share * each.size / 4 * (sizes[each.axis] - 1) / sizes[each.axis] for each in self.calls if each.op == op
+            share * each.size / 4 * (sizes[each.axis] - 1) / sizes[each.axis]
+            for each in self.calls
+            if each.op == op
         )
 
 
-def of_a_layer(op: str, sizes: tuple[int, ...], placements: Mapping[str, Placed], rule: BlockRule) -> float:
+def of_a_layer(
+    op: str, sizes: tuple[int, ...], placements: Mapping[str, Placed], rule: BlockRule
+) -> float:
     """One layer more, so without the ends."""
     more, less = (Seen(layers, sizes, placements, rule).elements(op, sizes) for layers in (3, 2))
     return more - less
@@ -133,11 +149,19 @@ WHOLE_MATRICES = dict.fromkeys(ONE, (WHOLE,))
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_context_by_heads(ranks: int) -> None:
-    """Queries, keys, values and what attention makes of them change from steps to heads and back, with their gradients."""
-    assert of_a_layer("all_to_all", (ranks,), WHOLE_MATRICES, BY_STEP) == 8 * (ranks - 1) / ranks**2 * TOKENS * WIDTH
+    """Queries, keys, values and what attention makes of them change from steps to heads and back,
+    with their gradients.
+    """
+    assert (
+        of_a_layer("all_to_all", (ranks,), WHOLE_MATRICES, BY_STEP)
+        == 8 * (ranks - 1) / ranks**2 * TOKENS * WIDTH
+    )
     assert of_a_layer("all_gather", (ranks,), WHOLE_MATRICES, BY_STEP) == 0
     assert of_a_layer("reduce_scatter", (ranks,), WHOLE_MATRICES, BY_STEP) == 0
-    assert of_a_layer("all_reduce", (ranks,), WHOLE_MATRICES, BY_STEP) == 2 * (ranks - 1) / ranks * 12 * WIDTH**2
+    assert (
+        of_a_layer("all_reduce", (ranks,), WHOLE_MATRICES, BY_STEP)
+        == 2 * (ranks - 1) / ranks * 12 * WIDTH**2
+    )
 
 
 def test_context_where_heads_do_not_divide() -> None:
@@ -151,7 +175,10 @@ def test_context_where_heads_do_not_divide() -> None:
 
 def test_three_dimensions() -> None:
     sizes, q = (2, 2, 2), 2
-    found = [of_a_layer(op, sizes, THREE, CUBE) for op in ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")]
+    found = [
+        of_a_layer(op, sizes, THREE, CUBE)
+        for op in ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
+    ]
     once = 2 * (q - 1) / q**3 * (16 * TOKENS * WIDTH + 12 * WIDTH**2)
     again = (q - 1) / q**3 * (7 * TOKENS * WIDTH + 12 * WIDTH**2)
     assert sum(found[:2]) == once + again
@@ -163,7 +190,9 @@ def test_three_dimensions() -> None:
 def test_an_axis_of_one_rank_changes_nothing() -> None:
     for sizes in ((2, 2, 1), (1, 2, 2), (2, 1, 2)):
         found = {
-            each.op for each in Seen(2, sizes, THREE, CUBE).calls if sizes[each.axis] > 1 and each.size > 4 * TOKENS
+            each.op
+            for each in Seen(2, sizes, THREE, CUBE).calls
+            if sizes[each.axis] > 1 and each.size > 4 * TOKENS
         }
         assert found == {"all_gather", "reduce_scatter"}, sizes
 

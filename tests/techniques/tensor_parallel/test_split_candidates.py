@@ -23,7 +23,10 @@ WIDTH, LAYERS = 256, 4
 
 @pytest.fixture(scope="module")
 def gpt() -> SplitModel:
-    module, batch = GPT(LAYERS, WIDTH, 8, vocab=2048, context=128), (torch.zeros(8, 128, dtype=torch.long),) * 2
+    module, batch = (
+        GPT(LAYERS, WIDTH, 8, vocab=2048, context=128),
+        (torch.zeros(8, 128, dtype=torch.long),) * 2,
+    )
     found, graph = trace(module, batch)
     return SplitModel(module, batch, graph, found)
 
@@ -45,7 +48,9 @@ def test_the_blocks_of_a_group_are_split_alike(gpt: SplitModel) -> None:
     for split in gpt.candidates(costs(gpt)):
         by_block = split.by_block([block.name for block in gpt.graph.blocks])
         layers = [by_block[f"blocks.{index}"] for index in range(LAYERS)]
-        assert {name: placements for name, placements in layers[0]} == {n: (p,) for n, p in MEGATRON_BLOCK.items()}
+        assert {name: placements for name, placements in layers[0]} == {
+            n: (p,) for n, p in MEGATRON_BLOCK.items()
+        }
         assert all(layer == layers[0] for layer in layers)
 
 
@@ -82,7 +87,9 @@ def test_the_graph_of_a_rank_makes_the_collectives_of_its_run(gpt: SplitModel, r
         made = run(gpt.module, gpt.batch, split.placements, ranks)
         assert collectives(local) == Counter((call.op, call.size) for call in made)
         state = sum(4 * parameter.numel for parameter in local.parameters)
-        counts = {name: ranks if isinstance(p, Shard) else 1 for name, p in split.placements.items()}
+        counts = {
+            name: ranks if isinstance(p, Shard) else 1 for name, p in split.placements.items()
+        }
         assert state == sum(4 * p.numel // counts.get(p.name, 1) for p in gpt.graph.parameters)
 
 
@@ -117,4 +124,7 @@ def test_code_that_cannot_run_on_slices_has_no_graph() -> None:
     (why,) = model.refusals(2)
     assert "module 'inner" in why and "works on tensors beside torch's functions" in why
     assert model.why_whole(2) == why and model.refusals(4) == []
-    assert model.local_graph(ModelSplit({"inner.second.weight": Shard(0)}, 0.0, 0.0, 0.0), 2) is not None
+    assert (
+        model.local_graph(ModelSplit({"inner.second.weight": Shard(0)}, 0.0, 0.0, 0.0), 2)
+        is not None
+    )

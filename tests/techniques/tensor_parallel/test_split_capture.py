@@ -45,9 +45,14 @@ def split_graph(
     trace = FunctionTrace()
     graph = capture(module, batch, adapt=trace.of, **options)
     names = [name for name, _ in module.named_parameters()]
-    placements = {name: next((p for end, p in splits.items() if name.endswith(end)), (Replicate(),)) for name in names}
+    placements = {
+        name: next((p for end, p in splits.items() if name.endswith(end)), (Replicate(),))
+        for name in names
+    }
     axes = TensorAxes.of_mesh(MESH, rank=0)
-    return graph, capture_split(module, batch, like=graph, trace=trace, placements=placements, axes=axes)
+    return graph, capture_split(
+        module, batch, like=graph, trace=trace, placements=placements, axes=axes
+    )
 
 
 class HandBlock(nn.Module):
@@ -59,7 +64,11 @@ class HandBlock(nn.Module):
         half = WIDTH // 2
         self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.qkv, self.project = nn.Linear(WIDTH, 3 * half), nn.Linear(half, WIDTH)
-        self.up, self.act, self.down = nn.Linear(WIDTH, 4 * half), nn.GELU(), nn.Linear(4 * half, WIDTH)
+        self.up, self.act, self.down = (
+            nn.Linear(WIDTH, 4 * half),
+            nn.GELU(),
+            nn.Linear(4 * half, WIDTH),
+        )
         self.drop = nn.Dropout(0.0)
 
     def row(self, linear: nn.Linear, x: Tensor) -> Tensor:
@@ -73,7 +82,9 @@ class HandBlock(nn.Module):
             for t in self.qkv(moves.enter(self.norm1(x), self.axes[0], 0)).chunk(3, dim=-1)
         )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.drop(self.row(self.project, y.transpose(1, 2).reshape(batch, time, width // 2)))
+        x = x + self.drop(
+            self.row(self.project, y.transpose(1, 2).reshape(batch, time, width // 2))
+        )
         hidden = self.act(self.up(moves.enter(self.norm2(x), self.axes[0], 0)))
         return x + self.drop(self.row(self.down, hidden))
 
@@ -82,11 +93,17 @@ def kernels(graph: OpGraph, block: str) -> list[Counter[str]]:
     """Name, arguments and amounts of all kernels of a block, forward and backward."""
     found = []
     for direction in ("forward", "backward"):
-        calls = [kernel for op in graph.ops if op.block == block for kernel in getattr(op, direction)]
+        calls = [
+            kernel for op in graph.ops if op.block == block for kernel in getattr(op, direction)
+        ]
         found.append(
             Counter({f"{k.name} {k.arguments} {k.flops} {k.bytes} {k.allocated}": 0 for k in calls})
             + Counter(
-                [f"{k.name} {k.arguments} {k.flops} {k.bytes} {k.allocated}" for k in calls for _ in range(k.count)]
+                [
+                    f"{k.name} {k.arguments} {k.flops} {k.bytes} {k.allocated}"
+                    for k in calls
+                    for _ in range(k.count)
+                ]
             )
         )
     return found
@@ -116,7 +133,9 @@ def collectives(graph: OpGraph, block: str, direction: str) -> list[tuple[str, K
 
 
 def test_a_layer_moves_what_megatrons_does() -> None:
-    """8 (P - 1) / P elements per token and hidden unit, by every rank (Xu & You, arXiv 2104.05343, table 1)."""
+    """8 (P - 1) / P elements per token and hidden unit, by every rank (Xu & You, arXiv 2104.05343,
+    table 1).
+    """
     _, local = split_graph(GPT(layers=3, width=WIDTH, heads=HEADS), tokens(), MEGATRON)
     for index in range(3):
         moved = 0.0
@@ -130,7 +149,9 @@ def test_a_layer_moves_what_megatrons_does() -> None:
 def test_a_step_takes_its_kernels_and_its_collectives() -> None:
     module = GPT(layers=2, width=WIDTH, heads=HEADS)
     _, local = split_graph(module, tokens(), MEGATRON)
-    optimizer = read_optimizer([module.configure_optimizers()], named_parameters=module.named_parameters())
+    optimizer = read_optimizer(
+        [module.configure_optimizers()], named_parameters=module.named_parameters()
+    )
     step = TrainingStep(local, FAST, optimizer, MESH, 8)
     for block in local.blocks:
         for index, direction in enumerate(("forward", "backward")):
@@ -164,7 +185,9 @@ def test_names_blocks_and_fingerprint_are_those_of_the_whole_model(batch_scaling
     assert local.fingerprint == whole.fingerprint
     assert local.blocks == whole.blocks
     assert local.unused == whole.unused
-    assert [(p.name, p.aliases) for p in local.parameters] == [(p.name, p.aliases) for p in whole.parameters]
+    assert [(p.name, p.aliases) for p in local.parameters] == [
+        (p.name, p.aliases) for p in whole.parameters
+    ]
     assert [m.repeatable for m in local.step.modules] == [m.repeatable for m in whole.step.modules]
     assert OpGraph.from_json(local.to_json()) == local
     assert OpGraph.from_json(local.to_json()).fingerprint == whole.fingerprint
@@ -183,11 +206,16 @@ class Beside(nn.Module):
 
 def test_a_tensor_that_was_lost_sight_of_is_an_error_that_names_the_module() -> None:
     module = Step(nn.Sequential(nn.Linear(8, 8), Beside(), nn.Tanh()))
-    with pytest.raises(ValueError, match=r"module 'inner.1' returns tensors of the shapes \[\(8, 4\)\]"):
+    with pytest.raises(
+        ValueError, match=r"module 'inner.1' returns tensors of the shapes \[\(8, 4\)\]"
+    ):
         split_graph(module, torch.zeros(4, 8), {"0.weight": (Shard(0),), "0.bias": (Shard(0),)})
 
 
 def test_code_that_fails_on_a_slice_is_an_error_that_names_the_module() -> None:
     module = Step(nn.Sequential(nn.Linear(8, 8), Beside(), nn.Linear(8, 4)))
-    with pytest.raises(ValueError, match=r"module 'inner.2' does not run with its parameters split: .*reduction dim"):
+    with pytest.raises(
+        ValueError,
+        match=r"module 'inner.2' does not run with its parameters split: .*reduction dim",
+    ):
         split_graph(module, torch.zeros(4, 8), {"0.weight": (Shard(0),), "0.bias": (Shard(0),)})

@@ -1,4 +1,6 @@
-"""Layouts along one, two and three axes are found by what products do, and run as one process does."""
+"""Layouts along one, two and three axes are found by what products do, and run as one process
+does.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ class Perceptron(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 32), nn.LayerNorm(32), nn.Linear(32, 8))
+        self.layers = nn.Sequential(
+            nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 32), nn.LayerNorm(32), nn.Linear(32, 8)
+        )
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return F.mse_loss(self.layers(batch), batch[:, :8])
@@ -78,17 +82,23 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
 RANKS = {"tensor_sequence": 4, "context": 4, "tensor_2d": 4, "tensor_3d": 8}
 
 
-def split_model(name: str, context: Callable[[], AbstractContextManager[Any]] = nullcontext) -> SplitModel:
+def split_model(
+    name: str, context: Callable[[], AbstractContextManager[Any]] = nullcontext
+) -> SplitModel:
     make, batch = MODELS[name]
     module, trace = make(), FunctionTrace()
     graph = capture(module, batch(), adapt=trace.of, batch_scaling=False, forward_context=context)
     return SplitModel(module, batch(), graph, trace, forward_context=context)
 
 
-def layout_of_model(model: SplitModel, layout: str, *, cluster: Cluster = FAST) -> tuple[SplitLayout, tuple[Axis, ...]]:
+def layout_of_model(
+    model: SplitModel, layout: str, *, cluster: Cluster = FAST
+) -> tuple[SplitLayout, tuple[Axis, ...]]:
     along = layout_axes(layout, RANKS[layout])
     module = model.module
-    optimizer = read_optimizer([torch.optim.Adam(module.parameters())], named_parameters=module.named_parameters())
+    optimizer = read_optimizer(
+        [torch.optim.Adam(module.parameters())], named_parameters=module.named_parameters()
+    )
     prices = SplitPrices(cluster, optimizer, Group(along[-2:][0].size))
     return model.layout(layout, prices, along), along
 
@@ -105,7 +115,9 @@ def runs(rank: int, found: dict[str, tuple[SplitLayout, tuple[Axis, ...]]]) -> d
         rest = 8 // Mesh(along).size
         mesh = Mesh((Axis("data", rest), *along)) if rest > 1 else Mesh(along)
         try:
-            results[name] = compare(rank, make, partial(loss_of, batch), layout.placements, mesh, layout.rules)
+            results[name] = compare(
+                rank, make, partial(loss_of, batch), layout.placements, mesh, layout.rules
+            )
         except Exception as error:
             raise RuntimeError(name) from error
     return results
@@ -124,18 +136,26 @@ def test_layouts_run_as_one_process() -> None:
     results = run_ranks(runs, 8, found)
     for name in found:
         # The table of positions is split by features, the sum of the other one by step.
-        check([each[name] for each in results], whole_calls=1 if name == "tensor_sequence: byte gpt" else 0)
+        check(
+            [each[name] for each in results],
+            whole_calls=1 if name == "tensor_sequence: byte gpt" else 0,
+        )
 
 
 def test_roles_of_a_cube() -> None:
     layout, _ = layout_of_model(split_model("llama"), "tensor_3d")
     row, column = Shard(0), Shard(1)
     of_layer = {
-        name.rpartition("layers.1.")[2]: placed for name, placed in layout.placements.items() if "layers.1." in name
+        name.rpartition("layers.1.")[2]: placed
+        for name, placed in layout.placements.items()
+        if "layers.1." in name
     }
     by_outputs, by_inputs = (Shard(0, 2), row, column), (Shard(0, 2), column, row)
     assert of_layer == {
-        **dict.fromkeys(("input_layernorm.weight", "post_attention_layernorm.weight"), (Replicate(), Replicate(), row)),
+        **dict.fromkeys(
+            ("input_layernorm.weight", "post_attention_layernorm.weight"),
+            (Replicate(), Replicate(), row),
+        ),
         **dict.fromkeys((f"self_attn.{name}_proj.weight" for name in "qkv"), by_outputs),
         "self_attn.o_proj.weight": by_inputs,
         **dict.fromkeys(("mlp.gate_proj.weight", "mlp.up_proj.weight"), by_outputs),
@@ -152,19 +172,26 @@ def test_roles_of_a_cube() -> None:
 def test_numbers_of_ranks_that_are_no_product_are_refused() -> None:
     assert [axis.size for axis in layout_axes("tensor_3d", 16)] == [4, 2, 2]
     assert [axis.size for axis in layout_axes("tensor_2d", 12)] == [4, 3]
-    with pytest.raises(ValueError, match="product of 3 numbers above 1, and 4 is not: start 8, 12, 16 ranks"):
+    with pytest.raises(
+        ValueError, match="product of 3 numbers above 1, and 4 is not: start 8, 12, 16 ranks"
+    ):
         layout_axes("tensor_3d", 4)
-    with pytest.raises(ValueError, match="product of 2 numbers above 1, and 7 is not: start 6, 8, 9 ranks"):
+    with pytest.raises(
+        ValueError, match="product of 2 numbers above 1, and 7 is not: start 6, 8, 9 ranks"
+    ):
         layout_axes("tensor_2d", 7)
 
 
-@pytest.mark.parametrize(("layout", "dims"), [("tensor_sequence", "dim 1"), ("tensor_2d", "dim 0 or 1")])
+@pytest.mark.parametrize(
+    ("layout", "dims"), [("tensor_sequence", "dim 1"), ("tensor_2d", "dim 0 or 1")]
+)
 def test_a_border_that_does_not_divide_names_the_dims_that_would_have_to(
     layout: str, dims: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(RANKS, layout, {"tensor_sequence": 3, "tensor_2d": 9}[layout])
     words = (
-        rf"splits {dims} of tensors .* does not divide for 3( x 3)? ranks: choose a size that does \(samples are dim 0"
+        rf"splits {dims} of tensors .* does not divide for 3( x 3)? ranks: choose a size that "
+        rf"does \(samples are dim 0"
     )
     with pytest.raises(ValueError, match=words):
         layout_of_model(split_model("llama"), layout)
@@ -189,7 +216,9 @@ def bfloat16() -> AbstractContextManager[Any]:
 
 @pytest.mark.parametrize("context", [nullcontext, bfloat16])
 @pytest.mark.parametrize("layout", ["tensor_sequence", "tensor_2d"])
-def test_blocks_alike_are_captured_once(layout: str, context: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_alike_are_captured_once(
+    layout: str, context: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def deep() -> nn.Module:
         module = ByteGPT(5, 32, 4, 8)
         module.log = lambda *args, **kwargs: None  # type: ignore[method-assign,assignment]
@@ -208,7 +237,8 @@ def test_blocks_alike_are_captured_once(layout: str, context: Any, monkeypatch: 
     found = layout_of_model(model, layout)
     short = model.local_graph_of(*found)
     blocks = Counter(name for name in ran if name.startswith("blocks."))
-    assert blocks == {"blocks.0": 1, "blocks.1": 1, "blocks.2": 1}  # the first gets what the embedding made
+    # the first gets what the embedding made
+    assert blocks == {"blocks.0": 1, "blocks.1": 1, "blocks.2": 1}
     monkeypatch.setattr(step_run, "find_equal", lambda module: {})
     model._graphs.clear()
     assert model.local_graph_of(*found) == short is not None
@@ -226,14 +256,20 @@ def test_blocks_that_were_not_traced_are_placed_as_the_first_one(layout: str) ->
         model = split_model("deep")
         found, _ = layout_of_model(model, layout)
     of_block = [
-        {n.partition(f"layers.{i}.")[2]: p for n, p in found.placements.items() if f"layers.{i}." in n}
+        {
+            n.partition(f"layers.{i}.")[2]: p
+            for n, p in found.placements.items()
+            if f"layers.{i}." in n
+        }
         for i in range(5)
     ]
     assert of_block[0] and all(each == of_block[0] for each in of_block)
 
 
 @pytest.mark.parametrize("odd", ["placements", "rules"])
-def test_a_block_that_is_split_otherwise_is_captured_itself(odd: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_that_is_split_otherwise_is_captured_itself(
+    odd: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def deep() -> nn.Module:
         module = ByteGPT(5, 32, 4, 8)
         module.log = lambda *args, **kwargs: None  # type: ignore[method-assign,assignment]
@@ -242,8 +278,15 @@ def test_a_block_that_is_split_otherwise_is_captured_itself(odd: str, monkeypatc
     monkeypatch.setitem(MODELS, "deep", (deep, partial(ids, BATCH, 9)))
     model = split_model("deep")
     found, along = layout_of_model(model, "tensor_sequence")
-    placements = {n: p for n, p in found.placements.items() if odd == "rules" or not n.startswith("blocks.3.mlp")}
-    rules = {n: BlockRule(n) if (n, odd) == ("blocks.3", "rules") else rule for n, rule in found.rules.items()}
+    placements = {
+        n: p
+        for n, p in found.placements.items()
+        if odd == "rules" or not n.startswith("blocks.3.mlp")
+    }
+    rules = {
+        n: BlockRule(n) if (n, odd) == ("blocks.3", "rules") else rule
+        for n, rule in found.rules.items()
+    }
     changed = SplitLayout(placements, rules)
     assert changed != found
     short = model.local_graph_of(changed, along)

@@ -28,7 +28,9 @@ MESH = Mesh((Axis("tensor", 2),))
 
 
 class Scaled(torch.autograd.Function):
-    """As users write them: what it saves meets the gradient in backward, and it reads along the last dim."""
+    """As users write them: what it saves meets the gradient in backward, and it reads along the
+    last dim.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -59,7 +61,9 @@ def loss_of(module: nn.Module) -> Tensor:
 
 
 def again(module: nn.Module, x: Tensor, reentrant: bool) -> Tensor:
-    return checkpoint(lambda h: F.dropout(h.tanh() * h.softmax(-1), 0.3), x * 2, use_reentrant=reentrant)
+    return checkpoint(
+        lambda h: F.dropout(h.tanh() * h.softmax(-1), 0.3), x * 2, use_reentrant=reentrant
+    )
 
 
 def counted(module: nn.Module, x: Tensor) -> Tensor:
@@ -96,16 +100,25 @@ BLOCKS: dict[str, tuple[Callable[[nn.Module, Tensor], Tensor], int]] = {
     "masked": (masked, 0),
     "ranked": (ranked, 0),
     "random": (lambda module, x: x + torch.rand_like(x) + F.dropout1d(x[None], 0.5)[0], 0),
-    "norms": (lambda module, x: F.normalize(x, dim=0) + x.norm(dim=0) + x.std(0) + F.cosine_similarity(x, x + 1, 0), 0),
+    "norms": (
+        lambda module, x: (
+            F.normalize(x, dim=0) + x.norm(dim=0) + x.std(0) + F.cosine_similarity(x, x + 1, 0)
+        ),
+        0,
+    ),
     "values": (lambda module, x: x * float(x.detach().sum()) if x.sum() > -1e9 else x, 0),
-    "layers of other sizes": (lambda module, x: F.pad(x.unfold(1, 8, 8).flatten(1), (0, 0, 0, 1))[:4], 0),
+    "layers of other sizes": (
+        lambda module, x: F.pad(x.unfold(1, 8, 8).flatten(1), (0, 0, 0, 1))[:4],
+        0,
+    ),
 }
 
 
 def several(rank: int) -> dict[str, dict[str, float]]:
     splits = {"first.weight": OUT, "first.bias": OUT, "second.weight": IN}
     return {
-        name: compare(rank, partial(Block, between), loss_of, splits, MESH) for name, (between, _) in BLOCKS.items()
+        name: compare(rank, partial(Block, between), loss_of, splits, MESH)
+        for name, (between, _) in BLOCKS.items()
     }
 
 
@@ -115,7 +128,8 @@ def test_user_code_between_layers() -> None:
         check([found[name] for found in results], whole_calls=whole_calls)
 
 
-# ---- recurrent layers -----------------------------------------------------------------------------------------------
+# ---- recurrent layers
+# -----------------------------------------------------------------------------------------------
 
 
 class Cells(nn.Module):
@@ -163,11 +177,14 @@ def test_recurrent_layers() -> None:
         check([found[index] for found in results], whole_calls=whole_calls)
 
 
-# ---- evaluation -----------------------------------------------------------------------------------------------------
+# ---- evaluation
+# -----------------------------------------------------------------------------------------------------
 
 
 def evaluation(rank: int) -> float:
-    """Outputs of torch's layers in eval mode, where they would take kernels that see all weights."""
+    """Outputs of torch's layers in eval mode, where they would take kernels that see all
+    weights.
+    """
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
     module = nn.TransformerEncoder(layer, 2).eval()
@@ -199,11 +216,14 @@ def test_layers_of_torch_in_eval_mode() -> None:
     assert max(run_ranks(evaluation, 2)) < 1e-5
 
 
-# ---- moves ----------------------------------------------------------------------------------------------------------
+# ---- moves
+# ----------------------------------------------------------------------------------------------------------
 
 
 def moves_between_all(rank: int) -> None:
-    """Every placement to every other on two axes: values, and gradients of what all ranks compute alike."""
+    """Every placement to every other on two axes: values, and gradients of what all ranks compute
+    alike.
+    """
     mesh = Mesh((Axis("tensor_rows", 2), Axis("tensor_columns", 2)))
     axes = TensorAxes.with_groups(mesh)
     whole = torch.randn(16, 48, generator=torch.Generator().manual_seed(0))
@@ -211,7 +231,9 @@ def moves_between_all(rank: int) -> None:
     single: list[Placement] = [Replicate(), Shard(0), Shard(1), Shard(1, 3), Shard(1, 6)]
     both = [pair for pair in itertools.product(single, single) if pieces(pair, (2, 2)) is not None]
     for source, target in itertools.product(both, both):
-        at_source, at_target = (SplitTensor(Layout((16, 48), each), axes) for each in (source, target))
+        at_source, at_target = (
+            SplitTensor(Layout((16, 48), each), axes) for each in (source, target)
+        )
         local = at_source.own(whole).requires_grad_()
         moved = moves.move(local * 1, source, target, (False, False), axes)
         assert torch.equal(moved, at_target.own(whole)), (source, target)
@@ -223,7 +245,8 @@ def test_every_move() -> None:
     run_ranks(moves_between_all, 4)
 
 
-# ---- the loss -------------------------------------------------------------------------------------------------------
+# ---- the loss
+# -------------------------------------------------------------------------------------------------------
 
 
 def losses(rank: int, mesh: Mesh, placements: tuple[Placement, ...]) -> None:
@@ -237,12 +260,16 @@ def losses(rank: int, mesh: Mesh, placements: tuple[Placement, ...]) -> None:
     ):
         torch.manual_seed(0)
         alone = logits.clone().requires_grad_()
-        expected = F.cross_entropy(alone, target.clamp(min=0 if "ignore_index" in options else -100), **options)
+        expected = F.cross_entropy(
+            alone, target.clamp(min=0 if "ignore_index" in options else -100), **options
+        )
         expected.square().sum().backward()
         mode, own = SplitMode(axes), split.own(logits).requires_grad_()
         with mode:
             x = with_layout(own * 1, split.layout)
-            loss = F.cross_entropy(x, target.clamp(min=0 if "ignore_index" in options else -100), **options)
+            loss = F.cross_entropy(
+                x, target.clamp(min=0 if "ignore_index" in options else -100), **options
+            )
             total = loss.square().sum()
         total.backward()
         torch.testing.assert_close(
@@ -257,7 +284,10 @@ def losses(rank: int, mesh: Mesh, placements: tuple[Placement, ...]) -> None:
 def low_precision(rank: int) -> list[float]:
     """Losses of many classes in bfloat16, whose sums over classes need more digits."""
     logits = (torch.randn(8, 512, generator=torch.Generator().manual_seed(0)) * 3).bfloat16()
-    target, split = torch.arange(8), SplitTensor(Layout((8, 512), (Shard(1),)), TensorAxes.with_groups(MESH))
+    target, split = (
+        torch.arange(8),
+        SplitTensor(Layout((8, 512), (Shard(1),)), TensorAxes.with_groups(MESH)),
+    )
     found = []
     for autocast in (True, False):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -286,15 +316,24 @@ def norms(rank: int, mesh: Mesh, placements: tuple[Placement, ...]) -> None:
     axes = TensorAxes.with_groups(mesh)
     whole = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(0)) * 3 + 50
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 0.1)):
-        for function, count, eps in ((F.layer_norm, 2, 1e-5), (F.rms_norm, 1, None), (F.layer_norm, 0, 1e-3)):
+        for function, count, eps in (
+            (F.layer_norm, 2, 1e-5),
+            (F.rms_norm, 1, None),
+            (F.layer_norm, 0, 1e-3),
+        ):
             x = whole.to(dtype, copy=True).requires_grad_()
             split = SplitTensor(Layout((4, 6, 8), placements), axes)
             own, mode = split.own(x.detach()).requires_grad_(), SplitMode(axes)
-            affine = [torch.linspace(0.5, 2, 8, dtype=dtype).requires_grad_() for _ in range(2 * count)]
+            affine = [
+                torch.linspace(0.5, 2, 8, dtype=dtype).requires_grad_() for _ in range(2 * count)
+            ]
             expected = function(x, (8,), *affine[:count], **({} if eps is None else {"eps": eps}))
             with mode:
                 y = function(
-                    with_layout(own * 1, split.layout), (8,), *affine[count:], **({} if eps is None else {"eps": eps})
+                    with_layout(own * 1, split.layout),
+                    (8,),
+                    *affine[count:],
+                    **({} if eps is None else {"eps": eps}),
                 )
             weights = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(1)).to(dtype)
             (expected * weights).sum().backward()
@@ -322,7 +361,8 @@ def several_losses(rank: int, mesh: Mesh) -> None:
         losses(rank, mesh, placements)
 
 
-# ---- refusals -------------------------------------------------------------------------------------------------------
+# ---- refusals
+# -------------------------------------------------------------------------------------------------------
 
 
 def alone(*placements: Placement) -> tuple[SplitMode, Tensor]:
@@ -347,7 +387,9 @@ def test_views_of_gathered_copies_are_not_changed_unseen() -> None:
 def test_changes_that_no_row_knows_are_refused() -> None:
     mode, x = alone(Shard(1))
     with mode:
-        with pytest.raises(ValueError, match=r"split shard\(1\), are set to those of one of shape \(8, 4\)"):
+        with pytest.raises(
+            ValueError, match=r"split shard\(1\), are set to those of one of shape \(8, 4\)"
+        ):
             x.data = torch.zeros(8, 4)
         with pytest.raises(ValueError, match=r"transpose_ changes a tensor in place"):
             x.transpose_(0, 1)
@@ -358,7 +400,13 @@ def test_changes_that_no_row_knows_are_refused() -> None:
 def test_shapes_are_whole_and_new_tensors_too() -> None:
     mode, x = alone(Shard(1))
     with mode:
-        assert (x.shape, x.size(-1), x.numel(), len(x.T), x.new_zeros(x.shape).shape) == ((4, 8), 8, 32, 8, (4, 8))
+        assert (x.shape, x.size(-1), x.numel(), len(x.T), x.new_zeros(x.shape).shape) == (
+            (4, 8),
+            8,
+            32,
+            8,
+            (4, 8),
+        )
         assert layout_of(x.new_zeros(3)) is None
     assert x.shape == (4, 4)
 

@@ -21,7 +21,9 @@ from tests.techniques.tensor_parallel.on_ranks import check, compare
 
 OUT, IN = (Shard(0),), (Shard(1),)
 FUSED = (Shard(0, parts=3),)
-Case = tuple[Callable[[], nn.Module], Callable[[nn.Module], Tensor], Mapping[str, tuple[Placement, ...]]]
+Case = tuple[
+    Callable[[], nn.Module], Callable[[nn.Module], Tensor], Mapping[str, tuple[Placement, ...]]
+]
 
 
 def ids(*shape: int, high: int = 48) -> Tensor:
@@ -32,7 +34,8 @@ def values(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-# ---- Hugging Face ---------------------------------------------------------------------------------------------------
+# ---- Hugging Face
+# ---------------------------------------------------------------------------------------------------
 
 
 def llama(layers: int = 2) -> nn.Module:
@@ -49,7 +52,14 @@ def llama(layers: int = 2) -> nn.Module:
 
 def gpt2() -> nn.Module:
     config = transformers.GPT2Config(
-        vocab_size=48, n_positions=16, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1
+        vocab_size=48,
+        n_positions=16,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        resid_pdrop=0.1,
+        embd_pdrop=0.1,
+        attn_pdrop=0.1,
     )
     return transformers.GPT2LMHeadModel(config)
 
@@ -82,7 +92,12 @@ def t5() -> nn.Module:
 
 def vit() -> nn.Module:
     config = transformers.ViTConfig(
-        image_size=16, patch_size=4, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64
+        image_size=16,
+        patch_size=4,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=64,
     )
     return transformers.ViTForImageClassification(config)
 
@@ -119,7 +134,10 @@ def image_loss(module: nn.Module) -> Tensor:
 
 LLAMA = {
     "embed_tokens.weight": OUT,
-    **dict.fromkeys(("q_proj.weight", "k_proj.weight", "v_proj.weight", "gate_proj.weight", "up_proj.weight"), OUT),
+    **dict.fromkeys(
+        ("q_proj.weight", "k_proj.weight", "v_proj.weight", "gate_proj.weight", "up_proj.weight"),
+        OUT,
+    ),
     **dict.fromkeys(("o_proj.weight", "down_proj.weight"), IN),
     "lm_head.weight": OUT,
 }
@@ -135,7 +153,9 @@ GPT2 = {
 BERT = {
     "word_embeddings.weight": OUT,
     **{
-        f"{name}.{kind}": OUT for name in ("query", "key", "value", "intermediate.dense") for kind in ("weight", "bias")
+        f"{name}.{kind}": OUT
+        for name in ("query", "key", "value", "intermediate.dense")
+        for kind in ("weight", "bias")
     },
     "attention.output.dense.weight": IN,
     "output.dense.weight": IN,
@@ -148,7 +168,11 @@ T5 = {
     **dict.fromkeys(("o.weight", "wo.weight"), IN),
 }
 VIT = {
-    **{f"{name}.{kind}": OUT for name in ("q_proj", "k_proj", "v_proj", "fc1") for kind in ("weight", "bias")},
+    **{
+        f"{name}.{kind}": OUT
+        for name in ("q_proj", "k_proj", "v_proj", "fc1")
+        for kind in ("weight", "bias")
+    },
     "o_proj.weight": IN,
     "fc2.weight": IN,
 }
@@ -162,7 +186,8 @@ MIXTRAL = {
 }
 BY_EXPERT = {**MIXTRAL, "experts.gate_up_proj": OUT, "experts.down_proj": OUT}
 
-# ---- torch ----------------------------------------------------------------------------------------------------------
+# ---- torch
+# ----------------------------------------------------------------------------------------------------------
 
 ATTENTION = {"in_proj_weight": FUSED, "in_proj_bias": FUSED, "out_proj.weight": IN}
 LAYER = {**ATTENTION, "linear1.weight": OUT, "linear1.bias": OUT, "linear2.weight": IN}
@@ -176,7 +201,9 @@ def encoder() -> nn.Module:
 def encoder_loss(module: nn.Module) -> Tensor:
     padding = torch.zeros(2, 9, dtype=torch.bool)
     padding[1, 7:] = True
-    return F.mse_loss(module(values(2, 9, 32), src_key_padding_mask=padding), values(9, 2, 32).transpose(0, 1))
+    return F.mse_loss(
+        module(values(2, 9, 32), src_key_padding_mask=padding), values(9, 2, 32).transpose(0, 1)
+    )
 
 
 def decoder() -> nn.Module:
@@ -200,14 +227,22 @@ def attention_loss(module: nn.Module) -> Tensor:
 
 
 class Images(nn.Module):
-    """Convolutions of several kinds. In double precision: statistics of batches amplify rounding."""
+    """Convolutions of several kinds. In double precision: statistics of batches amplify
+    rounding.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.stem, self.norm1 = nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16)
-        self.depthwise, self.norm2 = nn.Conv2d(16, 16, 3, padding=1, groups=16, bias=False), nn.BatchNorm2d(16)
+        self.depthwise, self.norm2 = (
+            nn.Conv2d(16, 16, 3, padding=1, groups=16, bias=False),
+            nn.BatchNorm2d(16),
+        )
         self.point, self.norm3 = nn.Conv2d(16, 8, 1), nn.GroupNorm(4, 8)
-        self.up, self.norm4 = nn.ConvTranspose2d(8, 8, 2, stride=2), nn.InstanceNorm2d(8, affine=True)
+        self.up, self.norm4 = (
+            nn.ConvTranspose2d(8, 8, 2, stride=2),
+            nn.InstanceNorm2d(8, affine=True),
+        )
         self.pool, self.head = nn.MaxPool2d(2), nn.Linear(8, 8)
         self.double()
 
@@ -227,7 +262,9 @@ def mixture_loss(module: nn.Module) -> Tensor:
 
 
 def images_loss(module: nn.Module) -> Tensor:
-    return F.cross_entropy(module(values(4, 3, 8, 8).double()), torch.tensor([0, 1, 2, 3]), label_smoothing=0.1)
+    return F.cross_entropy(
+        module(values(4, 3, 8, 8).double()), torch.tensor([0, 1, 2, 3]), label_smoothing=0.1
+    )
 
 
 IMAGES = {
@@ -279,12 +316,18 @@ def test_models(ranks: int) -> None:
         check([found[name] for found in results])
 
 
-def on_two_axes(placements: Mapping[str, tuple[Placement, ...]], *, other: bool) -> dict[str, tuple[Placement, ...]]:
-    """Weights cut along the same dim twice, or along inputs and outputs; what has parts or one dim on the first axis only."""
+def on_two_axes(
+    placements: Mapping[str, tuple[Placement, ...]], *, other: bool
+) -> dict[str, tuple[Placement, ...]]:
+    """Weights cut along the same dim twice, or along inputs and outputs; what has parts or one dim
+    on the first axis only.
+    """
     found = {}
     for name, (shard,) in placements.items():
         assert isinstance(shard, Shard)
-        twice = shard.parts == 1 and not any(word in name for word in ("bias", "embed", "head", "wte"))
+        twice = shard.parts == 1 and not any(
+            word in name for word in ("bias", "embed", "head", "wte")
+        )
         second = Shard(1 - shard.dim) if other else shard
         found[name] = (shard, second if twice else Replicate())
     return found
@@ -301,7 +344,8 @@ def test_models_on_two_axes() -> None:
         check([found[name] for found in results])
 
 
-BY_STEP = BlockRule(sums=(Shard(1),))  # sums of (sample, step, channel), Korthikanti et al., arXiv 2205.05198
+# sums of (sample, step, channel), Korthikanti et al., arXiv 2205.05198
+BY_STEP = BlockRule(sums=(Shard(1),))
 
 
 def even_loss(module: nn.Module) -> Tensor:
@@ -311,7 +355,10 @@ def even_loss(module: nn.Module) -> Tensor:
 
 def test_sequence_parallel() -> None:
     """Experts of Mixtral are picked by token, so tokens are gathered for each."""
-    cases = {name: (CASES[name][0], even_loss, CASES[name][2]) for name in ("llama", "gpt2", "bert", "t5", "mixtral")}
+    cases = {
+        name: (CASES[name][0], even_loss, CASES[name][2])
+        for name in ("llama", "gpt2", "bert", "t5", "mixtral")
+    }
     results = run_ranks(partial(all_of, rules={"": BY_STEP}), 2, cases, Mesh((Axis("tensor", 2),)))
     for name in cases:
         check([found[name] for found in results], whole_calls=None if name == "mixtral" else 0)

@@ -1,4 +1,6 @@
-"""Which parameters to split is found by walking the calls of a forward; the answers are those of trying everything."""
+"""Which parameters to split is found by walking the calls of a forward; the answers are those of
+trying everything.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,13 @@ from tests.techniques.tensor_parallel.traced import FAST, LlamaBlock, Step, pric
 SLOW = replace(FAST, intra=Link(1e-4, 1e8))
 COLUMN, ROW = Shard(0), Shard(1)
 LLAMA_MLP = {"gate.weight": COLUMN, "up.weight": COLUMN, "down.weight": ROW}
-LLAMA_BLOCK = {"q.weight": COLUMN, "k.weight": COLUMN, "v.weight": COLUMN, "o.weight": ROW, **LLAMA_MLP}
+LLAMA_BLOCK = {
+    "q.weight": COLUMN,
+    "k.weight": COLUMN,
+    "v.weight": COLUMN,
+    "o.weight": ROW,
+    **LLAMA_MLP,
+}
 
 
 def short(placements: Mapping[str, Placement]) -> dict[str, Placement]:
@@ -34,22 +42,40 @@ def short(placements: Mapping[str, Placement]) -> dict[str, Placement]:
 
 def of_block(found: FunctionTrace, costs: SplitPrices) -> list[BlockSplit]:
     """Splits of the module "inner" as one of several blocks: what crosses its border is whole."""
-    return search_splits(found.calls_of("inner", ["inner"]), costs, whole=found.whole_at("inner", ["inner"]))
+    return search_splits(
+        found.calls_of("inner", ["inner"]), costs, whole=found.whole_at("inner", ["inner"])
+    )
 
 
 def values(split: BlockSplit) -> tuple[float, ...]:
-    return tuple(float(f"{value:.9g}") for value in (split.seconds, split.state_bytes, split.activation_bytes))
+    return tuple(
+        float(f"{value:.9g}")
+        for value in (split.seconds, split.state_bytes, split.activation_bytes)
+    )
 
 
-def everything(found: FunctionTrace, costs: SplitPrices, module: nn.Module, whole: set[int]) -> set[tuple[float, ...]]:
-    """The Pareto set of all placements of all parameters; those of norms, a few numbers, are whole."""
-    norms = {ref.parameter for call in found.calls if KINDS.get(call.func) is NORM for ref in call.inputs}
+def everything(
+    found: FunctionTrace, costs: SplitPrices, module: nn.Module, whole: set[int]
+) -> set[tuple[float, ...]]:
+    """The Pareto set of all placements of all parameters; those of norms, a few numbers, are
+    whole.
+    """
+    norms = {
+        ref.parameter for call in found.calls if KINDS.get(call.func) is NORM for ref in call.inputs
+    }
     legal: list[Sequence[tuple[str, Placement]]] = []
     for name, parameter in module.named_parameters():
         splits = [Shard(dim, parts) for dim in range(parameter.ndim) for parts in (1, 2, 3)]
-        fits = [s for s in splits if parameter.shape[s.dim] % (s.parts * costs.group.size) == 0 and name not in norms]
+        fits = [
+            s
+            for s in splits
+            if parameter.shape[s.dim] % (s.parts * costs.group.size) == 0 and name not in norms
+        ]
         legal.append([(name, Replicate()), *((name, split) for split in fits)])
-    tried = (price_split(found.calls, costs, dict(chosen), whole=whole) for chosen in itertools.product(*legal))
+    tried = (
+        price_split(found.calls, costs, dict(chosen), whole=whole)
+        for chosen in itertools.product(*legal)
+    )
     points = sorted({values(split) for split in tried if split is not None})
     kept: list[tuple[float, ...]] = []
     for point in points:
@@ -87,7 +113,9 @@ class Joined(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b, self.out = (nn.Linear(*sizes, bias=False) for sizes in ((12, 24), (12, 24), (48, 12)))
+        self.a, self.b, self.out = (
+            nn.Linear(*sizes, bias=False) for sizes in ((12, 24), (12, 24), (48, 12))
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(torch.cat([torch.relu(self.a(x)), self.b(x)], -1))
@@ -101,11 +129,16 @@ class Joined(nn.Module):
         (Fused(), torch.zeros(4, 6, 12)),
         (Twice(), torch.zeros(5, 12)),
         (Joined(), torch.zeros(4, 6, 12)),
-        (nn.Sequential(nn.LayerNorm(12), nn.Linear(12, 12, bias=False), nn.Softmax(-1)), torch.zeros(4, 12)),
+        (
+            nn.Sequential(nn.LayerNorm(12), nn.Linear(12, 12, bias=False), nn.Softmax(-1)),
+            torch.zeros(4, 12),
+        ),
     ],
     ids=["mlp", "fused", "twice", "joined", "norm"],
 )
-def test_the_search_finds_what_trying_everything_finds(inner: nn.Module, batch: Tensor, cluster: Cluster) -> None:
+def test_the_search_finds_what_trying_everything_finds(
+    inner: nn.Module, batch: Tensor, cluster: Cluster
+) -> None:
     module = Step(inner)
     found, _ = trace(module, batch)
     costs = prices(module, 2, cluster=cluster)
@@ -127,7 +160,9 @@ def test_the_search_finds_what_trying_everything_finds(inner: nn.Module, batch: 
     ],
     ids=["gpt", "grouped", "ungrouped"],
 )
-def test_megatrons_pairs_come_out(inner: nn.Module, expected: dict[str, Placement], ranks: int) -> None:
+def test_megatrons_pairs_come_out(
+    inner: nn.Module, expected: dict[str, Placement], ranks: int
+) -> None:
     module, batch = Step(inner), torch.zeros(8, 128, 256)
     found, _ = trace(module, batch)
     best = of_block(found, prices(module, ranks))[0]
@@ -140,7 +175,9 @@ def test_heads_that_do_not_divide_are_moved_around_attention() -> None:
     found, _ = trace(module, torch.zeros(8, 128, 256))
     best = of_block(found, prices(module, 4))[0]
     assert {name: p for name, p in short(best.placements).items() if name in LLAMA_MLP} == LLAMA_MLP
-    assert Counter(call.op for call in run(module, torch.zeros(8, 128, 256), best.placements, 4)) != {"all_reduce": 4}
+    assert Counter(
+        call.op for call in run(module, torch.zeros(8, 128, 256), best.placements, 4)
+    ) != {"all_reduce": 4}
 
 
 def test_slow_links_keep_all_whole_unless_memory_counts() -> None:
@@ -166,7 +203,9 @@ def test_collectives_are_those_of_the_run(module: nn.Module, batch: object) -> N
     """Not only those of the best split."""
     found, _ = trace(module, batch)
     costs = prices(module, 2)
-    splits = search_splits(found.calls, replace(costs, cluster=SLOW)) + search_splits(found.calls, costs)
+    splits = search_splits(found.calls, replace(costs, cluster=SLOW)) + search_splits(
+        found.calls, costs
+    )
     assert len({str(split.placements) for split in splits}) > 1
     for split in splits[:: len(splits) // 8 or 1]:
         predicted: list[tuple[str, float]] = []
@@ -174,7 +213,9 @@ def test_collectives_are_those_of_the_run(module: nn.Module, batch: object) -> N
         calls = run(
             module, batch, split.placements, 2
         )  # an all-to-all notes what one rank gives, a price is of the whole
-        made = [(call.op, float(call.size) * (2 if call.op == "all_to_all" else 1)) for call in calls]
+        made = [
+            (call.op, float(call.size) * (2 if call.op == "all_to_all" else 1)) for call in calls
+        ]
         assert Counter(predicted) == Counter(made), split.placements
 
 

@@ -24,7 +24,9 @@ from lightning_topt.techniques.tensor_parallel.split_parameters import SplitTens
 from lightning_topt.techniques.tensor_parallel.split_prices import SplitPrices
 from lightning_topt.techniques.tensor_parallel.tensor_axes import CollectiveCall, TensorAxes
 
-DEVICE = Device("accelerator", 10**10, {"float32": 1e12}, memory_bandwidth=1e12, op_overhead_seconds=1e-6)
+DEVICE = Device(
+    "accelerator", 10**10, {"float32": 1e12}, memory_bandwidth=1e12, op_overhead_seconds=1e-6
+)
 FAST = Cluster("fast", DEVICE, devices_per_node=64, num_nodes=1, intra=Link(1e-7, 1e11))
 
 
@@ -40,7 +42,9 @@ class Step(nn.Module):
 
 
 class LlamaBlock(nn.Module):
-    """Queries, keys and values in matrices of their own, keys and values in fewer heads, and a gated MLP."""
+    """Queries, keys and values in matrices of their own, keys and values in fewer heads, and a
+    gated MLP.
+    """
 
     def __init__(self, width: int = 64, heads: int = 8, groups: int = 4, hidden: int = 96) -> None:
         super().__init__()
@@ -55,8 +59,12 @@ class LlamaBlock(nn.Module):
         batch, time, width = x.shape
         y = self.norm1(x)
         q = self.q(y).view(batch, time, self.heads, self.size).transpose(1, 2)
-        k, v = (m(y).view(batch, time, self.groups, self.size).transpose(1, 2) for m in (self.k, self.v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.groups != self.heads)
+        k, v = (
+            m(y).view(batch, time, self.groups, self.size).transpose(1, 2) for m in (self.k, self.v)
+        )
+        y = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=self.groups != self.heads
+        )
         x = x + self.o(y.transpose(1, 2).reshape(batch, time, width))
         y = self.norm2(x)
         return x + self.down(F.silu(self.gate(y)) * self.up(y))
@@ -71,11 +79,17 @@ def trace(module: nn.Module, batch: Any) -> tuple[FunctionTrace, OpGraph]:
 def prices(module: nn.Module, ranks: int, *, cluster: Cluster = FAST) -> SplitPrices:
     """Return the prices of splits over neighbours, trained by Adam."""
     adam = torch.optim.Adam(module.parameters())
-    return SplitPrices(cluster, read_optimizer([adam], named_parameters=module.named_parameters()), Group(ranks))
+    return SplitPrices(
+        cluster, read_optimizer([adam], named_parameters=module.named_parameters()), Group(ranks)
+    )
 
 
-def run(module: nn.Module, batch: Any, placements: Mapping[str, Placement], ranks: int) -> list[CollectiveCall]:
-    """Return the collective calls of one step, forward and backward, in the order in which they are made."""
+def run(
+    module: nn.Module, batch: Any, placements: Mapping[str, Placement], ranks: int
+) -> list[CollectiveCall]:
+    """Return the collective calls of one step, forward and backward, in the order in which they are
+    made.
+    """
     copied, mode = fake_copy(module)
     calls: list[CollectiveCall] = []
     axes = TensorAxes(("tensor",), (ranks,), (0,), (None,), calls)

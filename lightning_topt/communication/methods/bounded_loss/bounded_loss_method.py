@@ -1,12 +1,15 @@
-"""Bounded loss (DLCP, arXiv 2008.08445; MLT, NSDI 2024): gradients by datagrams, a stated share of which need not arrive.
+"""Bounded loss (DLCP, arXiv 2008.08445; MLT, NSDI 2024): gradients by datagrams, a stated share of
+which need not arrive.
 
-Every rank owns a part of each bucket: contributions to it travel with bounded loss, its sum comes back complete, so that all
-ranks hold the same bits. What the owner did not get in time stays in the sender's residual:
+Every rank owns a part of each bucket: contributions to it travel with bounded loss, its sum comes
+back complete, so that all ranks hold the same bits. What the owner did not get in time stays in the
+sender's residual:
 
     pending = gradient + residual;  residual = pending where it was not delivered, else 0
 
-By nodes the same among the ranks with equal position in their nodes, about the sums of these. With `protected` the largest
-entries travel beside it by an all-gather, as top-k's do: only small ones can be lost.
+By nodes the same among the ranks with equal position in their nodes, about the sums of these. With
+`protected` the largest entries travel beside it by an all-gather, as top-k's do: only small ones
+can be lost.
 
     bytes moved on the device               exchanged                                                       function
     (3 s + 24) n                            bounded_loss(4 n)                                               BoundedLoss.work
@@ -32,17 +35,22 @@ from lightning_topt.communication.exchange_work import (
     BucketGradients,
     Work,
 )
-from lightning_topt.communication.methods.bounded_loss.bounded_loss_options import BoundedLossOptions
+from lightning_topt.communication.methods.bounded_loss.bounded_loss_options import (
+    BoundedLossOptions,
+)
 from lightning_topt.communication.methods.bounded_loss.lossy_buckets import LossyBuckets
 from lightning_topt.communication.topology import Topology
 from lightning_topt.communication.wire import MessageFormat
 
-TRANSPORT_COPIES = 2  # of a bucket, that the transport keeps: what others contribute, and what is sent
+# of a bucket, that the transport keeps: what others contribute, and what is sent
+TRANSPORT_COPIES = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class BoundedLoss(BoundedLossOptions):
-    """Gradients by datagrams, some of which need not arrive. Its options are those of `BoundedLossOptions`."""
+    """Gradients by datagrams, some of which need not arrive. Its options are those of
+    `BoundedLossOptions`.
+    """
 
     name: ClassVar[str] = "bounded_loss"
     process_bytes: ClassVar[int] = COMPILED_BYTES
@@ -63,7 +71,9 @@ class BoundedLoss(BoundedLossOptions):
     @override
     def work(self, gradients: BucketGradients, topology: Topology) -> Work:
         by_nodes = self.sums_in_nodes(topology)
-        local, holders = (topology.ranks_per_node, topology.num_nodes) if by_nodes else (1, topology.world_size)
+        local, holders = (
+            (topology.ranks_per_node, topology.num_nodes) if by_nodes else (1, topology.world_size)
+        )
         size, numel = gradients.nbytes, gradients.numel / local
         sent = self.bits / 8 * numel  # bytes
         k = round(self.protected * gradients.compressible_numel / local)

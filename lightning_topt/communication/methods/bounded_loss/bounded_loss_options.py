@@ -16,15 +16,16 @@ MOST_LOSS = 0.5
 class BoundedLossOptions(ByNodes, FeedbackMethod):
     """Options of `BoundedLoss`, beside those of all methods with error feedback and by nodes.
 
-    - ``tolerance``: the share of each parameter's gradient that may be lost, at least 0 and at most 0.5;
+    - ``tolerance``: the share of each parameter's gradient that may be lost, at least 0 and at most
+      0.5;
     - ``error_feedback``: what was lost is added to the next gradient; without, it counts as 0;
-    - ``rescale``: the sum of each element is multiplied by (ranks / ranks whose contribution arrived), instead of error
-      feedback;
+    - ``rescale``: the sum of each element is multiplied by (ranks / ranks whose contribution
+      arrived), instead of error feedback;
     - ``exempt``: parameters of which nothing may be lost;
-    - ``protected``: the share of entries, the largest, that travel by an all-gather beside the datagrams: only packets of small
-      entries can then be lost;
-    - ``bits`` of a value on its way: 32, or 16 (bfloat16). Sums are made in float32 and rounded again; what rounding takes away
-      is not held back.
+    - ``protected``: the share of entries, the largest, that travel by an all-gather beside the
+      datagrams: only packets of small entries can then be lost;
+    - ``bits`` of a value on its way: 32, or 16 (bfloat16). Sums are made in float32 and rounded
+      again; what rounding takes away is not held back.
     """
 
     tolerance: float = 0.01
@@ -38,15 +39,20 @@ class BoundedLossOptions(ByNodes, FeedbackMethod):
         check_real(self.tolerance, name="tolerance")
         if not 0 <= self.tolerance <= MOST_LOSS:
             raise ValueError(
-                f"tolerance is the share that may be lost, at least 0 and at most {MOST_LOSS}; got {self.tolerance}"
+                f"tolerance is the share that may be lost, at least 0 and at most {MOST_LOSS}; got "
+                f"{self.tolerance}"
             )
         check_flag(self.rescale, name="rescale")
         if not 0 <= check_real(self.protected, name="protected") < 1:
-            raise ValueError(f"protected is the share of entries that cannot be lost, below 1; got {self.protected}")
+            raise ValueError(
+                "protected is the share of entries that cannot be lost, below 1; got "
+                f"{self.protected}"
+            )
         if self.bits not in (16, 32):
             raise ValueError(f"bits of a value on its way are 16 or 32; got {self.bits}")
         if self.rescale and self.error_feedback:
             raise ValueError(
-                "rescale makes up for lost gradients at once and error_feedback later: choose one of them (rescale=True, "
+                "rescale makes up for lost gradients at once and error_feedback later: choose one "
+                "of them (rescale=True, "
                 "error_feedback=False)"
             )

@@ -1,4 +1,6 @@
-"""Buckets by datagrams, a stated share of which may be lost; what was lost is held back for the next step."""
+"""Buckets by datagrams, a stated share of which may be lost; what was lost is held back for the
+next step.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,14 @@ from lightning_topt.communication.bucket import (
 )
 from lightning_topt.communication.collectives import ring_all_gather
 from lightning_topt.communication.exchange_context import ExchangeContext, make_node_exchange
-from lightning_topt.communication.methods.bounded_loss.bounded_loss_options import BoundedLossOptions
-from lightning_topt.communication.methods.bounded_loss.lossy_parts import LossyPart, joined, lossy_parts
+from lightning_topt.communication.methods.bounded_loss.bounded_loss_options import (
+    BoundedLossOptions,
+)
+from lightning_topt.communication.methods.bounded_loss.lossy_parts import (
+    LossyPart,
+    joined,
+    lossy_parts,
+)
 from lightning_topt.communication.node.node_exchange import Waitable, shard_bounds
 from lightning_topt.communication.residual import BucketResidual, FeedbackRule, ResidualStore, State
 from lightning_topt.communication.selection import Selection, top_k
@@ -37,7 +45,8 @@ Steps = Generator[Waitable, None, None]
 class LossyBuckets(BucketExchange):
     """Buckets over the datagrams of one transport. State: "residual" of this rank, or of its node.
 
-    What a step delivered of a bucket is subtracted in the next one: until then it can be put back by forgetting the outcome.
+    What a step delivered of a bucket is subtracted in the next one: until then it can be put back
+    by forgetting the outcome.
     """
 
     def __init__(self, method: BoundedLossOptions, context: ExchangeContext) -> None:
@@ -62,7 +71,8 @@ class LossyBuckets(BucketExchange):
             int, tuple[BucketLayout, int, list[LossyPart]]
         ] = {}  # by bucket index, with the first's number
         self._last_index = self._made = self._counted = 0
-        self._delivered: dict[int, tuple[BucketResidual, Outcome]] = {}  # of the last step, by bucket index
+        # of the last step, by bucket index
+        self._delivered: dict[int, tuple[BucketResidual, Outcome]] = {}
 
     def stages(self, bucket: Bucket) -> Stages:
         """Exchange `bucket`: among all ranks in one stage, by nodes in three."""
@@ -71,18 +81,24 @@ class LossyBuckets(BucketExchange):
             if dense:
                 return (yield from self.dense_stages(bucket))
             own, own_finite = bucket.buffer, is_finite(bucket.buffer)
-            yield from self._send(bucket, own, own, start=0, weight=1 / bucket.loss_scale, finite=own_finite)
+            yield from self._send(
+                bucket, own, own, start=0, weight=1 / bucket.loss_scale, finite=own_finite
+            )
         else:
             pending, own_finite = self.node.reduce_scatter(bucket.buffer), is_finite(bucket.buffer)
             yield pending
             local = self.topology.ranks_per_node
-            start, stop = shard_bounds(bucket.buffer.numel(), local_size=local)[self.topology.local_rank]
+            start, stop = shard_bounds(bucket.buffer.numel(), local_size=local)[
+                self.topology.local_rank
+            ]
             own, shard = bucket.buffer[start:stop], pending.result()
             if dense:
                 yield self._start_mean(own, shard)
             else:
                 weight = 1 / (bucket.loss_scale * local)
-                yield from self._send(bucket, own, shard, start=start, weight=weight, finite=is_finite(shard))
+                yield from self._send(
+                    bucket, own, shard, start=start, weight=weight, finite=is_finite(shard)
+                )
             yield self.node.gather_shards(bucket.buffer)
         if not is_finite(bucket.buffer):
             raise NonFiniteGradient(own=not own_finite)
@@ -96,8 +112,19 @@ class LossyBuckets(BucketExchange):
         assert work is not None
         return work
 
-    def _send(self, bucket: Bucket, own: Tensor, gradient: Tensor, *, start: int, weight: float, finite: bool) -> Steps:
-        """Set `own` (n,) to the mean over holders of ``weight * gradient`` and what they hold back, times the loss scale."""
+    def _send(
+        self,
+        bucket: Bucket,
+        own: Tensor,
+        gradient: Tensor,
+        *,
+        start: int,
+        weight: float,
+        finite: bool,
+    ) -> Steps:
+        """Set `own` (n,) to the mean over holders of ``weight * gradient`` and what they hold back,
+        times the loss scale.
+        """
         entry = self.store.open(bucket, start=start, stop=start + own.numel())
         in_place = own.dtype == torch.float32 and own.device.type == "cpu"
         out = own if in_place else torch.empty(own.numel())
@@ -107,7 +134,9 @@ class LossyBuckets(BucketExchange):
             self._settle(bucket.index)
             out.fill_(torch.nan)  # whatever is lost of it, all ranks see it
         elif self.method.error_feedback:
-            chosen, values = self._pending(bucket.index, entry, gradient.cpu(), form.k, weight=weight)
+            chosen, values = self._pending(
+                bucket.index, entry, gradient.cpu(), form.k, weight=weight
+            )
         else:
             out.copy_(gradient).mul_(weight)
             chosen = top_k(out, form.k) if form.k else None
@@ -127,7 +156,9 @@ class LossyBuckets(BucketExchange):
         self._count()
 
     def _protected(self, bucket: Bucket, *, start: int, stop: int) -> MessageFormat:
-        """The message about elements `start` to `stop` that travels beside the datagrams; of no entries where there is none."""
+        """The message about elements `start` to `stop` that travels beside the datagrams; of no
+        entries where there is none.
+        """
         share = self.method.protected * bucket.layout.compressible(start, stop)
         return MessageFormat(stop - start, max(1, round(share)) if share else 0)
 
@@ -135,7 +166,9 @@ class LossyBuckets(BucketExchange):
         self, index: int, entry: BucketResidual, gradient: Tensor, k: int, *, weight: float
     ) -> tuple[Selection | None, Tensor]:
         """Add the gradient to what is held back, in host memory; the `k` largest are taken out."""
-        entry.residual = torch.zeros(gradient.numel()) if entry.residual is None else entry.residual.cpu()
+        entry.residual = (
+            torch.zeros(gradient.numel()) if entry.residual is None else entry.residual.cpu()
+        )
         if k:
             self._settle(index)
             return entry.select(gradient, k, scale=weight), entry.residual
@@ -147,7 +180,9 @@ class LossyBuckets(BucketExchange):
             delivered[1].add_to(entry.residual.numpy())
         return None, entry.residual
 
-    def _gather(self, form: MessageFormat, chosen: Selection | None) -> tuple[Tensor, Waitable | None]:
+    def _gather(
+        self, form: MessageFormat, chosen: Selection | None
+    ) -> tuple[Tensor, Waitable | None]:
         """Start to gather the messages of all holders; without entries there are none."""
         if not form.k:
             return torch.empty(0, 0, dtype=torch.uint8), None
@@ -168,7 +203,8 @@ class LossyBuckets(BucketExchange):
         self, bucket: Bucket, values: Tensor, out: Tensor, *, start: int
     ) -> tuple[list[LossyPart], list[Handle]]:
         self._last_index = bucket.index if bucket.is_last else max(self._last_index, bucket.index)
-        # Buckets come in the order of the backward pass; the next forward pass needs the last one first.
+        # Buckets come in the order of the backward pass; the next forward pass needs the last one
+        # first.
         priority = round(FIRST_PRIORITY * bucket.index / max(1, self._last_index))
         first, parts = self._numbered(bucket, start=start, stop=start + values.numel())
         given, taken = values.numpy(), None if out is values else out.numpy()
@@ -188,17 +224,25 @@ class LossyBuckets(BucketExchange):
         return parts, handles
 
     def _numbered(self, bucket: Bucket, *, start: int, stop: int) -> tuple[int, list[LossyPart]]:
-        """All parts of elements `start` to `stop` as the bucket is laid out now, and the transport's number of the first."""
+        """All parts of elements `start` to `stop` as the bucket is laid out now, and the
+        transport's number of the first.
+        """
         known = self._parts.get(bucket.index)
         if known is None or known[0] is not bucket.layout:
             least = self.transport.options.values / max(self.method.tolerance, 1e-9)
-            known = bucket.layout, self._made, lossy_parts(bucket.layout, start=start, stop=stop, least=least)
+            known = (
+                bucket.layout,
+                self._made,
+                lossy_parts(bucket.layout, start=start, stop=stop, least=least),
+            )
             self._parts[bucket.index] = known
             self._made += len(known[2])
         return known[1:]
 
     def _count(self) -> None:
-        """Count what left this node: all of it where each rank is one, else what the ranks of other nodes get."""
+        """Count what left this node: all of it where each rank is one, else what the ranks of other
+        nodes get.
+        """
         topology, sent = self.topology, self.transport.bytes_sent - self._counted
         self._counted += sent
         if topology.num_nodes > 1 and self.by_nodes:
@@ -208,7 +252,8 @@ class LossyBuckets(BucketExchange):
             sent = sent * topology.ranks_per_node * others // (topology.world_size - 1)
         self.bytes_sent += sent
 
-    # ---- what is held back ------------------------------------------------------------------------------------------
+    # ---- what is held back
+    # ------------------------------------------------------------------------------------------
 
     def _settle(self, index: int) -> None:
         """Subtract what the last step delivered of a bucket."""
@@ -226,13 +271,21 @@ class LossyBuckets(BucketExchange):
     def residual_norm(self) -> float:
         """Return the L2 norm of what is held back."""
         entries = self.store.buckets.items()
-        norms = [self._held(entry, index).norm() for index, entry in entries if entry.residual is not None]
+        norms = [
+            self._held(entry, index).norm()
+            for index, entry in entries
+            if entry.residual is not None
+        ]
         return float(torch.stack(norms).norm()) if norms else 0.0
 
     def _held(self, entry: BucketResidual, index: int) -> Tensor:
         """All values that are not zero."""
         assert entry.residual is not None
-        return torch.from_numpy(self._delivered[index][1].values) if index in self._delivered else entry.residual
+        return (
+            torch.from_numpy(self._delivered[index][1].values)
+            if index in self._delivered
+            else entry.residual
+        )
 
     def prepare(self, bucket: Bucket) -> bool:
         """Return whether the bucket is laid out as it was."""
@@ -244,7 +297,9 @@ class LossyBuckets(BucketExchange):
         self._delivered.clear()
 
     def state_dict(self) -> State:
-        """Return the residual of this rank, or of its node, by name; what was delivered is not in it."""
+        """Return the residual of this rank, or of its node, by name; what was delivered is not in
+        it.
+        """
         outcomes = {id(entry): outcome for entry, outcome in self._delivered.values()}
 
         def whole(entry: BucketResidual, flat: Tensor) -> Tensor:
@@ -264,11 +319,13 @@ class LossyBuckets(BucketExchange):
     def load_state_dict(self, state: State) -> None:
         """Take over residuals by name."""
         self._delivered.clear()
-        self.store.replace({kind: {name: value.cpu() for name, value in of.items()} for kind, of in state.items()})
+        self.store.replace(
+            {kind: {name: value.cpu() for name, value in of.items()} for kind, of in state.items()}
+        )
 
     def telemetry(self, *, steps: int, reset: bool) -> Mapping[str, float]:
-        """Return what happened on the network: shares of contributions and of datagrams that were lost or sent again, the rate
-        now, stalls and rejected datagrams per step.
+        """Return what happened on the network: shares of contributions and of datagrams that were
+        lost or sent again, the rate now, stalls and rejected datagrams per step.
         """
         found = self.transport.statistics(reset=reset)
         if found is None:  # a single rank

@@ -12,7 +12,9 @@ from lightning_topt.communication.bucket import BucketLayout
 
 
 class LossyPart(NamedTuple):
-    """Elements `start` to `stop` of a shard, exchanged by themselves; nothing of the ranges `exact`, from `start`, is lost."""
+    """Elements `start` to `stop` of a shard, exchanged by themselves; nothing of the ranges
+    `exact`, from `start`, is lost.
+    """
 
     start: int
     stop: int
@@ -22,9 +24,9 @@ class LossyPart(NamedTuple):
 def lossy_parts(layout: BucketLayout, *, start: int, stop: int, least: float) -> list[LossyPart]:
     """Return the parts of elements `start` to `stop` of a bucket, counted from `start`.
 
-    There is one for each parameter of at least `least` elements that is not exempt, with what lies between it and the next,
-    which is not lost. So what is lost of a parameter never exceeds the tolerance; the smaller ones cannot lose a datagram
-    without exceeding it.
+    There is one for each parameter of at least `least` elements that is not exempt, with what lies
+    between it and the next, which is not lost. So what is lost of a parameter never exceeds the
+    tolerance; the smaller ones cannot lose a datagram without exceeding it.
     """
     parts: list[LossyPart] = []
     has_lossy = True  # so that the first range begins a part
@@ -48,4 +50,6 @@ def joined(outcomes: Sequence[Outcome], parts: Sequence[LossyPart]) -> Outcome:
     """Return the outcomes of consecutive parts as one."""
     ranges = [outcome.ranges + part.start for outcome, part in zip(outcomes, parts, strict=True)]
     values = [outcome.values for outcome in outcomes]
-    return Outcome(np.concatenate(ranges), np.concatenate(values), sum(outcome.numel for outcome in outcomes))
+    return Outcome(
+        np.concatenate(ranges), np.concatenate(values), sum(outcome.numel for outcome in outcomes)
+    )

@@ -1,9 +1,11 @@
-"""DeMo: momentum that each rank keeps for itself, of which only the fast components travel (arXiv 2411.19870, algorithm 1).
+"""DeMo: momentum that each rank keeps for itself, of which only the fast components travel (arXiv
+2411.19870, algorithm 1).
 
     momentum = decay * momentum + gradient;  sent = the largest coefficients of its cosine transform, in each tile
     momentum = momentum - sent;  result = sign(sum of what all ranks sent)
 
-What a tile's coefficients are: `cosine`. b bytes of a message (`LevelMessage`), c its largest chunk:
+What a tile's coefficients are: `cosine`. b bytes of a message (`LevelMessage`), c its largest
+chunk:
 
                bytes moved on the device                       collectives                                    function
     flat       (2 s + 28) n + pack(k) + decode(W k),           all_gather(W b)                                DeMo.work
@@ -41,8 +43,8 @@ from lightning_topt.communication.topology import Topology
 class DeMo(DeMoOptions):
     """Decoupled momentum: the gradient becomes the sign of what all ranks sent of their momentum.
 
-    The result is the direction of a step: the optimizer is SGD without momentum, with a learning rate of its own; its weight
-    decay then is that of AdamW. Its options are those of `DeMoOptions`.
+    The result is the direction of a step: the optimizer is SGD without momentum, with a learning
+    rate of its own; its weight decay then is that of AdamW. Its options are those of `DeMoOptions`.
     """
 
     name: ClassVar[str] = "demo"
@@ -52,7 +54,8 @@ class DeMo(DeMoOptions):
     @override
     def check_in_plan(self) -> None:
         raise ValueError(
-            "DeMo takes the place of the optimizer's own rule, which a plan does not decide: use CompressedDDPStrategy(DeMo())"
+            "DeMo takes the place of the optimizer's own rule, which a plan does not decide: use "
+            "CompressedDDPStrategy(DeMo())"
         )
 
     @property
@@ -63,7 +66,9 @@ class DeMo(DeMoOptions):
 
     @override
     def num_stages(self, topology: Topology) -> int:
-        """Return one, by nodes as well: steps that send everything go through a group of all ranks."""
+        """Return one, by nodes as well: steps that send everything go through a group of all
+        ranks.
+        """
         return 1
 
     @property

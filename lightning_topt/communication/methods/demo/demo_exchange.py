@@ -1,7 +1,8 @@
 """The exchange of DeMo: one all-gather of coefficients, flat or between nodes.
 
-By nodes, gradients are summed inside each node first, and all ranks of a node have the node's momentum. Each of them sends its
-share of what the node sends; the shares are gathered inside the node again.
+By nodes, gradients are summed inside each node first, and all ranks of a node have the node's
+momentum. Each of them sends its share of what the node sends; the shares are gathered inside the
+node again.
 """
 
 from __future__ import annotations
@@ -13,7 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_topt.communication.bucket import Bucket, BucketExchange, NonFiniteGradient, Stages, is_finite
+from lightning_topt.communication.bucket import (
+    Bucket,
+    BucketExchange,
+    NonFiniteGradient,
+    Stages,
+    is_finite,
+)
 from lightning_topt.communication.collectives import ring_all_gather
 from lightning_topt.communication.exchange_context import ExchangeContext
 from lightning_topt.communication.level_message import HALF_BITS, LevelMessage
@@ -31,8 +38,9 @@ State = dict[str, dict[str, Tensor]]
 class DecoupledExchange(BucketExchange):
     """Gives every rank the sign of the sum of what all ranks sent of their momentum.
 
-    State: "momentum_64" (or another chunk): the coefficients of this rank's momentum, or of its node's. Ranks agree bit for bit
-    where equal processors run equal libraries: each transforms the sum itself.
+    State: "momentum_64" (or another chunk): the coefficients of this rank's momentum, or of its
+    node's. Ranks agree bit for bit where equal processors run equal libraries: each transforms the
+    sum itself.
     """
 
     def __init__(self, method: DeMoOptions, context: ExchangeContext) -> None:
@@ -48,7 +56,9 @@ class DecoupledExchange(BucketExchange):
         ] = {}  # by bucket index, of step `_step`: momentum, what was sent
 
     def stages(self, bucket: Bucket) -> Stages:
-        """Exchange `bucket` on ``groups.world[0]``, or by nodes on ``node_scatter``, ``across`` and ``node_gather``."""
+        """Exchange `bucket` on ``groups.world[0]``, or by nodes on ``node_scatter``, ``across`` and
+        ``node_gather``.
+        """
         if bucket.step != self._step:
             self._step, self._sent = bucket.step, {}
         own_finite = is_finite(bucket.buffer)
@@ -80,13 +90,22 @@ class DecoupledExchange(BucketExchange):
     def _forms(self, bucket: Bucket) -> list[LevelMessage]:
         """The message of each local rank: its share of what a node sends."""
         counts = [chunks.k for _, _, chunks in self.momentum.pieces(bucket)]
-        bounds = shard_bounds(sum(counts), local_size=self.topology.ranks_per_node if self.by_nodes else 1)
-        return [LevelMessage(bucket.buffer.numel(), _cut(counts, *bound), self.method.bits) for bound in bounds]
+        bounds = shard_bounds(
+            sum(counts), local_size=self.topology.ranks_per_node if self.by_nodes else 1
+        )
+        return [
+            LevelMessage(bucket.buffer.numel(), _cut(counts, *bound), self.method.bits)
+            for bound in bounds
+        ]
 
     def _message(self, bucket: Bucket, forms: list[LevelMessage], *, scale: float) -> Tensor:
-        """This rank's message; what it sends, and the others of the node send, is taken out of the momentum."""
+        """This rank's message; what it sends, and the others of the node send, is taken out of the
+        momentum.
+        """
         place = self.topology.local_rank if self.by_nodes else 0
-        message = torch.zeros(max(form.nbytes for form in forms), dtype=torch.uint8, device=self.device)
+        message = torch.zeros(
+            max(form.nbytes for form in forms), dtype=torch.uint8, device=self.device
+        )
         try:
             if not is_finite(bucket.buffer):
                 raise NonFiniteError("gradient that is not finite")
@@ -100,11 +119,15 @@ class DecoupledExchange(BucketExchange):
         momentum.index_add_(0, chosen.indices, chosen.values - values)
         self._sent[bucket.index] = (momentum, Selection(values, chosen.indices))
         start = sum(form.k for form in forms[:place])
-        forms[place].pack(shares[place], chosen.indices[start : start + forms[place].k], out=message)
+        forms[place].pack(
+            shares[place], chosen.indices[start : start + forms[place].k], out=message
+        )
         return message
 
     def _write(self, bucket: Bucket, forms: list[LevelMessage], messages: Tensor) -> None:
-        """Write the sign of the sum of `messages` (local ranks, nodes or ranks, bytes), added in that order."""
+        """Write the sign of the sum of `messages` (local ranks, nodes or ranks, bytes), added in
+        that order.
+        """
         total = torch.zeros(bucket.buffer.numel(), device=self.device)
         for form, of_nodes in zip(forms, messages, strict=True):
             for message in of_nodes:
@@ -114,7 +137,9 @@ class DecoupledExchange(BucketExchange):
 
     def _send_all(self, bucket: Bucket, own_finite: bool) -> Stages:
         """Send all momentum: none is left then."""
-        total = self.momentum.take_all(bucket, scale=1 / (bucket.loss_scale * self.topology.world_size))
+        total = self.momentum.take_all(
+            bucket, scale=1 / (bucket.loss_scale * self.topology.world_size)
+        )
         self.count_ring(total.nbytes, passes=2)
         yield dist.all_reduce(total, group=self.groups.world[0], async_op=True)
         if not is_finite(total):
@@ -150,11 +175,14 @@ class DecoupledExchange(BucketExchange):
         return {self._kind: self.momentum.coefficients.state_dict()}
 
     def load_state_dict(self, state: State) -> None:
-        """Take over momentum by name. Raises ValueError for coefficients of tiles of another size."""
+        """Take over momentum by name. Raises ValueError for coefficients of tiles of another
+        size.
+        """
         other = [kind for kind in state if kind.startswith("momentum_") and kind != self._kind]
         if other:
             raise ValueError(
-                f"the saved momentum has chunk={other[0].removeprefix('momentum_')}, this exchange has {self.method.chunk}: "
+                f"the saved momentum has chunk={other[0].removeprefix('momentum_')}, this exchange "
+                f"has {self.method.chunk}: "
                 "its coefficients mean nothing there, so keep the chunk"
             )
         self._sent.clear()
@@ -162,6 +190,11 @@ class DecoupledExchange(BucketExchange):
 
 
 def _cut(counts: Sequence[int], start: int, stop: int) -> tuple[int, ...]:
-    """Return the numbers of each of `counts` things, one after the other, that lie from `start` to `stop`."""
+    """Return the numbers of each of `counts` things, one after the other, that lie from `start` to
+    `stop`.
+    """
     ends = list(itertools.accumulate(counts))
-    return tuple(max(0, min(end, stop) - max(end - count, start)) for end, count in zip(ends, counts, strict=True))
+    return tuple(
+        max(0, min(end, stop) - max(end - count, start))
+        for end, count in zip(ends, counts, strict=True)
+    )

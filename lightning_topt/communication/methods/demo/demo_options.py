@@ -19,7 +19,8 @@ class DeMoOptions(ByNodes, CompressedMethod):
     - ``density``: the share of the coefficients of each tile that is sent, at least one;
     - ``decay``: of the momentum, per step;
     - ``chunk``: tiles of a matrix are at most (chunk, chunk): the largest divisors of its dims;
-    - ``bits``: of each coefficient sent: 1, 2, 4 or 8 (`levels`), or 16 (bfloat16); the rest stays in the momentum.
+    - ``bits``: of each coefficient sent: 1, 2, 4 or 8 (`levels`), or 16 (bfloat16); the rest stays
+      in the momentum.
     """
 
     density: float = 0.01
@@ -33,7 +34,9 @@ class DeMoOptions(ByNodes, CompressedMethod):
         for name in ("density", "decay"):
             check_real(getattr(self, name), name=name)
         if not 0 < self.density <= 1:
-            raise ValueError(f"density is the fraction sent, above 0 and at most 1; got {self.density}")
+            raise ValueError(
+                f"density is the fraction sent, above 0 and at most 1; got {self.density}"
+            )
         if not 0 <= self.decay < 1:
             raise ValueError(f"decay is at least 0 and below 1; got {self.decay}")
         check_whole(self.chunk, name="chunk (the longest side of a tile)")

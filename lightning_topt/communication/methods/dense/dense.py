@@ -1,4 +1,5 @@
-"""Everything: by one all-reduce per bucket, which is what the other methods are compared with, or by way of the nodes.
+"""Everything: by one all-reduce per bucket, which is what the other methods are compared with, or
+by way of the nodes.
 
 bytes moved on the device     collectives, one after another                                        function
 by nodes: 2 s n + 36 n / l    node reduce_scatter(s n), across all_reduce(s n / l),                 Dense.work
@@ -14,7 +15,13 @@ import torch
 import torch.distributed as dist
 from typing_extensions import Self, override
 
-from lightning_topt.communication.bucket import Bucket, BucketExchange, NonFiniteGradient, Stages, is_finite
+from lightning_topt.communication.bucket import (
+    Bucket,
+    BucketExchange,
+    NonFiniteGradient,
+    Stages,
+    is_finite,
+)
 from lightning_topt.communication.exchange_context import ExchangeContext, make_node_exchange
 from lightning_topt.communication.exchange_method import ByNodes
 from lightning_topt.communication.exchange_work import ENCODE_CALLS, BucketGradients, Work
@@ -31,7 +38,9 @@ class DenseExchange(BucketExchange):
 
 
 class DenseByNodes(BucketExchange):
-    """The same mean by way of the nodes: each rank's shard is summed in the node, then between nodes, then shared."""
+    """The same mean by way of the nodes: each rank's shard is summed in the node, then between
+    nodes, then shared.
+    """
 
     def __init__(self, context: ExchangeContext) -> None:
         super().__init__(context)
@@ -62,7 +71,9 @@ class DenseByNodes(BucketExchange):
 
 @dataclass(frozen=True, kw_only=True)
 class Dense(ByNodes):
-    """The whole gradient, unchanged: what DDP itself sends; `hierarchical`: summed inside each node first."""
+    """The whole gradient, unchanged: what DDP itself sends; `hierarchical`: summed inside each node
+    first.
+    """
 
     name: ClassVar[str] = "dense"
     is_exact: ClassVar[bool] = True
@@ -74,7 +85,11 @@ class Dense(ByNodes):
 
     @override
     def make_exchange(self, context: ExchangeContext) -> BucketExchange:
-        return DenseByNodes(context) if self.sums_in_nodes(context.topology) else DenseExchange(context)
+        return (
+            DenseByNodes(context)
+            if self.sums_in_nodes(context.topology)
+            else DenseExchange(context)
+        )
 
     @override
     def is_dense_step(self, step: int) -> bool:
@@ -89,7 +104,9 @@ class Dense(ByNodes):
     def check_in_plan(self) -> None:
         super().check_in_plan()
         if not self.hierarchical:
-            raise ValueError("method 'dense' needs hierarchical: true; without it leave gradient_exchange out")
+            raise ValueError(
+                "method 'dense' needs hierarchical: true; without it leave gradient_exchange out"
+            )
 
     @override
     def work(self, gradients: BucketGradients, topology: Topology) -> Work:

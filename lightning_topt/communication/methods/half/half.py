@@ -13,7 +13,13 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from lightning_topt.communication.bucket import Bucket, BucketExchange, NonFiniteGradient, Stages, is_finite
+from lightning_topt.communication.bucket import (
+    Bucket,
+    BucketExchange,
+    NonFiniteGradient,
+    Stages,
+    is_finite,
+)
 from lightning_topt.communication.exchange_context import ExchangeContext
 from lightning_topt.communication.exchange_method import CompressedMethod
 from lightning_topt.communication.exchange_work import ENCODE_CALLS, BucketGradients, Work
@@ -21,11 +27,12 @@ from lightning_topt.communication.topology import Topology
 
 
 class HalfExchange(BucketExchange):
-    """The mean by one all-reduce of bfloat16 or float16 values; the result has the gradient's own dtype.
+    """The mean by one all-reduce of bfloat16 or float16 values; the result has the gradient's own
+    dtype.
 
-    Stateless: what rounding takes away is lost (bfloat16 keeps 8 bits, float16 keeps 11 down to 6e-5 and 6e-8 at the least).
-    float16 ends at 65504: a gradient beyond that, times the number of ranks, counts as not finite. Gradients keep their
-    `loss_scale` on the way.
+    Stateless: what rounding takes away is lost (bfloat16 keeps 8 bits, float16 keeps 11 down to
+    6e-5 and 6e-8 at the least). float16 ends at 65504: a gradient beyond that, times the number of
+    ranks, counts as not finite. Gradients keep their `loss_scale` on the way.
     """
 
     def __init__(self, method: HalfMethod, context: ExchangeContext) -> None:
@@ -36,8 +43,8 @@ class HalfExchange(BucketExchange):
         """Exchange `bucket` by one all-reduce on ``groups.world[0]``."""
         if self.method.is_dense_step(bucket.step):
             return (yield from self.dense_stages(bucket))
-        # Divided before it is cast, so that the sum of all ranks overflows only where their mean does; in place, because a
-        # division into another dtype takes a buffer for all of it.
+        # Divided before it is cast, so that the sum of all ranks overflows only where their mean
+        # does; in place, because a division into another dtype takes a buffer for all of it.
         half = bucket.buffer.div_(self.topology.world_size).to(self.method.dtype)
         own_finite = is_finite(half)
         self.count_ring(half.nbytes, passes=2)
@@ -67,12 +74,14 @@ class HalfMethod(CompressedMethod):
 
     @override
     def work(self, gradients: BucketGradients, topology: Topology) -> Work:
-        """Return that of a 16-bit buffer: cast from what was divided, looked through for infinities before and after, copied
-        back.
+        """Return that of a 16-bit buffer: cast from what was divided, looked through for infinities
+        before and after, copied back.
         """
         half = 2 * gradients.numel
         collectives = (("world", "all_reduce", half),)
-        return Work(4 * gradients.nbytes + 4 * half, ENCODE_CALLS // 2, collectives, buffer_bytes=half)
+        return Work(
+            4 * gradients.nbytes + 4 * half, ENCODE_CALLS // 2, collectives, buffer_bytes=half
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

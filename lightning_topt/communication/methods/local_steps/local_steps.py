@@ -1,11 +1,14 @@
-"""Local steps: how far each rank went travels whole (DiLoCo, arXiv 2311.08105), or its largest entries.
+"""Local steps: how far each rank went travels whole (DiLoCo, arXiv 2311.08105), or its largest
+entries.
 
-The sparse form sends only the `density` largest entries of what is pending on each rank (SparseLoCo, arXiv 2508.15706):
+The sparse form sends only the `density` largest entries of what is pending on each rank
+(SparseLoCo, arXiv 2508.15706):
 
     residual = residual_decay * residual + delta;  sent = the largest of residual;  residual = residual - sent
     mean = mean of sent
 
-SparseLoCo itself is ``outer_momentum=0, outer_learning_rate=1, residual_decay=0.95``: there the residual is the momentum.
+SparseLoCo itself is ``outer_momentum=0, outer_learning_rate=1, residual_decay=0.95``: there the
+residual is the momentum.
 """
 
 from __future__ import annotations
@@ -22,18 +25,31 @@ from lightning_topt.basics.argument_checks import check_choice, check_real
 from lightning_topt.communication.exchange_method import VALUE_DTYPES
 from lightning_topt.communication.local_method import LocalMethod
 from lightning_topt.communication.outer_gradient import OuterGradient
-from lightning_topt.communication.outer_step import DenseMean, EntriesMean, MeanOverRanks, OuterMean, Wait
+from lightning_topt.communication.outer_step import (
+    DenseMean,
+    EntriesMean,
+    MeanOverRanks,
+    OuterMean,
+    Wait,
+)
 from lightning_topt.communication.selection import feedback_top_k, warm_up
 from lightning_topt.communication.wire import MessageFormat, warm_up_wire
 
 
 class SparseMean(MeanOverRanks):
-    """The largest entries of each rank's residual by one all-gather; the rest, and the rounding, stay in the residual."""
+    """The largest entries of each rank's residual by one all-gather; the rest, and the rounding,
+    stay in the residual.
+    """
 
     residual: Tensor
 
     def __init__(
-        self, form: MessageFormat, *, decay: float, device: torch.device, group: dist.ProcessGroup | None
+        self,
+        form: MessageFormat,
+        *,
+        decay: float,
+        device: torch.device,
+        group: dist.ProcessGroup | None,
     ) -> None:
         super().__init__(group=group)
         self.form, self.decay = form, decay
@@ -55,8 +71,9 @@ class SparseMean(MeanOverRanks):
 class LocalSteps(LocalMethod):
     """Ranks train alone, then take an outer step together.
 
-    ``density``: the share of entries that an outer step sends, the rest stays in the residual, which fades by
-    ``residual_decay``; None: all. ``value_dtype`` ("float32", "bfloat16", "float16") is that of the values sent.
+    ``density``: the share of entries that an outer step sends, the rest stays in the residual,
+    which fades by ``residual_decay``; None: all. ``value_dtype`` ("float32", "bfloat16", "float16")
+    is that of the values sent.
     """
 
     name: ClassVar[str] = "local_steps"
@@ -71,11 +88,13 @@ class LocalSteps(LocalMethod):
         check_real(self.residual_decay, name="residual_decay")
         if self.density is not None and not 0 < check_real(self.density, name="density") <= 1:
             raise ValueError(
-                f"density is the fraction sent, above 0 and at most 1, or None for all; got {self.density}"
+                "density is the fraction sent, above 0 and at most 1, or None for all; got "
+                f"{self.density}"
             )
         if not 0 <= self.residual_decay <= 1 or (self.residual_decay != 1 and self.density is None):
             raise ValueError(
-                f"residual_decay is from 0 to 1, and 1 where no density makes a residual; got {self.residual_decay}"
+                "residual_decay is from 0 to 1, and 1 where no density makes a residual; got "
+                f"{self.residual_decay}"
             )
 
     @property
@@ -90,7 +109,9 @@ class LocalSteps(LocalMethod):
         return 1.0 if self.density is None else self.density
 
     @override
-    def make_mean(self, numel: int, *, device: torch.device, group: dist.ProcessGroup | None) -> MeanOverRanks:
+    def make_mean(
+        self, numel: int, *, device: torch.device, group: dist.ProcessGroup | None
+    ) -> MeanOverRanks:
         dtype: torch.dtype = getattr(torch, self.value_dtype)
         if self.density is None:
             return DenseMean(value_dtype=dtype, group=group)

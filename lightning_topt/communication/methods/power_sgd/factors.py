@@ -1,4 +1,6 @@
-"""Gradient matrices as two thin factors, P and Q: shapes, messages and products. The exchange is in `power_sgd`."""
+"""Gradient matrices as two thin factors, P and Q: shapes, messages and products. The exchange is in
+`power_sgd`.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,15 @@ from torch import Tensor
 
 from lightning_topt.communication.bucket import BucketLayout
 
-LEAST_SAVING = 2  # a matrix travels as factors where these are smaller by this factor; torch's min_compression_rate
+# a matrix travels as factors where these are smaller by this factor; torch's min_compression_rate
+LEAST_SAVING = 2
 
 
 @dataclass(frozen=True)
 class MatrixGroup:
-    """The matrices of one shape in a bucket: where they are in its buffer, and the rank of their factors."""
+    """The matrices of one shape in a bucket: where they are in its buffer, and the rank of their
+    factors.
+    """
 
     rows: int
     columns: int
@@ -66,17 +71,23 @@ def saves_enough(shape: torch.Size, *, rank: int) -> bool:
 
 @lru_cache(maxsize=1024)
 def plan_factors(layout: BucketLayout, *, rank: int) -> FactorPlan:
-    """Return the matrices grouped by shape, in the order in which shapes first come; the rest whole."""
+    """Return the matrices grouped by shape, in the order in which shapes first come; the rest
+    whole.
+    """
     groups: dict[tuple[int, int], list[tuple[slice, str]]] = {}
     whole = []
-    for name, part, shape, exempt in zip(layout.names, layout.slices, layout.shapes, layout.exempt, strict=True):
+    for name, part, shape, exempt in zip(
+        layout.names, layout.slices, layout.shapes, layout.exempt, strict=True
+    ):
         if exempt or not saves_enough(shape, rank=rank):
             whole.append(part)
         else:
             groups.setdefault(matrix_shape(shape), []).append((part, name))
     return FactorPlan(
         tuple(
-            MatrixGroup(rows, columns, min(rank, rows, columns), *map(tuple, zip(*members, strict=True)))
+            MatrixGroup(
+                rows, columns, min(rank, rows, columns), *map(tuple, zip(*members, strict=True))
+            )
             for (rows, columns), members in groups.items()
         ),
         tuple(whole),
@@ -84,7 +95,8 @@ def plan_factors(layout: BucketLayout, *, rank: int) -> FactorPlan:
 
 
 def orthonormal(factors: Tensor) -> Tensor:
-    """Return orthonormal bases (b, n, r) of the columns of `factors` (b, n, r), n >= r; also of matrices that lack rank.
+    """Return orthonormal bases (b, n, r) of the columns of `factors` (b, n, r), n >= r; also of
+    matrices that lack rank.
 
     Householder QR: zero columns give unit vectors, not NaN as in Gram-Schmidt.
     """
@@ -93,13 +105,16 @@ def orthonormal(factors: Tensor) -> Tensor:
 
 
 def first_factor(name: str, *, columns: int, rank: int) -> Tensor:
-    """Return a random Q^T (rank, columns): the same on all ranks, whatever bucket the parameter `name` is in."""
+    """Return a random Q^T (rank, columns): the same on all ranks, whatever bucket the parameter
+    `name` is in.
+    """
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     return torch.randn(rank, columns, generator=generator)
 
 
 class Factors:
-    """P and Q^T of all matrices of a bucket, each kind in one message; what travels whole is at the end of P's.
+    """P and Q^T of all matrices of a bucket, each kind in one message; what travels whole is at the
+    end of P's.
 
     Q is kept transposed: P^T M is four times as fast as M^T P on a CPU.
     """
@@ -114,7 +129,10 @@ class Factors:
         p_start = q_start = 0
         for group in plan.groups:
             count = len(group.slices)
-            p_stop, q_stop = p_start + count * group.rows * group.rank, q_start + count * group.columns * group.rank
+            p_stop, q_stop = (
+                p_start + count * group.rows * group.rank,
+                q_start + count * group.columns * group.rank,
+            )
             self.p.append(self.p_message[p_start:p_stop].view(count, group.rows, group.rank))
             self.q.append(self.q_message[q_start:q_stop].view(count, group.rank, group.columns))
             p_start, q_start = p_stop, q_stop
@@ -122,7 +140,9 @@ class Factors:
     def multiply(self, flat: Tensor) -> None:
         """Compute P = M Q for every matrix of `flat` (n,), and copy what travels whole."""
         for group, p, q in zip(self.plan.groups, self.p, self.q, strict=True):
-            for matrix, p_one, q_one in zip(group.matrices(flat), p, orthonormal(q.mT), strict=True):
+            for matrix, p_one, q_one in zip(
+                group.matrices(flat), p, orthonormal(q.mT), strict=True
+            ):
                 torch.mm(matrix, q_one, out=p_one)
         if self.plan.whole:
             torch.cat([flat[part] for part in self.plan.whole], out=self.whole)
@@ -135,7 +155,9 @@ class Factors:
                 torch.mm(p_one.t(), matrix, out=q_one)
 
     def add_to(self, flat: Tensor, *, scale: float, keep: float = 1.0) -> None:
-        """Set `flat` (n,) to keep * flat + scale * result: P Q^T of every matrix, and what travelled whole."""
+        """Set `flat` (n,) to keep * flat + scale * result: P Q^T of every matrix, and what
+        travelled whole.
+        """
         for group, p, q in zip(self.plan.groups, self.p, self.q, strict=True):
             for matrix, p_one, q_one in zip(group.matrices(flat), p, q, strict=True):
                 matrix.addmm_(p_one, q_one, beta=keep, alpha=scale)

@@ -1,13 +1,16 @@
-"""PowerSGD: every gradient matrix M travels as two thin factors (Vogels et al., arXiv 1905.13727, algorithms 1 and 2).
+"""PowerSGD: every gradient matrix M travels as two thin factors (Vogels et al., arXiv 1905.13727,
+algorithms 1 and 2).
 
-One step of subspace iteration per exchange, started from the factor of the exchange before (warm start), with error feedback:
+One step of subspace iteration per exchange, started from the factor of the exchange before (warm
+start), with error feedback:
 
     M = gradient + residual;  P = mean(M Q);  P = basis of P, orthonormal;  Q = mean(M^T P)
     result = P Q^T;  residual = M - result
 
-`rank` columns of P (rows, rank) and Q (columns, rank) are (rows + columns) * rank values instead of rows * columns. Tensors of
-more than two dims are matrices (first dim, rest). Torch's own hook runs its second all-reduce in a callback and so fails on
-gloo with more than one bucket; here the two are stages of `worker.ExchangeWorker`.
+`rank` columns of P (rows, rank) and Q (columns, rank) are (rows + columns) * rank values instead of
+rows * columns. Tensors of more than two dims are matrices (first dim, rest). Torch's own hook runs
+its second all-reduce in a callback and so fails on gloo with more than one bucket; here the two are
+stages of `worker.ExchangeWorker`.
 
     bytes moved on the device                                  collectives                           function
     (3 s + 24) n, and 8 R n flops + 4 R^2 per row and column   all_reduce(P and what is whole),      PowerSGD.work
@@ -25,19 +28,36 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_topt.basics.argument_checks import check_whole
-from lightning_topt.communication.bucket import Bucket, BucketExchange, NonFiniteGradient, Stages, is_finite
+from lightning_topt.communication.bucket import (
+    Bucket,
+    BucketExchange,
+    NonFiniteGradient,
+    Stages,
+    is_finite,
+)
 from lightning_topt.communication.exchange_context import ExchangeContext
 from lightning_topt.communication.exchange_method import FeedbackMethod
-from lightning_topt.communication.exchange_work import ENCODE_CALLS, MATRIX_CALLS, BucketGradients, Work
+from lightning_topt.communication.exchange_work import (
+    ENCODE_CALLS,
+    MATRIX_CALLS,
+    BucketGradients,
+    Work,
+)
 from lightning_topt.communication.local_residual import LocalResidual
-from lightning_topt.communication.methods.power_sgd.factors import Factors, first_factor, plan_factors
+from lightning_topt.communication.methods.power_sgd.factors import (
+    Factors,
+    first_factor,
+    plan_factors,
+)
 from lightning_topt.communication.topology import Topology
 
 
 class LowRankExchange(BucketExchange):
-    """PowerSGD. State: "residual" of this rank, and "factor": the last Q of every matrix, equal on all ranks.
+    """PowerSGD. State: "residual" of this rank, and "factor": the last Q of every matrix, equal on
+    all ranks.
 
-    Ranks agree bit for bit where equal processors run equal libraries: as in torch's hook, each makes the basis of P itself.
+    Ranks agree bit for bit where equal processors run equal libraries: as in torch's hook, each
+    makes the basis of P itself.
     """
 
     def __init__(self, method: PowerSGD, context: ExchangeContext) -> None:
@@ -113,7 +133,9 @@ class LowRankExchange(BucketExchange):
             self._sent[bucket.index] = (pending, factors)
 
     def put_back(self) -> None:
-        """Put back into the residual what the last step sent; the mean of what the ranks hold back is then exact."""
+        """Put back into the residual what the last step sent; the mean of what the ranks hold back
+        is then exact.
+        """
         for residual, factors in self._sent.values():
             factors.add_to(residual, scale=1)
         self._sent.clear()
@@ -128,11 +150,15 @@ class LowRankExchange(BucketExchange):
         return {"residual": self.residual.state_dict(), "factor": factor}
 
     def load_state_dict(self, state: dict[str, dict[str, Tensor]]) -> None:
-        """Factors of another rank than `PowerSGD.rank` are not taken over: they start at random again."""
+        """Factors of another rank than `PowerSGD.rank` are not taken over: they start at random
+        again.
+        """
         self._sent.clear()
         self.residual.load_state_dict(state.get("residual", {}))
         factor = state.get("factor", {})
-        self.last_q = {name: value.to(self.device, torch.float32, copy=True) for name, value in factor.items()}
+        self.last_q = {
+            name: value.to(self.device, torch.float32, copy=True) for name, value in factor.items()
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,14 +188,18 @@ class PowerSGD(FeedbackMethod):
 
     @override
     def work(self, gradients: BucketGradients, topology: Topology) -> Work:
-        """Return that of every matrix M: added to the residual, P = M Q, Q = M^T P, P Q^T written and subtracted there."""
+        """Return that of every matrix M: added to the residual, P = M Q, Q = M^T P, P Q^T written
+        and subtracted there.
+        """
         numel, feedback = gradients.numel, self.error_feedback
         plan = plan_factors(gradients.layout, rank=self.rank)
         matrices, flops = 0, 0.0
         for group in plan.groups:
             count, rank, rows, columns = len(group.slices), group.rank, group.rows, group.columns
             matrices += count
-            flops += count * ((8 if feedback else 6) * rank * rows * columns + 4 * rank**2 * (rows + columns))
+            flops += count * (
+                (8 if feedback else 6) * rank * rows * columns + 4 * rank**2 * (rows + columns)
+            )
         messages = 4 * (plan.p_numel + plan.whole_numel), 4 * plan.q_numel
         return Work(
             3 * gradients.nbytes + (24 if feedback else 20) * numel,

@@ -1,12 +1,14 @@
-"""A few local steps, of which everything travels in a few bits: no selection, no indices, bytes that do not grow with ranks.
+"""A few local steps, of which everything travels in a few bits: no selection, no indices, bytes
+that do not grow with ranks.
 
     delta = parameters that all agreed on - this rank's, after `every` local steps
     residual = residual + delta;  sent = residual in `bits`;  residual = residual - sent
     part r of the mean of what all ranks sent, in `bits`, is made by rank r, which adds W times the error to its residual
     parameters = parameters - outer_learning_rate * that
 
-A sum of W numbers of b bits is no number of b bits, so there is no all-reduce of them: parts are exchanged all to all, added,
-rounded again and gathered, 2 (W - 1) / W times the bytes of one message. Both roundings are fed back.
+A sum of W numbers of b bits is no number of b bits, so there is no all-reduce of them: parts are
+exchanged all to all, added, rounded again and gathered, 2 (W - 1) / W times the bytes of one
+message. Both roundings are fed back.
 """
 
 from __future__ import annotations
@@ -46,14 +48,20 @@ class PartsMean:
 
 
 class QuantizedMean(MeanOverRanks):
-    """The mean in few bits, by an all-to-all and an all-gather of equal parts; the last part may be shorter, or empty."""
+    """The mean in few bits, by an all-to-all and an all-gather of equal parts; the last part may be
+    shorter, or empty.
+    """
 
     residual: Tensor
 
-    def __init__(self, numel: int, *, bits: int, device: torch.device, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, numel: int, *, bits: int, device: torch.device, group: dist.ProcessGroup | None
+    ) -> None:
         super().__init__(group=group)
         self.size = -(-numel // (self.world_size * GROUP)) * GROUP
-        sizes = [min(max(numel - rank * self.size, 0), self.size) for rank in range(self.world_size)]
+        sizes = [
+            min(max(numel - rank * self.size, 0), self.size) for rank in range(self.world_size)
+        ]
         self.forms = tuple(LevelFormat(size, bits, GROUP) for size in sizes)
         self.residual = torch.zeros(numel, device=device)
         if device.type == "cpu":
@@ -61,20 +69,32 @@ class QuantizedMean(MeanOverRanks):
 
     def mean(self, gradient: OuterGradient, *, wait: Wait) -> OuterMean:
         """Return the mean, added up in rank order."""
-        for block, pending in zip(gradient.blocks(BLOCK), torch.split(self.residual, BLOCK), strict=True):
+        for block, pending in zip(
+            gradient.blocks(BLOCK), torch.split(self.residual, BLOCK), strict=True
+        ):
             pending.add_(block)
-        messages = self.residual.new_zeros((self.world_size, self.forms[0].nbytes), dtype=torch.uint8)
-        for message, form, part in zip(messages, self.forms, torch.split(self.residual, self.size), strict=False):
+        messages = self.residual.new_zeros(
+            (self.world_size, self.forms[0].nbytes), dtype=torch.uint8
+        )
+        for message, form, part in zip(
+            messages, self.forms, torch.split(self.residual, self.size), strict=False
+        ):
             form.encode(part, out=message)
             part.sub_(form.decode(message))
         received = torch.empty_like(messages)
         self.count_ring(messages.nbytes, passes=2)
-        wait(dist.all_to_all_single(received.view(-1), messages.view(-1), group=self.group, async_op=True))
+        wait(
+            dist.all_to_all_single(
+                received.view(-1), messages.view(-1), group=self.group, async_op=True
+            )
+        )
         wait(ring_all_gather(messages, self._sum(received), group=self.group))
         return PartsMean(messages, self.forms, self.size)
 
     def _sum(self, received: Tensor) -> Tensor:
-        """The message of this rank's part of the mean; what rounding it takes away goes to the residual."""
+        """The message of this rank's part of the mean; what rounding it takes away goes to the
+        residual.
+        """
         rank = dist.get_rank(self.group)
         form, part = self.forms[rank], self.residual[rank * self.size : (rank + 1) * self.size]
         total, message = torch.zeros_like(part), torch.zeros_like(received[0])
@@ -89,7 +109,8 @@ class QuantizedMean(MeanOverRanks):
 class QuantizedSteps(LocalMethod):
     """Ranks train alone for a few steps; an outer step adds the mean of how far they went.
 
-    ``bits`` of each number on both ways: 1, 2, 4 or 8 (`levels`); what rounding takes away is sent later.
+    ``bits`` of each number on both ways: 1, 2, 4 or 8 (`levels`); what rounding takes away is sent
+    later.
     """
 
     name: ClassVar[str] = "quantized_steps"
@@ -110,5 +131,7 @@ class QuantizedSteps(LocalMethod):
         return f"outer steps every {self.every} steps in {self.bits} bits"
 
     @override
-    def make_mean(self, numel: int, *, device: torch.device, group: dist.ProcessGroup | None) -> MeanOverRanks:
+    def make_mean(
+        self, numel: int, *, device: torch.device, group: dist.ProcessGroup | None
+    ) -> MeanOverRanks:
         return QuantizedMean(numel, bits=self.bits, device=device, group=group)

@@ -1,9 +1,11 @@
-"""One bit per gradient element with error feedback (Seide et al., "1-bit SGD", Interspeech 2014; EF-signSGD, arXiv 1901.09847).
+"""One bit per gradient element with error feedback (Seide et al., "1-bit SGD", Interspeech 2014;
+EF-signSGD, arXiv 1901.09847).
 
     pending = gradient + residual;  sent = mean|pending| * sign(pending), per parameter;  residual = pending - sent
 
-(Karimireddy et al., algorithm 2, with one scale per parameter.) A message is one float32 scale per parameter, then the
-bits; all ranks gather all messages, decode them in rank order and take the mean. The sign of zero counts as plus.
+(Karimireddy et al., algorithm 2, with one scale per parameter.) A message is one float32 scale per
+parameter, then the bits; all ranks gather all messages, decode them in rank order and take the
+mean. The sign of zero counts as plus.
 
     bytes moved on the device     collectives          function
     (2 s + 20) n + W (8 n + b)    all_gather(W b)      Sign.work
@@ -31,19 +33,33 @@ from lightning_topt.communication.bucket import (
 from lightning_topt.communication.collectives import ring_all_gather
 from lightning_topt.communication.exchange_context import ExchangeContext
 from lightning_topt.communication.exchange_method import COMPILED_BYTES, FeedbackMethod
-from lightning_topt.communication.exchange_work import ENCODE_CALLS, EXEMPT_PASSES, BucketGradients, Work
+from lightning_topt.communication.exchange_work import (
+    ENCODE_CALLS,
+    EXEMPT_PASSES,
+    BucketGradients,
+    Work,
+)
 from lightning_topt.communication.local_residual import LocalResidual
-from lightning_topt.communication.methods.sign.sign_bits import add_signs, mean_abs, packed_bytes, take_signs
+from lightning_topt.communication.methods.sign.sign_bits import (
+    add_signs,
+    mean_abs,
+    packed_bytes,
+    take_signs,
+)
 from lightning_topt.communication.topology import Topology
 
 SCALE_BYTES = 4
 
 
 class SignFormat:
-    """Messages about the parameters that are not exempt: one float32 scale each, then bits; each parameter from a new byte."""
+    """Messages about the parameters that are not exempt: one float32 scale each, then bits; each
+    parameter from a new byte.
+    """
 
     def __init__(self, layout: BucketLayout) -> None:
-        self.slices = [part for part, exempt in zip(layout.slices, layout.exempt, strict=True) if not exempt]
+        self.slices = [
+            part for part, exempt in zip(layout.slices, layout.exempt, strict=True) if not exempt
+        ]
         cuts = [SCALE_BYTES * len(self.slices)]
         for part in self.slices:
             cuts.append(cuts[-1] + packed_bytes(part.stop - part.start))
@@ -53,15 +69,19 @@ class SignFormat:
         )  # so that the scales of every row of a gather are aligned
 
     def encode(self, pending: Tensor) -> Tensor:
-        """Return the message (nbytes,), uint8, about `pending` (n,) in bucket layout, which keeps what the message leaves out.
+        """Return the message (nbytes,), uint8, about `pending` (n,) in bucket layout, which keeps
+        what the message leaves out.
 
-        Where `pending` is not finite the message says so (a scale is not finite) and `pending` stays.
+        Where `pending` is not finite the message says so (a scale is not finite) and `pending`
+        stays.
         """
         message = torch.zeros(self.nbytes, dtype=torch.uint8, device=pending.device)
         parts = [pending[part] for part in self.slices]
         self.scales(message).copy_(mean_abs(parts))
         if is_finite(self.scales(message)):
-            for part, bits, step in zip(parts, self.bits, self.scales(message).tolist(), strict=True):
+            for part, bits, step in zip(
+                parts, self.bits, self.scales(message).tolist(), strict=True
+            ):
                 take_signs(part, step=step, packed=message[bits])
         return message
 
@@ -77,19 +97,24 @@ class SignFormat:
 
     def add_decoded(self, message: Tensor, *, to: Tensor, scale: float) -> None:
         """Add scale * what a message says to `to` (n,)."""
-        for part, bits, step in zip(self.slices, self.bits, self.scales(message).tolist(), strict=True):
+        for part, bits, step in zip(
+            self.slices, self.bits, self.scales(message).tolist(), strict=True
+        ):
             add_signs(message[bits], step=step * scale, values=to[part])
 
 
 class SignExchange(BucketExchange):
-    """One bit per element. State: "residual" of this rank. Exempt parameters travel beside it, by an all-reduce."""
+    """One bit per element. State: "residual" of this rank. Exempt parameters travel beside it, by
+    an all-reduce.
+    """
 
     def __init__(self, method: Sign, context: ExchangeContext) -> None:
         super().__init__(context)
         self.method = method
         self.residual = LocalResidual(context.device)
         self._step = -1
-        self._sent: dict[int, tuple[SignFormat, Tensor, Tensor]] = {}  # by bucket index, of step `_step`
+        # by bucket index, of step `_step`
+        self._sent: dict[int, tuple[SignFormat, Tensor, Tensor]] = {}
 
     def stages(self, bucket: Bucket) -> Stages:
         """Exchange `bucket` by one all-gather on ``groups.world[0]``."""
@@ -98,7 +123,9 @@ class SignExchange(BucketExchange):
         if self.method.is_dense_step(bucket.step):
             return (yield from self.dense_stages(bucket))
         exempt, form = self.start_exempt(bucket), SignFormat(bucket.layout)
-        rows = torch.empty((self.topology.world_size, form.nbytes), dtype=torch.uint8, device=self.device)
+        rows = torch.empty(
+            (self.topology.world_size, form.nbytes), dtype=torch.uint8, device=self.device
+        )
         if form.slices:
             own = self._encode(bucket, form)
             self.count_ring(rows.nbytes, passes=1)
@@ -128,7 +155,11 @@ class SignExchange(BucketExchange):
 
     def _write_mean(self, bucket: Bucket, form: SignFormat, rows: Tensor) -> None:
         in_place = bucket.buffer.dtype == torch.float32
-        total = bucket.buffer.zero_() if in_place else torch.zeros(bucket.buffer.shape, device=self.device)
+        total = (
+            bucket.buffer.zero_()
+            if in_place
+            else torch.zeros(bucket.buffer.shape, device=self.device)
+        )
         for row in rows:
             form.add_decoded(row, to=total, scale=bucket.loss_scale / self.topology.world_size)
         if not in_place:

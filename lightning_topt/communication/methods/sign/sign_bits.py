@@ -1,4 +1,6 @@
-"""Signs of float32 values as bits: Numba on the CPU (plain torch takes about five times as long), torch elsewhere."""
+"""Signs of float32 values as bits: Numba on the CPU (plain torch takes about five times as long),
+torch elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from lightning_topt.basics.jit import Function, compiled
 
 Array = npt.NDArray[Any]
 
-ROW = 64  # values summed in float32 before they are added to the float64 total; loops over rows of a matrix vectorise
+# values summed in float32 before they are added to the float64 total; loops over rows of a matrix
+# vectorise
+ROW = 64
 
 
 def packed_bytes(count: int) -> int:
@@ -23,17 +27,25 @@ def packed_bytes(count: int) -> int:
 
 
 def mean_abs(parts: Sequence[Tensor]) -> Tensor:
-    """Return the mean absolute value of each of several flat tensors, float32 (number of parts,); 0 of an empty one."""
+    """Return the mean absolute value of each of several flat tensors, float32 (number of parts,); 0
+    of an empty one.
+    """
     if parts[0].device.type == "cpu":
-        return torch.tensor([_sum_abs(part.numpy()) / max(1, part.numel()) for part in parts], dtype=torch.float32)
-    sizes = torch.tensor([max(1, part.numel()) for part in parts], dtype=torch.float32, device=parts[0].device)
+        return torch.tensor(
+            [_sum_abs(part.numpy()) / max(1, part.numel()) for part in parts], dtype=torch.float32
+        )
+    sizes = torch.tensor(
+        [max(1, part.numel()) for part in parts], dtype=torch.float32, device=parts[0].device
+    )
     return torch.stack(torch._foreach_norm(list(parts), 1)).div_(sizes)
 
 
 def take_signs(values: Tensor, *, step: float, packed: Tensor) -> None:
-    """Write the signs of `values` (n,) into `packed` (packed_bytes(n),), and ``values -= step * sign``.
+    """Write the signs of `values` (n,) into `packed` (packed_bytes(n),), and ``values -= step *
+    sign``.
 
-    A bit is 1 for a negative value, the first in the lowest bit; the last byte is filled with 0. The sign of 0 is plus.
+    A bit is 1 for a negative value, the first in the lowest bit; the last byte is filled with 0.
+    The sign of 0 is plus.
     """
     if values.device.type == "cpu":
         _take_signs(values.numpy(), np.float32(step), packed.numpy())

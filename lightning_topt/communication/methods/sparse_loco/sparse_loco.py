@@ -1,10 +1,12 @@
-"""SparseLoCo: local steps, of which the largest entries of every chunk travel in 2 bits (arXiv 2508.15706, algorithm 1).
+"""SparseLoCo: local steps, of which the largest entries of every chunk travel in 2 bits (arXiv
+2508.15706, algorithm 1).
 
     delta = parameters that all agreed on - this rank's, after `every` local steps
     residual = residual_decay * residual + delta;  sent = the largest of each chunk, in `bits`;  residual = residual - sent
     parameters = parameters - outer_learning_rate * mean of what all ranks sent
 
-The residual that fades takes the place of the outer momentum: what one step does not send pushes in the same direction later.
+The residual that fades takes the place of the outer momentum: what one step does not send pushes in
+the same direction later.
 """
 
 from __future__ import annotations
@@ -23,15 +25,21 @@ from lightning_topt.communication.levels import check_bits, warm_up_levels
 from lightning_topt.communication.local_method import LocalMethod
 from lightning_topt.communication.outer_gradient import OuterGradient
 from lightning_topt.communication.outer_step import EntriesMean, MeanOverRanks, OuterMean, Wait
-from lightning_topt.communication.selection.chunk_top_k import Chunks, take_chunk_top_k, warm_up_chunks
+from lightning_topt.communication.selection.chunk_top_k import (
+    Chunks,
+    take_chunk_top_k,
+    warm_up_chunks,
+)
 from lightning_topt.communication.wire import warm_up_wire
 
-# Elements of a part: on a CPU 8 MB, in the last cache until what rounding took is put back; elsewhere, what int32 counts.
+# Elements of a part: on a CPU 8 MB, in the last cache until what rounding took is put back;
+# elsewhere, what int32 counts.
 PART, DEVICE_PART = 1 << 21, 1 << 28
 
 
 class ChunkMean(MeanOverRanks):
-    """The largest entries of each chunk of the ranks' residuals, by all-gathers of levels, codes and indices.
+    """The largest entries of each chunk of the ranks' residuals, by all-gathers of levels, codes
+    and indices.
 
     One for each part: it travels while the next is selected.
     """
@@ -39,12 +47,22 @@ class ChunkMean(MeanOverRanks):
     residual: Tensor
 
     def __init__(
-        self, chunks: Chunks, *, bits: int, decay: float, device: torch.device, group: dist.ProcessGroup | None
+        self,
+        chunks: Chunks,
+        *,
+        bits: int,
+        decay: float,
+        device: torch.device,
+        group: dist.ProcessGroup | None,
     ) -> None:
         super().__init__(group=group)
         self.decay = decay
-        self.size = max(1, (PART if device.type == "cpu" else DEVICE_PART) // chunks.chunk) * chunks.chunk
-        sizes = [min(self.size, chunks.numel - start) for start in range(0, chunks.numel, self.size)]
+        self.size = (
+            max(1, (PART if device.type == "cpu" else DEVICE_PART) // chunks.chunk) * chunks.chunk
+        )
+        sizes = [
+            min(self.size, chunks.numel - start) for start in range(0, chunks.numel, self.size)
+        ]
         self.parts = [Chunks(size, chunks.chunk, chunks.per_chunk) for size in sizes]
         self.forms = [LevelMessage(part.numel, (part.k,), bits) for part in self.parts]
         self.residual = torch.zeros(chunks.numel, device=device)
@@ -65,7 +83,9 @@ class ChunkMean(MeanOverRanks):
         for _, work in gathers:
             wait(work)
         received = zip(self.forms, gathers, strict=True)
-        return EntriesMean([(form.numel, messages, form.unpack) for form, (messages, _) in received])
+        return EntriesMean(
+            [(form.numel, messages, form.unpack) for form, (messages, _) in received]
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +93,8 @@ class SparseLoCo(LocalMethod):
     """Ranks train alone; an outer step adds the mean of the largest entries of how far they went.
 
     - ``density``: the share of each chunk's entries that is sent;
-    - ``bits``: of each value: 1, 2, 4 or 8 (`levels`); what rounding takes away stays in the residual;
+    - ``bits``: of each value: 1, 2, 4 or 8 (`levels`); what rounding takes away stays in the
+      residual;
     - ``chunk``: elements, of parameters one after the other;
     - ``residual_decay``: what is left of the residual after an outer step.
     """
@@ -92,7 +113,9 @@ class SparseLoCo(LocalMethod):
     def check(self) -> None:
         super().check()
         if not 0 < check_real(self.density, name="density") <= 1:
-            raise ValueError(f"density is the fraction sent, above 0 and at most 1; got {self.density}")
+            raise ValueError(
+                f"density is the fraction sent, above 0 and at most 1; got {self.density}"
+            )
         check_bits(self.bits)
         check_whole(self.chunk, name="chunk (elements of which the share `density` is sent)")
         if not 0 <= check_real(self.residual_decay, name="residual_decay") <= 1:
@@ -109,6 +132,10 @@ class SparseLoCo(LocalMethod):
         return self.density
 
     @override
-    def make_mean(self, numel: int, *, device: torch.device, group: dist.ProcessGroup | None) -> MeanOverRanks:
+    def make_mean(
+        self, numel: int, *, device: torch.device, group: dist.ProcessGroup | None
+    ) -> MeanOverRanks:
         chunks = Chunks.of_density(numel, chunk=self.chunk, density=self.density)
-        return ChunkMean(chunks, bits=self.bits, decay=self.residual_decay, device=device, group=group)
+        return ChunkMean(
+            chunks, bits=self.bits, decay=self.residual_decay, device=device, group=group
+        )

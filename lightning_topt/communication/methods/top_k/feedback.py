@@ -1,4 +1,6 @@
-"""The flat and the hierarchical sparse exchange share residuals, the sizes of messages and the choice of dense buckets."""
+"""The flat and the hierarchical sparse exchange share residuals, the sizes of messages and the
+choice of dense buckets.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,15 @@ class FeedbackExchange(BucketExchange):
     def __init__(self, options: TopKOptions, context: ExchangeContext) -> None:
         super().__init__(context)
         self.options = options
-        self.store = ResidualStore(FeedbackRule(options.error_feedback, options.momentum, options.selection))
+        self.store = ResidualStore(
+            FeedbackRule(options.error_feedback, options.momentum, options.selection)
+        )
         self.value_dtype: torch.dtype = getattr(torch, options.value_dtype)
 
     def message_format(self, bucket: Bucket, *, start: int, stop: int) -> Form:
-        """Return the message for elements `start` to `stop`: the share `density` of those that are not exempt, at least one."""
+        """Return the message for elements `start` to `stop`: the share `density` of those that are
+        not exempt, at least one.
+        """
         return message_of_share(
             stop - start,
             compressible=bucket.layout.compressible(start, stop),
@@ -50,12 +56,16 @@ class FeedbackExchange(BucketExchange):
         """Return whether the bucket is sent whole; the same on all ranks."""
         if self.options.is_dense_step(bucket.step):
             return True
-        return self.options.link is not None and self.dense_seconds(bucket) <= self.sparse_seconds(bucket)
+        return self.options.link is not None and self.dense_seconds(bucket) <= self.sparse_seconds(
+            bucket
+        )
 
     def select_into(
         self, message: Tensor, gradient: Tensor, *, entry: BucketResidual, form: Form, scale: float
     ) -> None:
-        """Select from ``scale * gradient`` and what is held back, and write the message; it says so where not finite."""
+        """Select from ``scale * gradient`` and what is held back, and write the message; it says so
+        where not finite.
+        """
         if not form.k:
             form.pack(gradient[:0], gradient[:0].long(), out=message)
             return
@@ -116,7 +126,11 @@ class ScatterMean:
 
     def __init__(self, buffer: Tensor, *, scale: float) -> None:
         self.buffer, self.scale = buffer, scale
-        self.total = buffer if buffer.dtype == torch.float32 else torch.empty(buffer.shape, device=buffer.device)
+        self.total = (
+            buffer
+            if buffer.dtype == torch.float32
+            else torch.empty(buffer.shape, device=buffer.device)
+        )
         self.total.zero_()
 
     def add(self, message: Tensor, *, form: Form, start: int = 0) -> None:

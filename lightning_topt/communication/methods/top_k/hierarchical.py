@@ -1,8 +1,10 @@
-"""HiTopKComm (arXiv 2010.10458, section 3.2): sum inside the node, then only the largest entries between nodes.
+"""HiTopKComm (arXiv 2010.10458, section 3.2): sum inside the node, then only the largest entries
+between nodes.
 
-(1) dense reduce-scatter in the node: each local rank has the sum of its shard; (2) error feedback and selection on the shard;
-(3) all-gather among the ranks with the same local rank, all local ranks at once; (4) sum in node order; (5) all-gather in the
-node: of the received messages where they are smaller than the shards, else of the summed shards.
+(1) dense reduce-scatter in the node: each local rank has the sum of its shard; (2) error feedback
+and selection on the shard; (3) all-gather among the ranks with the same local rank, all local ranks
+at once; (4) sum in node order; (5) all-gather in the node: of the received messages where they are
+smaller than the shards, else of the summed shards.
 """
 
 from __future__ import annotations
@@ -13,7 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_topt.communication.bucket import Bucket, ExemptMean, NonFiniteGradient, Stages, is_finite, together
+from lightning_topt.communication.bucket import (
+    Bucket,
+    ExemptMean,
+    NonFiniteGradient,
+    Stages,
+    is_finite,
+    together,
+)
 from lightning_topt.communication.collectives import ring_all_gather
 from lightning_topt.communication.exchange_context import ExchangeContext, make_node_exchange
 from lightning_topt.communication.methods.top_k.feedback import FeedbackExchange, Form, ScatterMean
@@ -26,7 +35,9 @@ Steps = Generator[Waitable, None, None]
 
 
 def shares_sums(message_bytes: int, *, bucket_bytes: int, topology: Topology) -> bool:
-    """Return whether stage 5 gathers the summed shards: they are smaller than the messages of all ranks."""
+    """Return whether stage 5 gathers the summed shards: they are smaller than the messages of all
+    ranks.
+    """
     return topology.world_size * message_bytes > bucket_bytes
 
 
@@ -63,7 +74,9 @@ class HierarchicalExchange(FeedbackExchange):
         return self.finish(bucket, entry=entry, exempt=exempt)
 
     def _share_messages(self, bucket: Bucket, rows: Tensor, forms: list[Form]) -> Steps:
-        """Stage 5, sparse: every rank decodes the messages (nodes, bytes) of all local ranks, in node order."""
+        """Stage 5, sparse: every rank decodes the messages (nodes, bytes) of all local ranks, in
+        node order.
+        """
         gathered = self.node.all_gather(rows.view(-1))
         yield gathered
         received = gathered.result().view(len(forms), *rows.shape)
@@ -76,7 +89,9 @@ class HierarchicalExchange(FeedbackExchange):
         total.write()
 
     def _share_sums(self, bucket: Bucket, entry: BucketResidual, rows: Tensor, form: Form) -> Steps:
-        """Stage 5, dense: every rank decodes the messages (nodes, bytes) of its own shard; NaN where one is not finite."""
+        """Stage 5, dense: every rank decodes the messages (nodes, bytes) of its own shard; NaN
+        where one is not finite.
+        """
         own_finite = is_finite(bucket.buffer)
         own = bucket.buffer[entry.start : entry.stop]
         total = ScatterMean(own, scale=bucket.loss_scale / self.topology.num_nodes)
@@ -90,7 +105,12 @@ class HierarchicalExchange(FeedbackExchange):
             raise NonFiniteGradient(own=not own_finite)
 
     def _send_all(
-        self, bucket: Bucket, entry: BucketResidual, exempt: ExemptMean | None, shard: Tensor, scale: float
+        self,
+        bucket: Bucket,
+        entry: BucketResidual,
+        exempt: ExemptMean | None,
+        shard: Tensor,
+        scale: float,
     ) -> Stages:
         own_finite = is_finite(bucket.buffer)
         own = bucket.buffer[entry.start : entry.stop]
@@ -113,7 +133,10 @@ class HierarchicalExchange(FeedbackExchange):
 
     def forms(self, bucket: Bucket) -> list[Form]:
         """Return the message of every local rank."""
-        return [self.message_format(bucket, start=start, stop=stop) for start, stop in self.bounds(bucket)]
+        return [
+            self.message_format(bucket, start=start, stop=stop)
+            for start, stop in self.bounds(bucket)
+        ]
 
     def whole(self, entry: BucketResidual, flat: Tensor) -> Tensor:
         """Gather the whole residual from the ranks of the node; nothing else is in flight."""
@@ -124,7 +147,9 @@ class HierarchicalExchange(FeedbackExchange):
         return whole
 
     def sparse_seconds(self, bucket: Bucket) -> float:
-        """Return the seconds of a ring of messages between nodes, whose link all local ranks share."""
+        """Return the seconds of a ring of messages between nodes, whose link all local ranks
+        share.
+        """
         assert self.options.link is not None
         hops = self.topology.num_nodes - 1
         nbytes = self.topology.ranks_per_node * max(form.nbytes for form in self.forms(bucket))
@@ -133,7 +158,10 @@ class HierarchicalExchange(FeedbackExchange):
     def dense_seconds(self, bucket: Bucket) -> float:
         """Return the seconds of a ring all-reduce between nodes of all shards at once."""
         assert self.options.link is not None
-        hops, share = 2 * (self.topology.num_nodes - 1), bucket.buffer.nbytes / self.topology.num_nodes
+        hops, share = (
+            2 * (self.topology.num_nodes - 1),
+            bucket.buffer.nbytes / self.topology.num_nodes,
+        )
         return hops * (self.options.link.latency_seconds + share / self.options.link.bandwidth)
 
     def close(self) -> None:

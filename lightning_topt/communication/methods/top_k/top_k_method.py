@@ -5,7 +5,8 @@ k entries and b bytes of a message (`wire.MessageFormat`, in few bits `LevelMess
                     bytes moved on the device                          collectives, one after another            function
     flat            (s + 8) n + pack(k) + s n + decode(W k)            all_gather(W b)                           _flat
     by nodes        12 n / l + pack(k) + s n + decode(W k)             node reduce_scatter(s n), across          _by_nodes
-                                                                       all_gather(m b), node all_gather(W b)
+                                                                       all_gather(m b), node
+                                                                       all_gather(W b)
       W b > s n     the same, + s n, decode(m k)                       the last is all_gather(s n)
 """
 
@@ -30,7 +31,10 @@ from lightning_topt.communication.exchange_work import (
 )
 from lightning_topt.communication.level_message import message_of_share
 from lightning_topt.communication.methods.top_k.feedback import FeedbackExchange, Form
-from lightning_topt.communication.methods.top_k.hierarchical import HierarchicalExchange, shares_sums
+from lightning_topt.communication.methods.top_k.hierarchical import (
+    HierarchicalExchange,
+    shares_sums,
+)
 from lightning_topt.communication.methods.top_k.sparse import SparseExchange
 from lightning_topt.communication.methods.top_k.top_k_options import DENSITY_TOGETHER, TopKOptions
 from lightning_topt.communication.topology import Topology
@@ -38,7 +42,9 @@ from lightning_topt.communication.topology import Topology
 
 @dataclass(frozen=True, kw_only=True)
 class TopK(TopKOptions):
-    """The largest entries of the gradient; what is left over is sent later. Its options are those of `TopKOptions`."""
+    """The largest entries of the gradient; what is left over is sent later. Its options are those
+    of `TopKOptions`.
+    """
 
     name: ClassVar[str] = "topk"
     process_bytes: ClassVar[int] = COMPILED_BYTES
@@ -46,7 +52,11 @@ class TopK(TopKOptions):
     @property
     @override
     def words(self) -> str:
-        share = f"{100 * DENSITY_TOGETHER:g} % / senders" if self.density is None else f"{100 * self.density:g} %"
+        share = (
+            f"{100 * DENSITY_TOGETHER:g} % / senders"
+            if self.density is None
+            else f"{100 * self.density:g} %"
+        )
         values = f" in {self.value_dtype}" if self.value_dtype != "float32" else ""
         values = values if self.bits is None else f" in {self.bits} bits"
         nodes = " between nodes" if self.hierarchical else ""
@@ -55,7 +65,9 @@ class TopK(TopKOptions):
     @override
     def make_exchange(self, context: ExchangeContext) -> FeedbackExchange:
         by_nodes, method = self.sums_in_nodes(context.topology), self.on(context.topology)
-        return HierarchicalExchange(method, context) if by_nodes else SparseExchange(method, context)
+        return (
+            HierarchicalExchange(method, context) if by_nodes else SparseExchange(method, context)
+        )
 
     @override
     def work(self, gradients: BucketGradients, topology: Topology) -> Work:
@@ -81,12 +93,19 @@ def _select_bytes(size: float, numel: float, options: TopKOptions) -> float:
 
 
 def _feedback_bytes(numel: float, k: int, options: TopKOptions) -> float:
-    """The residual, and the entries that were sent last: a step that is thrown away puts them back."""
+    """The residual, and the entries that were sent last: a step that is thrown away puts them
+    back.
+    """
     return 4 * numel + 8 * k if options.error_feedback else 0.0
 
 
 def _flat(gradients: BucketGradients, options: TopKOptions, topology: Topology) -> Work:
-    size, numel, ranks, exempt = gradients.nbytes, gradients.numel, topology.world_size, gradients.exempt_bytes
+    size, numel, ranks, exempt = (
+        gradients.nbytes,
+        gradients.numel,
+        topology.world_size,
+        gradients.exempt_bytes,
+    )
     form = _message(numel, gradients.compressible_numel, options)
     entries = PACK_BYTES_PER_ENTRY * form.k + DECODE_BYTES_PER_ENTRY * ranks * form.k
     return Work(
@@ -100,7 +119,12 @@ def _flat(gradients: BucketGradients, options: TopKOptions, topology: Topology) 
 
 
 def _by_nodes(gradients: BucketGradients, options: TopKOptions, topology: Topology) -> Work:
-    size, nodes, local, exempt = gradients.nbytes, topology.num_nodes, topology.ranks_per_node, gradients.exempt_bytes
+    size, nodes, local, exempt = (
+        gradients.nbytes,
+        topology.num_nodes,
+        topology.ranks_per_node,
+        gradients.exempt_bytes,
+    )
     numel = gradients.numel / local
     form = _message(numel, gradients.compressible_numel / local, options)
     across, everything = nodes * form.nbytes, topology.world_size * form.nbytes
@@ -108,7 +132,10 @@ def _by_nodes(gradients: BucketGradients, options: TopKOptions, topology: Topolo
     decoded = nodes if whole else topology.world_size
     entries = PACK_BYTES_PER_ENTRY * form.k + DECODE_BYTES_PER_ENTRY * decoded * form.k
     return Work(
-        _select_bytes(4 * numel, numel, options) + (1 + whole) * size + entries + EXEMPT_PASSES * exempt,
+        _select_bytes(4 * numel, numel, options)
+        + (1 + whole) * size
+        + entries
+        + EXEMPT_PASSES * exempt,
         ENCODE_CALLS + DECODE_CALLS * decoded,
         (
             ("node", "reduce_scatter", size),

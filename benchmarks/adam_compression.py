@@ -1,11 +1,11 @@
 """Which compression holds under AdamW? A byte-level GPT, simulated ranks, five seeds: loss against
 traffic.
 
-    python -m benchmarks.adam_compression --tune       # learning rates of each method on one seed, about 40 minutes on 2 cores
-    python -m benchmarks.adam_compression              # every run that has not been made; about 100 minutes on 2 cores
-    python -m benchmarks.adam_compression --steps 24000  # longer: runs with fewer steps are made again
-    python -m benchmarks.adam_compression --lengths 3000 6000  # shorter trainings, dense and top-k in few bits; 5 minutes
-    python -m benchmarks.adam_compression --report     # table and figure of the runs so far
+    python -m benchmarks.adam_compression --tune     # learning rates on one seed, about 40 minutes
+    python -m benchmarks.adam_compression            # runs that are not made yet; 100 minutes
+    python -m benchmarks.adam_compression --steps 24000  # longer: shorter runs are made again
+    python -m benchmarks.adam_compression --lengths 3000 6000  # dense, top-k in few bits; 5 minutes
+    python -m benchmarks.adam_compression --report   # table and figure of the runs so far
 
 All numbers of ranks share one global batch, so the dense runs are the same for all. Finished runs
 are kept in benchmarks/results/adam_compression.json; the benchmark may be stopped and continued. A

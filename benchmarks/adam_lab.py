@@ -1,10 +1,10 @@
 """Time to the dense run's final loss under AdamW, over links of 1 Gb/s, 200 and 50 Mb/s: a lab of
 two nodes on this machine.
 
-    sudo python -m benchmarks.adam_lab                 # about 90 minutes; the second half wants 2 quiet cores
-    sudo python -m benchmarks.adam_lab --train         # the first half alone, in which nothing is timed
-    sudo python -m benchmarks.adam_lab --smoke         # a few steps of everything; nothing is kept
-    python -m benchmarks.adam_lab --report             # the table from what was measured
+    sudo python -m benchmarks.adam_lab           # 90 minutes; the second half wants 2 quiet cores
+    sudo python -m benchmarks.adam_lab --train   # the first half alone, in which nothing is timed
+    sudo python -m benchmarks.adam_lab --smoke   # a few steps of everything; nothing is kept
+    python -m benchmarks.adam_lab --report       # the table from what was measured
 
 How the loss falls with the steps does not depend on the link, so each method trains once at each of
 its learning rates, on a link without a limit, until its validation loss is that of the dense run's

@@ -58,8 +58,8 @@ class SparseLoCo(LocalSteps):
     """The largest entries of each chunk, in 2 bits, of a residual that decays."""
 
     def __init__(
-        self, setting: Setting, start: Tensor, *, every: int, density: float, decay: float = 0.95, bits: int = 2,
-        chunk: int = 1024, outer_rate: float = 1.0,
+        self, setting: Setting, start: Tensor, *, every: int, density: float, decay: float = 0.95,
+        bits: int = 2, chunk: int = 1024, outer_rate: float = 1.0,
     ) -> None:  # fmt: skip
         super().__init__(setting, start, every=every, outer_rate=outer_rate)
         self.density, self.decay, self.bits, self.chunk = density, decay, bits, chunk

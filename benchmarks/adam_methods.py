@@ -107,8 +107,8 @@ class TopK(Mean):
     """The largest entries of gradient and residual; `chunk` None: of all."""
 
     def __init__(
-        self, setting: Setting, start: Tensor, *, density: float, chunk: int | None = None, warmup: float = 0.0,
-        dtype: torch.dtype = torch.float32,
+        self, setting: Setting, start: Tensor, *, density: float, chunk: int | None = None,
+        warmup: float = 0.0, dtype: torch.dtype = torch.float32,
     ) -> None:  # fmt: skip
         super().__init__(setting, start)
         padded = setting.model.padded

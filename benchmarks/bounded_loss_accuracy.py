@@ -1,8 +1,8 @@
 """Does training end where dense training ends when packets are lost and stay lost? Equal steps,
 five seeds, real losses.
 
-    sudo python -m benchmarks.bounded_loss_accuracy             # 95 minutes on 2 cores; --tasks digits: 20
-    python -m benchmarks.bounded_loss_accuracy --report         # the table of the runs so far
+    sudo python -m benchmarks.bounded_loss_accuracy      # 95 minutes on 2 cores; --tasks digits: 20
+    python -m benchmarks.bounded_loss_accuracy --report  # the table of the runs so far
 
 Two nodes of one rank on a link of 1 Gb/s whose receivers lose 1 or 3 % of all packets, with a
 tolerance of the same size; the dense runs have a link that loses nothing, since TCP sends again

@@ -275,19 +275,21 @@ def main() -> None:
     args.out.write_text(
         f"""# The continuous pipeline against the bubble-free bound and torch.distributed.pipelining
 
-`python -m benchmarks.continuous_overhead --ranks {" ".join(map(str, args.ranks))} --width {" ".join(map(str, args.width))} \
---rounds {args.rounds}`
+`python -m benchmarks.continuous_overhead --ranks {" ".join(map(str, args.ranks))} \
+--width {" ".join(map(str, args.width))} --rounds {args.rounds}`
 
 {machine()}
-- gloo ranks of one thread each on one machine; {args.layers} Transformer layers; minibatches of {args.batch} x {args.steps}
-  tokens, forward, backward and update (SGD with momentum); {args.rounds} rounds of {args.count} minibatches each, all in turn
+- gloo ranks of one thread each on one machine; {args.layers} Transformer layers; minibatches of
+  {args.batch} x {args.steps} tokens, forward, backward and update (SGD with momentum);
+  {args.rounds} rounds of {args.count} minibatches each, all in turn
 
-Torch's schedules have the number of microbatches, of {", ".join(map(str, args.microbatches))}, with which they were fastest.
-`of the bound`: throughput in parts of what all ranks reach side by side with nothing sent. `gain`: throughput of the first
-continuous schedule over that of this one, and beside it 1 / (1 - bubble) by a simulation of this one. Medians over rounds, with
-quartiles.
+Torch's schedules have the number of microbatches, of {", ".join(map(str, args.microbatches))}, with
+which they were fastest. `of the bound`: throughput in parts of what all ranks reach side by side
+with nothing sent. `gain`: throughput of the first continuous schedule over that of this one, and
+beside it 1 / (1 - bubble) by a simulation of this one. Medians over rounds, with quartiles.
 
-| schedule | ranks | width | microbatches | sequences per second | of the bound | gain | 1 / (1 - bubble) |
+| schedule | ranks | width | microbatches | sequences per second | of the bound | gain \
+| 1 / (1 - bubble) |
 |---|---|---|---|---|---|---|---|
 {chr(10).join(rows)}
 """

@@ -1,8 +1,8 @@
 """Does training with compressed gradients end where dense training ends? Equal steps, several
 seeds, curves.
 
-    python -m benchmarks.convergence                    # about 50 minutes on 2 cores; --tasks digits takes 5
-    python -m benchmarks.convergence --report           # tables and curves of the runs so far
+    python -m benchmarks.convergence           # about 50 minutes on 2 cores; --tasks digits takes 5
+    python -m benchmarks.convergence --report  # tables and curves of the runs so far
 
 Every run is a Trainer on two CPU ranks (gloo). Finished runs are kept in
 benchmarks/results/convergence.json and not repeated, so the benchmark may be stopped and continued.

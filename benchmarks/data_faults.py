@@ -1,7 +1,7 @@
 """What a cache survives: killed writers, flipped bits, cut files, a full disk, no memory, a source
 that fails.
 
-    python -m benchmarks.data_faults        # two minutes; the full disk is a small file system, which needs root
+    python -m benchmarks.data_faults  # two minutes; the full disk, a small file system, needs root
 
 Every fault is followed by reading all items through a fresh cache; a sample that is not the
 source's ends the benchmark.

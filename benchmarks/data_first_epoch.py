@@ -1,7 +1,8 @@
 """How much longer an epoch takes that stores what it reads.
 
-    python -m benchmarks.data_first_epoch                      # JPEG files on the local disk; about 20 minutes
-    sudo python -m benchmarks.data_first_epoch --link 200mbit --worker-counts 2 # the same files behind HTTP and a slow link
+    python -m benchmarks.data_first_epoch  # JPEG files on the local disk; about 20 minutes
+    # the same files behind HTTP and a slow link
+    sudo python -m benchmarks.data_first_epoch --link 200mbit --worker-counts 2
 
 An uncached epoch and the first cached one run in one process in turns, the same twentieth of the
 files at a time; who begins alternates: the speed of a shared machine changes by more within seconds

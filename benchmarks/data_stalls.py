@@ -1,9 +1,9 @@
 """Predictions of `topt stalls` against real runs: measured once at 1 Gb/s, one worker, no cache;
 the rest predicted, then run.
 
-    sudo python -m benchmarks.data_stalls               # 5 rounds, about half an hour on 2 quiet cores
-    sudo python -m benchmarks.data_stalls --rounds 1    # a look; printed, not kept
-    python -m benchmarks.data_stalls --report           # the table from what was measured
+    sudo python -m benchmarks.data_stalls              # 5 rounds, half an hour on 2 quiet cores
+    sudo python -m benchmarks.data_stalls --rounds 1   # a look; printed, not kept
+    python -m benchmarks.data_stalls --report          # the table from what was measured
 
 Crops of photographs as JPEG behind an HTTP server in another network namespace, whose link has the
 rate (`lab`). Each round measures, and runs every set-up on the Trainer, with the cache full;
@@ -182,8 +182,9 @@ def report(rounds: list[dict[str, Any]], *, where: str) -> str:
         "highest). Others: share of the cores' time taken by anything but the training process and "
         "its workers (the server,",
         "the kernel, other users).",
-        "", "| set-up | predicted samples/s | run samples/s | error | others "
-            "|", "|---|---|---|---|---|",
+        "",
+        "| set-up | predicted samples/s | run samples/s | error | others |",
+        "|---|---|---|---|---|",
     ]  # fmt: skip
     for case in CASES:
         predicted, runs, errors, others = [], [], [], []

@@ -1,10 +1,14 @@
 """Samples per second of a cached data set against the uncached one, a list in memory, litdata and
 MosaicML streaming.
 
-    python -m benchmarks.data_throughput                     # decode-bound: JPEG files on the local disk; about 20 minutes
-    python -m benchmarks.data_throughput --known-best        # the same without numbers of workers that are best for nobody
-    sudo python -m benchmarks.data_throughput --link 200mbit # network-bound: the same files behind HTTP and a slow link
-    sudo python -m benchmarks.data_throughput --link 200mbit --kind texts # pieces of Python's source, padded to 2,048 tokens
+    # decode-bound: JPEG files on the local disk; about 20 minutes
+    python -m benchmarks.data_throughput
+    # the same without numbers of workers that are best for nobody
+    python -m benchmarks.data_throughput --known-best
+    # network-bound: the same files behind HTTP and a slow link
+    sudo python -m benchmarks.data_throughput --link 200mbit
+    # pieces of Python's source, padded to 2,048 tokens
+    sudo python -m benchmarks.data_throughput --link 200mbit --kind texts
 
 litdata and streaming hold what they are best at: prepared samples in their own chunk files on the
 local disk, written before, also where the files are behind a link. All run in one process with 0, 1

@@ -28,8 +28,8 @@ class DeMo(Method):
     """
 
     def __init__(
-        self, setting: Setting, start: Tensor, *, density: float, decay: float = 0.999, tile: int = 32,
-        applied: str = "sign", bits: int = 16, cosine: bool = True,
+        self, setting: Setting, start: Tensor, *, density: float, decay: float = 0.999,
+        tile: int = 32, applied: str = "sign", bits: int = 16, cosine: bool = True,
     ) -> None:  # fmt: skip
         super().__init__(setting, start)
         self.density, self.decay, self.applied, self.bits = (

@@ -23,9 +23,10 @@ from tests.foreign.test_shelf import SHELVES, names_of
 
 HEAD = """# Programs that nobody wrote for this package
 
-`python -m benchmarks.foreign_programs`: every program of `tests/foreign` runs three batches under Lightning's `ddp` and under
-`topt` with its defaults, on 2 gloo ranks; losses and the whole state must be equal (to the last bit where the plan is plain
-DDP). The first program pays for measuring the machine.
+`python -m benchmarks.foreign_programs`: every program of `tests/foreign` runs three batches under
+Lightning's `ddp` and under `topt` with its defaults, on 2 gloo ranks; losses and the whole state
+must be equal (to the last bit where the plan is plain DDP). The first program pays for measuring
+the machine.
 
 """
 

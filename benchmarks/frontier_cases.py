@@ -39,8 +39,8 @@ def table(
 
 
 def random_costs(
-    count: int, configs: int, paths: int, moments: int, *, same: bool = False, opposed: bool = False,
-    edges: bool = False, unit: float = 1.0, edge_bytes: float = 0.0,
+    count: int, configs: int, paths: int, moments: int, *, same: bool = False,
+    opposed: bool = False, edges: bool = False, unit: float = 1.0, edge_bytes: float = 0.0,
 ) -> Make:  # fmt: skip
     """Uniform costs, bytes in multiples of `unit`; `opposed`: what is fast needs memory, so most
     configurations matter.

@@ -1,8 +1,8 @@
 """How long the search takes (CPU seconds), how many plans it finds, and its error bound when it has
 to give some up.
 
-    python -m benchmarks.frontier_search                        # a few minutes on one core
-    python -m benchmarks.frontier_search --against ../before    # each table also with the search of another checkout
+    python -m benchmarks.frontier_search                       # a few minutes on one core
+    python -m benchmarks.frontier_search --against ../before   # also by another checkout's search
 
 Every table is searched in a process of its own, after a small one that loads compiled code;
 checkouts take turns. Chains and meshes are those of `frontier_cases.invented_gpt`, whose costs are

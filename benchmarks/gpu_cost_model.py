@@ -9,12 +9,14 @@ set of terms is fitted to the same rows by least squares of logarithms (scipy, w
 brings). Symbols: b micro batch, s sequence, h hidden, a heads, l layers of a stage, t tensor, d
 data, p pipeline parallel size, m micro batches.
 
-    a layer's forward pass, per rank     flops  (24 b s h^2 + 4 b s^2 h) / t               Narayanan et al., SC 2021, section 3
-                                         bytes  2 (10 + 24 / t) s b h + 10 a s^2 b / t     Korthikanti et al., 2022, section 4.1
-                                         two all-reduces of 2 b s h bytes over t ranks     Shoeybi et al., 2019, section 3
-    backward                             twice the flops and bytes, the same all-reduces
-    head, on the last stage              2 b s h v flops, three times
-    iteration                            (m - 1) slowest stage + all stages once + all-reduce of gradients over d + update
+    a layer's forward pass, per rank:
+      flops  (24 b s h^2 + 4 b s^2 h) / t             Narayanan et al., SC 2021, section 3
+      bytes  2 (10 + 24 / t) s b h + 10 a s^2 b / t   Korthikanti et al., 2022, section 4.1
+      two all-reduces of 2 b s h bytes over t ranks   Shoeybi et al., 2019, section 3
+    backward                  twice the flops and bytes, the same all-reduces
+    head, on the last stage   2 b s h v flops, three times
+    iteration                 (m - 1) slowest stage + all stages once
+                              + all-reduce of gradients over d + update
 """
 
 from __future__ import annotations
@@ -238,10 +240,12 @@ def main() -> None:
     rows = read_rows(parser.parse_args().path, need_times=True).rows
     text = f"""# Terms of a cost model of GPUs
 
-`python -m benchmarks.gpu_cost_model a100_megatron_sample.csv`: {len(rows)} iterations of Megatron-DeepSpeed GPTs on 2 to 8
-GPUs of one node (VIA-Research/vTrain, a sample of `ground_truth_single.csv`), fitted to {FITTED}, tested on the others,
-mean of {SPLITS} splits. Error: mean of |predicted / measured - 1|. Regret: how much slower the plan of a job that is
-predicted to be the quickest is than the quickest, over jobs with several plans among the tested rows; tau over the same.
+`python -m benchmarks.gpu_cost_model a100_megatron_sample.csv`: {len(rows)} iterations of
+Megatron-DeepSpeed GPTs on 2 to 8 GPUs of one node (VIA-Research/vTrain, a sample of
+`ground_truth_single.csv`), fitted to {FITTED}, tested on the others, mean of {SPLITS} splits.
+Error: mean of |predicted / measured - 1|. Regret: how much slower the plan of a job that is
+predicted to be the quickest is than the quickest, over jobs with several plans among the tested
+rows; tau over the same.
 
 The fit ran on
 

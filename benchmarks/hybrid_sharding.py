@@ -1,7 +1,7 @@
 """Hybrid sharding against flat ZeRO-3 on two nodes of two ranks joined by 1 Gb/s, and what the
 search chooses there.
 
-    sudo python -m benchmarks.hybrid_sharding            # about 10 minutes on 4 cores; --rounds, --rate
+    sudo python -m benchmarks.hybrid_sharding        # about 10 minutes on 4 cores; --rounds, --rate
 
 A GPT of 15 M parameters on CPU ranks with one thread each. Rounds are interleaved; each is a job of
 its own. "topt" searches under a memory limit that plain data parallelism and ZeRO-1 do not keep.

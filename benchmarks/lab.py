@@ -43,7 +43,8 @@ _made = itertools.count()
 FLOW = """
 import socket, sys, time
 address, port, rate = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
-sender, size, start, sent = socket.socket(socket.AF_INET, socket.SOCK_DGRAM), 1400, time.monotonic(), 0
+sender = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+size, start, sent = 1400, time.monotonic(), 0
 while True:
     while sent > rate * (time.monotonic() - start):
         time.sleep(0.001)

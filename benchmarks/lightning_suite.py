@@ -59,8 +59,7 @@ Outcomes = dict[str, dict[str, Any]]
 NOT_RUN: dict[str, Any] = {"outcome": "not run"}
 Targets = dict[str, list[str]]  # the name of a process: its tests
 
-# ---- inside pytest
-# ----------------------------------------------------------------------------------------------------
+# ---- inside pytest -------------------------------------------------------------------------------
 
 
 class Substitution:
@@ -152,8 +151,7 @@ def read_outcomes(path: Path) -> Outcomes:
     return outcomes
 
 
-# ---- the runner
-# ---------------------------------------------------------------------------------------------------------
+# ---- the runner ----------------------------------------------------------------------------------
 
 
 def run_target(

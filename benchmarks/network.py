@@ -1,10 +1,10 @@
 """Step time, bytes and time to a loss of gradient exchanges over slow links: a lab of two nodes on
 this machine.
 
-    sudo python -m benchmarks.network                  # about an hour on 2 quiet cores
-    sudo python -m benchmarks.network --quick          # the main methods at 1 Gb/s, few rounds; printed, not kept
+    sudo python -m benchmarks.network             # about an hour on 2 quiet cores
+    sudo python -m benchmarks.network --quick     # main methods, 1 Gb/s, few rounds; not kept
     sudo python -m benchmarks.network --only "1x 1gbit gpt" --rounds 9
-    python -m benchmarks.network --report              # the tables from what was measured
+    python -m benchmarks.network --report         # the tables from what was measured
 
 Set-ups are measured one after the other and kept in benchmarks/results/network.json; in each, the
 methods run in one job, interleaved round by round. A round's figure is the median over its steps of

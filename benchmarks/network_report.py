@@ -33,13 +33,15 @@ TO_LOSS = [
 ]
 LOSS = 2.9  # nats per byte
 INTRODUCTION = """
-Two nodes (network namespaces) whose links pass a token bucket; gloo; one thread per rank; SGD. `k x`: ranks a node;
-with 2 x 2 ranks four processes share two cores. GPT: 8 blocks of width 512, one sequence of 32 bytes per rank; CNN:
-convolutions of 512 channels, one image per rank: the least to compute, so that the exchange decides. Step: median over
-rounds (lowest to highest round) of the slowest rank's median step. Times dense: median over rounds of the ratio to the
-dense steps of the same round. MB: what left node 0 per step, counted at its interface with all headers; in brackets the
-payload by formula (torch's methods) or as the exchange counts it; off: what was counted, less the headers of the counted
-packets, against that. Others: the share of the cores' time that went to other processes or to the kernel outside of ranks.
+Two nodes (network namespaces) whose links pass a token bucket; gloo; one thread per rank; SGD.
+`k x`: ranks a node; with 2 x 2 ranks four processes share two cores. GPT: 8 blocks of width 512,
+one sequence of 32 bytes per rank; CNN: convolutions of 512 channels, one image per rank: the least
+to compute, so that the exchange decides. Step: median over rounds (lowest to highest round) of the
+slowest rank's median step. Times dense: median over rounds of the ratio to the dense steps of the
+same round. MB: what left node 0 per step, counted at its interface with all headers; in brackets
+the payload by formula (torch's methods) or as the exchange counts it; off: what was counted, less
+the headers of the counted packets, against that. Others: the share of the cores' time that went to
+other processes or to the kernel outside of ranks.
 """
 Results = dict[str, Any]
 

@@ -1,9 +1,9 @@
 """Whether the parallel optimizer step knows when it pays: a sweep over sizes, links and optimizers.
 
-    sudo python -m benchmarks.optimizer_decision                      # 2 ranks; at 1 Gb/s in a lab, and on this machine
-    python -m benchmarks.optimizer_decision --links unlimited         # without root
-    python -m benchmarks.optimizer_decision --quick --links unlimited # small sizes, two rounds; printed, not kept
-    python -m benchmarks.optimizer_decision --report                  # the tables from what was measured
+    sudo python -m benchmarks.optimizer_decision  # 2 ranks; in a lab at 1 Gb/s, and on this machine
+    python -m benchmarks.optimizer_decision --links unlimited          # without root
+    python -m benchmarks.optimizer_decision --quick --links unlimited  # small, two rounds, not kept
+    python -m benchmarks.optimizer_decision --report                   # tables of what was measured
 
 In every case three copies of one optimizer take turns, round by round: plain, shared, and one that
 decided for itself in its first steps. A decision is right if what it chose was faster, or if the

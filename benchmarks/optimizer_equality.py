@@ -1,7 +1,7 @@
 """Parameters after 200 steps of the parallel step and of the plain one, for every optimizer; the
 state that each rank keeps.
 
-    python -m benchmarks.optimizer_equality         # 2, 3 and 4 ranks, float32 and bfloat16 autocast; some minutes
+    python -m benchmarks.optimizer_equality  # 2, 3, 4 ranks, float32 and bfloat16 autocast; minutes
 
 Every rank trains two copies of one model on the same batches, one with its optimizer as it is, one
 with its step split by the rule that is known or found for that optimizer.

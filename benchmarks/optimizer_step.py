@@ -1,10 +1,10 @@
 """Step time of the parallel optimizer step against the plain step, ZeroRedundancyOptimizer and
 FSDP2.
 
-    python -m benchmarks.optimizer_step                       # all optimizers, 100 M parameters, 2 ranks
+    python -m benchmarks.optimizer_step            # all optimizers, 100 M parameters, 2 ranks
     python -m benchmarks.optimizer_step --only Muon --rounds 9
-    python -m benchmarks.optimizer_step --quick               # small sizes, two rounds; printed, not kept
-    python -m benchmarks.optimizer_step --report              # the tables from what was measured
+    python -m benchmarks.optimizer_step --quick    # small sizes, two rounds; printed, not kept
+    python -m benchmarks.optimizer_step --report   # the tables from what was measured
 
 Forward and backward of the model cost next to nothing, so that a step is the exchange of gradients
 and the update. All methods of one optimizer run in one job and take turns, round by round, in an

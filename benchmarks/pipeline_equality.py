@@ -153,6 +153,7 @@ def row(plan: PipelinePlan, names: Sequence[str], found: Mapping[tuple[str, str]
 
 
 COMPARISON = Comparison(PLANS, MODELS, run_plan, against_one_process, row)
+LEAD = ("schedule, ranks of the pipeline", "stages", "ranks", "microbatches")
 
 
 def main() -> None:
@@ -165,14 +166,16 @@ def main() -> None:
 
 {machine()}
 
-`python -m benchmarks.pipeline_equality`, {compared.took}: one step (forward, backward, AdamW in two groups)
-of 24 samples in each plan's microbatches, and of one process that takes the same microbatches one after another. In a cell:
-the largest difference of the loss, of all gradients, of all parameters after the update and, without data axis and
-recomputation (which updates them twice, as in one process), of the buffers: running statistics of batches. The loss is
-relative to itself, the others to the largest element of their tensor; gradients that are zero but for rounding to a
-thousandth of the largest gradient. Float32; within 1e-5, the loss within 1e-6. Bold: above. GPT and T5 have tied embeddings,
-on first and last stage; the decoder of T5 reads the encoder's output on every stage; the skips of the U-Net go over cuts.
-Models have eight blocks in a row (the U-Net nine), dealt out equally.
+`python -m benchmarks.pipeline_equality`, {compared.took}: one step (forward, backward, AdamW in two
+groups) of 24 samples in each plan's microbatches, and of one process that takes the same
+microbatches one after another. In a cell: the largest difference of the loss, of all gradients, of
+all parameters after the update and, without data axis and recomputation (which updates them twice,
+as in one process), of the buffers: running statistics of batches. The loss is relative to itself,
+the others to the largest element of their tensor; gradients that are zero but for rounding to a
+thousandth of the largest gradient. Float32; within 1e-5, the loss within 1e-6. Bold: above. GPT and
+T5 have tied embeddings, on first and last stage; the decoder of T5 reads the encoder's output on
+every stage; the skips of the U-Net go over cuts. Models have eight blocks in a row (the U-Net
+nine), dealt out equally.
 
 Not compared:
 
@@ -180,7 +183,7 @@ Not compared:
 
 {within} of {cells - refused} cells within their tolerance.
 
-{table(compared.rows, options.models, lead=("schedule, ranks of the pipeline", "stages", "ranks", "microbatches"))}
+{table(compared.rows, options.models, lead=LEAD)}
 """
     )
 

@@ -156,8 +156,8 @@ def gpt_dropout() -> nn.Module:
 def llama() -> nn.Module:
     """Grouped heads."""
     config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=DEPTH, num_attention_heads=4,
-        num_key_value_heads=2, use_cache=False,
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=DEPTH,
+        num_attention_heads=4, num_key_value_heads=2, use_cache=False,
     )  # fmt: skip
     return Text(transformers.LlamaForCausalLM(config))
 
@@ -167,8 +167,8 @@ def t5() -> nn.Module:
     position biases.
     """
     config = transformers.T5Config(
-        vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=DEPTH // 2, num_heads=4, decoder_start_token_id=0,
-        dropout_rate=0.0, use_cache=False,
+        vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=DEPTH // 2, num_heads=4,
+        decoder_start_token_id=0, dropout_rate=0.0, use_cache=False,
     )  # fmt: skip
     return Text(transformers.T5ForConditionalGeneration(config))
 

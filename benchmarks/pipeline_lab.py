@@ -1,7 +1,7 @@
 """Pipelines against DDP on nodes joined by 1 Gb/s, for models with large weights and small
 activations.
 
-    sudo python -m benchmarks.pipeline_lab            # 4 nodes of one rank; --rounds, --rate, --models
+    sudo python -m benchmarks.pipeline_lab         # 4 nodes of one rank; --rounds, --rate, --models
 
 DDP, a schedule with a flush at every step, and one that never flushes and predicts weights. All
 take the same samples between updates: forward, backward and fused AdamW. Rounds are interleaved;

@@ -287,12 +287,14 @@ def main() -> None:
 `python -m benchmarks.pipeline_overhead --rounds {args.rounds}`
 
 {machine()}
-- gloo ranks of one thread each on one machine; {args.layers} Transformer layers, {args.microbatches} microbatches of
-  {args.batch} x {args.steps} tokens, forward and backward; {args.rounds} rounds of {args.count} steps, both in turn
+- gloo ranks of one thread each on one machine; {args.layers} Transformer layers,
+  {args.microbatches} microbatches of {args.batch} x {args.steps} tokens, forward and backward;
+  {args.rounds} rounds of {args.count} steps, both in turn
 
-Stages, schedule and microbatches are the same; gradients were compared. Milliseconds per step: median. Ratio: median of the
-ratios of neighbouring rounds, with its quartiles; of processor time, that of all ranks together, which other programs on the
-machine hardly change. The engine's step also gives every rank the losses.
+Stages, schedule and microbatches are the same; gradients were compared. Milliseconds per step:
+median. Ratio: median of the ratios of neighbouring rounds, with its quartiles; of processor time,
+that of all ranks together, which other programs on the machine hardly change. The engine's step
+also gives every rank the losses.
 
 | schedule | ranks | width | engine ms | torch ms | engine / torch | processor time |
 |---|---|---|---|---|---|---|

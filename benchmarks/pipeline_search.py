@@ -1,7 +1,7 @@
 """How long the whole search takes with pipelines and without: CPU seconds, minimum and median.
 
     python -m benchmarks.pipeline_search                       # two minutes
-    python -m benchmarks.pipeline_search --against ../before   # also with the package of another checkout, in turns
+    python -m benchmarks.pipeline_search --against ../before   # in turns with another checkout
 
 Models are GPTs of `topt plan` (float32, AdamW) on the meta device, captured before at two batch
 sizes. Every run searches from the captured step again, in a process that has searched once: data

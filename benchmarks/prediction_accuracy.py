@@ -1,7 +1,7 @@
 """Prediction rules on simulated stages: the metric that training ends with, against training
 without a pipeline.
 
-    python -m benchmarks.prediction_accuracy --processes 2      # all runs; those in the results file are not made again
+    python -m benchmarks.prediction_accuracy --processes 2  # all runs but those in the results file
 
 The same samples in the same order, the same learning rate and schedule for all rules of a model; 5
 seeds on 4 and 8 stages, 2 seeds on 16 and 32. 2BW has one update of delay on every number of stages
@@ -164,21 +164,24 @@ def tables(runs: dict[str, Any]) -> str:
 COMMAND = "python -m benchmarks.prediction_accuracy --processes 2"
 HEAD = """# Prediction rules on simulated stages
 
-After training: median over seeds (range; number of seeds), lower is better. A star: the median is not above the worst seed of
-synchronous training. Models, data and learning rates are in `benchmarks/prediction_models.py`. Models have 8 pieces: on 16
-and 32 stages those between them are empty. two_versions does not depend on the number of stages, since its minibatches become
-smaller. Diverged: a loss that is not a number.
+After training: median over seeds (range; number of seeds), lower is better. A star: the median is
+not above the worst seed of synchronous training. Models, data and learning rates are in
+`benchmarks/prediction_models.py`. Models have 8 pieces: on 16 and 32 stages those between them are
+empty. two_versions does not depend on the number of stages, since its minibatches become smaller.
+Diverged: a loss that is not a number.
 
-Learning rates were lowered and runs made longer after a first try, with 300 updates (transformer, 3e-3) and 210 (digits, 0.03
-and 0.05): there every rule lost much more; on 4 stages spectrain ended at 4.12 bits per byte against 3.72, and at test losses
-of 0.097 against 0.073 (cnn) and 0.354 against 0.184 (lstm), medians of 5 seeds.
+Learning rates were lowered and runs made longer after a first try, with 300 updates (transformer,
+3e-3) and 210 (digits, 0.03 and 0.05): there every rule lost much more; on 4 stages spectrain ended
+at 4.12 bits per byte against 3.72, and at test losses of 0.097 against 0.073 (cnn) and 0.354
+against 0.184 (lstm), medians of 5 seeds.
 
 The long transformer is the transformer with 4,000 updates instead of 1,000 and as much more text.
 
     {command}
 
 {machine}
-- {seconds:.0f} s of CPU time, beside other work, for {count} of {total} runs; the command makes those that are left
+- {seconds:.0f} s of CPU time, beside other work, for {count} of {total} runs; the command makes
+  those that are left
 """
 
 

@@ -1,7 +1,7 @@
 """Predicted and measured seconds and bytes of plans on 2 and 4 ranks, in one node and in two joined
 by a link.
 
-    sudo python -m benchmarks.predictions            # --rate, --steps, --only PART-OF-A-SETTING, --techniques
+    sudo python -m benchmarks.predictions  # --rate, --steps, --only PART-OF-A-SETTING, --techniques
 
 For each setting a job plans a GPT under a memory limit that every plan keeps, and saves the
 frontier. Under three limits between its smallest and its largest plan jobs search and run what they

@@ -1,10 +1,10 @@
 """Predicted and measured step time and memory of twelve model families that no other benchmark
 uses.
 
-    python -m benchmarks.strangers                  # 12 families, 7 plans each; about 15 minutes on a quiet machine
+    python -m benchmarks.strangers           # 12 families, 7 plans each; about 15 minutes
     python -m benchmarks.strangers --only vit --only llama
-    python -m benchmarks.strangers --quick          # three steps of each plan: memory is as good, times are not
-    python -m benchmarks.strangers --fresh          # forget what an interrupted run has measured
+    python -m benchmarks.strangers --quick   # three steps of each plan: enough for memory
+    python -m benchmarks.strangers --fresh   # forget what an interrupted run has measured
 
 Two constants of the cost model were read from these families: the reserve of sharded plans and the
 LSTM's workspace. Two gloo ranks with one thread each, fresh processes for each plan. "limit kept":
@@ -85,12 +85,13 @@ def summary(rows: list[dict[str, Any]]) -> list[str]:
             continue
         for what, unit in (("seconds", "time"), ("bytes", "memory")):
             errors = np.array([row[f"predicted_{what}"] / row[what] - 1 for row in chosen])
+            rank_correlation = spearman(
+                [row[f"predicted_{what}"] for row in chosen], [row[what] for row in chosen]
+            )
             lines.append(
-                f"- {title}, {unit}: median |error| {100 * np.median(abs(errors)):.1f} %, 90th "
-                "percentile "
-                f"{100 * np.quantile(abs(errors), 0.9):.1f} %, median error "
-                f"{100 * np.median(errors):+.1f} %, Spearman "
-                f"{spearman([row[f'predicted_{what}'] for row in chosen], [row[what] for row in chosen]):.3f}"
+                f"- {title}, {unit}: median |error| {100 * np.median(abs(errors)):.1f} %, "
+                f"90th percentile {100 * np.quantile(abs(errors), 0.9):.1f} %, "
+                f"median error {100 * np.median(errors):+.1f} %, Spearman {rank_correlation:.3f}"
             )
         if limited:
             kept = sum(is_kept(row) for row in chosen)

@@ -1,7 +1,7 @@
 """Where tensor parallelism is the right answer and where it is not: what `topt` chooses, and the
 best executed plan.
 
-    sudo python -m benchmarks.tensor_choices             # about half an hour on 4 cores; --rounds, --only
+    sudo python -m benchmarks.tensor_choices       # about half an hour on 4 cores; --rounds, --only
 
 Three set-ups of each kind, on CPU ranks with one thread each: ranks of one node here, nodes of the
 lab with a link between. Every plan runs once; those within 15 % of the fastest that keeps the limit

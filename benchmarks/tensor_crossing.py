@@ -1,7 +1,8 @@
 """One tensor axis against three, on eight nodes of one rank joined by slow links, on both sides of
 where their bytes cross.
 
-    sudo python -m benchmarks.tensor_crossing            # about 20 minutes at each rate; --rounds, --rates 1gbit 250mbit
+    # about 20 minutes at each rate; --rounds, --rates 1gbit 250mbit
+    sudo python -m benchmarks.tensor_crossing
 
 A Transformer layer of width h moves, for T tokens and on each of P = q^3 ranks, 8 (P - 1) / P T h
 elements on one axis and 2 (q - 1) / q^3 (16 T h + 12 h^2) on a cube (arXiv 2105.14450), which

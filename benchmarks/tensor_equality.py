@@ -1,8 +1,8 @@
 """Loss, gradients and parameters after an update under each plan, against one process: every plan,
 every model.
 
-python -m benchmarks.tensor_equality           # groups of 2, 4 and 8 ranks on gloo; about five minutes
-python -m benchmarks.tensor_equality --only tensor_2d context      # these rows alone, put into the table
+python -m benchmarks.tensor_equality  # groups of 2, 4 and 8 ranks on gloo; about five minutes
+python -m benchmarks.tensor_equality --only tensor_2d context  # these rows alone, into the table
 """
 
 from __future__ import annotations
@@ -144,16 +144,19 @@ def main() -> None:
 
 {machine()}
 
-`python -m benchmarks.tensor_equality`, {compared.took}: one step (forward, backward, AdamW in two parameter
-groups) of 16 samples under each plan, and of one process; of a compressed exchange the second step, since its first is dense.
-In a cell: the largest difference of the loss, of all gradients, and of all parameters after the update. The loss is relative
-to itself, the others to the largest element of their tensor; gradients that are zero but for rounding (of the biases of
-keys) to a thousandth of the largest gradient. Float32; within 1e-5 where sums are only reordered (the loss: a tenth of it),
-3e-3 where the network has 16 bits; of operators in bfloat16 twice what one process in bfloat16 differs by from one in float32
-(in brackets). Bold: above. Statistics of batches in the convolutional net are those of a rank's own part of the batch, as
-under `ddp`: one process took the parts one after another. Embeddings of GPT and T5 are tied. Weight averaging (EMA) keeps
-parameters whole and is refused with tensor axes (tests/plugins/test_tensor_care.py). The layouts `tensor_sequence`, `context`,
-`tensor_2d` and `tensor_3d` are those of the presets of these names. Where a model cannot run so, its user is told why:
+`python -m benchmarks.tensor_equality`, {compared.took}: one step (forward, backward, AdamW in two
+parameter groups) of 16 samples under each plan, and of one process; of a compressed exchange the
+second step, since its first is dense. In a cell: the largest difference of the loss, of all
+gradients, and of all parameters after the update. The loss is relative to itself, the others to the
+largest element of their tensor; gradients that are zero but for rounding (of the biases of keys) to
+a thousandth of the largest gradient. Float32; within 1e-5 where sums are only reordered (the loss:
+a tenth of it), 3e-3 where the network has 16 bits; of operators in bfloat16 twice what one process
+in bfloat16 differs by from one in float32 (in brackets). Bold: above. Statistics of batches in the
+convolutional net are those of a rank's own part of the batch, as under `ddp`: one process took the
+parts one after another. Embeddings of GPT and T5 are tied. Weight averaging (EMA) keeps parameters
+whole and is refused with tensor axes (tests/plugins/test_tensor_care.py). The layouts
+`tensor_sequence`, `context`, `tensor_2d` and `tensor_3d` are those of the presets of these names.
+Where a model cannot run so, its user is told why:
 
 {reasons(compared.refusals)}
 

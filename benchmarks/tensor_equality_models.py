@@ -125,7 +125,8 @@ class ConvNet(nn.Module):
 def llama() -> nn.Module:
     """Grouped heads."""
     config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=8, num_key_value_heads=4
     )  # fmt: skip
     return Text(transformers.LlamaForCausalLM(config))
 
@@ -133,7 +134,8 @@ def llama() -> nn.Module:
 def t5() -> nn.Module:
     """Encoder and decoder, tied embeddings."""
     config = transformers.T5Config(
-        vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=8, decoder_start_token_id=0, dropout_rate=0.0,
+        vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=8,
+        decoder_start_token_id=0, dropout_rate=0.0,
         use_cache=False,  # a block that is recomputed must not find its keys there
     )  # fmt: skip
     return Text(transformers.T5ForConditionalGeneration(config))
@@ -142,8 +144,9 @@ def t5() -> nn.Module:
 def vit() -> nn.Module:
     """Patches of 4 x 4."""
     config = transformers.ViTConfig(
-        image_size=16, patch_size=4, hidden_size=32, num_hidden_layers=2, num_attention_heads=8, intermediate_size=64,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=8,
+        image_size=16, patch_size=4, hidden_size=32, num_hidden_layers=2, num_attention_heads=8,
+        intermediate_size=64, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        num_labels=8,
     )  # fmt: skip
     return Images(transformers.ViTForImageClassification(config))
 

@@ -92,7 +92,8 @@ class Plan:
         for index, name in enumerate([*model.blocks, ""]):
             preset = presets[index % (len(presets) - 1) if name and len(presets) > 1 else -1]
             config = OpConfig(
-                _storage(preset.rstrip("+"), self.mesh), recompute=preset.endswith("+") and bool(name),
+                _storage(preset.rstrip("+"), self.mesh),
+                recompute=preset.endswith("+") and bool(name),
                 parameters=self._parameters(model, name),
             )  # fmt: skip
             blocks.append(

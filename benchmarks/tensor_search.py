@@ -2,7 +2,7 @@
 and median.
 
     python -m benchmarks.tensor_search                       # two minutes
-    python -m benchmarks.tensor_search --against ../before   # also with the package of another checkout, in turns
+    python -m benchmarks.tensor_search --against ../before   # in turns with another checkout
 
 The model is the GPT of `topt plan` (hidden 1024, 16 heads, float32, AdamW), on the meta device; its
 whole step is captured before, at two batch sizes. Every run searches from the captured step again,

@@ -1,7 +1,7 @@
 """Seconds of training until a validation loss is reached: pipelines that never flush, 1F1B and DDP
 on nodes joined by 1 Gb/s.
 
-    sudo python -m benchmarks.time_to_quality            # 4 nodes of one rank; --rounds, --rate, --predictions
+    sudo python -m benchmarks.time_to_quality  # 4 nodes of a rank; --rounds, --rate, --predictions
 
 An LSTM on bytes of source code under AdamW: the same weights at first, the same samples in the same
 order, the same learning rate. Each training is a fit of a Trainer in a job of its own, one of each

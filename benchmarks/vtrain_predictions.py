@@ -144,11 +144,13 @@ def main() -> None:
     (RESULTS / "vtrain_predictions.md").write_text(
         f"""# Predictions of Megatron runs that others measured
 
-`python -m benchmarks.vtrain_predictions {options.path.name}`: {len(rows)} iterations of Megatron-DeepSpeed GPTs on 2 to 8
-GPUs of one node (VIA-Research/vTrain, a sample of `ground_truth_single.csv`), priced by the model that the search uses, on
-`conf/cluster/{options.cluster.name}`. Error: mean of |predicted / measured - 1|. Regret: how much slower the plan of a job
-(model, GPUs, batch) that is predicted to be the quickest is than the quickest, over jobs with several plans among the tested
-rows; tau over the same. The first prediction of all rows took {seconds:.1f} s, captures included.
+`python -m benchmarks.vtrain_predictions {options.path.name}`: {len(rows)} iterations of
+Megatron-DeepSpeed GPTs on 2 to 8 GPUs of one node (VIA-Research/vTrain, a sample of
+`ground_truth_single.csv`), priced by the model that the search uses, on
+`conf/cluster/{options.cluster.name}`. Error: mean of |predicted / measured - 1|. Regret: how much
+slower the plan of a job (model, GPUs, batch) that is predicted to be the quickest is than the
+quickest, over jobs with several plans among the tested rows; tau over the same. The first
+prediction of all rows took {seconds:.1f} s, captures included.
 
 {machine()}
 

@@ -1,8 +1,8 @@
 """Three questions that people ask before they rent machines: the answer of `topt plan`, and what
 other plans would cost.
 
-    python -m benchmarks.worked_questions            # some minutes; the page goes to results/worked_questions.md
-    python -m benchmarks.worked_questions 2          # the second question alone
+    python -m benchmarks.worked_questions     # some minutes; writes results/worked_questions.md
+    python -m benchmarks.worked_questions 2   # the second question alone
 
 All figures are by one cost model, that of the search; nothing was measured. Beside the plan that is
 chosen stand, for the same machines, batch and run: plain DDP and FSDP2 with every block sharded

@@ -63,8 +63,8 @@ class DigitsMLP(L.LightningModule):
 if __name__ == "__main__":
     callback = ParallelOptimizerStep()
     trainer = L.Trainer(
-        strategy="ddp", accelerator="cpu", devices=2, max_epochs=5, callbacks=[callback], logger=False,
-        enable_checkpointing=False,
+        strategy="ddp", accelerator="cpu", devices=2, max_epochs=5, callbacks=[callback],
+        logger=False, enable_checkpointing=False,
     )  # fmt: skip
     trainer.fit(DigitsMLP(), datamodule=DigitsDataModule())
     if trainer.is_global_zero:

@@ -24,8 +24,9 @@ import json, os, socket, time
 from benchmarks.lab import sent_bytes, sent_payload
 
 before, payload, other = sent_bytes(), sent_payload(), 0
+address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 if os.environ["RANK"] == "0":
-    with socket.create_server((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))) as server:
+    with socket.create_server(address) as server:
         connection, _ = server.accept()
         while received := connection.recv(65536):
             other += len(received)
@@ -33,7 +34,7 @@ if os.environ["RANK"] == "0":
 else:
     for _ in range(500):
         try:
-            connection = socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
+            connection = socket.create_connection(address)
             break
         except ConnectionRefusedError:
             time.sleep(0.01)
@@ -41,7 +42,8 @@ else:
     connection.shutdown(socket.SHUT_WR)
     assert not connection.recv(1)  # closed there, so all has arrived
     assert 1.0001 * {SENT} < sent_bytes() - before < 1.1 * {SENT}, sent_bytes() - before
-    assert abs(sent_payload() - payload - {SENT}) < 5000, sent_payload() - payload  # small packets have other headers
+    # Small packets have other headers.
+    assert abs(sent_payload() - payload - {SENT}) < 5000, sent_payload() - payload
 names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "OMP_NUM_THREADS"]
 print(json.dumps({{"received": other, **{{name: int(os.environ[name]) for name in names}}}}))
 """

@@ -16,8 +16,10 @@ from tests.processes import wait_for_end
 
 TELL = """
 import os, sys
-print(sys.argv, os.getcwd(), os.environ.get("COLOUR"), __name__, sys.path[0], sys.stdin.read(), flush=True)
-print([name for name in sys.modules if name.startswith(("lightning_topt", "hydra_plugins", "tests"))])
+print(sys.argv, os.getcwd(), os.environ.get("COLOUR"), __name__, sys.path[0], sys.stdin.read(),
+      flush=True)
+ours = ("lightning_topt", "hydra_plugins", "tests")
+print([name for name in sys.modules if name.startswith(ours)])
 os.write(int(sys.argv[-1]), b"written")
 sys.exit(7)
 """

@@ -23,19 +23,25 @@ HELP = """\
 topt: plan and train PyTorch Lightning modules across devices.
 
   topt plan      [overrides]   search the frontier of step time and memory; no training
-  topt train     [overrides]   plan, train, validate; ends with what was predicted and what was measured
+  topt train     [overrides]   plan, train, validate; ends with what was predicted and what was \
+measured
   topt calibrate [overrides]   measure this machine, for later plans
   topt predict   [overrides]   what given plans or recorded runs would take on a cluster; no search
-  topt verify    [overrides]   would a plan run, what would each rank hold and exchange; for any number of ranks
-  topt stalls    [overrides]   what training waits for when it waits for data, and what would remove it
-  topt advise    [overrides]   which batch, how many devices, what is slow, what is worth allowing; no training
+  topt verify    [overrides]   would a plan run, what would each rank hold and exchange; for any \
+number of ranks
+  topt stalls    [overrides]   what training waits for when it waits for data, and what would \
+remove it
+  topt advise    [overrides]   which batch, how many devices, what is slow, what is worth \
+allowing; no training
   topt --version
 
 Overrides are Hydra's, for instance
   topt plan  model=gpt cluster=local_cpu strategy.memory_limit=2GiB
-  topt plan  model=llama3_70b cluster=[a100_128x8,h100_128x8] batch_size=1024 work.tokens=300e9 limits.deadline=60d
+  topt plan  model=llama3_70b cluster=[a100_128x8,h100_128x8] batch_size=1024 \
+work.tokens=300e9 limits.deadline=60d
   topt train experiment=byte_lm strategy=topt trainer.max_epochs=1
-`topt train --help` lists the groups and values, `topt train --cfg job` shows the whole configuration.
+`topt train --help` lists the groups and values, `topt train --cfg job` shows the whole \
+configuration.
 eval "$(topt -sc install=bash)" completes commands and overrides in this shell (also fish and zsh).
 HYDRA_FULL_ERROR=1 shows the traceback of every error."""
 

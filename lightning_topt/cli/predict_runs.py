@@ -1,7 +1,7 @@
 """Runs that `run.json` files record are predictions beside what was measured; constants follow from
 them.
 
-    t = a compute + b exposed communication          a, b fitted to the runs, as `fitted_constants` fits constants
+    t = a compute + b exposed communication   a, b fitted to the runs, as `fitted_constants` does it
 
 A cluster whose computing takes a times as long and whose links b times as long predicts these runs
 better; each run is predicted from the others to say by how much.

@@ -242,8 +242,7 @@ def _microbatches(plan: ParallelPlan, batch: Any) -> Sequence[Any]:
     )
 
 
-# ---- closer looks
-# ------------------------------------------------------------------------------------------------------
+# ---- closer looks --------------------------------------------------------------------------------
 
 
 def _rehearsed(verification: Verification, subject: Subject, *, rank: int) -> Verification:

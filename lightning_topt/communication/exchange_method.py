@@ -68,8 +68,7 @@ class GradientMethod(ExchangeMethod):
     # in place of the mean: the size of a step is the learning rate's alone
     gives_signs: ClassVar[bool] = False
 
-    # ---- the exchange
-    # ---------------------------------------------------------------------------------------------
+    # ---- the exchange ----------------------------------------------------------------------------
 
     @abstractmethod
     def make_exchange(self, context: ExchangeContext) -> BucketExchange:
@@ -85,8 +84,7 @@ class GradientMethod(ExchangeMethod):
         """Return how many of the exchange's stages use ``groups.world``."""
         return 1
 
-    # ---- what others ask
-    # ------------------------------------------------------------------------------------------
+    # ---- what others ask -------------------------------------------------------------------------
 
     def is_dense_step(self, step: int) -> bool:
         """Return whether step `step` (from 0) sends everything."""

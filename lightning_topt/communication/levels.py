@@ -1,7 +1,8 @@
 """Values in 1, 2, 4 or 8 bits: a few levels for each group of values, in bfloat16.
 
     1 bit    the sign; level: the mean magnitude
-    2 bits   the sign, and whether the magnitude is above the group's mean; levels: the mean of those below and of those above
+    2 bits   the sign, and whether the magnitude is above the group's mean; levels: the mean of
+             those below and of those above
     4, 8     -7 .. 7, -127 .. 127 in steps of the largest magnitude / 7 (/ 127)
 
 What rounding takes away is for the caller's residual. Compiled on a CPU (`level_kernels`), plain

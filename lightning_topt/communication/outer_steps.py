@@ -4,8 +4,10 @@ algorithm 1).
 Every rank makes `every` steps of its own optimizer; then, with theta the parameters that all ranks
 last agreed on,
 
-    delta = theta - local parameters;  mean = mean of delta over ranks;  momentum = outer_momentum * momentum + mean
-    theta = theta - outer_learning_rate * (mean + outer_momentum * momentum)                 (Nesterov, as torch's SGD)
+    delta = theta - local parameters;  mean = mean of delta over ranks
+    momentum = outer_momentum * momentum + mean
+    theta = theta - outer_learning_rate * (mean + outer_momentum * momentum)
+    (Nesterov, as torch's SGD)
 
 How the mean is taken is the method's (`local_method.LocalMethod.make_mean`).
 """

@@ -153,7 +153,10 @@ def describe_lost(found: Survivors, *, rank: int, cause: str) -> str:
     """Say who is lost, as `rank` sees it after the error `cause`."""
     seen = f"seen by rank {rank}: {cause}"
     if found.ended:
-        return f"{'; '.join(f'rank {other} ended with {text}' for other, text in found.ended.items())}; {seen}"
+        return (
+            f"{'; '.join(f'rank {other} ended with {text}' for other, text in found.ended.items())}"
+            f"; {seen}"
+        )
     if found.missing:
         who = ", ".join(f"rank {other}" for other in found.missing)
         fates = ", ".join(f"rank {other}: {fate}" for other, fate in found.fates.items())

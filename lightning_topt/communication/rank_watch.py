@@ -270,8 +270,7 @@ class _Answering:
             f"not{f' ({fate})' if fate else ''}"
         )
 
-    # ---- backends whose calls do not raise
-    # --------------------------------------------------------------------------
+    # ---- backends whose calls do not raise -------------------------------------------------------
 
     def listen(self, silence_seconds: float) -> None:
         """Show that this rank runs, and look whether the next one does."""

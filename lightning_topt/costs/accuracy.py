@@ -2,9 +2,9 @@
 predictions.
 
 error of a run       |predicted / measured - 1|
-median, p90          the error that half of the runs, and nine of ten, stay below; of runs that constants were fitted to, times
-                     sqrt(n / (n - k)) for n runs and k constants (the residuals of a fit are that
-                     much too small)
+median, p90          the error that half of the runs, and nine of ten, stay below; of runs that
+                     constants were fitted to, times sqrt(n / (n - k)) for n runs and k constants
+                     (the residuals of a fit are that much too small)
 """
 
 from __future__ import annotations

@@ -177,8 +177,7 @@ def _with_datagrams(
     return replace(inter, datagrams=between), replace(intra, datagrams=inside)
 
 
-# ---- parts
-# -----------------------------------------------------------------------------------------------------------
+# ---- parts ---------------------------------------------------------------------------------------
 
 
 def _wait(rounds: Mapping[Any, Sequence[Mapping[Any, float]]], key: CurveKey) -> float:

@@ -1,11 +1,13 @@
 """A calibration is checked against itself: what its table says beside what is measured, once more
 and in other places.
 
-    constant                    points
-    a rate of products          each size that was measured; the table has one rate for all
-    memory, kernels, faults     the same measurement once more
-    a collective                the sizes of its curve once more, and the means between them, where the table interpolates
-    a link                      the curves of groups that it joins; the table has the ring formulas of `communication`
+    constant                  points
+    a rate of products        each size that was measured; the table has one rate for all
+    memory, kernels, faults   the same measurement once more
+    a collective              the sizes of its curve once more, and the means between them, where
+                              the table interpolates
+    a link                    the curves of groups that it joins; the table has the ring formulas of
+                              `communication`
 
 error of a point = |table / measured - 1|, of seconds. Links are asked for groups without a curve
 alone.

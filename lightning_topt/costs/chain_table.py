@@ -5,13 +5,14 @@ Blocks run forward in order and backward in reverse. Computation does not wait f
 exchanges of gradients run on one network in the order in which they become ready, beside the
 backward of earlier blocks. For blocks n = 0 ... N-1
 
-    step_seconds   when both are done:   computation takes  sum of seconds;  an exchange starts when its block's backward is
-                   over and the one before it has finished; backward passes are the last part of
-                   computation, in reverse
-    peak_bytes     the largest of   sum of static  + held of j < n + forward_hump of n + late of j > n     forward of n
-                                    sum of static  + held of all                                           forward is over
-                                    sum of static  + kept of j < n + hump of n + late of j > n             backward of n
-                                    sum of static  + late of all + update_bytes                            the optimizer step
+    step_seconds   when both are done:   computation takes  sum of seconds;  an exchange starts when
+                   its block's backward is over and the one before it has finished; backward passes
+                   are the last part of computation, in reverse
+    peak_bytes     sum of static + the largest of
+                     held of j < n + forward_hump of n + late of j > n    forward of n
+                     held of all                                          forward is over
+                     kept of j < n + hump of n + late of j > n            backward of n
+                     late of all + update_bytes                           the optimizer step
 
 `evaluate` says the same in arrays. The search folds blocks from the last to the first with five
 numbers (`search_chain`).

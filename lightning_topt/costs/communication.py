@@ -6,19 +6,25 @@ output of all_gather, all shards of all_to_all together, the message of send_rec
 bandwidth that one rank gets of a link; d devices per node, s stride, g ranks of the group on a
 node. All groups of a mesh axis work at the same time.
 
-    equation                                              function            source
-    all_reduce      2 (N-1) (a + V / (N b))               ring_seconds        Patarasuk & Yuan, J. Parallel Distrib.
-    reduce_scatter    (N-1) (a + V / (N b))               ring_seconds        Comput. 69(2), 2009, section 3; Thakur,
-    all_gather        (N-1) (a + V / (N b))               ring_seconds        Rabenseifner & Gropp, IJHPCA 19(1), 2005,
-    broadcast       ceil(log2 N) a + V / b                ring_seconds        sections 4.1, 4.3 (large messages, pipelined),
-    send_recv                    a + V / b                ring_seconds        4.4, and pairwise exchange
+    equation                                              function
+    all_reduce      2 (N-1) (a + V / (N b))               ring_seconds
+    reduce_scatter    (N-1) (a + V / (N b))               ring_seconds
+    all_gather        (N-1) (a + V / (N b))               ring_seconds
+    broadcast       ceil(log2 N) a + V / b                ring_seconds
+    send_recv                    a + V / b                ring_seconds
     all_to_all      (g-1) (a_intra + V / (N^2 b_intra))   all_to_all_seconds
                   + (N-g) (a_inter + V / (N^2 b_inter))
 
-    inside a node:     a, b of intra                      bottleneck_link     a ring visits the nodes one after another,
-    one rank a node:   a, b of inter                                          so one of g > 1 ranks a node enters each once,
-    g > 1 on a node:   a = max(a_intra, a_inter),                             and the s rings on a node share its network:
-                       b = min(b_intra, (d / s) b_inter)                      d times b_inter
+Sources: Patarasuk & Yuan, J. Parallel Distrib. Comput. 69(2), 2009, section 3; Thakur, Rabenseifner
+& Gropp, IJHPCA 19(1), 2005, sections 4.1, 4.3 (large messages, pipelined), 4.4, and pairwise
+exchange.
+
+    inside a node:     a, b of intra                   bottleneck_link   a ring visits the nodes one
+    one rank a node:   a, b of inter                                     after another, so one of
+    g > 1 on a node:   a = max(a_intra, a_inter),                        g > 1 ranks a node enters
+                       b = min(b_intra, (d / s) b_inter)                 each once, and the s rings
+                                                                         on a node share its
+                                                                         network: d times b_inter
 
 torch's gloo does not follow them (its reduce_scatter moves as many bytes as an all_reduce):
 calibrate there.

@@ -1,11 +1,14 @@
 """Seconds of kernels on one device: a measurement where there is one, else the roofline.
 
-    equation                                                function                  source
-    t = max((flops + f) / F, bytes / M) + o                 roofline_seconds          Williams, Waterman & Patterson,
-    t(B) = measured(B0) * roofline(B) / roofline(B0)        estimate_kernel_seconds   CACM 52(4), 2009 (roofline); f: Hockney's
-    device T = sum of t and of collectives, host H = h n                              half-performance length, 1988
-    T = T + H             where host and device are one     estimate_pass_seconds     `framework` (CPUs)
-    T = (T^q + H^q)^(1/q) where the host runs ahead         host_bound_seconds        benchmarks/gpu_cost_model.py
+    equation                                             function                 source
+    t = max((flops + f) / F, bytes / M) + o              roofline_seconds         [1]; f: [2]
+    t(B) = measured(B0) * roofline(B) / roofline(B0)     estimate_kernel_seconds
+    device T = sum of t and of collectives, host H = h n
+    T = T + H             where host and device are one  estimate_pass_seconds    `framework` (CPUs)
+    T = (T^q + H^q)^(1/q) where the host runs ahead      host_bound_seconds       [3]
+
+[1] Williams, Waterman & Patterson, CACM 52(4), 2009 (roofline); [2] Hockney's half-performance
+length, 1988; [3] benchmarks/gpu_cost_model.py
 
 The host issues kernels while the device runs earlier ones: a pass takes as long as the slower of
 the two, and a little more where they are close (q). h is `Device.launch_seconds` on accelerators,

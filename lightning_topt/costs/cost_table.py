@@ -4,12 +4,11 @@ before the search.
 A plan gives every operator one of its configurations. Its costs are vectors that add up over
 operators and edges:
 
-    step_seconds(plan) = max over paths   p of  sum of seconds[.][config, p]     a path is one chain of work that may be
-                                                                                 the slowest
-                                                                                 (compute, or the
-                                                                                 network)
-    peak_bytes(plan)   = max over moments m of  sum of bytes[.][config, m]       a moment is one point of the step's
-                                                                                 memory timeline
+    step_seconds(plan) = max over paths   p of  sum of seconds[.][config, p]
+                         a path is one chain of work that may be the slowest (compute, or the
+                         network)
+    peak_bytes(plan)   = max over moments m of  sum of bytes[.][config, m]
+                         a moment is one point of the step's memory timeline
 """
 
 from __future__ import annotations

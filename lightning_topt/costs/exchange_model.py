@@ -1,9 +1,9 @@
 """Seconds and bytes of a compressed exchange of whole gradients on a cluster; what it does is in
 the `work` of its method.
 
-    equation                                                                 function
-    device    max(moved / M, flops / F)                                      ExchangeModel.device_seconds
-    worker    calls o + sum of the collectives; the exempt gradients'         ExchangeModel.worker_seconds
+    equation                                                            function
+    device    max(moved / M, flops / F)                                 ExchangeModel.device_seconds
+    worker    calls o + sum of the collectives; the exempt gradients'   ExchangeModel.worker_seconds
               all-reduce beside the first: latencies at the same time,
               bytes after one another where they share a network
 

@@ -1,12 +1,14 @@
 """Failures, checkpoints and restarts: how much longer a run takes than its steps.
 
-    equation                                                       function                  source
-    M = 1 / (r * devices)                                          Failures.seconds_between  independent failures
-    C = checkpoint bytes / B                                       checkpoint_seconds
-    tau = sqrt(2 C M)                                              young_interval            Young, CACM 17(9), 1974
-    tau = sqrt(2 C M) (1 + sqrt(C / 2M) / 3 + C / 2M / 9) - C      daly_interval             Daly, FGCS 22(3), 2006
-          for C < 2M, else M
-    T = M exp(R / M) (exp((tau + C) / M) - 1) T_s / tau            expected_seconds          Daly, the same
+    equation                                                function
+    M = 1 / (r * devices)                                   Failures.seconds_between  [1]
+    C = checkpoint bytes / B                                checkpoint_seconds
+    tau = sqrt(2 C M)                                       young_interval            [2]
+    tau = sqrt(2 C M) (1 + sqrt(C / 2M) / 3 + C / 2M / 9)   daly_interval             [3]
+          - C for C < 2M, else M
+    T = M exp(R / M) (exp((tau + C) / M) - 1) T_s / tau     expected_seconds          [3]
+
+[1] independent failures; [2] Young, CACM 17(9), 1974; [3] Daly, FGCS 22(3), 2006
 
 r failures per device and second, M mean seconds between failures of any device, C seconds to write
 a checkpoint (training waits), R seconds from a failure to training again, B bytes/s of the store

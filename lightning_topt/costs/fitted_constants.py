@@ -1,7 +1,8 @@
 """The few physical constants of a cluster, fitted to measured steps: rates, latencies and launch
 times, never a step itself.
 
-    minimize over x    sum of rho((log(predicted(c exp x) / measured)) / s) + sum of (x_k / w_k)^2        `fit_constants`
+    minimize over x    sum of rho((log(predicted(c exp x) / measured)) / s)      `fit_constants`
+                       + sum of (x_k / w_k)^2
 
 c are the cluster's own constants, from its data sheet or measured, x logarithms of factors, s the
 error that a right model has, w_k how far a constant of this kind strays from where it is

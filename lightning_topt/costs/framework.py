@@ -1,9 +1,10 @@
 """Seconds that the host takes for a kernel of a training step: modules, autograd, Python, the
 launch.
 
-    equation                                                      function                where
-    t = (step of small layers - their kernels alone) / kernels    measure_framework       CPUs, beside the kernel itself
-    h = step of small layers / kernels                            measure_launch          accelerators, ahead of the kernel
+    equation                                   function           where
+    t = (step of small layers                  measure_framework  CPUs, beside the kernel itself
+         - their kernels alone) / kernels
+    h = step of small layers / kernels         measure_launch     accelerators, ahead of the kernel
 
 A kernel that is measured alone (`calibrate.measure_kernels`) is called without a module around it
 and without a graph. On accelerators the host does this ahead of the device, and it costs nothing

@@ -3,10 +3,10 @@ that the meshes of so many ranks have.
 
 On two nodes of four devices:
 
-    Group(8)       (0 1 2 3 4 5 6 7)                 packed: the ring enters each node once
-    Group(4)       (0 1 2 3) (4 5 6 7)               inside a node
-    Group(2, 4)    (0 4) (1 5) (2 6) (3 7)           between nodes: four groups share a node's network
-    Group(2, 2)    (0 2) (1 3) (4 6) (5 7)           inside a node
+    Group(8)       (0 1 2 3 4 5 6 7)               packed: the ring enters each node once
+    Group(4)       (0 1 2 3) (4 5 6 7)             inside a node
+    Group(2, 4)    (0 4) (1 5) (2 6) (3 7)         between nodes: four groups share a node's network
+    Group(2, 2)    (0 2) (1 3) (4 6) (5 7)         inside a node
 """
 
 from __future__ import annotations

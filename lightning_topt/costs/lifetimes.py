@@ -5,15 +5,16 @@ gradients are alive in forward. Everything in memory is a lifetime: some bytes f
 another. Lifetimes add, so those of a block under each configuration are all that a search needs to
 know of memory.
 
-    phase                      segments                what happens
-    rebuild_buckets            -                       once, before the second forward: DDP makes new buckets
-    gather_forward, forward    0, 1, ..., K - 1        parameters are gathered; the segment's forward
-    forward_over               -                       the loss is there, and all that backward needs
-    gather_backward,           K - 1, ..., 1, 0        parameters are gathered; those of the next block asked for;
-    prefetch_backward,                                 the segment's backward; gradients reduced
-    backward, reduce
-    reduce_last                -                       what is reduced when all backwards are over
-    update                     -                       the optimizer's step
+    phase                     segments           what happens
+    rebuild_buckets           -                  once, before the second forward: DDP makes new
+                                                 buckets
+    gather_forward, forward   0, 1, ..., K - 1   parameters are gathered; the segment's forward
+    forward_over              -                  the loss is there, and all that backward needs
+    gather_backward,          K - 1, ..., 1, 0   parameters are gathered; those of the next block
+    prefetch_backward,                           asked for; the segment's backward; gradients
+    backward, reduce                             reduced
+    reduce_last               -                  what is reduced when all backwards are over
+    update                    -                  the optimizer's step
 
 A plan uses the phases that its techniques name; in the others nothing begins or ends.
 """

@@ -3,7 +3,8 @@ without a step more.
 
 ```python
 observer = OptimizerObserver([optimizer], named_parameters=module.named_parameters())
-with observer.recording(optimizer):  # the first step shows the state, the last one recorded traffic and temporaries
+# the first step shows the state, the last one recorded traffic and temporaries
+with observer.recording(optimizer):
     optimizer.step(closure)
 with observer.timing(optimizer):  # any number of later steps
     optimizer.step(closure)
@@ -153,7 +154,7 @@ class OptimizerObserver:
         )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # One step, called as it would be
 
 
@@ -227,7 +228,7 @@ def _with_pauses(
     return args, kwargs
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # What one step reads, writes and allocates
 
 
@@ -698,7 +699,7 @@ def _of_parameters(optimizer: Optimizer) -> Iterator[Tensor]:
             yield from leaves
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Seconds of one step
 
 
@@ -743,7 +744,7 @@ class _Clock:
         return self._thread if self._thread < _BUSY * self._wall and not waits else self._wall
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # From steps to a profile
 
 

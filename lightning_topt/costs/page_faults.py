@@ -1,11 +1,11 @@
 """Seconds of memory that is taken anew: what a step pays where every freed block goes back to the
 operating system.
 
-    equation                                       function              source
-    t = f * bytes                                  StepTime.taken        f measured (`measure_page_faults`)
-    kernels: new tensors and work buffers          kernels_bytes         captured graph, `Kernel.allocated`
-    gather: flat buffer and whole parameters       gathered_bytes        torch 2.13 `_fsdp_collectives.py`
-    reduce: flat buffer, its pieces, the shards    reduced_bytes         same, and `communication.collectives`
+    equation                                     function         source
+    t = f * bytes                                StepTime.taken   f measured (`measure_page_faults`)
+    kernels: new tensors and work buffers        kernels_bytes    graph, `Kernel.allocated`
+    gather: flat buffer and whole parameters     gathered_bytes   torch 2.13 `_fsdp_collectives.py`
+    reduce: flat buffer, its pieces, the shards  reduced_bytes    same, `communication.collectives`
 
 Two ranks of a ConvNeXt of 7.5 M parameters took 253 MiB anew in a DDP step and 466 under ZeRO-3, a
 ResNet 426 MiB; on a busy virtual machine that cost 3 microseconds for each page of 4 KiB. With

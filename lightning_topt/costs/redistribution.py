@@ -5,21 +5,22 @@ Along one axis of n ranks, L bytes of the tensor as that axis has it: the whole 
 sizes of all other axes along which it is sharded. As DTensor does it (torch 2.13,
 `placement_types.py` and `_functional_collectives.py`):
 
-    from         to           collective        result    temporary                copied
-    Partial      Replicate    all_reduce        L         -                        -
-    Partial      Shard(d)     reduce_scatter    L / n     L, d > 0                 as much
-    Shard(d)     Replicate    all_gather        L         L, d > 0                 as much
-    Shard(a)     Shard(b)     all_to_all        L / n     2 L / n                  as much; on gloo by way of Replicate
-    Replicate    Shard(d)     none              L / n     -                        L / n
-    Replicate    Partial      none              L         -                        L
+    from        to          collective       result  temporary  copied
+    Partial     Replicate   all_reduce       L       -          -
+    Partial     Shard(d)    reduce_scatter   L / n   L, d > 0   as much
+    Shard(d)    Replicate   all_gather       L       L, d > 0   as much
+    Shard(a)    Shard(b)    all_to_all       L / n   2 L / n    as much; on gloo by way of Replicate
+    Replicate   Shard(d)    none             L / n   -          L / n
+    Replicate   Partial     none             L       -          L
 
 Axes change one after another, in the order that takes the least time (`estimate_redistribution`
 tries all). Of axes that shard one dim the outer ones cut it first: an axis cannot change while an
 inner one cuts the same dim, which is gathered before and cut again after. Gradients go the other
 way, and those of a sum are equal for all its summands:
 
-    y = x moved from s to t    dx = dy moved from g(t), or where its reader leaves it, to g(s)     estimate_edge
-    g(Partial) = Replicate, g(p) = p                                                               gradient_placements
+    y = x moved from s to t            dx = dy moved from g(t), or where its     estimate_edge
+                                       reader leaves it, to g(s)
+    g(Partial) = Replicate, g(p) = p                                             gradient_placements
 
 Shards are taken as even.
 """

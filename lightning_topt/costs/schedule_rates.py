@@ -4,11 +4,13 @@ P ranks run V stages each, S = P V, with M microbatches. A rank counts as V time
 t are the seconds of a microbatch in a stage, w those of them that are gradients of parameters, in
 passes of their own; c those of a transfer into it.
 
-    step = sum of lead + largest load                                                     equals the simulation of equal stages
-    gpipe, 1f1b, 1f1b_overlapped            lead t        load (M - 1) t                  always
-    interleaved, looped_bfs                 lead k t      load M V t - lead               where M >= P
-    zero_bubble, interleaved_zero_bubble    lead k (t - 2 w)       load M V t - lead      where M >= P, passes take t / 3
-    zbv                                     lead k (t - w) / 2     load M V t - lead      where M >= 2 P - 1, passes take t / 3
+    step = sum of lead + largest load; it equals the simulation of equal stages
+
+    gpipe, 1f1b, 1f1b_overlapped          lead t              load (M - 1) t     always
+    interleaved, looped_bfs               lead k t            load M V t - lead  if M >= P
+    zero_bubble, interleaved_zero_bubble  lead k (t - 2 w)    load M V t - lead  if M >= P, *
+    zbv                                   lead k (t - w) / 2  load M V t - lead  if M >= 2 P - 1, *
+    * passes take t / 3
 
 with k = (P - 1) / (S - 1). 1F1B waits for M - 1 - ceil((M - 1) / P) transfers there and back; the
 others hide them behind passes unless links are the bottleneck. For unequal stages these are

@@ -6,11 +6,14 @@ microbatches, w how many of them a stage holds activations of at most (its sched
 everything else sums over the blocks of a stage:
 
     step_seconds   sum over stages of lead  +  the largest load of a stage
-                   lead = lead_rate * seconds + constants         what the first microbatch takes on its way through
-                   load = load_rate * seconds + once_rate * once + constants       what the slowest stage takes besides
-    peak_bytes     the largest of           static + w * kept + the largest hump        while passes run
-                                            static + h * kept + g * waiting + the largest hump
-                                            static + v * kept + update                  while the optimizer steps
+                   lead = lead_rate * seconds + constants
+                          what the first microbatch takes on its way through
+                   load = load_rate * seconds + once_rate * once + constants
+                          what the slowest stage takes besides
+    peak_bytes     the largest of
+                     static + w * kept + the largest hump                  while passes run
+                     static + h * kept + g * waiting + the largest hump
+                     static + v * kept + update                            while the optimizer steps
 
 A backward pass in two parts leaves `waiting` bytes between them: of h microbatches that are held, g
 are there for these alone.

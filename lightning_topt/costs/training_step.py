@@ -198,8 +198,7 @@ class TrainingStep:
         """Whether ranks communicate through gloo."""
         return self.cluster.backend == "gloo"
 
-    # ---- seconds
-    # ----------------------------------------------------------------------------------------------------
+    # ---- seconds ---------------------------------------------------------------------------------
 
     @cached_property
     def compute(self) -> dict[str, Array]:

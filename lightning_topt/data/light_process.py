@@ -26,7 +26,10 @@ while not line.endswith(b"\\n"):
     line += piece
 start = json.loads(line)
 sys.path[:] = start["path"]
-for name, path in (("lightning_topt", start["package"]), ("lightning_topt.data", start["package"] + "/data")):
+for name, path in (
+    ("lightning_topt", start["package"]),
+    ("lightning_topt.data", start["package"] + "/data"),
+):
     sys.modules[name] = types.ModuleType(name)
     sys.modules[name].__path__ = [path]
 importlib.import_module(sys.argv[1]).main(start["settings"])

@@ -85,8 +85,7 @@ class AppliedTechniques:
             applied.undo()
         self._applied, self.split, self._slices = [], {}, {}
 
-    # ---- parameters
-    # -------------------------------------------------------------------------------------------------
+    # ---- parameters ------------------------------------------------------------------------------
 
     @property
     def has_shards(self) -> bool:
@@ -131,8 +130,7 @@ class AppliedTechniques:
         for applied in self._applied:
             applied.reshard()
 
-    # ---- steps
-    # ------------------------------------------------------------------------------------------------------
+    # ---- steps -----------------------------------------------------------------------------------
 
     def around_step(self) -> AbstractContextManager[None]:
         """Forward and backward run within it."""

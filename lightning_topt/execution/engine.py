@@ -11,7 +11,8 @@ A plain object that knows torch, not Lightning; ten lines of plain PyTorch drive
         engine.run_step(batch.chunk(4), lambda model, microbatch: model(microbatch))
         optimizer.step(); optimizer.zero_grad()
     engine.release()                              # the module is whole again
-    engine.close()                                # once `exchange_state` is saved, where the plan has a gradient exchange
+    engine.close()                                # of a plan with a gradient exchange: once
+                                                  # `exchange_state` is saved
 
 How a block is run is the techniques' knowledge: the engine applies them in the order of the
 registry and undoes them in the reverse order.
@@ -162,8 +163,7 @@ class Engine:
         if self._continuous is not None:
             self._continuous.attach(optimizers)
 
-    # ---- steps
-    # ----------------------------------------------------------------------------------------------------
+    # ---- steps -----------------------------------------------------------------------------------
 
     def run_step(
         self,
@@ -285,8 +285,7 @@ class Engine:
         """Clamp every gradient to [-`clip_value`, `clip_value`]."""
         sharded_gradients.clip_value_(parameters, clip_value)
 
-    # ---- states
-    # ---------------------------------------------------------------------------------------------------
+    # ---- states ----------------------------------------------------------------------------------
 
     def state_dict(self, *, full: bool = True) -> State:
         """Return ``{"module", "optimizers", "exchange"}``, whole on rank 0 or, not `full`, in
@@ -366,8 +365,7 @@ class Engine:
         assert self.exchange is not None, "the plan has no gradient exchange"
         self.exchange.load_state_dict(state)
 
-    # ---- the end
-    # --------------------------------------------------------------------------------------------------
+    # ---- the end ---------------------------------------------------------------------------------
 
     def release(self) -> None:
         """Undo `apply` and `attach_optimizers`: the module is whole and plain on every rank. A

@@ -1,11 +1,12 @@
 """Training steps of one rank under a plan, run by the engine and watched: what the rank holds,
 which collectives it calls.
 
-where                                     what is real                                         function
-ranks of a process group                  everything                                           ObservedRun.observe
-a fake process group of any size          the code; nothing is sent, and tensors have only     rehearse_rank
-                                          shapes where torch's DDP, which reads their memory,
-                                          has no part in the plan
+where                               what is real                              function
+ranks of a process group            everything                                ObservedRun.observe
+a fake process group of any size    the code; nothing is sent, and tensors    rehearse_rank
+                                    have only shapes where torch's DDP,
+                                    which reads their memory, has no part in
+                                    the plan
 """
 
 from __future__ import annotations
@@ -215,8 +216,7 @@ def _padding(tensors: Sequence[Tensor]) -> int:
     return sum(storages.values()) - sum(shard.nbytes for shard in shards)
 
 
-# ---- a fake process group
-# ------------------------------------------------------------------------------------------------
+# ---- a fake process group ------------------------------------------------------------------------
 
 
 def rehearse_rank(

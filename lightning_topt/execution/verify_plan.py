@@ -7,7 +7,9 @@ ranks is that of the plan.
     plan = ParallelPlan.load("plan.yaml")
     with torch.device("meta"):
         module = MyModel()
-    verification = verify_plan(plan, module, optimizers_of=lambda module: [torch.optim.AdamW(module.parameters())])
+    verification = verify_plan(
+        plan, module, optimizers_of=lambda module: [torch.optim.AdamW(module.parameters())]
+    )
     verification.problems                         # sentences; none: it would run
     verification.held[""]                         # bytes of the block "" on each rank, by KINDS
     verification.collectives                      # of one step

@@ -4,10 +4,12 @@ For two columns a and b of a boundary, `past` and `future` are lower bounds over
 of how much b is above a there, and of how much more b gains than a from there on (along the entries
 on which each gains most). Then, exactly:
 
-    past[a, b] + future[a, b] >= 0     a never decides: it is left out
-    future[a, b] = -future[b, a]       both gain the same: only the larger one counts, they become one
-    past[a, b] = -past[b, a]           they differ by a constant so far: one is kept, the other derived where they part
-    future[a, b] = d                   a below b + d never decides: in every partial plan it may be set to that (`raises`)
+    past[a, b] + future[a, b] >= 0   a never decides: it is left out
+    future[a, b] = -future[b, a]     both gain the same: only the larger one counts, they become one
+    past[a, b] = -past[b, a]         they differ by a constant so far: one is kept, the other
+                                     derived where they part
+    future[a, b] = d                 a below b + d never decides: in every partial plan it may be
+                                     set to that (`raises`)
 
 With a column for each point of a step's timeline this leaves a few at each boundary, whatever the
 depth.

@@ -117,8 +117,7 @@ class StageCuts:
             first = end
         return tuple(variants), tuple(configs)
 
-    # ---- arrays
-    # ------------------------------------------------------------------------------------------------------
+    # ---- arrays ----------------------------------------------------------------------------------
 
     @cached_property
     def _kinds(self) -> list[tuple[tuple[int, ...], int]]:

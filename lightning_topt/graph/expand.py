@@ -80,8 +80,7 @@ class _Expansion:
             measured_at=old.measured_at,
         )
 
-    # ---- numbers
-    # -----------------------------------------------------------------------------------------------------
+    # ---- numbers ---------------------------------------------------------------------------------
 
     def _new_ticks(self) -> list[int]:
         """The new number of every old tick, and of the end."""
@@ -127,8 +126,7 @@ class _Expansion:
             self.ticks[copied.backward_tick] - backward.start,
         )
 
-    # ---- storages
-    # ----------------------------------------------------------------------------------------------------
+    # ---- storages --------------------------------------------------------------------------------
 
     def _copies_of_storages(self, copied: CopiedCall) -> dict[int, Storage]:
         """Return what the copy made, by the identity of what the model made; its results are those
@@ -233,8 +231,7 @@ class _Expansion:
                 found.append(self.new[id(self.old.storages[index])])
         return found
 
-    # ---- the rest
-    # ----------------------------------------------------------------------------------------------------
+    # ---- the rest --------------------------------------------------------------------------------
 
     def _operators(self) -> list[OpRecord]:
         found: list[OpRecord] = []

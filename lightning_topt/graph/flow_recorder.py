@@ -88,8 +88,7 @@ class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if is_strided(tensor):
                 self._origins.begin(tensor, Origin(varies=True, is_batch=True))
 
-    # ---- operators
-    # ---------------------------------------------------------------------------------------------------
+    # ---- operators -------------------------------------------------------------------------------
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
@@ -183,8 +182,7 @@ class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._value(tensor)
         return torch.zeros(tensor.shape, dtype=tensor.dtype)
 
-    # ---- calls of units
-    # ----------------------------------------------------------------------------------------------
+    # ---- calls of units --------------------------------------------------------------------------
 
     def _call(self, path: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self._at >= 0 or self not in _active():
@@ -239,8 +237,7 @@ class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
         return tree_unflatten(leaves, call.structure)
 
-    # ---- needs
-    # -------------------------------------------------------------------------------------------------------
+    # ---- needs -----------------------------------------------------------------------------------
 
     def need_at_end(self, value: Any) -> None:
         """Note that the end of the step needs the tensors in `value`."""

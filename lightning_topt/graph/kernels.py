@@ -1,13 +1,17 @@
 """Low-level operator calls: what they cost, how they are written down, how they are made again on a
 device.
 
-quantity    rule                                                                         source
-flops       2 per multiply-add of matrix products, convolutions, attention; otherwise 0  `flop_formulas`
-bytes       every tensor read and every tensor written, once                             roofline convention
-allocated   the storages of the results that are not those of arguments                  torch's allocators
-workspace   convolutions on CPU copy their arguments into oneDNN's blocked layouts       measured: at most that much
-allocated   results, and what convolutions copy again for each of their passes          measured: page faults
-saved       oneDNN's LSTM keeps a workspace for backward, of no size in shapes           measured, see `hidden_bytes`
+quantity   rule                                                           source
+flops      2 per multiply-add of matrix products, convolutions,           `flop_formulas`
+           attention; otherwise 0
+bytes      every tensor read and every tensor written, once               roofline convention
+allocated  the storages of the results that are not those of arguments    torch's allocators
+workspace  convolutions on CPU copy their arguments into oneDNN's         measured: at most that
+           blocked layouts                                                much
+allocated  results, and what convolutions copy again for each of their    measured: page faults
+           passes
+saved      oneDNN's LSTM keeps a workspace for backward, of no size in    measured, see
+           shapes                                                         `hidden_bytes`
 """
 
 from __future__ import annotations

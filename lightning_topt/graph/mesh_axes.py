@@ -4,8 +4,9 @@ Ranks are numbered row by row, the last axis fastest, as in torch's `DeviceMesh`
 axis is every `stride`-th rank, where the stride is the number of ranks of all later axes together:
 on two nodes of four devices the mesh
 
-    data_replicate 2 x data_shard 4      groups along data_shard      (0 1 2 3) (4 5 6 7)          stride 1, inside a node
-                                         groups along data_replicate  (0 4) (1 5) (2 6) (3 7)      stride 4, between nodes
+    data_replicate 2 x data_shard 4
+        groups along data_shard       (0 1 2 3) (4 5 6 7)        stride 1, inside a node
+        groups along data_replicate   (0 4) (1 5) (2 6) (3 7)    stride 4, between nodes
 """
 
 from __future__ import annotations

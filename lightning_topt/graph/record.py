@@ -142,8 +142,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._unclaimed: list[Storage] = []
         self._hook(module)
 
-    # ---- life cycle
-    # --------------------------------------------------------------------------------------------------
+    # ---- life cycle ------------------------------------------------------------------------------
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -295,8 +294,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     storage.gradient_of = name
                     todo += storage.parts
 
-    # ---- operators
-    # ---------------------------------------------------------------------------------------------------
+    # ---- operators -------------------------------------------------------------------------------
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -408,8 +406,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return the modules whose calls are under way, outermost first."""
         return tuple(frame.call.path for frame in self._frames)
 
-    # ---- kernels and memory
-    # ------------------------------------------------------------------------------------------
+    # ---- kernels and memory ----------------------------------------------------------------------
 
     def _record_kernel(
         self, index: int, func: OpOverload, args: Any, kwargs: Any, out: Any

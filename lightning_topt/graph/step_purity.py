@@ -222,8 +222,7 @@ class PurityWatch:
         is_free = id(tensor) in self._own or tensor.is_inference()
         return _Held(weakref.ref(tensor), None if is_free else tensor._version)
 
-    # ---- what is inside
-    # --------------------------------------------------------------------------------------------------
+    # ---- what is inside --------------------------------------------------------------------------
 
     def _visit(self, name: str, value: Any) -> None:
         kind = type(value)  # `isinstance` may ask the object for its class
@@ -332,8 +331,7 @@ def _is_same(old: Any, new: Any) -> bool:
     return is_plain and (bool(old == new) or (old != old and new != new))
 
 
-# ---- readers: each gives the entries of one object, without code of the user
-# ---------------------------------------------
+# ---- readers: each gives the entries of one object, without code of the user ---------------------
 
 
 def _of_module(module: nn.Module, skipped: frozenset[str]) -> Iterator[Entry]:

@@ -27,13 +27,13 @@ class Segment:
 
     Parameters, their gradients, buffers and the batch are not in these numbers.
 
-    kept           allocated in its forward and still live when the backward pass starts (what backward needs, and its
-                   output where somebody saved it)
-    output         what stays instead of `kept` when the segment is recomputed: its output where it is still live, and
-                   its input where recomputing is all that needs it
-    forward_peak   highest live memory during its forward, minus the `kept` of the segments before it
-    backward_peak  highest live memory during its backward, minus the `kept` of the segments up to and including it; the
-                   gradient of its output is in it
+    kept           allocated in its forward and still live when the backward pass starts (what
+                   backward needs, and its output where somebody saved it)
+    output         what stays instead of `kept` when the segment is recomputed: its output where it
+                   is still live, and its input where recomputing is all that needs it
+    forward_peak   highest live memory during its forward, minus the `kept` of those before it
+    backward_peak  highest live memory during its backward, minus the `kept` of the segments up to
+                   and including it; the gradient of its output is in it
 
     Live memory is thus a sum: ``sum(kept of earlier segments) + forward_peak`` in the forward pass
     of a segment, ``sum(kept of earlier segments and its own) + backward_peak`` in its backward

@@ -151,8 +151,7 @@ class AdaptiveStep:
             return self._measured(kwargs)
         return (self._step if self.parallel is None else self.parallel)(**kwargs)
 
-    # ---- the first steps
-    # ------------------------------------------------------------------------------------------
+    # ---- the first steps -------------------------------------------------------------------------
 
     def _measured(self, kwargs: dict[str, Any]) -> Any:
         """A plain step, in pieces where it is timed by kind; after the last of them, decide."""
@@ -227,8 +226,7 @@ class AdaptiveStep:
             unshare_trust_ratios(self.optimizer)
         self.shares_ratios = False
 
-    # ---- what is shared
-    # -------------------------------------------------------------------------------------------
+    # ---- what is shared --------------------------------------------------------------------------
 
     def _share(self, pieces: Sequence[Piece]) -> None:
         """Collective call: from this step on, `pieces` are those of the parallel step."""

@@ -1,9 +1,10 @@
 """Advice on data, from what `topt stalls` measured: whether training waits for them, and the least
 cache worth having.
 
-    equation                                                        function            source
-    step of a job = max(T, B / rate of the loader)                  advise_data         the slower of the two
-    x* = (D / S - N / R) / (D / S - D / C), R = min(P, G)           least_share         DS-Analyzer, arXiv 2007.06775 (derived)
+    equation                                                function      source
+    step of a job = max(T, B / rate of the loader)          advise_data   the slower of the two
+    x* = (D / S - N / R) / (D / S - D / C), R = min(P, G)   least_share   DS-Analyzer, derived from
+                                                                          arXiv 2007.06775
 
 D bytes of all samples, S bytes/s of their source, C those of the cache, N samples, P and G samples
 per second of preparation and of the device. The advice itself plays the loader through

@@ -1,10 +1,11 @@
 """Advice on the exchange of gradients: parameter servers, compression, a transport that may lose
 some.
 
-    equation                                            function                source
-    N_ps >= ceil(2 S_p N_w / (B_ps T_C))                parameter_servers       Zou et al. 2017
-    gain = T(whole) / T(compressed) - 1                 advise_compression      costs/exchange_work.py
-    gain <= T / (T - x (1 - 1 / q)) - 1                 advise_bounded_loss     derived: as if all were as fast as the median
+    equation                                   function              source
+    N_ps >= ceil(2 S_p N_w / (B_ps T_C))       parameter_servers     Zou et al. 2017
+    gain = T(whole) / T(compressed) - 1        advise_compression    costs/exchange_work.py
+    gain <= T / (T - x (1 - 1 / q)) - 1        advise_bounded_loss   derived: as if all were as fast
+                                                                     as the median
 
 S_p bytes of parameters, N_w workers, B_ps bytes/s of a server's network, T_C seconds of computation
 of a step, x seconds of exchange that nothing hides, q how many times the median the slowest message

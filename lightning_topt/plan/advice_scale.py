@@ -1,11 +1,12 @@
 """Advice on scale: how many samples a step should have, and how many devices are worth having.
 
-    equation                                        function                source
-    argmax over B of B / T(B)                       advise_batch            Zou et al. 2017, section 3
-    time to a loss ~ T(B) (1 + N / B)               advise_batch            McCandlish et al. 2018, arXiv 1812.06162
-    alpha = (1 + R) / (1 + G R), R = T_o / T_c      efficiency              Zou et al. 2017
-    G <= (1 + R - alpha) / (alpha R)                most_devices            solved for G
-    R <= (1 - alpha) / (alpha G - 1)                largest_overhead        solved for R
+    equation                                    function          source
+    argmax over B of B / T(B)                   advise_batch      Zou et al. 2017, section 3
+    time to a loss ~ T(B) (1 + N / B)           advise_batch      McCandlish et al. 2018,
+                                                                  arXiv 1812.06162
+    alpha = (1 + R) / (1 + G R), R = T_o / T_c  efficiency        Zou et al. 2017
+    G <= (1 + R - alpha) / (alpha R)            most_devices      solved for G
+    R <= (1 - alpha) / (alpha G - 1)            largest_overhead  solved for R
 
 B samples of a step, T(B) its seconds, N the gradient noise scale in samples, G devices, T_c seconds
 of computation of the whole batch on one device, T_o those in which a device does not compute.

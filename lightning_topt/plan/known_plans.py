@@ -7,10 +7,12 @@ t, m of its seconds and bytes it would be that t + l m < T + l M. Both are sums 
 least of t + l m over all plans is found block by block; where it is not below T + l M for one l, no
 plan lies below that corner.
 
-    seconds >= fixed + sum of seconds                       also with + exchange - backward of each, the network's time
-    bytes   >= fixed + sum of static + what moves while     a block runs backward or forward (see `ChainTable`), the first and
-                                                            the last of each distinct one; forward
-                                                            is over; the optimizer steps
+    seconds >= fixed + sum of seconds                     also with + exchange - backward of each,
+                                                          the network's time
+    bytes   >= fixed + sum of static + what moves while   a block runs backward or forward (see
+                                                          `ChainTable`), the first and the last of
+                                                          each distinct one; forward is over; the
+                                                          optimizer steps
 """
 
 from __future__ import annotations

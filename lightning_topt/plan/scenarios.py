@@ -1,11 +1,12 @@
 """Scenarios say on which machines a model might be trained, and how; estimates what a plan takes
 there: time, memory, money.
 
-    equation                                        function                source
-    T_k = k T - (k - 1) (u + x)                     accumulated_seconds     exchange x and update u once per step
-    steps = tokens / (batch * tokens per sample)    Work.steps_of
-    run = expected_seconds(steps * T_k)             estimate                costs/failures.py
-    money = run / 3600 * devices * price            estimate
+    equation                                      function              source
+    T_k = k T - (k - 1) (u + x)                   accumulated_seconds   exchange x, update u: once a
+                                                                        step
+    steps = tokens / (batch * tokens per sample)  Work.steps_of
+    run = expected_seconds(steps * T_k)           estimate              costs/failures.py
+    money = run / 3600 * devices * price          estimate
 
 T seconds of a micro-batch's forward, backward, exchange and update; k micro-batches of a step,
 whose gradients are added up. Plans with sharded gradients exchange at every micro-batch: x is 0 for

@@ -253,7 +253,8 @@ def _svg_row(
         # schedule
         if bars:
             path = "".join(
-                f"M{_LEFT + span.start * scale:.2f},{top:g}h{max((span.end - span.start) * scale - 0.6, 0.2):.2f}"
+                f"M{_LEFT + span.start * scale:.2f},{top:g}"
+                f"h{max((span.end - span.start) * scale - 0.6, 0.2):.2f}"
                 f"v{_BAR:g}H{_LEFT + span.start * scale:.2f}z"
                 for span in bars
             )

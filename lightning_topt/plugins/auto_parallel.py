@@ -166,8 +166,7 @@ class AutoParallelStrategy(DataRanks):
         self._failed = False
         self._unclip: Callable[[], None] | None = None
 
-    # ---- life cycle
-    # -----------------------------------------------------------------------------------------------
+    # ---- life cycle ------------------------------------------------------------------------------
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -437,8 +436,7 @@ class AutoParallelStrategy(DataRanks):
             self._unclip()
             self._unclip = None
 
-    # ---- registration
-    # ---------------------------------------------------------------------------------------------
+    # ---- registration ----------------------------------------------------------------------------
 
     @classmethod
     @override

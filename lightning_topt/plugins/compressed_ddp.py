@@ -83,8 +83,7 @@ class CompressedDDPStrategy(ExchangeSteps):
                 check_whole(size, name=name)
         self._nonfinite, self._nodes, self._ranks_per_node = nonfinite, nodes, ranks_per_node
 
-    # ---- life cycle
-    # -----------------------------------------------------------------------------------------------
+    # ---- life cycle ------------------------------------------------------------------------------
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -116,8 +115,8 @@ class CompressedDDPStrategy(ExchangeSteps):
         assert isinstance(self.model, DistributedDataParallel)
         self._open_exchange(None)
         topology = make_topology(
-            nodes=self._nodes, ranks_per_node=self._ranks_per_node, rank=self.global_rank, trainer_nodes=self.num_nodes,
-            world_size=self.world_size,
+            nodes=self._nodes, ranks_per_node=self._ranks_per_node, rank=self.global_rank,
+            trainer_nodes=self.num_nodes, world_size=self.world_size,
         )  # fmt: skip
         exchange = CompressedExchange(
             self.method,
@@ -160,8 +159,7 @@ class CompressedDDPStrategy(ExchangeSteps):
                 "holds nothing back)"
             )
 
-    # ---- checkpoints
-    # ----------------------------------------------------------------------------------------------
+    # ---- checkpoints -----------------------------------------------------------------------------
 
     @override
     def save_checkpoint(
@@ -176,8 +174,7 @@ class CompressedDDPStrategy(ExchangeSteps):
         super().load_optimizer_state_dict(checkpoint)
         self._load_exchange(checkpoint)
 
-    # ---- registration
-    # ---------------------------------------------------------------------------------------------
+    # ---- registration ----------------------------------------------------------------------------
 
     @classmethod
     @override

@@ -74,8 +74,7 @@ class ContinuousSteps(PipelineSteps):
         own = _Pass(self, None, 0 if takes_index(self._module) else None)
         return Example(own.loss, (self._batches.agreed(batch),))
 
-    # ---- the loop around it
-    # -----------------------------------------------------------------------------------------
+    # ---- the loop around it ----------------------------------------------------------------------
 
     def begin(self, trainer: pl.Trainer) -> None:
         """Let the loop of `trainer` wait for minibatches in flight where it has to, and nowhere
@@ -98,8 +97,7 @@ class ContinuousSteps(PipelineSteps):
         """Undo `begin`."""
         self._undo.close()
 
-    # ---- training
-    # ---------------------------------------------------------------------------------------------------
+    # ---- training --------------------------------------------------------------------------------
 
     def minibatch_step(self, args: Sequence[Any], *, completes: bool) -> Any:
         """Run this rank's passes of an iteration; `completes`: an update follows this batch.
@@ -211,8 +209,7 @@ class ContinuousSteps(PipelineSteps):
             replay(self._module, told.calls)
         return told
 
-    # ---- gradients
-    # --------------------------------------------------------------------------------------------------
+    # ---- gradients -------------------------------------------------------------------------------
 
     def _drop_used_gradients(self) -> None:
         if self._updated:

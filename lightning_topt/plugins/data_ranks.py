@@ -125,8 +125,7 @@ class DataRanks(EngineCheckpoints):
             metric.process_group = None
         self._metrics = ()
 
-    # ---- steps
-    # ----------------------------------------------------------------------------------------------------
+    # ---- steps -----------------------------------------------------------------------------------
 
     def _example_of(self, batch: Any) -> Example | None:
         """Return a step for an engine that is to run stages, and get ready for them; None for other
@@ -284,8 +283,7 @@ class DataRanks(EngineCheckpoints):
         with self._around_step():
             return self._whole(super().training_step(*args, **kwargs))
 
-    # ---- evaluation
-    # -----------------------------------------------------------------------------------------------
+    # ---- evaluation ------------------------------------------------------------------------------
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

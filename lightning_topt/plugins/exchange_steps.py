@@ -71,8 +71,7 @@ class ExchangeSteps(NamesLostRanks):
             self._close_exchange()
         super().teardown()
 
-    # ---- steps
-    # ----------------------------------------------------------------------------------------------------
+    # ---- steps -----------------------------------------------------------------------------------
 
     @property
     def _scaler(self) -> Any:
@@ -133,8 +132,7 @@ class ExchangeSteps(NamesLostRanks):
         """Return what was exchanged since the last call; None without an exchange."""
         return None if self.exchange is None else self.exchange.statistics(reset=True)
 
-    # ---- checkpoints
-    # ----------------------------------------------------------------------------------------------
+    # ---- checkpoints -----------------------------------------------------------------------------
 
     def _saves_exchange(self, checkpoint: Mapping[str, Any]) -> bool:
         """Whether `checkpoint` is to have the exchange's state: with the optimizers', and while the

@@ -193,8 +193,7 @@ def _referrers(objects: Sequence[Any]) -> list[Any]:
     return [entry for entry in found if id(entry) not in own]
 
 
-# ---- whose it is
-# ------------------------------------------------------------------------------------------------------
+# ---- whose it is ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)

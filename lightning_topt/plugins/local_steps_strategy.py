@@ -84,8 +84,7 @@ class LocalStepsStrategy(NamesLostRanks):
         self.outer: OuterSteps | None = None
         self._fitting = False  # parameters may differ between ranks
 
-    # ---- life cycle
-    # -----------------------------------------------------------------------------------------------
+    # ---- life cycle ------------------------------------------------------------------------------
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -150,16 +149,15 @@ class LocalStepsStrategy(NamesLostRanks):
 
     def _topology(self) -> Topology:
         return make_topology(
-            nodes=self._nodes, ranks_per_node=self._ranks_per_node, rank=self.global_rank, trainer_nodes=self.num_nodes,
-            world_size=self.world_size,
+            nodes=self._nodes, ranks_per_node=self._ranks_per_node, rank=self.global_rank,
+            trainer_nodes=self.num_nodes, world_size=self.world_size,
         )  # fmt: skip
 
     def _synchronize(self) -> None:
         if self._fitting and self.outer is not None:
             self.outer.synchronize()
 
-    # ---- steps
-    # ----------------------------------------------------------------------------------------------------
+    # ---- steps -----------------------------------------------------------------------------------
 
     @override
     def post_backward(self, closure_loss: torch.Tensor) -> None:
@@ -207,8 +205,7 @@ class LocalStepsStrategy(NamesLostRanks):
             density=self.method.sent_share,
         )
 
-    # ---- checkpoints
-    # ----------------------------------------------------------------------------------------------
+    # ---- checkpoints -----------------------------------------------------------------------------
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:

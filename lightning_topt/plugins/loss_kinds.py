@@ -43,8 +43,7 @@ class Summand(NamedTuple):
 Summands = tuple[Summand, ...]
 
 
-# ---- the test
-# -------------------------------------------------------------------------------------------------------
+# ---- the test ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -197,8 +196,7 @@ def _kind(values: Sequence[float], weights: Sequence[float], relative: float) ->
     return "sum" if math.isclose(first + second, both, abs_tol=near, rel_tol=0) else "neither"
 
 
-# ---- divisors
-# -------------------------------------------------------------------------------------------------------
+# ---- divisors ------------------------------------------------------------------------------------
 
 
 def loss_weights(parts: Sequence[Summands], *, kind: str | None) -> list[float]:
@@ -344,8 +342,7 @@ def _close(one: float, other: float) -> bool:
     )
 
 
-# ---- running it
-# -----------------------------------------------------------------------------------------------------
+# ---- running it ----------------------------------------------------------------------------------
 
 
 @contextmanager

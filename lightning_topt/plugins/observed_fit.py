@@ -2,7 +2,8 @@
 saw. No user code runs twice.
 
     clock    forward, backward, the optimizer and the whole step are timed, nothing else
-    record   operators, calls of modules, lifetimes of tensors (`graph.step_observer`), the optimizer's state
+    record   operators, calls of modules, lifetimes of tensors (`graph.step_observer`), the
+             optimizer's state
     time     every operator in place (`graph.step_timer`), the optimizer's traffic
 
 On CPUs the first steps have the clock alone: plans on data axes compute what DDP computes, so where
@@ -135,8 +136,7 @@ class ObservedFit:
         )
         self._trainable = _trainable(module)  # what DDP exchanges to the end of the fit
 
-    # ---- the batches
-    # ----------------------------------------------------------------------------------------------
+    # ---- the batches -----------------------------------------------------------------------------
 
     def begin_batch(self, batch_idx: int, *, accumulate: int) -> bool:
         """A batch begins; return whether the plan is due before it: all steps were seen, and none
@@ -253,8 +253,7 @@ class ObservedFit:
         except Exception as error:
             self.problem = f"watching the steps failed ({type(error).__name__}: {error})"
 
-    # ---- what was seen
-    # --------------------------------------------------------------------------------------------
+    # ---- what was seen ---------------------------------------------------------------------------
 
     def graph(self) -> OpGraph:
         """Return the graph of a step, on rank 0. Raises CaptureError where no whole step was
@@ -400,8 +399,7 @@ def _trainable(module: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
-# ---- planning
-# -----------------------------------------------------------------------------------------------------
+# ---- planning ------------------------------------------------------------------------------------
 
 
 class ObservedPlanning:

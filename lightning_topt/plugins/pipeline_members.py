@@ -108,8 +108,7 @@ class PipelineMembers(PipelineSteps):
                 "stages"
             )
 
-    # ---- training
-    # -------------------------------------------------------------------------------------------------
+    # ---- training --------------------------------------------------------------------------------
 
     def members_step(self, *args: Any) -> Any:
         """Return the output of this rank's own step on its batch, whose loss has the gradients of
@@ -156,8 +155,7 @@ class PipelineMembers(PipelineSteps):
             output, calls = self.observed("training_step", batch, batch_idx)
             return Told(output, calls, counting.since(self._module))
 
-    # ---- evaluation
-    # -----------------------------------------------------------------------------------------------
+    # ---- evaluation ------------------------------------------------------------------------------
 
     def begin_evaluation(self) -> None:
         """Make the parameters whole."""

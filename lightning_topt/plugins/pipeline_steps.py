@@ -125,8 +125,7 @@ class PipelineSteps:
                 "choose a plan without stages"
             )
 
-    # ---- training
-    # -------------------------------------------------------------------------------------------------
+    # ---- training --------------------------------------------------------------------------------
 
     def training_step(self, *args: Any) -> Any:
         """Return the output of the module's step on every rank of the row, whose loss has the
@@ -229,8 +228,7 @@ class PipelineSteps:
             )
         return kinds
 
-    # ---- evaluation
-    # -----------------------------------------------------------------------------------------------
+    # ---- evaluation ------------------------------------------------------------------------------
 
     def evaluation_step(self, name: str, *args: Any) -> Any:
         """Return the output of the module's step of this name on every rank of the row. A
@@ -248,8 +246,7 @@ class PipelineSteps:
         found: Found | None = step.found
         return found
 
-    # ---- both
-    # -----------------------------------------------------------------------------------------------------
+    # ---- both ------------------------------------------------------------------------------------
 
     def step(self, name: str, model: nn.Module, batch: Any, batch_idx: int | None) -> Any:
         """Return what this step of `model`, the module or a copy of it, returns. `batch`: (batch,

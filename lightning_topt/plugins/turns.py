@@ -53,8 +53,7 @@ class Turns:
         self._buffers = MemberBuffers(module, size=self._size, place=self._place)
         self._evaluation = ExitStack()
 
-    # ---- training
-    # ---------------------------------------------------------------------------------------------------
+    # ---- training --------------------------------------------------------------------------------
 
     def training_step(self, step: Step, args: Sequence[Any], *, exchanges: bool) -> Any:
         """Return the output of ``step(*args)``, whose loss has the gradients of the group's mean
@@ -101,8 +100,7 @@ class Turns:
         with as_member, self._buffers.turn_of(member), logged.on(own=is_own):
             yield
 
-    # ---- evaluation
-    # -------------------------------------------------------------------------------------------------
+    # ---- evaluation ------------------------------------------------------------------------------
 
     def begin_evaluation(self) -> None:
         """Make the parameters whole. A collective call."""

@@ -3,11 +3,12 @@ DistributedDataParallel (DDP).
 
     what                                         source
     P + G + S all the time, G those of buckets   Rajbhandari et al., arXiv 1910.02054, section 5
-    gradients beside the buckets                 torch 2.13 `reducer.cpp`: autograd makes a gradient as a tensor of its own,
-                                                 which is copied into a bucket, and back once the
-                                                 bucket is averaged
-    views: gradients twice while buckets are     same file: once, before the second forward, in the order in which gradients
-    rebuilt                                      became ready; old buckets go first, but where gradients are views of them
+    gradients beside the buckets                 torch 2.13 `reducer.cpp`: autograd makes a gradient
+                                                 as a tensor of its own, which is copied into a
+                                                 bucket, and back once the bucket is averaged
+    views: gradients twice while buckets are     same file: once, before the second forward, in the
+    rebuilt                                      order in which gradients became ready; old buckets
+                                                 go first, but where gradients are views of them
 
 Gradients are tensors of their own, as under torch's defaults, or views of DDP's buckets where the
 step says so: then what autograd makes goes once it is copied. Zero_grad frees gradients, not
@@ -59,8 +60,7 @@ class DataParallel(Technique):
         whole = config.storage == Storage.zero(0, axes=len(mesh.axes))
         return frozenset({"storage"}) if whole and has_known_axes(mesh) else frozenset()
 
-    # ---- what is legal
-    # ----------------------------------------------------------------------------------------------
+    # ---- what is legal ---------------------------------------------------------------------------
 
     @override
     def configs(
@@ -68,8 +68,7 @@ class DataParallel(Technique):
     ) -> list[OpConfig]:
         return [OpConfig.zero(0, axes=len(step.mesh.axes))]
 
-    # ---- what it costs
-    # ----------------------------------------------------------------------------------------------
+    # ---- what it costs ---------------------------------------------------------------------------
 
     @override
     def takes_part(self, step: TrainingStep, config: OpConfig) -> bool:
@@ -96,8 +95,7 @@ class DataParallel(Technique):
         seconds.update += sum(step.update_seconds(p) for p in parameters)
         seconds.update += temporaries_seconds(step, {p: 1.0 for p in parameters})
 
-    # ---- how it is applied
-    # -------------------------------------------------------------------------------------------
+    # ---- how it is applied -----------------------------------------------------------------------
 
     @override
     def apply(self, model: ParallelModel) -> Applied | None:

@@ -1,11 +1,14 @@
 """This is what torch's FSDP2 keeps in memory and how long its exchanges take, for shards over some
 of the axes of a mesh.
 
-    what                                    function                source
-    shards of P, G and S                    shard_lifetimes         Rajbhandari et al., arXiv 1910.02054, section 5
-    whole gradients before reduce_scatter   gradient_lifetimes      torch 2.13 `_fsdp_param_group.py`, `post_backward`
-    gathered parameters and flat buffers    gathered_lifetimes      same file, `wait_for_unshard`, `_backward_prefetch`
-    exchanges                               fsdp_collectives        `_fsdp_collectives.py`
+    what                                   function             source
+    shards of P, G and S                   shard_lifetimes      Rajbhandari et al., arXiv
+                                                                1910.02054, section 5
+    whole gradients before reduce_scatter  gradient_lifetimes   torch 2.13 `_fsdp_param_group.py`,
+                                                                `post_backward`
+    gathered parameters and flat buffers   gathered_lifetimes   same file, `wait_for_unshard`,
+                                                                `_backward_prefetch`
+    exchanges                              fsdp_collectives     `_fsdp_collectives.py`
 
 Symbols: k segment of the forward pass, N ranks that share one tensor, P parameter bytes, G gradient
 bytes, S optimizer state. Under gloo its exchanges block: nothing of them runs beside computation.
@@ -164,8 +167,7 @@ def can_be_sharded(step: TrainingStep, block: Block) -> bool:
     return step.optimizer.elementwise and step.exchange is None and block.name not in step.tied
 
 
-# ---- memory
-# ------------------------------------------------------------------------------------------------------------
+# ---- memory --------------------------------------------------------------------------------------
 
 
 def shard_lifetimes(block: ShardedBlock) -> Iterator[Lifetime]:
@@ -279,8 +281,7 @@ def _last_workspace(block: ShardedBlock) -> float:
     return max(flat + flat / block.ranks + block.workspace - released, 0.0)
 
 
-# ---- seconds
-# -----------------------------------------------------------------------------------------------------------
+# ---- seconds -------------------------------------------------------------------------------------
 
 
 def fsdp_collectives(block: ShardedBlock) -> Iterator[Collective]:

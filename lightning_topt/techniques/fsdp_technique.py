@@ -48,8 +48,7 @@ class FsdpTechnique(Technique):
         )
         return frozenset({"storage"}) if config.storage in sharded else frozenset()
 
-    # ---- what is legal
-    # ----------------------------------------------------------------------------------------------
+    # ---- what is legal ---------------------------------------------------------------------------
 
     @override
     def configs(
@@ -62,8 +61,7 @@ class FsdpTechnique(Technique):
         levels = (2,) if block.name == ROOT else (2, 3)
         return [OpConfig.zero(level, axes=len(mesh.axes), over=axes) for level in levels]
 
-    # ---- what it costs
-    # ----------------------------------------------------------------------------------------------
+    # ---- what it costs ---------------------------------------------------------------------------
 
     @override
     def takes_part(self, step: TrainingStep, config: OpConfig) -> bool:

@@ -68,8 +68,7 @@ class GradientCompression(Technique):
                 "out"
             )
 
-    # ---- what is legal
-    # ----------------------------------------------------------------------------------------------
+    # ---- what is legal ---------------------------------------------------------------------------
 
     @override
     def configs(
@@ -77,8 +76,7 @@ class GradientCompression(Technique):
     ) -> list[OpConfig]:
         return []
 
-    # ---- what it costs
-    # ----------------------------------------------------------------------------------------------
+    # ---- what it costs ---------------------------------------------------------------------------
 
     @override
     def takes_part(self, step: TrainingStep, config: OpConfig) -> bool:
@@ -127,8 +125,7 @@ class GradientCompression(Technique):
             buffers
         )
 
-    # ---- how it is applied
-    # -------------------------------------------------------------------------------------------
+    # ---- how it is applied -----------------------------------------------------------------------
 
     @override
     def apply(self, model: ParallelModel) -> Applied | None:

@@ -71,8 +71,7 @@ class OptimizerSharding(Technique):
             else frozenset()
         )
 
-    # ---- what is legal
-    # ----------------------------------------------------------------------------------------------
+    # ---- what is legal ---------------------------------------------------------------------------
 
     @override
     def configs(
@@ -83,8 +82,7 @@ class OptimizerSharding(Technique):
             return []
         return [OpConfig.zero(1, axes=len(mesh.axes), over=mesh.data_axes)]
 
-    # ---- what it costs
-    # ----------------------------------------------------------------------------------------------
+    # ---- what it costs ---------------------------------------------------------------------------
 
     @override
     def takes_part(self, step: TrainingStep, config: OpConfig) -> bool:
@@ -134,8 +132,7 @@ class OptimizerSharding(Technique):
         size = parameter_bytes(parameter)
         return float(size) if parameter.trainable and size < _SMALL_BYTES else 0.0
 
-    # ---- how it is applied
-    # -------------------------------------------------------------------------------------------
+    # ---- how it is applied -----------------------------------------------------------------------
 
     @override
     def apply(self, model: ParallelModel) -> Applied | None:

@@ -48,8 +48,7 @@ class PipelineStages(Technique):
                     "0 or 1 (ddp, zero1)"
                 )
 
-    # ---- how it is applied
-    # -------------------------------------------------------------------------------------------
+    # ---- how it is applied -----------------------------------------------------------------------
 
     @override
     def apply(self, model: ParallelModel) -> Applied | None:

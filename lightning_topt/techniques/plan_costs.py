@@ -5,8 +5,9 @@ Symbols: k segment of the forward pass; c its seconds (all that is in the way), 
 microbatch's) backward, u those of its exchanges, which start after its backward and run one after
 another beside the backward of earlier segments.
 
-    step      sum of c + f_0 + what the plan adds       f_k = max(f_(k+1) - b_k, 0) + u_k        `PlanCosts.seconds`
-    peak      max over phases of the sum of lifetimes                                           `PlanCosts.memory`
+    step   sum of c + f_0 + what the plan adds,                 `PlanCosts.seconds`
+           f_k = max(f_(k+1) - b_k, 0) + u_k
+    peak   max over phases of the sum of lifetimes              `PlanCosts.memory`
 """
 
 from __future__ import annotations
@@ -51,8 +52,7 @@ class PlanCosts:
 
     step: TrainingStep
 
-    # ---- what is legal
-    # ----------------------------------------------------------------------------------------------
+    # ---- what is legal ---------------------------------------------------------------------------
 
     def configs(self, block: Block) -> list[OpConfig]:
         """Return the configurations of `block` that some technique makes legal, the simplest
@@ -75,8 +75,7 @@ class PlanCosts:
         for config in configs.values():
             technique_of(config, self.step.mesh)  # raises
 
-    # ---- memory
-    # -----------------------------------------------------------------------------------------------------
+    # ---- memory ----------------------------------------------------------------------------------
 
     def neighbours(self, configs: Configs) -> dict[str, Neighbours]:
         """Return the sharded blocks around each block of a plan; without any for blocks whose
@@ -195,8 +194,7 @@ class PlanCosts:
             total += self.block_memory(name, config, beside[name])
         return total
 
-    # ---- seconds
-    # ----------------------------------------------------------------------------------------------------
+    # ---- seconds ---------------------------------------------------------------------------------
 
     def block_seconds(self, block: str, config: OpConfig) -> BlockSeconds:
         """Return what techniques add to the computation of one block."""
@@ -284,8 +282,7 @@ class PlanCosts:
         """Seconds that every plan takes."""
         return self.step.sent_seconds + self.step.accumulation_seconds + self.step.host_seconds
 
-    # ---- parts
-    # ------------------------------------------------------------------------------------------------------
+    # ---- parts -----------------------------------------------------------------------------------
 
     def by_technique(self, configs: Configs) -> dict[Technique, frozenset[str]]:
         """Return the blocks that each technique places."""

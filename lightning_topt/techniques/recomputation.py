@@ -90,8 +90,7 @@ class Recomputation(Technique):
                 'the block "" (everything outside the named blocks) cannot be recomputed'
             )
 
-    # ---- what is legal
-    # ----------------------------------------------------------------------------------------------
+    # ---- what is legal ---------------------------------------------------------------------------
 
     @override
     def configs(
@@ -101,8 +100,7 @@ class Recomputation(Technique):
             return []
         return [replace(config, recompute=True) for config in so_far]
 
-    # ---- what it costs
-    # ----------------------------------------------------------------------------------------------
+    # ---- what it costs ---------------------------------------------------------------------------
 
     @override
     def takes_part(self, step: TrainingStep, config: OpConfig) -> bool:
@@ -120,8 +118,7 @@ class Recomputation(Technique):
     ) -> None:
         seconds.recompute += float(step.compute[block][0].sum())
 
-    # ---- how it is applied
-    # -------------------------------------------------------------------------------------------
+    # ---- how it is applied -----------------------------------------------------------------------
 
     @override
     def apply(self, model: ParallelModel) -> Applied | None:

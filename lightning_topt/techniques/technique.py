@@ -5,8 +5,8 @@ A technique takes care of some entries of an `OpConfig` (its storage, its recomp
 one file with three faces:
 
     what is legal            claims, check, configs
-    what it costs            takes_part, collectives, lifetimes, plan_lifetimes, add_seconds, plan_seconds, update_share,
-                             result_bytes
+    what it costs            takes_part, collectives, lifetimes, plan_lifetimes, add_seconds,
+                             plan_seconds, update_share, result_bytes
     how it is applied        apply, which returns how to undo it
 
 Adding one takes its own file and one line of the registry.
@@ -246,8 +246,7 @@ class Technique(ABC):
         there is nothing.
         """
 
-    # ---- what is legal
-    # ----------------------------------------------------------------------------------------------
+    # ---- what is legal ---------------------------------------------------------------------------
 
     def configs(
         self, step: TrainingStep, block: Block, so_far: Sequence[OpConfig]
@@ -258,8 +257,7 @@ class Technique(ABC):
         """
         return []
 
-    # ---- what it costs
-    # ----------------------------------------------------------------------------------------------
+    # ---- what it costs ---------------------------------------------------------------------------
 
     def takes_part(self, step: TrainingStep, config: OpConfig) -> bool:
         """Return whether it adds to the costs of blocks under `config`; by default it does not."""
@@ -313,8 +311,7 @@ class Technique(ABC):
         """
         return 0.0
 
-    # ---- how it is applied
-    # -------------------------------------------------------------------------------------------
+    # ---- how it is applied -----------------------------------------------------------------------
 
     @abstractmethod
     def apply(self, model: ParallelModel) -> Applied | None:

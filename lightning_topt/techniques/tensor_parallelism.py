@@ -76,8 +76,7 @@ class TensorParallelism(Technique):
                     "it out; ZeRO levels shard along data axes"
                 )
 
-    # ---- how it is applied
-    # -------------------------------------------------------------------------------------------
+    # ---- how it is applied -----------------------------------------------------------------------
 
     @override
     def apply(self, model: ParallelModel) -> Applied | None:

@@ -21,7 +21,11 @@ SCRIPT = """
 import atexit, sys
 import topt_console
 sys.argv = ["topt", *sys.argv[1:]]
-atexit.register(lambda: sys.stderr.write("IMPORTED " + " ".join(sorted({name.split(".")[0] for name in sys.modules}))))
+atexit.register(
+    lambda: sys.stderr.write(
+        "IMPORTED " + " ".join(sorted({name.split(".")[0] for name in sys.modules}))
+    )
+)
 topt_console.main()
 """
 SLOW = {"lightning", "lightning_topt", "torch", "numpy", "numba", "matplotlib", "rich", "scipy"}

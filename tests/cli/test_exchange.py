@@ -65,7 +65,8 @@ if __name__ == "__main__":
     model = BoringModel()
     before = model.layer.weight.detach().clone()
     trainer = L.Trainer(strategy="{name}", accelerator="cpu", devices=2, max_steps=3, logger=False,
-                        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+                        enable_checkpointing=False, enable_progress_bar=False,
+                        enable_model_summary=False)
     trainer.fit(model)
     print("MOVED", not torch.equal(before, model.layer.weight))
 """

@@ -102,8 +102,8 @@ def test_models_train_on_random_inputs(kind: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     data = RandomInputs(str(path), seq_len=8, batch_size=2, num_samples=4)
     trainer = pl.Trainer(
-        accelerator="cpu", devices=1, max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False,
+        accelerator="cpu", devices=1, max_epochs=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     model = HuggingFaceModel(TINY[kind], seq_len=8)
     before = [p.detach().clone() for p in model.parameters()]

@@ -31,7 +31,9 @@ import lightning.pytorch as pl
 
 @hydra.main(version_base="1.3", config_path=".", config_name="app")
 def main(config):
-    trainer = pl.Trainer(strategy="topt", accelerator="cpu", devices=2, logger=False, enable_checkpointing=False)
+    trainer = pl.Trainer(
+        strategy="topt", accelerator="cpu", devices=2, logger=False, enable_checkpointing=False
+    )
     print(type(trainer.strategy).__name__, config.strategy.memory_margin)
 
 main()

@@ -107,8 +107,7 @@ def test_a_plan_of_another_model(topt, tmp_path):
     assert code == 2 and "'encoder' is not a module" in output
 
 
-# ---- recorded runs
-# -------------------------------------------------------------------------------------------------------
+# ---- recorded runs -------------------------------------------------------------------------------
 
 
 def record(folder, number, *, compute, communication, measured, cluster="lab", peak=1.02, ranks=2):

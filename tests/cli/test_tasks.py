@@ -29,8 +29,8 @@ STDLIB = Path(sysconfig.get_path("stdlib"))
 
 def trainer(**options):
     return pl.Trainer(
-        accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, **options,
+        accelerator="cpu", devices=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, **options,
     )  # fmt: skip
 
 

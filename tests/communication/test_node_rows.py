@@ -58,8 +58,15 @@ def gather(rank: int) -> None:
     shapes = {r: [(3, 4), (0,), (100_000,), ()] for r in range(ranks) if r != 1}
     for step in range(3):
         for dtype in (torch.float32, torch.bfloat16, torch.int64):
-            true = {r: [(values(r + step, max(1, torch.Size(s).numel()))[: torch.Size(s).numel()] * 9).to(dtype).view(s)
-                        for s in shapes[r]] for r in shapes}  # fmt: skip
+            true = {
+                r: [
+                    (values(r + step, max(1, torch.Size(s).numel()))[: torch.Size(s).numel()] * 9)
+                    .to(dtype)
+                    .view(s)
+                    for s in shapes[r]
+                ]
+                for r in shapes
+            }
             parts = {
                 r: [t.clone() if r == rank else torch.zeros_like(t) for t in true[r]] for r in true
             }

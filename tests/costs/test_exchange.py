@@ -73,8 +73,7 @@ def model_of(options: GradientMethod, *, world_size: int = 6) -> ExchangeModel:
     return make_exchange_model(options, graph=one_block(), cluster=CLUSTER, world_size=world_size)
 
 
-# ---- seconds
-# --------------------------------------------------------------------------------------------------------
+# ---- seconds -------------------------------------------------------------------------------------
 
 
 def ring_pass(sizes: list[float], links: list[Link]) -> float:
@@ -190,8 +189,7 @@ def test_work_on_the_device_is_never_hidden() -> None:
         assert result.exposed_communication_seconds == pytest.approx(whole)
 
 
-# ---- bytes
-# ----------------------------------------------------------------------------------------------------------
+# ---- bytes ---------------------------------------------------------------------------------------
 
 
 def test_memory_of_an_exchange() -> None:
@@ -303,8 +301,7 @@ def test_messages_are_as_large_as_in_a_real_exchange(options: GradientMethod) ->
     assert work.kept_bytes >= held
 
 
-# ---- what is exempt, what is legal
-# ----------------------------------------------------------------------------------
+# ---- what is exempt, what is legal ---------------------------------------------------------------
 
 
 class Norms(GPT):

@@ -161,7 +161,8 @@ def test_a_long_way_through_the_code():
 
 USERS = """
 def using():
-    return [Data(), {Scale, one, Decoder, kept}, frozenset([Mode.WIDE, (1, "a"), "b", None, 2.0]), Flags.A | Flags.B, using]
+    return [Data(), {Scale, one, Decoder, kept}, frozenset([Mode.WIDE, (1, "a"), "b", None, 2.0]),
+            Flags.A | Flags.B, using]
 class Data:
     def __getitem__(self, i):
         from helpers import one

@@ -17,7 +17,10 @@ CODE = "def decode(x):\n    return x\nclass Resize:\n    def __call__(self, x):\
 
 
 def install(folder, *, version="1.0", code=CODE, checksum="sha256=a", listed=True):
-    record = f"installed/__init__.py,{checksum},{len(code)}\ninstalled-1.dist-info/RECORD,,\n../bin/run,sha256=b,1\n"
+    record = (
+        f"installed/__init__.py,{checksum},{len(code)}\n"
+        "installed-1.dist-info/RECORD,,\n../bin/run,sha256=b,1\n"
+    )
     metadata = f"Metadata-Version: 2.1\nName: installed-package\nVersion: {version}\n"
     write(folder, {"installed/__init__.py": code, "installed-1.dist-info/METADATA": metadata})
     if listed:

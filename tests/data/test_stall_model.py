@@ -271,7 +271,8 @@ def test_questions_asked():
     rows = what_if(COSTS, SetUp(1, 2), changes=[("mine", "four workers", SetUp(4, 2))])
     groups = {row.group for row in rows}
     assert groups == {
-        "now", "cache in memory", "cache on disk", "workers", "cores", "accelerator", "source", "mine"
+        "now", "cache in memory", "cache on disk", "workers", "cores", "accelerator", "source",
+        "mine"
     }  # fmt: skip
     assert rows[0].setup == SetUp(1, 2)
     for row in rows:
@@ -288,9 +289,16 @@ def test_questions_asked():
 
 @pytest.mark.parametrize(
     "changes",
-    [{"num_workers": -1}, {"cores": 0}, {"memory_share": 1.2}, {"memory_share": 0.6, "disk_share": 0.6},
-     {"link_bytes_per_second": 0.0}, {"latency_seconds": -1.0}, {"step_speedup": 0.0}],
-)  # fmt: skip
+    [
+        {"num_workers": -1},
+        {"cores": 0},
+        {"memory_share": 1.2},
+        {"memory_share": 0.6, "disk_share": 0.6},
+        {"link_bytes_per_second": 0.0},
+        {"latency_seconds": -1.0},
+        {"step_speedup": 0.0},
+    ],
+)
 def test_wrong_set_ups(changes):
     with pytest.raises(ValueError):
         SetUp(**{"num_workers": 1, "cores": 1, **changes})

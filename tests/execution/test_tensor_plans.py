@@ -324,8 +324,7 @@ def test_what_cannot_be_split_is_named() -> None:
     assert all(words in sentence for words, sentence in zip(wanted, sentences, strict=True))
 
 
-# ---- folders of shards
-# ------------------------------------------------------------------------------------------------
+# ---- folders of shards ---------------------------------------------------------------------------
 
 
 def attached(plan: ParallelPlan) -> tuple[Engine, torch.optim.Optimizer]:

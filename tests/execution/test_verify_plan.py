@@ -83,8 +83,7 @@ def mixed_plan(ranks):
     return ParallelPlan.of_blocks([*named, BlockPlan("", OpConfig.zero(0, axes=2))], mesh=mesh)
 
 
-# ---- what is held, against a twin that cuts tensors
-# ------------------------------------------------------------------------
+# ---- what is held, against a twin that cuts tensors ----------------------------------------------
 
 
 def cut_bytes(module, plan, rank):
@@ -145,8 +144,7 @@ def test_every_preset_at_any_size(preset, ranks):
     assert sum(len(ranks) for ranks, _ in found.equal_ranks()) == ranks
 
 
-# ---- the same from the code that runs
-# ---------------------------------------------------------------------------------------
+# ---- the same from the code that runs ------------------------------------------------------------
 
 
 def assert_equal(found: Verification, seen):
@@ -237,8 +235,7 @@ def test_real_ranks_do_what_was_said(ranks):
         assert row.count > 1, "one bucket would not show that they are packed alike"
 
 
-# ---- plans that would not run
-# ----------------------------------------------------------------------------------------------
+# ---- plans that would not run --------------------------------------------------------------------
 
 
 class Scalar(GPT):

@@ -319,8 +319,7 @@ def stateful_loader() -> Any:
     return ImageClassifier(), Stateful()
 
 
-# ---- lightning-hydra-template
-# -----------------------------------------------------------------------------------------
+# ---- lightning-hydra-template --------------------------------------------------------------------
 
 
 class SimpleDenseNet(nn.Module):

@@ -163,8 +163,14 @@ def simulate(table, plan):
     chosen = [
         {name: block.cost(name)[c] for name in names} for block, c in zip(blocks, plan, strict=True)
     ]
-    edges = [(table.edge(n), blocks[n].layouts("outputs")[plan[n]], blocks[n + 1].layouts("inputs")[plan[n + 1]])
-             for n in range(len(blocks) - 1)]  # fmt: skip
+    edges = [
+        (
+            table.edge(n),
+            blocks[n].layouts("outputs")[plan[n]],
+            blocks[n + 1].layouts("inputs")[plan[n + 1]],
+        )
+        for n in range(len(blocks) - 1)
+    ]
     edges = [(edge.seconds[i, j], edge.bytes[i, j]) for edge, i, j in edges if edge is not None]
     always = (
         table.fixed_bytes

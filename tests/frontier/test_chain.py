@@ -44,9 +44,9 @@ def test_equals_brute_force(way, edges, ties, forbidden):
     rng = np.random.default_rng([int(10 * edges), ties, int(10 * forbidden)])
     for trial in range(12):
         table = random_chain(
-            rng, blocks=int(rng.integers(1, 6)), configs=4, edges=edges, ties=ties, forbidden=forbidden,
-            distinct=2 if trial % 3 == 2 else None, layouts=3 if trial % 2 else None, late=trial % 4 > 0,
-            forward=trial % 5 > 2,
+            rng, blocks=int(rng.integers(1, 6)), configs=4, edges=edges, ties=ties,
+            forbidden=forbidden, distinct=2 if trial % 3 == 2 else None,
+            layouts=3 if trial % 2 else None, late=trial % 4 > 0, forward=trial % 5 > 2,
         )  # fmt: skip
         assert_equals_brute_force(table, search_chain(table))
 

@@ -40,7 +40,8 @@ def test_equals_brute_force(way, shape, forbidden, ties):
     for paths, moments in ((1, 1), (2, 1), (1, 3), (2, 4)):
         for _ in range(5):
             table = random_table(
-                rng, shape=shape, operators=int(rng.integers(1, 7)) if shape != "ring" else int(rng.integers(3, 7)),
+                rng, shape=shape,
+                operators=int(rng.integers(1, 7)) if shape != "ring" else int(rng.integers(3, 7)),
                 paths=paths, moments=moments, forbidden=forbidden, ties=ties,
             )  # fmt: skip
             assert_equals_brute_force(table, search_frontier(table))

@@ -40,8 +40,7 @@ def flops(graph: OpGraph, direction: str, batch_size: int) -> float:
     return sum(flops_of(op, direction, batch_size) for op in graph.ops)
 
 
-# ---- compute
-# --------------------------------------------------------------------------------------------------------
+# ---- compute -------------------------------------------------------------------------------------
 
 
 def test_flops_of_linear_layers() -> None:
@@ -75,8 +74,7 @@ def test_bytes_of_kernels() -> None:
     assert embedding.forward[0].bytes.at(4) == 4 * 8 * (8 + 2 * 4 * 16)
 
 
-# ---- parameters, operators, edges
-# -----------------------------------------------------------------------------------
+# ---- parameters, operators, edges ----------------------------------------------------------------
 
 
 def test_parameters_and_tying() -> None:
@@ -167,8 +165,7 @@ def test_in_place_change_of_a_slice() -> None:
     assert "aten.copy_.default" in backward[":fill__1"]
 
 
-# ---- memory
-# ---------------------------------------------------------------------------------------------------------
+# ---- memory --------------------------------------------------------------------------------------
 
 
 @every_model
@@ -361,8 +358,7 @@ def test_capture_for_cuda_runs_its_kernels_and_allocates_nothing() -> None:
     assert flops(graph, "forward", 4) == flops(capture(module, batch), "forward", 4)
 
 
-# ---- the user's objects
-# ---------------------------------------------------------------------------------------------
+# ---- the user's objects --------------------------------------------------------------------------
 
 
 @every_model

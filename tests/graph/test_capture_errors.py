@@ -231,8 +231,7 @@ def test_lazy_parameters() -> None:
         capture(Lazy(), X)
 
 
-# ---- what works although it is awkward
-# ------------------------------------------------------------------------------
+# ---- what works although it is awkward -----------------------------------------------------------
 
 
 def test_metrics_that_read_values_do_not_stop_the_capture() -> None:

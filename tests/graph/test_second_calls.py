@@ -160,8 +160,7 @@ def test_transformers_with_dropout_and_autocast_are_recomputable() -> None:
     assert all(recomputable(module.eval(), batch_for(module)).values())
 
 
-# ---- as in Hugging Face's models
-# ------------------------------------------------------------------------------------
+# ---- as in Hugging Face's models -----------------------------------------------------------------
 
 
 class Cache:

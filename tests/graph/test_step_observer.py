@@ -347,8 +347,7 @@ def test_kernels_are_timed_under_the_names_that_the_graph_has() -> None:
     assert all(value > 0 for value in seconds.values())
 
 
-# ---- beside DDP
-# ------------------------------------------------------------------------------------------------------
+# ---- beside DDP ----------------------------------------------------------------------------------
 
 
 def beside_ddp(rank: int, find_unused: bool, views: bool) -> tuple[str, str, int]:

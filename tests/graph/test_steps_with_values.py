@@ -160,8 +160,7 @@ def test_users_errors_are_recognised() -> None:
     assert _hooks_of_all_modules() == hooks
 
 
-# ---- collectives
-# ----------------------------------------------------------------------------------------------------
+# ---- collectives ---------------------------------------------------------------------------------
 
 
 class Gathers(Net):

@@ -63,8 +63,8 @@ def test_blocks_beside_joint_modules_keep_their_gradients() -> None:
 
 
 def test_the_search_takes_the_faster_of_joint_modules_and_turns(
-    request_of_gpt: SearchRequest,
-) -> None:  # noqa: F811
+    request_of_gpt: SearchRequest,  # noqa: F811
+) -> None:
     request = replace(request_of_gpt, own_batches=True, global_batch_size=32, layout="tensor")
     frontier = search_plans(request)
     found = {

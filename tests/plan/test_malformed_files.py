@@ -40,16 +40,17 @@ LAUGHS = "a0: &a0 [x, x]\n" + "".join(
 )
 SELF = "&a {blocks: *a, version: 1}"
 TEXTS = [
-    LAUGHS, SELF, "[" * 10**6, "{a: " * 10**5, "- " * 10**5, "? " * 10**5, "a: b: c", "\x00", "\ud7ff\uffff", "", "-", "5",
-    "'text'", "[1, 2]", "? [1]\n: 2", "{1: 2, a: 3, null: 4, 2.5: 1, true: "
-                                      "1}", "2026-99-99", "1:" * 7000 + "1", "9" * 5000,
-    "!!python/object/apply:os.system "
-    "[true]", "!!binary '%%%'", "!!set {a, b}", "!!int x", "!!float ''", "!!timestamp x",
-    "<<: 3", "<<: [1]", "%YAML 9.9\n---\n1", "--- 1\n--- 2", "a: 1\na: 2", "x" * (MAX_BYTES + 1), "- 1\n" * 600_000,
+    LAUGHS, SELF, "[" * 10**6, "{a: " * 10**5, "- " * 10**5, "? " * 10**5, "a: b: c", "\x00",
+    "\ud7ff\uffff", "", "-", "5", "'text'", "[1, 2]", "? [1]\n: 2",
+    "{1: 2, a: 3, null: 4, 2.5: 1, true: 1}", "2026-99-99", "1:" * 7000 + "1", "9" * 5000,
+    "!!python/object/apply:os.system [true]", "!!binary '%%%'", "!!set {a, b}", "!!int x",
+    "!!float ''", "!!timestamp x", "<<: 3", "<<: [1]", "%YAML 9.9\n---\n1", "--- 1\n--- 2",
+    "a: 1\na: 2", "x" * (MAX_BYTES + 1), "- 1\n" * 600_000,
 ]  # fmt: skip
 WRONG: list[Any] = [
-    -1, 0, 1.5, math.nan, math.inf, -math.inf, 10**400, True, "", "text", "1 banana", "9" * 4000 + "!", [], [1], [[]], {},
-    {"a": 1}, {1: 2, "b": 3}, b"bytes", {1, 2}, object(), "²", "shard(²)", "shard(9)", "shard(" + "9" * 5000 + ")",
+    -1, 0, 1.5, math.nan, math.inf, -math.inf, 10**400, True, "", "text", "1 banana",
+    "9" * 4000 + "!", [], [1], [[]], {}, {"a": 1}, {1: 2, "b": 3}, b"bytes", {1, 2}, object(), "²",
+    "shard(²)", "shard(9)", "shard(" + "9" * 5000 + ")",
 ]  # fmt: skip
 
 

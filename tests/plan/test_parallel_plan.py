@@ -28,7 +28,8 @@ HAND_WRITTEN = """
 version: 1
 data_parallel_size: 2
 blocks:
-- {block: blocks.0, parameters: shard(0), gradients: shard(0), optimizer_state: shard(0), recompute: true}
+- {block: blocks.0, parameters: shard(0), gradients: shard(0), optimizer_state: shard(0),
+   recompute: true}
 - {block: "", parameters: replicate, gradients: shard(0), optimizer_state: shard(0)}
 """
 
@@ -194,7 +195,7 @@ def test_uniform_plan_never_recomputes_the_rest() -> None:
     ]
 
 
-# ---- gradient exchange ----------------------------------------------------------------------------------------------
+# ---- gradient exchange ---------------------------------------------------------------------------
 
 WITH_EXCHANGE = """
 version: 1
@@ -353,7 +354,7 @@ def test_borders_sums_and_gathered_parameters_are_written_and_read() -> None:
             )
 
 
-# ---- stages ---------------------------------------------------------------------------------------------------------
+# ---- stages --------------------------------------------------------------------------------------
 
 WITH_STAGES = """
 version: 2
@@ -390,13 +391,15 @@ def test_a_summary_says_what_is_split_along_which_axes(
 ) -> None:
     plan = ParallelPlan.from_yaml(
         f"version: 2\nmesh: [{{name: data, size: 1}}, {{name: {axis}, size: 2}}]\nstages:\n"
-        f"- blocks:\n  - {{block: layer, storage: ddp, computes: {{{computes}}}}}\n  - {{block: '', storage: ddp}}\n"
+        f"- blocks:\n  - {{block: layer, storage: ddp, computes: {{{computes}}}}}\n"
+        "  - {block: '', storage: ddp}\n"
     )
     assert describe_config(plan.blocks[0].config, plan.mesh) == words and plan.summary().endswith(
         f"on data 1 x {axis} 2"
     )
     alone = ParallelPlan.from_yaml(
-        f"version: 2\nmesh: [{{name: {axis}, size: 2}}]\nstages:\n- blocks: [{{block: '', storage: ddp}}]\n"
+        f"version: 2\nmesh: [{{name: {axis}, size: 2}}]\nstages:\n"
+        "- blocks: [{block: '', storage: ddp}]\n"
     )
     assert alone.summary() == f"1 x DDP on {axis} 2"
 
@@ -412,7 +415,8 @@ def test_stages_by_hand() -> None:
     assert plan.data_parallel_size == 2 and not plan.keeps_gradients_whole and plan.saves_memory
     assert ParallelPlan.from_yaml(plan.to_yaml()) == plan
     assert plan.summary() == (
-        "3 x ZeRO-1, 1 x ZeRO-1 + recompute, 1 x DDP on pipeline 2 x data 2, 2 stages (1f1b), 8 microbatches"
+        "3 x ZeRO-1, 1 x ZeRO-1 + recompute, 1 x DDP on pipeline 2 x data 2, 2 stages (1f1b), "
+        "8 microbatches"
     )
 
 

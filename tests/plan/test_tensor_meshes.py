@@ -164,8 +164,7 @@ def test_links_in_nodes_decide_on_tensor_axes(request_of_gpt: SearchRequest) -> 
         assert len({tuple(each) for each in placed}) == 1
 
 
-# ---- ranks with batches of their own
-# ----------------------------------------------------------------------------------
+# ---- ranks with batches of their own -------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -91,8 +91,7 @@ class ChainTwin(SegmentTwin):
         place = index % self.epoch + 1
         return place % self.accumulate == 0 or place == self.epoch or index + 1 == len(self.batches)
 
-    # ---- actions
-    # ------------------------------------------------------------------------------------------------------
+    # ---- actions ---------------------------------------------------------------------------------
 
     def forward(self, stage: int, index: int) -> None:
         inputs, targets = self.batches[index]
@@ -137,8 +136,7 @@ class ChainTwin(SegmentTwin):
             optimizer.step()
         optimizer.zero_grad()
 
-    # ---- what they need
-    # -----------------------------------------------------------------------------------------------
+    # ---- what they need --------------------------------------------------------------------------
 
     def groups(self, stage: int, index: int) -> list[dict[str, Any]]:
         """Hyperparameters with which a batch comes in."""

@@ -172,8 +172,7 @@ def test_other_world_size(checkpoints: dict[str, str], uninterrupted: Any, plan:
         )
 
 
-# ---- ModelCheckpoint
-# ------------------------------------------------------------------------------------------------
+# ---- ModelCheckpoint -----------------------------------------------------------------------------
 
 
 class Worsening(RecordingGPT):

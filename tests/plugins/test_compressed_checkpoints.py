@@ -136,8 +136,7 @@ def test_checkpoints_without_residuals_start_at_zero(tmp_path: Path) -> None:
     assert on_ranks(forgetful, tmp_path) == [False, False]
 
 
-# ---- other numbers of ranks
-# -----------------------------------------------------------------------------------------
+# ---- other numbers of ranks ----------------------------------------------------------------------
 
 
 def first_part(rank: int, path: Path, options: dict[str, Any]) -> None:
@@ -182,8 +181,7 @@ def test_other_world_size_keeps_the_mean_pending_gradient(
         torch.testing.assert_close(found[name].view(-1), value.view(-1))
 
 
-# ---- other strategies
-# -----------------------------------------------------------------------------------------------
+# ---- other strategies ----------------------------------------------------------------------------
 
 
 def portable(rank: int, folder: Path) -> list[int]:
@@ -208,8 +206,7 @@ def test_checkpoints_of_and_for_other_strategies(tmp_path: Path) -> None:
     assert on_ranks(portable, tmp_path) == [[4] * 5] * 2
 
 
-# ---- when checkpoints are saved
-# -------------------------------------------------------------------------------------
+# ---- when checkpoints are saved ------------------------------------------------------------------
 
 
 class Interrupted(Recording):

@@ -103,8 +103,7 @@ def assert_equal_ranks(results: list[list[dict[str, Any]]]) -> None:
             )
 
 
-# ---- the same as ddp
-# ------------------------------------------------------------------------------------------------
+# ---- the same as ddp -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -128,8 +127,7 @@ def test_everything_sent_equals_ddp(options: dict[str, Any], ranks: int) -> None
         assert largest_difference(ours["state"], dense["state"]) < 1e-5
 
 
-# ---- compressed
-# -----------------------------------------------------------------------------------------------------
+# ---- compressed ----------------------------------------------------------------------------------
 
 
 class Easy(RecordingGPT):
@@ -184,8 +182,7 @@ def test_gradients_are_compressed_on_the_cpu_too() -> None:
         assert whole < sent < whole * (1 + 7 * 0.05 * 2.1)
 
 
-# ---- precision, accumulation, clipping
-# ------------------------------------------------------------------------------
+# ---- precision, accumulation, clipping -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed", "bf16-true"])
@@ -284,8 +281,7 @@ def test_clipping_is_by_the_norm_of_what_is_applied() -> None:
     assert results[0]["records"] == pytest.approx([0.1 * 0.05] * 8, rel=1e-3)
 
 
-# ---- modules
-# --------------------------------------------------------------------------------------------------------
+# ---- modules -------------------------------------------------------------------------------------
 
 
 class Groups(RecordingGPT):
@@ -425,8 +421,7 @@ def test_fit_validate_test_predict_and_fit_again() -> None:
         assert result["predicted"] == [(4, 8), (1, 8)] and result["steps"] == 6
 
 
-# ---- what goes wrong
-# ------------------------------------------------------------------------------------------------
+# ---- what goes wrong -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

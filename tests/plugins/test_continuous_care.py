@@ -36,8 +36,7 @@ def state_of(module: nn.Module) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in module.state_dict().items()}
 
 
-# ---- files
-# --------------------------------------------------------------------------------------------------------------
+# ---- files ---------------------------------------------------------------------------------------
 
 
 class Resumable(DataLoader[Any]):
@@ -207,8 +206,7 @@ def test_callbacks_find_the_same_values_and_weights_on_all_ranks(tmp_path: Path)
         torch.testing.assert_close(own["state_dict"][key], value, rtol=1e-5, atol=1e-6)
 
 
-# ---- replicas, precision, evaluation
-# ------------------------------------------------------------------------------------
+# ---- replicas, precision, evaluation -------------------------------------------------------------
 
 
 class Evaluated(Net):
@@ -412,8 +410,7 @@ def test_ranks_wait_for_one_another_where_the_loop_looks_and_nowhere_else() -> N
         assert {4, 9, 14, 19} <= set(waiting)
 
 
-# ---- what goes wrong
-# ----------------------------------------------------------------------------------------------------
+# ---- what goes wrong -----------------------------------------------------------------------------
 
 
 class Interrupts(Net):

@@ -22,7 +22,10 @@ SCRIPT = """
 import os, signal, sys
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning_topt import AutoParallelStrategy, CachedDataModule, CompressedDDPStrategy, LocalSteps, LocalStepsStrategy, TopK
+from lightning_topt import (
+    AutoParallelStrategy, CachedDataModule, CompressedDDPStrategy, LocalSteps, LocalStepsStrategy,
+    TopK,
+)
 from tests.plugins.trainer_ranks import RecordingGPT, loader
 from tests.plugins.test_compressed_ddp import SgdGPT
 
@@ -44,8 +47,9 @@ def fit(name, strategy, data, *, dies=False):
     saves = ModelCheckpoint(f"{folder}/{name}", save_last=True, every_n_train_steps=2, save_top_k=0)
     module = (SgdGPT if name == "compressed" else RecordingGPT)()
     trainer = L.Trainer(
-        accelerator="cpu", devices=2, strategy=strategy, logger=False, callbacks=[saves, Dies()] if dies else [saves],
-        enable_progress_bar=False, enable_model_summary=False, max_epochs=1, max_steps=-1 if again or dies else 4,
+        accelerator="cpu", devices=2, strategy=strategy, logger=False,
+        callbacks=[saves, Dies()] if dies else [saves], enable_progress_bar=False,
+        enable_model_summary=False, max_epochs=1, max_steps=-1 if again or dies else 4,
     )
     trainer.fit(module, data, ckpt_path="last" if again else None)
     if trainer.is_global_zero:

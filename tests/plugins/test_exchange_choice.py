@@ -78,8 +78,7 @@ def test_a_searched_plan_says_whether_it_exchanges_by_nodes():
             assert p.plan == type(p.plan).from_yaml(p.plan.to_yaml())
 
 
-# ---- what is allowed
-# ------------------------------------------------------------------------------------------------
+# ---- what is allowed -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,7 @@ def fit_error(rank: int, options: dict[str, Any], module: L.LightningModule) -> 
     raise AssertionError("the fit went through")
 
 
-# ---- plans
-# ----------------------------------------------------------------------------------------------------------
+# ---- plans ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -75,8 +74,7 @@ def test_no_plan_meets_the_limit() -> None:
     assert first[1] in second[1]
 
 
-# ---- modules
-# --------------------------------------------------------------------------------------------------------
+# ---- modules -------------------------------------------------------------------------------------
 
 
 class MyError(Exception):
@@ -120,8 +118,7 @@ def test_no_trainable_parameters() -> None:
         assert "no trainable parameter" in message or "requires a gradient" in message
 
 
-# ---- ranks
-# ----------------------------------------------------------------------------------------------------------
+# ---- ranks ---------------------------------------------------------------------------------------
 
 
 def differing(rank: int, what: str) -> tuple[str, str]:

@@ -100,8 +100,7 @@ def test_hooks_fire_once_and_in_the_order_of_ddp_on_the_same_batches() -> None:
             assert len(seen) == len(batches) and all(map(torch.equal, seen, batches)), plan
 
 
-# ---- data
-# ------------------------------------------------------------------------------------------------------------
+# ---- data ----------------------------------------------------------------------------------------
 
 
 class OneShot(IterableDataset[Any]):
@@ -201,8 +200,7 @@ def test_a_resumed_fit_goes_on_with_the_next_batch_under_every_plan(tmp_path: An
             torch.testing.assert_close(value, _[name], rtol=0, atol=0)
 
 
-# ---- optimizers that the user made
-# ----------------------------------------------------------------------------------
+# ---- optimizers that the user made ---------------------------------------------------------------
 
 
 class OfTheTemplate(RecordingGPT):
@@ -248,8 +246,7 @@ def test_optimizers_follow_the_module(kind: type[RecordingGPT]) -> None:
                 torch.testing.assert_close(other_state[name], value, rtol=1e-4, atol=1e-5)
 
 
-# ---- no trace, and what cannot be planned
-# -------------------------------------------------------------------------
+# ---- no trace, and what cannot be planned --------------------------------------------------------
 
 
 class Draws(nn.Module):
@@ -346,8 +343,7 @@ def test_blocks_that_a_plan_by_name_cannot_recompute_are_named() -> None:
         assert all("('blocks.0') do not do the same" in words for said in again for words in said)
 
 
-# ---- a device that could not hold the module whole
-# ------------------------------------------------------------------
+# ---- a device that could not hold the module whole -----------------------------------------------
 
 
 def planned_before_setup(rank: int) -> list[Any]:

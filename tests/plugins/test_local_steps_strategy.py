@@ -229,8 +229,7 @@ def test_all_of_the_module_is_equal_at_the_end(precision: str) -> None:
     assert first["scale"] == 1 and first["norm1.running_mean"].abs().sum() > 0
 
 
-# ---- what goes wrong
-# ------------------------------------------------------------------------------------------------
+# ---- what goes wrong -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

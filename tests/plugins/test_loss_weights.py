@@ -202,8 +202,7 @@ def test_means_over_what_is_not_padding_are_those_of_the_batch() -> None:
             assert_alike(found[name], expected)
 
 
-# ---- ranks of data
-# --------------------------------------------------------------------------------------------------
+# ---- ranks of data -------------------------------------------------------------------------------
 
 
 def in_rows(rank: int) -> Any:

@@ -150,8 +150,7 @@ def test_a_step_that_reads_values_under_a_memory_limit_is_watched() -> None:
         assert len(said) == (rank == 0) and all("item" in text or "values" in text for text in said)
 
 
-# ---- the search beside training
-# --------------------------------------------------------------------------------------
+# ---- the search beside training ------------------------------------------------------------------
 
 
 class Patient(Callback):
@@ -199,8 +198,7 @@ def test_the_search_runs_beside_training(fails: bool) -> None:
         )
 
 
-# ---- what is refused, and what is left alone
-# -------------------------------------------------------------------------
+# ---- what is refused, and what is left alone -----------------------------------------------------
 
 
 def too_small(rank: int) -> str:

@@ -176,8 +176,7 @@ def assert_equal_optimizer_states(whole: Any, state: Any, *, tolerance: float) -
             )
 
 
-# ---- the same as ddp
-# ------------------------------------------------------------------------------------------------
+# ---- the same as ddp -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -317,8 +316,7 @@ def test_parameters_gathered_in_16_bits_are_rounded_alike_on_all_ranks() -> None
         assert ours["losses"] == pytest.approx(plain["losses"], rel=2e-2)
 
 
-# ---- other callbacks
-# ------------------------------------------------------------------------------------------------
+# ---- other callbacks -----------------------------------------------------------------------------
 
 
 class WithBackbone(RecordingGPT):
@@ -398,8 +396,7 @@ def test_other_callbacks(others: Callable[[], list[Any]], always: bool) -> None:
             assert shared == ([True] if others is backbone else [True, True])
 
 
-# ---- checkpoints
-# ----------------------------------------------------------------------------------------------------
+# ---- checkpoints ---------------------------------------------------------------------------------
 
 
 def saved(rank: int, path: str, callback: bool) -> None:
@@ -497,8 +494,7 @@ def test_two_fits_and_state_of_one_share() -> None:
         assert largest_difference(fits[0]["state"], fits[1]["state"]) > 0
 
 
-# ---- where it does not run
-# ------------------------------------------------------------------------------------------
+# ---- where it does not run -----------------------------------------------------------------------
 
 
 class Lbfgs(RecordingGPT):

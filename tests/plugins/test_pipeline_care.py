@@ -154,8 +154,7 @@ def test_what_cannot_be_a_pipeline_is_refused_on_every_rank() -> None:
             assert re.search(says, found[name], re.DOTALL), (name, found[name])
 
 
-# ---- what is different between ranks, or batches
-# --------------------------------------------------------------------
+# ---- what is different between ranks, or batches -------------------------------------------------
 
 
 class Noisy(RecordingGPT):

@@ -193,8 +193,7 @@ def test_fits_are_those_of_one_process(tmp_path: Path) -> None:
             assert len(found[name]["plan"]["stages"]) == (2 if schedule in ("1f1b", "gpipe") else 4)
 
 
-# ---- rows of data, and going on
-# -------------------------------------------------------------------------------------
+# ---- rows of data, and going on ------------------------------------------------------------------
 
 
 def stops(**kwargs: Any) -> list[Any]:

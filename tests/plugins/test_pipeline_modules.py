@@ -223,8 +223,7 @@ def test_modules_as_they_are_train_as_in_one_process() -> None:
         assert len(found["kept"][2]["stages"]) == 4
 
 
-# ---- four ranks
-# ------------------------------------------------------------------------------------------------------
+# ---- four ranks ----------------------------------------------------------------------------------
 
 
 def split_stages() -> dict[str, Any]:

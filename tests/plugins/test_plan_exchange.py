@@ -109,8 +109,7 @@ def test_compressed_plans_learn_with_owned_steps_and_ranks_stay_equal(method: st
         assert all(torch.equal(value, results[0][3][name]) for name, value in actual.items())
 
 
-# ---- planning
-# -------------------------------------------------------------------------------------------------------
+# ---- planning ------------------------------------------------------------------------------------
 
 
 def planned(rank: int, allow: Any, cluster: Cluster) -> Any:
@@ -183,8 +182,7 @@ def test_runs_that_cannot_have_the_exchange_say_so() -> None:
         assert "allow_compression chooses nothing" in manual and "'ddp' only" in planned_manual
 
 
-# ---- checkpoints and precision
-# --------------------------------------------------------------------------------------
+# ---- checkpoints and precision -------------------------------------------------------------------
 
 TOPK = plan_with(TopK(density=0.1, hierarchical=False))
 
@@ -258,8 +256,7 @@ def test_an_overflow_skips_the_step_on_all_ranks() -> None:
     assert scales == (1024.0,) * 3 + (512.0,) * 3
 
 
-# ---- without Lightning
-# ----------------------------------------------------------------------------------------------
+# ---- without Lightning ---------------------------------------------------------------------------
 
 
 def plain(rank: int) -> Any:

@@ -94,8 +94,7 @@ def test_batches_pass_the_hooks_of_the_data_module_and_keep_the_form_of_the_load
     assert double is None  # the short loader has no batch of eight samples
 
 
-# ---- uniform plans and the choice
-# ------------------------------------------------------------------------------------
+# ---- uniform plans and the choice ----------------------------------------------------------------
 
 CPU = Cluster(
     "cpu",

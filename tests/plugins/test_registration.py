@@ -95,13 +95,16 @@ def test_the_classes_are_imported_when_they_are_used() -> None:
         import lightning.pytorch
         before = set(sys.modules)
         import lightning_topt
-        added = {name for name in set(sys.modules) - before if not name.startswith(("lightning_topt", "topt_console"))}
+        ours = ("lightning_topt", "topt_console")
+        added = {name for name in set(sys.modules) - before if not name.startswith(ours)}
         print("ADDED", sorted(added), [m for m in sys.modules if m.startswith("lightning_topt.")])
         from lightning_topt import *
-        assert set(lightning_topt.__all__) <= set(dir()) and set(lightning_topt.__all__) <= set(dir(lightning_topt))
+        assert set(lightning_topt.__all__) <= set(dir())
+        assert set(lightning_topt.__all__) <= set(dir(lightning_topt))
         import pickle
         for name in lightning_topt.__all__:
-            assert pickle.loads(pickle.dumps(getattr(lightning_topt, name))) is getattr(lightning_topt, name)
+            value = getattr(lightning_topt, name)
+            assert pickle.loads(pickle.dumps(value)) is value
         try:
             lightning_topt.AutoParalelStrategy
         except AttributeError as error:
@@ -142,10 +145,13 @@ def test_class_path_in_lightnings_cli() -> None:
         from lightning.pytorch.cli import LightningCLI
         from lightning.pytorch.demos.boring_classes import BoringModel
         def strategy(*args):
-            return LightningCLI(BoringModel, run=False, save_config_callback=None, args=[
-                *args, "--trainer.accelerator=cpu", "--trainer.devices=2", "--trainer.logger=false"]).trainer.strategy
+            trainer = "--trainer.accelerator=cpu", "--trainer.devices=2", "--trainer.logger=false"
+            return LightningCLI(
+                BoringModel, run=False, save_config_callback=None, args=[*args, *trainer]
+            ).trainer.strategy
         planned = strategy(
-            "--trainer.strategy=lightning_topt.AutoParallelStrategy", "--trainer.strategy.memory_limit=1GiB")
+            "--trainer.strategy=lightning_topt.AutoParallelStrategy",
+            "--trainer.strategy.memory_limit=1GiB")
         print("limit", planned.request.memory_limit)
         compressed = strategy(
             "--trainer.strategy=lightning_topt.CompressedDDPStrategy",

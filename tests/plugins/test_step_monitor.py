@@ -48,8 +48,9 @@ class Known(pl.LightningModule):
 def fit(module, *, warmup_steps=2, batches=12, **options):
     monitor = StepMonitor(warmup_steps=warmup_steps)
     trainer = pl.Trainer(
-        accelerator="cpu", devices=1, max_epochs=1, callbacks=[monitor], logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, **options,
+        accelerator="cpu", devices=1, max_epochs=1, callbacks=[monitor], logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        **options,
     )  # fmt: skip
     loader = DataLoader(torch.ones(batches, 1))
     trainer.fit(module, loader, DataLoader(torch.ones(2, 1)))

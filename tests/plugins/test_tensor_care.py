@@ -118,8 +118,7 @@ def test_what_looks_at_parameters_between_steps_is_named() -> None:
             assert "without" in sentence
 
 
-# ---- what steps leave
-# -------------------------------------------------------------------------------------------------
+# ---- what steps leave ----------------------------------------------------------------------------
 
 
 class Leaves(RecordingGPT):
@@ -183,8 +182,7 @@ def test_what_steps_leave_is_whole() -> None:
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
 
 
-# ---- gradients and samples in steps
-# ------------------------------------------------------------------------------------
+# ---- gradients and samples in steps --------------------------------------------------------------
 
 
 class Contrastive(RecordingGPT):

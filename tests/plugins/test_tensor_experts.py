@@ -80,8 +80,9 @@ class Mixtral(Recording):
     def __init__(self) -> None:
         super().__init__()
         config = transformers.MixtralConfig(
-            vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, num_local_experts=EXPERTS, num_experts_per_tok=2,
+            vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=2, num_local_experts=EXPERTS,
+            num_experts_per_tok=2,
         )  # fmt: skip
         self.model = transformers.MixtralForCausalLM(config)
 

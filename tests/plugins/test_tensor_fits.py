@@ -243,8 +243,7 @@ def test_numbers_of_ranks_that_make_no_mesh_are_named() -> None:
     )
 
 
-# ---- from plan to plan
-# ------------------------------------------------------------------------------------------------
+# ---- from plan to plan ---------------------------------------------------------------------------
 
 EXCHANGED = {"method": "topk", "density": 1.0, "hierarchical": False}
 # Ranks, plan (None: Lightning's own ddp), form of the file that is left to the next.

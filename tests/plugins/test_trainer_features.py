@@ -36,8 +36,7 @@ KINDS = ["ddp", "zero1", "zero3"]
 every_kind = pytest.mark.parametrize("plan", KINDS)
 
 
-# ---- 1, 2: the four loops and their limits
-# --------------------------------------------------------------------------
+# ---- 1, 2: the four loops and their limits -------------------------------------------------------
 
 
 def loops(rank: int, plan: str) -> dict[str, Any]:
@@ -108,8 +107,7 @@ def test_prediction_writer_sees_every_sample_once(plan: str) -> None:
     assert sorted(ranks[0] + ranks[1]) == list(range(10))
 
 
-# ---- 3, 4, 24: ranks, samplers, collectives
-# -------------------------------------------------------------------------
+# ---- 3, 4, 24: ranks, samplers, collectives ------------------------------------------------------
 
 
 class Facts(L.Callback):
@@ -154,8 +152,7 @@ def test_ranks_samplers_and_collectives(plan: str) -> None:
     assert on_ranks(facts, plan) == [((0, 0, 0, 2, 2), 1), ((1, 1, 0, 2, 2), 1)]
 
 
-# ---- 8, 9: clipping and accumulation beyond test_equivalence
-# --------------------------------------------------------
+# ---- 8, 9: clipping and accumulation beyond test_equivalence -------------------------------------
 
 
 class OwnClipping(RecordingGPT):
@@ -188,8 +185,7 @@ def test_own_clipping_and_scheduled_accumulation(plan: str) -> None:
         assert norms == pytest.approx([0.01] * 10, rel=1e-3)
 
 
-# ---- 10: precision
-# --------------------------------------------------------------------------------------------------
+# ---- 10: precision -------------------------------------------------------------------------------
 
 
 def with_precision(rank: int, strategy: Any, precision: str) -> Any:
@@ -216,8 +212,7 @@ def test_precision_as_under_ddp(plan: str, precision: str) -> None:
         assert rank_dtypes == dtypes
 
 
-# ---- 12: logging
-# ----------------------------------------------------------------------------------------------------
+# ---- 12: logging ---------------------------------------------------------------------------------
 
 
 class Logging(RecordingGPT):
@@ -251,8 +246,7 @@ def test_logging_over_ranks(plan: str) -> None:
         assert metrics == {"mean": 0.5, "sum": 4.0, "max": 1.0, "local": float(rank), "metric": 0.5}
 
 
-# ---- 14, 15: optimizers and schedules
-# -------------------------------------------------------------------------------
+# ---- 14, 15: optimizers and schedules ------------------------------------------------------------
 
 
 class Manual(GPT):
@@ -356,8 +350,7 @@ def test_schedules_per_step_and_their_length(plan: str) -> None:
         assert rates == pytest.approx([1 - step / 16 for step in range(16)])
 
 
-# ---- 16: hooks
-# ------------------------------------------------------------------------------------------------------
+# ---- 16: hooks -----------------------------------------------------------------------------------
 
 HOOKS = [
     name for name in dir(L.Callback) if name.startswith("on_") or name in ("setup", "teardown")
@@ -399,8 +392,7 @@ def test_hooks_come_in_ddps_order(plan: str) -> None:
     assert on_ranks(hooks, plan) == expected
 
 
-# ---- 23: layer sync
-# -------------------------------------------------------------------------------------------------
+# ---- 23: layer sync ------------------------------------------------------------------------------
 
 
 class Images(L.LightningDataModule):
@@ -437,8 +429,7 @@ def test_buffers_follow_rank_0(plan: str) -> None:
         torch.testing.assert_close(states[0][name], value, rtol=1e-4, atol=1e-6)
 
 
-# ---- 29: more than one fit, pickling
-# --------------------------------------------------------------------------------
+# ---- 29: more than one fit, pickling -------------------------------------------------------------
 
 
 def twice(rank: int, plan: str) -> Any:

@@ -41,8 +41,7 @@ class Net(L.LightningModule):
         return torch.optim.Adam(self.parameters())
 
 
-# ---- held elsewhere
-# ---------------------------------------------------------------------------------------------------
+# ---- held elsewhere ------------------------------------------------------------------------------
 
 
 def hold_optimizer(module: Net) -> Any:
@@ -247,8 +246,7 @@ def test_the_heap_is_searched_only_where_somebody_holds_parameters(
     assert holder
 
 
-# ---- kinds of parameters
-# ----------------------------------------------------------------------------------------------
+# ---- kinds of parameters -------------------------------------------------------------------------
 
 
 class OneParameter(nn.Module):
@@ -320,8 +318,7 @@ def test_kinds_that_can_be_sharded(make: Callable[[], nn.Module]) -> None:
     assert why_unshardable(make()) is None
 
 
-# ---- in a fit
-# ---------------------------------------------------------------------------------------------------------
+# ---- in a fit ------------------------------------------------------------------------------------
 
 
 class Asks(L.Callback):

@@ -143,8 +143,7 @@ def test_stages_with_whole_gradients_run() -> None:
     check_runs(cube, {"": OpConfig(PRESETS["zero1"].storage(cube), parameters=split)})
 
 
-# ---- blocks of a module
-# ---------------------------------------------------------------------------------------------
+# ---- blocks of a module --------------------------------------------------------------------------
 
 
 def tied() -> nn.Module:

@@ -3,8 +3,10 @@ control message.
 
     byte  0  kind, 1 flags, 2..3 rank of the sender, 4..7 step of the tensor
     byte  8  key of the session
-    byte 16  tensor: bucket << 12 | part; 20..23 segment (its offset / the elements of a segment), or serial number of a probe
-    byte 24  bytes after the header; 26..27 zero; 28..31 sequence number of data from this sender to this receiver
+    byte 16  tensor: bucket << 12 | part; 20..23 segment (its offset / the elements of a segment),
+             or serial number of a probe
+    byte 24  bytes after the header; 26..27 zero; 28..31 sequence number of data from this sender to
+             this receiver
     byte 32  clock of the sender, nanoseconds
 
 Everything is little-endian. A segment is the same elements for all ranks, so that datagrams are
@@ -39,8 +41,8 @@ MASK32 = 0xFFFFFFFF
 
 @inner
 def write_header(
-    address: int, kind: int, flags: int, rank: int, step: int, key: int, tensor: int, segment: int, size: int,
-    sequence: int, clock: int,
+    address: int, kind: int, flags: int, rank: int, step: int, key: int, tensor: int, segment: int,
+    size: int, sequence: int, clock: int,
 ) -> None:  # fmt: skip
     """Write a header at `address`."""
     store64(address, kind | flags << 8 | rank << 16 | (step & MASK32) << 32)

@@ -64,8 +64,7 @@ class ExchangeThread:
         self._thread = threading.Thread(target=self._run, name="bounded-loss-exchange", daemon=True)
         self._thread.start()
 
-    # ---- for other threads
-    # ------------------------------------------------------------------------------------------
+    # ---- for other threads -----------------------------------------------------------------------
 
     def start(self, handle: Handle, exact: Exact) -> None:
         """Begin a bucket's next step. Raises what ended the exchange."""
@@ -90,8 +89,7 @@ class ExchangeThread:
     def _wake(self) -> None:
         os.eventfd_write(int(self.t.config[tables.WAKE]), 1)
 
-    # ---- in the thread
-    # ----------------------------------------------------------------------------------------------
+    # ---- in the thread ---------------------------------------------------------------------------
 
     def _run(self) -> None:
         sleep_precisely()

@@ -135,8 +135,10 @@ def _fill_batch(t: int, slot: int, peer: int, way: int, most: int, clock: int) -
             large = _is_large(t, slot, way, segment)
             size = 4 * segment_elements(t, slot, segment)
             header = table(t, SEND_HEADERS) + HEADER_BYTES * count
-            write_header(header, kind, MORE, config[RANK], row[STEP], config[KEY], row[TENSOR], segment, size,
-                         sequence + count, clock)  # fmt: skip
+            write_header(
+                header, kind, MORE, config[RANK], row[STEP], config[KEY], row[TENSOR], segment,
+                size, sequence + count, clock,
+            )  # fmt: skip
             part = sent_part(t, 2 * count)
             part[0], part[1] = header, HEADER_BYTES
             part = sent_part(t, 2 * count + 1)

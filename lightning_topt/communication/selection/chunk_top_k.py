@@ -76,8 +76,8 @@ def take_chunk_top_k(
         residual.numpy(),
     )
     taken = take_chunks(
-        array, array.view(np.int32), added.detach().float().contiguous().numpy(), np.float32(decay), np.float32(scale),
-        chunks.chunk, chunks.per_chunk, indices, values,
+        array, array.view(np.int32), added.detach().float().contiguous().numpy(), np.float32(decay),
+        np.float32(scale), chunks.chunk, chunks.per_chunk, indices, values,
     )  # fmt: skip
     if taken < 0:
         raise NonFiniteError("sum of gradients that is not finite")

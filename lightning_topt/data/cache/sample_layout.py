@@ -4,7 +4,8 @@ A header is the JSON of ``[FORMAT, spec]``. A *spec* describes one value, ``[kin
 
     ["int"], ["float"], ["bool"], ["complex"]                   8, 8, 1 and 16 bytes
     ["tensor", dtype, shape], ["array" or "scalar", dtype, shape]
-    ["str", nbytes], ["bytes", nbytes], ["str_", nbytes], ["bytes_", nbytes]      the last two are NumPy's
+    ["str", nbytes], ["bytes", nbytes]
+    ["str_", nbytes], ["bytes_", nbytes]                        NumPy's
     ["numbers", "list" or "tuple", "int" or "float", length]    one leaf for all of them
     ["image", mode, size, nbytes, spec]                         the pixels; palette and info
     ["list" or "tuple", specs], ["dict", [[key, spec], ...]]

@@ -10,8 +10,10 @@ Messages (`type` and fields), jobs and workers on connections of their own:
 
     both    hello(version, role, job, fingerprint, seed, batches, memory_bytes, timeout_seconds)
             -> welcome(pid) or refused(reason); `batches` is the digest of epoch 0's
-    job     start(epoch, batch, batches, digest)        needs the epoch's batches from there on; -> refused if it differs
-    job     next() -> batch(epoch, batch, by) + file    later, when it is prepared; `by` is the job whose worker did it
+    job     start(epoch, batch, batches, digest)        needs the epoch's batches from there on;
+            -> refused if it differs
+    job     next() -> batch(epoch, batch, by) + file    later, when it is prepared; `by` is the job
+                                                        whose worker did it
     job     ping() -> pong()
     worker  ready() -> prepare(epoch, batch, digest)    later, when there is something to do
     worker  prepared(epoch, batch) + file, failed(epoch, batch)     and is ready again

@@ -2,8 +2,9 @@
 (little-endian), and what that may cost.
 
     server -> client   MAGIC, 32 random bytes
-    client -> server   32 random bytes, proof                both prove that they know the run's secret, by HMAC-SHA256 of all
-    server -> client   proof                                 random bytes, before anything else is read or answered
+    client -> server   32 random bytes, proof    both prove that they know the run's secret, by
+    server -> client   proof                     HMAC-SHA256 of all random bytes, before anything
+                                                 else is read or answered
 
     GET    count, then the numbers of so many items
            -> per item: state, bytes, checksum; then the bytes of all that are PRESENT

@@ -84,8 +84,7 @@ class ContinuousRun:
         """
         return self.minibatches - self._returned
 
-    # ---- turns
-    # --------------------------------------------------------------------------------------------------------
+    # ---- turns -----------------------------------------------------------------------------------
 
     def advance(
         self,
@@ -201,8 +200,7 @@ class ContinuousRun:
         self._powers = torch.where(is_newer, turn.values.powers, self._powers)
         return total
 
-    # ---- what is held
-    # -------------------------------------------------------------------------------------------------
+    # ---- what is held ----------------------------------------------------------------------------
 
     @property
     def num_versions(self) -> int:
@@ -233,8 +231,7 @@ class ContinuousRun:
             state["powers"], dtype=torch.float64, device=self._staged.device
         )
 
-    # ---- passes
-    # -------------------------------------------------------------------------------------------------------
+    # ---- passes ----------------------------------------------------------------------------------
 
     def _back(self, minibatch: int) -> Turn:
         """Run backward of a minibatch, unless it is one before the first in flight."""

@@ -150,8 +150,7 @@ class PipelineRun:
         """Return the rank of the pipeline whose state of each parameter is saved."""
         return {p: self.foreign.owners.get(name, 0) for name, p in self._originals.items()}
 
-    # ---- steps
-    # ------------------------------------------------------------------------------------------------------
+    # ---- steps -----------------------------------------------------------------------------------
 
     def run_step(
         self,
@@ -330,8 +329,7 @@ class PipelineRun:
         self.check_drained()
         self.buffers.sync()
 
-    # ---- states
-    # -----------------------------------------------------------------------------------------------------
+    # ---- states ----------------------------------------------------------------------------------
 
     def module_state(self) -> dict[str, Any]:
         """Return the whole module's state on rank 0, an empty one elsewhere."""

@@ -39,8 +39,7 @@ class SharedParameters:
                 self._followed.setdefault(first, []).append(parameter)
         self._begun: set[tuple[str, int]] = set()
 
-    # ---- weights, from the first stage to the others
-    # ----------------------------------------------------------------
+    # ---- weights, from the first stage to the others ---------------------------------------------
 
     def send_weights(self, minibatch: int) -> None:
         """Send the weights that the forward pass of a minibatch computes with, or the true ones of
@@ -73,8 +72,7 @@ class SharedParameters:
                     "shared weights", first, minibatch, [_spec(p) for p in parameters]
                 )
 
-    # ---- gradients, from the others to the first
-    # ----------------------------------------------------------------------
+    # ---- gradients, from the others to the first -------------------------------------------------
 
     def send_gradients(self, minibatch: int) -> None:
         """Send this stage's part of the gradients of an update to the stages that do it, and keep
@@ -114,8 +112,7 @@ class SharedParameters:
                         part if parameter.grad is None else _dense(parameter.grad).add_(part)
                     )
 
-    # ---- drained states
-    # ----------------------------------------------------------------------------------------------
+    # ---- drained states --------------------------------------------------------------------------
 
     def agree(self, minibatch: int) -> None:
         """Let all copies be equal, once the last update is done; `minibatch` is the next one."""

@@ -89,8 +89,7 @@ class StagePass:
         """Return the first call of this stage or a later one."""
         return sum(stage < stage_index for stage in self.stage_of_call)
 
-    # ---- forward
-    # -----------------------------------------------------------------------------------------------------
+    # ---- forward ---------------------------------------------------------------------------------
 
     def forward(
         self,
@@ -243,8 +242,7 @@ class StagePass:
             "plan without a pipeline"
         )
 
-    # ---- backward
-    # ----------------------------------------------------------------------------------------------------
+    # ---- backward --------------------------------------------------------------------------------
 
     def backward(
         self,

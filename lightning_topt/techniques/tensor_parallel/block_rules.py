@@ -2,13 +2,13 @@
 cross its border, where sums of products rest, and along which axes parameters that rest in slices
 are gathered for their use.
 
-    what                                  border        sums       parameters                   source
-    1-D                                   replicate     replicate  by outputs, then by inputs   Shoeybi et al., 1909.08053
-    sequence parallel                     shard(1)      shard(1)   as in 1-D                    Korthikanti et al., 2205.05198
-    context parallel                      shard(1)      shard(1)   replicate
-    2-D, rows                             shard(0)      shard(0)   by outputs, then by inputs
-    2-D, columns                          shard(2)      shard(0)   by inputs, then by outputs
-    3-D, the third axis                   shard(0)      shard(0)   slices, gathered             Bian et al., 2105.14450
+    what                 border     sums       parameters                  source, arXiv
+    1-D                  replicate  replicate  by outputs, then by inputs  Shoeybi, 1909.08053
+    sequence parallel    shard(1)   shard(1)   as in 1-D                   Korthikanti, 2205.05198
+    context parallel     shard(1)   shard(1)   replicate
+    2-D, rows            shard(0)   shard(0)   by outputs, then by inputs
+    2-D, columns         shard(2)   shard(0)   by inputs, then by outputs
+    3-D, the third axis  shard(0)   shard(0)   slices, gathered            Bian, 2105.14450
 
 A tensor whose size does not divide is whole there.
 """
@@ -114,8 +114,8 @@ def rules_by_block(
 
 
 def rest_of(
-    rule: BlockRule, rows: tuple[int, ...] | None, shape: tuple[int, ...], now: Sequence[Placement], *, axis: int,
-    sizes: Sequence[int],
+    rule: BlockRule, rows: tuple[int, ...] | None, shape: tuple[int, ...], now: Sequence[Placement],
+    *, axis: int, sizes: Sequence[int],
 ) -> Placement:  # fmt: skip
     """Return where a sum along `axis` rests whose whole `shape` has all but its last dim in common
     with `rows`, the dims of the tensors at the border of the block, or has them in another form;
@@ -150,8 +150,8 @@ def divides_along(
 
 
 def at_border(
-    rule: BlockRule, wanted: Sequence[Placements], index: int, shape: tuple[int, ...], *, names: Sequence[str],
-    sizes: Sequence[int],
+    rule: BlockRule, wanted: Sequence[Placements], index: int, shape: tuple[int, ...], *,
+    names: Sequence[str], sizes: Sequence[int],
 ) -> Placements:  # fmt: skip
     """Return where tensor `index` of a border is, of this whole shape: as `wanted`, whole along
     axes that do not divide it.

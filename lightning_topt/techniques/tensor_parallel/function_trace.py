@@ -188,8 +188,7 @@ class _Tracer(TorchFunctionMode):
         with self:
             yield
 
-    # ---- modules
-    # ----------------------------------------------------------------------------------------------------
+    # ---- modules ---------------------------------------------------------------------------------
 
     def _enter(self, path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -219,8 +218,7 @@ class _Tracer(TorchFunctionMode):
             Border(len(self._trace.calls), path, is_end, known, shapes, leaves, hides)
         )
 
-    # ---- functions
-    # --------------------------------------------------------------------------------------------------
+    # ---- functions -------------------------------------------------------------------------------
 
     @override
     def __torch_function__(

@@ -1,9 +1,9 @@
 """A module whose parameters are cut runs on the batches of all ranks of the axis, each of which
 calls it with its own.
 
-    at its border              forward       gradient
-    a tensor with samples      none          times the ranks on its way in, divided by them on its way out
-    another one, equal there   none          the mean over ranks on its way out
+    at its border             forward  gradient
+    a tensor with samples     none     times the ranks on its way in, divided by them on its way out
+    another one, equal there  none     the mean over ranks on its way out
 
 Inside, a tensor with samples is a slice by samples of one that has those of all ranks; where a
 product needs them all, they are gathered, and sums rest by samples. The loss of the step has weight

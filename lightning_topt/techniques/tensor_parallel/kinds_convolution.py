@@ -1,10 +1,10 @@
 """Convolutions, pooling and padding: channels and samples may be split, what is read along space is
 whole.
 
-column   x whole, weight (and bias) by output channels          result by channels
-row      x by channels, weight by input channels                result Partial, the bias added to the sum
-groups   x, weight and bias by groups                           result by channels
-samples  x by the batch dim, weight whole                       result by the batch dim
+column   x whole, weight (and bias) by output channels     result by channels
+row      x by channels, weight by input channels           result Partial, the bias added to the sum
+groups   x, weight and bias by groups                      result by channels
+samples  x by the batch dim, weight whole                  result by the batch dim
 """
 
 from __future__ import annotations

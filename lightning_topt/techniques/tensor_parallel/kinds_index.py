@@ -23,8 +23,7 @@ from lightning_topt.techniques.tensor_parallel.kinds import (
 )
 from lightning_topt.techniques.tensor_parallel.kinds_elementwise import broadcast
 
-# ---- x[index]
-# -------------------------------------------------------------------------------------------------------
+# ---- x[index] ------------------------------------------------------------------------------------
 
 
 def _items(index: Any, ndim: int) -> list[Any] | None:
@@ -113,8 +112,7 @@ def _run_item(placed: Placed) -> Any:
     return placed.call.func(x, tuple(items), *value)
 
 
-# ---- along one dim
-# --------------------------------------------------------------------------------------------------
+# ---- along one dim -------------------------------------------------------------------------------
 
 
 def _select_rows(call: Call, ranks: int) -> Iterator[Row]:

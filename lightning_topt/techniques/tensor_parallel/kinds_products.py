@@ -1,9 +1,10 @@
 """Products: linear layers, matrix products, embeddings.
 
-column    x whole, weight by outputs        result by outputs      Shoeybi et al., arXiv 1909.08053, section 3
-row       x by inputs, weight by inputs     result Partial         the same
-tokens    x by any other dim, weight whole  result by that dim
-vocabulary  ids whole, weight by rows       result Partial         the same, section 3 (embedding)
+column      x whole, weight by outputs        result by outputs   Shoeybi et al., arXiv 1909.08053,
+                                                                  section 3
+row         x by inputs, weight by inputs     result Partial      the same
+tokens      x by any other dim, weight whole  result by that dim
+vocabulary  ids whole, weight by rows         result Partial      the same (embedding)
 """
 
 from __future__ import annotations

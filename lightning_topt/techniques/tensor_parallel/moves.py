@@ -1,13 +1,15 @@
 """Collectives between placements along one tensor axis, each with its gradient. Shapes are local.
 
-    move             forward          backward                 source
-    enter            none             all-reduce               "f" of Shoeybi et al., arXiv 1909.08053, section 3
-    reduce           all-reduce       none                     "g" of the same
-    gather           all-gather       own slice                ranks read the whole in the same way
-    gather, shared   all-gather       reduce-scatter           "g" of Korthikanti et al., arXiv 2205.05198, section 4.2.2
-    scatter          reduce-scatter   all-gather               its conjugate
-    take             own slice        all-gather
-    exchange         all-to-all       all-to-all
+    move            forward         backward        source
+    enter           none            all-reduce      "f" of Shoeybi et al., arXiv 1909.08053,
+                                                    section 3
+    reduce          all-reduce      none            "g" of the same
+    gather          all-gather      own slice       ranks read the whole in the same way
+    gather, shared  all-gather      reduce-scatter  "g" of Korthikanti et al., arXiv 2205.05198,
+                                                    section 4.2.2
+    scatter         reduce-scatter  all-gather      its conjugate
+    take            own slice       all-gather
+    exchange        all-to-all      all-to-all
 
 Gradients of gradients pass the same moves: in a backward that makes a graph each calls the one that
 is its gradient.

@@ -6,12 +6,13 @@ heads stay together. In two dimensions each of them is cut by its other dim alon
 and outputs become the inputs of the next product: so features and rows change axes after each
 product. In three, slices of matrices along a third axis are gathered for their use.
 
-    layout            axes                                       paper
-    tensor            tensor                                     Shoeybi et al., arXiv 1909.08053
-    tensor_sequence   tensor                                     Korthikanti et al., arXiv 2205.05198
-    context           tensor_tokens                              keys and values travel, or heads (Jacobs et al., 2309.14509)
-    tensor_2d         tensor_rows, tensor_columns
-    tensor_3d         tensor_tokens, tensor_rows, tensor_columns Bian et al., arXiv 2105.14450
+    layout           axes                                        paper
+    tensor           tensor                                      Shoeybi et al., 1909.08053
+    tensor_sequence  tensor                                      Korthikanti et al., 2205.05198
+    context          tensor_tokens                               keys and values travel, or heads
+                                                                 (Jacobs et al., 2309.14509)
+    tensor_2d        tensor_rows, tensor_columns
+    tensor_3d        tensor_tokens, tensor_rows, tensor_columns  Bian et al., 2105.14450
 """
 
 from __future__ import annotations

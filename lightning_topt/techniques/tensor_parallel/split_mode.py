@@ -254,8 +254,7 @@ class SplitMode(PythonFunctionMode):
             Placed(prepared.call, args, kwargs, prepared.inputs, outputs, self.axes, prepared.memo)
         )
 
-    # ---- arguments
-    # --------------------------------------------------------------------------------------------------
+    # ---- arguments -------------------------------------------------------------------------------
 
     def _moved_arguments(self, prepared: PreparedCall, tensors: list[Tensor]) -> list[Tensor]:
         """The local tensors; the list itself where none moves."""
@@ -281,8 +280,7 @@ class SplitMode(PythonFunctionMode):
         tensor.copy_(moves.move(whole, everywhere, target, (False,) * len(everywhere), self.axes))
         return None if prepared.call.func is Tensor.__setitem__ else tensor
 
-    # ---- results
-    # ----------------------------------------------------------------------------------------------------
+    # ---- results ---------------------------------------------------------------------------------
 
     def _placed(self, prepared: PreparedCall, result: Any, local: Sequence[Tensor]) -> Any:
         if not prepared.decision.outputs and not prepared.batches:

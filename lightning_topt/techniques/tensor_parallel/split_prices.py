@@ -1,7 +1,8 @@
 """Prices of one traced call whose arguments are split along a tensor axis: `decide` says what the
 run would do, so the price is that of the run.
 
-    computation   max(flops / F, bytes / M) + o on local shapes, forward; backward the same for every gradient (see `compute`)
+    computation   max(flops / F, bytes / M) + o on local shapes, forward; backward the same for
+                  every gradient (see `compute`)
     collectives   those of `moves`, forward and backward, by `estimate_collective_seconds`
     activations   what autograd saved, in the share that is local
 """
@@ -173,8 +174,7 @@ class SplitPrices:
     def _bytes(self, ref: Ref) -> float:
         return ref.nbytes * (1.0 if ref.parameter is not None else self.batch_scale)
 
-    # ---- computation
-    # ------------------------------------------------------------------------------------------------
+    # ---- computation -----------------------------------------------------------------------------
 
     def _compute_seconds(
         self,

@@ -149,8 +149,7 @@ class _Search:
             kept,
         )
 
-    # ---- what is known of the calls
-    # ---------------------------------------------------------------------------------
+    # ---- what is known of the calls --------------------------------------------------------------
 
     @cached_property
     def _last_uses(self) -> dict[int, int]:

@@ -169,8 +169,8 @@ class Pair(nn.Module):
         left, right = self.left(x), self.right(x).tanh()
         both = torch.stack([left, right]).unbind(0)
         return {
-            "parts": [*both, left], "same": left, "mask": left > 0, "order": left.argsort(-1), "name": "pair",
-            "frozen": x.detach(),
+            "parts": [*both, left], "same": left, "mask": left > 0, "order": left.argsort(-1),
+            "name": "pair", "frozen": x.detach(),
         }  # fmt: skip
 
 

@@ -90,8 +90,7 @@ def test_steps_are_split() -> None:
         check([found[name] for found in results])
 
 
-# ---- two and three axes
-# ---------------------------------------------------------------------------------------------
+# ---- two and three axes --------------------------------------------------------------------------
 
 FIRST, SECOND = ("qkv", "up", "head"), ("project", "down")
 

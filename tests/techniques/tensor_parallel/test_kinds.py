@@ -71,8 +71,7 @@ def test_every_kind_has_a_sample() -> None:
     assert {kind.name for kind in KINDS.values()} - tried == WITH_COLLECTIVES
 
 
-# ---- decisions
-# ------------------------------------------------------------------------------------------------------
+# ---- decisions -----------------------------------------------------------------------------------
 
 
 def decided(

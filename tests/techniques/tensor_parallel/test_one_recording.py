@@ -42,8 +42,8 @@ class Vision(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         config = transformers.ViTConfig(
-            hidden_size=WIDTH, num_hidden_layers=3, num_attention_heads=4, intermediate_size=64, image_size=16,
-            patch_size=4, num_labels=8,
+            hidden_size=WIDTH, num_hidden_layers=3, num_attention_heads=4, intermediate_size=64,
+            image_size=16, patch_size=4, num_labels=8,
         )  # fmt: skip
         self.model = transformers.ViTForImageClassification(config)
 

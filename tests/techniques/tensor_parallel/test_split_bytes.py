@@ -3,11 +3,14 @@ dimensions.
 
 T tokens, h features, P = q^3 ranks. Elements that a rank sends in a step, of products alone:
 
-    1-D                8 (P-1)/P Th                                Shoeybi et al., arXiv 1909.08053, section 3
-    1-D by step        the same, and 2 gathers again in backward   Korthikanti et al., arXiv 2205.05198, section 4.2.2
-    3-D                2 (q-1)/q^3 (16 Th + 12 h^2)                Bian et al., arXiv 2105.14450, section 3
-                       and (q-1)/q^3 (7 Th + 12 h^2) again in backward, so that activations are kept
-                       in slices
+    1-D           8 (P-1)/P Th                                Shoeybi et al., arXiv 1909.08053,
+                                                              section 3
+    1-D by step   the same, and 2 gathers again in backward   Korthikanti et al., arXiv 2205.05198,
+                                                              section 4.2.2
+    3-D           2 (q-1)/q^3 (16 Th + 12 h^2)                Bian et al., arXiv 2105.14450,
+                  and (q-1)/q^3 (7 Th + 12 h^2) again in      section 3
+                  backward, so that activations are kept
+                  in slices
 
 Norms add all-reduces of a number or two per row, which are counted by themselves.
 """

@@ -128,8 +128,7 @@ def test_user_code_between_layers() -> None:
         check([found[name] for found in results], whole_calls=whole_calls)
 
 
-# ---- recurrent layers
-# -----------------------------------------------------------------------------------------------
+# ---- recurrent layers ----------------------------------------------------------------------------
 
 
 class Cells(nn.Module):
@@ -177,8 +176,7 @@ def test_recurrent_layers() -> None:
         check([found[index] for found in results], whole_calls=whole_calls)
 
 
-# ---- evaluation
-# -----------------------------------------------------------------------------------------------------
+# ---- evaluation ----------------------------------------------------------------------------------
 
 
 def evaluation(rank: int) -> float:
@@ -216,8 +214,7 @@ def test_layers_of_torch_in_eval_mode() -> None:
     assert max(run_ranks(evaluation, 2)) < 1e-5
 
 
-# ---- moves
-# ----------------------------------------------------------------------------------------------------------
+# ---- moves ---------------------------------------------------------------------------------------
 
 
 def moves_between_all(rank: int) -> None:
@@ -245,8 +242,7 @@ def test_every_move() -> None:
     run_ranks(moves_between_all, 4)
 
 
-# ---- the loss
-# -------------------------------------------------------------------------------------------------------
+# ---- the loss ------------------------------------------------------------------------------------
 
 
 def losses(rank: int, mesh: Mesh, placements: tuple[Placement, ...]) -> None:
@@ -361,8 +357,7 @@ def several_losses(rank: int, mesh: Mesh) -> None:
         losses(rank, mesh, placements)
 
 
-# ---- refusals
-# -------------------------------------------------------------------------------------------------------
+# ---- refusals ------------------------------------------------------------------------------------
 
 
 def alone(*placements: Placement) -> tuple[SplitMode, Tensor]:

@@ -34,8 +34,7 @@ def values(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-# ---- Hugging Face
-# ---------------------------------------------------------------------------------------------------
+# ---- Hugging Face --------------------------------------------------------------------------------
 
 
 def llama(layers: int = 2) -> nn.Module:
@@ -66,8 +65,8 @@ def gpt2() -> nn.Module:
 
 def bert(attention: str = "sdpa") -> nn.Module:
     config = transformers.BertConfig(
-        vocab_size=48, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
-        max_position_embeddings=16, attn_implementation=attention,
+        vocab_size=48, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+        intermediate_size=64, max_position_embeddings=16, attn_implementation=attention,
     )  # fmt: skip
     return transformers.BertForMaskedLM(config)
 
@@ -104,8 +103,9 @@ def vit() -> nn.Module:
 
 def mixtral(experts: str = "eager") -> nn.Module:
     config = transformers.MixtralConfig(
-        vocab_size=48, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=8,
-        num_key_value_heads=4, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True,
+        vocab_size=48, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=8, num_key_value_heads=4, num_local_experts=4, num_experts_per_tok=2,
+        output_router_logits=True,
     )  # fmt: skip
     config._experts_implementation = experts
     return transformers.MixtralForCausalLM(config)
@@ -186,8 +186,7 @@ MIXTRAL = {
 }
 BY_EXPERT = {**MIXTRAL, "experts.gate_up_proj": OUT, "experts.down_proj": OUT}
 
-# ---- torch
-# ----------------------------------------------------------------------------------------------------------
+# ---- torch ---------------------------------------------------------------------------------------
 
 ATTENTION = {"in_proj_weight": FUSED, "in_proj_bias": FUSED, "out_proj.weight": IN}
 LAYER = {**ATTENTION, "linear1.weight": OUT, "linear1.bias": OUT, "linear2.weight": IN}

@@ -11,11 +11,12 @@ By nodes the same among the ranks with equal position in their nodes, about the 
 `protected` the largest entries travel beside it by an all-gather, as top-k's do: only small ones
 can be lost.
 
-    bytes moved on the device               exchanged                                                       function
-    (3 s + 24) n                            bounded_loss(4 n)                                               BoundedLoss.work
-    2 s n + 24 n / l                        node reduce_scatter(s n), across bounded_loss(4 n / l),
-                                            node all_gather(s n)
-    protected: + pack(k) + decode(W k)      all_gather(W b), by nodes all_gather(m b)
+    bytes moved on the device             exchanged                              function
+    (3 s + 24) n                          bounded_loss(4 n)                      BoundedLoss.work
+    2 s n + 24 n / l                      node reduce_scatter(s n),
+                                          across bounded_loss(4 n / l),
+                                          node all_gather(s n)
+    protected: + pack(k) + decode(W k)    all_gather(W b), by nodes all_gather(m b)
 """
 
 from __future__ import annotations

@@ -252,8 +252,7 @@ class LossyBuckets(BucketExchange):
             sent = sent * topology.ranks_per_node * others // (topology.world_size - 1)
         self.bytes_sent += sent
 
-    # ---- what is held back
-    # ------------------------------------------------------------------------------------------
+    # ---- what is held back -----------------------------------------------------------------------
 
     def _settle(self, index: int) -> None:
         """Subtract what the last step delivered of a bucket."""

@@ -1,17 +1,19 @@
 """DeMo: momentum that each rank keeps for itself, of which only the fast components travel (arXiv
 2411.19870, algorithm 1).
 
-    momentum = decay * momentum + gradient;  sent = the largest coefficients of its cosine transform, in each tile
+    momentum = decay * momentum + gradient
+    sent = the largest coefficients of its cosine transform, in each tile
     momentum = momentum - sent;  result = sign(sum of what all ranks sent)
 
 What a tile's coefficients are: `cosine`. b bytes of a message (`LevelMessage`), c its largest
 chunk:
 
-               bytes moved on the device                       collectives                                    function
-    flat       (2 s + 28) n + pack(k) + decode(W k),           all_gather(W b)                                DeMo.work
+               bytes moved on the device               collectives                    function
+    flat       (2 s + 28) n + pack(k) + decode(W k),   all_gather(W b)                DeMo.work
                8 c n flops
-    by nodes   the same, + 2 s n                               node all_reduce(s n), across all_gather(m b),
-                                                               node all_gather(W b)
+    by nodes   the same, + 2 s n                       node all_reduce(s n), across
+                                                       all_gather(m b), node
+                                                       all_gather(W b)
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Everything: by one all-reduce per bucket, which is what the other methods are compared with, or
 by way of the nodes.
 
-bytes moved on the device     collectives, one after another                                        function
-by nodes: 2 s n + 36 n / l    node reduce_scatter(s n), across all_reduce(s n / l),                 Dense.work
+bytes moved on the device     collectives, one after another                              function
+by nodes: 2 s n + 36 n / l    node reduce_scatter(s n), across all_reduce(s n / l),       Dense.work
                               node all_gather(s n)
 """
 

@@ -4,8 +4,8 @@ entries.
 The sparse form sends only the `density` largest entries of what is pending on each rank
 (SparseLoCo, arXiv 2508.15706):
 
-    residual = residual_decay * residual + delta;  sent = the largest of residual;  residual = residual - sent
-    mean = mean of sent
+    residual = residual_decay * residual + delta;  sent = the largest of residual
+    residual = residual - sent;  mean = mean of sent
 
 SparseLoCo itself is ``outer_momentum=0, outer_learning_rate=1, residual_decay=0.95``: there the
 residual is the momentum.

@@ -12,9 +12,9 @@ rows * columns. Tensors of more than two dims are matrices (first dim, rest). To
 its second all-reduce in a callback and so fails on gloo with more than one bucket; here the two are
 stages of `worker.ExchangeWorker`.
 
-    bytes moved on the device                                  collectives                           function
-    (3 s + 24) n, and 8 R n flops + 4 R^2 per row and column   all_reduce(P and what is whole),      PowerSGD.work
-                                                               all_reduce(Q); R is `rank`
+    bytes moved on the device           collectives                        function
+    (3 s + 24) n, and 8 R n flops +     all_reduce(P and what is whole),   PowerSGD.work
+    4 R^2 per row and column            all_reduce(Q); R is `rank`
 """
 
 from __future__ import annotations

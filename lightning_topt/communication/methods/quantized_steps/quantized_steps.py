@@ -3,7 +3,8 @@ that do not grow with ranks.
 
     delta = parameters that all agreed on - this rank's, after `every` local steps
     residual = residual + delta;  sent = residual in `bits`;  residual = residual - sent
-    part r of the mean of what all ranks sent, in `bits`, is made by rank r, which adds W times the error to its residual
+    part r of the mean of what all ranks sent, in `bits`, is made by rank r, which adds W times the
+    error to its residual
     parameters = parameters - outer_learning_rate * that
 
 A sum of W numbers of b bits is no number of b bits, so there is no all-reduce of them: parts are

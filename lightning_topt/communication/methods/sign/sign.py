@@ -1,7 +1,8 @@
 """One bit per gradient element with error feedback (Seide et al., "1-bit SGD", Interspeech 2014;
 EF-signSGD, arXiv 1901.09847).
 
-    pending = gradient + residual;  sent = mean|pending| * sign(pending), per parameter;  residual = pending - sent
+    pending = gradient + residual;  sent = mean|pending| * sign(pending), per parameter
+    residual = pending - sent
 
 (Karimireddy et al., algorithm 2, with one scale per parameter.) A message is one float32 scale per
 parameter, then the bits; all ranks gather all messages, decode them in rank order and take the

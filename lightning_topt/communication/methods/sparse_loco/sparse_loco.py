@@ -2,7 +2,8 @@
 2508.15706, algorithm 1).
 
     delta = parameters that all agreed on - this rank's, after `every` local steps
-    residual = residual_decay * residual + delta;  sent = the largest of each chunk, in `bits`;  residual = residual - sent
+    residual = residual_decay * residual + delta;  sent = the largest of each chunk, in `bits`
+    residual = residual - sent
     parameters = parameters - outer_learning_rate * mean of what all ranks sent
 
 The residual that fades takes the place of the outer momentum: what one step does not send pushes in

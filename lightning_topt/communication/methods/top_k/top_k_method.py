@@ -2,12 +2,12 @@
 
 k entries and b bytes of a message (`wire.MessageFormat`, in few bits `LevelMessage`):
 
-                    bytes moved on the device                          collectives, one after another            function
-    flat            (s + 8) n + pack(k) + s n + decode(W k)            all_gather(W b)                           _flat
-    by nodes        12 n / l + pack(k) + s n + decode(W k)             node reduce_scatter(s n), across          _by_nodes
-                                                                       all_gather(m b), node
-                                                                       all_gather(W b)
-      W b > s n     the same, + s n, decode(m k)                       the last is all_gather(s n)
+                  bytes moved on the device                  collectives, in turn      function
+    flat          (s + 8) n + pack(k) + s n + decode(W k)    all_gather(W b)           _flat
+    by nodes      12 n / l + pack(k) + s n + decode(W k)     node reduce_scatter(s n)  _by_nodes
+                                                             across all_gather(m b)
+                                                             node all_gather(W b)
+      W b > s n   the same, + s n, decode(m k)               the last is all_gather(s n)
 """
 
 from __future__ import annotations

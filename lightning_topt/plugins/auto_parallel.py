@@ -350,11 +350,11 @@ class AutoParallelStrategy(DataRanks):
         if any(isinstance(callback, StepMonitor) for callback in trainer.callbacks):  # type: ignore[attr-defined]
             warm_up(self.root_device)
             self.memory_meter = MemoryMeter(self.root_device)
-            buckets = (
-                bytes_of_buckets(self.model)
-                if isinstance(self.model, DistributedDataParallel)
-                else 0
-            )
+            ddp, buckets = self.model, 0
+            # On CPUs buckets take no memory before the first backward pass writes to them.
+            has_buckets = self._watched_fit is not None or self.root_device.type != "cpu"
+            if isinstance(ddp, DistributedDataParallel) and has_buckets:
+                buckets = bytes_of_buckets(ddp)
             self.memory_meter.mark_base(self.lightning_module, self.optimizers, other_bytes=buckets)
         return True
 

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader
 
+from lightning_topt import AutoParallelStrategy
+from lightning_topt.graph.mesh_axes import data_mesh
+from lightning_topt.plan.parallel_plan import preset_plan
+from lightning_topt.plan.presets import PRESETS
 from lightning_topt.plugins import step_monitor
 from lightning_topt.plugins.step_monitor import StepMonitor
 from tests.clock import Clock
+from tests.plugins.trainer_ranks import make_trainer, on_ranks
 
 MIB = 2**20
 linux = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
@@ -108,3 +115,35 @@ def test_too_short_a_run_has_a_peak_but_no_time():
 def test_without_warm_up_it_refuses():
     with pytest.raises(ValueError, match="warmup_steps"):
         StepMonitor(warmup_steps=0)
+
+
+class Wide(pl.LightningModule):
+    """128 MiB of parameters, and hardly any activations."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(2048, 2048, bias=False) for _ in range(8))
+
+    def training_step(self, batch, batch_idx):
+        return sum(layer(batch).mean() for layer in self.layers)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+def peak_of(rank, kind, views):
+    strategy = DDPStrategy(gradient_as_bucket_view=views)
+    if kind == "given plan":
+        plan = preset_plan(PRESETS["ddp"], mesh=data_mesh(2))
+        strategy = AutoParallelStrategy(plan=dataclasses.replace(plan, gradient_views=views))
+    monitor = StepMonitor(warmup_steps=1)
+    trainer = make_trainer(strategy, devices=2, max_steps=5, callbacks=[monitor])
+    trainer.fit(Wide(), DataLoader(torch.ones(16, 2048), batch_size=1))
+    return max(monitor.measurement.peak_bytes_per_rank)
+
+
+@linux
+@pytest.mark.parametrize("views", [False, True])
+def test_a_plan_that_is_given_is_measured_as_ddp_is(views):
+    ddp, plan = (max(on_ranks(peak_of, kind, views)) for kind in ("ddp", "given plan"))
+    assert plan == pytest.approx(ddp, abs=32 * MIB)  # a quarter of a copy of the parameters

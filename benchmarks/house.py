@@ -3,7 +3,8 @@
     python -m benchmarks.house                   # this tree
     python -m benchmarks.house --commit 17444a6  # beside the tree of an earlier commit
 
-Everything is read from the sources; only the modules behind a public class are counted by importing it in a new process.
+Everything is read from the sources; only the modules behind a public class are counted by importing
+it in a new process.
 """
 
 from __future__ import annotations
@@ -67,11 +68,14 @@ class Module:
 def read_package(root: Path) -> list[Module]:
     """Return all modules of the package below `root`."""
     files = sorted((root / "lightning_topt").rglob("*.py"))
-    return [Module(".".join(file.relative_to(root).with_suffix("").parts), file.read_text()) for file in files]
+    return [
+        Module(".".join(file.relative_to(root).with_suffix("").parts), file.read_text())
+        for file in files
+    ]
 
 
 def single_importers(modules: list[Module]) -> list[tuple[str, str]]:
-    """Return (module, importer) where exactly one module imports it, and both are in the same folder."""
+    """Return (module, importer) of modules that one other imports, and that is in their folder."""
     names = {module.name for module in modules}
     importers: dict[str, list[Module]] = {name: [] for name in names}
     for module in modules:
@@ -80,7 +84,9 @@ def single_importers(modules: list[Module]) -> list[tuple[str, str]]:
     return [
         (name, found[0].name)
         for name, found in importers.items()
-        if len(found) == 1 and found[0].folder == name.rpartition(".")[0] and not name.endswith("__init__")
+        if len(found) == 1
+        and found[0].folder == name.rpartition(".")[0]
+        and not name.endswith("__init__")
     ]
 
 
@@ -91,7 +97,10 @@ def body_lines(function: Function) -> int:
 
 
 def private_functions(modules: list[Module]) -> tuple[int, int, int]:
-    """Return how many private functions and methods there are, are named once elsewhere, and of these have at most six lines."""
+    """Return how many private functions there are, of these are named once, and of these are short.
+
+    Methods count; short are bodies of at most six lines.
+    """
     names = Counter[str]()
     functions: list[tuple[str, Function]] = []
     for module in modules:
@@ -100,7 +109,11 @@ def private_functions(modules: list[Module]) -> tuple[int, int, int]:
                 names[f"{module.name} {node.id}"] += 1
             elif isinstance(node, ast.Attribute):
                 names[f"{module.name} {node.attr}"] += 1
-            elif isinstance(node, Function) and node.name.startswith("_") and not node.name.startswith("__"):
+            elif (
+                isinstance(node, Function)
+                and node.name.startswith("_")
+                and not node.name.startswith("__")
+            ):
                 functions.append((f"{module.name} {node.name}", node))
     once = [function for name, function in functions if names[name] == 1]
     return len(functions), len(once), sum(body_lines(function) <= 6 for function in once)
@@ -114,14 +127,22 @@ def comment_lines(module: Module) -> int:
 
 def class_names_twice(modules: list[Module]) -> list[str]:
     """Return names that more than one class at the top of a module has."""
-    names = Counter(node.name for module in modules for node in module.tree.body if isinstance(node, ast.ClassDef))
+    names = Counter(
+        node.name
+        for module in modules
+        for node in module.tree.body
+        if isinstance(node, ast.ClassDef)
+    )
     return sorted(name for name, count in names.items() if count > 1)
 
 
 def modules_behind(root: Path, name: str) -> int:
     """Return how many modules of ours an import of the public class `name` loads."""
-    code = f"import sys; from lightning_topt import {name}; print(sum(m.startswith('lightning_topt.') for m in sys.modules))"
-    job = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    ours = "sum(m.startswith('lightning_topt.') for m in sys.modules)"
+    code = f"import sys; from lightning_topt import {name}; print({ours})"
+    job = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True
+    )
     return int(job.stdout)
 
 
@@ -129,7 +150,9 @@ def figures(root: Path) -> dict[str, str]:
     """Return what is counted, by its name."""
     modules = read_package(root)
     lines = [line for module in modules for line in module.lines]
-    functions = [node for module in modules for node in module.nodes(ast.FunctionDef, ast.AsyncFunctionDef)]
+    functions = [
+        node for module in modules for node in module.nodes(ast.FunctionDef, ast.AsyncFunctionDef)
+    ]
     bodies = sorted(body_lines(function) for function in functions)  # type: ignore[arg-type]
     singles = single_importers(modules)
     private, once, short = private_functions(modules)
@@ -146,7 +169,9 @@ def figures(root: Path) -> dict[str, str]:
         "lines of a body: median, 90th percentile, most": (
             f"{statistics.median(bodies):.0f}, {bodies[int(0.9 * len(bodies))]}, {bodies[-1]}"
         ),
-        "private functions that are named once": f"{once} of {private} ({percent(once, private)}), {short} of up to 6 lines",
+        "private functions that are named once": (
+            f"{once} of {private} ({percent(once, private)}), {short} of up to 6 lines"
+        ),
         "comments": percent(sum(map(comment_lines, modules)), len(lines)),
         "`Any` per 100 lines": f"{100 * anys / len(lines):.1f}",
         f"lines over {MAX_COLUMNS} columns": f"{sum(len(line) > MAX_COLUMNS for line in lines):,}",
@@ -158,14 +183,20 @@ def figures(root: Path) -> dict[str, str]:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--commit", help="an earlier one, for a column of its own")
-    parser.add_argument("--list", action="store_true", help="list the modules with one importer and the double names")
+    parser.add_argument(
+        "--list", action="store_true", help="list modules with one importer, and double names"
+    )
     options = parser.parse_args()
     columns = {"now": figures(ROOT)}
     if options.commit:
         with tempfile.TemporaryDirectory() as folder:
-            archive = subprocess.run(["git", "archive", options.commit], cwd=ROOT, capture_output=True, check=True).stdout
+            archive = subprocess.run(
+                ["git", "archive", options.commit], cwd=ROOT, capture_output=True, check=True
+            ).stdout
             with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
                 tar.extractall(folder, filter="data")
             columns = {options.commit: figures(Path(folder)), **columns}

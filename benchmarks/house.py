@@ -164,7 +164,9 @@ def figures(root: Path) -> dict[str, str]:
         "files": f"{len(modules)}",
         "lines": f"{len(lines):,}",
         "lines per file": f"{len(lines) / len(modules):.0f}",
-        "modules with one importer, in the same folder": f"{len(singles)} ({percent(len(singles), len(modules))})",
+        "modules with one importer, in the same folder": (
+            f"{len(singles)} ({percent(len(singles), len(modules))})"
+        ),
         "lines per function": f"{len(lines) / len(functions):.1f}",
         "lines of a body: median, 90th percentile, most": (
             f"{statistics.median(bodies):.0f}, {bodies[int(0.9 * len(bodies))]}, {bodies[-1]}"

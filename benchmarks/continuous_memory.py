@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.common import RESULTS, machine, mib, run_script
 from lightning_topt.prediction import make_prediction
-from lightning_topt.schedules.continuous import LAGS, lag_of
+from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES, lag_of
 
 RANKS = 4
 RULES = ("none", "pipeoptim", "spectrain", "stash", "two_versions")
@@ -19,7 +19,7 @@ RULES = ("none", "pipeoptim", "spectrain", "stash", "two_versions")
 
 def rows(rule: str, schedule: str) -> list[str]:
     """Measure one rule, and return a row for each stage."""
-    lag = LAGS[schedule]
+    lag = CONTINUOUS_SCHEDULES[schedule]
     accumulate = (RANKS - 1) * lag if rule == "two_versions" else 1
     found = run_script(
         "continuous_memory_run.py", prediction=rule, schedule=schedule, accumulate=accumulate
@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5000, help="of the long run")
     options = parser.parse_args()
     table = []
-    for schedule in LAGS:
+    for schedule in CONTINUOUS_SCHEDULES:
         for rule in options.rules:
             table += rows(rule, schedule)
             print(*table[-RANKS:], sep="\n", flush=True)

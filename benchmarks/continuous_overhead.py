@@ -38,9 +38,9 @@ from benchmarks.pipeline_overhead import CPU, SPLIT, Stack, plan_of, their_step
 from benchmarks.pipeline_overhead import SCHEDULES as OF_TORCH
 from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.pipeline.pipeline_run import Example
-from lightning_topt.schedules.make_schedule import make_schedule
-from lightning_topt.schedules.schedule_simulation import simulate
-from lightning_topt.schedules.stage_costs import StageCosts
+from lightning_topt.schedules.schedules import make_schedule
+from lightning_topt.schedules.simulate import simulate
+from lightning_topt.schedules.timing import StageCosts
 
 THEIRS = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 

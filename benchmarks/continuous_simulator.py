@@ -2,7 +2,7 @@
 per stage.
 
 Stages are modules of one input and one output; a stage may be without parameters. What a stage does
-when is that of `schedules.continuous`, iteration by iteration.
+when is that of `schedules.schedules`, iteration by iteration.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_topt.prediction import Prediction, make_prediction
-from lightning_topt.schedules.continuous import (
+from lightning_topt.schedules.schedules import (
+    Action,
     continuous_schedule,
-    continuous_turn,
-    drain_turns,
+    drain_actions,
     every,
+    iteration_actions,
 )
-from lightning_topt.schedules.horizons import Horizon, horizons
-from lightning_topt.schedules.schedule import Action
+from lightning_topt.schedules.staleness import Staleness, staleness
 
 Batch = tuple[Tensor, Tensor]  # inputs, targets
 
@@ -103,19 +103,21 @@ class ContinuousTraining:
         data, count = list(batches), len(self.stages)
         completes = every(self.sizes["accumulate"], num_minibatches=len(data))
         schedule = continuous_schedule(num_ranks=count, num_minibatches=len(data), **self.sizes)
-        self.data, self.horizons, self.losses = data, horizons(schedule), [0.0] * len(data)
+        self.data, self.staleness, self.losses = data, staleness(schedule), [0.0] * len(data)
         places = {
             "num_ranks": count,
             "completes": completes,
             "lag_per_hop": self.sizes["lag_per_hop"],
         }
         for iteration in range(len(data)):
-            turns = [continuous_turn(rank, iteration=iteration, **places) for rank in range(count)]
+            turns = [
+                iteration_actions(rank, iteration=iteration, **places) for rank in range(count)
+            ]
             for action in (action for turn in turns for action in turn if action.kind == "forward"):
                 self._forward(action)
             for action in (action for turn in turns for action in turn if action.kind != "forward"):
                 self._back(action, iteration)
-        drains = [drain_turns(rank, num_minibatches=len(data), **places) for rank in range(count)]
+        drains = [drain_actions(rank, num_minibatches=len(data), **places) for rank in range(count)]
         for rank in reversed(range(count)):  # what is left of a stage waits for the later ones only
             for action in (action for turn in drains[rank] for action in turn):
                 self._back(action, len(data) - 1)
@@ -138,7 +140,7 @@ class ContinuousTraining:
         )
         stage.last_forward = index
         stage.finished_at[index] = next(reversed(stage.square_norms.values()), 0.0)
-        with self._weights(action, self.horizons[action.stage_index].forward[index], now=index):
+        with self._weights(action, self.staleness[action.stage_index].forward[index], now=index):
             output = stage.module(inputs)
             if action.stage_index == len(self.stages) - 1:
                 output = self.loss(output, targets) / self.sizes["accumulate"]
@@ -152,21 +154,21 @@ class ContinuousTraining:
         index, stage = action.microbatch_index, self.stages[action.stage_index]
         inputs, output = stage.inputs.pop(index), stage.outputs.pop(index)
         gradient = stage.gradients.pop(index, None)
-        with self._weights(action, self.horizons[action.stage_index].backward[index], now=now):
+        with self._weights(action, self.staleness[action.stage_index].backward[index], now=now):
             if output.requires_grad:
                 torch.autograd.backward(output, gradient)
         if action.stage_index:
             self.stages[action.stage_index - 1].gradients[index] = inputs.grad
 
-    def _weights(self, action: Action, horizon: Horizon, *, now: int) -> Any:
+    def _weights(self, action: Action, staleness: Staleness, *, now: int) -> Any:
         stage = self.stages[action.stage_index]
         if stage.rule is None or stage.optimizer is None:
             return nullcontext()
-        assert horizon.version == stage.updates
+        assert staleness.version == stage.updates
         enter = stage.rule.forward if action.kind == "forward" else stage.rule.backward
         return enter(
             action.microbatch_index,
-            horizon,
+            staleness,
             stage.rates(self.step, last=len(self.data) - 1, now=now),
         )
 

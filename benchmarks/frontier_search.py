@@ -12,6 +12,8 @@ invented.
 from __future__ import annotations
 
 import argparse
+import importlib
+import importlib.util
 import os
 import statistics
 import subprocess
@@ -30,10 +32,14 @@ def measure(name: str, seed: int) -> dict[str, Any]:
     """Search one table, here."""
     from benchmarks.frontier_cases import TABLES, random_costs  # noqa: PLC0415
 
-    try:
-        from lightning_topt.frontier.frontier_search import search_frontier  # noqa: PLC0415
-    except ModuleNotFoundError:  # where checkouts from before version 2 of plans have it
-        from lightning_topt.frontier.search import search_frontier  # type: ignore[import-not-found,no-redef]  # noqa: PLC0415
+    # where this checkout has it, and where earlier ones have it
+    homes = (
+        "tests.frontier.graph_search",
+        "lightning_topt.frontier.frontier_search",
+        "lightning_topt.frontier.search",
+    )
+    found_at = next(home for home in homes if importlib.util.find_spec(home) is not None)
+    search_frontier = importlib.import_module(found_at).search_frontier
 
     for edges, columns in ((True, 1), (False, 3)):  # loads what is compiled
         search_frontier(

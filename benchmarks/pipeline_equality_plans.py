@@ -11,7 +11,7 @@ from benchmarks.equality_tables import Refusal
 from benchmarks.tensor_equality_models import Model
 from benchmarks.tensor_equality_plans import Plan
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, StagePlan
-from lightning_topt.schedules.make_schedule import SCHEDULES
+from lightning_topt.schedules.schedules import SCHEDULES
 from lightning_topt.techniques.registry import check_runs
 
 ONE_STAGE = [name for name, rule in SCHEDULES.items() if rule.least_stages == 1]  # per rank

@@ -25,7 +25,7 @@ from lightning_topt.execution.pipeline.pipeline_run import Example
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.prediction import make_prediction
-from lightning_topt.schedules.horizons import Horizon
+from lightning_topt.schedules.staleness import Staleness
 
 CPU = torch.device("cpu")
 
@@ -75,12 +75,12 @@ def weight_seconds(rule: str | None, count: int = 1 << 22) -> float:
     optimizer = adamw(module)
     optimizer.step()
     stage = make_prediction(rule or "none").on(optimizer, stage=1, num_stages=4)
-    horizon, rates = Horizon(version=0, missing=1, round_trip=1), [optimizer.param_groups]
+    staleness, rates = Staleness(version=0, missing=1, round_trip=1), [optimizer.param_groups]
 
     def turn() -> None:
-        with stage.forward(0, horizon, rates):
+        with stage.forward(0, staleness, rates):
             pass
-        with stage.backward(0, horizon, rates):
+        with stage.backward(0, staleness, rates):
             pass
         optimizer.step()
 

@@ -38,7 +38,7 @@ from lightning_topt.execution.pipeline.pipeline_run import Example
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, StagePlan
-from lightning_topt.schedules.make_schedule import make_schedule
+from lightning_topt.schedules.schedules import make_schedule
 
 CPU = torch.device("cpu")
 # Our name: theirs, and stages per rank.

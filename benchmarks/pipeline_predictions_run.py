@@ -33,10 +33,9 @@ from lightning_topt.execution.memory_meter import MemoryMeter
 from lightning_topt.execution.pipeline.pipeline_run import Example
 from lightning_topt.execution.pipeline.stage_pass import StagePass
 from lightning_topt.graph.mesh_axes import Axis, Mesh
-from lightning_topt.schedules.make_schedule import SCHEDULES, make_schedule
-from lightning_topt.schedules.schedule import Schedule
-from lightning_topt.schedules.schedule_simulation import simulate
-from lightning_topt.schedules.stage_costs import StageCosts
+from lightning_topt.schedules.schedules import SCHEDULES, Schedule, make_schedule
+from lightning_topt.schedules.simulate import simulate
+from lightning_topt.schedules.timing import StageCosts
 
 CPU = torch.device("cpu")
 KINDS = ("forward", "backward", "backward_input", "backward_weight")

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from lightning_topt.prediction import StagePrediction
-from lightning_topt.schedules.continuous import continuous_schedule, lag_of
-from lightning_topt.schedules.horizons import StageHorizons, horizons
-from lightning_topt.schedules.schedule_order import Edges, run_order
+from lightning_topt.schedules.check import Edges, run_order
+from lightning_topt.schedules.schedules import continuous_schedule, lag_of
+from lightning_topt.schedules.staleness import StageStaleness, staleness
 
 
 class SegmentTwin:
@@ -24,7 +24,7 @@ class SegmentTwin:
     rules: Sequence[StagePrediction]
     start: int
     stop: int
-    known: Sequence[StageHorizons]
+    known: Sequence[StageStaleness]
     crossing: dict[tuple[int, int], tuple[Tensor, Tensor]]  # what a stage received, what it made
 
     def segment(self, start: int, stop: int, completes: Callable[[int], bool]) -> None:
@@ -39,7 +39,7 @@ class SegmentTwin:
         )
         order, waiting = run_order(schedule, Edges(self.count, needs=None))
         assert not waiting
-        self.start, self.stop, self.known, self.crossing = start, stop, horizons(schedule), {}
+        self.start, self.stop, self.known, self.crossing = start, stop, staleness(schedule), {}
         for stage, action in order:
             getattr(self, action.kind)(stage, action.microbatch_index + start)
         for rule in self.rules:

@@ -24,8 +24,7 @@ from lightning_topt.communication import DeMo, PowerSGD, QuantizedSteps, Sign, S
 from lightning_topt.communication.method_registry import method_classes
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.prediction import PREDICTIONS
-from lightning_topt.schedules.continuous import LAGS
-from lightning_topt.schedules.make_schedule import SCHEDULES
+from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES, SCHEDULES
 
 
 def choices(group: str) -> list[str]:
@@ -107,7 +106,7 @@ def test_every_schedule_is_one(schedule):
     config = composed("train", "strategy=topt_pipeline", f"schedule={schedule}")
     strategy = instantiate(config.strategy, _convert_="all")
     assert isinstance(strategy, PipelineStrategy) and strategy.request.plan.schedule == schedule
-    assert {*choices("schedule")} == {*SCHEDULES, *LAGS}
+    assert {*choices("schedule")} == {*SCHEDULES, *CONTINUOUS_SCHEDULES}
 
 
 def test_every_rule_of_weights_has_a_configuration():

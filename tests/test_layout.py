@@ -19,7 +19,7 @@ ALLOWED = {stage: STAGES[: index + 1] + BESIDE for index, stage in enumerate(STA
 ALLOWED |= {beside: [beside] for beside in BESIDE}
 # results are gathered with its collectives, errors are its PeerLostError
 ALLOWED["optim"] = ["optim", "communication"]
-ALLOWED["prediction"] = ["prediction", "schedules"]  # horizons come from schedules
+ALLOWED["prediction"] = ["prediction", "schedules"]  # staleness comes from schedules
 ALLOWED["frontier"] = ["frontier", "costs"]  # the search knows nothing of models
 ALLOWED = {folder: [*allowed, BELOW] for folder, allowed in ALLOWED.items()} | {BELOW: [BELOW]}
 ONLY_IN = {

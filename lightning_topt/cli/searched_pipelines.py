@@ -25,9 +25,8 @@ from lightning_topt.plugins.pipeline_look import why_left_out
 from lightning_topt.plugins.plan_request import PlanRequest
 from lightning_topt.plugins.planning import make_fake_optimizers
 from lightning_topt.plugins.searched_plan import needs_whole_parameters
-from lightning_topt.schedules.continuous import LAGS
-from lightning_topt.schedules.make_schedule import SCHEDULES
-from lightning_topt.schedules.schedule_simulation import Simulation
+from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES, SCHEDULES
+from lightning_topt.schedules.simulate import Simulation
 
 _GIVEN = ("stages", "schedule", "microbatches")
 
@@ -138,7 +137,7 @@ def stale_weights(
     """
     wanted = pipelines.wanted
     if not request.stale.allowed:
-        if wanted is not None and wanted.schedule in LAGS:
+        if wanted is not None and wanted.schedule in CONTINUOUS_SCHEDULES:
             raise ValueError(
                 f"the schedule {wanted.schedule!r} changes the training: stages compute with "
                 "weights that miss updates. To "
@@ -146,7 +145,11 @@ def stale_weights(
                 "such as spectrain"
             )
         return None
-    if wanted is None or wanted.schedule not in (None, *LAGS) or not wanted.takes(1):
+    if (
+        wanted is None
+        or wanted.schedule not in (None, *CONTINUOUS_SCHEDULES)
+        or not wanted.takes(1)
+    ):
         raise ValueError(
             "strategy.allow_staleness is for pipelines that never flush, which are not searched "
             "here: leave it out"
@@ -164,7 +167,9 @@ def _read_given(given: Any) -> dict[str, Any]:
     if not isinstance(given, Mapping) or not given or set(given) - set(_GIVEN):
         raise ValueError(f"pipeline is true, false, or some of {', '.join(_GIVEN)}; got {given!r}")
     if given.get("schedule") is not None:
-        check_choice(given["schedule"], name="pipeline.schedule", allowed=(*SCHEDULES, *LAGS))
+        check_choice(
+            given["schedule"], name="pipeline.schedule", allowed=(*SCHEDULES, *CONTINUOUS_SCHEDULES)
+        )
     for key, value in given.items():
         if key != "schedule" and value is not None:
             check_whole(value, name=f"pipeline.{key}")

@@ -23,7 +23,7 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from lightning_topt.schedules.make_schedule import SCHEDULES
+from lightning_topt.schedules.schedules import SCHEDULES
 
 # too few in flight to hide transfers
 _WAITING = ("1f1b", "zero_bubble", "interleaved_zero_bubble", "zbv")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_topt.schedules.schedule import Schedule, single_stage_schedule
+from lightning_topt.schedules.schedules import Schedule, single_stage_schedule
 
 
 def run_in_turn(

@@ -43,7 +43,7 @@ from lightning_topt.graph.step_run import CPU, call_training_step, loss_of
 from lightning_topt.graph.structures import copied_batch
 from lightning_topt.optim.full_state import parameters_of
 from lightning_topt.plan.parallel_plan import ParallelPlan
-from lightning_topt.schedules.continuous import LAGS
+from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
 from lightning_topt.techniques.block_parameters import parameters_by_block
 from lightning_topt.techniques.technique import RunOptions, has_whole_gradients
 
@@ -137,7 +137,7 @@ class ObservedRun:
             return found
 
         self.module.train()
-        if self.plan.schedule in LAGS:
+        if self.plan.schedule in CONTINUOUS_SCHEDULES:
             for part in self.parts:
                 engine.continuous.advance(part, self._loss_of_part)
             deque(engine.continuous.drain(), maxlen=0)  # gradients add up: nothing is learnt here

@@ -24,9 +24,8 @@ from lightning_topt.execution.pipeline.stage_layout import StageLayout
 from lightning_topt.graph.flow_stages import assign_calls
 from lightning_topt.graph.flow_trace import trace_flow
 from lightning_topt.plan.parallel_plan import ParallelPlan
-from lightning_topt.schedules.make_schedule import make_schedule
-from lightning_topt.schedules.schedule import Schedule
-from lightning_topt.schedules.schedule_check import check_schedule
+from lightning_topt.schedules.check import check_schedule
+from lightning_topt.schedules.schedules import Schedule, make_schedule
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,21 @@
-"""CostTable -> Frontier: every plan that no other plan beats in both step time and peak memory."""
+"""Tables of costs -> frontier: every plan that no other plan beats in step time and peak memory."""
 
-from lightning_topt.frontier.block_frontier import eliminate_block
-from lightning_topt.frontier.frontier import Frontier, FrontierPoint
-from lightning_topt.frontier.frontier_search import search_chain, search_frontier
-from lightning_topt.frontier.mesh_frontier import MeshFrontier, search_meshes
+from lightning_topt.frontier.chain_search import (
+    Frontier,
+    FrontierPoint,
+    MeshFrontier,
+    search_chain,
+    search_meshes,
+)
+from lightning_topt.frontier.stage_search import StageFrontier, StagePoint, search_stages
 
 __all__ = [
     "Frontier",
     "FrontierPoint",
     "MeshFrontier",
-    "eliminate_block",
+    "StageFrontier",
+    "StagePoint",
     "search_chain",
-    "search_frontier",
     "search_meshes",
+    "search_stages",
 ]

@@ -1,18 +1,21 @@
-"""The search walks over layers of transitions between groups of partial plans, with (max, +) costs.
+"""Layers of transitions between groups of partial plans, and what no best plan needs of them.
 
-A partial plan is in a *group* (the configurations that later costs ask for) and has a vector of
-*columns*. A layer takes one decision: its transition j leads from group ``source[j]`` to group
-``target[j]`` and changes the columns by
+A search takes one decision per layer, in (max, +) costs. A partial plan is in a *group* (the
+configurations that later costs ask for) and has a vector of *columns*. Transition j of a layer
+leads from group ``source[j]`` to group ``target[j]`` and changes the columns by
 
     after[b] = max over entries e with end[e] = b of  before[start[e]] + values[j, e]
 
-Costs that add up are entries from a column to itself; a pair of (level, peak) columns has a third
-entry, from level to peak; columns that may be merged have entries that end in the same column. Such
+Costs that add up are entries from a column to itself. A pair of (level, peak) columns has a third
+entry, from level to peak. Columns that may be merged have entries that end in the same column. Such
 maps are monotone, so partial plans of a group are compared column by column. Before the first layer
 and after the last there is one group, and the columns are (seconds, bytes).
 
+`reduce_layers` takes out, exactly, transitions, groups and columns that cannot matter; what is left
+is searched by `layer_search`.
+
 Symbols: N layers, T transitions, E entries, G groups, c columns. All `values` are finite and on a
-grid where sums are exact.
+grid where sums are exact (`exact_grid`).
 """
 
 from __future__ import annotations
@@ -28,14 +31,17 @@ from lightning_topt.frontier.pareto import Array, Rows, pareto_rows
 
 _DENSE = 2**22  # numbers held at once to compare all groups of a boundary with each other
 _FEW = 2**18  # the same for all transitions of a layer
+_CHUNK = 2**20  # the same for all pairs of columns
+_APART = np.where(np.eye(2, dtype=bool), 0.0, -np.inf)  # seconds and bytes are never compared
 
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """One decision: `source`, `target` (T,), `values` (T, E), `start`, `end` (E,); `choice` (T,) is
-    what it decides.
+    """One decision of a search.
 
-    `groups` and `columns` are their numbers after it.
+    `source` and `target` (T,) are groups, `values` (T, E) and `start`, `end` (E,) the entries,
+    `choice` (T,) is what each transition decides. `groups` and `columns` are their numbers after
+    the layer.
     """
 
     source: Rows
@@ -48,8 +54,9 @@ class Layer:
     columns: int
 
     def take(self, rows: Rows) -> Layer:
-        """Return the layer with these transitions only, itself where those are all: equal blocks go
-        on sharing one.
+        """Return the layer with these transitions only.
+
+        Itself where those are all: equal blocks go on sharing one layer.
         """
         if len(rows) == len(self.source):
             return self
@@ -68,9 +75,7 @@ class Layer:
 
 
 def apply(layer: Layer, states: Array, transitions: Rows) -> Array:
-    """Return the columns (n, c') after `transitions` (n,) of partial plans with columns `states`
-    (n, c).
-    """
+    """Return the columns (n, c') after `transitions` (n,) of partial plans `states` (n, c)."""
     after = np.full((len(states), layer.columns), -np.inf)
     for e, (start, end) in enumerate(zip(layer.start, layer.end, strict=True)):
         np.maximum(
@@ -84,33 +89,57 @@ def choices(layers: Sequence[Layer], plans: Rows) -> Rows:
     return np.stack([layer.choice[plans[:, n]] for n, layer in enumerate(layers)], axis=1)
 
 
-def mask(indices: Rows, count: int) -> NDArray[np.bool_]:
-    """Return (count,) whether a number is among `indices`."""
-    found = np.zeros(count, bool)
-    found[indices] = True
-    return found
-
-
 def exact_grid(costs: Sequence[Array]) -> float:
-    """Return a power of two so small that rounding to its multiples changes a sum of one of each of
-    `costs` by about an ulp.
+    """Return a power of two on whose multiples all sums of one of each of `costs` are exact.
 
-    It is so large that all such sums are exact: then equal plans have equal costs, in whatever
-    order they were added.
+    It is so small that rounding to it changes a sum by about an ulp. Equal plans then have equal
+    costs, in whatever order they were added.
     """
     total = sum(float(np.abs(part[np.isfinite(part)]).max(initial=0.0)) for part in costs)
     return float(2.0 ** (np.ceil(np.log2(total)) - 50)) if total > 0 else 1.0
 
 
-def without_dominated(layers: Sequence[Layer]) -> list[Layer]:
-    """Return the layers without transitions that another one between the same groups beats in every
-    entry.
+def reduce_layers(layers: Sequence[Layer]) -> list[Layer]:
+    """Return the layers without what no best plan needs; all are empty when there is no plan."""
+    layers = without_dead_ends(layers)
+    if not all(len(layer.source) for layer in layers):
+        return layers
+    layers = without_dead_groups(without_dominated(layers))
+    return without_dominated(reduce_columns(layers))
+
+
+# ---- Fewer transitions and groups.
+
+
+def without_dead_ends(layers: Sequence[Layer]) -> list[Layer]:
+    """Return the layers without transitions that no plan can take.
+
+    All are empty when there is no plan.
     """
-    made = {id(layer): _minimal(layer) for layer in {id(layer): layer for layer in layers}.values()}
+    kept, reached = [], np.ones(1, bool)
+    for layer in layers:
+        kept.append(layer.take(np.flatnonzero(reached[layer.source])))
+        reached = _mask(kept[-1].target, layer.groups)
+    for n in range(len(kept) - 1, -1, -1):
+        kept[n] = kept[n].take(np.flatnonzero(reached[kept[n].target]))
+        groups = kept[n - 1].groups if n else 1
+        reached = _mask(kept[n].source, groups)
+    return kept
+
+
+def without_dominated(layers: Sequence[Layer]) -> list[Layer]:
+    """Return the layers without dominated transitions.
+
+    Another one between the same groups beats those in every entry.
+    """
+    made = {
+        id(layer): _without_dominated(layer)
+        for layer in {id(layer): layer for layer in layers}.values()
+    }
     return [made[id(layer)] for layer in layers]
 
 
-def _minimal(layer: Layer) -> Layer:
+def _without_dominated(layer: Layer) -> Layer:
     order = np.argsort(layer.cells, kind="stable")
     first = np.flatnonzero(np.diff(layer.cells[order], prepend=-1))
     counts = np.diff(first, append=len(order))
@@ -123,8 +152,9 @@ def _minimal(layer: Layer) -> Layer:
 
 
 def _minimal_together(values: Array, counts: Rows) -> Rows:
-    """The minimal rows of `values` (n, E) within each of several small groups of `counts` rows; of
-    equal ones the first.
+    """Return the minimal rows of `values` (n, E) within each of several small groups.
+
+    Groups have `counts` rows each; of equal rows the first is kept.
     """
     group = np.repeat(np.arange(len(counts)), counts)
     place = np.arange(len(values)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -137,12 +167,11 @@ def _minimal_together(values: Array, counts: Rows) -> Rows:
 
 
 def without_dead_groups(layers: Sequence[Layer]) -> list[Layer]:
-    """Return the layers without groups that another group of the same boundary can stand in for at
-    no cost.
+    """Return the layers without groups that another group can stand in for at no cost.
 
-    Dead-end elimination (Goldstein, Biophysical Journal 66, 1994) for several costs: to pass
-    through another group must not be dearer in any column, from whatever group the plan comes and
-    to whatever group it goes.
+    Dead-end elimination (Goldstein, Biophysical Journal 66, 1994) for several costs. To pass
+    through another group of the boundary must not be dearer in any column. That holds from whatever
+    group the plan comes, and to whatever group it goes.
     """
     kept, before = list(layers), 1
     for n in range(len(kept) - 1):
@@ -151,11 +180,11 @@ def without_dead_groups(layers: Sequence[Layer]) -> list[Layer]:
         if (
             first.groups > 1
             and size * first.groups**2 <= _DENSE
-            and _simple(first)
-            and _simple(second)
+            and _has_one_per_cell(first)
+            and _has_one_per_cell(second)
         ):
             into = _dense(first, before).transpose(1, 0, 2)
-            alive = ~_dead(
+            alive = ~_dead_groups(
                 into, _dense(second, first.groups), first.end, second.start, first.columns
             )
             kept[n] = first.take(np.flatnonzero(alive[first.target]))
@@ -164,22 +193,7 @@ def without_dead_groups(layers: Sequence[Layer]) -> list[Layer]:
     return kept
 
 
-def without_dead_ends(layers: Sequence[Layer]) -> list[Layer]:
-    """Return the layers without transitions that no plan can take; all are empty when there is no
-    plan.
-    """
-    kept, reached = [], np.ones(1, bool)
-    for layer in layers:
-        kept.append(layer.take(np.flatnonzero(reached[layer.source])))
-        reached = mask(kept[-1].target, layer.groups)
-    for n in range(len(kept) - 1, -1, -1):
-        kept[n] = kept[n].take(np.flatnonzero(reached[kept[n].target]))
-        groups = kept[n - 1].groups if n else 1
-        reached = mask(kept[n].source, groups)
-    return kept
-
-
-def _simple(layer: Layer) -> bool:
+def _has_one_per_cell(layer: Layer) -> bool:
     return len(np.unique(layer.cells)) == len(layer.cells) > 0
 
 
@@ -190,9 +204,13 @@ def _dense(layer: Layer, before: int) -> Array:
     return values
 
 
-def _dead(into: Array, out: Array, end: Rows, start: Rows, columns: int) -> NDArray[np.bool_]:
-    """Return the groups (G,) that are not needed, from `into` (G, before, E) and `out` (G, after,
-    E').
+def _dead_groups(
+    into: Array, out: Array, end: Rows, start: Rows, columns: int
+) -> NDArray[np.bool_]:
+    """Return which groups (G,) are not needed.
+
+    Transitions into each group have the values `into` (G, before, E), those out of it `out` (G,
+    after, E'). `end` (E,) and `start` (E',) are the columns of the boundary.
     """
     dead = np.asarray(
         ~(np.isfinite(into[..., 0]).any(axis=1) & np.isfinite(out[..., 0]).any(axis=1))
@@ -212,3 +230,176 @@ def _dead(into: Array, out: Array, end: Rows, start: Rows, columns: int) -> NDAr
     for g in range(len(into)):
         dead[g] |= bool((beaten[g] & ~dead & (np.arange(len(into)) != g)).any())
     return dead
+
+
+# ---- Fewer columns: only those that can still matter and can differ.
+#
+# For two columns a and b of a boundary, `past` and `future` are lower bounds over all partial plans
+# of how much b is above a there, and of how much more b gains than a from there on (along the
+# entries on which each gains most). Then, exactly:
+#
+#     past[a, b] + future[a, b] >= 0     a never decides: it is left out
+#     future[a, b] = -future[b, a]       both gain the same: only the larger counts, they become one
+#     past[a, b] = -past[b, a]           they differ by a constant so far: one is kept, the other is
+#                                        derived where they part
+#     future[a, b] = d                   a below b + d never decides: in every partial plan it may
+#                                        be set to that (`column_lifts`)
+#
+# With a column for each point of a step's timeline this leaves a few at each boundary, whatever the
+# depth.
+
+
+def reduce_columns(layers: Sequence[Layer]) -> list[Layer]:
+    """Return the same layers with fewer columns at the boundaries between them."""
+    reduced, past, future = list(layers), _APART, _futures(layers)
+    made: dict[tuple[int, bytes, bytes, bool], Layer] = {}
+    # what lies before n is reduced already, what lies behind is not
+    for n in range(1, len(layers)):
+        above = _least_differences(
+            reduced[n - 1].values,
+            reduced[n - 1].end,
+            reduced[n - 1].start,
+            past,
+            layers[n - 1].columns,
+        )
+        keep = _deciding(above, future[n], layers[n])
+        into, offset_into, out, offset_out = _merged_columns(above, future[n], keep)
+        kept = reduced[n - 1] = _redirect_once(made, reduced[n - 1], into, offset_into, after=True)
+        reduced[n] = _redirect_once(made, reduced[n], out, offset_out, after=False)
+        past = _least_differences(kept.values, kept.end, kept.start, past, kept.columns)
+    return reduced
+
+
+def column_lifts(layers: Sequence[Layer]) -> list[Array]:
+    """Return for every boundary (c, c): column a may be set to column b plus entry [a, b] at least.
+
+    -inf says nothing.
+    """
+    return [np.where(np.eye(len(table), dtype=bool), -np.inf, table) for table in _futures(layers)]
+
+
+def _futures(layers: Sequence[Layer]) -> list[Array]:
+    """Return `future` (c, c) of every boundary, before the first layer to after the last."""
+    found, counts = [_APART], [2, *(layer.columns for layer in layers)]
+    for layer, count in zip(reversed(layers), counts[-2::-1], strict=True):
+        found.append(_least_differences(layer.values, layer.start, layer.end, found[-1], count))
+    return found[::-1]
+
+
+def _least_differences(values: Array, own: Rows, other: Rows, known: Array, count: int) -> Array:
+    """Return (count, count): how much column b gains more than column a, at least.
+
+    This is the least over transitions and entries i of column a of the largest over entries j of
+    column b of ``values[j] - values[i] + known[other[i], other[j]]``. Inf where column a has no
+    entry, -inf where b has none.
+    """
+    order = np.argsort(own, kind="stable")
+    values, other = values[:, order], other[order]
+    present, first = np.unique(own[order], return_index=True)
+    known = known[other[:, None], other]
+    least = np.full((len(order), len(present)), np.inf)
+    step = max(1, _CHUNK // len(order) ** 2)
+    for start in range(0, len(values), step):
+        some = values[start : start + step]
+        more = some[:, None, :] - some[:, :, None] + known  # (transition, i, j)
+        if len(present) < len(order):
+            more = np.maximum.reduceat(more, first, axis=2)
+        least = np.minimum(least, more.min(axis=0, initial=np.inf))
+    found = np.full((count, count), -np.inf)
+    found[~_mask(present, count)] = np.inf
+    found[present[:, None], present] = np.minimum.reduceat(least, first, axis=0)
+    return found
+
+
+def _deciding(past: Array, future: Array, after: Layer) -> Rows:
+    """Return the columns that may decide, in ascending order."""
+    gone = ~_mask(after.start, len(past))
+    with np.errstate(invalid="ignore"):
+        never = past + future >= 0
+    np.fill_diagonal(never, False)
+    for a in np.flatnonzero(never.any(axis=1) & ~gone):
+        gone[a] = bool((never[a] & ~gone).any())
+    return np.flatnonzero(~gone)
+
+
+def _merged_columns(past: Array, future: Array, keep: Rows) -> tuple[Rows, Array, Rows, Array]:
+    """Return for every column its new number and what it is above that one.
+
+    For entries into it and for those out of it; number -1 for none.
+    """
+    count = len(past)
+    into, out = np.full(count, -1), np.full(count, -1)
+    offset_into, offset_out = np.zeros(count), np.zeros(count)
+    gains = {
+        int(a): int(keep[np.argmax(future[a, keep] == -future[keep, a])]) for a in keep
+    }  # the first that gains the same
+    alone = [a for a in gains if list(gains.values()).count(a) == 1 and gains[a] == a]
+    kept = 0
+    for a, b in gains.items():
+        same = next(
+            (c for c in alone if c < a and out[c] == into[c] >= 0 and past[a, c] == -past[c, a]),
+            None,
+        )
+        if b != a:
+            into[a], offset_into[a] = into[b], future[b, a]
+        elif a in alone and same is not None:
+            out[a], offset_out[a] = out[same], past[same, a]
+        else:
+            into[a] = out[a] = kept
+            kept += 1
+    return into, offset_into, out, offset_out
+
+
+def _redirect_once(
+    made: dict[tuple[int, bytes, bytes, bool], Layer],
+    layer: Layer,
+    number: Rows,
+    offset: Array,
+    *,
+    after: bool,
+) -> Layer:
+    """Return the layer with other columns after or before it.
+
+    Equal layers that change alike go on sharing one object.
+    """
+    if not offset.any() and (number == np.arange(len(number))).all():
+        return layer
+    key = id(layer), number.tobytes(), offset.tobytes(), after
+    if key not in made:
+        flipped = layer if after else _flip(layer, len(number))
+        found = _redirect(flipped, number, offset)
+        made[key] = found if after else _flip(found, layer.columns)
+    return made[key]
+
+
+def _redirect(layer: Layer, number: Rows, offset: Array) -> Layer:
+    """Let entries end in column ``number[end]`` with `offset` added to their values.
+
+    Of several entries between the same two columns one is left.
+    """
+    rows = np.flatnonzero(number[layer.end] >= 0)
+    start, end = layer.start[rows], number[layer.end[rows]]
+    values = layer.values[:, rows] + offset[layer.end[rows]]
+    columns = int(number.max()) + 1
+    cells, first = np.unique(start * columns + end, return_inverse=True)
+    if len(cells) < len(rows):
+        order = np.argsort(first, kind="stable")
+        values = np.maximum.reduceat(
+            values[:, order], np.searchsorted(first[order], np.arange(len(cells))), axis=1
+        )
+    else:
+        values = values[:, np.argsort(first)]
+    return dataclasses.replace(
+        layer, start=cells // columns, end=cells % columns, values=values, columns=columns
+    )
+
+
+def _flip(layer: Layer, columns: int) -> Layer:
+    return dataclasses.replace(layer, start=layer.end, end=layer.start, columns=columns)
+
+
+def _mask(indices: Rows, count: int) -> NDArray[np.bool_]:
+    """Return (count,) whether a number is among `indices`."""
+    found = np.zeros(count, bool)
+    found[indices] = True
+    return found

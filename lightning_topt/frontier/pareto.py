@@ -1,7 +1,7 @@
-"""Pareto-minimal rows of a matrix of costs: the array kernels below the algebra.
+"""Pareto-minimal rows of a matrix of costs: the array kernels below all searches.
 
-Symbols: n rows (points), c columns (costs). Row x dominates row y when x <= y in every column and x
-!= y.
+Row x dominates row y when x <= y in every column and x != y. Symbols: n rows (plans), c columns
+(costs).
 """
 
 from __future__ import annotations
@@ -12,18 +12,17 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 Rows = NDArray[np.intp]
 
-_BLOCK = 256
-_FEW = 192
-_CHUNK = 4096
-_BINS = 4096
-_ODD = np.uint64(0x9E3779B97F4A7C15)
+_FEW = 192  # rows of which all pairs are compared at once
+_BLOCK, _CHUNK = 256, 4096  # candidates, and kept rows, that are compared at once
+_BINS = 4096  # of the first of two columns
+_ODD = np.uint64(0x9E3779B97F4A7C15)  # multiplier of the hash of rows
 
 
 def pareto_rows(costs: Array) -> Rows:
     """Return indices of the Pareto-minimal rows of `costs` (n, c); of equal rows one is kept.
 
-    The order is that of the first column in which rows differ from others when at most two columns
-    matter (ascending), unspecified otherwise.
+    Where at most two columns matter they ascend in the first of these; otherwise the order is
+    unspecified.
     """
     rows = unique_rows(costs)
     ranks = _distinct_columns(_ranks(costs[rows]))
@@ -33,9 +32,7 @@ def pareto_rows(costs: Array) -> Rows:
 
 
 def pareto_rows_of_few(costs: Array) -> Rows:
-    """Return `pareto_rows` in ascending order; where rows are few, all pairs are compared at
-    once.
-    """
+    """Return `pareto_rows` in ascending order; few rows are all compared at once."""
     if len(costs) > _FEW:
         return np.sort(pareto_rows(costs))
     below = np.ones((len(costs), len(costs)), bool)
@@ -48,8 +45,9 @@ def pareto_rows_of_few(costs: Array) -> Rows:
 
 
 def pareto_rows_2(first: Array, second: Array) -> Rows:
-    """Return `pareto_rows` of two columns (n,), sorted by `first` ascending, `second` then
-    descends: sort and sweep.
+    """Return `pareto_rows` of two columns (n,): sort and sweep.
+
+    `first` ascends in their order, and `second` descends.
     """
     if len(first) <= 4 * _BINS:
         return _sweep(first, second)
@@ -83,7 +81,10 @@ def _sweep(first: NDArray[np.generic], second: NDArray[np.generic]) -> Rows:
 
 
 def _not_behind(first: Array, second: Array) -> NDArray[np.bool_]:
-    """False for rows that a row of an earlier bin of `first` beats: leaves little for the sort."""
+    """Return False for rows that a row of an earlier bin of `first` beats.
+
+    That leaves little for the sort.
+    """
     low, high = float(first.min()), float(first.max())
     width = (high - low) / _BINS
     if not width > 0:
@@ -95,7 +96,7 @@ def _not_behind(first: Array, second: Array) -> NDArray[np.bool_]:
 
 
 def _ranks(costs: Array) -> NDArray[np.unsignedinteger]:
-    """Dense ranks of every column: small integers compare several times faster than floats."""
+    """Return dense ranks of every column: small integers are compared faster than floats."""
     kind = np.uint16 if len(costs) < 2**16 else np.uint32
     ranks = np.empty(costs.shape, kind)
     for column in range(costs.shape[1]):
@@ -106,13 +107,16 @@ def _ranks(costs: Array) -> NDArray[np.unsignedinteger]:
 
 
 def _distinct_columns(ranks: NDArray[np.unsignedinteger]) -> NDArray[np.unsignedinteger]:
-    """Without constant columns and with one of the columns that order the rows alike."""
+    """Leave out constant columns, and all but one of the columns that order the rows alike."""
     seen = {column.tobytes(): index for index, column in enumerate(ranks.T) if column.any()}
     return ranks[:, sorted(seen.values())]
 
 
 def _filter(ranks: NDArray[np.unsignedinteger]) -> Rows:
-    """Blockwise: in the order of the rank sum a row can only be dominated by an earlier one."""
+    """Return the minimal rows, block by block in the order of the sum of ranks.
+
+    In that order only an earlier row can dominate another.
+    """
     order = np.argsort(ranks.sum(axis=1, dtype=np.int64), kind="stable")
     columns = np.ascontiguousarray(ranks[order].T)
     kept = np.empty_like(columns)
@@ -137,9 +141,7 @@ def _dominated(
     *,
     itself: bool = False,
 ) -> NDArray[np.bool_]:
-    """Return which `candidates` (c, n) have one of `others` (c, m) below or at them in every
-    column.
-    """
+    """Return which `candidates` (c, n) some of `others` (c, m) are at or below in every column."""
     if not candidates.size:
         return np.zeros(candidates.shape[1], bool)
     below = candidates[0][:, None] >= others[0]

@@ -1,18 +1,19 @@
-"""Prices: what shows that a partial plan cannot become better than known plans (branch and bound in
-dynamic programming, Morin & Marsten 1976; Lagrangian bounds, Geoffrion 1974).
+"""Prices: what shows that a partial plan cannot become better than known plans.
 
-Share a weight r of seconds and s of bytes over the ways through the columns in any proportion: then
-for every plan
+Branch and bound in dynamic programming (Morin & Marsten 1976), with Lagrangian bounds (Geoffrion
+1974). Share a weight r of seconds and s of bytes over the ways through the columns in any
+proportion: then for every plan
 
     r * step_seconds + s * peak_bytes  >=  the sum of its values, each times the share of its entry
 
 and the least of the right side over all completions of a partial plan is found backwards, layer by
 layer (`potentials`). The plans already known leave a staircase of corners (T, M): a plan that none
 of them beats or equals has ``step_seconds < T`` and ``peak_bytes < M`` at some corner. A partial
-plan is hopeless when at every corner one of L prices shows that it cannot get there. Shares
-maximise the bound for L ratios r : s (multiplicative weights, Arora, Hazan & Kale 2012, section 3,
-over all ways at once: shares are a Gibbs distribution, whose marginals two passes give); the plans
-met on the way are the first known.
+plan is hopeless when at every corner one of L prices shows that it cannot get there.
+
+Shares maximise the bound for L ratios r : s, by multiplicative weights over all ways at once
+(Arora, Hazan & Kale 2012, section 3): shares are a Gibbs distribution, whose marginals two passes
+give. The plans met on the way are the first known, and `improve` makes better ones of them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ import importlib
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -31,40 +31,37 @@ from numpy.typing import NDArray
 from lightning_topt.frontier.layers import Layer
 from lightning_topt.frontier.pareto import Array, Rows, pareto_rows_2
 
-_RATIOS = 30
-_STEPS = 100
+_RATIOS = 30  # of seconds to bytes, beside seconds alone and bytes alone
+_STEPS = 100  # of multiplicative weights, at most
 _WORK = 3 * 10**8  # multiply-adds that finding prices may take
-_CORNERS = 192
-# changes of a plan, gaps filled in a round, rounds, known plans
+_CORNERS = 192  # of the staircase of known plans
+# of `improve`: changes of a plan, gaps filled in a round, rounds, known plans
 _ROOM, _GAPS, _ROUNDS, _ENOUGH = 4096, 32, 8, 1024
-# how far corners at the ends lie out; a gain above it is not told from any larger one
+# how far corners at the ends lie out; larger gains are not distinguished
 _FAR = 2.0**20
 # of the sum of all values: above the rounding of prices, which must not drop a plan
 _TOLERANCE = 2.0**-40
 
 
-def price_kernels() -> Any:
-    """Return the compiled loops over all layers; importing Numba takes 0.4 s, so they are loaded
-    where work is large.
+def layer_kernels() -> Any:
+    """Return the compiled loops.
+
+    Importing Numba takes 0.4 s, so they are loaded where work is large.
     """
-    return importlib.import_module("lightning_topt.frontier.price_kernels")
-
-
-def state_kernels() -> Any:
-    """Return the compiled loops over partial plans."""
-    return importlib.import_module("lightning_topt.frontier.state_kernels")
+    return importlib.import_module("lightning_topt.frontier.layer_kernels")
 
 
 @dataclass(frozen=True, eq=False)
 class Known:
-    """Plans that are known: `costs` (n, 2), seconds ascending and bytes descending, and their
-    transitions `plans` (n, N).
+    """Plans that are known.
+
+    `costs` (n, 2) has seconds ascending and bytes descending; `plans` (n, N) are their transitions.
     """
 
     costs: Array
     plans: NDArray[Any]
 
-    def joined(self, costs: Array, plans: NDArray[Any]) -> Known:
+    def merged(self, costs: Array, plans: NDArray[Any]) -> Known:
         """Return the best of these and other plans."""
         costs, plans = np.concatenate([self.costs, costs]), np.concatenate([self.plans, plans])
         rows = pareto_rows_2(costs[:, 0], costs[:, 1])
@@ -73,12 +70,12 @@ class Known:
 
 @dataclass(frozen=True, eq=False)
 class Prices:
-    """L prices: `weights` (L, 2) of a second and a byte; by boundary `masses` (c, L) of columns,
-    and of groups `potentials` (G, L) and `reached` (G, L), the least price from them to the end and
-    from the start to them.
+    """L prices, of a second and a byte, by boundary.
 
-    `most` (2,) is above the seconds and bytes of every plan, `slack` (L,) above the rounding of any
-    priced plan.
+    `weights` (L, 2) are those of a second and a byte, `masses` (c, L) those of columns. Of groups
+    `potentials` (G, L) are the least prices from them to the end, `reached` (G, L) those from the
+    start to them. `most` (2,) is above the seconds and bytes of every plan, `slack` (L,) above the
+    rounding of any priced plan.
     """
 
     weights: Array
@@ -89,25 +86,24 @@ class Prices:
     slack: Array
 
     def limits(self, known: Known) -> Array:
-        """Return (Q, L) prices of the corners that the known plans leave: a hopeful state's are
-        lower at one of them.
+        """Return prices (Q, L) of the corners that the known plans leave.
+
+        Those of a hopeful state are lower at one of them.
         """
-        seconds, size = (
-            np.append(known.costs[:, 0], self.most[0]),
-            np.append(self.most[1], known.costs[:, 1]),
-        )
+        seconds = np.append(known.costs[:, 0], self.most[0])
+        size = np.append(self.most[1], known.costs[:, 1])
         return np.ascontiguousarray(_corners(seconds, size).T @ self.weights.T + self.slack)
 
     def gain(self, known: Known) -> float:
-        """Return by how much any plan could still beat the known ones, at most; see
-        `Bounds.gains`.
+        """Return by how much any plan could still beat the known ones, at most.
+
+        See `Bounds.gains`.
         """
         return float(Bounds(self, known, 0.0).gains(0, np.zeros((1, 2)), np.zeros(1, np.int64))[0])
 
 
 class Bounds:
-    """`Bounds` say which partial plans may become better than the `known` ones, by more than the
-    share `epsilon`.
+    """Which partial plans may become better than `known` ones, by more than the share `epsilon`.
 
     Boundaries are counted from the first layer, or, `reversed`, from the last.
     """
@@ -115,11 +111,8 @@ class Bounds:
     def __init__(self, prices: Prices, known: Known, epsilon: float) -> None:
         limits = prices.limits(known)
         self.limits = np.where(limits > 0, limits / (1 + epsilon), limits)
-        self._masses, self._potentials, self._others = (
-            prices.masses,
-            prices.potentials,
-            prices.reached,
-        )
+        self._masses = prices.masses
+        self._potentials, self._others = prices.potentials, prices.reached
 
     @property
     def reversed(self) -> Bounds:
@@ -131,9 +124,7 @@ class Bounds:
         return flipped
 
     def at(self, n: int) -> tuple[Array, Array, Array]:
-        """Return what the kernels take at boundary `n`: masses (c, L), potentials (G, L), limits
-        (Q, L).
-        """
+        """Return masses (c, L), potentials (G, L) and limits (Q, L) of boundary `n`."""
         return self._masses[n], self._potentials[n], self.limits
 
     def gains(self, n: int, states: Array, group: Rows) -> Array:
@@ -143,17 +134,17 @@ class Bounds:
         g) times better (and as (1 + epsilon) times better already).
         """
         found = np.empty(len(states))
-        state_kernels().gains(states, group, *self.at(n), found)
+        layer_kernels().gains(states, group, *self.at(n), found)
         return np.where(found < _FAR / 2, found, np.inf)
 
 
 def make_prices(layers: Sequence[Layer], *, steps: int | None = None) -> tuple[Prices, Known]:
-    """Return prices for `layers`, each with at least one transition, and the plans met while
-    seeking them.
+    """Return prices for `layers`, and the plans met while seeking them.
 
-    Fewer `steps` give prices that exclude less.
+    Each layer has at least one transition. Fewer `steps` give prices that exclude less.
     """
-    net = Network(tuple(layers))
+    net = Network(layers)
+    # ratios of seconds to bytes, and each of both alone, in units in which plans differ
     ratios = np.stack(
         [np.append(np.geomspace(1 / 64, 64, _RATIOS), [1, 0]), np.append(np.ones(_RATIOS), [0, 1])],
         axis=1,
@@ -163,18 +154,16 @@ def make_prices(layers: Sequence[Layer], *, steps: int | None = None) -> tuple[P
     work = len(ratios) * sum(layer.values.size + len(layer.start) * 16 for layer in layers)
     steps = int(np.clip(_WORK / work, 10, _STEPS)) if steps is None else steps
     steps = steps if net.splits else 1
-    masses, flows = (
-        np.zeros((len(ratios), net.pointers[0][-1])),
-        np.zeros((len(ratios), net.flat[5][-1])),
-    )
+    # filled by the kernel: prices by ratio (L, ..), and all plans met
+    masses = np.zeros((len(ratios), net.pointers[0][-1]))
+    flows = np.zeros((len(ratios), net.flat[5][-1]))
     potentials = np.zeros((len(ratios), net.pointers[1][-1]))
-    plans, costs = (
-        np.zeros((len(ratios) * steps, len(layers)), np.int32),
-        np.zeros((len(ratios) * steps, 2)),
-    )
-    price_kernels().maximise(
+    plans = np.zeros((len(ratios) * steps, len(layers)), np.int32)
+    costs = np.zeros((len(ratios) * steps, 2))
+    layer_kernels().maximise(
         net.flat, weights, rates, steps, masses, flows, potentials, plans, costs
     )
+    # from flat arrays to one per boundary
     columns, groups = (
         [slice(*ends) for ends in itertools.pairwise(where)] for where in net.pointers
     )
@@ -186,12 +175,12 @@ def make_prices(layers: Sequence[Layer], *, steps: int | None = None) -> tuple[P
         _FAR * (net.sums + 1),
         _TOLERANCE * (weights * net.sums).sum(axis=1),
     )
-    known = Known(np.zeros((0, 2)), np.zeros((0, len(layers)), np.int32)).joined(costs, plans)
+    known = Known(np.zeros((0, 2)), np.zeros((0, len(layers)), np.int32)).merged(costs, plans)
     return prices, known
 
 
 def _reached(layers: Sequence[Layer], flows: Array) -> list[Array]:
-    """For every boundary (G, L): the least price from the start to each group."""
+    """Return by boundary (G, L) the least price from the start to each group."""
     found, done = [np.zeros((1, len(flows)))], 0
     for layer in layers:
         priced = layer.values @ flows[:, done : done + len(layer.start)].T + found[-1][layer.source]
@@ -205,26 +194,28 @@ def _reached(layers: Sequence[Layer], flows: Array) -> list[Array]:
 
 
 def improve(layers: Sequence[Layer], known: Known, *, gaps: int = _GAPS) -> Known:
-    """Return known plans and what changes of each, and crossings of neighbours, make of them, at
-    the largest `gaps`.
+    """Return known plans, and what changes and crossings of them make.
+
+    Changes of one plan, and crossings of neighbours, are tried at the largest `gaps`.
     """
-    net = Network(tuple(layers))
+    net = Network(layers)
     flat, leaving = net.flat, net.leaving
     for _ in range(_ROUNDS):
+        # neighbours on the frontier, and each plan with itself: its single changes
         some = known.plans[_beside_gaps(known.costs, gaps)]
         pairs = [
             (i, o) for i in range(len(some)) for o in range(max(i - 1, 0), min(i + 2, len(some)))
         ]
         # those of other meshes never meet
         pairs = [(i, o) for i, o in pairs if some[i, 0] == some[o, 0]]
-        before, known = known, known.joined(*_crossed(flat, leaving, some, pairs, known))
+        before, known = known, known.merged(*_crossed(flat, leaving, some, pairs, known))
         if len(known.costs) > _ENOUGH or np.array_equal(known.costs, before.costs):
             break
     return known
 
 
 def _beside_gaps(costs: Array, count: int) -> Rows:
-    """The plans on both sides of the largest rectangles in which more plans may be."""
+    """Return the plans on both sides of the largest rectangles in which more plans may be."""
     sizes = np.abs(np.diff(costs, axis=0)).prod(axis=1)
     left = np.argsort(-sizes, kind="stable")[:count]
     return np.unique(np.concatenate([left, left + 1])) if len(left) else np.arange(len(costs))
@@ -237,15 +228,18 @@ def _crossed(
     pairs: Sequence[tuple[int, int]],
     known: Known,
 ) -> tuple[Array, NDArray[Any]]:
-    """Costs and transitions of the best crossings of `pairs` of `some` plans, those that no known
-    plan beats.
+    """Return costs and transitions of the crossings of `pairs` that no known plan beats.
+
+    Pairs are indices of two of `some` plans.
     """
-    room, costs, changes = (np.empty((_ROOM, 3), np.int32), np.empty((_ROOM, 2))), [], []
+    room = np.empty((_ROOM, 3), np.int32), np.empty((_ROOM, 2))
+    costs, changes = [], []
     beaten = np.ascontiguousarray(known.costs.T)
     for i, o in pairs:
-        count = price_kernels().crossings(flat, leaving, some[i], some[o], *beaten, *room)
+        count = layer_kernels().crossings(flat, leaving, some[i], some[o], *beaten, *room)
         costs.append(room[1][:count].copy())
         changes.append(np.column_stack([np.full((count, 2), (i, o), np.int32), room[0][:count]]))
+    # of the best crossings, the whole plans: before the layer, its two transitions, and behind
     together = np.concatenate(costs)
     rows = pareto_rows_2(together[:, 0], together[:, 1])
     i, o, layer, first, second = np.concatenate(changes)[rows].T[:, :, None]
@@ -254,21 +248,19 @@ def _crossed(
     return together[rows], np.where(place < layer, some[i[:, 0]], rest).astype(np.int32)
 
 
-@dataclass(frozen=True, eq=False)
 class Network:
-    """Layers flattened for the kernels."""
+    """Layers flattened for the kernels.
 
-    layers: tuple[Layer, ...]
+    `kinds` (c,) by boundary are the kinds of its columns: 0 seconds, 1 bytes.
+    """
 
-    @cached_property
-    def kinds(self) -> list[Rows]:
-        """Kinds (c,) of the columns of every boundary: 0 seconds, 1 bytes."""
-        kinds = [np.array([0, 1])]
+    def __init__(self, layers: Sequence[Layer]) -> None:
+        self.layers = tuple(layers)
+        self.kinds = [np.array([0, 1])]
         for layer in self.layers:
             kind = np.zeros(layer.columns, np.int64)
-            kind[layer.end] = kinds[-1][layer.start]
-            kinds.append(kind)
-        return kinds
+            kind[layer.end] = self.kinds[-1][layer.start]
+            self.kinds.append(kind)
 
     @property
     def splits(self) -> bool:
@@ -302,7 +294,7 @@ class Network:
 
     @property
     def flat(self) -> tuple[Any, ...]:
-        """Everything in a few arrays, see `kernels`."""
+        """Everything in a few arrays, see `layer_kernels`."""
         layers = self.layers
         return (
             _pointers(len(layer.source) for layer in layers),
@@ -320,8 +312,9 @@ class Network:
 
     @property
     def leaving(self) -> tuple[Rows, Rows]:
-        """The transitions of all layers by the group that they leave: where those of each begin,
-        and their numbers.
+        """The transitions of all layers by the group that they leave.
+
+        Where those of each begin, and their numbers.
         """
         first = self.pointers[1]
         group = _join(
@@ -340,8 +333,9 @@ def _join(parts: Sequence[Rows]) -> Rows:
 
 
 def _corners(seconds: Array, size: Array) -> Array:
-    """Return (2, at most `_CORNERS`): the staircase of corners, coarser; of a run of corners, the
-    one above them all.
+    """Return the staircase of corners (2, at most `_CORNERS`).
+
+    Of a run of corners that are put together, the one above them all.
     """
     if len(seconds) <= _CORNERS:
         return np.stack([seconds, size])

@@ -1,36 +1,60 @@
-"""The frontier of a pipeline: which blocks make which stage, under which configurations (see
-`StageTable` for the costs).
+"""The frontier of a pipeline: which blocks make which stage, under which configurations.
 
-The sum of leads and the largest load of a plan are searched with two limits. Below a size, lead
-only grows as loads are held below less, so of all plans that could take less than T seconds the
-loads are below T - (the least lead that is left): the cheapest plan below that load either takes
-less, or raises the least lead, until nothing is left (`fastest_below`). Then the size is held below
-that of the plan that was found, until nothing fits, or all that fits is beaten by plans that are
-known.
+`search_stages` returns every plan of a `StageTable` (which says what costs) that no other beats.
+Three steps, each in a section below:
 
-Exact for the formula of the table, whatever schedule it is from; the brute force over all cuts is
-its twin (`brute_force_stages`). With `epsilon`, for every plan there is one here, or a known one,
-that takes at most 1 + epsilon times its seconds and bytes.
+1. All that a stage costs sums over its blocks (humps: the largest counts). So runs of neighbouring
+   blocks that are equal, in whatever order, have one frontier (`RunStates`): it is that of one
+   block less, and one more decision. It does not depend on the schedule, on sharding or on
+   transfers, so all tables over one chain share it (`run_states`).
+2. The cheapest way to cut the chain into stages that keep below a load and a size is one dynamic
+   program over stages (`StageCuts.cheapest`).
+3. The sum of leads and the largest load of a plan are searched with two limits. Below a size, lead
+   only grows as loads are held below less. So of all plans that could take less than T seconds the
+   loads are below T - (the least lead that is left): the cheapest plan below that load either takes
+   less, or raises the least lead, until nothing is left (`fastest_below`). Then the size is held
+   below that of the plan that was found. The search ends when nothing fits, or known plans beat
+   all that fits.
+
+Exact for the formula of the table, whatever schedule it is from; its twin in the tests tries all
+cuts. With `epsilon` plans may be missing: for each there is one here, or a known one, that takes at
+most 1 + epsilon times its seconds and bytes.
 """
 
 from __future__ import annotations
 
+import importlib
+import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
-from lightning_topt.costs.stage_table import StageTable
-from lightning_topt.frontier.pareto import Array
-from lightning_topt.frontier.stage_cuts import Cut, StageCuts
+from lightning_topt.costs.stage_table import (
+    COLUMNS,
+    StageBlock,
+    StageChain,
+    StageTable,
+    StageVariant,
+)
+from lightning_topt.frontier.layers import exact_grid
+from lightning_topt.frontier.pareto import Array, Rows, pareto_rows_of_few, unique_rows
 
+MAX_STATES = 2**12  # of a run; with more, the nearest ones are put together
 _HALVINGS = 8  # of the range of loads in which the first plan is sought
+_SMALL_CUTS = 2**12  # stages times states up to which compiled code is not worth loading
+_SMALL_RUNS = 2**7  # runs up to which compiled code is not worth loading
 
 
 @dataclass(frozen=True)
 class StagePoint:
-    """A plan: seconds of a step, bytes at the peak; ``ends[s]`` is the block before which stage s
-    ends, `variants` (stage,) and `configs` (block,) are indices.
+    """A plan: seconds of a step, and bytes at the peak.
+
+    ``ends[s]`` is the block before which stage s ends; `variants` (stage,) and `configs` (block,)
+    are indices.
     """
 
     step_seconds: float
@@ -42,8 +66,9 @@ class StagePoint:
 
 @dataclass(frozen=True)
 class StageFrontier:
-    """Plans by memory ascending, and `error_bound` as in `Frontier`; plans that known ones beat are
-    left out.
+    """Plans by memory ascending, and `error_bound` as in `Frontier`.
+
+    Plans that known ones beat are left out.
     """
 
     points: tuple[StagePoint, ...]
@@ -62,20 +87,20 @@ def search_stages(
     epsilon: float = 0.0,
     max_seconds: float = 10.0,
 ) -> StageFrontier:
-    """Return every plan of `table` that no other one beats, nor one of those that are `known` (n,
-    [seconds, bytes]).
+    """Return every plan of `table` that no other one beats, nor a known one.
 
-    After `max_seconds` of CPU time the plans found so far are returned, with the largest bytes
-    first; what is left takes less memory than all of them, so nothing bounds by how much it is
-    better: then `error_bound` is infinite.
+    `known` plans are (n, [seconds, bytes]). After `max_seconds` of CPU time the
+    plans found so far are returned, with the largest bytes first. What is left takes less memory
+    than all of them, so nothing bounds by how much it is better: then `error_bound` is infinite.
     """
     if not 0 <= epsilon < 1:
         raise ValueError(f"epsilon is a share from 0 to below 1, got {epsilon}")
     deadline = time.thread_time() + max_seconds
     cuts, share = StageCuts(table, epsilon / 4), 1 + epsilon / 2  # (1 + e/4) (1 + e/2) < 1 + e
-    beaten = _Known(table, known, share)
+    beaten = _KnownPlans(table, known, share)
     found: list[Cut] = []
     size, hint, is_done = np.inf, 0.0, False
+    # From the fastest plan on: each next one is the fastest of those that need less memory.
     while not is_done and time.thread_time() <= deadline:
         best = fastest_below(cuts, size=size, hint=hint, share=share)
         is_done = best is None
@@ -92,10 +117,9 @@ def search_stages(
 def fastest_below(
     cuts: StageCuts, *, size: float, hint: float = 0.0, share: float = 1.0
 ) -> Cut | None:
-    """Return the plan of least seconds whose stages are below `size` bytes, or one that takes at
-    most `share` times as long.
+    """Return the plan of least seconds whose stages are below `size` bytes.
 
-    `hint`: a load that it may have.
+    It may take up to `share` times as long as the fastest one. `hint`: a load that it may have.
     """
     first = cuts.cheapest(size=size)
     if first is None:
@@ -110,8 +134,9 @@ def fastest_below(
 
 
 def _first_plan(cuts: StageCuts, first: Cut, *, size: float, hint: float) -> tuple[Cut, float]:
-    """A plan with stages of about equal load, and a load below or at which there is none."""
-    best, low, high = first, cuts.least_load * (1 - 1e-12), first.load
+    """Return a plan with stages of about equal load, and a load at or below which there is none."""
+    best, low, high = first, cuts.least_load() * (1 - 1e-12), first.load
+    # Halve the range of loads, from the least that any plan may have to that of the first plan.
     for _ in range(_HALVINGS):
         if high - low <= 1e-3 * high:
             break
@@ -125,7 +150,7 @@ def _first_plan(cuts: StageCuts, first: Cut, *, size: float, hint: float) -> tup
     return best, low
 
 
-class _Known:
+class _KnownPlans:
     """Plans that are known, without what all plans of a table pay."""
 
     def __init__(self, table: StageTable, known: Array | None, share: float) -> None:
@@ -137,9 +162,7 @@ class _Known:
         self._share = share
 
     def size_below(self, cut: Cut) -> float:
-        """Return the bytes below which plans that take as long as `cut` are beaten by none that is
-        known.
-        """
+        """Return the bytes below which no known plan beats those as fast as `cut`."""
         place = int(np.searchsorted(self._seconds, cut.seconds * self._share, side="right"))
         return float(self._least[place - 1]) if place else np.inf
 
@@ -151,9 +174,413 @@ def _frontier(table: StageTable, cuts: StageCuts, found: list[Cut]) -> tuple[Sta
         points.append(
             StagePoint(*table.evaluate(cut.ends, variants, configs), cut.ends, variants, configs)
         )
+    # Rounding may let a plan be beaten by another one found.
     points.sort(key=lambda point: (point.peak_bytes, point.step_seconds))
     kept: list[StagePoint] = []
     for point in points:
         if not kept or point.step_seconds < kept[-1].step_seconds:
             kept.append(point)
     return tuple(kept)
+
+
+# ---- Cutting a chain into stages.
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A plan of a table without what all plans pay.
+
+    The sum of leads, the largest load and size; stages end before the blocks `ends` (stage,) and
+    have `states` (stage,).
+    """
+
+    lead: float
+    load: float
+    size: float
+    ends: tuple[int, ...]
+    states: tuple[int, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step."""
+        return self.lead + self.load
+
+
+class StageCuts:
+    """The ways to cut the chain of `table` into stages; `epsilon` as in `run_states`."""
+
+    def __init__(self, table: StageTable, epsilon: float = 0.0) -> None:
+        self.table, self.epsilon = table, epsilon
+        stages = table.stages
+        # Stages that take the same variants through the same link have the same states: a group.
+        kinds = [*dict.fromkeys((stage.variants, stage.link) for stage in stages)]
+        groups = [stage_states(table, *kind, epsilon=epsilon) for kind in kinds]
+        self._groups = groups
+        self._stages = np.array([kinds.index((stage.variants, stage.link)) for stage in stages])
+        # The states of all groups one after the other: where those of each group begin, their
+        # costs (7, n), and the classes of runs, of (group, N, N + 1) with their first states.
+        self._starts = np.cumsum([0, *(len(group.state) for group in groups)])
+        self._costs = np.ascontiguousarray(np.concatenate([g.costs for g in groups], axis=1))
+        classes = np.cumsum([0, *(len(group.first) - 1 for group in groups)])
+        self._of = np.stack(
+            [np.where(g.of >= 0, g.of + c, -1) for g, c in zip(groups, classes, strict=False)]
+        )
+        ends = [g.first[1:] + start for g, start in zip(groups, self._starts, strict=False)]
+        self._first = np.concatenate([[0], *ends]).astype(np.intp)
+        # Microbatches of each stage, ([held, waiting, in update], time, stage), at each time that
+        # may be the worst.
+        most = max(len(stage.held) for stage in stages)
+        held = [(*stage.held, *stage.held[:1] * (most - len(stage.held))) for stage in stages]
+        rows = np.array(held, float).transpose(2, 1, 0)
+        updates = np.array([[stage.in_update for stage in stages]] * most, float)
+        self._held = np.ascontiguousarray(np.concatenate([rows, updates[None]]))
+
+    def cheapest(self, *, size: float = np.inf, load: float = np.inf) -> Cut | None:
+        """Return a plan with the least lead of all below `size` bytes and `load` seconds.
+
+        Both hold for each of its stages. None where there is no such plan.
+        """
+        stages, blocks = len(self._stages), self._of.shape[1]
+        best = np.full((stages + 1, blocks + 1), np.inf)
+        came, chosen = np.full((2, stages, blocks + 1), -1)
+        find = _cheapest_cuts
+        if "numba" in sys.modules or stages * self._costs.shape[1] > _SMALL_CUTS:
+            find = importlib.import_module("lightning_topt.frontier.stage_kernels").cheapest_cuts
+        limits = np.array([size, load])
+        find(
+            self._of, self._first, self._costs, self._stages, self._held, limits, best, came, chosen
+        )
+        if not np.isfinite(best[-1, -1]):
+            return None
+        # from the last stage to the first: where each begins, and which state it has
+        end, ends, states = blocks, [], []
+        for s in range(stages - 1, -1, -1):
+            ends.append(end)
+            states.append(int(chosen[s, end]))
+            end = int(came[s, end])
+        rows = np.array(states[::-1])
+        sizes = _sizes(self._costs[:, rows], self._held)
+        largest = float(self._costs[1, rows].max()), float(sizes.max())
+        return Cut(float(best[-1, -1]), *largest, tuple(ends[::-1]), tuple(states[::-1]))
+
+    def least_load(self) -> float:
+        """Return seconds that the largest load of any plan is not below.
+
+        They are the load of all blocks, divided evenly.
+        """
+        table, order = self.table, list(self.table.order)
+        of_block = [
+            np.array([_least_block_load(block, table) for block in variant.chain.blocks])
+            + variant.load
+            for variant in table.variants
+        ]
+        return float(np.min(of_block, axis=0)[order].sum()) / len(table.stages)
+
+    @property
+    def error_bound(self) -> float:
+        """The share by which any plan may be better than the states that are left."""
+        return max(group.error_bound for group in self._groups)
+
+    def decisions(self, cut: Cut) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the variant of each stage and the configuration of each block."""
+        runs, variants, first = runs_of(self.table.order), [], 0
+        configs = [0] * len(self.table.order)
+        for s, (end, place) in enumerate(zip(cut.ends, cut.states, strict=True)):
+            group = self._groups[self._stages[s]]
+            row = place - int(self._starts[self._stages[s]])
+            variant = int(group.variant[row])
+            states = run_states(self.table.variants[variant].chain, self.epsilon)
+            # A run has decisions for each distinct block, which equal blocks take in any order.
+            of_kind: dict[int, list[int]] = {}
+            for kind, config in configs_of_run(
+                states, runs, run=int(runs.of[first, end]), state=int(group.state[row])
+            ):
+                of_kind.setdefault(kind, []).append(config)
+            for n in range(first, end):
+                configs[n] = of_kind[self.table.order[n]].pop()
+            variants.append(variant)
+            first = end
+        return tuple(variants), tuple(configs)
+
+
+def _sizes(costs: Array, held: Array) -> Array:
+    """Bytes (n,) of stages; `held` ([held, waiting, in update], time, n)."""
+    _, _, static, kept, hump, update, waiting = costs
+    activations = (held[0] * kept + held[1] * waiting).max(axis=0)
+    return np.asarray(static + np.maximum(activations + hump, held[2, 0] * kept + update))
+
+
+def _least_block_load(block: StageBlock, table: StageTable) -> float:
+    """Return the least seconds of load of a block."""
+    allowed = np.isfinite(block.seconds)
+    loads = table.load_rate * block.seconds[allowed] + table.once_rate * block.once[allowed]
+    return float(loads.min(initial=np.inf))
+
+
+def _cheapest_cuts(
+    of: Rows,
+    first: Rows,
+    costs: Array,
+    stages: Rows,
+    held: Array,
+    limits: Array,
+    best: Array,
+    came: Any,
+    chosen: Any,
+) -> None:
+    """Do `stage_kernels.cheapest_cuts` in arrays, which takes no time to load."""
+    count, states = of.shape[1], costs.shape[1]
+    some = np.flatnonzero(np.diff(first))
+    best[0, 0] = 0.0
+    picked: dict[tuple[int, bytes], Rows] = {}
+    for s, group in enumerate(stages.tolist()):
+        key = group, held[..., s].tobytes()
+        if key not in picked:
+            allowed = (costs[1] < limits[1]) & (_sizes(costs, held[..., s : s + 1]) < limits[0])
+            place = np.where(allowed, np.arange(states), states)
+            picked[key] = np.full(len(first), states)
+            picked[key][some] = np.minimum.reduceat(place, first[some])
+        place = picked[key][of[group]]  # -1 takes the last one: none
+        total = best[s, :count, None] + np.append(costs[0], np.inf)[place]
+        came[s], best[s + 1] = total.argmin(axis=0), total.min(axis=0)
+        chosen[s] = place[came[s], np.arange(count + 1)]
+
+
+# ---- The states that a stage may have.
+
+
+@dataclass(frozen=True, eq=False)
+class StageStates:
+    """The states that a kind of stage may have: those of all classes of runs.
+
+    Class c has the states ``first[c]`` to ``first[c + 1]``, by lead ascending. Their `costs` (7,
+    n) are seconds of lead and load, and bytes: static, for each microbatch in flight, of the hump,
+    of the update, for each microbatch that waits. They are `state` (n,) of `variant` (n,).
+    ``of[i, j]`` is the class of blocks i to j - 1, -1 where there is none.
+    """
+
+    of: Rows
+    first: Rows
+    costs: Array
+    variant: Rows
+    state: Rows
+    error_bound: float
+
+
+def stage_states(
+    table: StageTable, variants: tuple[int, ...], link: int, *, epsilon: float = 0.0
+) -> StageStates:
+    """Return the states of stages that take one of `variants` and receive through `link`."""
+    runs = runs_of(table.order)
+    of, run_of, extras = _classes(table, runs, link)
+    parts = [_of_variant(table, variant, run_of, epsilon) for variant in variants]
+    owner, costs, state = (
+        np.concatenate(each) for each in zip(*(part[0] for part in parts), strict=True)
+    )
+    variant = np.repeat(variants, [len(part[0][0]) for part in parts])
+    lead, load, floor, kept, shared_load, shared_static = extras[owner].T
+    costs[:, :4] += np.stack([lead, load + shared_load, shared_static, kept], axis=1)
+    costs[:, 1] = np.maximum(costs[:, 1], floor)
+    order = np.lexsort((costs[:, 0], owner))
+    first = np.searchsorted(owner[order], np.arange(len(run_of) + 1))
+    ordered = np.ascontiguousarray(costs[order].T)
+    error = max(part[1] for part in parts)
+    return StageStates(of, first, ordered, variant[order], state[order], error)
+
+
+def _classes(table: StageTable, runs: Runs, link: int) -> tuple[Rows, Rows, Array]:
+    """Return the classes of runs that receive alike.
+
+    The class of all runs (N, N + 1), the run of each class, and what it pays besides (c, 6).
+    """
+    count = len(table.order)
+    first, end = np.nonzero(runs.of >= 0)
+    pays = np.zeros((count, 4))
+    pays[1:] = np.stack(
+        [getattr(table.links[link], name) for name in ("lead", "load", "floor", "kept")], axis=1
+    )[1:]
+    shared = None if table.shared is None else table.shared[:, first, end]
+    # One number for each distinct row, in the order of rows: numbers are compared much faster.
+    key = runs.of[first, end]
+    received = np.unique(pays, axis=0, return_inverse=True)[1].ravel()[first]
+    for column in (received, *(() if shared is None else shared)):
+        distinct, place = np.unique(column, return_inverse=True)
+        key = key * len(distinct) + place
+    _, rows, owner = np.unique(key, return_index=True, return_inverse=True)
+    of = np.full(runs.of.shape, -1, np.intp)
+    of[first, end] = owner
+    more = np.zeros((2, len(rows))) if shared is None else shared[:, rows]
+    return of, runs.of[first, end][rows], np.column_stack([pays[first[rows]], *more])
+
+
+def _of_variant(
+    table: StageTable, index: int, run_of: Rows, epsilon: float
+) -> tuple[tuple[Rows, Array, Rows], float]:
+    """Return class, costs and number of the states of all classes; and their error."""
+    variant, runs = table.variants[index], runs_of(table.order)
+    states = run_states(variant.chain, epsilon)
+    sizes = np.diff(states.first)[run_of]
+    owner = np.repeat(np.arange(len(run_of)), sizes)
+    state = (
+        np.arange(len(owner))
+        - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        + states.first[run_of][owner]
+    )
+    seconds, once, static, kept, hump = states.costs[state].T
+    more = _constants(variant, runs)[:, run_of[owner]]
+    lead = table.lead_rate * seconds + more[0]
+    load = table.load_rate * seconds + table.once_rate * once + more[1]
+    costs = np.stack([lead, load, static + more[2], kept, hump, more[3], more[4]], axis=1)
+    return (owner, costs, state), states.error_bound
+
+
+def _constants(variant: StageVariant, runs: Runs) -> Array:
+    """Return what a variant adds to its runs (5, run).
+
+    Lead, load, static bytes, those of the update and of what waits.
+    """
+    rows = variant.lead, variant.load, variant.static, variant.update, variant.waiting
+    return np.stack(rows)[:, : runs.counts.shape[1]] @ runs.counts.T
+
+
+# ---- Runs of neighbouring blocks, and the configurations of them that may matter.
+
+
+@dataclass(frozen=True, eq=False)
+class Runs:
+    """The distinct runs of a chain of N blocks.
+
+    ``of[i, j]`` is that of blocks i to j - 1 (N, N + 1), -1 where j <= i. Run r is run
+    ``shorter[r]`` (-1: nothing) and a block ``last[r]``, and has ``counts[r]`` of each distinct
+    one.
+    """
+
+    of: Rows
+    shorter: Rows
+    last: Rows
+    counts: Rows
+
+
+@dataclass(frozen=True, eq=False)
+class RunStates:
+    """States of all runs one after the other, those of run r from ``first[r]`` on.
+
+    A state has `costs` (n, 5), in the order of `COLUMNS`. It is the state `parent` (-1: nothing)
+    of the shorter run and the configuration `config` of the last block. No plan is better than one
+    of these by more than the share `error_bound` in every cost.
+    """
+
+    costs: Array
+    first: Rows
+    parent: Rows
+    config: Rows
+    error_bound: float
+
+
+@lru_cache(maxsize=16)
+def runs_of(order: tuple[int, ...]) -> Runs:
+    """Return the distinct runs of a chain."""
+    count, kinds = len(order), max(order) + 1
+    sums = np.zeros((count + 1, kinds), np.intp)
+    sums[1:] = np.cumsum(np.eye(kinds, dtype=np.intp)[list(order)], axis=0)
+    of = np.full((count, count + 1), -1, np.intp)
+    known: dict[bytes, int] = {}
+    shorter, last, counts = [], [], []
+    for length in range(1, count + 1):
+        for i, row in enumerate(sums[length:] - sums[: count + 1 - length]):
+            key = row.tobytes()
+            if key not in known:
+                known[key] = len(known)
+                shorter.append(of[i, i + length - 1])
+                last.append(order[i + length - 1])
+                counts.append(row)
+            of[i, i + length] = known[key]
+    return Runs(of, np.array(shorter), np.array(last), np.array(counts))
+
+
+@lru_cache(maxsize=32)
+def run_states(chain: StageChain, epsilon: float) -> RunStates:
+    """Return the states of all runs of `chain`.
+
+    Costs are rounded to grids on which their sums are exact. `epsilon`: states so near to others in
+    all costs are put together.
+    """
+    runs, blocks = runs_of(chain.order), _on_grids(chain)
+    step = epsilon / (2 * int(runs.counts.sum(axis=1).max()))
+    if "numba" in sys.modules or len(runs.last) > _SMALL_RUNS:
+        found = importlib.import_module("lightning_topt.frontier.stage_kernels").states_of_runs(
+            runs.shorter, runs.last, blocks, step, MAX_STATES
+        )
+        if found is not None:
+            return RunStates(*found)
+    return _run_states_in_arrays(runs, blocks, step, MAX_STATES)
+
+
+def _run_states_in_arrays(runs: Runs, blocks: Sequence[Array], step: float, most: int) -> RunStates:
+    """Do `stage_kernels.states_of_runs` in arrays, which takes no time to load."""
+    error = 1.0
+    costs: list[Array] = []
+    parents: list[Rows] = []
+    configs: list[Rows] = []
+    first: list[int] = [0]
+    errors: list[float] = []
+    for shorter, last in zip(runs.shorter.tolist(), runs.last.tolist(), strict=True):
+        before = np.zeros((1, len(COLUMNS))) if shorter < 0 else costs[shorter]
+        made, parent, config = _extended(before, blocks[last])
+        rows, more = _thinned(made, step, most)
+        errors.append((1 + more) * (1.0 if shorter < 0 else errors[shorter]))
+        error = max(error, errors[-1])
+        costs.append(made[rows])
+        parents.append(parent[rows] + (first[shorter] if shorter >= 0 else -1))
+        configs.append(config[rows])
+        first.append(first[-1] + len(rows))
+    parts = np.concatenate(costs), np.array(first), np.concatenate(parents), np.concatenate(configs)
+    return RunStates(*parts, error - 1)
+
+
+def _on_grids(chain: StageChain) -> list[Array]:
+    """Return the costs (config, 5) of each distinct block."""
+    blocks = [
+        np.stack([getattr(block, name) for name in COLUMNS], axis=1) for block in chain.blocks
+    ]
+    each = [blocks[kind] for kind in chain.order]
+    grids = np.repeat(
+        [exact_grid([part[:, some] for part in each]) for some in (slice(2), slice(2, 5))], [2, 3]
+    )
+    return [np.round(block / grids) * grids for block in blocks]
+
+
+def _extended(before: Array, block: Array) -> tuple[Array, Rows, Rows]:
+    """Return the states of a run and one more block that no other one beats.
+
+    With their parents and configurations.
+    """
+    allowed = np.flatnonzero(np.isfinite(block[:, 0]))
+    made = before[:, None] + block[allowed]
+    made[..., 4] = np.maximum(before[:, None, 4], block[allowed, 4])
+    made = made.reshape(-1, len(COLUMNS))
+    rows = pareto_rows_of_few(made)
+    return made[rows], rows // max(len(allowed), 1), allowed[rows % max(len(allowed), 1)]
+
+
+def _thinned(costs: Array, step: float, most: int) -> tuple[Rows, float]:
+    """Return one state of each cell of a logarithmic grid, and the width of its cells.
+
+    Cells are `step` wide, or wider where there are too many states. All are kept where `step` is 0
+    and they are not too many.
+    """
+    rows, width = np.arange(len(costs)), 0.0
+    while (width < step and len(rows) > 2) or len(rows) > most:
+        width = max(step, 2 * width, 1e-6)
+        cells = np.floor(np.log(np.maximum(costs, 1e-300)) / np.log1p(width))
+        rows = np.sort(unique_rows(cells))
+    return rows, width
+
+
+def configs_of_run(states: RunStates, runs: Runs, *, run: int, state: int) -> list[tuple[int, int]]:
+    """Return the decisions of a state of a run: (distinct block, configuration) of its blocks."""
+    found = []
+    while state >= 0:
+        found.append((int(runs.last[run]), int(states.config[state])))
+        run, state = int(runs.shorter[run]), int(states.parent[state])
+    return found

@@ -33,7 +33,7 @@ from lightning_topt.costs.lifetimes import (
     Phase,
 )
 from lightning_topt.costs.sizes import ROOT
-from lightning_topt.frontier.mesh_frontier import search_meshes
+from lightning_topt.frontier.chain_search import search_meshes
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.techniques.plan_batch import PlanBatch, Rows
 from lightning_topt.techniques.plan_costs import RESULTS, PlanCosts

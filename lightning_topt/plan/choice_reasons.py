@@ -12,7 +12,7 @@ from typing import Protocol
 
 from lightning_topt.basics.units import format_seconds
 from lightning_topt.plan.parallel_plan import ParallelPlan
-from lightning_topt.schedules.continuous import LAGS
+from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
 
 
 class Point(Protocol):
@@ -59,14 +59,14 @@ def why_staged(chosen: Point, fitting: Sequence[Point], peers: Sequence[Point]) 
 
 def why_stale(chosen: Point, fitting: Sequence[Point], peers: Sequence[Point]) -> str:
     """Return what stages that do not wait for one another are good for."""
-    if chosen.plan.schedule not in LAGS:
+    if chosen.plan.schedule not in CONTINUOUS_SCHEDULES:
         return ""
     words = (
         "stages compute with weights that miss some updates, which was allowed, and never "
         "wait "
         "for these"
     )
-    waiting = [point for point in fitting if point.plan.schedule not in LAGS]
+    waiting = [point for point in fitting if point.plan.schedule not in CONTINUOUS_SCHEDULES]
     if waiting:
         words += (
             ": the fastest plan without that takes "

@@ -22,8 +22,7 @@ from lightning_topt.plan.choice_reasons import (
 )
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plan.plan_frontier import PlanPoint
-from lightning_topt.schedules.continuous import LAGS
-from lightning_topt.schedules.make_schedule import SCHEDULES
+from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES, SCHEDULES
 
 OBJECTIVES = ("time", "memory", "devices")
 # Shares by which predicted times may be wrong: plans closer to one another than this count as
@@ -152,7 +151,7 @@ def _mechanism(plan: ParallelPlan) -> tuple[int, ...]:
     exchange = plan.gradient_exchange
     exchanged = 0 if exchange is None else 2 - exchange.is_exact
     return (
-        LAGS.get(plan.schedule or "", 0),
+        CONTINUOUS_SCHEDULES.get(plan.schedule or "", 0),
         exchanged,
         int(not plan.keeps_gradients_whole),
         int(plan.schedule is not None),

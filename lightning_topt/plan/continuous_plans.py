@@ -26,7 +26,7 @@ from lightning_topt.plan.stage_blocks import StageBlocks
 from lightning_topt.plan.stage_tables import stage_table
 from lightning_topt.plan.staged_plans import search_stages_for, staged_points
 from lightning_topt.prediction import Prediction
-from lightning_topt.schedules.continuous import LAGS
+from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def continuous_shapes(
     minibatch.
     """
     graph = blocks.step.graph
-    if wanted.schedule not in (None, *LAGS) or wanted.microbatches not in (None, 1):
+    if wanted.schedule not in (None, *CONTINUOUS_SCHEDULES) or wanted.microbatches not in (None, 1):
         return
     if wanted.own_batches or not wanted.takes(1):
         return
@@ -57,7 +57,7 @@ def continuous_shapes(
         if count % ranks or global_batch_size % data or wanted.ranks not in (None, ranks):
             continue
         if wanted.stages in (None, ranks) and (graph.batch_scaling or samples == graph.batch_size):
-            for name in LAGS if wanted.schedule is None else (wanted.schedule,):
+            for name in CONTINUOUS_SCHEDULES if wanted.schedule is None else (wanted.schedule,):
                 yield ContinuousShape.of(
                     ranks, data, samples=samples, schedule=name, prediction=stale.prediction
                 )
@@ -92,7 +92,7 @@ def search_pipelines_for(
     `limits` as there.
     """
     points, plain, error = list[PlanPoint](), list[PlanPoint](), 0.0
-    if stale is None or wanted.schedule not in LAGS:
+    if stale is None or wanted.schedule not in CONTINUOUS_SCHEDULES:
         points, plain, error = search_stages_for(blocks, count, wanted, known, **limits)
     if stale is not None:
         own = {
@@ -101,8 +101,12 @@ def search_pipelines_for(
             if name in limits
         }
         more, bound = search_continuous(blocks, count, wanted, stale, [*known, *points], **own)
-        fewest = min(LAGS.values())  # missed updates: preferred where others gain little
-        plain = plain + [point for point in more if LAGS[point.plan.schedule or ""] == fewest]
+        fewest = min(
+            CONTINUOUS_SCHEDULES.values()
+        )  # missed updates: preferred where others gain little
+        plain = plain + [
+            point for point in more if CONTINUOUS_SCHEDULES[point.plan.schedule or ""] == fewest
+        ]
         points, error = points + more, max(error, bound)
     return points, plain, error
 
@@ -124,7 +128,7 @@ def search_continuous(
     Raises PlanError where such a plan is asked for by name, and none of `count` ranks is as wanted.
     """
     shapes = [*continuous_shapes(blocks, count, global_batch_size, wanted, stale)]
-    if not shapes and wanted.schedule in LAGS:
+    if not shapes and wanted.schedule in CONTINUOUS_SCHEDULES:
         raise PlanError(_why_none(blocks, count, wanted, global_batch_size=global_batch_size))
     costs = np.array([(p.step_seconds, p.peak_bytes) for p in known if p.devices == count]).reshape(
         -1, 2

@@ -16,10 +16,14 @@ from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plan.stage_blocks import StageBlocks
 from lightning_topt.plan.stage_tables import PASS_SECONDS, PipelineShape
 from lightning_topt.prediction import Prediction
-from lightning_topt.schedules.continuous import LAGS, continuous_schedule, lag_of
-from lightning_topt.schedules.continuous_rate import seconds_per_minibatch
-from lightning_topt.schedules.horizons import horizons
-from lightning_topt.schedules.schedule import Schedule
+from lightning_topt.schedules.schedules import (
+    CONTINUOUS_SCHEDULES,
+    Schedule,
+    continuous_schedule,
+    lag_of,
+)
+from lightning_topt.schedules.staleness import staleness
+from lightning_topt.schedules.timing import seconds_per_minibatch
 
 _DRAWN = 6  # minibatches, in times those that fill the pipeline
 
@@ -38,7 +42,7 @@ class ContinuousShape(PipelineShape):
         cls, ranks: int, data: int, *, samples: float, schedule: str, prediction: Prediction
     ) -> ContinuousShape:
         """Return the shape of `data` rows of `ranks` ranks; `prediction` is the rule of weights."""
-        lag, stages = LAGS[schedule], range(ranks)
+        lag, stages = CONTINUOUS_SCHEDULES[schedule], range(ranks)
         copies = tuple(
             prediction.weight_copies(stage=s, num_stages=ranks, lag_per_hop=lag) for s in stages
         )
@@ -61,7 +65,7 @@ class ContinuousShape(PipelineShape):
     @property
     def lag_per_hop(self) -> int:
         """Minibatches for each hop by which backward passes are behind forward passes."""
-        return LAGS[self.schedule]
+        return CONTINUOUS_SCHEDULES[self.schedule]
 
     @override
     @cached_property
@@ -87,7 +91,7 @@ class ContinuousShape(PipelineShape):
         """Updates of each stage before a minibatch's own one that its forward pass is too early
         for, once all are filled.
         """
-        return tuple(each.forward[-1].missing for each in horizons(self.schedule_to_draw))
+        return tuple(each.forward[-1].missing for each in staleness(self.schedule_to_draw))
 
     @property
     def schedule_to_draw(self) -> Schedule:

@@ -9,9 +9,9 @@ from lightning_topt.costs.plain_values import one_line, shown
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.plan.plan_parts import BlockPlan, PlanError, StagePlan
-from lightning_topt.prediction.choose_rule import make_prediction
 from lightning_topt.prediction.rule import Prediction
-from lightning_topt.schedules.continuous import LAGS
+from lightning_topt.prediction.rules import make_prediction
+from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
 
 
 class _StagedPlan(Protocol):
@@ -39,11 +39,11 @@ def check_continuous(plan: _StagedPlan) -> None:
     """Raise PlanError for what does not go together with a schedule that never flushes, or needs
     one.
     """
-    if plan.schedule not in LAGS:
+    if plan.schedule not in CONTINUOUS_SCHEDULES:
         if plan.prediction is not None:
             raise PlanError(
                 "prediction is for schedules that never flush: leave it out, or choose the "
-                f"schedule {' or '.join(LAGS)}; got "
+                f"schedule {' or '.join(CONTINUOUS_SCHEDULES)}; got "
                 f"{plan.schedule}"
             )
         return

@@ -37,8 +37,8 @@ from lightning_topt.plan.plan_values import (
     mesh_to_list,
 )
 from lightning_topt.plan.presets import Preset, describe_config
-from lightning_topt.prediction.choose_rule import prediction_to_value
 from lightning_topt.prediction.rule import Prediction as WeightPrediction
+from lightning_topt.prediction.rules import prediction_to_value
 
 __all__ = [
     "BlockPlan",

@@ -21,7 +21,7 @@ from lightning_topt.plan.known_plans import KnownPlans
 from lightning_topt.plan.stage_blocks import StageBlocks
 from lightning_topt.plan.stage_bounds import StageBounds, bounds_of
 from lightning_topt.plan.stage_tables import PipelineShape, stage_table
-from lightning_topt.schedules.make_schedule import SCHEDULES
+from lightning_topt.schedules.schedules import SCHEDULES
 
 PLAIN = "1f1b"  # the schedule that is preferred where others gain little
 _MOST_CHUNKS = 4  # stages per rank

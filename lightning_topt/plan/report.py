@@ -32,7 +32,7 @@ from lightning_topt.plan.plan_frontier import PlanPoint
 from lightning_topt.plan.presets import describe_config
 from lightning_topt.plan.report_axes import DrawnAxis, drawn_axes
 from lightning_topt.plan.schedule_report import schedule_svg
-from lightning_topt.schedules.schedule_simulation import Simulation
+from lightning_topt.schedules.simulate import Simulation
 
 Points = Sequence[PlanPoint]
 _MANY = 150  # more points than this are drawn small

@@ -19,9 +19,8 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_topt.basics.units import format_bytes, format_seconds
-from lightning_topt.schedules.schedule import Kind
-from lightning_topt.schedules.schedule_memory import MemoryCurve
-from lightning_topt.schedules.schedule_simulation import Simulation, Span
+from lightning_topt.schedules.schedules import Kind
+from lightning_topt.schedules.simulate import MemoryCurve, Simulation, Span
 
 _KINDS: tuple[tuple[Kind, str, str], ...] = (  # what it is called, colour (Okabe and Ito's)
     ("forward", "forward", "#0072B2"),

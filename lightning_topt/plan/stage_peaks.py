@@ -20,8 +20,8 @@ from lightning_topt.frontier.stage_search import StagePoint
 from lightning_topt.plan.continuous_shape import ContinuousShape
 from lightning_topt.plan.stage_blocks import StageBlocks
 from lightning_topt.plan.stage_tables import PipelineShape, fixed_costs
-from lightning_topt.schedules.make_schedule import make_schedule
-from lightning_topt.schedules.schedule_memory import held_counts
+from lightning_topt.schedules.schedules import make_schedule
+from lightning_topt.schedules.simulate import held_counts
 
 
 @dataclass(frozen=True, eq=False)

@@ -27,7 +27,7 @@ from lightning_topt.costs.stage_table import (
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.plan.stage_blocks import StageBlocks
 from lightning_topt.plan.step_once import Once
-from lightning_topt.schedules.make_schedule import SCHEDULES
+from lightning_topt.schedules.schedules import SCHEDULES
 
 # What a pass takes in Python beside its operators: stand-ins, messages. A rank of a pipeline of
 # tiny stages took 1.1 ms of CPU per microbatch, forward and backward, more than the operators.

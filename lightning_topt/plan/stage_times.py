@@ -13,9 +13,8 @@ from lightning_topt.frontier.stage_search import StagePoint
 from lightning_topt.plan.continuous_shape import ContinuousShape
 from lightning_topt.plan.stage_blocks import StageBlocks
 from lightning_topt.plan.stage_tables import PASS_SECONDS, PipelineShape, links_of, transfer_seconds
-from lightning_topt.schedules.make_schedule import make_schedule
-from lightning_topt.schedules.schedule import Schedule
-from lightning_topt.schedules.schedule_timing import many_rank_seconds
+from lightning_topt.schedules.schedules import Schedule, make_schedule
+from lightning_topt.schedules.timing import many_rank_seconds
 
 # of all stages, of schedules that are simulated; longer ones are as their formulas say
 MOST_PASSES = 2**14

@@ -38,7 +38,7 @@ from lightning_topt.plan.stage_peaks import peak_bytes_of, stage_bytes
 from lightning_topt.plan.stage_tables import PipelineShape
 from lightning_topt.plan.stage_times import stage_seconds, step_seconds_of
 from lightning_topt.plan.tensor_meshes import placed_tensors
-from lightning_topt.schedules.continuous import LAGS
+from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
 from lightning_topt.techniques.tensor_parallel.split_candidates import SplitModel
 
 
@@ -258,7 +258,7 @@ class _Plans:
 def shape_of_plan(plan: ParallelPlan) -> PipelineShape:
     """Return the shape of the pipeline of a plan with stages."""
     assert plan.schedule is not None and plan.batch_size is not None
-    if plan.schedule in LAGS:
+    if plan.schedule in CONTINUOUS_SCHEDULES:
         return ContinuousShape.of_plan(plan)
     level = max(block.config.storage.level for block in plan.blocks)
     samples = plan.batch_size if plan.own_batches else plan.batch_size / plan.num_microbatches

@@ -13,8 +13,8 @@ from lightning_topt.plan.stage_peaks import stage_bytes
 from lightning_topt.plan.stage_tables import PASS_SECONDS, PipelineShape, fixed_costs
 from lightning_topt.plan.stage_times import simulated_schedule, stage_seconds
 from lightning_topt.plan.staged_plans import shape_of_plan
-from lightning_topt.schedules.schedule_simulation import Simulation, simulate
-from lightning_topt.schedules.stage_costs import StageCosts
+from lightning_topt.schedules.simulate import Simulation, simulate
+from lightning_topt.schedules.timing import StageCosts
 
 
 def step_of_plan(blocks: StageBlocks, plan: ParallelPlan) -> Simulation | None:

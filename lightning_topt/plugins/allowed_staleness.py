@@ -17,7 +17,7 @@ from lightning_topt.plan.legal_stages import rule_from_value
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from lightning_topt.plugins.given_plans import GivenPlan, MeshPlan, PipelinePlan
 from lightning_topt.prediction import Prediction, TwoVersions, default_prediction, make_prediction
-from lightning_topt.schedules.continuous import LAGS
+from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
 
 AllowStaleness = bool | str | Mapping[str, Any] | Prediction
 _NO_RULE_NEEDED = "stash"
@@ -51,7 +51,7 @@ class AllowedStaleness:
         is left to be allowed.
         """
         schedule = plan.schedule if isinstance(plan, ParallelPlan | PipelinePlan) else None
-        if schedule in LAGS and not self.allowed:
+        if schedule in CONTINUOUS_SCHEDULES and not self.allowed:
             raise PlanError(
                 f"this plan's stages never wait for an update (schedule {schedule!r}), and compute "
                 "with weights that miss "
@@ -60,18 +60,18 @@ class AllowedStaleness:
             )
         if not self.allowed or plan is None:
             return
-        if isinstance(plan, PipelinePlan) and schedule in (None, *LAGS):
+        if isinstance(plan, PipelinePlan) and schedule in (None, *CONTINUOUS_SCHEDULES):
             if dict(plan.sizes or ()).get("tensor", 1) > 1:
                 raise ValueError(
-                    f"the search takes the schedules {' and '.join(LAGS)} beside an axis 'data' "
+                    f"the search takes the schedules {' and '.join(CONTINUOUS_SCHEDULES)} beside an axis 'data' "
                     "alone: leave out the axis "
                     "'tensor', or allow_staleness"
                 )
             return
-        if not isinstance(plan, ParallelPlan) or schedule not in LAGS:
+        if not isinstance(plan, ParallelPlan) or schedule not in CONTINUOUS_SCHEDULES:
             named = "the mesh" if isinstance(plan, MeshPlan) else "the plan"
             raise ValueError(
-                f"allow_staleness is for the schedules {' and '.join(LAGS)}, which {named} "
+                f"allow_staleness is for the schedules {' and '.join(CONTINUOUS_SCHEDULES)}, which {named} "
                 "excludes: leave out one of them"
             )
         own = plan.weight_prediction
@@ -138,7 +138,10 @@ def why_not_continuous(trainer: pl.Trainer) -> str | None:
 
 def check_flight(plan: ParallelPlan, trainer: pl.Trainer) -> None:
     """Raise PlanError where a rule needs more minibatches in an update than the fit accumulates."""
-    rule, flight = plan.weight_prediction, (len(plan.stages) - 1) * LAGS[plan.schedule or ""]
+    rule, flight = (
+        plan.weight_prediction,
+        (len(plan.stages) - 1) * CONTINUOUS_SCHEDULES[plan.schedule or ""],
+    )
     if isinstance(rule, TwoVersions) and trainer.accumulate_grad_batches < flight:
         raise PlanError(
             f"prediction {rule.name!r} needs as many minibatches in an update as are in flight, "

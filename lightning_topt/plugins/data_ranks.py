@@ -34,7 +34,7 @@ from lightning_topt.plugins.joint_batches import JointBatches
 from lightning_topt.plugins.pipeline_members import PipelineMembers
 from lightning_topt.plugins.pipeline_steps import PipelineSteps
 from lightning_topt.plugins.turns import Turns
-from lightning_topt.schedules.continuous import LAGS
+from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
 from lightning_topt.techniques.tensor_parallel.python_functions import among_all_ranks
 
 Output = TypeVar("Output")
@@ -141,7 +141,7 @@ class DataRanks(EngineCheckpoints):
                 engine, module, precision=self.precision_plugin, device=self.root_device
             )
             return self._members.example(batch)
-        make = ContinuousSteps if plan.schedule in LAGS else PipelineSteps
+        make = ContinuousSteps if plan.schedule in CONTINUOUS_SCHEDULES else PipelineSteps
         self._pipeline = make(
             engine, module, precision=self.precision_plugin, device=self.root_device
         )

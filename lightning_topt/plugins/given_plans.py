@@ -13,8 +13,7 @@ from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError, preset_pl
 from lightning_topt.plan.pipeline_search import PipelineRequest
 from lightning_topt.plan.presets import Preset
 from lightning_topt.prediction import Prediction
-from lightning_topt.schedules.continuous import LAGS
-from lightning_topt.schedules.make_schedule import SCHEDULES
+from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES, SCHEDULES
 from lightning_topt.techniques.tensor_parallel.split_layouts import layout_axes
 
 
@@ -137,13 +136,13 @@ class PipelinePlan:
         if self.schedule is None:
             assert self.sizes is not None, "a schedule is searched on a given mesh"
             return
-        check_choice(self.schedule, name="schedule", allowed=(*SCHEDULES, *LAGS))
-        if self.schedule in LAGS:
+        check_choice(self.schedule, name="schedule", allowed=(*SCHEDULES, *CONTINUOUS_SCHEDULES))
+        if self.schedule in CONTINUOUS_SCHEDULES:
             self._check_continuous()
             return
         if self.prediction is not None:
             raise ValueError(
-                f"prediction is for the schedules {' and '.join(LAGS)}, and this one is "
+                f"prediction is for the schedules {' and '.join(CONTINUOUS_SCHEDULES)}, and this one is "
                 f"{self.schedule!r}: leave it out"
             )
         sizes = {

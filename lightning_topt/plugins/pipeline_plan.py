@@ -17,7 +17,7 @@ from lightning_topt.plan.plan_search import search_plans
 from lightning_topt.plan.search_request import SearchRequest
 from lightning_topt.plugins.batch_parts import count_samples, split_batch
 from lightning_topt.plugins.given_plans import PipelinePlan
-from lightning_topt.schedules.continuous import LAGS
+from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
 
 MICROBATCHES_PER_RANK = 4  # at most; the bubble of 1F1B is then a fifth of the step, or less
 
@@ -26,7 +26,7 @@ def microbatch_of(batch: Any, given: PipelinePlan, mesh: Mesh) -> tuple[Any, int
     """Return the first microbatch of `batch`, and how many a batch is to have. Raises ValueError as
     `split_batch`.
     """
-    if given.schedule in LAGS:
+    if given.schedule in CONTINUOUS_SCHEDULES:
         return batch, 1
     count = given.microbatches or choose_microbatches(count_samples(batch), mesh.pipeline_size)
     return split_batch(batch, count).batches[0], count

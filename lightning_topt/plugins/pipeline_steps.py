@@ -55,8 +55,7 @@ from lightning_topt.plugins.pipeline_values import (
 )
 from lightning_topt.plugins.row_batches import RowBatches
 from lightning_topt.plugins.turns import loss_of
-from lightning_topt.schedules.continuous import LAGS
-from lightning_topt.schedules.make_schedule import SCHEDULES
+from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES, SCHEDULES
 from lightning_topt.techniques.tensor_parallel.random_states import random_states, set_random_states
 
 Found = tuple[Any, tuple[Call, ...]]  # what a step returned, and what it told
@@ -288,7 +287,7 @@ class PipelineSteps:
 def _last_rank(plan: ParallelPlan) -> int:
     """The place along the pipeline of the rank that runs the last stage."""
     assert plan.schedule is not None
-    if plan.schedule in LAGS:
+    if plan.schedule in CONTINUOUS_SCHEDULES:
         return plan.mesh.pipeline_size - 1
     rule = SCHEDULES[check_choice(plan.schedule, name="schedule", allowed=SCHEDULES)]
     return rule.rank_of_stage(

@@ -16,7 +16,7 @@ from lightning_topt.plugins.auto_parallel import AutoParallelStrategy
 from lightning_topt.plugins.ddp_parts import register_names
 from lightning_topt.plugins.given_plans import PipelinePlan
 from lightning_topt.prediction import Prediction
-from lightning_topt.schedules.continuous import LAGS
+from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
 
 
 class PipelineStrategy(AutoParallelStrategy):
@@ -91,7 +91,7 @@ class PipelineStrategy(AutoParallelStrategy):
             recompute,
             prediction=rule_from_value(prediction),
         )
-        stale = schedule in LAGS
+        stale = schedule in CONTINUOUS_SCHEDULES
         super().__init__(
             plan=given, allow_staleness=stale, cluster=cluster, checkpoint=checkpoint, **ddp_options
         )

@@ -48,7 +48,7 @@ from lightning_topt.plugins.searched_plan import (
     split_model,
 )
 from lightning_topt.plugins.tensor_look import search_default
-from lightning_topt.schedules.continuous import LAGS
+from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 
 Decision = tuple[ParallelPlan, Planning | None, str]
@@ -145,7 +145,7 @@ def _say_traced() -> None:
 
 def _given(plan: ParallelPlan, request: PlanRequest, trainer: pl.Trainer) -> ParallelPlan:
     on_every_rank(lambda: _check_features(plan, request, trainer))
-    if plan.schedule not in LAGS:
+    if plan.schedule not in CONTINUOUS_SCHEDULES:
         return plan
     return ParallelPlan.from_dict(
         on_rank_0(lambda: with_rule(plan, optimizers_of(trainer)[0], request.stale).to_dict())
@@ -216,11 +216,11 @@ def _check_features(
 
     if plan.schedule is not None and (reason := why_no_pipeline(trainer)):
         raise PlanError(f"this plan is a pipeline, but {reason}; choose a plan without stages")
-    if plan.schedule in LAGS and (reason := why_not_continuous(trainer)):
+    if plan.schedule in CONTINUOUS_SCHEDULES and (reason := why_not_continuous(trainer)):
         raise PlanError(
             f"this plan's stages never wait for an update, but {reason}; choose another schedule"
         )
-    if plan.schedule in LAGS:
+    if plan.schedule in CONTINUOUS_SCHEDULES:
         check_flight(plan, trainer)
     if plan.own_batches and (reason := why_no_members(trainer)):
         raise PlanError(

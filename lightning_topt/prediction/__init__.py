@@ -1,20 +1,25 @@
 """Weights for the passes of a continuous pipeline: predicted, stashed, or as they are.
 
-make_prediction -> Prediction.on(optimizer, stage=, num_stages=) -> with
-stage_prediction.forward(...): a pass
+``make_prediction(name)`` gives a rule, ``rule.on(optimizer, stage=..., num_stages=...)`` puts it to
+work on a stage, and ``with stage_prediction.forward(...):`` a pass finds its weights in place.
 """
 
-from lightning_topt.prediction.choose_rule import (
+from lightning_topt.prediction.rule import Prediction, Rates, StagePrediction
+from lightning_topt.prediction.rules import (
     DEFAULTS,
     PREDICTIONS,
+    MultiStep,
+    Nesterov,
+    NoPrediction,
+    PipeMare,
+    PipeOptim,
+    SpecTrain,
+    TwoVersions,
+    WeightStashing,
     default_prediction,
     make_prediction,
     prediction_to_value,
 )
-from lightning_topt.prediction.extrapolation import MultiStep, PipeOptim, SpecTrain
-from lightning_topt.prediction.rule import Prediction, Rates, StagePrediction
-from lightning_topt.prediction.stashing import Nesterov, TwoVersions, WeightStashing
-from lightning_topt.prediction.true_weights import NoPrediction, PipeMare
 
 __all__ = [
     "DEFAULTS",

@@ -1,7 +1,7 @@
-"""Moves of weights on one core of a CPU, compiled by Numba: each number is read and written once,
-where torch takes six passes.
+"""Moves of weights on one core of a CPU, compiled by Numba.
 
-Rows (n,) are all float32 or all float64, and share no memory.
+Each number is read and written once, where torch takes six passes. Rows (n,) are all float32 or
+all float64, and share no memory. Loaded by `weights` where there is much to move.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ BLOCK = 1024  # numbers, of which three rows fit the first-level cache
 
 
 def keep_and_move(weights: Any, first: Any, kept: Any, second: Any = None, *, move: Any) -> None:
-    """Copy `weights` into `kept` and move them: by an `SGDMove` (2,) without `second`, else by
-    `AdamStep`s (steps, 6).
+    """Copy `weights` into `kept` and move them.
+
+    Without `second` by an `SGDMove` (2,), else by `AdamStep`s (steps, 6).
     """
     if second is None:
         _sgd(weights, first, kept, np.array(move, weights.dtype))

@@ -1,9 +1,12 @@
-"""`Prediction`: weights for passes of a pipeline that never waits; `StagePrediction` puts them in
-place on one stage.
+"""What a weight rule is: `Prediction` chooses, `StagePrediction` puts weights in place on a stage.
+
+    rule = make_prediction("spectrain").on(optimizer, stage=0, num_stages=4)
+    with rule.forward(minibatch, staleness, rates):
+        loss = forward(batch)
 
 There is one storage per parameter. A pass computes with what its rule puts there, and finds the
 true weights back in place afterwards, bit for bit; updates change the true ones. Buffers are left
-as the forward passes leave them.
+as the forward passes leave them. The rules themselves are in `rules`.
 """
 
 from __future__ import annotations
@@ -16,44 +19,42 @@ from typing import Any, ClassVar
 
 from torch.optim import Optimizer
 
-from lightning_topt.schedules.horizons import Horizon
+from lightning_topt.schedules.staleness import Staleness
 
-Rates = Sequence[
-    Sequence[Mapping[str, Any]]
-]  # hyperparameters of the n-th update from now (0: the next one), (n, groups)
+# Hyperparameters of the n-th update from now (0: the next one), by parameter group: (n, groups).
+Rates = Sequence[Sequence[Mapping[str, Any]]]
 
 
 class StagePrediction(ABC):
     """A rule at work on the parameters of one stage's optimizer.
 
     Calls follow the stage's actions. `rates` ends with the latest hyperparameters that are known;
-    beyond, they are taken to stay. Raises nothing of its own in a pass but ValueError for a
-    schedule that the rule cannot serve.
+    beyond, they are taken to stay. In a pass nothing is raised but ValueError for a schedule that
+    the rule cannot serve.
     """
 
     @abstractmethod
     def forward(
-        self, minibatch: int, horizon: Horizon, rates: Rates
+        self, minibatch: int, staleness: Staleness, rates: Rates
     ) -> AbstractContextManager[None]:
-        """Return a context in which the storages hold the weights for the forward pass of
-        `minibatch`.
-        """
+        """Return a context in which the storages hold the weights for a minibatch's forward."""
 
     @abstractmethod
     def backward(
-        self, minibatch: int, horizon: Horizon, rates: Rates
+        self, minibatch: int, staleness: Staleness, rates: Rates
     ) -> AbstractContextManager[None]:
         """Return a context in which the storages hold the weights for its backward pass."""
 
     @abstractmethod
     def update(self, minibatch: int) -> AbstractContextManager[None]:
-        """Return a context for ``optimizer.step()``, of which backward passes in flight do not
-        complain.
-        """
+        """Return a context for ``optimizer.step()`` that passes in flight do not notice."""
 
     @abstractmethod
     def drained(self) -> None:
-        """Give up all copies: nothing is in flight, and parameters may be added or restored now."""
+        """Give up all copies: nothing is in flight.
+
+        Parameters may be added or restored now.
+        """
 
     @property
     @abstractmethod
@@ -66,8 +67,9 @@ class StagePrediction(ABC):
         """Bytes of copies that are held now."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a drained state needs to go on as if undisturbed; nothing for rules that keep
-        copies alone.
+        """Return what a drained state needs to go on as if undisturbed.
+
+        Nothing for rules that only keep copies.
         """
         return {}
 
@@ -78,7 +80,7 @@ class StagePrediction(ABC):
 
 @dataclass(frozen=True)
 class Prediction(ABC):
-    """A rule, with its options as fields."""
+    """A weight rule, with its options as fields."""
 
     name: ClassVar[str]
     # those of torch.optim that it knows; none: any optimizer
@@ -88,11 +90,10 @@ class Prediction(ABC):
     def weight_copies(
         self, *, stage: int, num_stages: int, lag_per_hop: int = 1, accumulate: int = 1
     ) -> int:
-        """Return the most copies of a stage's weights beside the storages at once, for a continuous
-        schedule.
+        """Return the most copies of a stage's weights at once in a continuous schedule.
 
-        Backward passes are ``(num_stages - 1 - stage) * lag_per_hop`` minibatches behind forward
-        passes, and an update takes `accumulate` minibatches.
+        The storages do not count. Backward passes are ``(num_stages - 1 - stage) * lag_per_hop``
+        minibatches behind forward passes, and an update takes `accumulate` minibatches.
         """
 
     @abstractmethod
@@ -105,6 +106,7 @@ class Prediction(ABC):
         lag_per_hop: int = 1,
         accumulate: int = 1,
     ) -> StagePrediction:
-        """Return the rule for the parameters of a stage. Raises ValueError naming the optimizers
-        that it knows.
+        """Return the rule at work on the parameters of a stage.
+
+        Raises ValueError for an optimizer that it does not know, naming those that it knows.
         """

@@ -1,3 +1,1 @@
-"""Pipeline schedules as data: which pass of which microbatch each rank runs when, complete before
-the first tensor moves.
-"""
+"""Pipeline schedules as data: built by name, checked, timed and simulated before they run."""

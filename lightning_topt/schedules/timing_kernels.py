@@ -1,5 +1,6 @@
-"""Compiled walk over the passes of a schedule whose stages each receive from the one before, for
-many sets of costs at once.
+"""Compiled walk over the passes of a schedule, for many sets of costs at once.
+
+Each stage receives from the one before alone. Loaded by `timing` where there is much to walk.
 """
 
 from __future__ import annotations
@@ -22,13 +23,21 @@ def run_passes(
     overlapped: bool,
     done: Any,
 ) -> bool:
-    """Write into `done` (P, n) when each rank has run its last pass; return False where the
-    schedule hangs.
+    """Write into `done` (P, n) when each rank has run its last pass, as `timing` does pass by pass.
 
-    `actions` (A, 3) are the kind, stage and microbatch of passes, those of rank r from ``begin[r]``
-    to ``begin[r + 1]``; `ranks` (S,) those of the stages; `sizes` the numbers of stages and of
-    microbatches. `seconds` (kind, S, n); `crossing` (2, S, n) of what comes into each stage from
-    the one before, and of its gradient back. Does what `schedule_timing` does pass by pass.
+    Args:
+        actions: (A, 3) kind, stage and microbatch of passes.
+        begin: those of rank r are ``actions[begin[r] : begin[r + 1]]``.
+        ranks: (S,) ranks of the stages.
+        sizes: the numbers of stages and of microbatches.
+        seconds: (kind, S, n).
+        crossing: (2, S, n), of what comes into each stage from the one before, and of its gradient
+            back.
+        overlapped: as in `timing.StageCosts`.
+        done: is written.
+
+    Returns:
+        False where the schedule hangs.
     """
     stages, micro, count = sizes[0], sizes[1], seconds.shape[2]
     ready = np.zeros((2, stages, micro), np.bool_)  # forward, backward

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from lightning_topt.communication.exchange_method import GradientMethod
 from lightning_topt.graph.mesh_axes import DATA_AXES, PIPELINE_AXES, TENSOR_AXES, Mesh
 from lightning_topt.graph.op_config import OpConfig
-from lightning_topt.schedules.continuous import LAGS
+from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
 from lightning_topt.techniques.data_parallel import DataParallel
 from lightning_topt.techniques.full_sharding import FullSharding
 from lightning_topt.techniques.gradient_compression import GradientCompression
@@ -67,11 +67,11 @@ def check_runs(
         )
     # says more of what it cannot do than that no technique does
     PIPELINE.check(mesh, configs, exchange)
-    if mesh.pipeline_axes and exchange is not None and schedule not in LAGS:
+    if mesh.pipeline_axes and exchange is not None and schedule not in CONTINUOUS_SCHEDULES:
         raise ValueError(
             "gradient_exchange: this release averages gradients of stages as they are, but for the "
             "schedules "
-            f"{', '.join(LAGS)}; leave it out, or make a plan without a pipeline axis"
+            f"{', '.join(CONTINUOUS_SCHEDULES)}; leave it out, or make a plan without a pipeline axis"
         )
     if mesh.pipeline_axes and exchange is not None and mesh.tensor_axes:
         raise ValueError(

@@ -5,10 +5,9 @@ import itertools
 import pytest
 
 from lightning_topt.costs.schedule_rates import fits, rates_of
-from lightning_topt.schedules.make_schedule import SCHEDULES, make_schedule
-from lightning_topt.schedules.schedule_memory import held_counts
-from lightning_topt.schedules.schedule_timing import step_seconds
-from lightning_topt.schedules.stage_costs import StageCosts
+from lightning_topt.schedules.schedules import SCHEDULES, make_schedule
+from lightning_topt.schedules.simulate import held_counts
+from lightning_topt.schedules.timing import StageCosts, step_seconds
 
 
 def sizes(name):

@@ -6,7 +6,7 @@ import numpy as np
 
 from lightning_topt.costs.chain_table import BlockCosts, BlockEdge, ChainTable
 from lightning_topt.costs.cost_table import CostTable, EdgeCosts, OperatorCosts
-from lightning_topt.frontier.brute_force import brute_force_frontier
+from tests.frontier.brute_force import brute_force_frontier
 
 SHAPES = {
     "isolated": lambda rng, n: [],

@@ -9,8 +9,8 @@ import pytest
 
 from lightning_topt.costs.chain_table import BlockCosts, BlockEdge, ChainTable
 from lightning_topt.costs.cost_table import CostTable, EdgeCosts, OperatorCosts
-from lightning_topt.frontier.block_frontier import eliminate_block
-from lightning_topt.frontier.frontier_search import search_chain
+from lightning_topt.frontier.chain_search import search_chain
+from tests.frontier.graph_search import eliminate_block
 from tests.frontier.tables import SHAPES
 
 

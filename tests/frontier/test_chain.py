@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from lightning_topt.costs.chain_table import BlockCosts, BlockEdge, ChainTable
-from lightning_topt.frontier import frontier_search
-from lightning_topt.frontier.frontier_search import search_chain, search_frontier
+from lightning_topt.frontier import layer_search
+from lightning_topt.frontier.chain_search import chain_layers, search_chain
+from tests.frontier.graph_search import search_frontier
 from tests.frontier.tables import (
     assert_equals_brute_force,
     one_column_per_point_in_time,
@@ -17,7 +18,7 @@ from tests.frontier.tables import (
 @pytest.fixture(params=["numpy", "compiled"])
 def way(request, monkeypatch):
     if request.param == "compiled":
-        monkeypatch.setattr(frontier_search, "_SMALL", 0)
+        monkeypatch.setattr(layer_search, "_SMALL", 0)
 
 
 @pytest.mark.parametrize("layouts", [None, 2])
@@ -44,10 +45,17 @@ def test_equals_brute_force(way, edges, ties, forbidden):
     rng = np.random.default_rng([int(10 * edges), ties, int(10 * forbidden)])
     for trial in range(12):
         table = random_chain(
-            rng, blocks=int(rng.integers(1, 6)), configs=4, edges=edges, ties=ties,
-            forbidden=forbidden, distinct=2 if trial % 3 == 2 else None,
-            layouts=3 if trial % 2 else None, late=trial % 4 > 0, forward=trial % 5 > 2,
-        )  # fmt: skip
+            rng,
+            blocks=int(rng.integers(1, 6)),
+            configs=4,
+            edges=edges,
+            ties=ties,
+            forbidden=forbidden,
+            distinct=2 if trial % 3 == 2 else None,
+            layouts=3 if trial % 2 else None,
+            late=trial % 4 > 0,
+            forward=trial % 5 > 2,
+        )
         assert_equals_brute_force(table, search_chain(table))
 
 
@@ -76,10 +84,7 @@ def test_columns_do_not_grow_with_depth(forward):
     """
     rng = np.random.default_rng(0)
     table = random_chain(rng, blocks=4, configs=4, forward=forward)
-    layers = [
-        frontier_search.chain_layers(ChainTable(table.blocks, (0, 1, 2, 3) * count))
-        for count in (5, 15)
-    ]
+    layers = [chain_layers(ChainTable(table.blocks, (0, 1, 2, 3) * count)) for count in (5, 15)]
     assert {layer.columns for some in layers for layer in some} == {5 if forward else 4, 2}
 
 

@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 
 from lightning_topt.costs.chain_table import ChainTable
-from lightning_topt.frontier import frontier_search, mesh_frontier, walk, wide
-from lightning_topt.frontier.brute_force import brute_force_frontier
-from lightning_topt.frontier.chain_layers import column_count
-from lightning_topt.frontier.mesh_frontier import search_meshes
-from lightning_topt.frontier.walk import GiveUpError
+from lightning_topt.frontier import chain_search, layer_search
+from lightning_topt.frontier.chain_search import column_count, search_meshes
+from lightning_topt.frontier.layer_search import GiveUpError
+from tests.frontier.brute_force import brute_force_frontier
 from tests.frontier.tables import random_chain
 
 
@@ -43,8 +42,8 @@ def random_meshes(rng, count, **options):
 @pytest.mark.parametrize("forbidden", [0.0, 0.3])
 def test_equals_brute_force_over_all_meshes(monkeypatch, prices, ties, forbidden):
     if prices:
-        monkeypatch.setattr(mesh_frontier, "_SMALL", 0)
-        monkeypatch.setattr(frontier_search, "_SMALL", 0)
+        monkeypatch.setattr(chain_search, "_UNPRICED", 0)
+        monkeypatch.setattr(layer_search, "_SMALL", 0)
     rng = np.random.default_rng([prices, ties, int(10 * forbidden)])
     dropped = 0
     for _ in range(15):
@@ -64,7 +63,7 @@ def test_equals_brute_force_over_all_meshes(monkeypatch, prices, ties, forbidden
 @pytest.mark.parametrize("prices", [False, True])
 def test_chains_of_different_depth_and_columns_side_by_side(monkeypatch, prices):
     if prices:
-        monkeypatch.setattr(mesh_frontier, "_SMALL", 0)
+        monkeypatch.setattr(chain_search, "_UNPRICED", 0)
     rng = np.random.default_rng(7)
     for _ in range(10):
         depths = rng.permutation([0, 2, 4])
@@ -83,7 +82,7 @@ def test_chains_of_different_depth_and_columns_side_by_side(monkeypatch, prices)
 
 
 def test_a_mesh_that_is_dearer_throughout_is_not_searched(monkeypatch):
-    monkeypatch.setattr(mesh_frontier, "_SMALL", 0)
+    monkeypatch.setattr(chain_search, "_UNPRICED", 0)
     table = random_chain(np.random.default_rng(0), blocks=6, configs=3)
     dear = ChainTable(table.blocks, table.order, table.edges, 1e3, 1e3)
     found = search_meshes([("dear", lambda: dear), ("cheap", lambda: table)])
@@ -95,8 +94,8 @@ def test_a_mesh_that_is_dearer_throughout_is_not_searched(monkeypatch):
 
 
 def test_time_that_is_up_is_said(monkeypatch):
-    monkeypatch.setattr(mesh_frontier, "_SMALL", 0)
-    monkeypatch.setattr(frontier_search, "_SMALL", 0)
+    monkeypatch.setattr(chain_search, "_UNPRICED", 0)
+    monkeypatch.setattr(layer_search, "_SMALL", 0)
     rng = np.random.default_rng(1)
     tables = [random_chain(rng, blocks=30, configs=4, edges=0.5) for _ in range(3)]
     found = search_meshes([(i, lambda i=i: tables[i]) for i in range(3)], max_seconds=1e-6)
@@ -113,9 +112,9 @@ def test_time_that_is_up_is_said(monkeypatch):
 
 
 def test_narrow_sweeps_follow_where_all_at_once_takes_too_long(monkeypatch):
-    monkeypatch.setattr(mesh_frontier, "_SMALL", 0)
-    monkeypatch.setattr(frontier_search, "_SMALL", 0)
-    sweep, caps = wide._sweep, []
+    monkeypatch.setattr(chain_search, "_UNPRICED", 0)
+    monkeypatch.setattr(layer_search, "_SMALL", 0)
+    sweep, caps = layer_search._sweep_with_cap, []
 
     def too_long_at_first(*args, cap, **options):
         caps.append(cap)
@@ -123,7 +122,7 @@ def test_narrow_sweeps_follow_where_all_at_once_takes_too_long(monkeypatch):
             raise GiveUpError
         return sweep(*args, cap=cap, **options)
 
-    monkeypatch.setattr(wide, "_sweep", too_long_at_first)
+    monkeypatch.setattr(layer_search, "_sweep_with_cap", too_long_at_first)
     rng = np.random.default_rng(2)
     tables = [random_chain(rng, blocks=4, configs=3, edges=0.5) for _ in range(3)]
     found = search_meshes([(i, lambda i=i: tables[i]) for i in range(3)], max_seconds=60)
@@ -132,13 +131,13 @@ def test_narrow_sweeps_follow_where_all_at_once_takes_too_long(monkeypatch):
 
 
 def test_all_at_once_ends_as_soon_as_the_layers_left_would_take_too_long(monkeypatch):
-    monkeypatch.setattr(mesh_frontier, "_SMALL", 0)
-    monkeypatch.setattr(frontier_search, "_SMALL", 0)
+    monkeypatch.setattr(chain_search, "_UNPRICED", 0)
+    monkeypatch.setattr(layer_search, "_SMALL", 0)
     clock, steps, ends = [0.0], [], []
-    for module in (wide, walk, mesh_frontier):
+    for module in (layer_search, chain_search):
         watch = SimpleNamespace(thread_time=lambda: clock[0], perf_counter=lambda: clock[0])
         monkeypatch.setattr(module, "time", watch)
-    step, sweep = walk.Walk.step, wide._sweep
+    step, sweep = layer_search.Walk.step, layer_search._sweep_with_cap
 
     def twice_as_long_as_the_last(self):
         clock[0] += 2.0 ** len(steps)
@@ -151,8 +150,8 @@ def test_all_at_once_ends_as_soon_as_the_layers_left_would_take_too_long(monkeyp
         finally:
             ends.append((clock[0], len(steps)))
 
-    monkeypatch.setattr(walk.Walk, "step", twice_as_long_as_the_last)
-    monkeypatch.setattr(wide, "_sweep", watched)
+    monkeypatch.setattr(layer_search.Walk, "step", twice_as_long_as_the_last)
+    monkeypatch.setattr(layer_search, "_sweep_with_cap", watched)
     table = random_chain(np.random.default_rng(3), blocks=30, configs=4, edges=0.5)
     found = search_meshes([("mesh", lambda: table)], max_seconds=1000)
     assert ends[0][0] < 500 and ends[0][1] < 10, "long before the 750 s that it may take"

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from lightning_topt.frontier import state_kernels
+from lightning_topt.frontier import layer_kernels
 from lightning_topt.frontier.pareto import pareto_rows, pareto_rows_2, unique_rows
 
 
@@ -24,7 +24,7 @@ def random_costs(rng, n, c, *, ties):
 
 
 def compiled_rows(costs, *, most, first=None):
-    """`state_kernels.minimal` as `walk` calls it, for rows in groups that begin at `first`."""
+    """`layer_kernels.minimal` as `layer_search` calls it; groups begin at `first`."""
     first = np.array([0, len(costs)] if first is None else first)
     held, floor, kept, counts = (
         np.empty_like(costs),
@@ -33,7 +33,7 @@ def compiled_rows(costs, *, most, first=None):
         np.zeros(len(first), np.int64),
     )
     order = np.lexsort((costs.sum(axis=1), np.repeat(np.arange(len(first) - 1), np.diff(first))))
-    state_kernels.minimal(costs, first, order, held, floor, kept, counts, most)
+    layer_kernels.minimal(costs, first, order, held, floor, kept, counts, most)
     return (
         np.split(kept[: counts.sum()], np.cumsum(counts)[1:-1])
         if len(first) > 2

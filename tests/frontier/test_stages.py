@@ -14,12 +14,15 @@ from lightning_topt.costs.stage_table import (
     StageTable,
     StageVariant,
 )
-from lightning_topt.frontier import stage_cuts, stage_states
-from lightning_topt.frontier.brute_force import brute_force_stages
-from lightning_topt.frontier.run_kernels import states_of_runs
-from lightning_topt.frontier.stage_cuts import StageCuts
-from lightning_topt.frontier.stage_search import fastest_below, search_stages
-from lightning_topt.frontier.stage_states import runs_of
+from lightning_topt.frontier import stage_search
+from lightning_topt.frontier.stage_kernels import states_of_runs
+from lightning_topt.frontier.stage_search import (
+    StageCuts,
+    fastest_below,
+    runs_of,
+    search_stages,
+)
+from tests.frontier.brute_force import brute_force_stages
 
 SCHEDULES = ("gpipe", "1f1b", "zero_bubble", "continuous")
 
@@ -144,7 +147,7 @@ def test_compiled_cuts_are_those_of_arrays(schedule, monkeypatch):
         limits = [(np.inf, np.inf), *(rng.random((6, 2)) * 20).tolist()]
         found = []
         for small in (np.inf, -1):
-            monkeypatch.setattr(stage_cuts, "_SMALL", small)
+            monkeypatch.setattr(stage_search, "_SMALL_CUTS", small)
             cuts = StageCuts(table)
             found.append([cuts.cheapest(size=size, load=load) for size, load in limits])
         leads = [[cut and cut.lead for cut in each] for each in found]
@@ -184,17 +187,17 @@ def test_an_epsilon_keeps_its_bound_and_fewer_plans(epsilon):
 
 
 def test_states_are_bounded_and_the_error_said(monkeypatch):
-    monkeypatch.setattr(stage_states, "MAX_STATES", 8)
+    monkeypatch.setattr(stage_search, "MAX_STATES", 8)
     rng = np.random.default_rng(8)
     inexact = 0
     for _ in range(20):
         table = random_stages(rng, "1f1b", blocks=8, stages=2, configs=3)
         found = search_stages(table)
-        monkeypatch.setattr(stage_states, "MAX_STATES", 2**12)
-        stage_states.run_states.cache_clear()
+        monkeypatch.setattr(stage_search, "MAX_STATES", 2**12)
+        stage_search.run_states.cache_clear()
         exact = search_stages(table)
-        stage_states.run_states.cache_clear()
-        monkeypatch.setattr(stage_states, "MAX_STATES", 8)
+        stage_search.run_states.cache_clear()
+        monkeypatch.setattr(stage_search, "MAX_STATES", 8)
         factor = 1 + found.error_bound + 1e-9
         for seconds, size in costs(exact):
             assert any(t <= seconds * factor and m <= size * factor for t, m in costs(found))
@@ -214,8 +217,8 @@ def test_compiled_states_are_those_of_arrays(epsilon, most):
     for ties in (False, True, False, True):
         for order in ((0, 1, 1, 1, 1, 1, 2), tuple(rng.integers(0, 3, 8).tolist()), (0,) * 9):
             chain = random_chain(rng, order, [3, 2, 2], ties=ties)
-            runs, blocks, step = runs_of(order), stage_states._on_grids(chain), epsilon / 18
-            slow = stage_states._one_by_one(runs, blocks, step, most)
+            runs, blocks, step = runs_of(order), stage_search._on_grids(chain), epsilon / 18
+            slow = stage_search._run_states_in_arrays(runs, blocks, step, most)
             found = states_of_runs(runs.shorter, runs.last, blocks, step, most)
             for name, values in zip(vars(slow), found, strict=True):
                 np.testing.assert_array_equal(getattr(slow, name), values)
@@ -233,8 +236,8 @@ def test_runs_that_receive_alike_are_one_class(shared):
     table = dataclasses.replace(
         table, shared=rng.integers(0, 2, (2, 8, 9)).astype(float) if shared else None
     )
-    runs, link = stage_states.runs_of(table.order), table.links[0]
-    of, run_of, extras = stage_states._classes(table, runs, 0)
+    runs, link = stage_search.runs_of(table.order), table.links[0]
+    of, run_of, extras = stage_search._classes(table, runs, 0)
     rows = {}
     for i, j in itertools.combinations(range(9), 2):
         received = [
@@ -263,7 +266,7 @@ def test_the_load_of_a_plan_is_bounded_from_below():
     for _ in range(30):
         cuts = StageCuts(random_stages(rng, "gpipe", blocks=7, stages=3))
         best = fastest_below(cuts, size=np.inf)
-        assert best is None or best.load >= cuts.least_load
+        assert best is None or best.load >= cuts.least_load()
 
 
 def test_tables_that_cannot_be_are_refused():

@@ -10,7 +10,6 @@ import pytest
 
 from lightning_topt.costs.cluster import Link
 from lightning_topt.costs.sizes import parameter_bytes
-from lightning_topt.frontier.brute_force import brute_force_stages
 from lightning_topt.frontier.stage_search import StagePoint, search_stages
 from lightning_topt.plan.choose import choose
 from lightning_topt.plan.continuous_plans import (
@@ -29,10 +28,11 @@ from lightning_topt.plan.stage_explanation import explain_stages
 from lightning_topt.plan.staged_plans import stage_seconds, step_seconds_of
 from lightning_topt.plan.staged_step import step_of_plan
 from lightning_topt.prediction import make_prediction
-from lightning_topt.schedules.continuous import LAGS
+from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
+from tests.frontier.brute_force import brute_force_stages
 from tests.plan.test_pipelines import NODES, make_request
 
-NAMES = {lag: name for name, lag in LAGS.items()}
+NAMES = {lag: name for name, lag in CONTINUOUS_SCHEDULES.items()}
 FAST, SLOW = Link(1e-6, 1e11), Link(1e-5, 1e8)
 
 
@@ -155,10 +155,10 @@ def test_stale_weights_are_chosen_where_they_are_allowed_and_gain_more_than_the_
         device_counts=(4,),
     )
     waits, never = search_plans(few), search_plans(replace(few, stale=stale("multistep")))
-    assert all(point.plan.schedule not in LAGS for point in waits.candidates)
+    assert all(point.plan.schedule not in CONTINUOUS_SCHEDULES for point in waits.candidates)
     chosen = choose(never.candidates)
     plan = chosen.plan
-    assert plan.schedule in LAGS and plan.prediction == make_prediction("multistep")
+    assert plan.schedule in CONTINUOUS_SCHEDULES and plan.prediction == make_prediction("multistep")
     assert chosen.step_seconds < 0.85 * min(point.step_seconds for point in waits.points)
     assert "stages compute with weights that miss some updates, which was allowed" in plan.reason
     assert ParallelPlan.from_yaml(plan.to_yaml()) == plan
@@ -173,7 +173,7 @@ def test_stale_weights_are_chosen_where_they_are_allowed_and_gain_more_than_the_
     quick = replace(few, cluster=replace(NODES, inter=FAST), global_batch_size=512)
     assert (
         choose(search_plans(replace(quick, stale=stale("multistep"))).candidates).plan.schedule
-        not in LAGS
+        not in CONTINUOUS_SCHEDULES
     )
 
 

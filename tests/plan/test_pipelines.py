@@ -13,7 +13,6 @@ import torch
 from lightning_topt.costs.cluster import Cluster, Device, Link, NodeType
 from lightning_topt.costs.optimizer import read_optimizer
 from lightning_topt.costs.sizes import gradient_bytes, parameter_bytes
-from lightning_topt.frontier.brute_force import brute_force_stages
 from lightning_topt.frontier.stage_search import StagePoint, search_stages
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.op_graph import Block
@@ -32,8 +31,9 @@ from lightning_topt.plan.stage_peaks import stage_bytes
 from lightning_topt.plan.stage_tables import PASS_SECONDS, PipelineShape, stage_table
 from lightning_topt.plan.stage_times import formula_step_seconds, stage_seconds, step_seconds_of
 from lightning_topt.plan.staged_plans import shape_of_plan
-from lightning_topt.schedules.make_schedule import SCHEDULES
+from lightning_topt.schedules.schedules import SCHEDULES
 from lightning_topt.techniques.registry import check_runs
+from tests.frontier.brute_force import brute_force_stages
 from tests.models import GPT
 from tests.plan.pruned_pipelines import check_that_none_is_dropped
 

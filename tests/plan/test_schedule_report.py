@@ -18,10 +18,9 @@ from lightning_topt.plan.schedule_report import (
     save_schedule_png,
     schedule_svg,
 )
-from lightning_topt.schedules.continuous import continuous_schedule
-from lightning_topt.schedules.make_schedule import make_schedule
-from lightning_topt.schedules.schedule_simulation import Simulation, simulate
-from lightning_topt.schedules.stage_costs import StageCosts
+from lightning_topt.schedules.schedules import continuous_schedule, make_schedule
+from lightning_topt.schedules.simulate import Simulation, simulate
+from lightning_topt.schedules.timing import StageCosts
 from tests.plan.test_report import frontier
 
 

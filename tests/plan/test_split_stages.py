@@ -12,7 +12,6 @@ import torch
 from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.costs.optimizer import read_optimizer
 from lightning_topt.costs.training_step import SPLIT_CALL_SECONDS
-from lightning_topt.frontier.brute_force import brute_force_stages
 from lightning_topt.frontier.stage_search import search_stages
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.op_config import Replicate, Shard
@@ -31,6 +30,7 @@ from lightning_topt.plan.staged_plans import search_stages_for, shape_of_plan
 from lightning_topt.techniques.registry import check_runs
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 from lightning_topt.techniques.tensor_parallel.split_candidates import SplitModel
+from tests.frontier.brute_force import brute_force_stages
 from tests.models import GPT
 from tests.plan.pruned_pipelines import check_that_none_is_dropped
 

@@ -20,7 +20,7 @@ from lightning_topt.plan.stage_explanation import explain_stages
 from lightning_topt.plan.stage_times import simulated_schedule, stage_seconds
 from lightning_topt.plan.staged_plans import shape_of_plan
 from lightning_topt.plan.staged_step import costs_of_stages, cut_of_plan, step_of_plan
-from lightning_topt.schedules.schedule_simulation import simulate
+from lightning_topt.schedules.simulate import simulate
 from tests.models import GPT
 from tests.plan.test_pipelines import NODES, make_request
 

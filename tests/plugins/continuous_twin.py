@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from lightning_topt.plan.parallel_plan import ParallelPlan
-from lightning_topt.schedules.continuous import LAGS, lag_of
+from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES, lag_of
 from tests.continuous_segments import SegmentTwin
 
 
@@ -53,7 +53,7 @@ class ChainTwin(SegmentTwin):
             0,
             *itertools.accumulate(self.completes(index) for index in range(len(batches))),
         ]
-        self.count, self.lag = len(plan.stages), LAGS[plan.schedule or ""]
+        self.count, self.lag = len(plan.stages), CONTINUOUS_SCHEDULES[plan.schedule or ""]
         self.names = [
             [block.block for block in stage.blocks if block.block] for stage in plan.stages
         ]
@@ -98,8 +98,10 @@ class ChainTwin(SegmentTwin):
         received = (
             inputs if stage == 0 else self.crossing[stage - 1, index][1].detach().requires_grad_()
         )
-        horizon = self.known[stage].forward[index - self.start]
-        with self.rules[stage].forward(index, horizon, self.rates(stage, horizon.version, index)):
+        staleness = self.known[stage].forward[index - self.start]
+        with self.rules[stage].forward(
+            index, staleness, self.rates(stage, staleness.version, index)
+        ):
             made = received
             for name in self.names[stage]:
                 block = self.module.get_submodule(name)
@@ -113,9 +115,9 @@ class ChainTwin(SegmentTwin):
     def backward(self, stage: int, index: int) -> None:
         made, behind = self.crossing[stage, index][1], self.crossing.pop((stage + 1, index), None)
         gradient = torch.tensor(1 / self.accumulate) if behind is None else behind[0].grad
-        horizon = self.known[stage].backward[index - self.start]
+        staleness = self.known[stage].backward[index - self.start]
         with self.rules[stage].backward(
-            index, horizon, self.rates(stage, horizon.version, self.iteration(stage, index))
+            index, staleness, self.rates(stage, staleness.version, self.iteration(stage, index))
         ):
             made.backward(gradient)  # type: ignore[no-untyped-call]
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_topt import PipelineStrategy
 from lightning_topt.plan.parallel_plan import ParallelPlan
-from lightning_topt.schedules.continuous import LAGS, lag_of
+from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES, lag_of
 from tests.plugins.continuous_twin import ChainTwin
 from tests.plugins.test_pipeline_fits import cluster
 from tests.plugins.trainer_ranks import make_trainer, on_ranks
@@ -231,7 +231,7 @@ def test_weights_are_those_of_the_schedule_action_by_action(ranks: int) -> None:
         epoch = fit.trainer.get("limit_train_batches", 10)
         twin = expected(fit, first, first["batches"], epoch=epoch)
         plan = ParallelPlan.from_dict(first["plan"])
-        lag = LAGS[plan.schedule or ""]
+        lag = CONTINUOUS_SCHEDULES[plan.schedule or ""]
         assert plan.mesh.pipeline_size == ranks and plan.weight_prediction is not None
         for rank, found in enumerate(one[name] for one in results):
             assert_equals(fit, found, twin)

@@ -59,8 +59,8 @@ def test_meshes_have_a_data_axis_for_ranks_that_are_left() -> None:
         ({"schedule": "continuous", "stages_per_rank": 2}, "one stage on each rank"),
         ({"schedule": "continuous", "prediction": "oracle"}, "prediction is one of spectrain"),
         (
-            {"schedule": "continuous", "prediction": {"rule": "none", "horizon": 2}},
-            "'none' has no options, got 'horizon'",
+            {"schedule": "continuous", "prediction": {"rule": "none", "staleness": 2}},
+            "'none' has no options, got 'staleness'",
         ),
         ({"schedule": "continuous", "prediction": 4}, "prediction is the name of a rule"),
         (

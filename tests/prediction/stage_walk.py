@@ -11,8 +11,8 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 from lightning_topt.prediction import Prediction, StagePrediction
-from lightning_topt.schedules.continuous import continuous_schedule
-from lightning_topt.schedules.horizons import horizons
+from lightning_topt.schedules.schedules import continuous_schedule
+from lightning_topt.schedules.staleness import staleness
 
 SHAPES = ((3, 4), (5,), (), (2, 3, 2))
 # called inside each pass with its kind, minibatch and the rule
@@ -64,7 +64,7 @@ def walk(
     """Run all actions of `stage`; backward passes leave their gradients, updates step."""
     sizes = {"lag_per_hop": lag_per_hop, "accumulate": accumulate}
     schedule = continuous_schedule(num_ranks=num_stages, num_minibatches=num_minibatches, **sizes)
-    of_stage = horizons(schedule)[stage]
+    of_stage = staleness(schedule)[stage]
     at_work = rule.on(optimizer, stage=stage, num_stages=num_stages, **sizes)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for action in schedule.actions[stage]:

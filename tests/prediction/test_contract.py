@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lightning_topt.prediction import PREDICTIONS, Prediction, make_prediction
-from lightning_topt.prediction.storages import num_bytes
-from lightning_topt.schedules.horizons import Horizon
+from lightning_topt.prediction.weights import num_bytes
+from lightning_topt.schedules.staleness import Staleness
 from tests.prediction.stage_walk import (
     gradients,
     make_optimizer,
@@ -31,8 +31,8 @@ def accumulated(rule: type[Prediction]) -> int:
     return 3 if rule.name == "two_versions" else 1
 
 
-def near(missing: int, round_trip: int | None = None) -> Horizon:
-    return Horizon(0, missing, missing if round_trip is None else round_trip)
+def near(missing: int, round_trip: int | None = None) -> Staleness:
+    return Staleness(0, missing, missing if round_trip is None else round_trip)
 
 
 def same_bits(left, right) -> bool:
@@ -75,7 +75,7 @@ def test_updates_find_the_true_weights(rule, optimizer, dtype):
 
 @every_rule
 def test_a_pass_restores_what_it_found(rule, optimizer):
-    """On the first stage, where horizons are longest; also after an error inside the pass."""
+    """On the first stage, where staleness is largest; also after an error inside the pass."""
     parameters = make_parameters()
     stepped = make_optimizer(optimizer, parameters)
     walk(rule(), stepped, stage=0, num_stages=4, accumulate=accumulated(rule))

@@ -17,7 +17,7 @@ from lightning_topt.prediction import (
     make_prediction,
     prediction_to_value,
 )
-from lightning_topt.schedules.horizons import Horizon
+from lightning_topt.schedules.staleness import Staleness
 from tests.prediction.stage_walk import (
     gradients,
     make_optimizer,
@@ -67,8 +67,8 @@ def trained(kind, variant, *, dtype=torch.float32, steps=4, **options):
 
 def predicted(rule, parameters, optimizer, *, count, rates=None):
     at_work = make_prediction(rule).on(optimizer, stage=0, num_stages=count + 1)
-    horizon = Horizon(0, count, count)
-    with at_work.forward(0, horizon, rates_of(optimizer) if rates is None else rates):
+    staleness = Staleness(0, count, count)
+    with at_work.forward(0, staleness, rates_of(optimizer) if rates is None else rates):
         return values(parameters)
 
 
@@ -221,10 +221,10 @@ def test_parameters_that_were_never_updated_are_not_predicted(rule):
 
 
 def test_large_parameters_are_predicted_in_chunks(monkeypatch):
-    from lightning_topt.prediction import storages
+    from lightning_topt.prediction import weights
 
     whole = predicted("multistep", *trained(optim.Adam, {}, **ADAM), count=2)
-    monkeypatch.setattr(storages, "CHUNK_BYTES", 50)
+    monkeypatch.setattr(weights, "CHUNK_BYTES", 50)
     close(predicted("multistep", *trained(optim.Adam, {}, **ADAM), count=2), whole, rtol=0, atol=0)
 
 
@@ -386,13 +386,13 @@ def test_autocast_casts_predicted_weights_and_keeps_the_casts(rule):
     linear.weight.grad = torch.randn(4, 4)
     optimizer.step()
     at_work = make_prediction(rule).on(optimizer, stage=0, num_stages=4)
-    with at_work.forward(0, Horizon(0, 3, 3), rates_of(optimizer)):
+    with at_work.forward(0, Staleness(0, 3, 3), rates_of(optimizer)):
         weights = linear.weight.detach().clone()
         with torch.autocast("cpu", dtype=torch.bfloat16):
             outputs = linear(inputs)
     assert weights.dtype == torch.float32 and not torch.equal(weights, linear.weight)
     close([outputs], [inputs.bfloat16() @ weights.bfloat16().T], rtol=0, atol=0)
-    with at_work.backward(0, Horizon(0, 0, 0), rates_of(optimizer)):
+    with at_work.backward(0, Staleness(0, 0, 0), rates_of(optimizer)):
         outputs.sum().backward()
     close(
         [inputs.grad], [(torch.ones(2, 4).bfloat16() @ weights.bfloat16()).float()], rtol=0, atol=0

@@ -14,8 +14,8 @@ from torch import nn, optim
 
 from benchmarks.continuous_by_definition import DefinedTraining, passes_by_clock
 from benchmarks.continuous_simulator import ContinuousTraining, Step
-from lightning_topt.schedules.continuous import continuous_schedule
-from lightning_topt.schedules.horizons import horizons
+from lightning_topt.schedules.schedules import continuous_schedule
+from lightning_topt.schedules.staleness import staleness
 
 MINIBATCHES = 50
 RULES = {
@@ -199,25 +199,25 @@ def test_one_minibatch_in_flight_is_plain_training():
 @pytest.mark.parametrize("lag_per_hop", [1, 2])
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("count", [1, 4, 23])
-def test_horizons_are_those_of_the_clock(num_stages, lag_per_hop, accumulate, count):
+def test_staleness_is_those_of_the_clock(num_stages, lag_per_hop, accumulate, count):
     sizes = {"lag_per_hop": lag_per_hop, "accumulate": accumulate}
-    found = horizons(continuous_schedule(num_ranks=num_stages, num_minibatches=count, **sizes))
+    found = staleness(continuous_schedule(num_ranks=num_stages, num_minibatches=count, **sizes))
     for of_stage, passes in zip(
         found, passes_by_clock(num_stages, count, lag_per_hop, accumulate), strict=True
     ):
         for index in range(count):
             for kind in ("forward", "backward"):
-                horizon = getattr(of_stage, kind)[index]
+                of_pass = getattr(of_stage, kind)[index]
                 version = getattr(passes, f"{kind}_version")[index]
                 expected = (
                     version,
                     index // accumulate - version,
                     getattr(passes, f"{kind}_trip")[index],
                 )
-                assert tuple(horizon) == expected
+                assert tuple(of_pass) == expected
 
 
-def test_horizons_of_the_paper():
+def test_staleness_of_the_paper():
     """SpecTrain's with four stages (arXiv 1809.02839): forward 3, 2, 2, 1; backward 0, 0, 1, 1."""
     passes = passes_by_clock(4, 20, 1, 1)
     assert [stage.forward_trip[10] for stage in passes] == [3, 2, 2, 1]

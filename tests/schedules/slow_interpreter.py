@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from lightning_topt.schedules.schedule import Schedule
+from lightning_topt.schedules.schedules import Schedule
 
 
 def runs(schedule: Schedule, needs: Mapping[int, Sequence[int]] | None = None) -> bool:

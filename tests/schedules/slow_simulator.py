@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from lightning_topt.schedules.schedule import Action, Schedule
-from lightning_topt.schedules.stage_costs import StageCosts
+from lightning_topt.schedules.schedules import Action, Schedule
+from lightning_topt.schedules.timing import StageCosts
 
 
 class SlowSimulator:

@@ -1,6 +1,4 @@
-"""The continuous schedule: pieces that make the whole, legal and without waits; horizons of papers,
-in warm-up and drain.
-"""
+"""Continuous schedules: their pieces, legality and pace; staleness as in the papers."""
 
 from __future__ import annotations
 
@@ -9,20 +7,19 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_topt.schedules.continuous import (
+from lightning_topt.schedules.check import ScheduleError, check_schedule
+from lightning_topt.schedules.schedules import (
+    Action,
+    Schedule,
     continuous_schedule,
-    continuous_turn,
-    drain_turns,
+    drain_actions,
     every,
+    iteration_actions,
+    make_schedule,
 )
-from lightning_topt.schedules.horizons import horizons, running_horizon
-from lightning_topt.schedules.kept_versions import kept_versions
-from lightning_topt.schedules.make_schedule import make_schedule
-from lightning_topt.schedules.schedule import Action, Schedule
-from lightning_topt.schedules.schedule_check import ScheduleError, check_schedule
-from lightning_topt.schedules.schedule_memory import held_counts
-from lightning_topt.schedules.schedule_simulation import simulate
-from lightning_topt.schedules.stage_costs import StageCosts
+from lightning_topt.schedules.simulate import held_counts, simulate, stashed_versions
+from lightning_topt.schedules.staleness import running_staleness, staleness
+from lightning_topt.schedules.timing import StageCosts
 
 
 def texts(actions: tuple[Action, ...]) -> str:
@@ -56,8 +53,8 @@ def test_pieces_put_together_are_the_whole_list_and_legal(lag_per_hop: int) -> N
                 check_schedule(schedule, needs={stage: range(stage) for stage in range(ranks)})
                 ends = every(accumulate, num_minibatches=count)
                 for rank in range(ranks):
-                    turns = [
-                        continuous_turn(
+                    iterations = [
+                        iteration_actions(
                             rank,
                             iteration=i,
                             num_ranks=ranks,
@@ -66,7 +63,7 @@ def test_pieces_put_together_are_the_whole_list_and_legal(lag_per_hop: int) -> N
                         )
                         for i in range(count)
                     ]
-                    turns += drain_turns(
+                    iterations += drain_actions(
                         rank,
                         num_minibatches=count,
                         num_ranks=ranks,
@@ -74,7 +71,8 @@ def test_pieces_put_together_are_the_whole_list_and_legal(lag_per_hop: int) -> N
                         lag_per_hop=lag_per_hop,
                     )
                     assert (
-                        tuple(action for turn in turns for action in turn) == schedule.actions[rank]
+                        tuple(action for each in iterations for action in each)
+                        == schedule.actions[rank]
                     )
 
 
@@ -86,12 +84,12 @@ def test_they_are_made_by_name_like_others() -> None:
         make_schedule("continuous", num_ranks=3, num_microbatches=5, stages_per_rank=2)
 
 
-def test_horizons_are_those_of_spectrain() -> None:
+def test_staleness_is_that_of_spectrain() -> None:
     """Section 3 of the paper: forward N - 1 - k + k // 2, backward k // 2; for N = 4: 3, 2, 2, 1
     and 0, 0, 1, 1.
     """
     for stages in range(1, 10):
-        found = horizons(continuous_schedule(num_ranks=stages, num_minibatches=6 * stages))
+        found = staleness(continuous_schedule(num_ranks=stages, num_minibatches=6 * stages))
         middle = 3 * stages
         assert [each.forward[middle].round_trip for each in found] == [
             stages - 1 - k + k // 2 for k in range(stages)
@@ -109,35 +107,35 @@ def test_horizons_are_those_of_spectrain() -> None:
         assert all(each.forward[-1].round_trip <= stages - 1 for each in found)
 
 
-def test_horizons_in_warm_up_and_drain_by_hand() -> None:
+def test_staleness_in_warm_up_and_drain_by_hand() -> None:
     """Two stages, three minibatches. Rank 0: F0 F1 B0 U0 F2 B1 U1 B2 U2; rank 1: F0 B0 U0 F1 B1 U1
     F2 B2 U2.
     """
-    first, second = horizons(continuous_schedule(num_ranks=2, num_minibatches=3))
+    first, second = staleness(continuous_schedule(num_ranks=2, num_minibatches=3))
     assert [tuple(each) for each in first.forward] == [(0, 0, 0), (0, 1, 1), (1, 1, 1)]
     assert [tuple(each) for each in first.backward] == [(0, 0, 0), (1, 0, 0), (2, 0, 0)]
     # stage 1 runs F0 1-2, B0 2-3, F1 3-4, B1 4-5, F2 5-6, B2 6-7; stage 0 ends its updates at 4, 6
     # and 8
     assert [tuple(each) for each in second.forward] == [(0, 0, 0), (1, 0, 0), (2, 0, 0)]
-    one = horizons(continuous_schedule(num_ranks=1, num_minibatches=3, accumulate=2))[0]
+    one = staleness(continuous_schedule(num_ranks=1, num_minibatches=3, accumulate=2))[0]
     assert [tuple(each) for each in one.forward] == [(0, 0, 0), (0, 0, 0), (1, 0, 0)]
 
 
-def test_horizons_of_a_run_are_those_of_its_whole_schedule() -> None:
+def test_staleness_of_a_run_is_that_of_its_whole_schedule() -> None:
     draw = random.Random(16)
     for _ in range(25):
         ranks, lag, accumulate = draw.randint(1, 4), draw.randint(1, 2), draw.randint(1, 3)
         count = draw.choice((1, 3, 50, 90))
         ends = every(accumulate, num_minibatches=count)
-        whole = horizons(
+        whole = staleness(
             continuous_schedule(
                 num_ranks=ranks, num_minibatches=count, lag_per_hop=lag, accumulate=accumulate
             )
         )
         for stage in range(ranks):
             for kind in ("forward", "backward"):
-                for index, horizon in enumerate(getattr(whole[stage], kind)):
-                    found = running_horizon(
+                for index, expected in enumerate(getattr(whole[stage], kind)):
+                    found = running_staleness(
                         index,
                         stage=stage,
                         kind=kind,
@@ -146,9 +144,9 @@ def test_horizons_of_a_run_are_those_of_its_whole_schedule() -> None:
                         num_minibatches=count,
                         lag_per_hop=lag,
                     )
-                    assert found[1:] == horizon[1:]
+                    assert found[1:] == expected[1:]
                     if index + 4 * ranks * lag < count:  # the end does not matter yet
-                        open_end = running_horizon(
+                        open_end = running_staleness(
                             index,
                             stage=stage,
                             kind=kind,
@@ -180,14 +178,14 @@ def test_memory_in_flight_and_versions() -> None:
             assert [int(rows.max()) for rows in held_counts(schedule)] == [
                 each + 1 for each in behind
             ]
-            assert [*kept_versions(schedule)] == behind
+            assert [*stashed_versions(schedule)] == behind
             costs = StageCosts([1.0] * ranks, [1.0] * ranks, activation_bytes=[10.0] * ranks)
             assert [*simulate(schedule, costs).peak_bytes] == [10 * (each + 1) for each in behind]
             kept = replace(costs, activation_bytes=None, version_bytes=[1.0] * ranks)
             assert [*simulate(schedule, kept).peak_bytes] == behind
     # PipeDream-2BW: one more with m >= N
     grouped = continuous_schedule(num_ranks=4, num_minibatches=80, accumulate=4)
-    assert max(kept_versions(grouped)) == 1
+    assert max(stashed_versions(grouped)) == 1
 
 
 def changed(schedule: Schedule, rank: int, row: str) -> Schedule:

@@ -27,7 +27,7 @@ from lightning_topt.execution.pipeline.stage_weights import StageWeights
 from lightning_topt.execution.pipeline.step_flows import Step
 from lightning_topt.execution.pipeline.turn import Turn
 from lightning_topt.execution.pipeline.update_pattern import UpdatePattern
-from lightning_topt.schedules.continuous import lag_of
+from lightning_topt.schedules.schedules import lag_of
 
 __all__ = ["ContinuousRun", "Turn"]
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from lightning_topt.graph.step_flow import LeafSpec, TensorRef
-from lightning_topt.schedules.schedule import Action, Schedule
+from lightning_topt.schedules.schedules import Action, Schedule
 
 LOOKAHEAD = (
     # actions for which receives are begun before they are needed: in 1F1B the next backward and the

@@ -21,7 +21,7 @@ from lightning_topt.execution.pipeline.stage_traffic import StageTraffic
 from lightning_topt.execution.pipeline.stage_weights import StageWeights
 from lightning_topt.execution.pipeline.step_flows import StageFlow, Step
 from lightning_topt.execution.pipeline.step_losses import loss_of_step
-from lightning_topt.schedules.continuous import lag_of
+from lightning_topt.schedules.schedules import lag_of
 
 
 @dataclass(eq=False)

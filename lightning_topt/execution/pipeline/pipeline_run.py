@@ -29,7 +29,7 @@ from lightning_topt.execution.pipeline.step_flows import StageFlow, Step, StepFl
 from lightning_topt.execution.pipeline.step_losses import loss_of_step, share_losses
 from lightning_topt.execution.pipeline.step_programs import StepPrograms
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
-from lightning_topt.schedules.continuous import LAGS
+from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
 from lightning_topt.techniques.tensor_parallel.random_states import RandomStates, draw_alike
 from lightning_topt.techniques.tensor_parallel.split_parameters import SplitTensor
 
@@ -56,7 +56,9 @@ class PipelineRun:
         self, plan: ParallelPlan, module: nn.Module, *, device: torch.device, example: Example
     ) -> None:
         self.plan, self.module, self.device = plan, module, device
-        self.lag_per_hop = LAGS.get(plan.schedule or "")  # of a schedule that never flushes
+        self.lag_per_hop = CONTINUOUS_SCHEDULES.get(
+            plan.schedule or ""
+        )  # of a schedule that never flushes
         self._programs = StepPrograms(plan)
         self.schedule = self._programs.schedule(plan.num_microbatches, backward=True)
         self.groups = PipelineGroups.of_mesh(plan.mesh)

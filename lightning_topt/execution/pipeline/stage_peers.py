@@ -19,7 +19,7 @@ from lightning_topt.communication.peers import PeerLostError
 from lightning_topt.communication.topology import own_group
 from lightning_topt.execution.pipeline.messages import Message
 from lightning_topt.graph.step_flow import LeafSpec
-from lightning_topt.schedules.schedule import Schedule
+from lightning_topt.schedules.schedules import Schedule
 
 Channel = tuple[bool, bool]  # of gradients; to a later rank of the pipeline
 

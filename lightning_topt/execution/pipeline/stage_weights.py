@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from lightning_topt.execution.pipeline.minibatch_rates import MinibatchRates
 from lightning_topt.execution.pipeline.update_pattern import UpdatePattern
 from lightning_topt.execution.pipeline.weight_changes import holding, unnoticed
-from lightning_topt.prediction.choose_rule import default_prediction
 from lightning_topt.prediction.rule import Prediction, StagePrediction
+from lightning_topt.prediction.rules import default_prediction
 
 
 class StageWeights:
@@ -70,12 +70,12 @@ class StageWeights:
         self, kind: Literal["forward", "backward"], minibatch: int
     ) -> AbstractContextManager[None]:
         """Return a context in which parameters hold what a pass computes with."""
-        horizon, pending = self._pattern.horizon(kind, minibatch), self._pattern.pending
-        count = 1 + max(horizon.missing, horizon.round_trip)
+        staleness, pending = self._pattern.staleness(kind, minibatch), self._pattern.pending
+        count = 1 + max(staleness.missing, staleness.round_trip)
         placed = []
         for number, rule in enumerate(self._rules):
             rates = self.rates.of_updates(pending, optimizer=number, count=count)
-            placed.append(getattr(rule, kind)(minibatch, horizon, rates))
+            placed.append(getattr(rule, kind)(minibatch, staleness, rates))
         return holding(placed, self._parameters)
 
     @contextmanager

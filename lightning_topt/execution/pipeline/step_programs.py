@@ -9,9 +9,7 @@ from collections.abc import Hashable, Sequence
 from lightning_topt.execution.pipeline.messages import Around, around_actions
 from lightning_topt.execution.pipeline.step_flows import StageFlow
 from lightning_topt.plan.parallel_plan import ParallelPlan
-from lightning_topt.schedules.forward_only import forward_schedule
-from lightning_topt.schedules.make_schedule import make_schedule
-from lightning_topt.schedules.schedule import Schedule
+from lightning_topt.schedules.schedules import Schedule, forward_schedule, make_schedule
 
 _KEPT = 64  # sequences of flows whose messages are known
 

@@ -1,5 +1,5 @@
 """The minibatches that complete an update, as far as a run knows them; from these follow the
-horizons of its passes.
+staleness of its passes.
 """
 
 from __future__ import annotations
@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections import deque
 from typing import Literal
 
-from lightning_topt.schedules.horizons import Horizon, running_horizon
+from lightning_topt.schedules.staleness import Staleness, running_staleness
 
-_KEPT = 16  # times the stages and the lag per hop: more than horizons look back
+_KEPT = 16  # times the stages and the lag per hop: more than staleness look back
 
 
 class UpdatePattern:
@@ -64,9 +64,9 @@ class UpdatePattern:
         is_last = self._last_completes and minibatch + 1 == self._end
         return is_last or (minibatch - self._last_complete) % self._accumulate == 0
 
-    def horizon(self, kind: Literal["forward", "backward"], minibatch: int) -> Horizon:
-        """Return the horizon of the pass that comes now."""
-        found = running_horizon(
+    def staleness(self, kind: Literal["forward", "backward"], minibatch: int) -> Staleness:
+        """Return the staleness of the pass that comes now."""
+        found = running_staleness(
             minibatch - self._start,
             kind=kind,
             completes=lambda index: self.completes(index + self._start),

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from lightning_topt.prediction import StagePrediction
-from lightning_topt.prediction.storages import unseen
-from lightning_topt.schedules.continuous import LAGS, lag_of
+from lightning_topt.prediction.weights import unseen
+from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES, lag_of
 from tests.continuous_segments import SegmentTwin
 from tests.execution.pipeline.continuous_training import Case, Outcome
 from tests.execution.pipeline.stage_models import Plain, cut, make
@@ -29,7 +29,7 @@ class Twin(SegmentTwin):
 
     def __init__(self, case: Case) -> None:
         self.case, self.found = case, Outcome()
-        self.count, self.lag = len(case.plan.stages), LAGS[case.plan.schedule or ""]
+        self.count, self.lag = len(case.plan.stages), CONTINUOUS_SCHEDULES[case.plan.schedule or ""]
         self.names = cut(self.count)
         self.models: list[Plain] = [make(case.model) for _ in range(self.count)]
         self.needed = [self.of_stage(stage) for stage in range(self.count)]  # by first name
@@ -99,7 +99,7 @@ class Twin(SegmentTwin):
         ]
 
     def forward(self, stage: int, index: int) -> None:
-        horizon = self.known[stage].forward[index - self.start]
+        staleness = self.known[stage].forward[index - self.start]
         tokens = self.case.batch(index)
         model = self.models[stage]
         for name in self.needed[stage]:
@@ -109,7 +109,9 @@ class Twin(SegmentTwin):
         received = (
             tokens if stage == 0 else self.crossing[stage - 1, index][1].detach().requires_grad_()
         )
-        with self.rules[stage].forward(index, horizon, self.rates(stage, horizon.version, index)):
+        with self.rules[stage].forward(
+            index, staleness, self.rates(stage, staleness.version, index)
+        ):
             for name, parameter in self.needed[stage].items():
                 if self.holders[name][0] == stage and len(self.holders[name]) > 1:
                     self.given[name, index] = parameter.detach().clone()
@@ -125,12 +127,12 @@ class Twin(SegmentTwin):
         self.crossing[stage, index] = received, x
 
     def backward(self, stage: int, index: int) -> None:
-        horizon = self.known[stage].backward[index - self.start]
+        staleness = self.known[stage].backward[index - self.start]
         made = self.crossing[stage, index][1]
         behind = self.crossing.pop((stage + 1, index), None)
         gradient = torch.tensor(1 / self.case.accumulate) if behind is None else behind[0].grad
         with self.rules[stage].backward(
-            index, horizon, self.rates(stage, horizon.version, self.iteration(stage, index))
+            index, staleness, self.rates(stage, staleness.version, self.iteration(stage, index))
         ):
             made.backward(gradient)
         if self.case.completes(index):

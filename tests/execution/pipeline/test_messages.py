@@ -17,9 +17,7 @@ from lightning_topt.execution.pipeline.messages import (
     around_actions,
 )
 from lightning_topt.graph.step_flow import LeafSpec, TensorRef
-from lightning_topt.schedules.forward_only import forward_schedule
-from lightning_topt.schedules.make_schedule import SCHEDULES, make_schedule
-from lightning_topt.schedules.schedule import Schedule
+from lightning_topt.schedules.schedules import SCHEDULES, Schedule, forward_schedule, make_schedule
 
 TRAINED = LeafSpec((2, 3), (3, 1), torch.float32, True)
 INDEX = LeafSpec((2,), (1,), torch.int64, False)

@@ -13,7 +13,7 @@ from benchmarks.pipeline_cuts import cut
 from benchmarks.pipeline_equality import COMPARISON, against_one_process, run_plan
 from benchmarks.pipeline_equality_models import MODELS
 from benchmarks.pipeline_equality_plans import PLANS
-from lightning_topt.schedules.make_schedule import SCHEDULES
+from lightning_topt.schedules.schedules import SCHEDULES
 from tests.launch import run_ranks
 
 BY_NAME = {plan.name: plan for plan in PLANS}

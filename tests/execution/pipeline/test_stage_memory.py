@@ -16,7 +16,7 @@ from torch.autograd.graph import get_gradient_edge
 from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.pipeline.pipeline_run import Example
 from lightning_topt.execution.pipeline.split_backward import SplitBackward
-from lightning_topt.schedules.make_schedule import SCHEDULES
+from lightning_topt.schedules.schedules import SCHEDULES
 from tests.execution.pipeline.stage_models import loss_of, make, plan_of, tokens
 from tests.launch import run_ranks
 

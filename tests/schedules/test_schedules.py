@@ -9,9 +9,14 @@ import logging
 
 import pytest
 
-from lightning_topt.schedules.forward_only import forward_schedule
-from lightning_topt.schedules.make_schedule import SCHEDULES, make_schedule
-from lightning_topt.schedules.schedule import Action, Schedule
+from lightning_topt.schedules.schedules import (
+    SCHEDULES,
+    Action,
+    Schedule,
+    forward_schedule,
+    make_schedule,
+    single_stage_schedule,
+)
 from tests.schedules.slow_interpreter import runs
 
 TORCH_NAMES = {
@@ -171,3 +176,18 @@ def test_microbatches_in_flight(ranks: int, parts: int) -> None:
         assert [in_flight(schedule, rank) for rank in range(ranks)] == [
             count(rank) for rank in range(ranks)
         ], name
+
+
+def test_the_schedule_of_one_stage() -> None:
+    schedule = single_stage_schedule(3)
+    assert [(a.kind[0], a.microbatch_index) for a in schedule.actions[0]] == [
+        (k, i) for i in range(3) for k in "fb"
+    ]
+    assert (
+        schedule.num_stages,
+        schedule.num_ranks,
+        schedule.stages_of(0),
+        schedule.stages_of(1),
+    ) == (1, 1, (0,), ())
+    with pytest.raises(ValueError, match="at least one microbatch"):
+        single_stage_schedule(0)

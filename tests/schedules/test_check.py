@@ -10,11 +10,16 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_topt.schedules.continuous import continuous_schedule
-from lightning_topt.schedules.forward_only import forward_schedule
-from lightning_topt.schedules.make_schedule import SCHEDULES, make_schedule
-from lightning_topt.schedules.schedule import Action, Schedule, single_stage_schedule
-from lightning_topt.schedules.schedule_check import ScheduleError, check_schedule
+from lightning_topt.schedules.check import ScheduleError, check_schedule
+from lightning_topt.schedules.schedules import (
+    SCHEDULES,
+    Action,
+    Schedule,
+    continuous_schedule,
+    forward_schedule,
+    make_schedule,
+    single_stage_schedule,
+)
 from tests.schedules.slow_interpreter import runs
 
 Rows = list[list[Action]]

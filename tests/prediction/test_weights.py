@@ -5,9 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_topt.prediction import weight_moves
-from lightning_topt.prediction.moments import Moments
-from lightning_topt.prediction.weight_moves import AdamStep, SGDMove, keep_and_move, move_by_torch
+from lightning_topt.prediction import weights
+from lightning_topt.prediction.weights import (
+    AdamStep,
+    Moments,
+    SGDMove,
+    keep_and_move,
+    move_by_torch,
+)
 
 SHAPES = ((1023,), (64, 33), (), (3, 1025), (0,))
 MOVES = [
@@ -34,8 +39,8 @@ def moments(move, dtype=torch.float32) -> Moments:
 @pytest.mark.parametrize("move", MOVES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_kernels_move_as_torch_does(monkeypatch, move, dtype):
-    monkeypatch.setattr(weight_moves, "KERNEL_BYTES", 0)
-    monkeypatch.setattr(weight_moves, "move_by_torch", None)
+    monkeypatch.setattr(weights, "KERNEL_BYTES", 0)
+    monkeypatch.setattr(weights, "move_by_torch", None)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     given, expected = moments(move, dtype), moments(move, dtype)
     copies = [torch.full_like(p, float("nan")) for p in given.parameters]
@@ -58,7 +63,7 @@ def test_kernels_move_as_torch_does(monkeypatch, move, dtype):
 
 @pytest.mark.parametrize("reason", ["few", "threads", "dtype", "strides"])
 def test_what_kernels_cannot_do_is_moved_by_torch(monkeypatch, reason):
-    monkeypatch.setattr(weight_moves, "KERNEL_BYTES", 1 << 30 if reason == "few" else 0)
+    monkeypatch.setattr(weights, "KERNEL_BYTES", 1 << 30 if reason == "few" else 0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 64 if reason == "threads" else 1)
     monkeypatch.setattr("lightning_topt.prediction.move_kernels.keep_and_move", None)
     move = MOVES[2]

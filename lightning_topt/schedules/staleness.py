@@ -1,11 +1,16 @@
-"""Horizons: how many updates of a stage lie between the weights that a pass finds and those that it
-should have.
+"""Staleness of the passes of a continuous pipeline.
+
+Staleness is the number of updates between the weights that a pass finds and those that it should
+have. `staleness` counts them for a whole schedule, `running_staleness` for a pass of a run of
+which only the near future is known. Weight prediction bridges them (`prediction`).
 
 [Note: round trips] A minibatch ends where stage 0 has applied it. SpecTrain (Chen et al., arXiv
 1809.02839, section 3) lets all stages compute with the weights of that instant, so that they agree.
-Counted are the updates of the stage from the start of the pass to then, ties too, but for the
-minibatch's own one: with N stages in the steady state forward N - 1 - k + k // 2 and backward k //
-2, the paper's.
+The round trip counts the updates of the stage from the start of the pass to then, ties too, but
+for the minibatch's own one. With N stages in the steady state stage k has the paper's numbers:
+
+    forward    N - 1 - k + k // 2
+    backward   k // 2
 """
 
 from __future__ import annotations
@@ -14,15 +19,13 @@ from bisect import bisect_left, bisect_right
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from lightning_topt.schedules.continuous import Completes, continuous_schedule
-from lightning_topt.schedules.schedule import Schedule
-from lightning_topt.schedules.schedule_timing import timed_walk
-from lightning_topt.schedules.stage_costs import StageCosts
+from lightning_topt.schedules.schedules import Completes, Schedule, continuous_schedule
+from lightning_topt.schedules.timing import StageCosts, timed_walk
 
 _SETTLED = 4  # round trips after which a schedule of unit passes repeats itself, generously
 
 
-class Horizon(NamedTuple):
+class Staleness(NamedTuple):
     """Updates of a stage around a pass of a minibatch.
 
     `version` of them were done when the pass begins, counted from the last drained state. `missing`
@@ -35,24 +38,23 @@ class Horizon(NamedTuple):
     round_trip: int
 
 
-class StageHorizons(NamedTuple):
-    """The horizons of a stage's passes by minibatch, (minibatches,) each."""
+class StageStaleness(NamedTuple):
+    """The staleness of a stage's passes by minibatch, (minibatches,) each."""
 
-    forward: tuple[Horizon, ...]
-    backward: tuple[Horizon, ...]
+    forward: tuple[Staleness, ...]
+    backward: tuple[Staleness, ...]
 
 
 @lru_cache(maxsize=256)
-def horizons(schedule: Schedule) -> tuple[StageHorizons, ...]:
-    """Return the horizons of each stage, where forward and backward take equal time and updates and
-    transfers none.
+def staleness(schedule: Schedule) -> tuple[StageStaleness, ...]:
+    """Return the staleness of all passes of each stage, (stages,).
 
-    A minibatch that no update comes after counts all updates to the end. `schedule` is one with
-    updates.
+    Forward and backward are taken to take equal time, updates and transfers none. A minibatch that
+    no update comes after counts all updates to the end. `schedule` is one with updates.
     """
     ones = [1.0] * schedule.num_stages
     walk, times = timed_walk(schedule, StageCosts(ones, ones))
-    # of each stage: when it ends, its minibatch
+    # of each stage: when its updates end, and their last minibatches
     updates: list[list[tuple[float, int]]] = [[] for _ in ones]
     begun: dict[tuple[str, int, int], int] = {}  # updates before each pass
     for (_, action), end in zip(walk.actions, times.ends, strict=True):  # in the order of each rank
@@ -60,21 +62,21 @@ def horizons(schedule: Schedule) -> tuple[StageHorizons, ...]:
         begun[kind, stage, index] = len(updates[stage])
         if kind == "update":
             updates[stage].append((end, index))
-    assert any(updates), "a schedule without updates has no horizons"
+    assert any(updates), "a schedule without updates has no staleness"
     last = [index for _, index in updates[0]]
     ends = [[end for end, _ in of_stage] for of_stage in updates]
 
-    def of_pass(kind: str, stage: int, index: int) -> Horizon:
+    def of_pass(kind: str, stage: int, index: int) -> Staleness:
         version, own = begun[kind, stage, index], bisect_left(last, index)
         if own == len(last):
-            return Horizon(version, own - version, own - version)
-        return Horizon(
+            return Staleness(version, own - version, own - version)
+        return Staleness(
             version, own - version, bisect_right(ends[stage], ends[0][own]) - version - 1
         )
 
     count = range(schedule.num_microbatches)
     return tuple(
-        StageHorizons(
+        StageStaleness(
             *(
                 tuple(of_pass(kind, stage, index) for index in count)
                 for kind in ("forward", "backward")
@@ -84,7 +86,7 @@ def horizons(schedule: Schedule) -> tuple[StageHorizons, ...]:
     )
 
 
-def running_horizon(
+def running_staleness(
     minibatch: int,
     *,
     stage: int,
@@ -93,14 +95,21 @@ def running_horizon(
     completes: Completes,
     num_minibatches: int | None = None,
     lag_per_hop: int = 1,
-) -> Horizon:
-    """Return the horizon of a pass in a run of which only the near future is known; `version` is of
-    no use then.
+) -> Staleness:
+    """Return the staleness of a pass in a run of which only the near future is known.
 
-    `completes` says of minibatches around this one whether they complete an update, and
-    `num_minibatches`, where that is known, how many there are from the last drained state to the
-    next. The same as that of `horizons` for the whole schedule.
+    The same as that of `staleness` for the whole schedule, but for `version`, which is of no use.
+
+    Args:
+        minibatch: its index since the last drained state.
+        stage: index of the stage.
+        kind: the pass.
+        num_stages: stages of the pipeline.
+        completes: says of minibatches around this one whether they complete an update.
+        num_minibatches: how many there are from the last drained state to the next, if known.
+        lag_per_hop: as in `schedules.continuous_schedule`.
     """
+    # A window of minibatches around this one, with the drained states that lie within reach.
     reach = _SETTLED * num_stages * lag_per_hop
     total = minibatch + reach if num_minibatches is None else num_minibatches
     start = max(0, min(minibatch - reach, total - 2 * reach))
@@ -118,14 +127,14 @@ def running_horizon(
 @lru_cache(maxsize=512)
 def _of_pattern(
     pattern: tuple[bool, ...], *, num_stages: int, lag_per_hop: int
-) -> tuple[StageHorizons, ...]:
+) -> tuple[StageStaleness, ...]:
     if not any(pattern):
-        none = (Horizon(0, 0, 0),) * len(pattern)
-        return (StageHorizons(none, none),) * num_stages
+        none = (Staleness(0, 0, 0),) * len(pattern)
+        return (StageStaleness(none, none),) * num_stages
     schedule = continuous_schedule(
         num_ranks=num_stages,
         num_minibatches=len(pattern),
         lag_per_hop=lag_per_hop,
         completes=pattern.__getitem__,
     )
-    return horizons.__wrapped__(schedule)
+    return staleness.__wrapped__(schedule)

@@ -9,15 +9,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lightning_topt.schedules.continuous import continuous_schedule
-from lightning_topt.schedules.forward_only import forward_schedule
-from lightning_topt.schedules.make_schedule import SCHEDULES, make_schedule
-from lightning_topt.schedules.schedule import Action, Schedule
-from lightning_topt.schedules.schedule_check import ScheduleError
-from lightning_topt.schedules.schedule_memory import held_counts
-from lightning_topt.schedules.schedule_simulation import simulate
-from lightning_topt.schedules.schedule_timing import many_step_seconds, step_seconds
-from lightning_topt.schedules.stage_costs import StageCosts
+from lightning_topt.schedules.check import ScheduleError
+from lightning_topt.schedules.schedules import (
+    SCHEDULES,
+    Action,
+    Schedule,
+    continuous_schedule,
+    forward_schedule,
+    make_schedule,
+)
+from lightning_topt.schedules.simulate import held_counts, simulate
+from lightning_topt.schedules.timing import StageCosts, many_step_seconds, step_seconds
 from tests.schedules.slow_simulator import SlowSimulator
 from tests.schedules.step_formulas import equal_stages_seconds, gpipe_seconds, one_f_one_b_bounds
 

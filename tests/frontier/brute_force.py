@@ -1,5 +1,4 @@
-"""The frontier by trying every plan: what the searches must find, in the fewest words. Read this
-first.
+"""The frontier by trying every plan: what the searches must find. Read this first.
 
 A plan takes one configuration of every operator (or block). In a `CostTable` cost vectors add up;
 the slowest path is its step time, the worst moment its peak memory; a `ChainTable` runs its blocks.
@@ -17,7 +16,7 @@ import numpy as np
 from lightning_topt.costs.chain_table import ChainTable
 from lightning_topt.costs.cost_table import CostTable
 from lightning_topt.costs.stage_table import StageTable
-from lightning_topt.frontier.frontier import FrontierPoint
+from lightning_topt.frontier.chain_search import FrontierPoint
 
 
 def brute_force_frontier(table: CostTable | ChainTable) -> list[FrontierPoint]:

@@ -1,0 +1,527 @@
+"""Compiled loops of the search over layers: prices, and partial plans of one layer.
+
+Plain loops on purpose: whole-array expressions are no faster here and take several times as long to
+compile. Loaded by `prices.layer_kernels` where work is large.
+
+All layers come flattened (`prices.Network`): `net` is (transition pointers, source, target, value
+pointers, values, entry pointers, start, end, column pointers, kinds, group pointers). One layer
+comes as `layer` (see `extend`). States of a boundary, its partial plans, are (n, c) and sorted by
+group; ``first[g]`` is the first one of group g.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from lightning_topt.basics.jit import kernel
+
+BLOCK = 16  # kept states that share a lower bound
+
+
+# ---- Over all layers: prices, cheapest plans, and what crossing plans makes of them.
+
+
+@kernel
+def maximise(
+    net: Any,
+    weights: Any,
+    rates: Any,
+    steps: int,
+    masses: Any,
+    flows: Any,
+    potentials: Any,
+    plans: Any,
+    costs: Any,
+) -> None:
+    """Find shares over columns for which the cheapest plan is dearest.
+
+    By multiplicative weights, for each of `weights` (L, 2), as far as `steps` with `rates` (L, 2)
+    find them. Into `masses` (L, columns), `flows` (L, entries) and `potentials` (L, groups) go the
+    best prices, into `plans` (L * steps, N) and `costs` (L * steps, 2) all plans met.
+    """
+    height, mass, flow, logs = (
+        np.empty(net[8][-1]),
+        np.empty(net[8][-1]),
+        np.empty(net[5][-1]),
+        np.empty(net[5][-1]),
+    )
+    potential, choice, states = (
+        np.empty(net[10][-1]),
+        np.zeros(net[10][-1], np.int64),
+        np.empty((2, net[8][-1])),
+    )
+    for i in range(len(weights)):
+        best = -np.inf
+        for e in range(len(logs)):
+            logs[e] = 0.0
+        for step in range(steps):
+            _spread(net, logs, weights[i, 0], weights[i, 1], height, mass, flow)
+            _cheapest(net, flow, potential, choice)
+            if potential[0] > best:  # the dearest cheapest plan so far: keep its prices
+                best = potential[0]
+                for c in range(len(mass)):
+                    masses[i, c] = mass[c]
+                for e in range(len(flow)):
+                    flows[i, e] = flow[e]
+                for g in range(len(potential)):
+                    potentials[i, g] = potential[g]
+            _walk(
+                net,
+                choice,
+                i * steps + step,
+                plans,
+                costs,
+                logs,
+                rates[i] / np.sqrt(step + 1.0),
+                states,
+            )
+
+
+@kernel
+def _spread(
+    net: Any, logs: Any, seconds: Any, size: Any, height: Any, mass: Any, flow: Any
+) -> None:
+    """Share weights of `seconds` and `size` over all ways through the columns.
+
+    In proportion to exp of the sum of `logs` along a way: backwards the sums of all ways from a
+    column (`height`), forwards what comes into each column (`mass`) and entry (`flow`).
+    """
+    _, _, _, _, _, entries, start, end, columns, _, _ = net
+    layers = len(entries) - 1
+    # backwards: the logarithm of the sum over all ways from each column to the end
+    for c in range(columns[layers + 1]):
+        height[c] = 0.0 if c >= columns[layers] else -np.inf
+        mass[c] = 0.0
+    mass[0], mass[1] = seconds, size
+    for n in range(layers - 1, -1, -1):
+        for e in range(entries[n], entries[n + 1]):
+            a, x = columns[n] + start[e], logs[e] + height[columns[n + 1] + end[e]]
+            low, high = min(x, height[a]), max(x, height[a])
+            height[a] = high + np.log1p(np.exp(low - high)) if low > -np.inf else high
+    # forwards: what of both weights comes along each entry, and into each column
+    for n in range(layers):
+        for e in range(entries[n], entries[n + 1]):
+            a, b = columns[n] + start[e], columns[n + 1] + end[e]
+            flow[e] = (
+                mass[a] * np.exp(logs[e] + height[b] - height[a]) if height[b] > -np.inf else 0.0
+            )
+            mass[b] += flow[e]
+
+
+@kernel
+def _cheapest(net: Any, flow: Any, potential: Any, choice: Any) -> None:
+    """Write the least price from every group to the end, and the transition it begins with."""
+    transitions, source, target, begin, values, entries, _, _, _, _, groups = net
+    layers = len(entries) - 1
+    # backwards over groups
+    for g in range(groups[layers + 1]):
+        potential[g] = 0.0 if g >= groups[layers] else np.inf
+    for n in range(layers - 1, -1, -1):
+        count = entries[n + 1] - entries[n]
+        for j in range(transitions[n], transitions[n + 1]):
+            at = begin[n] + (j - transitions[n]) * count
+            price = potential[groups[n + 1] + target[j]]
+            for e in range(count):
+                price += flow[entries[n] + e] * values[at + e]
+            g = groups[n] + source[j]
+            if price < potential[g]:
+                potential[g], choice[g] = price, j
+
+
+@kernel
+def _walk(
+    net: Any, choice: Any, row: int, plans: Any, costs: Any, logs: Any, rate: Any, states: Any
+) -> None:
+    """Follow the cheapest transitions into ``plans[row]`` and ``costs[row]``.
+
+    The plan's values raise the `logs` by `rate` (2,).
+    """
+    transitions, _, target, begin, values, entries, start, end, columns, kinds, groups = net
+    g = 0
+    states[0, 0] = states[0, 1] = 0.0
+    for n in range(len(entries) - 1):
+        j = choice[groups[n] + g]
+        before, after, at = (
+            n % 2,
+            (n + 1) % 2,
+            begin[n] + (j - transitions[n]) * (entries[n + 1] - entries[n]),
+        )
+        for c in range(columns[n + 2] - columns[n + 1]):
+            states[after, c] = -np.inf
+        for e in range(entries[n], entries[n + 1]):
+            value = values[at + e - entries[n]]
+            states[after, end[e]] = max(states[after, end[e]], states[before, start[e]] + value)
+            logs[e] += rate[kinds[columns[n + 1] + end[e]]] * value
+        plans[row, n] = j - transitions[n]
+        g = target[j]
+    for c in range(2):
+        costs[row, c] = states[(len(entries) - 1) % 2, c]
+
+
+@kernel
+def crossings(
+    net: Any, leaving: Any, plan: Any, other: Any, seconds: Any, size: Any, found: Any, costs: Any
+) -> int:
+    """Write plans that begin as `plan` (N,), take any two transitions, and end as `other`.
+
+    Those that known plans beat are left out. With two equal plans these are its changes in
+    neighbouring layers.
+
+    Args:
+        net: all layers.
+        leaving: the transitions by the group that they leave: pointers, and their numbers.
+        plan: (N,) transitions.
+        other: (N,) transitions.
+        seconds: of known plans, ascending.
+        size: bytes of known plans, descending.
+        found: (room, 3), is written: the layer, and its two transitions.
+        costs: (room, 2), is written.
+
+    Returns:
+        How many were found.
+    """
+    transitions, _, target, _, _, entries, _, _, columns, kinds, groups = net
+    begin, numbers = leaving
+    ahead, states = np.empty(columns[-1]), np.empty((3, columns[-1]))
+    _suffixes(net, other, ahead)
+    states[0, 0] = states[0, 1] = 0.0
+    count, g = 0, 0
+    for n in range(len(entries) - 2):
+        goal = target[transitions[n + 1] + other[n + 1]]
+        for first in range(begin[groups[n] + g], begin[groups[n] + g + 1]):
+            j = numbers[first] - transitions[n]
+            _step(net, n, j, states, 0, 1)
+            middle = groups[n + 1] + target[transitions[n] + j]
+            for second in range(begin[middle], begin[middle + 1]):
+                k = numbers[second] - transitions[n + 1]
+                if target[numbers[second]] != goal:
+                    continue
+                _step(net, n + 1, k, states, 1, 2)
+                # what the whole plan costs
+                total, peak = -np.inf, -np.inf
+                for c in range(columns[n + 3] - columns[n + 2]):
+                    value = states[2, c] + ahead[columns[n + 2] + c]
+                    if kinds[columns[n + 2] + c] == 0:
+                        total = max(total, value)
+                    else:
+                        peak = max(peak, value)
+                # the last known plan that takes at most as long needs the least of those
+                low, high = 0, len(seconds)
+                while low < high:
+                    half = (low + high) // 2
+                    if seconds[half] <= total:
+                        low = half + 1
+                    else:
+                        high = half
+                if (low == 0 or size[low - 1] > peak) and count < len(found):
+                    found[count, 0], found[count, 1], found[count, 2] = n, j, k
+                    costs[count, 0], costs[count, 1] = total, peak
+                    count += 1
+        _step(net, n, plan[n], states, 0, 1)
+        for c in range(columns[n + 2] - columns[n + 1]):
+            states[0, c] = states[1, c]
+        g = target[transitions[n] + plan[n]]
+    return count
+
+
+@kernel
+def _suffixes(net: Any, plan: Any, ahead: Any) -> None:
+    """Write into `ahead` (columns,) what every column still gains under `plan` (N,) to the end."""
+    _, _, _, begin, values, entries, start, end, columns, _, _ = net
+    layers = len(entries) - 1
+    for c in range(columns[layers + 1]):
+        ahead[c] = 0.0 if c >= columns[layers] else -np.inf
+    for n in range(layers - 1, -1, -1):
+        at = begin[n] + plan[n] * (entries[n + 1] - entries[n]) - entries[n]
+        for e in range(entries[n], entries[n + 1]):
+            a = columns[n] + start[e]
+            ahead[a] = max(ahead[a], values[at + e] + ahead[columns[n + 1] + end[e]])
+
+
+@kernel
+def _step(net: Any, n: int, transition: int, states: Any, before: int, after: int) -> None:
+    """Take one transition of layer `n`, from row `before` of `states` to row `after`."""
+    _, _, _, begin, values, entries, start, end, columns, _, _ = net
+    for c in range(columns[n + 2] - columns[n + 1]):
+        states[after, c] = -np.inf
+    at = begin[n] + transition * (entries[n + 1] - entries[n]) - entries[n]
+    for e in range(entries[n], entries[n + 1]):
+        states[after, end[e]] = max(
+            states[after, end[e]], states[before, start[e]] + values[at + e]
+        )
+
+
+# ---- Over the partial plans of one layer.
+
+
+@kernel
+def extend(
+    states: Any,
+    first: Any,
+    layer: Any,
+    bounds: Any,
+    some: Any,
+    after_first: Any,
+    after: Any,
+    parent: Any,
+    via: Any,
+) -> int:
+    """Write the partial plans that transitions of one layer make and that are not hopeless.
+
+    Args:
+        states: (n, c) partial plans before the layer.
+        first: (G + 1,) where those of each group begin.
+        layer: transitions sorted by target: `begin` (G + 1,), `source`, `values` (T, E), `start`,
+            `end`, `lifts` (.., 2), `lifted_by` (..,).
+        bounds: mass (c, L), potential (G, L) and limits (Q, L) of the boundary after it; no limits
+            to keep all.
+        some: transitions from ``some[0]`` to ``some[1]`` are taken.
+        after_first: as `first`, after the layer; is written.
+        after: (room, c'), is written.
+        parent: the state that each comes from; is written.
+        via: the transition that each took; is written.
+
+    Returns:
+        How many were written.
+    """
+    begin, source, values, start, end, lifts, lifted_by = layer
+    mass, potential, limits = bounds
+    columns, size, hint = after.shape[1], 0, 0
+    priced = np.empty(limits.shape[1])
+    for g in range(len(begin) - 1):
+        after_first[g] = size
+        for j in range(max(begin[g], some[0]), min(begin[g + 1], some[1])):
+            for k in range(first[source[j]], first[source[j] + 1]):
+                # the columns after transition j
+                for c in range(columns):
+                    after[size, c] = -np.inf
+                for e in range(len(start)):
+                    after[size, end[e]] = max(
+                        after[size, end[e]], states[k, start[e]] + values[j, e]
+                    )
+                # columns that may be set to more without deciding anything
+                for e in range(len(lifted_by)):
+                    after[size, lifts[e, 0]] = max(
+                        after[size, lifts[e, 0]], after[size, lifts[e, 1]] + lifted_by[e]
+                    )
+                # drop what is hopeless
+                if len(limits):
+                    for i in range(len(priced)):
+                        priced[i] = potential[g, i]
+                    for c in range(columns):
+                        for i in range(len(priced)):
+                            priced[i] += mass[c, i] * after[size, c]
+                    q = _hopeful(priced, limits, hint)
+                    if q < 0:
+                        continue
+                    hint = q
+                parent[size], via[size] = k, j
+                size += 1
+    after_first[len(begin) - 1] = size
+    return size
+
+
+@kernel
+def extend_pairs(
+    states: Any, first: Any, layer: Any, group: int, best: Any, after: Any, parent: Any, via: Any
+) -> int:
+    """Do `extend` for one group and two columns, (seconds, bytes), without most beaten ones.
+
+    A first pass keeps the least seconds of every bin of bytes in `best` (bins + 1,), a second one
+    what beats all bins before. Returns -1 where there is no room.
+    """
+    begin, source, values, _, _, _, _ = layer
+    bins, low, high, size = len(best) - 1, np.inf, -np.inf, 0
+    # the range of bytes
+    for j in range(begin[group], begin[group + 1]):
+        a, b = first[source[j]], first[source[j] + 1]
+        if a < b:  # by bytes ascending
+            low, high = (
+                min(low, states[a, 1] + values[j, 1]),
+                max(high, states[b - 1, 1] + values[j, 1]),
+            )
+    # the least seconds of every bin, then of all bins up to each
+    scale = (bins - 1) / (high - low) if high > low else 0.0
+    for b in range(bins + 1):
+        best[b] = np.inf
+    for j in range(begin[group], begin[group + 1]):
+        seconds, offset = values[j, 0], values[j, 1] - low
+        for k in range(first[source[j]], first[source[j] + 1]):
+            b = np.int64((states[k, 1] + offset) * scale) + 1
+            best[b] = min(best[b], states[k, 0] + seconds)
+    for b in range(1, bins + 1):
+        best[b] = min(best[b], best[b - 1])
+    # what is faster than all bins before its own
+    for j in range(begin[group], begin[group + 1]):
+        seconds, offset = values[j, 0], values[j, 1] - low
+        for k in range(first[source[j]], first[source[j] + 1]):
+            if states[k, 0] + seconds < best[np.int64((states[k, 1] + offset) * scale)]:
+                if size == len(parent):
+                    return -1
+                after[size, 0], after[size, 1] = states[k, 0] + seconds, states[k, 1] + values[j, 1]
+                parent[size], via[size] = k, j
+                size += 1
+    return size
+
+
+@kernel
+def minimal(
+    states: Any, first: Any, order: Any, held: Any, floor: Any, kept: Any, counts: Any, most: int
+) -> None:
+    """Write into `kept` which of `states` (n, c) no other one of their group beats.
+
+    Into ``counts[1:]`` goes how many of each group. In `order`, which has group after group, who
+    beats comes first. Each is compared with at most `most` blocks of those kept, and with the last
+    one, where its equals are.
+    """
+    columns, done = states.shape[1], 0
+    for g in range(len(first) - 1):
+        size, killer = 0, 0
+        for k in order[first[g] : first[g + 1]]:
+            beaten = False
+            blocks = (size + BLOCK - 1) // BLOCK
+            # first the last block, and the one that beat the state before; then all from the first
+            for step in range(-2, min(blocks, most)):
+                block = step if step >= 0 else (killer if step == -1 else blocks - 1)
+                possible = 0 <= block < blocks
+                for c in range(columns):
+                    possible = possible and floor[block, c] <= states[k, c]
+                if not possible:
+                    continue
+                for other in range(block * BLOCK, min(size, (block + 1) * BLOCK)):
+                    beaten = True
+                    for c in range(columns):
+                        beaten = beaten and held[other, c] <= states[k, c]
+                    if beaten:
+                        break
+                if beaten:
+                    killer = block
+                    break
+            if not beaten:
+                block = size // BLOCK
+                for c in range(columns):
+                    held[size, c] = states[k, c]
+                    floor[block, c] = (
+                        min(floor[block, c], states[k, c]) if size % BLOCK else states[k, c]
+                    )
+                kept[done + size] = k
+                size += 1
+        done += size
+        counts[g + 1] = size
+
+
+@kernel
+def hopeful(
+    states: Any, first: Any, mass: Any, potential: Any, limits: Any, kept: Any, counts: Any
+) -> None:
+    """Write into `kept` which of `states` (n, c) may become better than known plans.
+
+    Into ``counts[1:]`` goes how many of each group.
+    """
+    priced = np.empty(mass.shape[1])
+    size, hint = 0, 0
+    for g in range(len(first) - 1):
+        before = size
+        for k in range(first[g], first[g + 1]):
+            for i in range(len(priced)):
+                priced[i] = potential[g, i]
+            for c in range(states.shape[1]):
+                for i in range(len(priced)):
+                    priced[i] += mass[c, i] * states[k, c]
+            q = _hopeful(priced, limits, hint)
+            if q >= 0:
+                kept[size] = k
+                size += 1
+                hint = q
+        counts[g + 1] = size - before
+
+
+@kernel
+def gains(states: Any, group: Any, mass: Any, potential: Any, limits: Any, found: Any) -> None:
+    """Write into `found` (n,) by how much each state could still beat the known plans, at most.
+
+    That is the largest over corners of the least over prices of ``limit / price - 1``; infinite
+    where prices are not positive. `potential` (G, L) is that of the states' boundary.
+    """
+    priced = np.empty(mass.shape[1])
+    for k in range(len(states)):
+        for i in range(len(priced)):
+            priced[i] = potential[group[k], i]
+        for c in range(states.shape[1]):
+            for i in range(len(priced)):
+                priced[i] += mass[c, i] * states[k, c]
+        best, last = -1.0, 0
+        for q in range(len(limits)):
+            least = np.inf
+            for step in range(-1, len(priced)):
+                i = last if step < 0 else step  # what excluded the corner before
+                if priced[i] > 0.0 and limits[q, i] / priced[i] - 1.0 < least:
+                    least, last = limits[q, i] / priced[i] - 1.0, i
+                if least <= best:
+                    break
+            best = max(best, least)
+        found[k] = best
+
+
+@kernel
+def _hopeful(priced: Any, limits: Any, hint: int) -> int:
+    """Return a corner of `limits` (Q, L) that prices (L,) do not exclude, -1 for none.
+
+    Prices exclude a corner where one of them is not below its limit. Corner `hint` is tried first.
+    """
+    i = 0
+    for k in range(-1, len(limits)):
+        q = hint if k < 0 else k
+        if priced[i] < limits[q, i]:
+            found = True
+            for other in range(len(priced)):
+                if priced[other] >= limits[q, other]:
+                    i, found = other, False
+                    break
+            if found:
+                return q
+    return -1
+
+
+@kernel
+def join(
+    states: Any, others: Any, some: Any, kinds: Any, seconds: Any, size: Any, found: Any, costs: Any
+) -> Any:
+    """Write the pairs of some `states` and `others` that known plans do not beat.
+
+    Those are ``states[some[0] : some[1]]`` and ``others[some[2] : some[3]]``. Columns add up; the
+    largest of each of `kinds` (c,) are the seconds and bytes. Known plans have `seconds` ascending
+    and `size` descending.
+
+    Returns:
+        How many were written to `found` (room, 2) and `costs` (room, 2), and the state to go on
+        with.
+    """
+    count, columns = 0, len(kinds)
+    for i in range(some[0], some[1]):
+        if count + some[3] - some[2] > len(found):
+            return count, i
+        for j in range(some[2], some[3]):
+            # seconds of the pair, the bytes below which no known plan beats it, its bytes
+            total = -np.inf
+            for c in range(columns):
+                if kinds[c] == 0:
+                    total = max(total, states[i, c] + others[j, c])
+            low, high = 0, len(seconds)
+            while low < high:
+                middle = (low + high) // 2
+                if seconds[middle] <= total:
+                    low = middle + 1
+                else:
+                    high = middle
+            limit, peak = size[low - 1] if low else np.inf, -np.inf
+            for c in range(columns):
+                if kinds[c] == 1:
+                    peak = max(peak, states[i, c] + others[j, c])
+            if peak < limit:
+                found[count, 0], found[count, 1] = i, j
+                costs[count, 0], costs[count, 1] = total, peak
+                count += 1
+    return count, some[1]

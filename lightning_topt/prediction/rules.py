@@ -1,0 +1,677 @@
+"""The weight rules of continuous pipelines, by name, and the default of each optimizer.
+
+| name | weights of a pass | copies of a stage's weights |
+|---|---|---|
+| none | the newest | 0 |
+| pipemare | the newest, with a smaller learning rate at first | 0 |
+| stash | forward's newest, kept for backward (PipeDream) | one per update in flight |
+| nesterov | as stash, with NAdam and decoupled weight decay | one per update in flight |
+| two_versions | one update older than the newest, on all stages (PipeDream-2BW) | 1 |
+| spectrain | predicted for when stage 0 is done with the minibatch | 1 |
+| pipeoptim | forward: predicted for its backward | 1 |
+| multistep | forward: predicted by updates without gradients (FTPipe) | 1 |
+
+`make_prediction` and `default_prediction` give the rules. Below them, by family: a rule, which
+says what it needs, and its `StagePrediction`, which puts the weights in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, fields
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, optim
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_topt.basics.argument_checks import check_choice, check_whole
+from lightning_topt.prediction.rule import Prediction, Rates, StagePrediction
+from lightning_topt.prediction.weights import (
+    KNOWN,
+    Hyperparameters,
+    Method,
+    Moments,
+    Move,
+    copy_into,
+    empty_copies,
+    keep_and_move,
+    method_of,
+    num_bytes,
+    read_moments,
+    repeated_update,
+    swap,
+    trainable,
+    unseen,
+    updates_without_gradients,
+)
+from lightning_topt.schedules.schedules import lag_of
+from lightning_topt.schedules.staleness import Staleness
+
+DEFAULTS: Mapping[str, str] = MappingProxyType(
+    {"SGD": "spectrain", "Adam": "spectrain", "AdamW": "spectrain", "NAdam": "nesterov"}
+)
+OTHERWISE = "stash"  # for optimizers that no rule knows
+
+
+def make_prediction(value: str | Mapping[str, Any] | Prediction) -> Prediction:
+    """Return a rule from its name, from ``{"rule": name, option: value, ...}``, or as it is.
+
+    Raises ValueError for names and options that are not there.
+    """
+    if isinstance(value, Prediction):
+        return value
+    options = dict(value) if isinstance(value, Mapping) else {"rule": value}
+    rule = PREDICTIONS[
+        check_choice(options.pop("rule", None), name="prediction", allowed=PREDICTIONS)
+    ]
+    known = [field.name for field in fields(rule)]
+    for option in options:
+        if option not in known:
+            offered = f"has the options {', '.join(known)}" if known else "has no options"
+            raise ValueError(f"prediction {rule.name!r} {offered}, got {option!r}")
+    return rule(**options)
+
+
+def prediction_to_value(prediction: Prediction) -> str | dict[str, Any]:
+    """Return the value from which `make_prediction` makes `prediction`.
+
+    It is the rule's name, with the options that are not as by default.
+    """
+    options = {
+        field.name: value
+        for field in fields(prediction)
+        if (value := getattr(prediction, field.name)) != field.default
+    }
+    return {"rule": prediction.name, **options} if options else prediction.name
+
+
+def default_prediction(optimizer: Optimizer | str) -> Prediction:
+    """Return the rule that came out best for an optimizer, or the name of its class.
+
+    See docs/weight_prediction.md. Weight stashing where that rule does not know this optimizer.
+    """
+    name = optimizer if isinstance(optimizer, str) else type(optimizer).__name__
+    rule = make_prediction(DEFAULTS.get(name, OTHERWISE))
+    try:
+        if isinstance(optimizer, Optimizer):
+            rule.on(optimizer, stage=0, num_stages=2)
+    except ValueError:
+        return make_prediction(OTHERWISE)
+    return rule
+
+
+# ---- Rules that leave the weights as they are.
+
+
+@dataclass(frozen=True)
+class NoPrediction(Prediction):
+    """No rule: each pass computes with the newest weights.
+
+    So forward and backward of a minibatch do not agree.
+    """
+
+    name: ClassVar[str] = "none"
+
+    @override
+    def weight_copies(
+        self, *, stage: int, num_stages: int, lag_per_hop: int = 1, accumulate: int = 1
+    ) -> int:
+        return 0
+
+    @override
+    def on(
+        self,
+        optimizer: Optimizer,
+        *,
+        stage: int,
+        num_stages: int,
+        lag_per_hop: int = 1,
+        accumulate: int = 1,
+    ) -> StagePrediction:
+        return _NewestWeights(optimizer)
+
+
+@dataclass(frozen=True)
+class PipeMare(Prediction):
+    """PipeMare's learning rates: lr / delay^p, where p falls from 1 to 0.
+
+    It does so in `annealing_updates` updates (Yang et al., MLSys 2021, arXiv 1910.05124, section
+    3.2, T1). The delay of a stage is in updates and at least 1. The discrepancy correction (T2) is
+    not part of this rule. The paper takes for `annealing_updates` a quarter of the updates at the
+    first learning rate, or five times those of a warm-up.
+    """
+
+    name: ClassVar[str] = "pipemare"
+    annealing_updates: int = 1000
+
+    def __post_init__(self) -> None:
+        check_whole(self.annealing_updates, name="annealing_updates")
+
+    @override
+    def weight_copies(
+        self, *, stage: int, num_stages: int, lag_per_hop: int = 1, accumulate: int = 1
+    ) -> int:
+        return 0
+
+    @override
+    def on(
+        self,
+        optimizer: Optimizer,
+        *,
+        stage: int,
+        num_stages: int,
+        lag_per_hop: int = 1,
+        accumulate: int = 1,
+    ) -> StagePrediction:
+        delay = lag_of(stage, num_ranks=num_stages, lag_per_hop=lag_per_hop) / accumulate
+        return _NewestWeights(
+            optimizer, delay=max(1.0, delay), annealing_updates=self.annealing_updates
+        )
+
+
+class _NewestWeights(StagePrediction):
+    """All passes find the newest weights; learning rates may be scaled.
+
+    That of update k by ``1 / delay ** (1 - k / annealing_updates)``, which ends as 1.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, *, delay: float = 1.0, annealing_updates: int = 0
+    ) -> None:
+        self._optimizer, self._delay, self._annealing = optimizer, delay, annealing_updates
+        self._updates = 0
+
+    @override
+    def forward(
+        self, minibatch: int, staleness: Staleness, rates: Rates
+    ) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    @override
+    def backward(
+        self, minibatch: int, staleness: Staleness, rates: Rates
+    ) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    @override
+    @contextmanager
+    def update(self, minibatch: int) -> Iterator[None]:
+        with unseen(trainable(self._optimizer)), self._scaled_rates():
+            yield
+        self._updates = min(self._updates + 1, self._annealing)
+
+    @override
+    def drained(self) -> None:
+        return None
+
+    @property
+    @override
+    def num_versions(self) -> int:
+        return 0
+
+    @property
+    @override
+    def held_bytes(self) -> int:
+        return 0
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"updates": self._updates} if self._annealing else {}
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._updates = min(int(state.get("updates", 0)), self._annealing)
+
+    @contextmanager
+    def _scaled_rates(self) -> Iterator[None]:
+        if self._updates >= self._annealing or self._delay == 1.0:
+            yield
+            return
+        factor = self._delay ** (self._updates / self._annealing - 1.0)
+        groups = self._optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate * factor
+        try:
+            yield
+        finally:
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
+
+
+# ---- Weight stashing: both passes of a minibatch compute with one version of the weights, which is
+# kept until its backward pass is done.
+
+
+@dataclass(frozen=True)
+class WeightStashing(Prediction):
+    """PipeDream's weight stashing: backward computes with the weights of the forward pass.
+
+    Those were the newest then (Narayanan et al., SOSP 2019, section 3.3, without vertical
+    synchronization). Gradients are true ones, of old weights.
+    """
+
+    name: ClassVar[str] = "stash"
+
+    @override
+    def weight_copies(
+        self, *, stage: int, num_stages: int, lag_per_hop: int = 1, accumulate: int = 1
+    ) -> int:
+        return -(-lag_of(stage, num_ranks=num_stages, lag_per_hop=lag_per_hop) // accumulate)
+
+    @override
+    def on(
+        self,
+        optimizer: Optimizer,
+        *,
+        stage: int,
+        num_stages: int,
+        lag_per_hop: int = 1,
+        accumulate: int = 1,
+    ) -> StagePrediction:
+        copies = self.weight_copies(
+            stage=stage, num_stages=num_stages, lag_per_hop=lag_per_hop, accumulate=accumulate
+        )
+        return _StashedWeights(
+            optimizer,
+            choose=lambda position: position.now,
+            keep=lambda version, now: False,
+            copies=copies,
+        )
+
+
+@dataclass(frozen=True)
+class Nesterov(WeightStashing):
+    """Weight stashing with NAdam and decoupled weight decay, whose look-ahead undoes the delay.
+
+    The Nesterov method of Ajanthan et al., ICML 2025, arXiv 2505.01099, sections 3 and 5:
+    ``torch.optim.NAdam`` with beta 1 = 0.99, which weighs the gradient by 1 - beta 1. Only the
+    optimizer differs from `WeightStashing`; this rule makes sure of it.
+    """
+
+    name: ClassVar[str] = "nesterov"
+    optimizers: ClassVar[tuple[str, ...]] = ("NAdam",)
+
+    @override
+    def on(
+        self,
+        optimizer: Optimizer,
+        *,
+        stage: int,
+        num_stages: int,
+        lag_per_hop: int = 1,
+        accumulate: int = 1,
+    ) -> StagePrediction:
+        if not isinstance(optimizer, optim.NAdam):
+            raise ValueError(
+                f"prediction {self.name!r} is for NAdam of torch.optim, with betas=(0.99, 0.999) "
+                f"and decoupled_weight_decay=True; got {type(optimizer).__name__}. With another "
+                "optimizer use prediction 'stash'"
+            )
+        if any(
+            group["weight_decay"] and not group["decoupled_weight_decay"]
+            for group in optimizer.param_groups
+        ):
+            raise ValueError(
+                f"prediction {self.name!r} is for decoupled weight decay; build NAdam with "
+                "decoupled_weight_decay=True"
+            )
+        return super().on(
+            optimizer,
+            stage=stage,
+            num_stages=num_stages,
+            lag_per_hop=lag_per_hop,
+            accumulate=accumulate,
+        )
+
+
+@dataclass(frozen=True)
+class TwoVersions(Prediction):
+    """PipeDream-2BW's double-buffered weights: gradients of weights one update older.
+
+    On all stages update t + 1 is W - lr gradient(the weights one update older) (Narayanan et al.,
+    ICML 2021, arXiv 2006.09503, section 3.1). An update takes at least as many minibatches as are
+    in flight behind the first stage: then two versions suffice. After a drained state the first
+    update has no older weights.
+    """
+
+    name: ClassVar[str] = "two_versions"
+
+    @override
+    def weight_copies(
+        self, *, stage: int, num_stages: int, lag_per_hop: int = 1, accumulate: int = 1
+    ) -> int:
+        return int(num_stages > 1)
+
+    @override
+    def on(
+        self,
+        optimizer: Optimizer,
+        *,
+        stage: int,
+        num_stages: int,
+        lag_per_hop: int = 1,
+        accumulate: int = 1,
+    ) -> StagePrediction:
+        behind = (num_stages - 1) * lag_per_hop
+        is_delayed = num_stages > 1
+
+        def choose(position: _Position) -> int:
+            version = max(position.own - is_delayed, position.drained)
+            if version > position.now:
+                raise ValueError(
+                    f"prediction {self.name!r} needs at least as many minibatches in an update as "
+                    f"are in flight, {behind}; "
+                    f"set accumulate_grad_batches={behind}, or use prediction 'stash'"
+                )
+            return version
+
+        return _StashedWeights(
+            optimizer,
+            choose=choose,
+            keep=lambda version, now: is_delayed and version >= now - 1,
+            copies=self.weight_copies(stage=stage, num_stages=num_stages),
+        )
+
+
+class _Position(NamedTuple):
+    """Updates done at three times, from the point of view of a forward pass."""
+
+    now: int  # when the pass begins
+    own: int  # before the update with the pass's minibatch
+    drained: int  # when the pipeline was last drained
+
+
+class _StashedWeights(StagePrediction):
+    """Keeps old versions of the weights, and swaps them in for passes.
+
+    `choose` gives the version for the passes of a minibatch. `keep(version, now)` says whether
+    minibatches that have not come in yet may use `version` after `now` updates.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        choose: Callable[[_Position], int],
+        keep: Callable[[int, int], bool],
+        copies: int,
+    ) -> None:
+        self._optimizer, self._choose, self._keep, self._copies = optimizer, choose, keep, copies
+        self._updates = self._drained_at = 0
+        self._used: dict[int, int] = {}  # version by minibatch in flight
+        self._versions: dict[int, list[Tensor]] = {}  # copies by version
+        self._spare: list[list[Tensor]] = []  # copies that may be overwritten
+        self._parameters: list[Tensor] | None = None  # since the last drained state
+
+    @override
+    def forward(
+        self, minibatch: int, staleness: Staleness, rates: Rates
+    ) -> AbstractContextManager[None]:
+        version = self._choose(
+            _Position(self._updates, self._updates + staleness.missing, self._drained_at)
+        )
+        self._used[minibatch] = version
+        return self._in_place(version)
+
+    @override
+    @contextmanager
+    def backward(self, minibatch: int, staleness: Staleness, rates: Rates) -> Iterator[None]:
+        with self._in_place(self._used[minibatch]):
+            yield
+        del self._used[minibatch]
+
+    @override
+    @contextmanager
+    def update(self, minibatch: int) -> Iterator[None]:
+        parameters = self._stashed_parameters()
+        # Copies that nobody needs after this update become spare first, so that one can be reused.
+        after = self._updates + 1
+        for version in [each for each in self._versions if not self._is_needed(each, after)]:
+            self._spare.append(self._versions.pop(version))
+        if self._is_needed(self._updates, after):
+            copies = self._spare.pop() if self._spare else empty_copies(parameters)
+            copy_into(copies, parameters)
+            self._versions[self._updates] = copies
+        with unseen(trainable(self._optimizer)):
+            yield
+        self._updates = after
+
+    @override
+    def drained(self) -> None:
+        assert not self._used, f"minibatches {sorted(self._used)} are in flight"
+        self._versions.clear()
+        self._spare.clear()
+        self._parameters, self._drained_at = None, self._updates
+
+    @property
+    @override
+    def num_versions(self) -> int:
+        return self._copies
+
+    @property
+    @override
+    def held_bytes(self) -> int:
+        return sum(num_bytes(copies) for copies in (*self._versions.values(), *self._spare))
+
+    @contextmanager
+    def _in_place(self, version: int) -> Iterator[None]:
+        """Put `version` into the parameters; its copies hold the newest one meanwhile."""
+        if version == self._updates:
+            yield
+            return
+        copies = self._versions[version]
+        swap(self._stashed_parameters(), copies)
+        try:
+            yield
+        finally:
+            swap(self._stashed_parameters(), copies)
+
+    def _stashed_parameters(self) -> list[Tensor]:
+        if self._parameters is None:
+            self._parameters = trainable(self._optimizer)
+        return self._parameters
+
+    def _is_needed(self, version: int, now: int) -> bool:
+        return version in self._used.values() or self._keep(version, now)
+
+
+# ---- Prediction: weights of a later version, computed from the optimizer's moments. A copy of the
+# true weights is held during a pass. Parameters without an update so far are not predicted.
+
+
+@dataclass(frozen=True)
+class SpecTrain(Prediction):
+    """SpecTrain: all passes of a minibatch compute with the weights when stage 0 is done with it.
+
+    W - s lr v, s `Staleness.round_trip` (Chen et al., arXiv 1809.02839, section 3). The paper's
+    momentum ``v = g v + (1 - g) gradient`` moves W by lr v; torch's buffer is v / (1 - g), and lr
+    times it moves W: lr v is the last update in both. That is what is taken here, not g buffer +
+    gradient, as in the authors' code. For Adam and AdamW, of which the paper does not speak, it is
+    that of `PipeOptim`.
+    """
+
+    name: ClassVar[str] = "spectrain"
+    optimizers: ClassVar[tuple[str, ...]] = KNOWN
+
+    @override
+    def weight_copies(
+        self, *, stage: int, num_stages: int, lag_per_hop: int = 1, accumulate: int = 1
+    ) -> int:
+        return int(stage >= 2 or lag_of(stage, num_ranks=num_stages, lag_per_hop=lag_per_hop) > 0)
+
+    @override
+    def on(
+        self,
+        optimizer: Optimizer,
+        *,
+        stage: int,
+        num_stages: int,
+        lag_per_hop: int = 1,
+        accumulate: int = 1,
+    ) -> StagePrediction:
+        return _PredictedWeights(
+            optimizer,
+            method=method_of(optimizer, rule=self.name),
+            predict=repeated_update,
+            forward=lambda staleness: staleness.round_trip,
+            backward=lambda staleness: staleness.round_trip,
+            copies=self.weight_copies(stage=stage, num_stages=num_stages, lag_per_hop=lag_per_hop),
+        )
+
+
+# From moments, the updates ahead and their hyperparameters: how the weights move.
+Predict = Callable[[Moments, Method, int, Sequence[Hyperparameters]], Move]
+
+
+@dataclass(frozen=True)
+class ForwardOnly(Prediction):
+    """Base of the rules that predict for forward passes what backward passes will find.
+
+    That is `Staleness.missing` updates later. Backward passes find true weights.
+    """
+
+    optimizers: ClassVar[tuple[str, ...]] = KNOWN
+    predict: ClassVar[Predict]
+
+    @override
+    def weight_copies(
+        self, *, stage: int, num_stages: int, lag_per_hop: int = 1, accumulate: int = 1
+    ) -> int:
+        return int(lag_of(stage, num_ranks=num_stages, lag_per_hop=lag_per_hop) > 0)
+
+    @override
+    def on(
+        self,
+        optimizer: Optimizer,
+        *,
+        stage: int,
+        num_stages: int,
+        lag_per_hop: int = 1,
+        accumulate: int = 1,
+    ) -> StagePrediction:
+        return _PredictedWeights(
+            optimizer,
+            method=method_of(optimizer, rule=self.name),
+            predict=type(self).predict,
+            forward=lambda staleness: staleness.missing,
+            backward=lambda staleness: 0,
+            copies=self.weight_copies(stage=stage, num_stages=num_stages, lag_per_hop=lag_per_hop),
+        )
+
+
+@dataclass(frozen=True)
+class PipeOptim(ForwardOnly):
+    """PipeOptim: forward passes compute with the weights that the backward pass will find.
+
+    W - s lr dW, s `Staleness.missing`, in the steady state num_stages - 1 - stage (Guan et al.,
+    arXiv 2312.00839, section III). dW is the direction of the last update (Table I), for AdamW
+    without its decay.
+    """
+
+    name: ClassVar[str] = "pipeoptim"
+    predict: ClassVar[Predict] = staticmethod(repeated_update)
+
+
+@dataclass(frozen=True)
+class MultiStep(ForwardOnly):
+    """FTPipe's prediction: forward passes compute with the weights after s updates of gradient 0.
+
+    Momentum decays, learning rates are those of the future schedule, weight decay goes on (Eliad et
+    al., USENIX ATC 2021; pipe/pipeline/weight_prediction of the authors' code). s is
+    `Staleness.missing`; with SGD at a constant rate and no decay this is W - lr (g - g^(s+1)) / (1
+    - g) buffer. Adam moves in step j by lr_j b1^j m / (1 - b1^(t+j)) / (sqrt(v / (1 - b2^(t+j))) +
+    eps).
+    """
+
+    name: ClassVar[str] = "multistep"
+    predict: ClassVar[Predict] = staticmethod(updates_without_gradients)
+
+
+class _PredictedWeights(StagePrediction):
+    """Predicts in place; `forward` and `backward` say by how many updates."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        method: Method,
+        predict: Predict,
+        forward: Callable[[Staleness], int],
+        backward: Callable[[Staleness], int],
+        copies: int,
+    ) -> None:
+        self._optimizer, self._method, self._predict = optimizer, method, predict
+        self._forward, self._backward, self._copies = forward, backward, copies
+        self._moments: list[Moments] | None = None  # since the last update
+        self._true: dict[Tensor, Tensor] = {}  # copies by parameter
+
+    @override
+    def forward(
+        self, minibatch: int, staleness: Staleness, rates: Rates
+    ) -> AbstractContextManager[None]:
+        return self._predicted(self._forward(staleness), rates)
+
+    @override
+    def backward(
+        self, minibatch: int, staleness: Staleness, rates: Rates
+    ) -> AbstractContextManager[None]:
+        return self._predicted(self._backward(staleness), rates)
+
+    @override
+    @contextmanager
+    def update(self, minibatch: int) -> Iterator[None]:
+        self._moments = None
+        with unseen(trainable(self._optimizer)):
+            yield
+
+    @override
+    def drained(self) -> None:
+        self._moments = None
+        self._true.clear()
+
+    @property
+    @override
+    def num_versions(self) -> int:
+        return self._copies
+
+    @property
+    @override
+    def held_bytes(self) -> int:
+        return num_bytes(self._true.values())
+
+    @contextmanager
+    def _predicted(self, count: int, rates: Rates) -> Iterator[None]:
+        assert count >= 0 and rates, (count, rates)
+        if count and self._moments is None:
+            self._moments = read_moments(self._optimizer, method=self._method)
+        kept: list[tuple[Sequence[Tensor], list[Tensor]]] = []  # parameters with copies
+        try:
+            for moments in (self._moments or []) if count else []:
+                copies = self._copies_of(moments.parameters)
+                move = self._predict(
+                    moments, self._method, count, [groups[moments.group] for groups in rates]
+                )
+                with torch.no_grad(), unseen(moments.parameters):
+                    keep_and_move(moments, copies, move)
+                kept.append((moments.parameters, copies))
+            yield
+        finally:
+            for parameters, copies in kept:
+                copy_into(parameters, copies)
+
+    def _copies_of(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        new = [parameter for parameter in parameters if parameter not in self._true]
+        self._true.update(zip(new, empty_copies(new), strict=True))
+        return [self._true[parameter] for parameter in parameters]
+
+
+_RULES: tuple[type[Prediction], ...] = (
+    *(SpecTrain, MultiStep, PipeOptim, WeightStashing),
+    *(TwoVersions, Nesterov, PipeMare, NoPrediction),
+)
+PREDICTIONS: Mapping[str, type[Prediction]] = MappingProxyType({rule.name: rule for rule in _RULES})

@@ -1,0 +1,354 @@
+"""Weights of a stage, written in place without autograd noticing: copied, swapped, predicted.
+
+Prediction takes the moments that the optimizer keeps of gradients (`read_moments`). From them it
+computes how the weights will move (`repeated_update`, `updates_without_gradients`), and moves them
+(`keep_and_move`): by torch, or on a CPU by compiled loops (`move_kernels`).
+
+Symbols: W weights, s updates ahead, lr learning rate, g momentum, d dampening, b1 b2 betas, l
+weight decay, t steps made, m and v the first and second moments.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn, optim
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.optim import Optimizer
+
+Method = Literal["SGD", "Adam"]  # AdamW is Adam with decoupled weight decay
+Hyperparameters = Mapping[str, Any]
+KNOWN = ("SGD", "Adam", "AdamW")
+CHUNK_BYTES = 32 << 20  # temporaries are made for so much at a time, and at least for one tensor
+# of weights; with fewer, loading the compiler takes longer than it saves in a thousand passes
+KERNEL_BYTES = 4 << 20
+KERNEL_THREADS = 3  # as many of torch's are as fast as a kernel on one
+T = TypeVar("T")
+
+
+# ---- Parameters in place, and copies of them.
+
+
+def trainable(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters that steps may change.
+
+    They want gradients and have elements of their own here: of other stages' parameters all
+    elements are one in memory.
+    """
+    return [
+        parameter
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.requires_grad and not _is_expanded(parameter)
+    ]
+
+
+@contextmanager
+def unseen(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Write in place without autograd noticing.
+
+    Backward passes in flight compute with what the storages hold then.
+    """
+    with _unsafe_preserve_version_counter(tuple(parameters)):
+        yield
+
+
+def copy_into(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy tensors of equal shapes; targets may be parameters."""
+    if targets:
+        with torch.no_grad(), unseen(targets):
+            torch._foreach_copy_(list(targets), list(sources))
+
+
+def swap(parameters: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
+    """Exchange the contents of parameters and copies."""
+    with torch.no_grad(), unseen(parameters):
+        for chunk in chunks(
+            list(zip(parameters, copies, strict=True)), size=lambda pair: num_bytes(pair[:1])
+        ):
+            inside, outside = [pair[0] for pair in chunk], [pair[1] for pair in chunk]
+            kept = empty_copies(inside)
+            torch._foreach_copy_(kept, inside)
+            torch._foreach_copy_(inside, outside)
+            torch._foreach_copy_(outside, kept)
+
+
+def empty_copies(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return tensors like `tensors`, without contents and gradients."""
+    return [torch.empty_like(tensor, requires_grad=False) for tensor in tensors]
+
+
+def num_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of all elements."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def chunks(items: Sequence[T], *, size: Callable[[T], int]) -> Iterator[list[T]]:
+    """Yield the items in order, as many at a time as fit `CHUNK_BYTES`, and at least one."""
+    chunk: list[T] = []
+    filled = 0
+    for item in items:
+        if chunk and filled + size(item) > CHUNK_BYTES:
+            yield chunk
+            chunk, filled = [], 0
+        chunk.append(item)
+        filled += size(item)
+    if chunk:
+        yield chunk
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    return tensor.numel() > 1 and all(
+        step == 0 for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1
+    )
+
+
+# ---- Moments that optimizers keep of gradients.
+
+
+class Moments(NamedTuple):
+    """Parameters of one group that have made equally many steps, and their moments.
+
+    `first` are SGD's momentum buffers, or Adam's m; `second` Adam's v, with amsgrad its maximum.
+    All have the parameters' shapes.
+    """
+
+    group: int
+    steps: int
+    parameters: list[Tensor]
+    first: list[Tensor]
+    second: list[Tensor]
+
+
+def method_of(optimizer: Optimizer, *, rule: str) -> Method:
+    """Return how an optimizer that `rule` predicts with steps. Raises ValueError for any other."""
+    kinds: tuple[tuple[type[Optimizer], Method], ...] = ((optim.SGD, "SGD"), (optim.Adam, "Adam"))
+    steps = inspect.unwrap(type(optimizer).step)
+    found = [
+        method
+        for kind, method in kinds
+        if isinstance(optimizer, kind) and steps is inspect.unwrap(kind.step)
+    ]
+    if not found:
+        raise ValueError(
+            f"prediction {rule!r} knows the optimizers {', '.join(KNOWN)} of torch.optim, got "
+            f"{type(optimizer).__name__}; "
+            "use one of them, or prediction 'stash', which serves every optimizer"
+        )
+    for group in optimizer.param_groups:
+        if found[0] == "SGD" and group["momentum"] == 0:
+            raise ValueError(
+                f"prediction {rule!r} follows the momentum of SGD, which is 0 here; give SGD a "
+                "momentum, or use prediction "
+                "'stash'"
+            )
+        if group.get("differentiable"):
+            raise ValueError(
+                f"prediction {rule!r} writes weights in place; build the optimizer with "
+                "differentiable=False"
+            )
+    return found[0]
+
+
+def read_moments(optimizer: Optimizer, *, method: Method) -> list[Moments]:
+    """Return the moments of all parameters that have been updated, in chunks.
+
+    Those of others are not known yet.
+    """
+    first_name = "momentum_buffer" if method == "SGD" else "exp_avg"
+    here = {id(parameter) for parameter in trainable(optimizer)}
+    found: list[Moments] = []
+    for index, group in enumerate(optimizer.param_groups):
+        second_name = "max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq"
+        known = [
+            p
+            for p in group["params"]
+            if id(p) in here and optimizer.state.get(p, {}).get(first_name) is not None
+        ]
+        for steps, parameters in _by_steps(optimizer, known, method=method).items():
+            for chunk in chunks(parameters, size=lambda p: num_bytes([p])):
+                states = [optimizer.state[p] for p in chunk]
+                first = [state[first_name] for state in states]
+                second = [state[second_name] for state in states] if method == "Adam" else []
+                found.append(Moments(index, steps, chunk, first, second))
+    return found
+
+
+def _by_steps(
+    optimizer: Optimizer, parameters: Sequence[Tensor], *, method: Method
+) -> dict[int, list[Tensor]]:
+    """Return the parameters by the number of steps that they have made.
+
+    Adam counts them by parameter, on its device if fused or capturable: all are read at once.
+    """
+    if method == "SGD":
+        return {0: list(parameters)} if parameters else {}
+    counts = [optimizer.state[p]["step"] for p in parameters]
+    tensors = [count for count in counts if isinstance(count, Tensor)]
+    read = iter(torch.stack([t.to(tensors[0].device) for t in tensors]).tolist() if tensors else ())
+    found: dict[int, list[Tensor]] = {}
+    for parameter, count in zip(parameters, counts, strict=True):
+        steps = int(next(read) if isinstance(count, Tensor) else count)
+        found.setdefault(steps, []).append(parameter)
+    return found
+
+
+# ---- Moves of the weights: what a rule expects of the next updates.
+
+
+class SGDMove(NamedTuple):
+    """W <- weight W + buffer m."""
+
+    weight: float
+    buffer: float
+
+
+class AdamStep(NamedTuple):
+    """W <- shrink W; m <- keep m + pull W; W <- W - rate m / (sqrt(v) / root + eps).
+
+    Only W is written.
+    """
+
+    shrink: float
+    keep: float
+    pull: float
+    rate: float
+    root: float
+    eps: float
+
+
+Move = SGDMove | tuple[AdamStep, ...]
+
+
+def repeated_update(
+    moments: Moments, method: Method, count: int, rates: Sequence[Hyperparameters]
+) -> Move:
+    """Return the move by `count` times the last update's direction, W - s lr dW.
+
+    SGD: dW is the momentum buffer; Adam, AdamW: m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps),
+    without decoupled decay.
+    """
+    step = rates[0]
+    length = count * float(step["lr"])
+    if method == "SGD":
+        return SGDMove(1.0, -length)
+    first, second = _bias_corrections(step, moments.steps)
+    return (AdamStep(1.0, 1.0, 0.0, length / first, math.sqrt(second), float(step["eps"])),)
+
+
+def updates_without_gradients(
+    moments: Moments, method: Method, count: int, rates: Sequence[Hyperparameters]
+) -> Move:
+    """Return the move by `count` updates as the optimizer would make them with gradients of 0.
+
+    Weight decay goes on, the last of `rates` stays, and so do second moments.
+    """
+    steps = [rates[min(ahead, len(rates) - 1)] for ahead in range(count)]
+    if method == "SGD":
+        return _sgd_move(steps)
+    return tuple(
+        _adam_step(step, moments.steps + ahead) for ahead, step in enumerate(steps, start=1)
+    )
+
+
+def _sgd_move(steps: Sequence[Hyperparameters]) -> SGDMove:
+    # weights and velocity as multiples of the weights and buffers of now
+    weights, velocity = (1.0, 0.0), (0.0, 1.0)
+
+    def plus(a: tuple[float, float], factor: float, b: tuple[float, float]) -> tuple[float, float]:
+        return a[0] + factor * b[0], a[1] + factor * b[1]
+
+    for step in steps:
+        momentum = float(step["momentum"])
+        decay = plus((0.0, 0.0), float(step["weight_decay"]), weights)
+        velocity = plus(plus((0.0, 0.0), momentum, velocity), 1.0 - float(step["dampening"]), decay)
+        direction = plus(decay, momentum, velocity) if step["nesterov"] else velocity
+        weights = plus(weights, -float(step["lr"]), direction)
+    return SGDMove(*weights)
+
+
+def _adam_step(step: Hyperparameters, count: int) -> AdamStep:
+    """Return step number `count` without a gradient."""
+    rate, decay, keep = float(step["lr"]), float(step["weight_decay"]), float(step["betas"][0])
+    is_decoupled = bool(step.get("decoupled_weight_decay"))
+    first, second = _bias_corrections(step, count)
+    shrink, pull = (1.0 - rate * decay, 0.0) if is_decoupled else (1.0, (1.0 - keep) * decay)
+    return AdamStep(shrink, keep, pull, rate / first, math.sqrt(second), float(step["eps"]))
+
+
+def _bias_corrections(step: Hyperparameters, count: int) -> tuple[float, float]:
+    first, second = (float(beta) for beta in step["betas"])
+    return 1.0 - first**count, 1.0 - second**count
+
+
+# ---- Moving the weights.
+
+
+def keep_and_move(moments: Moments, copies: Sequence[Tensor], move: Move) -> None:
+    """Copy the parameters into `copies`, of the same shapes, and move them in place."""
+    if _suits_kernels(moments):
+        kernels = importlib.import_module("lightning_topt.prediction.move_kernels")
+        columns = (
+            moments.parameters,
+            moments.first,
+            copies,
+            *([moments.second] if moments.second else []),
+        )
+        for tensors in zip(*columns, strict=True):
+            kernels.keep_and_move(
+                *(tensor.detach().view(-1).numpy() for tensor in tensors), move=move
+            )
+    else:
+        torch._foreach_copy_(list(copies), moments.parameters)
+        move_by_torch(moments, move)
+
+
+def _suits_kernels(moments: Moments) -> bool:
+    """Return whether tensors are contiguous, of 32 or 64 bit on a CPU, and enough to pay."""
+    tensors = [*moments.parameters, *moments.first, *moments.second]
+    return (
+        {(t.dtype, t.device.type) for t in tensors}
+        in ({(torch.float32, "cpu")}, {(torch.float64, "cpu")})
+        and sum(parameter.nbytes for parameter in moments.parameters) >= KERNEL_BYTES
+        and torch.get_num_threads() <= KERNEL_THREADS
+        and all(type(t) in (Tensor, nn.Parameter) and t.is_contiguous() for t in tensors)
+    )
+
+
+def move_by_torch(moments: Moments, move: Move) -> None:
+    """Move the parameters in place, on any device."""
+    parameters, means = _as_real(moments.parameters), _as_real(moments.first)
+    # SGD: one move for any number of updates
+    if isinstance(move, SGDMove):
+        if move.weight != 1.0:
+            torch._foreach_mul_(parameters, move.weight)
+        torch._foreach_add_(parameters, means, alpha=move.buffer)
+        return
+    # Adam: one step after the other
+    roots = torch._foreach_sqrt(_as_real(moments.second))
+    is_pulled = any(step.pull for step in move)
+    if is_pulled:  # means change by more than a factor
+        means = [mean.clone() for mean in means]
+    kept = 1.0  # of the means of now
+    for step in move:
+        if step.shrink != 1.0:
+            torch._foreach_mul_(parameters, step.shrink)
+        if is_pulled:
+            torch._foreach_mul_(means, step.keep)
+            torch._foreach_add_(means, parameters, alpha=step.pull)
+        else:
+            kept *= step.keep
+        divisors = torch._foreach_div(roots, step.root)
+        torch._foreach_add_(divisors, step.eps)
+        torch._foreach_addcdiv_(parameters, means, divisors, value=-step.rate * kept)
+
+
+def _as_real(tensors: list[Tensor]) -> list[Any]:
+    """Return complex tensors as pairs of real ones, which Adam treats as numbers of their own."""
+    return [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]

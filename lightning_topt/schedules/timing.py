@@ -1,0 +1,490 @@
+"""Seconds of a step under a schedule: one walk over its passes, for one or many sets of costs.
+
+Links are first in, first out, and what a rank sends follows its list of actions. So the passes and
+transfers form a fixed graph whose longest path is the step; no queue of events is needed. The walk
+is found once per schedule (`walk_of`) and then runs over floats (`timed_walk`, `step_seconds`) or
+arrays (`many_rank_seconds`). Where each stage receives from the one before alone and there is much
+to walk, it is compiled (`timing_kernels`).
+
+`StageCosts` are the seconds and bytes of one microbatch in each stage. `seconds_per_minibatch` is
+the pace of a continuous pipeline in closed form.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any, NamedTuple, get_args
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from lightning_topt.schedules.check import Edges, check_schedule, run_order
+from lightning_topt.schedules.schedules import Action, Kind, Schedule
+
+Edge = tuple[int, int]  # source stage, target stage
+_KINDS: tuple[Kind, ...] = get_args(Kind)
+_SMALL = 2**14  # passes up to which compiled code is not worth loading
+_COLUMNS = 64  # sets of costs that compiled code walks at once
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """Seconds and bytes of one microbatch in each stage, and of what crosses between stages.
+
+    All sequences are per stage, (stages,); stages may differ as models and devices do.
+
+    Seconds: `backward_input` and `backward_weight` are needed by schedules that split backward; an
+    `update` takes no time unless given. `transfer_seconds` and `transfer_bytes` are by (source
+    stage, target stage) in the direction of the forward pass. The keys of the former say what
+    stages need of one another; None: each needs the one before, at no cost. Gradients come back
+    along the same edges, in `gradient_seconds` if that differs. Edges between stages of one rank
+    cost nothing.
+
+    With `overlapped` the network runs beside the ranks: one link per pair of ranks and direction
+    carries one tensor at a time, in the order in which they were made. Without, a transfer
+    occupies the sender after its pass and the receiver before its own.
+
+    Bytes:
+        `static_bytes`: held all the time.
+        `activation_bytes`: from the start of forward to the end of backward (or backward_input),
+            with what was received and what was sent.
+        `weight_bytes`: from the end of backward_input to the end of backward_weight. Autograd
+            keeps the whole graph until then, and gradients of what operators with parameters made.
+        `version_bytes`: of continuous schedules, a copy of weights that an update is to replace
+            but backward passes in flight still need (weight stashing).
+        `forward_bytes`, `backward_bytes`: while a pass runs, beyond those (in either half of a
+            split backward).
+    """
+
+    forward: Sequence[float]
+    backward: Sequence[float]
+    backward_input: Sequence[float] | None = None
+    backward_weight: Sequence[float] | None = None
+    transfer_seconds: Mapping[Edge, float] | None = None
+    gradient_seconds: Mapping[Edge, float] | None = None
+    overlapped: bool = True
+    static_bytes: Sequence[float] | None = None
+    activation_bytes: Sequence[float] | None = None
+    weight_bytes: Sequence[float] | None = None
+    forward_bytes: Sequence[float] | None = None
+    backward_bytes: Sequence[float] | None = None
+    transfer_bytes: Mapping[Edge, float] | None = None
+    update: Sequence[float] | None = None
+    version_bytes: Sequence[float] | None = None
+
+    def seconds(self, kind: Kind) -> Sequence[float] | None:
+        """Return the seconds of a kind of pass, (stages,), None where they are not known."""
+        found: Sequence[float] | None = getattr(self, kind)
+        return found
+
+    def edges(self, num_stages: int) -> tuple[Edge, ...]:
+        """Return the edges between stages, in order of their sources."""
+        return _edges_of(num_stages, self.transfer_seconds)
+
+    def check(self, schedule: Schedule) -> None:
+        """Raise ValueError where costs do not fit `schedule` or are no times and sizes."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is None or isinstance(value, bool):
+                continue
+            values = value.values() if isinstance(value, Mapping) else value
+            if not isinstance(value, Mapping) and len(value) != schedule.num_stages:
+                raise ValueError(
+                    f"{field.name} has a number for each of {schedule.num_stages} stages; got "
+                    f"{len(value)}"
+                )
+            if any(not (math.isfinite(each) and each >= 0) for each in values):
+                raise ValueError(
+                    f"{field.name} has finite numbers of at least 0; got {list(values)}"
+                )
+        edges = self.edges(schedule.num_stages)
+        for name in ("gradient_seconds", "transfer_bytes"):
+            others = set(getattr(self, name) or ()) - set(edges)
+            if others:
+                raise ValueError(
+                    f"{name} has edges {sorted(others)} that transfer_seconds does not have"
+                )
+        if self.gradient_seconds is not None and len(self.gradient_seconds) < len(edges):
+            raise ValueError("gradient_seconds has every edge of transfer_seconds, or is None")
+
+
+def step_seconds(schedule: Schedule, costs: StageCosts) -> float:
+    """Return the seconds from the first pass to the end of the last.
+
+    Raises ValueError for costs that do not fit, ScheduleError where the schedule hangs.
+    """
+    walk, times = timed_walk(schedule, costs)
+    return float(times.step_seconds) if walk.steps else 0.0
+
+
+def many_step_seconds(
+    schedule: Schedule,
+    *,
+    forward: ArrayLike,
+    backward: ArrayLike,
+    backward_input: ArrayLike | None = None,
+    backward_weight: ArrayLike | None = None,
+    transfer_seconds: Mapping[Edge, ArrayLike] | None = None,
+    gradient_seconds: Mapping[Edge, ArrayLike] | None = None,
+    overlapped: bool = True,
+    update: ArrayLike | None = None,
+) -> NDArray[np.float64]:
+    """Return `step_seconds` of n sets of costs, (n,).
+
+    Passes are (stages, n), transfers (n,) or a number for all. A thousand sets take about as long
+    as one.
+    """
+    passes = forward, backward, backward_input, backward_weight, update
+    between = transfer_seconds, gradient_seconds
+    return np.asarray(
+        many_rank_seconds(schedule, passes, between, overlapped=overlapped).max(axis=0), float
+    )
+
+
+def many_rank_seconds(
+    schedule: Schedule,
+    passes: tuple[ArrayLike, ArrayLike, ArrayLike | None, ArrayLike | None, ArrayLike | None],
+    transfers: tuple[Mapping[Edge, ArrayLike] | None, Mapping[Edge, ArrayLike] | None],
+    *,
+    overlapped: bool = True,
+) -> NDArray[np.float64]:
+    """Return when each rank has run its last pass, (ranks, n), of n sets of costs.
+
+    Args:
+        schedule: the schedule.
+        passes: seconds (stages, n) of forward, backward, backward_input, backward_weight, update.
+        transfers: seconds, (n,) or a number for all, of transfers and of their gradients.
+        overlapped: as in `StageCosts`.
+    """
+    transfer_seconds, gradient_seconds = transfers
+    rows = [None if each is None else np.asarray(each, float) for each in passes]
+    assert rows[0] is not None
+    count = rows[0].shape[1]
+    edges = _edges_of(schedule.num_stages, transfer_seconds)
+    if is_worth_compiling(schedule) and is_chain(edges, schedule.num_stages):
+        found = chained_rank_seconds(schedule, rows, transfers, overlapped=overlapped)
+        if found is not None:
+            return found
+    walk = walk_of(schedule, edges)
+    seconds = _seconds_by_place(schedule, walk, rows)
+    back = gradient_seconds if gradient_seconds is not None else transfer_seconds
+    crossing = [
+        np.broadcast_to(0.0 if each is None else each[edge], count)
+        for each in (transfer_seconds, back)
+        for edge in edges
+    ]
+    zero = np.zeros(count)
+    times = _run(walk, seconds, crossing, zero=zero, larger=np.maximum, overlapped=overlapped)
+    return np.stack(np.broadcast_arrays(*times.rank_seconds)).astype(float)
+
+
+def timed_walk(schedule: Schedule, costs: StageCosts) -> tuple[Walk, Times]:
+    """Return the passes of a schedule, and when they and their transfers begin and end."""
+    costs.check(schedule)
+    edges = costs.edges(schedule.num_stages)
+    walk = walk_of(schedule, edges)
+    seconds = _seconds_by_place(schedule, walk, [costs.seconds(kind) for kind in _KINDS])
+    there, back = costs.transfer_seconds, costs.gradient_seconds
+    back = there if back is None else back
+    crossing = [0.0 if each is None else each[edge] for each in (there, back) for edge in edges]
+    return walk, _run(walk, seconds, crossing, zero=0.0, larger=max, overlapped=costs.overlapped)
+
+
+# ---- The walk: passes in an order in which they can run, with the transfers that they wait for.
+
+
+class Transfer(NamedTuple):
+    """A tensor between two ranks: along `edge` forward, or back along it as a gradient."""
+
+    edge: Edge
+    is_gradient: bool
+    microbatch_index: int
+
+
+class Step(NamedTuple):
+    """A pass of a walk.
+
+    `cost` is the place of its seconds. What it receives is (transfer, place of its seconds), what
+    it sends (transfer, link, place of its seconds).
+    """
+
+    rank: int
+    cost: int
+    received: tuple[tuple[int, int], ...]
+    sent: tuple[tuple[int, int, int], ...]
+
+
+@dataclass(frozen=True)
+class Walk:
+    """The passes of a schedule in an order in which they can run, and its transfers.
+
+    `actions` are (rank, action) of the `steps`, `kinds` the kinds of passes among them.
+    """
+
+    steps: tuple[Step, ...]
+    actions: tuple[tuple[int, Action], ...]
+    transfers: tuple[Transfer, ...]
+    num_links: int
+    kinds: frozenset[Kind]
+
+
+class Times(NamedTuple):
+    """Starts and ends of passes in a walk's order, and of transfers.
+
+    What left at `sent` is there at `arrived`. Each is a float, or an array over sets of costs.
+    """
+
+    starts: list[Any]
+    ends: list[Any]
+    sent: list[Any]
+    arrived: list[Any]
+    rank_seconds: list[Any]
+    step_seconds: Any
+
+
+@lru_cache(maxsize=256)
+def walk_of(schedule: Schedule, edges: tuple[Edge, ...]) -> Walk:
+    """Return the walk over a schedule whose stages need one another along `edges`.
+
+    Raises ScheduleError where the schedule hangs, ValueError where an edge does not go forward.
+    """
+    needs: dict[int, list[int]] = {}
+    for source, target in edges:
+        needs.setdefault(target, []).append(source)
+    between = Edges(schedule.num_stages, needs=needs)
+    order, waiting = run_order(schedule, between)
+    if waiting:  # the checker names what is wrong
+        check_schedule(schedule, needs=needs)
+        raise AssertionError("the checker passes a schedule that hangs")
+    crossing = _crossing(between, schedule.rank_of_stage, edges)
+    transfers: dict[tuple[int, int], int] = {}  # by place of the seconds, and microbatch
+    links: dict[tuple[int, int], int] = {}  # by sending and receiving rank
+    steps = []
+    for rank, action in order:
+        kind, stage, index = action.kind, action.stage_index, action.microbatch_index
+        incoming, outgoing = crossing.get((kind, stage), ((), ()))
+        received = tuple([(transfers[place, index], place) for _, place in incoming])
+        sent = tuple(
+            [
+                (
+                    transfers.setdefault((place, index), len(transfers)),
+                    links.setdefault((rank, other), len(links)),
+                    place,
+                )
+                for other, place in outgoing
+            ]
+        )
+        steps.append(Step(rank, _KINDS.index(kind) * schedule.num_stages + stage, received, sent))
+    moved = tuple(
+        Transfer(edges[place % len(edges)], place >= len(edges), index)
+        for place, index in transfers
+    )
+    return Walk(
+        tuple(steps), tuple(order), moved, len(links), frozenset(action.kind for _, action in order)
+    )
+
+
+# (other rank, place of the transfer's seconds) each; gradients have their places after all edges
+_Ends = tuple[tuple[int, int], ...]
+
+
+def _crossing(
+    between: Edges, ranks: Sequence[int], edges: tuple[Edge, ...]
+) -> dict[tuple[Kind, int], tuple[_Ends, _Ends]]:
+    """Return for each pass (kind, stage) its receives from other ranks and its sends to them."""
+    places = {edge: place for place, edge in enumerate(edges)}
+    found: dict[tuple[Kind, int], tuple[_Ends, _Ends]] = {}
+    for stage, rank in enumerate(ranks):
+        before = [
+            (ranks[each], places[each, stage])
+            for each in between.sources[stage]
+            if ranks[each] != rank
+        ]
+        behind = [
+            (ranks[each], places[stage, each])
+            for each in between.readers[stage]
+            if ranks[each] != rank
+        ]
+        found["forward", stage] = tuple(before), tuple(behind)
+        back = tuple(
+            [
+                tuple((other, place + len(edges)) for other, place in ends)
+                for ends in (behind, before)
+            ]
+        )
+        found["backward", stage] = found["backward_input", stage] = back[0], back[1]
+    return found
+
+
+def _seconds_by_place(schedule: Schedule, walk: Walk, rows: Sequence[Any]) -> list[Any]:
+    """Return seconds by kind and stage.
+
+    Raises ValueError where a kind that the schedule runs has none.
+    """
+    if rows[-1] is None:  # updates take no time unless it is given
+        rows = [*rows[:-1], [each * 0 for each in rows[0]]]
+    for kind, row in zip(_KINDS, rows, strict=True):
+        if row is None and kind in walk.kinds:
+            raise ValueError(
+                f"schedule {schedule.name!r} splits backward; its costs have no seconds of {kind}"
+            )
+    return [
+        None if row is None else row[stage] for row in rows for stage in range(schedule.num_stages)
+    ]
+
+
+def _edges_of(
+    num_stages: int, transfer_seconds: Mapping[Edge, ArrayLike] | None
+) -> tuple[Edge, ...]:
+    if transfer_seconds is None:
+        return tuple(pairwise(range(num_stages)))
+    return tuple(sorted(transfer_seconds))
+
+
+def _run(
+    walk: Walk,
+    seconds: list[Any],
+    crossing: list[Any],
+    *,
+    zero: Any,
+    larger: Callable[[Any, Any], Any],
+    overlapped: bool,
+) -> Times:
+    """Return the times of a walk, of one set of costs (floats) or of many (arrays)."""
+    free: dict[int, Any] = {}  # when each rank has done what it ran so far
+    links = [zero] * walk.num_links  # when each link is free
+    sent, arrived = [zero] * len(walk.transfers), [zero] * len(walk.transfers)
+    starts, ends = [], []
+    for rank, cost, receives, sends in walk.steps:
+        # receive
+        time = free.get(rank, zero)
+        for number, edge in receives:
+            if overlapped:
+                time = larger(time, arrived[number])
+            else:
+                time = arrived[number] = larger(time, sent[number]) + crossing[edge]
+        # run the pass
+        starts.append(time)
+        time = time + seconds[cost]
+        ends.append(time)
+        # send: beside the rank, or before it goes on
+        for number, link, edge in sends:
+            if overlapped:
+                sent[number] = larger(time, links[link])
+                arrived[number] = links[link] = sent[number] + crossing[edge]
+            else:
+                sent[number] = time
+                time = time + crossing[edge]
+        free[rank] = time
+    total, by_rank = zero, [free.get(rank, zero) for rank in range(max(free, default=0) + 1)]
+    for time in by_rank:
+        total = larger(total, time)
+    return Times(starts, ends, sent, arrived, by_rank, total)
+
+
+# ---- The compiled walk, where each stage receives from the one before alone.
+
+
+def is_chain(edges: Sequence[Edge], num_stages: int) -> bool:
+    """Return whether each stage receives from the one before, and from no other."""
+    return tuple(edges) == tuple(pairwise(range(num_stages)))
+
+
+def is_worth_compiling(schedule: Schedule) -> bool:
+    """Return whether compiled code is loaded, or there are so many passes that it may be."""
+    return "numba" in sys.modules or sum(map(len, schedule.actions)) > _SMALL
+
+
+def chained_rank_seconds(
+    schedule: Schedule,
+    rows: Sequence[Any],
+    transfers: tuple[Mapping[Edge, ArrayLike] | None, Mapping[Edge, ArrayLike] | None],
+    *,
+    overlapped: bool,
+) -> NDArray[np.float64] | None:
+    """Return when each rank has run its last pass, (ranks, n), the same to the last bit.
+
+    `rows` are the seconds (stages, n) of each kind of pass. None for a schedule that hangs and for
+    costs that do not fit: the walk in Python names what is wrong.
+    """
+    actions, begin = _arrays_of(schedule)
+    stages, count = rows[0].shape
+    if stages != schedule.num_stages or any(
+        rows[kind] is None
+        for kind in np.unique(actions[:, 0]).tolist()
+        if kind != _KINDS.index("update")
+    ):
+        return None
+    # (kind, stages, n); crossing (2, stages, n): into each stage from the one before, and back
+    seconds = np.stack([np.zeros((stages, count)) if each is None else each for each in rows])
+    there, back = transfers[0], transfers[0] if transfers[1] is None else transfers[1]
+    crossing = np.zeros((2, stages, count))
+    for side, each in enumerate((there, back)):
+        for edge in pairwise(range(stages)):
+            crossing[side, edge[1]] = 0.0 if each is None else each[edge]
+    run = importlib.import_module("lightning_topt.schedules.timing_kernels").run_passes
+    sizes = stages, int(actions[:, 2].max(initial=0)) + 1
+    found = np.zeros((schedule.num_ranks, count))
+    for first in range(0, count, _COLUMNS):
+        some = slice(first, first + _COLUMNS)
+        done = np.zeros(found[:, some].shape)
+        costs = np.ascontiguousarray(seconds[..., some]), np.ascontiguousarray(crossing[..., some])
+        if not run(
+            actions, begin, np.array(schedule.rank_of_stage), sizes, *costs, overlapped, done
+        ):
+            return None
+        found[:, some] = done
+    return found
+
+
+@lru_cache(maxsize=256)
+def _arrays_of(schedule: Schedule) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return (kind, stage, microbatch) of all actions, (A, 3), and where each rank's begin."""
+    rows = [
+        (_KINDS.index(a.kind), a.stage_index, a.microbatch_index)
+        for actions in schedule.actions
+        for a in actions
+    ]
+    return np.array(rows, np.int64).reshape(-1, 3), np.cumsum([0, *map(len, schedule.actions)])
+
+
+# ---- The pace of a continuous pipeline, once it has filled.
+
+
+def seconds_per_minibatch(
+    passes: ArrayLike, updates: ArrayLike, transfers: ArrayLike, *, lag_per_hop: int
+) -> NDArray[np.float64]:
+    """Return the seconds from one minibatch to the next of a continuous pipeline, (n,).
+
+    Stage a sends a minibatch on as far as stage b and waits for its gradient; (b - a) *
+    lag_per_hop minibatches later it updates, and begins the next one. So many and one more
+    minibatches take, in seconds, at least what is on this way:
+
+        passes of stages a to b + transfers between them, there and back + the update of stage a
+
+    No other loop of the schedule is longer (stages turn a minibatch round once), so the largest of
+    these, by minibatch, is the pace; a = b is a stage alone. A link carries one tensor at a time.
+
+    Args:
+        passes: seconds (stages, n) of forward and backward.
+        updates: seconds (stages, n).
+        transfers: (2, stages, n); ``[:, s]`` is what a tensor takes into stage s and its gradient
+            back, and that of stage 0 does not count.
+        lag_per_hop: as in `schedules.continuous_schedule`.
+    """
+    work, last = np.asarray(passes, float), np.asarray(updates, float)
+    between = np.asarray(transfers, float).copy()
+    between[:, 0] = 0.0
+    longest = np.maximum((work + last).max(axis=0), between.max(axis=(0, 1)))
+    sums = np.cumsum(work + between.sum(axis=0), axis=0)
+    for a in range(len(work)):
+        for b in range(a + 1, len(work)):
+            seconds = work[a] + sums[b] - sums[a] + last[a]
+            longest = np.maximum(longest, seconds / ((b - a) * lag_per_hop + 1))
+    return np.asarray(longest)

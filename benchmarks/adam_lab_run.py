@@ -23,9 +23,8 @@ from benchmarks import exchange_models
 from benchmarks.lab import sent_bytes
 from lightning_topt.communication import CompressedExchange
 from lightning_topt.communication.exchange_method import GradientMethod
-from lightning_topt.communication.local_method import LocalMethod
+from lightning_topt.communication.local_sgd import LocalMethod, OuterSteps
 from lightning_topt.communication.method_registry import read_method
-from lightning_topt.communication.outer_steps import OuterSteps
 from lightning_topt.communication.topology import Topology
 
 SEQUENCES = 4

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.adam_methods import Method, Setting, rounded
-from lightning_topt.communication.levels import LevelFormat
 from lightning_topt.communication.selection.chunk_top_k import Chunks, take_chunk_top_k
-from lightning_topt.communication.wire import MessageFormat
+from lightning_topt.communication.wire import LevelFormat, MessageFormat
 
 
 class LocalSteps(Method):

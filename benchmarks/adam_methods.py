@@ -19,11 +19,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.adam_simulator import AdamW, Model
-from lightning_topt.communication.level_message import LevelMessage
-from lightning_topt.communication.levels import GROUP, LevelFormat
-from lightning_topt.communication.methods.power_sgd.factors import orthonormal
+from lightning_topt.communication.methods.power_sgd import orthonormal
 from lightning_topt.communication.selection.chunk_top_k import Chunks, take_chunk_top_k
-from lightning_topt.communication.wire import MessageFormat
+from lightning_topt.communication.wire import GROUP, LevelFormat, LevelMessage, MessageFormat
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.adam_methods import Method, Setting
-from lightning_topt.communication.cosine import Tiles
-from lightning_topt.communication.levels import LevelFormat
+from lightning_topt.communication.methods.demo import Tiles
 from lightning_topt.communication.selection.chunk_top_k import Chunks, take_chunk_top_k
-from lightning_topt.communication.wire import MessageFormat
+from lightning_topt.communication.wire import LevelFormat, MessageFormat
 
 
 class DeMo(Method):

@@ -24,8 +24,7 @@ from torch import Tensor
 
 from benchmarks.common import RESULTS, machine
 from lightning_topt.communication.collectives import all_gather_into, reduce_scatter_into
-from lightning_topt.communication.node.node_exchange import NodeExchange
-from lightning_topt.communication.node.node_memory import SharedMemoryNodeExchange
+from lightning_topt.communication.node.node_exchange import NodeExchange, SharedMemoryNodeExchange
 
 MEGABYTES = (1, 10, 100)
 TORCH, SLICES, SEGMENTS, DIRECT = (

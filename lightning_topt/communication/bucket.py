@@ -1,39 +1,183 @@
-"""A bucket of gradients, and the interface of everything that can average one over all ranks.
+"""Buckets of gradients, and the interface of everything that averages one over all ranks.
 
-A method (`exchange_method.GradientMethod`) makes a subclass of `BucketExchange` with `stages`. The
-rules that keep the ranks in step (see `exchange_worker.ExchangeWorker`):
+A method (`exchange_method.GradientMethod`) makes a `BucketExchange`, whose `stages` is a generator:
+
+    def stages(self, bucket):
+        work = dist.all_reduce(bucket.buffer, group=self.groups.world[0], async_op=True)
+        yield work                # stage 0 ends here; the worker advances other buckets meanwhile
+        return bucket.buffer
+
+Rules that keep the ranks in step (`exchange_worker.ExchangeWorker` runs the stages):
 
 - `stages` issues collectives asynchronously and yields what it waits for; what follows a yield runs
-  when that is done;
-- stage s (what runs before the s-th yield) uses only groups of that stage, for example
-  ``groups.world[s]``; the packed exempt parameters have ``groups.exempt``, in stage 0; a method
-  with several stages on ``groups.world`` says so in `num_stages`;
-- what follows depends only on what all ranks know: if one rank raises `NonFiniteGradient`, all do,
-  at the same place;
-- ranks decode in rank order, so that the result is the same bit for bit everywhere.
+  when that is done.
+- Stage s is what runs before the s-th yield. It uses only groups of that stage, for example
+  ``groups.world[s]``; the packed exempt parameters have ``groups.exempt``, in stage 0. A method
+  with several stages on ``groups.world`` says so in `num_stages`.
+- What follows depends only on what all ranks know: if one rank raises `NonFiniteGradient`, all do,
+  at the same place.
+- Ranks decode in rank order, so that the result is the same bit for bit everywhere.
+
+Buckets come from DDP, or from `OwnBuckets` where no DDP wraps the module.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.distributed_c10d import Store
 
-from lightning_topt.communication.collectives import Pending
-from lightning_topt.communication.exchange_context import ExchangeContext
-from lightning_topt.communication.node.node_exchange import Waitable
+from lightning_topt.basics.argument_checks import check_choice, check_flag, check_real
+from lightning_topt.communication.collectives import Pending, Waitable
+from lightning_topt.communication.topology import Groups, Topology
 
 Stages = Generator[Waitable, None, Tensor]
+OWN_BUCKET_BYTES = 25 << 20  # as large as DDP's
+
+
+@dataclass(frozen=True)
+class ExchangeSettings:
+    """How a run waits, checks and treats infinities, whatever the method; alike on all ranks.
+
+    - ``nonfinite``: "error" raises FloatingPointError on all ranks; "skip" makes the gradient NaN
+      on all ranks, so that a GradScaler skips the step;
+    - ``timeout_seconds``: for every wait on another rank;
+    - ``debug``: before each exchange compare all parameters across ranks, bit for bit.
+
+    Raises ValueError for anything else.
+    """
+
+    nonfinite: str = "error"
+    timeout_seconds: float = 300.0
+    debug: bool = False
+
+    def __post_init__(self) -> None:
+        check_choice(self.nonfinite, name="nonfinite", allowed=("error", "skip"))
+        check_real(self.timeout_seconds, name="timeout_seconds", positive=True)
+        check_flag(self.debug, name="debug")
+
+
+@dataclass(frozen=True)
+class ExchangeContext:
+    """The ranks and the device that an exchange is made for.
+
+    `store` is that of the run, with keys of this exchange's own; None where there is none (in
+    tests).
+    """
+
+    topology: Topology
+    groups: Groups
+    device: torch.device
+    timeout_seconds: float = ExchangeSettings.timeout_seconds
+    store: Store | None = None
+
+
+class BucketExchange(ABC):
+    """Averages buckets over all ranks.
+
+    `bytes_sent` counts payload bytes since the last reset (see `count_ring`).
+    """
+
+    def __init__(self, context: ExchangeContext) -> None:
+        self.topology, self.groups, self.device = context.topology, context.groups, context.device
+        self.bytes_sent = 0
+
+    @abstractmethod
+    def stages(self, bucket: Bucket) -> Stages:
+        """Exchange `bucket`; return its own buffer with the mean, the same bits on every rank."""
+
+    def dense_stages(self, bucket: Bucket) -> Stages:
+        """Take the mean by one all-reduce on ``groups.world[0]``, where everything is sent."""
+        # Infinities of one rank reach all by the sum itself.
+        own_finite = is_finite(bucket.buffer)
+        bucket.buffer.div_(self.topology.world_size)
+        self.count_ring(bucket.buffer.nbytes, passes=2)
+        work = dist.all_reduce(bucket.buffer, group=self.groups.world[0], async_op=True)
+        assert work is not None
+        yield work
+        if not is_finite(bucket.buffer):
+            raise NonFiniteGradient(not own_finite)
+        return bucket.buffer
+
+    def start_exempt(self, bucket: Bucket) -> ExemptMean | None:
+        """Send the exempt parameters of `bucket`, if any, and zero their part of the buffer.
+
+        In stage 0 only.
+        """
+        if not any(bucket.layout.exempt):
+            return None
+        exempt = ExemptMean(bucket, group=self.groups.exempt)
+        self.count_ring(exempt.packed.nbytes, passes=2)
+        return exempt
+
+    def count_ring(self, nbytes: int, *, passes: int) -> None:
+        """Count a ring over all ranks: a gather of `nbytes` (`passes` 1) or an all-reduce (2).
+
+        `bytes_sent` is what the network counter of a node sees leave: in a ring in rank order one
+        rank of each node sends to another node. With one node it is what a rank sends.
+        """
+        # each pass sends (W - 1) / W of the whole
+        world_size = self.topology.world_size
+        self.bytes_sent += passes * (world_size - 1) * nbytes // world_size
+
+    def count_across(self, nbytes: int, *, passes: int) -> None:
+        """Count a ring over nodes; `nbytes` are of all local ranks together."""
+        self.bytes_sent += (
+            passes * (self.topology.num_nodes - 1) * nbytes // self.topology.num_nodes
+        )
+
+    def warm_up(self) -> None:  # noqa: B027
+        """Compile what `stages` needs, rather than in the first step."""
+
+    def put_back(self) -> None:  # noqa: B027
+        """Put back into the residual what the last step sent: that step was thrown away.
+
+        Nothing to do where there is no residual.
+        """
+
+    def residual_norm(self) -> float:
+        """Return the L2 norm of this rank's residual, unscaled; 0 where there is none."""
+        return 0.0
+
+    def telemetry(self, *, steps: int, reset: bool) -> Mapping[str, float]:
+        """Return more than `ExchangeStatistics` has, by name, of `steps` since the last reset."""
+        return {}
+
+    def prepare(self, bucket: Bucket) -> bool:
+        """Return whether `stages` may start while earlier buckets are in flight.
+
+        If not, `relayout` is called first.
+        """
+        return True
+
+    def relayout(self) -> None:  # noqa: B027
+        """Prepare for buckets laid out anew. May use ``groups.state``; nothing is in flight."""
+
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """Return this rank's state: kind ("residual", "velocity", ...) -> parameter name -> tensor.
+
+        {} where there is none. Collective where the state of one rank is spread over its node; it
+        then is the node's, the same on its ranks.
+        """
+        return {}
+
+    def load_state_dict(self, state: dict[str, dict[str, Tensor]]) -> None:
+        """Take over what `state_dict` gave, or the mean of several."""
+        assert not state, f"{type(self).__name__} has no state"
+
+    def close(self) -> None:  # noqa: B027
+        """Release what outlives the process."""
 
 
 class NonFiniteGradient(ArithmeticError):
-    """A bucket's gradient has NaN or infinities on some rank; raised by `stages` on all ranks.
-    `own`: on this one.
+    """A bucket's gradient has NaN or infinities on some rank (`own`: on this one).
+
+    `stages` raises it on all ranks.
     """
 
     def __init__(self, own: bool) -> None:
@@ -41,67 +185,8 @@ class NonFiniteGradient(ArithmeticError):
         self.own = own
 
 
-@dataclass(frozen=True)
-class BucketLayout:
-    """The parameters of a bucket: names, first elements in the buffer, sizes, shapes, and which are
-    always sent whole.
-    """
-
-    names: tuple[str, ...]
-    offsets: tuple[int, ...]
-    numels: tuple[int, ...]
-    shapes: tuple[torch.Size, ...]
-    exempt: tuple[bool, ...]
-
-    @property
-    def slices(self) -> list[slice]:
-        """The slices of the buffer where each parameter is."""
-        return [
-            slice(start, start + numel)
-            for start, numel in zip(self.offsets, self.numels, strict=True)
-        ]
-
-    @property
-    def exempt_slices(self) -> list[slice]:
-        """The slices of the buffer where the exempt parameters are."""
-        return [part for part, exempt in zip(self.slices, self.exempt, strict=True) if exempt]
-
-    def compressible(self, start: int, stop: int) -> int:
-        """Return the number of elements of parameters that are not exempt, from element `start` up
-        to `stop`.
-        """
-        parts = [part for part, exempt in zip(self.slices, self.exempt, strict=True) if not exempt]
-        return sum(max(0, min(part.stop, stop) - max(part.start, start)) for part in parts)
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """One bucket of one step.
-
-    `buffer` (n,) holds this rank's gradients, multiplied by `loss_scale`, and takes the mean over
-    all ranks, multiplied alike; `step` counts exchanged steps from 0.
-    """
-
-    index: int
-    buffer: Tensor
-    layout: BucketLayout
-    is_last: bool
-    step: int
-    loss_scale: float = 1.0
-
-    def views(self) -> list[Tensor]:
-        """Return each parameter's part of the buffer, in the parameter's shape."""
-        layout = self.layout
-        return [
-            self.buffer[part].view(shape)
-            for part, shape in zip(layout.slices, layout.shapes, strict=True)
-        ]
-
-
 class ExemptMean:
-    """The exempt parameters of a bucket on their way: packed, summed over all ranks, apart from the
-    rest.
-    """
+    """The exempt parameters of a bucket on their way: packed, summed apart from the rest."""
 
     def __init__(self, bucket: Bucket, *, group: dist.ProcessGroup) -> None:
         self.parts = [bucket.buffer[part] for part in bucket.layout.exempt_slices]
@@ -127,9 +212,7 @@ class ExemptMean:
         return self.packed.div_(self.world_size)
 
     def write(self, mean: Tensor, *, add: bool = False) -> None:
-        """Put the packed `mean` (e,) where the parameters are in the buffer, or add it to what is
-        there.
-        """
+        """Put the packed `mean` (e,) where the parameters are in the buffer, or add it there."""
         parts = list(mean.split_with_sizes([part.numel() for part in self.parts]))
         if add:
             torch._foreach_add_(self.parts, parts)
@@ -137,107 +220,147 @@ class ExemptMean:
             torch._foreach_copy_(self.parts, parts)
 
 
-class BucketExchange(ABC):
-    """Averages buckets over all ranks. `bytes_sent` counts payload bytes since the last reset (see
-    `count_ring`).
+@dataclass(frozen=True)
+class Bucket:
+    """One bucket of one step.
+
+    `buffer` (n,) holds this rank's gradients, multiplied by `loss_scale`, and takes the mean over
+    all ranks, multiplied alike. `step` counts exchanged steps from 0.
     """
 
-    def __init__(self, context: ExchangeContext) -> None:
-        self.topology, self.groups, self.device = context.topology, context.groups, context.device
-        self.bytes_sent = 0
+    index: int
+    buffer: Tensor
+    layout: BucketLayout
+    is_last: bool
+    step: int
+    loss_scale: float = 1.0
 
-    @abstractmethod
-    def stages(self, bucket: Bucket) -> Stages:
-        """Exchange `bucket`; returns its own buffer with the mean over all ranks, the same bits on
-        every rank.
+    def views(self) -> list[Tensor]:
+        """Return each parameter's part of the buffer, in the parameter's shape."""
+        layout = self.layout
+        return [
+            self.buffer[part].view(shape)
+            for part, shape in zip(layout.slices, layout.shapes, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """The parameters of a bucket: names, first elements in the buffer, sizes and shapes.
+
+    `exempt` says which are always sent whole.
+    """
+
+    names: tuple[str, ...]
+    offsets: tuple[int, ...]
+    numels: tuple[int, ...]
+    shapes: tuple[torch.Size, ...]
+    exempt: tuple[bool, ...]
+
+    @property
+    def slices(self) -> list[slice]:
+        """The slices of the buffer where each parameter is."""
+        return [
+            slice(start, start + numel)
+            for start, numel in zip(self.offsets, self.numels, strict=True)
+        ]
+
+    @property
+    def exempt_slices(self) -> list[slice]:
+        """The slices of the buffer where the exempt parameters are."""
+        return [part for part, exempt in zip(self.slices, self.exempt, strict=True) if exempt]
+
+    def compressible(self, start: int, stop: int) -> int:
+        """Return how many elements from `start` up to `stop` are not exempt."""
+        parts = [part for part, exempt in zip(self.slices, self.exempt, strict=True) if not exempt]
+        return sum(max(0, min(part.stop, stop) - max(part.start, start)) for part in parts)
+
+
+class OwnBuckets:
+    """Buckets without DDP: filled from ``.grad`` of `parameters`, and written back.
+
+    Each has parameters of one dtype. Their memory is kept.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        # parameters of each bucket, in the order of the module
+        parts: list[list[nn.Parameter]] = []
+        for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
+            filled = OWN_BUCKET_BYTES
+            for parameter in (each for each in parameters if each.dtype == dtype):
+                if filled + parameter.nbytes > OWN_BUCKET_BYTES:
+                    parts.append([])
+                    filled = 0
+                parts[-1].append(parameter)
+                filled += parameter.nbytes
+        self.buckets = [
+            self._allocate(place, part, is_last=place + 1 == len(parts))
+            for place, part in enumerate(parts)
+        ]
+
+    @staticmethod
+    def _allocate(place: int, parameters: Sequence[nn.Parameter], *, is_last: bool) -> OwnBucket:
+        numels = [parameter.numel() for parameter in parameters]
+        flat = parameters[0].new_zeros(sum(numels), requires_grad=False)
+        shapes = [parameter.shape for parameter in parameters]
+        views = [v.view(s) for v, s in zip(torch.split(flat, numels), shapes, strict=True)]
+        return OwnBucket(place, flat, tuple(parameters), tuple(views), is_last)
+
+    @torch.no_grad()
+    def filled(self) -> Iterator[OwnBucket]:
+        """Yield each bucket, filled with the gradients of now; zeros where there is none."""
+        for bucket in self.buckets:
+            for parameter, view in zip(bucket.of_parameters, bucket.views, strict=True):
+                if parameter.grad is None:
+                    view.zero_()
+                else:
+                    grad = parameter.grad
+                    view.copy_(grad.to_dense() if grad.is_sparse else grad)
+            yield bucket
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Copy the buckets to the parameters' gradients.
+
+        A parameter that had none gets one where its part is not all zeros.
         """
+        for bucket in self.buckets:
+            for parameter, view in zip(bucket.of_parameters, bucket.views, strict=True):
+                if parameter.grad is not None and not parameter.grad.is_sparse:
+                    parameter.grad.copy_(view)
+                elif parameter.grad is not None or bool(view.any()):
+                    parameter.grad = view.clone()
 
-    def dense_stages(self, bucket: Bucket) -> Stages:
-        """Take the mean by one all-reduce on ``groups.world[0]``; a method does so where
-        `is_dense_step`.
-        """
-        own_finite = is_finite(bucket.buffer)
-        bucket.buffer.div_(self.topology.world_size)
-        self.count_ring(bucket.buffer.nbytes, passes=2)
-        work = dist.all_reduce(bucket.buffer, group=self.groups.world[0], async_op=True)
-        assert work is not None
-        yield work
-        if not is_finite(bucket.buffer):
-            raise NonFiniteGradient(not own_finite)
-        return bucket.buffer
 
-    def start_exempt(self, bucket: Bucket) -> ExemptMean | None:
-        """Send the exempt parameters of `bucket`, if there are any, and zero their part of the
-        buffer. Stage 0 only.
-        """
-        if not any(bucket.layout.exempt):
-            return None
-        exempt = ExemptMean(bucket, group=self.groups.exempt)
-        self.count_ring(exempt.packed.nbytes, passes=2)
-        return exempt
+@dataclass(frozen=True)
+class OwnBucket:
+    """A bucket with the methods of torch's `GradBucket`; gradients are views of its buffer."""
 
-    def count_ring(self, nbytes: int, *, passes: int) -> None:
-        """Count a ring over all ranks: a gather (`passes` 1, `nbytes` the whole) or an all-reduce
-        (2).
+    place: int
+    flat: Tensor
+    of_parameters: tuple[nn.Parameter, ...]
+    views: tuple[Tensor, ...]
+    is_last_one: bool
 
-        `bytes_sent` is what the network counter of a node sees leave: in a ring in rank order one
-        rank of each node sends to another node. With one node it is what a rank sends.
-        """
-        world_size = self.topology.world_size
-        self.bytes_sent += passes * (world_size - 1) * nbytes // world_size
+    def index(self) -> int:
+        """Return which bucket of a step it is."""
+        return self.place
 
-    def count_across(self, nbytes: int, *, passes: int) -> None:
-        """Count a ring over nodes, `nbytes` for all local ranks together: what the network counter
-        of this node sees leave.
-        """
-        self.bytes_sent += (
-            passes * (self.topology.num_nodes - 1) * nbytes // self.topology.num_nodes
-        )
+    def buffer(self) -> Tensor:
+        """Return the gradients one after the other, (n,)."""
+        return self.flat
 
-    def warm_up(self) -> None:  # noqa: B027
-        """Compile what `stages` needs, rather than in the first step."""
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the parameters whose gradients it holds."""
+        return list(self.of_parameters)
 
-    def put_back(self) -> None:  # noqa: B027
-        """Put back into the residual what the last step sent: it is thrown away. Do nothing where
-        there is no residual.
-        """
+    def gradients(self) -> list[Tensor]:
+        """Return the gradients, in the parameters' shapes."""
+        return list(self.views)
 
-    def residual_norm(self) -> float:
-        """Return the L2 norm of what this rank holds back, in units of the unscaled gradient; 0
-        where there is no residual.
-        """
-        return 0.0
-
-    def telemetry(self, *, steps: int, reset: bool) -> Mapping[str, float]:
-        """Return what the exchange has to say beside `ExchangeStatistics`, by name, of the `steps`
-        since the last reset.
-        """
-        return {}
-
-    def prepare(self, bucket: Bucket) -> bool:
-        """Return whether `stages` may start while earlier buckets are in flight; if not, `relayout`
-        is called first.
-        """
-        return True
-
-    def relayout(self) -> None:  # noqa: B027
-        """Make ready for buckets laid out anew. May use ``groups.state``; nothing is in flight."""
-
-    def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """Return this rank's state: kind ("residual", "velocity", ...) -> parameter name -> tensor;
-        {} where there is none.
-
-        Collective where the state of one rank is spread over its node (it then is the node's, the
-        same on its ranks).
-        """
-        return {}
-
-    def load_state_dict(self, state: dict[str, dict[str, Tensor]]) -> None:
-        """Take over what `state_dict` gave, or the mean of several."""
-        assert not state, f"{type(self).__name__} has no state"
-
-    def close(self) -> None:  # noqa: B027
-        """Release what outlives the process."""
+    def is_last(self) -> bool:
+        """Return whether it is the last one of a step."""
+        return self.is_last_one
 
 
 def together(*works: Waitable | None) -> Pending:
@@ -247,18 +370,6 @@ def together(*works: Waitable | None) -> Pending:
 
 def is_finite(tensor: Tensor) -> bool:
     """Return whether all entries are finite, in one pass where they are and without a copy."""
-    if tensor.dtype == torch.float16 and tensor.numel():  # whose sum soon is not
+    if tensor.dtype == torch.float16 and tensor.numel():  # a sum of them overflows early
         return all(bool(torch.isfinite(extreme)) for extreme in torch.aminmax(tensor))
     return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
-
-
-def named_parts(layout: BucketLayout, flat: Tensor, *, start: int = 0) -> dict[str, Any]:
-    """Return, per parameter touched, (first element in the parameter, values) of `flat`, which
-    holds elements from `start` of a bucket.
-    """
-    parts: dict[str, Any] = {}
-    for name, offset, numel in zip(layout.names, layout.offsets, layout.numels, strict=True):
-        first, last = max(offset, start), min(offset + numel, start + flat.numel())
-        if first < last:
-            parts[name] = (first - offset, flat[first - start : last - start])
-    return parts

@@ -1,4 +1,9 @@
-"""The state of all ranks in one checkpoint, and back on another number of ranks."""
+"""The state of all ranks in one checkpoint, and back on another number of ranks.
+
+`gather_state` brings every rank's state to rank 0; `own_state` gives each rank its part of what was
+saved. Ranks that have slices of parameters (`Slices`) save the state of full parameters:
+`unsharded_state`, and `sharded_state` on the way back.
+"""
 
 from __future__ import annotations
 
@@ -14,34 +19,28 @@ SIZED = ("residual", "velocity")  # kinds with one element for each of the param
 
 
 class Slices(Protocol):
-    """Parameters of which a rank has a slice, by name; what has as many elements as a parameter is
-    cut like it.
+    """Parameters of which a rank has a slice, by name.
 
-    All methods take and give flat tensors; for a parameter that is not cut they give back what they
-    got.
+    What has as many elements as a parameter is cut like it. All methods take and give flat tensors;
+    for a parameter that is not cut they give back what they got.
     """
 
     @property
     def uncut(self) -> Collection[str]:
-        """Names of the parameters that are whole, and equal on the ranks that have the slices of
-        the others.
-        """
+        """Names of the parameters that are not cut, and so equal on all ranks of the slices."""
 
     def numel(self, name: str, own: int) -> int:
-        """Return the number of elements of the whole parameter, of which this rank has `own`."""
+        """Return the number of elements of the full parameter, of which this rank has `own`."""
 
     def whole(self, name: str, own: Tensor) -> Tensor:
-        """Return the whole of all slices, on every rank. A collective call of the ranks that have
-        them.
-        """
+        """Return the full parameter on every rank. A collective call of the ranks of the slices."""
 
     def own(self, name: str, whole: Tensor) -> Tensor:
         """Return this rank's slice."""
 
 
-def joined_state(state: State, slices: Slices | None) -> State:
-    """Return the state of whole parameters from that of `slices`. A collective call of the ranks
-    that have them.
+def unsharded_state(state: State, slices: Slices | None) -> State:
+    """Return the state of full parameters. A collective call of the ranks that have the slices.
 
     Without what depends on the shape of the slices (the factors of PowerSGD, which start at random
     again).
@@ -55,11 +54,11 @@ def joined_state(state: State, slices: Slices | None) -> State:
     }
 
 
-def cut_state(state: State, slices: Slices | None) -> State:
-    """Return the state of this rank's `slices` from that of whole parameters.
+def sharded_state(state: State, slices: Slices | None) -> State:
+    """Return the state of this rank's `slices` from that of full parameters.
 
-    What ranks hold back of an uncut parameter is left out: it is sent whole in each step, so that
-    it stays equal.
+    A residual of an uncut parameter is left out: it is sent whole in each step, so that it stays
+    equal.
     """
     if slices is None:
         return state
@@ -75,12 +74,13 @@ def cut_state(state: State, slices: Slices | None) -> State:
 
 
 def gather_state(state: State, *, senders: Sequence[int], group: dist.ProcessGroup) -> list[State]:
-    """Collective call on `group`: on its rank 0 the state of each of `senders` (ranks of it), on
-    CPU; [] elsewhere.
+    """Collective call on `group`: on its rank 0 the state of each of `senders`, on CPU.
 
-    One tensor at a time: no rank but 0 needs memory for it.
+    `senders` are ranks of the group; [] is returned elsewhere. One tensor travels at a time: no
+    rank but 0 needs memory for it.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    # everyone says what it will send
     own = [
         (kind, name, tensor.shape, tensor.dtype)
         for kind in state
@@ -93,16 +93,15 @@ def gather_state(state: State, *, senders: Sequence[int], group: dist.ProcessGro
         (tensor.device for tensors in state.values() for tensor in tensors.values()),
         torch.device("cpu"),
     )
+    # one tensor after another
     for sender in senders:
         received: State = {}
         for kind, name, shape, dtype in everyone[sender]:
             if rank == 0:
-                tensor = (
-                    state[kind][name]
-                    if sender == 0
-                    else torch.empty(shape, dtype=dtype, device=device)
-                )
-                if sender:
+                if sender == 0:
+                    tensor = state[kind][name]
+                else:
+                    tensor = torch.empty(shape, dtype=dtype, device=device)
                     dist.recv(tensor, group=group, group_src=sender)
                 received.setdefault(kind, {})[name] = tensor.detach().cpu().clone()
             elif rank == sender:
@@ -115,17 +114,20 @@ def gather_state(state: State, *, senders: Sequence[int], group: dist.ProcessGro
 def own_state(
     saved: Sequence[State], *, position: int, holders: int, numels: Mapping[str, int]
 ) -> State:
-    """Return the state of holder `position` of `holders`, where `saved` has those of as many or
-    other holders.
+    """Return the state of holder `position` of `holders`, from those that were `saved`.
 
-    With another number everyone gets the mean: what the model still has to receive on average stays
-    the same. Raises ValueError for unknown parameters or other sizes.
+    With another number of holders everyone gets the mean: what the model still has to receive on
+    average stays the same.
+
+    Raises:
+        ValueError: for unknown parameters or other sizes.
     """
     for state in saved:
         for kind, tensors in state.items():
             _check_known(tensors, numels, sized=kind in SIZED)
     if len(saved) == holders:
         return saved[position]
+    # another number of ranks: the mean of what was saved
     mean: State = {}
     for state in saved:
         for kind, tensors in state.items():

@@ -1,41 +1,30 @@
 """All-gather and reduce-scatter as fast as each backend allows.
 
-gloo's own `reduce_scatter_tensor` is one all-reduce per rank and its `all_gather_into_tensor`
-copies too often: for 100 MB on two ranks of one machine they took 111 ms and 92 ms, where an
-exchange of slices with a local sum takes 56 ms and one broadcast per slice 28 ms. On every other
-backend these functions are torch's.
+gloo's own `reduce_scatter_tensor` is one all-reduce per rank, and its `all_gather_into_tensor`
+copies too often. For 100 MB on two ranks of one machine they took 111 ms and 92 ms. Exchanging
+slices and adding them locally takes 56 ms, one broadcast per slice 28 ms. On every other backend
+these functions are torch's.
+
+FSDP2 takes the same two as objects (`AllGather`, `ReduceScatter`). What is in flight anywhere in
+the package is a `Waitable`.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-CHUNK_ELEMENTS = 1 << 20  # received slices of a reduce-scatter at a time: bounds its extra memory
+# received slices of a reduce-scatter are added so many elements at a time: bounds its memory
+CHUNK_ELEMENTS = 1 << 20
+T = TypeVar("T")
 
-
-# its new name in torch 2.13
+# torch 2.13 renamed it
 _all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-
-
-class Pending:
-    """Several collectives in flight; `wait` for all of them."""
-
-    def __init__(self, works: Sequence[Any]) -> None:
-        self.works = works
-
-    def is_completed(self) -> bool:
-        """Return whether `wait` would return at once."""
-        return all(work.is_completed() for work in self.works)
-
-    def wait(self) -> None:
-        """Block until all are done."""
-        for work in self.works:
-            work.wait()
 
 
 def all_gather_into(
@@ -48,6 +37,7 @@ def all_gather_into(
     """
     if dist.get_backend(group) != "gloo":
         return dist.all_gather_into_tensor(output, local, group=group, async_op=async_op)
+    # gloo: one broadcast per slice
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     slices = output.view(world_size, -1)
     if slices[rank].data_ptr() != local.data_ptr():
@@ -65,11 +55,10 @@ def all_gather_into(
 
 
 def ring_all_gather(rows: Tensor, local: Tensor, *, group: dist.ProcessGroup | None = None) -> Any:
-    """Return every rank's `local` (n,) in `rows` (world size, n), around a ring: each rank sends
-    only to the next.
+    """Gather every rank's `local` (n,) into `rows` (world size, n), around a ring.
 
-    On a network between nodes each link carries (world size - 1) * n; the trees of
-    `all_gather_into` carry more. Returns something to `wait` for.
+    Each rank sends only to the next, so a link between nodes carries (world size - 1) * n; the
+    broadcasts of `all_gather_into` carry more. Returns something to `wait` for.
     """
     if dist.get_backend(group) == "gloo":
         return dist.all_gather(list(rows), local, group=group, async_op=True)
@@ -83,17 +72,19 @@ def reduce_scatter_into(
     op: Any = dist.ReduceOp.SUM,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Sum (or average, with ``ReduceOp.AVG``) `whole` (world size * n,) over ranks into each rank's
-    `output` (n,).
+    """Sum or average `whole` (world size * n,) over ranks into each rank's `output` (n,).
 
-    On gloo the terms are added in rank order, through buffers of `CHUNK_ELEMENTS` per rank. Raises
-    ValueError for another `op` on gloo.
+    On gloo the terms are added in rank order, through buffers of `CHUNK_ELEMENTS` per rank.
+
+    Raises:
+        ValueError: for another `op` than SUM or AVG, on gloo.
     """
     if dist.get_backend(group) != "gloo":
         dist.reduce_scatter_tensor(output, whole, op=op, group=group)
         return
     if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
         raise ValueError(f"reduce_scatter_into on gloo sums or averages; got {op}")
+    # gloo: exchange pieces of all slices, add each piece while the next is on its way
     world_size = dist.get_world_size(group)
     rows = whole.view(world_size, -1)
     slices = torch.split(rows, CHUNK_ELEMENTS, dim=1)
@@ -103,15 +94,57 @@ def reduce_scatter_into(
         size = part.numel()
         if len(slices) > 1:
             sent[:size].view_as(part).copy_(part)
-        # The form with lists would copy both ways once more, and hold the copies for a while.
+        # The form with lists copies both ways once more, and holds the copies for a while.
         dist.all_to_all_single(received[:size], sent[:size], group=group)
         torch.sum(received[:size].view_as(part), dim=0, out=total)
         if op == dist.ReduceOp.AVG:
             total.div_(world_size)
 
 
+class Waitable(Protocol):
+    """Something in flight; ``torch.distributed.Work`` is one."""
+
+    def is_completed(self) -> bool:
+        """Return whether `wait` would return at once, or raise."""
+
+    def wait(self) -> object:
+        """Block until it is done; raise where it failed."""
+
+
+class PendingResult(ABC, Generic[T]):
+    """A `Waitable` with a result, to be asked for once, after `wait`."""
+
+    @abstractmethod
+    def is_completed(self) -> bool:
+        """Return whether `wait` would return at once."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Block until it is done; raise where it failed."""
+
+    @abstractmethod
+    def result(self) -> T:
+        """Return the result; valid until its reader yields to the worker again."""
+
+
+class Pending:
+    """Several works in flight, waited for together."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        self.works = works
+
+    def is_completed(self) -> bool:
+        """Return whether `wait` would return at once."""
+        return all(work.is_completed() for work in self.works)
+
+    def wait(self) -> None:
+        """Block until all are done."""
+        for work in self.works:
+            work.wait()
+
+
 class AllGather:
-    """`AllGather` is `all_gather_into` in the form that FSDP2's ``set_custom_all_gather`` takes."""
+    """`all_gather_into` in the form that FSDP2's ``set_custom_all_gather`` takes."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return memory for the result."""
@@ -129,9 +162,7 @@ class AllGather:
 
 
 class ReduceScatter:
-    """`ReduceScatter` is `reduce_scatter_into` in the form that FSDP2's
-    ``set_custom_reduce_scatter`` takes.
-    """
+    """`reduce_scatter_into` in the form that FSDP2's ``set_custom_reduce_scatter`` takes."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return memory for the result."""

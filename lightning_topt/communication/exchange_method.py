@@ -1,28 +1,47 @@
-"""A method of exchange is a class: its options, their checks, what they cost and how they are
-described, in one place.
+"""A method of exchange is a class: options, their checks, costs and a description.
 
-Methods that average gradients, bucket by bucket, are `GradientMethod`; those of ranks that train
-alone are `LocalMethod` (`local_method`). Each has a folder in `methods`, which `method_registry`
-finds by itself.
+    ExchangeMethod                  name, options, `words`
+      GradientMethod                averages gradients bucket by bucket: `make_exchange`, `work`
+        CompressedMethod            the first steps send everything
+          FeedbackMethod            error feedback, exempt parameters
+        ByNodes                     may sum inside each node first
+      local_sgd.LocalMethod         averages parameters that ranks train alone
+
+Each is a module or a folder in `methods`, where `method_registry` finds it by itself.
+
+What the exchange of one bucket takes is its `Work`: passes over memory, collectives and bytes held,
+no seconds. The formulas are in the `work` of each method. Their letters: n gradient elements, s
+bytes of one; W ranks = m nodes x l; b bytes of a message. The bytes are those that the exchange
+itself moves.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Any, ClassVar
 
+from torch import nn
 from typing_extensions import Self, override
 
 from lightning_topt.basics.argument_checks import check_flag, check_texts, check_whole
-from lightning_topt.communication.bucket import BucketExchange
-from lightning_topt.communication.exchange_context import ExchangeContext
-from lightning_topt.communication.exchange_work import BucketGradients, Work
+from lightning_topt.communication.bucket import BucketExchange, BucketLayout, ExchangeContext
 from lightning_topt.communication.topology import Topology
 
 VALUE_DTYPES = ("float32", "bfloat16", "float16")
 
 COMPILED_BYTES = 16 << 20  # kernels of one method of exchange, measured: 15 and 16 MiB per process
+
+# In bytes of a copy that takes as long, measured on one core at densities of 0.1 to 5 %: passes
+# over the entries (values, and indices to bits and back), and the cache lines that scattered
+# additions touch.
+PACK_BYTES_PER_ENTRY, DECODE_BYTES_PER_ENTRY = 50, 100
+EXEMPT_PASSES = 10  # packed, checked, divided, written back
+# kernels for one message, one received message, one matrix
+ENCODE_CALLS, DECODE_CALLS, MATRIX_CALLS = 16, 10, 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +66,8 @@ class ExchangeMethod(ABC):
         """A few words for people: ``"top-k 1 % between nodes"``."""
 
     def as_mapping(self) -> dict[str, Any]:
-        """Return ``{"method": name, option: value, ...}`` of plain values;
+        """Return ``{"method": name, option: value, ...}`` of plain values.
+
         `method_registry.read_method` reads it.
         """
         values = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -58,9 +78,7 @@ class ExchangeMethod(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class GradientMethod(ExchangeMethod):
-    """A method that gives every rank the mean of all ranks' gradients, exactly or nearly, bucket by
-    bucket.
-    """
+    """A method that gives every rank the mean of all ranks' gradients, exactly or nearly."""
 
     # all of a gradient arrives in its step: training is that of whole gradients
     is_exact: ClassVar[bool] = False
@@ -68,7 +86,7 @@ class GradientMethod(ExchangeMethod):
     # in place of the mean: the size of a step is the learning rate's alone
     gives_signs: ClassVar[bool] = False
 
-    # ---- the exchange ----------------------------------------------------------------------------
+    # ---- the exchange
 
     @abstractmethod
     def make_exchange(self, context: ExchangeContext) -> BucketExchange:
@@ -76,15 +94,13 @@ class GradientMethod(ExchangeMethod):
 
     @abstractmethod
     def work(self, gradients: BucketGradients, topology: Topology) -> Work:
-        """Return the work of a step in which the method compresses (not of its first, dense
-        ones).
-        """
+        """Return the work of a step that compresses (not of the first, dense ones)."""
 
     def num_stages(self, topology: Topology) -> int:
         """Return how many of the exchange's stages use ``groups.world``."""
         return 1
 
-    # ---- what others ask -------------------------------------------------------------------------
+    # ---- what planner, strategies and checkpoints ask
 
     def is_dense_step(self, step: int) -> bool:
         """Return whether step `step` (from 0) sends everything."""
@@ -95,14 +111,13 @@ class GradientMethod(ExchangeMethod):
         return 1.0
 
     def sums_in_nodes(self, topology: Topology) -> bool:
-        """Return whether gradients are summed inside each node first; the state is then the
-        node's.
-        """
+        """Return whether nodes sum their gradients first; the state is then the node's."""
         return False
 
     def choices(self, topology: Topology) -> tuple[Self, ...]:
-        """Return the method with everything decided that it leaves open on these ranks; () where it
-        cannot run on them.
+        """Return the method with everything decided that it leaves open on these ranks.
+
+        () where it cannot run on them.
         """
         return (self,)
 
@@ -112,8 +127,7 @@ class GradientMethod(ExchangeMethod):
 
     @property
     def steps_under_adam(self) -> int | None:
-        """Return the least steps of a training with Adam or its kin that ends where it does with
-        whole gradients.
+        """Least steps of a training with Adam that ends where it does with whole gradients.
 
         None: it was measured to end worse.
         """
@@ -121,7 +135,7 @@ class GradientMethod(ExchangeMethod):
 
     @property
     def needs_under_adam(self) -> str:
-        """Return what training with Adam or its kin must have for that; "" for nothing."""
+        """What training with Adam or its kin must have for that; "" for nothing."""
         return ""
 
     def check_in_plan(self) -> None:
@@ -137,28 +151,28 @@ class GradientMethod(ExchangeMethod):
 
     @property
     def exempt_rules(self) -> tuple[str, ...] | None:
-        """The parameters that are always sent whole, as `exempt.exempt_names` reads it; None where
-        it treats all alike.
+        """The parameters that are always sent whole, as `exempt_names` reads it.
+
+        None where the method treats all alike.
         """
         return None
 
     @property
-    def holds_back(self) -> bool:
+    def has_residual(self) -> bool:
         """Whether what a step does not send is sent later."""
         return False
 
     @property
     def has_momentum(self) -> bool:
-        """Whether the averaged gradient has momentum in it, so that the optimizer must have
-        none.
-        """
+        """Whether the averaged gradient has momentum in it: the optimizer must then have none."""
         return False
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompressedMethod(GradientMethod):
-    """``dense_steps``: that many first steps send everything (at least 1: DDP lays its buckets anew
-    after the first).
+    """A method whose first ``dense_steps`` steps send everything.
+
+    There is at least one: DDP lays out its buckets anew after the first.
     """
 
     dense_steps: int = 1
@@ -175,10 +189,11 @@ class CompressedMethod(GradientMethod):
 
 @dataclass(frozen=True, kw_only=True)
 class FeedbackMethod(CompressedMethod):
-    """``error_feedback``: keep what was not sent for later steps; ``exempt``: parameters that are
-    always sent whole.
+    """A method with error feedback and exempt parameters.
 
-    These are "norm", "bias", "embedding", or any pattern of parameter names (``"head.*"``).
+    - ``error_feedback``: keep what was not sent for later steps;
+    - ``exempt``: parameters that are always sent whole: "norm", "bias", "embedding", or any pattern
+      of parameter names (``"head.*"``).
     """
 
     error_feedback: bool = True
@@ -198,7 +213,7 @@ class FeedbackMethod(CompressedMethod):
 
     @property
     @override
-    def holds_back(self) -> bool:
+    def has_residual(self) -> bool:
         return self.error_feedback
 
     @property
@@ -207,10 +222,52 @@ class FeedbackMethod(CompressedMethod):
         return "" if self.error_feedback else " without error feedback"
 
 
+def exempt_names(module: nn.Module, rules: Sequence[str]) -> frozenset[str]:
+    """Return the names of the parameters of `module` that `rules` exempt: always sent whole.
+
+    Exempt parameters have few elements and much at stake.
+
+    - "bias": parameters of fewer than two dims whose own name contains "bias";
+    - "norm": all other parameters of fewer than two dims (the scales of norms), and all of modules
+      called ...Norm...;
+    - "embedding": the tables of ``nn.Embedding`` and ``nn.EmbeddingBag``;
+    - anything else: a pattern of full names (``"head.*"``; * ? [] as in file names).
+
+    Raises:
+        ValueError: where a pattern matches no parameter.
+    """
+    parameters = dict(module.named_parameters())
+    # the module that each parameter belongs to, by full name
+    owners = {
+        f"{prefix}.{name}" if prefix else name: owner
+        for prefix, owner in module.named_modules()
+        for name, _ in owner.named_parameters(recurse=False)
+    }
+    exempt: set[str] = set()
+    for rule in rules:
+        if rule == "embedding":
+            found = {n for n in parameters if isinstance(owners[n], nn.Embedding | nn.EmbeddingBag)}
+        elif rule in ("norm", "bias"):
+            flat = {n: "bias" in n.rpartition(".")[2] for n, p in parameters.items() if p.dim() < 2}
+            found = {n for n, is_bias in flat.items() if is_bias == (rule == "bias")}
+            if rule == "norm":
+                found |= {n for n in parameters if "Norm" in type(owners[n]).__name__}
+        else:
+            found = {n for n in parameters if fnmatchcase(n, rule)}
+            if not found:
+                raise ValueError(
+                    f"exempt={rule!r} matches no parameter; names look like "
+                    f"{', '.join(list(parameters)[:3])}"
+                )
+        exempt |= found
+    return frozenset(exempt)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ByNodes(GradientMethod):
-    """``hierarchical``: sum inside each node first (HiTopKComm, arXiv 2010.10458); None: on several
-    nodes of several ranks.
+    """A method that may sum inside each node first (HiTopKComm, arXiv 2010.10458).
+
+    ``hierarchical``: whether it does; None: where there are several nodes of several ranks.
     """
 
     hierarchical: bool | None = None
@@ -228,9 +285,7 @@ class ByNodes(GradientMethod):
 
     @override
     def num_stages(self, topology: Topology) -> int:
-        """Return none by nodes: nothing but exempt parameters then goes through a group of all
-        ranks.
-        """
+        """Return 0 by nodes, where only exempt parameters go through a group of all ranks."""
         return 0 if self.sums_in_nodes(topology) else 1
 
     @override
@@ -238,3 +293,68 @@ class ByNodes(GradientMethod):
         possible = {False: True, True: topology.num_nodes > 1 and topology.ranks_per_node > 1}
         wanted = (False, True) if self.hierarchical is None else (self.hierarchical,)
         return tuple(replace(self, hierarchical=choice) for choice in wanted if possible[choice])
+
+
+@dataclass(frozen=True)
+class Work:
+    """What exchanging the gradients of one bucket takes on each rank.
+
+    `moved` bytes are read and written by `calls` kernels that do `flops`. `collectives` run one
+    after another: (where, op, bytes of the full tensor). Where is "world" (among all ranks), "node"
+    (inside each node) or "across" (among the ranks with equal position in their nodes, all l groups
+    at once). The all-reduce of `exempt_bytes` over all ranks runs beside the first. `kept_bytes`
+    stay between steps, `buffer_bytes` while the exchange is in flight. Of what goes by datagrams
+    (the op "bounded_loss") the share `tolerance` may be lost.
+    """
+
+    moved: float
+    calls: int
+    collectives: tuple[tuple[str, str, float], ...]
+    kept_bytes: float = 0.0
+    buffer_bytes: float = 0.0
+    flops: float = 0.0
+    exempt_bytes: float = 0.0
+    tolerance: float = 0.0
+
+
+NO_WORK = Work(0.0, 0, ())
+
+
+@dataclass(frozen=True)
+class BucketGradients:
+    """The gradients of one bucket: their layout, and the bytes of each parameter's."""
+
+    layout: BucketLayout
+    sizes: tuple[int, ...]
+
+    @cached_property
+    def numel(self) -> int:
+        """Number of elements."""
+        return sum(self.layout.numels)
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of all gradients."""
+        return sum(self.sizes)
+
+    @cached_property
+    def compressible(self) -> int:
+        """Number of parameters that are not exempt."""
+        return sum(not exempt for exempt in self.layout.exempt)
+
+    @cached_property
+    def compressible_numel(self) -> int:
+        """Number of elements of parameters that are not exempt."""
+        return self._sum(self.layout.numels, exempt=False)
+
+    @cached_property
+    def exempt_bytes(self) -> int:
+        """Bytes of the exempt gradients."""
+        return self._sum(self.sizes, exempt=True)
+
+    def _sum(self, values: Sequence[int], *, exempt: bool) -> int:
+        return sum(
+            value
+            for value, is_exempt in zip(values, self.layout.exempt, strict=True)
+            if is_exempt == exempt
+        )

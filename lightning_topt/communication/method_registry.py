@@ -1,4 +1,4 @@
-"""All methods of exchange by name: each folder of `methods` exports the classes of one."""
+"""All methods of exchange by name: each module or folder of `methods` has the classes of one."""
 
 from __future__ import annotations
 
@@ -17,32 +17,13 @@ from lightning_topt.communication.exchange_method import ExchangeMethod, Gradien
 DEFAULT_METHOD = "topk"
 
 
-@cache
-def method_classes() -> Mapping[str, type[ExchangeMethod]]:
-    """Return all methods by name."""
-    found = {}
-    for folder in sorted(pkgutil.iter_modules(methods.__path__), key=lambda folder: folder.name):
-        package = importlib.import_module(f"{methods.__name__}.{folder.name}")
-        for value in vars(package).values():
-            if isinstance(value, type) and issubclass(value, ExchangeMethod):
-                assert value.name not in found, f"two methods have the name {value.name}"
-                found[value.name] = value
-    return found
-
-
-@cache
-def gradient_methods() -> tuple[str, ...]:
-    """Return the names of those that average gradients."""
-    return tuple(
-        name for name, kind in method_classes().items() if issubclass(kind, GradientMethod)
-    )
-
-
 def read_method(given: ExchangeMethod | str | Mapping[str, Any]) -> ExchangeMethod:
-    """Return a method from itself, its name, or ``{"method": name, option: value, ...}``; without a
-    name it is top-k.
+    """Return a method from itself, its name, or ``{"method": name, option: value, ...}``.
 
-    Raises ValueError for a name or an option that there is not, and for options out of range.
+    Without a name it is top-k.
+
+    Raises:
+        ValueError: for a name or an option that there is not, and for options out of range.
     """
     if isinstance(given, ExchangeMethod):
         return given
@@ -52,6 +33,7 @@ def read_method(given: ExchangeMethod | str | Mapping[str, Any]) -> ExchangeMeth
             "an object such as "
             f"TopK(density=0.01); got {reprlib.repr(given)}"
         )
+    # the name, then the options that are left
     options = {"method": given} if isinstance(given, str) else dict(given)
     name = check_choice(
         options.pop("method", DEFAULT_METHOD), name="method", allowed=method_classes()
@@ -67,8 +49,10 @@ def read_method(given: ExchangeMethod | str | Mapping[str, Any]) -> ExchangeMeth
 
 
 def read_gradient_method(given: ExchangeMethod | str | Mapping[str, Any]) -> GradientMethod:
-    """Return what `read_method` gives where it averages gradients. Raises ValueError where it does
-    not.
+    """Return what `read_method` gives where it averages gradients.
+
+    Raises:
+        ValueError: where it does not.
     """
     method = read_method(given)
     if not isinstance(method, GradientMethod):
@@ -78,3 +62,30 @@ def read_gradient_method(given: ExchangeMethod | str | Mapping[str, Any]) -> Gra
             f"LocalStepsStrategy, or choose one of {', '.join(gradient_methods())}"
         )
     return method
+
+
+@cache
+def method_classes() -> Mapping[str, type[ExchangeMethod]]:
+    """Return all methods by name.
+
+    A method is a class with a name of its own, that its module or folder defines.
+    """
+    found: dict[str, type[ExchangeMethod]] = {}
+    for entry in sorted(pkgutil.iter_modules(methods.__path__), key=lambda entry: entry.name):
+        module = importlib.import_module(f"{methods.__name__}.{entry.name}")
+        for value in vars(module).values():
+            is_method = isinstance(value, type) and issubclass(value, ExchangeMethod)
+            # not what it imports, and no base class
+            own = is_method and value.__module__.startswith(module.__name__)
+            if own and "name" in vars(value):
+                assert value.name not in found, f"two methods have the name {value.name}"
+                found[value.name] = value
+    return found
+
+
+@cache
+def gradient_methods() -> tuple[str, ...]:
+    """Return the names of those that average gradients."""
+    return tuple(
+        name for name, kind in method_classes().items() if issubclass(kind, GradientMethod)
+    )

@@ -1,93 +1,102 @@
-"""One thread on each rank that answers for it, so that after a failed collective the ranks that do
-not answer can be named.
+"""Lost ranks: who is gone when a collective fails, and a fresh store when all begin anew.
 
-A rank's main thread may be anywhere when another rank's collective fails: in a collective itself,
-in a long step, in the user's code. The thread looks at the job's store once a second, over a
-connection of its own, and answers whatever the main thread does; a process that is killed or
-stopped does not. No rank is asked before something fails.
+A failed collective says that some connection broke, not whose. So survivors sign in at the job's
+store, and those that do not are named in a `PeerLostError`. Two signers:
+
+- `RankWatch`, for any collective call: one thread on each rank answers for it. The main thread may
+  be anywhere when another rank's collective fails: in a collective itself, in a long step, in the
+  user's code. The thread reads the store once a second, over a connection of its own, and answers
+  whatever the main thread does; a process that is killed or stopped does not. No rank is asked
+  before something fails.
+- `PeerMonitor`, for an exchange that polls anyway: its own worker signs in, no thread.
+
+    key             written by                            says
+    failed          the first that sees a failure         sign in
+    alive/RANK      each survivor                         where it is; "": it failed too
+    ended/RANK      a rank that ends with an error        which error
+    process/RANK    each watch, when it starts            which process it is
+    beat/RANK       each watch, where calls never raise   how often it has run
+
+Where torchrun restarts the job, `init_attempt` gives each attempt its own part of torchrun's store.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
+import json
 import logging
 import os
 import queue
 import re
+import secrets
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
-
-from lightning_topt.communication.peers import (
-    FAILED,
-    GRACE_SECONDS,
-    POLL_SECONDS,
-    PeerLostError,
-    Survivors,
-    describe_lost,
-    find_survivors,
-)
-from lightning_topt.communication.processes import fate_of, own_identity, position_of_main_thread
+from torch.distributed.rendezvous import rendezvous
 
 log = logging.getLogger(__name__)
+
+FAILED = "failed"
+POLL_SECONDS = 1.0  # between two checks whether another rank reported a failure
+# survivors check every POLL_SECONDS, also while idle: who has not signed in by then is gone
+GRACE_SECONDS = 5.0
+STORE_SECONDS = 5.0  # longer than any answer of a store that works
+_INTRODUCTION_SECONDS = 0.05
+_END_SECONDS = 3.0  # that a killed process may take to end, on a busy machine
+# of the time limit until a silent rank is reported, and how often a rank shows itself in it
+SHARE_OF_SILENCE, BEATS = 0.8, 8
 
 OF_COLLECTIVES = re.compile(
     r"gloo/|gloo connect|pair closure|closed by peer|reset by peer|broken pipe|remote process "
     r"exited|NCCL|ProcessGroup",
     re.IGNORECASE,
 )
-STORE_SECONDS = 5.0  # longer than any answer of a store that works
-_INTRODUCTION_SECONDS = 0.05
-_END_SECONDS = 3.0  # that a killed process may take to end, on a busy machine
-SHARE_OF_SILENCE, BEATS = (
-    0.8,
-    8,
-)  # of the time limit until a silent rank is reported, and how often a rank shows itself in it
+BOOT = Path("/proc/sys/kernel/random/boot_id")
+PROCESS_SPACE = Path("/proc/self/ns/pid")
+INSTALLED = ("site-packages", "dist-packages", f"{os.sep}lib{os.sep}python", "<frozen", "<string>")
+ATTEMPT_PAUSE_SECONDS = 0.02
+ATTEMPT = "lightning_topt/attempt"  # keys of `attempt_store`
+
 _made = itertools.count()  # watches are made in the same order on all ranks
 
 Request = Callable[[], Any]
 
 
+class PeerLostError(RuntimeError):
+    """An exchange failed because of other ranks.
+
+    It names those that did not sign in, where it is `diagnosed`.
+    """
+
+    diagnosed = False
+
+
 def is_of_collective(error: BaseException) -> bool:
-    """Return whether `error` is of a collective call that failed because of another rank, the
-    network or the time limit.
+    """Return whether `error` is of a collective call that failed because of others.
+
+    That is another rank, the network or the time limit.
     """
     if isinstance(error, PeerLostError | dist.DistError):
         return True
     return isinstance(error, RuntimeError) and OF_COLLECTIVES.search(str(error)) is not None
 
 
-def time_limit(group: dist.ProcessGroup | None = None) -> timedelta | None:
-    """Return how long a collective call on `group` (None: all ranks) may take; None where its
-    backend does not say.
-    """
-    group = group or dist.group.WORLD
-    if group is None:
-        return None
-    for device in group._device_types:
-        limit = getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
-        if isinstance(limit, timedelta):
-            return limit
-    return None
-
-
-def within_limit(seconds: float, *, group: dist.ProcessGroup | None = None) -> float:
-    """Return `seconds`, or the time limit of `group` where that is shorter."""
-    limit = time_limit(group)
-    return seconds if limit is None else min(seconds, limit.total_seconds())
-
-
 def watch_ranks() -> RankWatch | None:
-    """Return the watch over all ranks of the default process group, made alike on all; None for a
-    rank that is alone.
+    """Return the watch over all ranks of the default process group, made alike on all.
+
+    None for a rank that is alone.
     """
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
@@ -106,11 +115,16 @@ def watch_ranks() -> RankWatch | None:
 
 
 class RankWatch:
-    """Answers for `rank` until `stop` or the end of the process, and says who is lost when a
-    collective call has failed.
+    """Answers for `rank`, and says who is lost when a collective call has failed.
 
-    `store`: of this watch alone. `silence_seconds`: a rank from which nothing was heard for so long
-    is reported in the log, for backends whose calls do not raise; None: nobody is asked.
+    It does so until `stop` or the end of the process.
+
+    Args:
+        store: the job's, with keys of this watch alone.
+        rank: this rank.
+        world_size: number of ranks.
+        silence_seconds: a rank from which nothing was heard for so long is reported in the log, for
+            backends whose calls do not raise; None: nobody is asked.
     """
 
     def __init__(
@@ -129,9 +143,11 @@ class RankWatch:
     def diagnose(
         self, error: BaseException, *, grace_seconds: float | None = None
     ) -> PeerLostError:
-        """Say who is lost now that `error` has ended a collective call; waits at most a few seconds
-        for answers.
+        """Say who is lost now that `error` has ended a collective call.
+
+        Waits at most a few seconds for answers.
         """
+        # the watch's thread asks; the main thread may be stuck in the store's own connection
         grace = GRACE_SECONDS if grace_seconds is None else grace_seconds
         cause = str(error)
         found = self._ask(lambda: self._answering.find(grace), seconds=grace + STORE_SECONDS)
@@ -143,23 +159,25 @@ class RankWatch:
         return lost
 
     def tell(self, error: BaseException) -> None:
-        """Leave word that this rank ends with `error`, for ranks whose collective calls then
-        fail.
-        """
+        """Record that this rank ends with `error`, for ranks whose collective calls then fail."""
         text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        self._ask(lambda: self._answering.tell(text.partition("\n")[0][:500]), seconds=POLL_SECONDS)
+        self._ask(
+            lambda: self._answering.record_end(text.partition("\n")[0][:500]), seconds=POLL_SECONDS
+        )
 
     def stop(self) -> None:
-        """End the thread and its connection, and take back what it left in the store, unless ranks
-        were lost.
+        """End the thread and its connection.
+
+        What it left in the store is taken back, unless ranks were lost.
         """
         atexit.unregister(self.stop)
         self._requests.put(None)
         self._thread.join(timeout=STORE_SECONDS)
 
     def _ask(self, request: Request, *, seconds: float) -> Any:
-        """Return what `request` returns in the watch's thread; None where the store does not answer
-        in `seconds`.
+        """Return what `request` returns in the watch's thread.
+
+        None where the store does not answer in `seconds`.
         """
         answer: Future[Any] = Future()
 
@@ -179,12 +197,13 @@ class RankWatch:
 
 
 def _serve(answering: _Answering, requests: queue.SimpleQueue[Request | None]) -> None:
-    answering.look()
+    """Answer other ranks and do what this one requests; the watch's thread."""
+    answering.check()
     while True:
         try:
             request = requests.get(timeout=answering.pause)
         except queue.Empty:
-            answering.look()
+            answering.check()
             continue
         if request is None:
             answering.leave()
@@ -194,7 +213,7 @@ def _serve(answering: _Answering, requests: queue.SimpleQueue[Request | None]) -
 
 @dataclass
 class _Answering:
-    """An `_Answering` is what the thread does; it alone touches `store`."""
+    """What the watch's thread does; it alone touches `store`."""
 
     store: Store
     rank: int
@@ -205,27 +224,30 @@ class _Answering:
     introduced: bool = False
     host_identity: str = ""
     beats: int = 0
-    waited: float = field(default=0.0)  # since the last beat
+    waited: float = 0.0  # seconds since the last beat
     # the neighbour's last beat, and for how many of one's own it has been the last
     heard: tuple[bytes, int] = (b"", 0)
 
     @property
     def pause(self) -> float:
-        """Seconds until the next look: soon, as long as it is not known who hosts the store."""
+        """Seconds until the next check: short as long as it is not known who hosts the store."""
         return POLL_SECONDS if self.host_identity or not self.reachable else _INTRODUCTION_SECONDS
 
-    def look(self) -> None:
-        """Answer where somebody asks. A store that is gone is no error: its host may simply have
-        finished before.
+    def check(self) -> None:
+        """Answer where somebody asks.
+
+        A store that is gone is no error: its host may simply have finished before.
         """
         if not self.reachable:
             return
         try:
+            # who this rank is, and who hosts the store
             if not self.introduced:
                 self.store.set(f"process/{self.rank}", own_identity())
                 self.introduced = True
             if not self.host_identity and self.store.check(["process/0"]):
                 self.host_identity = self.store.get("process/0").decode()
+            # somebody failed: answer, once
             if not self.answered and self.store.check([FAILED]):
                 self.store.set(f"alive/{self.rank}", position_of_main_thread() or "-")
                 self.answered = True
@@ -236,17 +258,19 @@ class _Answering:
 
     def find(self, grace_seconds: float) -> Survivors:
         """Ask all ranks, and wait for their answers. Raises RuntimeError without a store."""
-        self.look()
+        self.check()
         self.answered = True
         self.store.set(f"alive/{self.rank}", "")
         self.store.set(FAILED, "1")
         return find_survivors(self.store, self.world_size, grace_seconds=grace_seconds)
 
-    def tell(self, text: str) -> None:
+    def record_end(self, text: str) -> None:
+        """Record the error that this rank ends with."""
         self.answered = True
         self.store.set(f"ended/{self.rank}", text)
 
     def leave(self) -> None:
+        """Take back what this rank left in the store, unless somebody failed."""
         if self.reachable and not self.answered:
             try:
                 for key in (f"process/{self.rank}", f"beat/{self.rank}"):
@@ -270,10 +294,11 @@ class _Answering:
             f"not{f' ({fate})' if fate else ''}"
         )
 
-    # ---- backends whose calls do not raise -------------------------------------------------------
-
     def listen(self, silence_seconds: float) -> None:
-        """Show that this rank runs, and look whether the next one does."""
+        """Show that this rank runs, and check that the next one does.
+
+        For backends whose calls do not raise.
+        """
         self.waited += self.pause
         if self.waited < silence_seconds / BEATS:
             return
@@ -289,6 +314,7 @@ class _Answering:
             self.report(other, silence_seconds)
 
     def report(self, other: int, silence_seconds: float) -> None:
+        """Log that nothing was heard of rank `other`."""
         key = f"process/{other}"
         fate = fate_of(self.store.get(key).decode()) if self.store.check([key]) else ""
         log.error(
@@ -298,3 +324,337 @@ class _Answering:
             silence_seconds,
             f" ({fate})" if fate else "",
         )
+
+
+def find_survivors(store: Store, world_size: int, *, grace_seconds: float) -> Survivors:
+    """Wait until every rank has answered, or is known to be gone.
+
+    Answers are ``alive/RANK`` or ``ended/RANK``; ``process/RANK`` says which process it is.
+    """
+    deadline = time.monotonic() + grace_seconds
+    missing, fates = list(range(world_size)), dict[int, str]()
+    # until all have answered, the others have ended, or the time is over
+    while True:
+        missing = [
+            r
+            for r in missing
+            if not store.check([f"alive/{r}"]) and not store.check([f"ended/{r}"])
+        ]
+        known = {
+            rank: store.get(f"process/{rank}").decode()
+            for rank in missing
+            if store.check([f"process/{rank}"])
+        }
+        fates = {rank: fate for rank, identity in known.items() if (fate := fate_of(identity))}
+        if len(fates) == len(missing) or time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    answers = {
+        kind: {
+            rank: store.get(f"{kind}/{rank}").decode()
+            for rank in range(world_size)
+            if store.check([f"{kind}/{rank}"])
+        }
+        for kind in ("alive", "ended")
+    }
+    return Survivors(
+        {r: text for r, text in answers["alive"].items() if text}, answers["ended"], missing, fates
+    )
+
+
+@dataclass(frozen=True)
+class Survivors:
+    """What the ranks answered when one asked.
+
+    `positions` are those of ranks that did not fail themselves; `ended` are the errors of others;
+    `missing` gave no answer; `fates` has what is known of their processes.
+    """
+
+    positions: dict[int, str]
+    ended: dict[int, str]
+    missing: list[int]
+    fates: dict[int, str]
+
+
+def describe_lost(found: Survivors, *, rank: int, cause: str) -> str:
+    """Say who is lost, as `rank` sees it after the error `cause`."""
+    seen = f"seen by rank {rank}: {cause}"
+    if found.ended:
+        ends = "; ".join(f"rank {other} ended with {text}" for other, text in found.ended.items())
+        return f"{ends}; {seen}"
+    if found.missing:
+        who = ", ".join(f"rank {other}" for other in found.missing)
+        fates = ", ".join(f"rank {other}: {fate}" for other, fate in found.fates.items())
+        return f"{who} did not answer in a collective call{f' ({fates})' if fates else ''}; {seen}"
+    places = "; ".join(
+        f"rank {other} is at {place}" for other, place in found.positions.items() if place != "-"
+    )
+    return (
+        "a collective call failed although all ranks are alive: one of them is slow, hangs, or "
+        "makes other calls"
+        f"{f' ({places})' if places else ''}; if one is slow, raise the strategy's timeout; {seen}"
+    )
+
+
+# ---- for exchanges that poll by themselves
+
+
+class PeerMonitor:
+    """Finds out who is gone when a collective of an exchange fails, on all surviving ranks.
+
+    Args:
+        store: the job's, with keys of this exchange alone.
+        rank: this rank.
+        world_size: number of ranks.
+        ranks: those that share the store, if not all of `world_size`.
+    """
+
+    def __init__(
+        self, store: Store, *, rank: int, world_size: int, ranks: Sequence[int] | None = None
+    ) -> None:
+        self.store, self.rank, self.world_size = store, rank, world_size
+        self.ranks = range(world_size) if ranks is None else ranks
+        self.asked_at = time.monotonic()
+        self.reachable = True
+
+    def others_failed(self) -> bool:
+        """Return whether another rank reported a failure.
+
+        Asks the store at most every `POLL_SECONDS`.
+        """
+        if not self.reachable or time.monotonic() - self.asked_at < POLL_SECONDS:
+            return False
+        self.asked_at = time.monotonic()
+        try:
+            return bool(self.store.check([FAILED]))
+        except RuntimeError:
+            # The store's host may simply have finished before; a collective that fails reports it.
+            self.reachable = False
+            return False
+
+    def diagnose(
+        self, error: BaseException, *, grace_seconds: float | None = None
+    ) -> PeerLostError:
+        """Sign in, wait for the other survivors, and say who did not come.
+
+        `error` is the cause; `grace_seconds` is how long to wait (None: `GRACE_SECONDS`).
+        """
+        grace = GRACE_SECONDS if grace_seconds is None else grace_seconds
+        lost = PeerLostError(self._describe(error, grace))
+        lost.diagnosed, lost.__cause__ = True, error
+        return lost
+
+    def sign_in(self) -> None:
+        """Say that this rank lives, and that the exchange has failed.
+
+        Raises RuntimeError without a store.
+        """
+        self.store.set(f"alive/{self.rank}", "1")
+        self.store.set(FAILED, "1")
+
+    def _describe(self, error: BaseException, grace_seconds: float) -> str:
+        try:
+            self.sign_in()
+            missing = self._missing(grace_seconds)
+        except Exception:
+            return (
+                f"rank {self.rank} lost the job's store in an exchange of gradients: the rank that "
+                f"hosts it (rank 0, unless torchrun does) is gone; {error}"
+            )
+        if missing:
+            who = ", ".join(f"rank {rank}" for rank in missing)
+            return (
+                f"{who} did not answer in an exchange of gradients; seen by rank {self.rank}: "
+                f"{error}"
+            )
+        return (
+            f"an exchange of gradients failed on rank {self.rank} although all {len(self.ranks)} "
+            f"ranks are alive: {error}; if one is slow, raise timeout_seconds"
+        )
+
+    def _missing(self, grace_seconds: float) -> list[int]:
+        """Return the ranks that do not sign in within `grace_seconds`."""
+        deadline = time.monotonic() + grace_seconds
+        missing = list(self.ranks)
+        while missing and time.monotonic() < deadline:
+            missing = [rank for rank in missing if not self.store.check([f"alive/{rank}"])]
+            if missing:
+                time.sleep(0.05)
+        return missing
+
+
+def ranks_that(
+    flag: bool, *, store: Store, rank: int, world_size: int, key: str, seconds: float
+) -> list[int]:
+    """Return the ranks with a true `flag`; all ranks call this with the same, unused `key`.
+
+    Raises DistStoreError after `seconds`.
+    """
+    store.set(f"{key}/{rank}", "1" if flag else "0")
+    keys = [f"{key}/{other}" for other in range(world_size)]
+    store.wait(keys, timedelta(seconds=seconds))
+    return [other for other, name in enumerate(keys) if store.get(name) == b"1"]
+
+
+# ---- time limits of process groups
+
+
+def time_limit(group: dist.ProcessGroup | None = None) -> timedelta | None:
+    """Return how long a collective call on `group` (None: all ranks) may take.
+
+    None where its backend does not say.
+    """
+    group = group or dist.group.WORLD
+    if group is None:
+        return None
+    for device in group._device_types:
+        limit = getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
+        if isinstance(limit, timedelta):
+            return limit
+    return None
+
+
+def within_limit(seconds: float, *, group: dist.ProcessGroup | None = None) -> float:
+    """Return `seconds`, or the time limit of `group` where that is shorter."""
+    limit = time_limit(group)
+    return seconds if limit is None else min(seconds, limit.total_seconds())
+
+
+# ---- processes of this machine
+
+
+def own_identity() -> str:
+    """Return text by which another process of this machine finds this one.
+
+    It is the boot, the process namespace, the process id and its start.
+    """
+    boot = space = ""
+    with contextlib.suppress(OSError):  # another system than Linux
+        boot, space = BOOT.read_text().strip(), os.readlink(PROCESS_SPACE)
+    return " ".join(
+        (boot or "-", space or "-", str(os.getpid()), process_start(os.getpid()) or "-")
+    )
+
+
+def fate_of(identity: str) -> str:
+    """Return that the process with that `own_identity` has ended or is stopped, else ""."""
+    # only a process of the same machine and namespace can be seen
+    here, there = own_identity().split(), identity.split()
+    if len(there) != 4 or there[:2] != here[:2] or "-" in there:
+        return ""
+    state, started = process_state(int(there[2]))
+    if started != there[3] or state in "ZX":
+        return f"process {there[2]} has ended"
+    return f"process {there[2]} is stopped" if state in "Tt" else ""
+
+
+def process_start(process: int) -> str:
+    """Return when `process` started, in ticks since boot; empty where it has ended.
+
+    Also where its parent does not know yet that it has.
+    """
+    state, started = process_state(process)
+    return "" if state in "ZX" else started
+
+
+def process_state(process: int) -> tuple[str, str]:
+    """Return the state of `process` (R, S, T, Z, ... of /proc) and its start in ticks since boot.
+
+    Both are empty where there is no such process.
+    """
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return "", ""
+    return fields[0], fields[19]
+
+
+def position_of_main_thread() -> str:
+    """Return the innermost line of the user's code that the main thread is at.
+
+    As ``file.py:12 in function``; empty if there is none.
+    """
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    # outwards from the innermost frame, past this package and installed ones
+    package = str(Path(__file__).parents[1])
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(package) and not any(part in name for part in INSTALLED):
+            return f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"
+        frame = frame.f_back
+    return ""
+
+
+# ---- restarts by torchrun
+
+
+def shares_store_between_attempts() -> bool:
+    """Return whether torchrun may start this rank again, and then gives it the same store."""
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return shared and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0) > 0
+
+
+def init_attempt(
+    backend: str,
+    *,
+    rank: int,
+    world_size: int,
+    timeout: timedelta,
+    device_id: torch.device | None = None,
+) -> None:
+    """Make the default process group, in a part of torchrun's store that no other attempt uses.
+
+    With ``--max-restarts`` torchrun (torch 2.13, rendezvous c10d) gives every attempt the store of
+    the one before. gloo then connects to the addresses of ranks that are dead: the second attempt
+    never begins. Raises TimeoutError where not all ranks come.
+    """
+    store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
+    own = attempt_store(store, rank=rank, world_size=world_size, timeout=timeout)
+    options: dict[str, Any] = {
+        "rank": rank,
+        "world_size": world_size,
+        "timeout": timeout,
+        "device_id": device_id,
+    }
+    dist.init_process_group(backend, store=own, **options)
+
+
+def attempt_store(store: Store, *, rank: int, world_size: int, timeout: timedelta) -> PrefixStore:
+    """Return the part of `store` of the ranks that call this now.
+
+    Each node counts its restarts for itself, so ranks agree on a name for the attempt instead.
+    Every rank leaves a token. Rank 0 proposes a name for the tokens that it sees, anew when one is
+    replaced, until every rank has found its own token in the proposal. What ranks of earlier
+    attempts left in `store` does not matter. Raises TimeoutError.
+    """
+    token, deadline = secrets.token_hex(8), time.monotonic() + timeout.total_seconds()
+    store.set(f"{ATTEMPT}/token/{rank}", token)
+    tokens: list[str] = []  # those that rank 0 last made a proposal for
+    while True:
+        # rank 0 proposes a name for the tokens that are there
+        if rank == 0:
+            keys = [f"{ATTEMPT}/token/{other}" for other in range(world_size)]
+            seen = [store.get(key).decode() if store.check([key]) else "" for key in keys]
+            if seen != tokens and all(seen):
+                tokens = seen
+                store.set(f"{ATTEMPT}/proposal", json.dumps([secrets.token_hex(8), tokens]))
+        name, proposed = "", []
+        if store.check([f"{ATTEMPT}/proposal"]):
+            name, proposed = json.loads(store.get(f"{ATTEMPT}/proposal"))
+        # its own token is in it: join, and begin once all have joined and rank 0 has begun
+        if len(proposed) == world_size and proposed[rank] == token:
+            store.set(f"{ATTEMPT}/{name}/joined/{rank}", token)
+            missing = [
+                other
+                for other in range(world_size)
+                if not store.check([f"{ATTEMPT}/{name}/joined/{other}"])
+            ]
+            if not missing and (rank == 0 or store.check([f"{ATTEMPT}/{name}/begun"])):
+                store.set(f"{ATTEMPT}/{name}/begun", "1")
+                return PrefixStore(f"{ATTEMPT}/{name}", store)
+        if time.monotonic() > deadline:
+            raise TimeoutError(
+                f"rank {rank} waited {timeout.total_seconds():g} s for all {world_size} ranks of "
+                "this attempt"
+            )
+        time.sleep(ATTEMPT_PAUSE_SECONDS)

@@ -1,6 +1,4 @@
-"""A topology says which ranks share a node, and groups are the process groups that an exchange
-uses.
-"""
+"""Which ranks share a node, and the process groups of an exchange."""
 
 from __future__ import annotations
 
@@ -17,11 +15,10 @@ from lightning_topt.communication.rank_watch import time_limit
 
 @dataclass(frozen=True)
 class Topology:
-    """A topology has `num_nodes` nodes of `ranks_per_node` ranks, numbered node by node; `rank` is
-    this one.
+    """`num_nodes` nodes of `ranks_per_node` ranks, numbered node by node; `rank` is this one.
 
     These are all ranks of the run, or one of several equal `parts` of them, each of which exchanges
-    by itself: then `rank` is the position in this rank's part, which is the one with index `part`.
+    by itself. Then `rank` is the position in this rank's part, which is the one with index `part`.
     """
 
     num_nodes: int
@@ -44,12 +41,15 @@ class Topology:
     def from_environment(
         cls, *, rank: int, world_size: int, environment: Mapping[str, str] | None = None
     ) -> Topology:
-        """Return what torchrun (LOCAL_WORLD_SIZE) or SLURM (SLURM_NTASKS_PER_NODE, SLURM_NNODES)
-        says; else all on one node.
+        """Return what torchrun or SLURM say; without them, all ranks are on one node.
 
-        Raises ValueError where `world_size` is not a multiple of the ranks per node.
+        From LOCAL_WORLD_SIZE, or SLURM_NTASKS_PER_NODE and SLURM_NNODES.
+
+        Raises:
+            ValueError: where `world_size` is not a multiple of the ranks per node.
         """
         environment = os.environ if environment is None else environment
+        # torchrun, SLURM with tasks per node, SLURM with nodes; else one node
         ranks_per_node = world_size
         if "LOCAL_WORLD_SIZE" in environment:
             ranks_per_node = int(environment["LOCAL_WORLD_SIZE"])
@@ -70,7 +70,7 @@ class Topology:
 
     @property
     def world_size(self) -> int:
-        """All ranks that exchange with this one, itself among them."""
+        """Number of ranks that exchange with this one, itself among them."""
         return self.num_nodes * self.ranks_per_node
 
     @property
@@ -79,13 +79,14 @@ class Topology:
         return self.parts[self.part] if self.parts else tuple(range(self.world_size))
 
     def of_part(self, parts: Sequence[Sequence[int]]) -> Topology:
-        """Return the topology of this rank's part of the run; `parts` are the ranks of each, in
-        order.
+        """Return the topology of this rank's part of the run.
 
-        Ranks of a part count as of one node each where its nodes do not have equally many.
+        `parts` are the ranks of each, in order. Ranks of a part count as of one node each where its
+        nodes do not have equally many.
         """
         own = next(index for index, part in enumerate(parts) if self.rank in part)
         members = tuple(tuple(part) for part in parts)
+        # ranks of each part on each node
         local = [Counter(rank // self.ranks_per_node for rank in part) for part in members]
         sizes = {size for of_part in local for size in of_part.values()}
         nodes, ranks = (len(local[own]), sizes.pop()) if len(sizes) == 1 else (len(members[own]), 1)
@@ -113,8 +114,9 @@ class Topology:
 
 @dataclass(frozen=True)
 class Groups:
-    """Process groups of one exchange, one per stage: within a group all works are issued in bucket
-    order on all ranks.
+    """Process groups of one exchange, one per stage.
+
+    Within a group all works are issued in bucket order on all ranks.
 
     - ``world``: all ranks of the topology; one group per stage of the method
       (``BucketExchange.num_stages``);
@@ -133,10 +135,10 @@ class Groups:
 
 
 def own_group(parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-    """Return the one of `parts` (ranks) that this rank is in, as a new group, whose calls end when
-    those of the run must.
+    """Return the one of `parts` (ranks) that this rank is in, as a new group.
 
-    A collective call of all ranks, with equal `parts`, in which each rank is once.
+    A collective call of all ranks, with equal `parts`, in which each rank is once. The group has
+    the time limit of the run's.
     """
     groups = [dist.new_group(list(part), timeout=time_limit()) for part in parts]
     group: dist.ProcessGroup = next(
@@ -150,19 +152,19 @@ def make_groups(
 ) -> Groups:
     """Collective call: the groups of one exchange, on the backend of the default group."""
     timeout = timedelta(seconds=timeout_seconds)
-    parts, this = (
-        [list(part) for part in topology.parts or (topology.members,)],
-        topology.members[topology.rank],
-    )
+    parts = [list(part) for part in topology.parts or (topology.members,)]
+    this = topology.members[topology.rank]
 
     def own(groups: list[list[int]]) -> dist.ProcessGroup:
         made: list[dist.ProcessGroup] = [dist.new_group(ranks, timeout=timeout) for ranks in groups]
         return next(group for ranks, group in zip(groups, made, strict=True) if this in ranks)
 
+    # All ranks make all groups, in the same order.
     stages, exempt, state = tuple(own(parts) for _ in range(num_stages)), own(parts), own(parts)
     if not hierarchical:
         return Groups(stages, exempt, state)
     size = topology.ranks_per_node
+    # across: equal local ranks of all nodes; nodes: the ranks of each node, twice
     nodes = [
         ranks[start : start + size]
         for ranks in parts

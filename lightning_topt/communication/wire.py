@@ -1,39 +1,79 @@
-"""The message of one selection: k values and k ascending indices below n, in the fewest bytes that
-n and k alone allow.
+"""What travels: selected values and their indices, or all values in few bits.
 
-All ranks send the same number of bytes (gloo's all-gather needs that), known from (n, k). Sections,
-each padded to 4 bytes: header (first byte 1: the sender's gradient was not finite) | values | low
-bits | upper bits. The indices are in the smallest of
-- a bitmap: n bits;
-- Elias-Fano (Elias 1974): the low 4, 8 or 16 bits of each index as they are, and the upper ones in
-  unary: bit (upper part + i) is set for the i-th index, at most k + n / 2**low bits. At a density
-  of 1 % that is 9.4 bits per index, 5.6 at 10 %;
-- int32: 4 bytes per index.
+Three formats; sizes are known from the number of values alone, because all ranks send equally many
+bytes (gloo's all-gather needs that):
+
+- `MessageFormat`: k values of `numel` and their ascending indices;
+- `LevelFormat`: all values in 1, 2, 4 or 8 bits;
+- `LevelMessage`: indices as in the first, values as in the second.
+
+Sections of a `MessageFormat`, each padded to 4 bytes: header (first byte 1: the sender's gradient
+was not finite) | values | low bits | upper bits. The indices are in the smallest of
+
+    bitmap       n bits
+    Elias-Fano   (Elias 1974) the low 4, 8 or 16 bits of each index as they are, and the upper
+                 ones in unary: bit (upper part + i) is set for the i-th index, at most
+                 k + n / 2**low bits. 9.4 bits per index at a density of 1 %, 5.6 at 10 %
+    int32        4 bytes per index
+
+A `LevelFormat` has a few levels for each group of values, in bfloat16, then codes:
+
+    1 bit    the sign; level: the mean magnitude
+    2 bits   the sign, and whether the magnitude is above the group's mean; levels: the mean of
+             those below and of those above
+    4, 8     -7 .. 7, -127 .. 127 in steps of the largest magnitude / 7 (/ 127)
+
+What rounding takes away is for the caller's residual. On a CPU `wire_kernels` does the packing,
+elsewhere plain torch.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_topt.communication.index_kernels import pack_indices, unpack_indices
+from lightning_topt.communication.wire_kernels import (
+    decode_groups,
+    encode_groups,
+    pack_indices,
+    unpack_indices,
+)
 
 HEADER_BYTES = 4
 BITMAP, INT32 = 0, 32  # besides 4, 8 and 16, the number of low bits
+GROUP = 128  # values with levels of their own
+BITS = (1, 2, 4, 8)
+HALF_BITS = 16  # bfloat16, without levels
 
 
-def _padded(nbytes: int) -> int:
-    return -(-nbytes // 4) * 4
+def message_of_share(
+    numel: int,
+    *,
+    compressible: float,
+    density: float,
+    value_dtype: torch.dtype,
+    bits: int | None = None,
+) -> MessageFormat | LevelMessage:
+    """Return the message of the share `density` of `compressible` elements among `numel`.
+
+    At least one value travels where any element is compressible; values have `bits` each (None:
+    `value_dtype`).
+    """
+    k = max(1, round(density * compressible)) if compressible else 0
+    return MessageFormat(numel, k, value_dtype) if bits is None else LevelMessage(numel, (k,), bits)
 
 
 class Unpacked(NamedTuple):
-    """A message: is the sender's gradient finite; float32 values (k,); int64 indices (k,),
-    ascending.
+    """A message that was read.
+
+    `finite` says whether the sender's gradient was. `values` (k,) are float32, `indices` (k,)
+    int64, ascending.
     """
 
     finite: bool
@@ -43,9 +83,9 @@ class Unpacked(NamedTuple):
 
 @dataclass(frozen=True)
 class MessageFormat:
-    """A `MessageFormat` says where everything is in the message of `k` of `numel` elements.
+    """Where everything is in the message of `k` of `numel` elements.
 
-    Without a `value_dtype` it is a message of indices alone, whose values travel in another form.
+    Without a `value_dtype` it is a message of indices alone; the values travel in another form.
     """
 
     numel: int
@@ -53,7 +93,7 @@ class MessageFormat:
     value_dtype: torch.dtype | None = torch.float32
 
     def _index_bytes(self, low_bits: int) -> tuple[int, int]:
-        """Bytes of the two index sections."""
+        """Return the bytes of the two index sections."""
         if low_bits == BITMAP:
             return 0, _padded(-(-self.numel // 8))
         if low_bits == INT32:
@@ -63,7 +103,7 @@ class MessageFormat:
 
     @cached_property
     def low_bits(self) -> int:
-        """The encoding of the indices: 0 a bitmap, 4, 8 or 16 Elias-Fano, 32 plain."""
+        """How indices are encoded: 0 a bitmap, 4, 8 or 16 Elias-Fano, 32 plain."""
         return min((BITMAP, 4, 8, 16, INT32), key=lambda low_bits: sum(self._index_bytes(low_bits)))
 
     @cached_property
@@ -71,9 +111,8 @@ class MessageFormat:
         """First byte of the low bits, of the upper bits, and the size of the message."""
         if not self.k:
             return HEADER_BYTES, HEADER_BYTES, HEADER_BYTES
-        low = HEADER_BYTES + (
-            0 if self.value_dtype is None else _padded(self.k * self.value_dtype.itemsize)
-        )
+        value_bytes = 0 if self.value_dtype is None else self.k * self.value_dtype.itemsize
+        low = HEADER_BYTES + _padded(value_bytes)
         low_bytes, upper_bytes = self._index_bytes(self.low_bits)
         return low, low + low_bytes, low + low_bytes + upper_bytes
 
@@ -83,17 +122,17 @@ class MessageFormat:
         return self.cuts[2]
 
     def round(self, values: Tensor) -> Tensor:
-        """Return what of float32 `values` arrives, in `value_dtype`; never infinite where `values`
-        are not.
-        """
+        """Return what of float32 `values` arrives, in `value_dtype`; finite values stay finite."""
         if self.value_dtype == torch.float16:
             values = values.clamp(-65504.0, 65504.0)
         return values if self.value_dtype is None else values.to(self.value_dtype)
 
     def pack(self, values: Tensor, indices: Tensor, *, out: Tensor) -> None:
-        """Write `values` (k,), rounded by this, at ascending `indices` (k,) into `out`, uint8, at
-        least (nbytes,).
+        """Write `values` (k,) at ascending `indices` (k,) into `out`, uint8, at least (nbytes,).
+
+        Values are rounded by this.
         """
+        # header, values, indices
         low, upper, end = self.cuts
         out[:HEADER_BYTES].zero_()
         if not self.k:
@@ -111,18 +150,22 @@ class MessageFormat:
             self._pack_indices(indices.long(), out)
 
     def _pack_indices(self, indices: Tensor, out: Tensor) -> None:
+        """Do what `pack_indices` does, in torch; into an `out` that is zeros there."""
         low, upper, end = self.cuts
+        # one byte for each bit of the upper section
         bits = torch.zeros(8 * (end - upper), dtype=torch.uint8, device=out.device)
         if self.low_bits == BITMAP:
             bits[indices] = 1
         else:
+            # low bits of several indices to a word, the first in the lowest bits
             lows, each = indices & (1 << self.low_bits) - 1, 16 // self.low_bits
             lows = torch.nn.functional.pad(lows, (0, -self.k % each)).view(-1, each)
             shifts = torch.arange(0, 16, self.low_bits, device=out.device)
             words = (lows << shifts).sum(dim=1).to(torch.int16)
             out[low:upper].view(torch.int16)[: words.numel()].copy_(words)
+            # upper bits in unary
             bits[(indices >> self.low_bits) + torch.arange(self.k, device=out.device)] = 1
-        out[upper:end].copy_(_pack_bits(bits))
+        out[upper:end].copy_(pack_bits(bits))
 
     def pack_nonfinite(self, *, out: Tensor) -> None:
         """Write the message of a rank whose gradient is not finite."""
@@ -130,14 +173,19 @@ class MessageFormat:
         out[0] = 1
 
     def values(self, message: Tensor) -> Tensor:
-        """Read the values (k,) of a message, as float32; none where they travel in another form."""
+        """Read the values (k,) as float32; none where they travel in another form."""
         if self.value_dtype is None:
             return torch.empty(0, device=message.device)
         return message[HEADER_BYTES : self.cuts[0]].view(self.value_dtype)[: self.k].float()
 
     def unpack(self, message: Tensor) -> Unpacked:
-        """Read a message, uint8, at least (nbytes,), 4-byte aligned."""
+        """Read a message: uint8, at least (nbytes,), 4-byte aligned.
+
+        Raises:
+            ValueError: where it has fewer entries than k.
+        """
         low, upper, end = self.cuts
+        # nothing, or of a gradient that is not finite
         if not self.k or message[0]:
             empty = torch.empty(0, device=message.device)
             return Unpacked(not message[0], empty, empty.long())
@@ -146,14 +194,9 @@ class MessageFormat:
             return Unpacked(True, values, message[low:upper].view(torch.int32).long())
         if message.device.type != "cpu":
             return Unpacked(True, values, self._unpack_indices(message))
-        indices, words = (
-            torch.empty(self.k, dtype=torch.int64),
-            message[upper:end].numpy().view(np.uint32),
-        )
-        if (
-            unpack_indices(message[low:upper].numpy(), words, self.low_bits, indices.numpy())
-            < self.k
-        ):
+        lows, words = message[low:upper].numpy(), message[upper:end].numpy().view(np.uint32)
+        indices = torch.empty(self.k, dtype=torch.int64)
+        if unpack_indices(lows, words, self.low_bits, indices.numpy()) < self.k:
             raise ValueError(
                 f"a message of {self.k} entries has fewer: it is of another number of elements, or "
                 "damaged"
@@ -161,32 +204,258 @@ class MessageFormat:
         return Unpacked(True, values, indices)
 
     def _unpack_indices(self, message: Tensor) -> Tensor:
+        """Do what `unpack_indices` does, in torch."""
         low, upper, end = self.cuts
-        positions = _set_bits(message[upper:end], self.k)
+        bits = unpack_codes(message[upper:end], 1, 8 * (end - upper))
+        # the i-th set bit is at upper part + i
+        positions = torch.nonzero_static(bits, size=self.k).view(-1)
         if self.low_bits == BITMAP:
             return positions
+        # (words, indices per word), then one low part for each index
         shifts = torch.arange(0, 16, self.low_bits, device=message.device)
         words = message[low:upper].view(torch.int16).long().view(-1, 1)
         lows = ((words >> shifts) & (1 << self.low_bits) - 1).view(-1)[: self.k]
         return (positions - torch.arange(self.k, device=message.device) << self.low_bits) | lows
 
 
-def _pack_bits(bits: Tensor) -> Tensor:
-    """Eight 0/1 bytes to one, the first in the lowest bit."""
+def pack_bits(bits: Tensor) -> Tensor:
+    """Pack eight 0/1 bytes into one, the first in the lowest bit."""
     shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
     return (bits.view(-1, 8) << shifts).sum(dim=1, dtype=torch.uint8)
 
 
-def _set_bits(packed: Tensor, count: int) -> Tensor:
-    """Positions (count,) of the set bits, ascending."""
-    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
-    bits = (packed.view(-1, 1) >> shifts) & 1
-    return torch.nonzero_static(bits.view(-1), size=count).view(-1)
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // 4) * 4
+
+
+@dataclass(frozen=True)
+class LevelFormat:
+    """`numel` values in `bits` each, with levels for each `group` of them (a multiple of 8)."""
+
+    numel: int
+    bits: int
+    group: int = GROUP
+
+    @property
+    def groups(self) -> int:
+        """Number of groups; the last may be smaller."""
+        return -(-self.numel // self.group)
+
+    @property
+    def levels_each(self) -> int:
+        """Levels sent for each group."""
+        return 2 if self.bits == 2 else 1
+
+    @property
+    def level_bytes(self) -> int:
+        """Bytes of all levels, padded to 4."""
+        return -(-2 * self.groups * self.levels_each // 4) * 4
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of levels and codes, padded to 4."""
+        return self.level_bytes + -(-self.numel * self.bits // 32) * 4
+
+    def encode(self, values: Tensor, *, out: Tensor) -> None:
+        """Write float32 finite `values` (numel,) into `out` (nbytes,), uint8.
+
+        `out` is 4-byte aligned.
+        """
+        assert self.group % 8 == 0
+        out.zero_()
+        if out.device.type == "cpu":
+            # levels are rounded to bfloat16 by the kernel, and cut to 16 bits here
+            levels = np.zeros(self.groups * self.levels_each, np.float32)
+            codes = out[self.level_bytes : self.nbytes].numpy()
+            flat = values.contiguous().numpy()
+            encode_groups(flat, self.bits, self.group, levels, levels.view(np.int32), codes)
+            out[: self.level_bytes].view(torch.bfloat16)[: levels.size].copy_(
+                torch.from_numpy(levels)
+            )
+        else:
+            self._encode_torch(values, out)
+
+    def _encode_torch(self, values: Tensor, out: Tensor) -> None:
+        """Do what `encode_groups` does, in torch."""
+        padded = torch.nn.functional.pad(values, (0, self.groups * self.group - self.numel))
+        levels, codes = self._levels_and_codes(padded.view(-1, self.group))
+        out[: self.level_bytes].view(torch.bfloat16)[: levels.numel()].copy_(levels.view(-1))
+        packed = _pack(codes.view(-1)[: self.numel], self.bits)
+        out[self.level_bytes : self.level_bytes + packed.numel()].copy_(packed)
+
+    def decode(self, message: Tensor) -> Tensor:
+        """Return the values (numel,), float32, of a message (nbytes,)."""
+        count = self.groups * self.levels_each
+        levels = message[: self.level_bytes].view(torch.bfloat16)[:count].float()
+        if message.device.type == "cpu":
+            result = torch.empty(self.numel)
+            packed = message[self.level_bytes : self.nbytes].numpy()
+            decode_groups(levels.numpy(), packed, self.bits, self.group, result.numpy())
+            return result
+        return self._decode_torch(levels.view(self.groups, -1), message)
+
+    def _decode_torch(self, levels: Tensor, message: Tensor) -> Tensor:
+        """Do what `decode_groups` does, in torch."""
+        codes = unpack_codes(message[self.level_bytes : self.nbytes], self.bits, self.numel)
+        # (numel, levels each)
+        of_group = levels.repeat_interleave(self.group, dim=0)[: self.numel]
+        if self.bits == 1:
+            return torch.where(codes == 1, -of_group[:, 0], of_group[:, 0])
+        if self.bits == 2:
+            magnitude = torch.where(codes >= 2, of_group[:, 1], of_group[:, 0])
+            return torch.where(codes & 1 == 1, -magnitude, magnitude)
+        return (codes.float() - _half_range(self.bits)) * of_group[:, 0]
+
+    def round(self, values: Tensor) -> Tensor:
+        """Return what of `values` (numel,) arrives."""
+        message = torch.empty(self.nbytes, dtype=torch.uint8, device=values.device)
+        self.encode(values, out=message)
+        return self.decode(message)
+
+    def _levels_and_codes(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return levels (groups, levels each), bfloat16, and uint8 codes (groups, group).
+
+        `rows` (groups, group) are the values, the last row padded with zeros.
+        """
+        # (groups, 1): how many values each row really has
+        sizes = torch.full((rows.shape[0], 1), self.group, dtype=torch.float32, device=rows.device)
+        sizes[-1] = self.numel - (self.groups - 1) * self.group
+        magnitudes = rows.abs()
+        negative = (rows < 0).to(torch.uint8)
+        # 4, 8 bits: steps of the largest magnitude / half
+        if self.bits > 2:
+            half = _half_range(self.bits)
+            steps = (magnitudes.amax(1, keepdim=True) / half).to(torch.bfloat16)
+            inverse = torch.where(steps > 0, 1 / steps.float(), 0.0)
+            # shifted by half, so that codes are not negative
+            return steps, (rows * inverse).round_().clamp_(-half, half).add_(half).to(torch.uint8)
+        total = magnitudes.sum(1, keepdim=True)
+        mean = total / sizes
+        # 1 bit: the mean magnitude; 2 bits: the means below and above it
+        if self.bits == 1:
+            return mean.to(torch.bfloat16), negative
+        above = magnitudes > mean
+        count = above.sum(1, keepdim=True)
+        high_total = (magnitudes * above).sum(1, keepdim=True)
+        low = (total - high_total).clamp_(min=0) / (sizes - count).clamp_(min=1)
+        high = torch.where(count > 0, high_total / count.clamp(min=1), low)
+        return torch.cat([low, high], 1).to(torch.bfloat16), negative + 2 * above.to(torch.uint8)
+
+
+def _half_range(bits: int) -> int:
+    """Return the largest code of a magnitude: codes are -half .. half."""
+    return int(2 ** (bits - 1)) - 1
+
+
+def _pack(codes: Tensor, bits: int) -> Tensor:
+    """Pack codes (m,) below 2 ** bits, several to a byte."""
+    each = 8 // bits
+    codes = torch.nn.functional.pad(codes, (0, -codes.numel() % each)).view(-1, each)
+    packed = codes[:, 0].clone()
+    for place in range(1, each):
+        packed |= codes[:, place] << (bits * place)
+    return packed
+
+
+def unpack_codes(packed: Tensor, bits: int, count: int) -> Tensor:
+    """Return the first `count` codes of `bits` each."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
+    codes: Tensor = (packed.unsqueeze(1) >> shifts) & (2**bits - 1)
+    return codes.view(-1)[:count]
+
+
+@dataclass(frozen=True)
+class LevelMessage:
+    """Some of `numel` elements in `bits` each: 1, 2, 4 or 8 in groups of `group` values, or 16.
+
+    `segments` are numbers of values, one after the other (for example of a parameter each). Groups
+    begin anew in each, so that rounding does not depend on what else is in the message.
+    """
+
+    numel: int
+    segments: tuple[int, ...]
+    bits: int
+    group: int = 64
+
+    @property
+    def k(self) -> int:
+        """Number of values."""
+        return sum(self.segments)
+
+    @cached_property
+    def form(self) -> MessageFormat:
+        """Where header and indices are, and values of 16 bits."""
+        return MessageFormat(self.numel, self.k, torch.bfloat16 if self.bits == HALF_BITS else None)
+
+    @cached_property
+    def parts(self) -> tuple[tuple[slice, slice, LevelFormat], ...]:
+        """Values, bytes and format of each segment; none where values have 16 bits."""
+        if self.bits == HALF_BITS:
+            return ()
+        forms = [LevelFormat(count, self.bits, self.group) for count in self.segments if count]
+        # where values and bytes of each segment end, behind header and indices
+        values, nbytes = [0], [self.form.nbytes]
+        for form in forms:
+            values.append(values[-1] + form.numel)
+            nbytes.append(nbytes[-1] + form.nbytes)
+        ranges = zip(pairwise(values), pairwise(nbytes), forms, strict=True)
+        return tuple(
+            (slice(*of_values), slice(*of_bytes), form) for of_values, of_bytes, form in ranges
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the message; equal on all ranks."""
+        return self.parts[-1][1].stop if self.parts else self.form.nbytes
+
+    def round(self, values: Tensor) -> Tensor:
+        """Return what of float32 `values` (k,) arrives, as float32."""
+        if not self.parts:
+            return self.form.round(values).float()
+        return torch.cat([form.round(values[of_values]) for of_values, _, form in self.parts])
+
+    def pack(self, values: Tensor, indices: Tensor, *, out: Tensor) -> None:
+        """Write `values` (k,) at ascending `indices` (k,) into `out`, uint8, at least (nbytes,).
+
+        Values are rounded by this.
+        """
+        self.form.pack(values, indices, out=out)
+        for of_values, of_bytes, form in self.parts:
+            form.encode(values[of_values], out=out[of_bytes])
+
+    def pack_nonfinite(self, *, out: Tensor) -> None:
+        """Write the message of a rank whose gradient is not finite."""
+        self.form.pack_nonfinite(out=out)
+
+    def unpack(self, message: Tensor) -> Unpacked:
+        """Read a message: uint8, at least (nbytes,), 4-byte aligned."""
+        found = self.form.unpack(message)
+        if not self.parts or not found.finite:
+            return found
+        return Unpacked(True, self.values(message), found.indices)
+
+    def values(self, message: Tensor) -> Tensor:
+        """Read the values (k,) of a message, as float32."""
+        if not self.parts:
+            return self.form.values(message)
+        return torch.cat([form.decode(message[of_bytes]) for _, of_bytes, form in self.parts])
+
+
+def check_bits(bits: int, *, others: tuple[int, ...] = ()) -> None:
+    """Raise ValueError where `bits` is none of `BITS` and none of `others`."""
+    allowed = (*BITS, *others)
+    if isinstance(bits, bool) or bits not in allowed:
+        raise ValueError(f"bits is one of {', '.join(map(str, allowed))}; got {bits!r}")
 
 
 def warm_up_wire() -> None:
-    """Compile the CPU kernels now rather than in the first step."""
+    """Compile the CPU kernels for indices now rather than in the first step."""
     form, indices = MessageFormat(1000, 10), torch.arange(10, dtype=torch.int32)
     message = torch.empty(form.nbytes, dtype=torch.uint8)
     form.pack(torch.zeros(10), indices, out=message)
     form.unpack(message)
+
+
+def warm_up_levels(bits: int) -> None:
+    """Compile the CPU kernels for levels now rather than in the first step."""
+    LevelFormat(10, bits).round(torch.arange(10.0))

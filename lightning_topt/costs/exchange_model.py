@@ -24,8 +24,12 @@ from itertools import accumulate
 import torch
 
 from lightning_topt.communication.bucket import BucketLayout
-from lightning_topt.communication.exchange_method import GradientMethod
-from lightning_topt.communication.exchange_work import NO_WORK, BucketGradients, Work
+from lightning_topt.communication.exchange_method import (
+    NO_WORK,
+    BucketGradients,
+    GradientMethod,
+    Work,
+)
 from lightning_topt.communication.topology import Topology
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.communication import (
@@ -196,7 +200,7 @@ def _ranks_per_node(cluster: Cluster, world_size: int, stride: int) -> int:
 
 def exempt_parameters(graph: OpGraph, rules: Sequence[str]) -> frozenset[str]:
     """Return the names of the parameters that `rules` exempt, as
-    `communication.exempt.exempt_names` finds them in a module.
+    `communication.exchange_method.exempt_names` finds them in a module.
     """
     kinds: dict[str, set[str]] = {}
     for op in graph.ops:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_topt.communication.node.rows import NodeRows
-from lightning_topt.communication.peers import PeerLostError
+from lightning_topt.communication.rank_watch import PeerLostError
 from lightning_topt.optim.pieces import Piece, check_pieces, rows_of
 
 # below this, a broadcast costs latency rather than bandwidth: such pieces travel together

@@ -34,9 +34,9 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_topt.communication.exchange_worker import make_streams
 from lightning_topt.communication.node.rows import NodeRows
-from lightning_topt.communication.peers import PeerMonitor
-from lightning_topt.communication.streams import make_streams
+from lightning_topt.communication.rank_watch import PeerMonitor
 from lightning_topt.optim.bucket_slices import (
     Segment,
     cut_buckets,

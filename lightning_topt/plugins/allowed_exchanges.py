@@ -15,7 +15,7 @@ from lightning_topt.communication.exchange_method import ByNodes, ExchangeMethod
 from lightning_topt.communication.method_registry import gradient_methods
 from lightning_topt.communication.methods.half import BF16
 from lightning_topt.communication.methods.top_k import TopK
-from lightning_topt.communication.selection.top_k import DTYPES
+from lightning_topt.communication.selection.vector_top_k import DTYPES
 from lightning_topt.communication.topology import Topology
 from lightning_topt.costs.optimizer import OptimizerProfile
 from lightning_topt.plan.gradient_exchange import read_exchange

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_topt.basics.argument_checks import check_whole
-from lightning_topt.communication.exchange_context import ExchangeSettings
+from lightning_topt.communication.bucket import ExchangeSettings
 from lightning_topt.communication.exchange_method import ExchangeMethod
 from lightning_topt.communication.hook import CompressedExchange
 from lightning_topt.communication.method_registry import (
@@ -151,7 +151,7 @@ class CompressedDDPStrategy(ExchangeSteps):
             )
         if self.method.has_momentum:
             refuse_momentum(self.optimizers)
-        if len(self.optimizers) > 1 and self.method.holds_back:
+        if len(self.optimizers) > 1 and self.method.has_residual:
             rank_zero_warn(
                 "gradients of several optimizers are exchanged together in every backward pass: "
                 "what it sends for parameters "

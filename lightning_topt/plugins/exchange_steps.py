@@ -17,8 +17,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_topt.communication.hook import CompressedExchange, ExchangeStatistics
-from lightning_topt.communication.peers import PeerLostError
-from lightning_topt.communication.rank_watch import is_of_collective
+from lightning_topt.communication.rank_watch import PeerLostError, is_of_collective
 from lightning_topt.plugins.ddp_parts import CHECKPOINT_KEY, EXCHANGE_KEY, name_own_strategy
 from lightning_topt.plugins.lost_ranks import NamesLostRanks
 

@@ -18,11 +18,9 @@ from typing_extensions import override
 from lightning_topt.basics.argument_checks import check_real, check_whole
 from lightning_topt.communication.checkpoint import gather_state, own_state
 from lightning_topt.communication.exchange_method import ExchangeMethod
-from lightning_topt.communication.hook import ExchangeStatistics
-from lightning_topt.communication.local_method import LocalMethod
+from lightning_topt.communication.hook import ExchangeStatistics, equal_parameters
+from lightning_topt.communication.local_sgd import LocalMethod, OuterSteps
 from lightning_topt.communication.method_registry import read_method
-from lightning_topt.communication.named_tensors import equal_parameters
-from lightning_topt.communication.outer_steps import OuterSteps
 from lightning_topt.communication.rank_watch import is_of_collective
 from lightning_topt.communication.topology import Topology
 from lightning_topt.plugins.compressed_ddp import make_topology

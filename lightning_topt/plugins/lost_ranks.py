@@ -24,12 +24,14 @@ from lightning.pytorch.strategies.launchers import (
 from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
-from lightning_topt.communication.elastic import init_attempt, shares_store_between_attempts
-from lightning_topt.communication.peers import GRACE_SECONDS, PeerLostError
 from lightning_topt.communication.rank_watch import (
+    GRACE_SECONDS,
     STORE_SECONDS,
+    PeerLostError,
     RankWatch,
+    init_attempt,
     is_of_collective,
+    shares_store_between_attempts,
     watch_ranks,
 )
 from lightning_topt.plugins.ddp_parts import destroy_process_group

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_topt.communication.named_tensors import equal_parameters
+from lightning_topt.communication.hook import equal_parameters
 from lightning_topt.optim.adaptive_step import AdaptiveStep
 from lightning_topt.optim.full_state import parameters_of
 from lightning_topt.plugins.auto_parallel import AutoParallelStrategy

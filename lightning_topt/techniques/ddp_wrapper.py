@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from lightning_topt.communication.named_tensors import averaged_parameters
+from lightning_topt.communication.hook import averaged_parameters
 from lightning_topt.communication.topology import Topology
 
 _BUCKETS = 16

@@ -13,8 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_topt.communication import GradientMethod
-from lightning_topt.communication.bucket import Bucket, BucketExchange, BucketLayout, Stages
-from lightning_topt.communication.exchange_context import ExchangeContext
+from lightning_topt.communication.bucket import (
+    Bucket,
+    BucketExchange,
+    BucketLayout,
+    ExchangeContext,
+    Stages,
+)
 from lightning_topt.communication.topology import Topology, make_groups
 
 # Two matrices of one shape, a convolution, a vector, a matrix too small for factors, an embedding

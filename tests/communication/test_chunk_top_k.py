@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from lightning_topt.communication.selection import NonFiniteError
-from lightning_topt.communication.selection.chunk_kernels import count_reaching, find_threshold
 from lightning_topt.communication.selection.chunk_top_k import (
     Chunks,
     _take_on_device,
     take_chunk_top_k,
 )
+from lightning_topt.communication.selection.kernels import count_reaching, find_threshold
 from lightning_topt.communication.selection.lanes import INFINITY_BITS
 
 

@@ -11,11 +11,10 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_topt.communication import LocalSteps, OuterSteps, QuantizedSteps, SparseLoCo
-from lightning_topt.communication.level_message import LevelMessage
-from lightning_topt.communication.levels import GROUP, LevelFormat
-from lightning_topt.communication.methods.sparse_loco import sparse_loco
-from lightning_topt.communication.outer_gradient import OuterGradient
+from lightning_topt.communication.local_sgd import OuterGradient
+from lightning_topt.communication.methods import sparse_loco
 from lightning_topt.communication.topology import Topology
+from lightning_topt.communication.wire import GROUP, LevelFormat, LevelMessage
 from tests.launch import run_ranks
 
 SHAPES = {"weight": (30, 9), "bias": (13,)}  # not a multiple of any chunk or group

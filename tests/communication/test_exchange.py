@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_topt.communication import TopK, read_method
-from lightning_topt.communication.exempt import exempt_names
+from lightning_topt.communication.exchange_method import exempt_names
 from lightning_topt.communication.topology import Topology
 from tests.communication.exchange_ranks import (
     Simulation,

@@ -25,10 +25,10 @@ from lightning_topt.communication import (
     GradientMethod,
     LinkCosts,
     TopK,
-    peers,
+    rank_watch,
 )
 from lightning_topt.communication.hook import CompressedExchange
-from lightning_topt.communication.peers import PeerLostError
+from lightning_topt.communication.rank_watch import PeerLostError
 from lightning_topt.communication.topology import Topology
 from lightning_topt.communication.wire import MessageFormat
 from tests.communication.exchange_ranks import (
@@ -244,7 +244,7 @@ def test_bad_input():
 
 
 def dies(rank: int, method: GradientMethod, shape: tuple[int, int], dead: int, folder: str) -> None:
-    peers.GRACE_SECONDS, peers.POLL_SECONDS = 4.0, 0.1
+    rank_watch.GRACE_SECONDS, rank_watch.POLL_SECONDS = 4.0, 0.1
     ddp, exchange = wrap(method, topology=Topology(*shape, rank), settings={"timeout_seconds": 20})
     for step, _ in enumerate(train(ddp, rank=rank, steps=range(3))):
         if step == 1 and rank == dead:

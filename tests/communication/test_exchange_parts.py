@@ -12,11 +12,16 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_topt.communication import LinkCosts, TopK, peers, read_method
-from lightning_topt.communication.exchange_worker import ExchangeWorker
-from lightning_topt.communication.exempt import exempt_names
-from lightning_topt.communication.peers import PeerLostError, PeerMonitor
-from lightning_topt.communication.streams import HostStreams
+from lightning_topt.communication import (
+    LinkCosts,
+    TopK,
+    rank_watch,
+    read_method,
+)
+from lightning_topt.communication.bucket import is_finite
+from lightning_topt.communication.exchange_method import exempt_names
+from lightning_topt.communication.exchange_worker import ExchangeWorker, HostStreams
+from lightning_topt.communication.rank_watch import PeerLostError, PeerMonitor
 from lightning_topt.communication.topology import Topology
 from lightning_topt.communication.wire import BITMAP, INT32, MessageFormat
 
@@ -106,7 +111,7 @@ class Alone(PeerMonitor):
     def __init__(self) -> None:
         pass
 
-    def look(self) -> bool:
+    def others_failed(self) -> bool:
         return False
 
     def diagnose(self, error: BaseException) -> PeerLostError:
@@ -180,9 +185,9 @@ def test_lost_store(monkeypatch):
         def __getattr__(self, name: str) -> Any:
             raise RuntimeError("Connection reset by peer")
 
-    monkeypatch.setattr(peers, "POLL_SECONDS", 0)
+    monkeypatch.setattr(rank_watch, "POLL_SECONDS", 0)
     monitor = PeerMonitor(Gone(), rank=2, world_size=4)
-    assert not monitor.look()  # an idle rank does not end the job
+    assert not monitor.others_failed()  # an idle rank does not end the job
     assert "rank 0, unless torchrun does) is gone" in str(
         monitor.diagnose(RuntimeError("timed out"))
     )
@@ -288,3 +293,21 @@ def test_exempt_names():
         ValueError, match=r"exempt='head.*' matches no parameter; names look like 0.weight"
     ):
         exempt_names(model, ("head.*",))
+
+
+# ---- what is finite, for every dtype of gradients; sums of finite values may not be
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("value", [0.0, float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("size", [1, 1000])
+def test_is_finite_says_what_torch_says(dtype: torch.dtype, value: float, size: int) -> None:
+    largest = torch.finfo(dtype).max
+    tensor = torch.full((size,), largest, dtype=dtype)  # whose sum is infinite
+    tensor[size // 2] = value
+    assert is_finite(tensor) == bool(torch.isfinite(tensor).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_an_empty_tensor_is_finite(dtype: torch.dtype) -> None:
+    assert is_finite(torch.empty(0, dtype=dtype))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_topt.communication.level_message import LevelMessage
-from lightning_topt.communication.levels import BITS, LevelFormat
+from lightning_topt.communication.wire import BITS, LevelFormat, LevelMessage
 from tests.communication.few_bits import in_few_bits
 
 

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_topt.communication import LocalSteps, OuterSteps, outer_steps
-from lightning_topt.communication.outer_gradient import OuterGradient
-from lightning_topt.communication.peers import PeerLostError
+from lightning_topt.communication import LocalSteps, OuterSteps, local_sgd
+from lightning_topt.communication.local_sgd import OuterGradient
+from lightning_topt.communication.rank_watch import PeerLostError
 from tests.launch import run_ranks
 
 WORLD_SIZE, STEPS, EVERY = 3, 7, 3  # two outer steps and a rest
@@ -306,7 +306,7 @@ def test_nan_is_named_on_all_ranks_and_nothing_changes():
 
 
 def _leaves(rank):
-    outer_steps.GRACE_SECONDS = 4.0
+    local_sgd.GRACE_SECONDS = 4.0
     parameters = _initial(seed=0)
     local = OuterSteps(parameters.items(), LocalSteps(every=2), timeout_seconds=60)
     for step in range(2):
@@ -327,7 +327,7 @@ def test_lost_rank_is_named():
 
 
 def _waits_too_long(rank):
-    outer_steps.GRACE_SECONDS = 1.0
+    local_sgd.GRACE_SECONDS = 1.0
     local = OuterSteps([torch.zeros(3)], LocalSteps(every=1), timeout_seconds=0.3)
     if rank == 0:
         with pytest.raises(

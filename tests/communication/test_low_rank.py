@@ -10,7 +10,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_p
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_topt.communication import PowerSGD
-from lightning_topt.communication.methods.power_sgd.factors import (
+from lightning_topt.communication.methods.power_sgd import (
     first_factor,
     matrix_shape,
     orthonormal,

@@ -9,29 +9,37 @@ import pytest
 import torch
 
 from lightning_topt.communication import GradientMethod, TopK
-from lightning_topt.communication.methods.top_k import hierarchical
-from lightning_topt.communication.node import page as node_page
-from lightning_topt.communication.node.node_exchange import CollectiveNodeExchange, NodeExchange
-from lightning_topt.communication.node.node_memory import SharedMemoryNodeExchange
+from lightning_topt.communication.methods import top_k
+from lightning_topt.communication.node import node_channel, node_kernels
+from lightning_topt.communication.node.node_exchange import (
+    CollectiveNodeExchange,
+    NodeExchange,
+    SharedMemoryNodeExchange,
+)
 from lightning_topt.communication.topology import Topology
 from tests.communication.exchange_ranks import assert_equal_on_all_ranks, train, wrap
 from tests.launch import run_ranks
 
 
+def reading_forbidden(process: int, *arguments: int) -> int:
+    """Copy inside this process only."""
+    return errno.EPERM if process else node_kernels.fetch(process, *arguments)
+
+
 def parameters_after(rank: int, form: str, options: GradientMethod) -> torch.Tensor:
     """Four steps on two nodes of two ranks; all parameters."""
     if form == "segments":
-        node_page.fetch = lambda *arguments: errno.EPERM
+        node_channel.fetch = reading_forbidden
     elif form == "collectives":
         os.posix_fallocate = no_room
     made: list[NodeExchange] = []
-    original = hierarchical.make_node_exchange
+    original = top_k.make_node_exchange
 
     def recording(*arguments, **keywords):
         made.append(original(*arguments, **keywords))
         return made[-1]
 
-    hierarchical.make_node_exchange = recording
+    top_k.make_node_exchange = recording
     ddp, exchange = wrap(options, topology=Topology(2, 2, rank))
     list(train(ddp, rank=rank, steps=range(4)))
     assert_equal_on_all_ranks(ddp)

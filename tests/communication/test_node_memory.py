@@ -14,11 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_topt.communication.node import node_channel, node_memory
-from lightning_topt.communication.node import page as node_page
-from lightning_topt.communication.node.node_exchange import shard_bounds
-from lightning_topt.communication.node.node_memory import Buffers, SharedMemoryNodeExchange
-from lightning_topt.communication.node.page import LocalPeerLost, NodeMemoryUnavailable
+from lightning_topt.communication.node import node_channel, node_kernels
+from lightning_topt.communication.node.node_channel import LocalPeerLost, NodeMemoryUnavailable
+from lightning_topt.communication.node.node_exchange import (
+    Buffers,
+    SharedMemoryNodeExchange,
+    shard_bounds,
+)
 from tests.launch import run_ranks
 
 
@@ -73,7 +75,7 @@ def all_methods_of(node: SharedMemoryNodeExchange, rank: int, sizes: list[int]) 
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_equal_to_torch(ranks: int, direct: bool) -> None:
-    block = node_memory.BLOCK_BYTES // 4 * ranks
+    block = node_channel.BLOCK_BYTES // 4 * ranks
     run_ranks(
         all_methods,
         ranks,
@@ -235,10 +237,12 @@ def unavailable(rank: int, case: str) -> str:
 
         os.posix_fallocate = full
     elif case == "machines":
-        node_page.BOOT = Path(__file__).parent / ("test_collectives.py" if rank else "__init__.py")
+        node_channel.BOOT = Path(__file__).parent / (
+            "test_collectives.py" if rank else "__init__.py"
+        )
     elif case == "namespaces" and rank == 1:
-        node_page.map_of = lambda process, descriptor, size: node_page.map_shared(
-            node_page.reserve(size), size=size
+        node_channel.map_of = lambda process, descriptor, size: node_channel.map_shared(
+            node_channel.reserve(size), size=size
         )
     with pytest.raises(NodeMemoryUnavailable) as caught:
         SharedMemoryNodeExchange(dist.group.WORLD, timeout_seconds=5)
@@ -266,9 +270,14 @@ def test_all_ranks_learn_why_memory_cannot_be_shared(case: str, message: str) ->
     assert re.search(message, messages[0])
 
 
+def reading_forbidden(process: int, *arguments: int) -> int:
+    """Copy inside this process only."""
+    return errno.EPERM if process else node_kernels.fetch(process, *arguments)
+
+
 def forbidden(rank: int) -> str:
     if rank == 1:
-        node_page.fetch = lambda *arguments: errno.EPERM
+        node_channel.fetch = reading_forbidden
     node = exchange()
     assert not node.direct
     all_methods_of(node, rank, [5, 70_000])

@@ -13,8 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_topt.communication.node.node_memory import SharedMemoryNodeExchange
-from lightning_topt.communication.node.page import LocalPeerLost, process_start
+from lightning_topt.communication.node.node_channel import LocalPeerLost
+from lightning_topt.communication.node.node_exchange import SharedMemoryNodeExchange
+from lightning_topt.communication.rank_watch import process_start
 from tests.launch import run_ranks
 from tests.shared_memory import shared_files
 

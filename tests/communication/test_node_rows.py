@@ -12,14 +12,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_topt.communication.node.node_memory import BLOCK_BYTES
-from lightning_topt.communication.node.page import LocalPeerLost
+from lightning_topt.communication.node.node_channel import BLOCK_BYTES, LocalPeerLost
 from lightning_topt.communication.node.rows import NodeRows, node_rows
 from tests.launch import run_ranks
 
 
 def values(rank: int, n: int) -> torch.Tensor:
     return torch.randn(n, generator=torch.Generator().manual_seed(31 * n + rank))
+
+
+def filled(rank: int, shape: tuple[int, ...]) -> torch.Tensor:
+    numel = torch.Size(shape).numel()
+    return values(rank, max(1, numel))[:numel].view(shape)
 
 
 def average(rank: int, sizes: list[int]) -> None:
@@ -58,15 +62,7 @@ def gather(rank: int) -> None:
     shapes = {r: [(3, 4), (0,), (100_000,), ()] for r in range(ranks) if r != 1}
     for step in range(3):
         for dtype in (torch.float32, torch.bfloat16, torch.int64):
-            true = {
-                r: [
-                    (values(r + step, max(1, torch.Size(s).numel()))[: torch.Size(s).numel()] * 9)
-                    .to(dtype)
-                    .view(s)
-                    for s in shapes[r]
-                ]
-                for r in shapes
-            }
+            true = {r: [filled(r + step, s).mul(9).to(dtype) for s in shapes[r]] for r in shapes}
             parts = {
                 r: [t.clone() if r == rank else torch.zeros_like(t) for t in true[r]] for r in true
             }

@@ -17,9 +17,10 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from lightning_topt.communication import rank_watch
-from lightning_topt.communication.processes import fate_of, own_identity
 from lightning_topt.communication.rank_watch import (
+    fate_of,
     is_of_collective,
+    own_identity,
     time_limit,
     watch_ranks,
     within_limit,

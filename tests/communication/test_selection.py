@@ -11,14 +11,13 @@ from lightning_topt.basics.jit import compiled
 from lightning_topt.communication.selection import (
     NonFiniteError,
     feedback_top_k,
-    numba_kernels,
-    threshold_search,
+    kernels,
     top_k,
+    vector_top_k,
     warm_up,
 )
-from lightning_topt.communication.selection.bisection import mstopk_indices
-from lightning_topt.communication.selection.sampled import first_largest
-from lightning_topt.communication.selection.top_k import _feedback_device
+from lightning_topt.communication.selection.plain import first_largest, mstopk_indices
+from lightning_topt.communication.selection.vector_top_k import _feedback_device
 
 EXACT = ["auto", "sampled", "torch"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -179,19 +178,19 @@ def test_where_the_sample_misleads_the_search_goes_on_as_meant(data, k, ways, mo
     """Not only right, but by the way that was meant."""
     taken, chosen, tied, lower = (
         [],
-        threshold_search._chosen,
-        threshold_search._with_ties,
-        threshold_search._corrected_bound,
+        vector_top_k._chosen,
+        vector_top_k._with_ties,
+        vector_top_k._corrected_bound,
     )
 
     def spy_chosen(bits, positions, k):
         taken.append("list" if positions.size else "whole")
         return chosen(bits, positions, k)
 
-    monkeypatch.setattr(threshold_search, "_chosen", spy_chosen)
-    monkeypatch.setattr(threshold_search, "_with_ties", lambda *a: taken.append("ties") or tied(*a))
+    monkeypatch.setattr(vector_top_k, "_chosen", spy_chosen)
+    monkeypatch.setattr(vector_top_k, "_with_ties", lambda *a: taken.append("ties") or tied(*a))
     monkeypatch.setattr(
-        threshold_search, "_corrected_bound", lambda *a: taken.append("lower") or lower(*a)
+        vector_top_k, "_corrected_bound", lambda *a: taken.append("lower") or lower(*a)
     )
     x, residual = DATA[data](200_003), torch.zeros(200_003)
     assert torch.equal(top_k(x, k).indices, slow_indices(x, k))
@@ -243,10 +242,10 @@ def test_first_largest_prefers_the_first():
 def test_warm_up_compiles_everything_without_the_interpreters_lock():
     warm_up()
     for kernel in (
-        numba_kernels.collect,
-        numba_kernels.collect_sum,
-        numba_kernels.take,
-        numba_kernels.zero_at,
+        kernels.collect,
+        kernels.collect_sum,
+        kernels.take,
+        kernels.zero_at,
     ):
         assert kernel.signatures and kernel.targetoptions["nogil"]
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_topt.communication import Sign
-from lightning_topt.communication.methods.sign.sign_bits import (
+from lightning_topt.communication.methods.sign import (
     add_signs,
     add_signs_torch,
     mean_abs,

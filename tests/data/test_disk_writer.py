@@ -15,7 +15,7 @@ from functools import partial
 import pytest
 import torch
 
-from lightning_topt.communication.node.page import process_start
+from lightning_topt.communication.rank_watch import process_start
 from lightning_topt.data.cache import disk_writer, segment_store
 from lightning_topt.data.cache.sample_cache import SampleCache
 from lightning_topt.data.cache.sample_codec import decode, encode, size_of

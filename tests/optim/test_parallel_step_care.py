@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from lightning_topt.communication.peers import PeerLostError
+from lightning_topt.communication.rank_watch import PeerLostError
 from lightning_topt.optim.parallel_step import install_parallel_step
 from lightning_topt.optim.pieces import Piece
 from tests.launch import _rank, run_ranks

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_topt.communication import peers
+from lightning_topt.communication import rank_watch as peers
 from lightning_topt.optim.bucket_slices import Segment, cut_buckets, pieces_of_segment, segment_of
 from lightning_topt.optim.pieces import check_pieces
 from lightning_topt.optim.reduce_scatter import ReduceScatterExchange

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from lightning_topt.communication.elastic import attempt_store
+from lightning_topt.communication.rank_watch import attempt_store
 from tests.preloaded import preloaded_python
 
 SCRIPT = """

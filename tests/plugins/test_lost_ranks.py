@@ -32,7 +32,7 @@ from lightning_topt import (
     PipelineStrategy,
 )
 from lightning_topt.communication import LocalSteps, TopK
-from lightning_topt.communication.processes import process_state
+from lightning_topt.communication.rank_watch import process_state
 from lightning_topt.costs.cluster import Cluster, Device, Link
 from tests.launch import free_port
 from tests.plugins.trainer_ranks import RecordingGPT, _as_torchrun, loader, make_trainer

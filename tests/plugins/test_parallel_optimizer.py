@@ -29,7 +29,7 @@ from lightning_topt import (
     ParallelOptimizerStep,
     TopK,
 )
-from lightning_topt.communication.peers import PeerLostError
+from lightning_topt.communication.rank_watch import PeerLostError
 from lightning_topt.optim import adaptive_step
 from lightning_topt.optim.decision import GatherCost
 from lightning_topt.optim.lars import LARS

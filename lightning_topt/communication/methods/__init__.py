@@ -1,5 +1,4 @@
-"""The ways for replicas to stay together: one folder each, whose package exports the method's
-class.
+"""The ways for replicas to stay together: one module or folder each, with the method's class.
 
-`method_registry` finds them here by themselves. What several methods share is beside this folder.
+`method_registry` finds them here by itself. What several methods share is beside this folder.
 """

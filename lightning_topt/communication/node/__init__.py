@@ -1,3 +1,4 @@
-"""Sums and gathers inside one node: by collectives, or through memory where CPU ranks share a
-machine.
+"""Sums and gathers inside one node.
+
+By collectives, or through memory where CPU ranks share a machine.
 """

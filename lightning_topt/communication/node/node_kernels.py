@@ -1,8 +1,8 @@
-"""Compiled parts of the in-node exchange: reading other processes' memory, summing, waiting. None
-of them holds the GIL.
+"""Compiled parts of the exchange inside a node: reading other processes' memory, adding, waiting.
 
-Numba compiles them; the C library's functions are called by name, so that compiled code can be
-cached. Addresses are int64.
+None of them holds the GIL. Numba compiles them; the C library's functions are called by name, so
+that compiled code can be cached. A file of its own because Numba caches by file. Addresses are
+int64.
 """
 
 from __future__ import annotations
@@ -37,13 +37,15 @@ _syscall = ExternalFunction("syscall", _long(_long, _long, _long, _long, _long, 
 
 
 def _typed_intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Make `function` an intrinsic, typed as a function."""
     return cast(Callable[..., Any], intrinsic(function))
 
 
 @_typed_intrinsic
 def load_acquire(typing: Any, address: Any) -> Any:
-    """Return the int64 at `address`; reads that follow see what was written before it was
-    stored.
+    """Return the int64 at `address`.
+
+    Reads that follow see what was written before it was stored.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -78,8 +80,9 @@ def load_int32(typing: Any, address: Any) -> Any:
 
 @_typed_intrinsic
 def widen(typing: Any, value: Any) -> Any:
-    """Return an element as float32. bfloat16 comes as uint16 and float16 as int16: Numba has
-    neither.
+    """Return an element as float32.
+
+    bfloat16 comes as uint16 and float16 as int16: Numba has neither.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -97,10 +100,9 @@ def widen(typing: Any, value: Any) -> Any:
 
 @compiled
 def fetch(process: int, target: int, source: int, size: int, vector: int) -> int:
-    """Copy `size` bytes of `process` at `source` to `target`; process 0 is this one. Returns 0 or
-    an error number.
+    """Copy `size` bytes of `process` at `source` to `target`; process 0 is this one.
 
-    `vector` is the address of four int64 to work with.
+    `vector` is the address of four int64 to work with. Returns 0 or an error number.
     """
     if process == 0:
         _copy(target, source, size)
@@ -122,8 +124,7 @@ def fetch(process: int, target: int, source: int, size: int, vector: int) -> int
 def gather_ranks(
     processes: Array, sources: Array, targets: Array, sizes: Array, rank: int, vector: int
 ) -> tuple[int, int]:
-    """Copy ``sizes[peer]`` bytes of every other rank from ``sources[peer]`` there to
-    ``targets[peer]`` here.
+    """Copy every other rank's ``sizes[peer]`` bytes at ``sources[peer]`` to ``targets[peer]`` here.
 
     Returns (rank, error number) of a failed read, (0, 0) where all went well.
     """
@@ -146,10 +147,9 @@ def sum_ranks(
     received: Array,
     vector: int,
 ) -> tuple[int, int]:
-    """Compute ``total = own + others'`` in rank order, in blocks, so that what is read of the
-    others stays in the cache.
+    """Compute ``total = own + others'`` in rank order, in blocks that stay in the cache.
 
-    `total` (n,) float32, not the memory of `own` (n,); `processes` and `sources` (ranks,) say where
+    `total` (n,) float32, not the memory of `own` (n,). `processes` and `sources` (ranks,) say where
     the others' n elements are; `received` (ranks, block) is memory to work with. Returns (rank,
     error number) of a failed read, or (0, 0).
     """
@@ -179,11 +179,11 @@ def sum_ranks(
 def average_slice(
     own: Array, processes: Array, sources: Array, rank: int, received: Array, vector: int
 ) -> tuple[int, int]:
-    """``own`` (n,) float32 becomes the mean of it and of the n elements at ``sources[peer]`` of
-    every other rank, in blocks.
+    """Make ``own`` (n,) float32 the mean of it and of the other ranks' n elements, in blocks.
 
-    Terms are scaled before they are added, in rank order from the next rank on. `received` (block,)
-    float32 is memory to work with. Returns (rank, error number) of a failed read, or (0, 0).
+    They are at ``sources[peer]``. Terms are scaled before they are added, in rank order from the
+    next rank on. `received` (block,) float32 is memory to work with. Returns (rank, error number)
+    of a failed read, or (0, 0).
     """
     ranks, block = processes.shape[0], received.shape[0]
     scale = np.float32(1.0 / ranks)
@@ -214,8 +214,7 @@ def gather_tables(
     rank: int,
     vector: int,
 ) -> tuple[int, int]:
-    """Copy what lies at the addresses in every other rank's table, which is at ``sources[peer]``
-    there.
+    """Copy what lies at the addresses in every other rank's table, which is at ``sources[peer]``.
 
     Entries ``starts[peer]`` up to ``starts[peer + 1]`` of `targets` (addresses here) and `sizes`
     (bytes) are its own; `table` is memory for a table. Returns (rank, error number) of a failed
@@ -225,9 +224,14 @@ def gather_tables(
     for step in range(1, ranks):
         peer = (rank + step) % ranks  # every rank starts with another one
         first, count = starts[peer], starts[peer + 1] - starts[peer]
+        # its table first, then what the table points at
         error = fetch(
-            processes[peer], np.int64(table.ctypes.data), sources[peer], 8 * count, vector
-        )  # type: ignore[arg-type]
+            processes[peer],
+            np.int64(table.ctypes.data),  # type: ignore[arg-type]
+            sources[peer],
+            8 * count,
+            vector,
+        )
         if error:
             return peer, error
         for index in range(count):
@@ -241,15 +245,16 @@ def gather_tables(
 
 @compiled
 def announce(word: int, value: int) -> None:
-    """Set the shared int64 at `word` after everything written before, and wake who waits for it."""
+    """Set the shared int64 at `word` after everything written before, and wake its waiters."""
     store_release(word, value)
     _syscall(FUTEX_CALL, word, FUTEX_WAKE, EVERY_WAITER, 0, 0, 0)
 
 
 @compiled
 def wait_for(word: int, value: int, nanoseconds: int, timespec: int) -> bool:
-    """Return whether the shared int64 at `word` reached `value`, after sleeping at most
-    `nanoseconds` (below 1 s) or woken.
+    """Return whether the shared int64 at `word` reached `value`.
+
+    Sleeps at most `nanoseconds` (below 1 s), or until woken.
     """
     for _ in range(YIELDS):
         if load_acquire(word) >= value:
@@ -267,8 +272,9 @@ def wait_for(word: int, value: int, nanoseconds: int, timespec: int) -> bool:
 
 @compiled
 def load_word(word: int) -> int:
-    """Return the shared int64 at `word`; reads that follow see what was written before it was
-    set.
+    """Return the shared int64 at `word`.
+
+    Reads that follow see what was written before it was set.
     """
     value: int = load_acquire(word)
     return value

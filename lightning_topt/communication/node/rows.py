@@ -1,10 +1,10 @@
-"""Gradients averaged and parameters gathered among the CPU ranks of one node, straight from each
-other's memory.
+"""Gradients averaged and parameters gathered among the CPU ranks of one node.
 
-Slices and rows stay where they are in every process: what a rank needs is read there
-(`process_vm_readv`) in one copy, blocks of gradients are added up while they are in the cache. On
-two ranks of one machine this takes a fraction of the time of the collectives of gloo, which go
-through sockets (figures: benchmarks/results/optimizer_step.md).
+`node_rows` makes a `NodeRows` where all ranks share one machine. Slices and rows stay where they
+are in every process: what a rank needs is read there (`process_vm_readv`) in one copy, and blocks
+of gradients are added up while they are in the cache. On two ranks of one machine this takes a
+fraction of the time of gloo's collectives, which go through sockets (figures:
+benchmarks/results/optimizer_step.md). For optimizers whose step is divided among ranks.
 """
 
 from __future__ import annotations
@@ -17,21 +17,48 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_topt.communication.node.node_channel import CHANNEL_WORDS, Channel, Operation
+from lightning_topt.communication.node.node_channel import (
+    BLOCK_BYTES,
+    CHANNEL_WORDS,
+    Channel,
+    NodeMemoryUnavailable,
+    NodePage,
+    Operation,
+)
 from lightning_topt.communication.node.node_kernels import Array, average_slice, gather_tables
-from lightning_topt.communication.node.node_memory import BLOCK_BYTES
-from lightning_topt.communication.node.page import NodeMemoryUnavailable, NodePage
 
 log = logging.getLogger(__name__)
 
 
-class NodeRows:
-    """Making one is a collective call on `group`, whose ranks are those of one node; methods are
-    called alike on all of them.
+def node_rows(
+    group: dist.ProcessGroup, *, device: torch.device, num_nodes: int, timeout_seconds: float
+) -> NodeRows | None:
+    """Collective call: `NodeRows` where CPU ranks share one node, None where they do not.
 
-    `timeout_seconds`: how long a wait lasts for a rank that is alive; one that is gone is noticed
-    at once. Raises NodeMemoryUnavailable, on all ranks, where they are not on one machine or may
-    not read each other's memory.
+    Where one node's ranks cannot share memory, the log says so.
+    """
+    if device.type != "cpu" or num_nodes != 1 or dist.get_world_size(group) < 2:
+        return None
+    try:
+        return NodeRows(group, timeout_seconds=timeout_seconds)
+    except NodeMemoryUnavailable as error:
+        log.warning("%s; parameters are exchanged inside the node by collectives", error)
+        return None
+
+
+class NodeRows:
+    """Averages slices and gathers rows in place, through memory. Making one is a collective call.
+
+    Methods are called alike on all ranks of `group`, which are those of one node.
+
+    Args:
+        group: the ranks of the node.
+        timeout_seconds: how long a wait lasts for a rank that is alive; one that is gone is noticed
+            at once.
+
+    Raises:
+        NodeMemoryUnavailable: on all ranks, where they are not on one machine or may not read each
+            other's memory.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, timeout_seconds: float) -> None:
@@ -42,21 +69,21 @@ class NodeRows:
                 f"ranks may not read each other's memory: {self.page.unreadable}"
             )
         self.rank, self.size = self.page.rank, self.page.size
+        # one channel per method: each keeps its own sequence
         self.slices, self.tables = (
             Channel(self.page, base=index * CHANNEL_WORDS, direct=True) for index in range(2)
         )
         self.received = np.empty(BLOCK_BYTES // 4, dtype=np.float32)
 
     def average_slices(self, flat: Tensor, bounds: Sequence[int]) -> Operation:
-        """Every rank's own slice of `flat` (n,) float32 becomes the mean over ranks; the others'
-        slices stay.
+        """Average over ranks every rank's own slice of `flat` (n,) float32; the other slices stay.
 
-        Slice r is ``flat[bounds[r]:bounds[r + 1]]``. `flat` is not to be written before ``wait()``
+        Slice r is ``flat[bounds[r]:bounds[r + 1]]``. `flat` must not be written before ``wait()``
         has returned.
         """
         assert flat.dtype == torch.float32 and flat.is_contiguous() and flat.device.type == "cpu"
         begin, end = bounds[self.rank], bounds[self.rank + 1]
-        own = flat.detach().numpy()[begin:end]
+        own = flat.detach().numpy()[begin:end]  # averaged in place
 
         def read(processes: Array, sources: Array) -> tuple[int, int]:
             vector = self.page.vector_address
@@ -70,10 +97,10 @@ class NodeRows:
         )
 
     def gather_rows(self, parts: Mapping[int, Sequence[Tensor]]) -> Operation:
-        """``parts[r]``, contiguous CPU tensors, take the values that they have on rank r; as many
-        and as large on all ranks.
+        """Give ``parts[r]``, contiguous CPU tensors, the values that they have on rank r.
 
-        Tensors are not to be written, nor given other memory, before ``wait()`` has returned.
+        All ranks have as many tensors of the same sizes. They must not be written, nor given other
+        memory, before ``wait()`` has returned.
         """
         per_rank = [list(parts.get(rank, ())) for rank in range(self.size)]
         assert all(
@@ -81,13 +108,13 @@ class NodeRows:
             for of_rank in per_rank
             for part in of_rank
         )
+        # addresses here and bytes of all parts, those of rank r from starts[r] on
         flat = [part for of_rank in per_rank for part in of_rank]
         targets = np.array([part.data_ptr() for part in flat], dtype=np.int64)
         sizes = np.array([part.nbytes for part in flat], dtype=np.int64)
         counts = [len(of_rank) for of_rank in per_rank]
         starts = np.cumsum([0, *counts], dtype=np.int64)
-        # The others find this rank's tensors by a table of their addresses; one word more, for a
-        # rank without any.
+        # What is published is a table of this rank's addresses, never empty.
         table = torch.from_numpy(np.append(targets[starts[self.rank] : starts[self.rank + 1]], 0))
         read_table = np.empty(max(counts) + 1, dtype=np.int64)
 
@@ -103,22 +130,7 @@ class NodeRows:
         )
 
     def close(self) -> None:
-        """Leave: the others' waits for this rank end with an error. May be called twice."""
+        """Leave: other ranks' waits for this one end with an error. May be called twice."""
         self.page.leave()
         for channel in (self.slices, self.tables):
             channel.close()
-
-
-def node_rows(
-    group: dist.ProcessGroup, *, device: torch.device, num_nodes: int, timeout_seconds: float
-) -> NodeRows | None:
-    """Collective call: `NodeRows` where CPU ranks share one node, None where collectives are the
-    way (said if it is news).
-    """
-    if device.type != "cpu" or num_nodes != 1 or dist.get_world_size(group) < 2:
-        return None
-    try:
-        return NodeRows(group, timeout_seconds=timeout_seconds)
-    except NodeMemoryUnavailable as error:
-        log.warning("%s; parameters are exchanged inside the node by collectives", error)
-        return None

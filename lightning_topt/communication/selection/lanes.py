@@ -1,9 +1,8 @@
-"""The inner step of the selection for Numba: 64 magnitudes against a threshold, answered as the
-bits of one integer.
+"""64 magnitudes against a threshold, answered as the bits of one integer: for Numba.
 
 Written in LLVM's own vector operations, since no Python loop becomes them; LLVM splits the 64 lanes
 into what the processor has. Kernels that use this are cached by Numba under their own file's date:
-touch `numba_kernels.py` after a change here.
+touch `kernels.py` and `wire_kernels.py` after a change here.
 
 An array's dtype says what its elements are: float32, uint16 for float16 and int16 for bfloat16,
 which NumPy does not know.
@@ -36,6 +35,7 @@ _READ, _KEEP, _DATA = (ir.Constant(_INT, value) for value in (0, 3, 1))
 
 
 def _broadcast(builder: ir.IRBuilder, value: Any, kind: Any) -> Any:
+    """Return a vector of 64 times `value`."""
     undefined = ir.Constant(kind, ir.Undefined)
     first = builder.insert_element(undefined, value, ir.Constant(_INT, 0))
     return builder.shuffle_vector(first, undefined, _all(0))
@@ -46,6 +46,7 @@ def _pointer(builder: ir.IRBuilder, data: Any, start: Any, kind: Any) -> Any:
 
 
 def _load(builder: ir.IRBuilder, data: Any, start: Any, kind: Any) -> Any:
+    """Return the 64 elements from `start`, and prefetch what comes later."""
     size = 4 if kind is _FLOATS else 2
     byte = _pointer(builder, data, start, ir.IntType(8))
     prefetch = builder.module.declare_intrinsic("llvm.prefetch", [byte.type], _PREFETCH)
@@ -73,8 +74,9 @@ def _load_floats(builder: ir.IRBuilder, data: Any, start: Any, dtype: Any) -> An
 
 
 def _widened(builder: ir.IRBuilder, words: Any) -> Any:
-    """Convert float16 to float32 by its bits: LLVM's own conversion calls a function that is not
-    there before AVX2.
+    """Convert float16 to float32 by its bits.
+
+    LLVM's own conversion calls a function that is not there before AVX2.
     """
     magnitude = builder.shl(builder.and_(words, _all(0x7FFF)), _all(13))
     exponent = builder.and_(magnitude, _all(0x1F << 23))
@@ -94,12 +96,13 @@ def _widened(builder: ir.IRBuilder, words: Any) -> Any:
 
 
 def _reaching(builder: ir.IRBuilder, magnitudes: Any, threshold: Any) -> Any:
+    """Return the lanes that reach `threshold` as bits of one integer."""
     # Signed, as no magnitude has the sign bit: AVX2 has no unsigned comparison.
     return builder.bitcast(builder.icmp_signed(">=", magnitudes, threshold), _LONG)
 
 
 def _masks(builder: ir.IRBuilder, floats: Any, threshold: Any) -> tuple[Any, Any]:
-    """Bits of the lanes that reach `threshold`, and of those that are not finite."""
+    """Return bits of the lanes that reach `threshold`, and of those that are not finite."""
     magnitudes = builder.and_(builder.bitcast(floats, _INTS), _all(MAGNITUDE_MASK))
     infinite = _reaching(builder, magnitudes, _all(INFINITY_BITS))
     return _reaching(builder, magnitudes, _broadcast(builder, threshold, _INTS)), infinite
@@ -111,10 +114,10 @@ def _array(generator: Any, builder: ir.IRBuilder, kind: Any, value: Any) -> Any:
 
 @intrinsic
 def mask_group(context: Any, data: Any, start: Any, threshold: Any) -> Any:
-    """Return which of ``data[start : start + 64]`` have at least the magnitude `threshold`
-    (float32's bits), and which are not finite.
+    """Return which of ``data[start : start + 64]`` reach `threshold`, and which are not finite.
 
-    `data` (n,) float32, uint16 or int16. Returns two int64; bit j stands for element ``start + j``.
+    `data` (n,) float32, uint16 or int16; `threshold` is the bits of a float32. Returns two int64;
+    bit j stands for element ``start + j``.
     """
 
     def generate(generator: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
@@ -136,11 +139,11 @@ def add_group(
     momentum: Any,
     threshold: Any,
 ) -> Any:
-    """Return the same of ``residual`` after ``residual += scale * gradient`` on its 64 elements;
-    without effect if one is not finite.
+    """Do ``residual += scale * gradient`` on 64 elements, and return what `mask_group` returns.
 
-    With `velocity` (not None), ``velocity = momentum * velocity + scale * gradient; residual +=
-    velocity``. `residual` and `velocity` (n,) float32, `gradient` (n,) float32, uint16 or int16.
+    Without effect if a sum is not finite. With `velocity` (not None), ``velocity = momentum *
+    velocity + scale * gradient; residual += velocity``. `residual` and `velocity` (n,) float32,
+    `gradient` (n,) float32, uint16 or int16.
     """
 
     def generate(generator: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
@@ -149,6 +152,7 @@ def add_group(
         floats = _load_floats(
             builder, _array(generator, builder, gradient, added), start, gradient.dtype
         )
+        # what is added: scale * gradient, or the new velocity
         change = builder.fmul(floats, _broadcast(builder, scale, _FLOATS))
         stores = []
         if velocity is not types.none:
@@ -158,6 +162,7 @@ def add_group(
             )
             change = builder.fadd(moved, change)
             stores.append((moving_data, change))
+        # the sum, stored only where all 64 are finite
         total = builder.fadd(_load(builder, kept_data, start, _FLOATS), change)
         mask, infinite = _masks(builder, total, threshold)
         with builder.if_then(

@@ -1,9 +1,9 @@
-"""The exact selection on CUDA: one pass over memory by a Triton kernel, the rest on the few
-survivors.
+"""The exact selection on CUDA: one pass over memory by a Triton kernel.
 
 The kernel adds the gradient to the residual, compares with a threshold that stays on the device,
-and appends survivors through an atomic counter; their order is restored by sorting their indices.
-Imported everywhere, usable where Triton is.
+and appends survivors through an atomic counter; sorting their indices restores their order. The
+rest is done on the few survivors. A file of its own because it is imported everywhere, and usable
+only where Triton is.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_topt.communication.selection.outcome import NonFiniteError, Selection
-from lightning_topt.communication.selection.sampled import (
+from lightning_topt.communication.selection.plain import (
     RUN,
     SAMPLE_SHARE,
+    NonFiniteError,
+    Selection,
     expected_rank,
     first_largest,
     sample_share,
@@ -45,8 +46,10 @@ if triton is not None:
         ACCUMULATE: tl.constexpr,
         SIZE: tl.constexpr,
     ):
-        """Collect survivors; state[0] is their number, state[1] says whether a value is not finite
-        (such a value is left as it was).
+        """Append the indices of what reaches the threshold.
+
+        state[0] is their number, state[1] says whether a value is not finite (such a value is left
+        as it was).
         """
         at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
         inside = at < numel
@@ -67,8 +70,9 @@ if triton is not None:
 
 
 def select(x: Tensor, k: int) -> Tensor:
-    """Return the indices (k,) int64 of the k largest magnitudes of the flat CUDA tensor `x`,
-    ascending. Raises NonFiniteError.
+    """Return the indices (k,) int64 of the k largest magnitudes of the flat CUDA tensor `x`.
+
+    They ascend. Raises NonFiniteError.
     """
     indices = _select(x, x, k, scale=0.0, accumulate=False)
     if indices is None:
@@ -93,6 +97,7 @@ def feedback_select(added: Tensor, residual: Tensor, k: int, *, scale: float) ->
 def _select(
     values: Tensor, added: Tensor, k: int, *, scale: float, accumulate: bool
 ) -> Tensor | None:
+    """Return the indices of the k largest of `values` (after adding); None: not finite."""
     numel = values.numel()
     threshold = _threshold(values, added, k, scale)
     room = min(numel, 2 * k + int(4 * (expected_rank(numel, k) / sample_share(numel) - k))) + BLOCK
@@ -125,7 +130,7 @@ def _select(
 
 
 def _threshold(values: Tensor, added: Tensor, k: int, scale: float) -> Tensor:
-    """A lower bound of the k-th largest magnitude, () float32, on the device."""
+    """Return a lower bound of the k-th largest magnitude, () float32, on the device."""
     numel = values.numel()
     if k == 0:
         return torch.full((), torch.inf, device=values.device)

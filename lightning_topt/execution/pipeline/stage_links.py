@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_topt.communication.peers import PeerLostError
+from lightning_topt.communication.rank_watch import PeerLostError
 from lightning_topt.communication.topology import own_group
 from lightning_topt.execution.pipeline.stage_peers import flat, laid_out
 from lightning_topt.graph.step_flow import LeafSpec

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_topt.communication.peers import PeerLostError
+from lightning_topt.communication.rank_watch import PeerLostError
 from lightning_topt.communication.topology import own_group
 from lightning_topt.execution.pipeline.messages import Message
 from lightning_topt.graph.step_flow import LeafSpec

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_topt.communication.peers import PeerLostError
+from lightning_topt.communication.rank_watch import PeerLostError
 from lightning_topt.execution.pipeline.pipeline_groups import PipelineGroups
 
 

@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_topt.communication.peers import PeerLostError
-from lightning_topt.communication.rank_watch import is_of_collective, watch_ranks
+from lightning_topt.communication.rank_watch import PeerLostError, is_of_collective, watch_ranks
 from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.pipeline.pipeline_run import Example
 from tests.execution.pipeline.stage_models import loss_of, make, plan_of, tokens

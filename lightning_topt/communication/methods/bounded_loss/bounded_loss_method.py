@@ -26,9 +26,9 @@ from typing import ClassVar
 
 from typing_extensions import override
 
-from lightning_topt.communication.exchange_context import ExchangeContext
-from lightning_topt.communication.exchange_method import COMPILED_BYTES
-from lightning_topt.communication.exchange_work import (
+from lightning_topt.communication.bucket import ExchangeContext
+from lightning_topt.communication.exchange_method import (
+    COMPILED_BYTES,
     DECODE_BYTES_PER_ENTRY,
     DECODE_CALLS,
     ENCODE_CALLS,

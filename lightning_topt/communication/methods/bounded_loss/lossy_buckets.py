@@ -17,13 +17,13 @@ from lightning_topt.communication.bucket import (
     Bucket,
     BucketExchange,
     BucketLayout,
+    ExchangeContext,
     NonFiniteGradient,
     Stages,
     is_finite,
     together,
 )
-from lightning_topt.communication.collectives import ring_all_gather
-from lightning_topt.communication.exchange_context import ExchangeContext, make_node_exchange
+from lightning_topt.communication.collectives import Waitable, ring_all_gather
 from lightning_topt.communication.methods.bounded_loss.bounded_loss_options import (
     BoundedLossOptions,
 )
@@ -32,7 +32,7 @@ from lightning_topt.communication.methods.bounded_loss.lossy_parts import (
     joined,
     lossy_parts,
 )
-from lightning_topt.communication.node.node_exchange import Waitable, shard_bounds
+from lightning_topt.communication.node.node_exchange import make_node_exchange, shard_bounds
 from lightning_topt.communication.residual import BucketResidual, FeedbackRule, ResidualStore, State
 from lightning_topt.communication.selection import Selection, top_k
 from lightning_topt.communication.wire import MessageFormat

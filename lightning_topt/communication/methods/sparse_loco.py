@@ -1,9 +1,10 @@
-"""SparseLoCo: local steps, of which the largest entries of every chunk travel in 2 bits (arXiv
-2508.15706, algorithm 1).
+"""SparseLoCo: local steps, of which the largest entries of every chunk travel in 2 bits.
+
+arXiv 2508.15706, algorithm 1:
 
     delta = parameters that all agreed on - this rank's, after `every` local steps
-    residual = residual_decay * residual + delta;  sent = the largest of each chunk, in `bits`
-    residual = residual - sent
+    residual = residual_decay * residual + delta
+    sent = the largest of each chunk, in `bits`;  residual = residual - sent
     parameters = parameters - outer_learning_rate * mean of what all ranks sent
 
 The residual that fades takes the place of the outer momentum: what one step does not send pushes in
@@ -21,72 +22,24 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_topt.basics.argument_checks import check_real, check_whole
-from lightning_topt.communication.level_message import LevelMessage
-from lightning_topt.communication.levels import check_bits, warm_up_levels
-from lightning_topt.communication.local_method import LocalMethod
-from lightning_topt.communication.outer_gradient import OuterGradient
-from lightning_topt.communication.outer_step import EntriesMean, MeanOverRanks, OuterMean, Wait
+from lightning_topt.communication.local_sgd import (
+    EntriesMean,
+    LocalMethod,
+    MeanOverRanks,
+    OuterGradient,
+    OuterMean,
+    Wait,
+)
 from lightning_topt.communication.selection.chunk_top_k import (
     Chunks,
     take_chunk_top_k,
     warm_up_chunks,
 )
-from lightning_topt.communication.wire import warm_up_wire
+from lightning_topt.communication.wire import LevelMessage, check_bits, warm_up_levels, warm_up_wire
 
 # Elements of a part: on a CPU 8 MB, in the last cache until what rounding took is put back;
 # elsewhere, what int32 counts.
 PART, DEVICE_PART = 1 << 21, 1 << 28
-
-
-class ChunkMean(MeanOverRanks):
-    """The largest entries of each chunk of the ranks' residuals, by all-gathers of levels, codes
-    and indices.
-
-    One for each part: it travels while the next is selected.
-    """
-
-    residual: Tensor
-
-    def __init__(
-        self,
-        chunks: Chunks,
-        *,
-        bits: int,
-        decay: float,
-        device: torch.device,
-        group: dist.ProcessGroup | None,
-    ) -> None:
-        super().__init__(group=group)
-        self.decay = decay
-        self.size = (
-            max(1, (PART if device.type == "cpu" else DEVICE_PART) // chunks.chunk) * chunks.chunk
-        )
-        sizes = [
-            min(self.size, chunks.numel - start) for start in range(0, chunks.numel, self.size)
-        ]
-        self.parts = [Chunks(size, chunks.chunk, chunks.per_chunk) for size in sizes]
-        self.forms = [LevelMessage(part.numel, (part.k,), bits) for part in self.parts]
-        self.residual = torch.zeros(chunks.numel, device=device)
-        if device.type == "cpu":
-            warm_up_chunks()
-            warm_up_levels(bits)
-            warm_up_wire()
-
-    def mean(self, gradient: OuterGradient, *, wait: Wait) -> OuterMean:
-        """Return the mean of what was selected."""
-        gathers = []
-        residuals = torch.split(self.residual, self.size)
-        for block, residual, chunks, form in zip(
-            gradient.blocks(self.size), residuals, self.parts, self.forms, strict=True
-        ):
-            chosen = take_chunk_top_k(block, residual, chunks, decay=self.decay)
-            gathers.append(self.send_entries(chosen, form, residual=residual))
-        for _, work in gathers:
-            wait(work)
-        received = zip(self.forms, gathers, strict=True)
-        return EntriesMean(
-            [(form.numel, messages, form.unpack) for form, (messages, _) in received]
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +47,7 @@ class SparseLoCo(LocalMethod):
     """Ranks train alone; an outer step adds the mean of the largest entries of how far they went.
 
     - ``density``: the share of each chunk's entries that is sent;
-    - ``bits``: of each value: 1, 2, 4 or 8 (`levels`); what rounding takes away stays in the
+    - ``bits``: of each value: 1, 2, 4 or 8 (`wire`); what rounding takes away stays in the
       residual;
     - ``chunk``: elements, of parameters one after the other;
     - ``residual_decay``: what is left of the residual after an outer step.
@@ -139,4 +92,53 @@ class SparseLoCo(LocalMethod):
         chunks = Chunks.of_density(numel, chunk=self.chunk, density=self.density)
         return ChunkMean(
             chunks, bits=self.bits, decay=self.residual_decay, device=device, group=group
+        )
+
+
+class ChunkMean(MeanOverRanks):
+    """The largest entries of each chunk of the ranks' residuals.
+
+    They travel by all-gathers of levels, codes and indices, one for each part, while the next part
+    is selected.
+    """
+
+    residual: Tensor
+
+    def __init__(
+        self,
+        chunks: Chunks,
+        *,
+        bits: int,
+        decay: float,
+        device: torch.device,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        super().__init__(group=group)
+        self.decay = decay
+        most = PART if device.type == "cpu" else DEVICE_PART
+        self.size = max(1, most // chunks.chunk) * chunks.chunk  # full chunks
+        starts = range(0, chunks.numel, self.size)
+        sizes = [min(self.size, chunks.numel - start) for start in starts]
+        self.parts = [Chunks(size, chunks.chunk, chunks.per_chunk) for size in sizes]
+        self.forms = [LevelMessage(part.numel, (part.k,), bits) for part in self.parts]
+        self.residual = torch.zeros(chunks.numel, device=device)
+        if device.type == "cpu":
+            warm_up_chunks()
+            warm_up_levels(bits)
+            warm_up_wire()
+
+    def mean(self, gradient: OuterGradient, *, wait: Wait) -> OuterMean:
+        """Return the mean of what was selected."""
+        # select part after part; each travels while the next is selected
+        gathers = []
+        blocks, residuals = gradient.blocks(self.size), torch.split(self.residual, self.size)
+        parts = zip(blocks, residuals, self.parts, self.forms, strict=True)
+        for block, residual, chunks, form in parts:
+            chosen = take_chunk_top_k(block, residual, chunks, decay=self.decay)
+            gathers.append(self.send_entries(chosen, form, residual=residual))
+        for _, work in gathers:
+            wait(work)
+        received = zip(self.forms, gathers, strict=True)
+        return EntriesMean(
+            [(form.numel, messages, form.unpack) for form, (messages, _) in received]
         )

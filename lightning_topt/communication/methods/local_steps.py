@@ -1,11 +1,11 @@
-"""Local steps: how far each rank went travels whole (DiLoCo, arXiv 2311.08105), or its largest
-entries.
+"""LocalSteps: how far each rank went travels whole, or its largest entries.
 
-The sparse form sends only the `density` largest entries of what is pending on each rank
-(SparseLoCo, arXiv 2508.15706):
+Whole: DiLoCo, arXiv 2311.08105. The sparse form sends only the `density` largest entries of what is
+pending on each rank (SparseLoCo, arXiv 2508.15706):
 
-    residual = residual_decay * residual + delta;  sent = the largest of residual
-    residual = residual - sent;  mean = mean of sent
+    residual = residual_decay * residual + delta
+    sent = the largest of residual;  residual = residual - sent
+    mean = mean of sent
 
 SparseLoCo itself is ``outer_momentum=0, outer_learning_rate=1, residual_decay=0.95``: there the
 residual is the momentum.
@@ -23,12 +23,12 @@ from typing_extensions import override
 
 from lightning_topt.basics.argument_checks import check_choice, check_real
 from lightning_topt.communication.exchange_method import VALUE_DTYPES
-from lightning_topt.communication.local_method import LocalMethod
-from lightning_topt.communication.outer_gradient import OuterGradient
-from lightning_topt.communication.outer_step import (
+from lightning_topt.communication.local_sgd import (
     DenseMean,
     EntriesMean,
+    LocalMethod,
     MeanOverRanks,
+    OuterGradient,
     OuterMean,
     Wait,
 )
@@ -36,44 +36,14 @@ from lightning_topt.communication.selection import feedback_top_k, warm_up
 from lightning_topt.communication.wire import MessageFormat, warm_up_wire
 
 
-class SparseMean(MeanOverRanks):
-    """The largest entries of each rank's residual by one all-gather; the rest, and the rounding,
-    stay in the residual.
-    """
-
-    residual: Tensor
-
-    def __init__(
-        self,
-        form: MessageFormat,
-        *,
-        decay: float,
-        device: torch.device,
-        group: dist.ProcessGroup | None,
-    ) -> None:
-        super().__init__(group=group)
-        self.form, self.decay = form, decay
-        self.residual = torch.zeros(form.numel, device=device)
-        if device.type == "cpu":
-            warm_up()
-            warm_up_wire()
-
-    def mean(self, gradient: OuterGradient, *, wait: Wait) -> OuterMean:
-        """Return the mean of what was selected."""
-        self.residual.mul_(self.decay)
-        chosen = feedback_top_k(gradient.whole(), self.residual, self.form.k)
-        messages, work = self.send_entries(chosen, self.form, residual=self.residual)
-        wait(work)
-        return EntriesMean([(self.form.numel, messages, self.form.unpack)])
-
-
 @dataclass(frozen=True, kw_only=True)
 class LocalSteps(LocalMethod):
     """Ranks train alone, then take an outer step together.
 
-    ``density``: the share of entries that an outer step sends, the rest stays in the residual,
-    which fades by ``residual_decay``; None: all. ``value_dtype`` ("float32", "bfloat16", "float16")
-    is that of the values sent.
+    - ``density``: the share of entries that an outer step sends, the rest stays in the residual;
+      None: all;
+    - ``residual_decay``: what is left of the residual after an outer step;
+    - ``value_dtype``: of the values sent: "float32", "bfloat16" or "float16".
     """
 
     name: ClassVar[str] = "local_steps"
@@ -117,3 +87,36 @@ class LocalSteps(LocalMethod):
             return DenseMean(value_dtype=dtype, group=group)
         form = MessageFormat(numel, max(1, round(self.density * numel)), dtype)
         return SparseMean(form, decay=self.residual_decay, device=device, group=group)
+
+
+class SparseMean(MeanOverRanks):
+    """The largest entries of each rank's residual by one all-gather.
+
+    The rest, and what rounding takes away, stay in the residual.
+    """
+
+    residual: Tensor
+
+    def __init__(
+        self,
+        form: MessageFormat,
+        *,
+        decay: float,
+        device: torch.device,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        super().__init__(group=group)
+        self.form, self.decay = form, decay
+        self.residual = torch.zeros(form.numel, device=device)
+        if device.type == "cpu":
+            warm_up()
+            warm_up_wire()
+
+    def mean(self, gradient: OuterGradient, *, wait: Wait) -> OuterMean:
+        """Return the mean of what was selected."""
+        # decay, add and select; send while the rounding goes back to the residual
+        self.residual.mul_(self.decay)
+        chosen = feedback_top_k(gradient.whole(), self.residual, self.form.k)
+        messages, work = self.send_entries(chosen, self.form, residual=self.residual)
+        wait(work)
+        return EntriesMean([(self.form.numel, messages, self.form.unpack)])

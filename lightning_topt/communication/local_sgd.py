@@ -1,0 +1,695 @@
+"""Local steps with an outer optimizer: ranks exchange once in many steps.
+
+DiLoCo, arXiv 2311.08105, algorithm 1. Every rank makes `every` steps of its own optimizer; then,
+with theta the parameters that all ranks last agreed on,
+
+    delta = theta - local parameters;  mean = mean of delta over ranks
+    momentum = outer_momentum * momentum + mean
+    theta = theta - outer_learning_rate * (mean + outer_momentum * momentum)   (Nesterov, as SGD)
+
+`OuterSteps` does this on a module *without* DistributedDataParallel:
+
+    outer = OuterSteps(
+        module.named_parameters(), LocalSteps(every=100), buffers=module.named_buffers()
+    )
+    for batch in batches:
+        loss(module, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        outer.after_step()
+    outer.synchronize()
+
+How the mean is taken is the method's: a `LocalMethod` (in `methods`) makes a `MeanOverRanks`, which
+reads an `OuterGradient` and returns an `OuterMean`. With `NodeReplicas` the ranks of a node train
+one replica together, and outer steps are between nodes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+from typing_extensions import override
+
+from lightning_topt.basics.argument_checks import check_flag, check_real, check_whole
+from lightning_topt.communication.bucket import OwnBuckets, is_finite
+from lightning_topt.communication.collectives import Waitable, ring_all_gather
+from lightning_topt.communication.exchange_method import ExchangeMethod
+from lightning_topt.communication.node.node_exchange import shard_bounds
+from lightning_topt.communication.rank_watch import GRACE_SECONDS, PeerLostError, PeerMonitor
+from lightning_topt.communication.selection import Selection
+from lightning_topt.communication.topology import Topology, own_group
+from lightning_topt.communication.wire import LevelMessage, MessageFormat, Unpacked
+
+PAUSE_SECONDS = 1e-3  # between two checks of a work in flight
+_made = itertools.count()  # made in the same order on all ranks
+
+Named = Iterable[Tensor | tuple[str, Tensor]]
+Wait = Callable[[Waitable | None], None]
+
+
+class OuterSteps:
+    """Trains a replica per rank and brings them together as `method` says.
+
+    Made alike on all ranks (a collective call: parameters and buffers of rank 0 go to all). After
+    an outer step parameters are equal on all ranks bit for bit. Buffers of floating point (running
+    statistics) become their mean over ranks, others those of rank 0. The state of the ranks' own
+    optimizers is never exchanged. Outer state is float32: one or two copies of the parameters, and
+    one more where the method has a residual.
+
+    Args:
+        parameters: the trained tensors or (name, tensor) pairs, of one device.
+        method: what is exchanged, and when.
+        buffers: as `parameters`.
+        topology: of all ranks, where the method has the ranks of a node train one replica
+            (`LocalMethod.hierarchical`); `average_gradients` then comes between ``backward`` and
+            the optimizer's step. None: each rank is a node.
+        process_group: the ranks; None: all.
+        timeout_seconds: how long to wait for another rank.
+
+    Raises:
+        ValueError: for methods that differ between ranks, and without parameters.
+    """
+
+    def __init__(
+        self,
+        parameters: Named,
+        method: LocalMethod,
+        *,
+        buffers: Named = (),
+        topology: Topology | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        timeout_seconds: float = 600.0,
+    ) -> None:
+        self.method, self.group = method, process_group
+        self.timeout_seconds = check_real(timeout_seconds, name="timeout_seconds", positive=True)
+        self.parameters, self.buffers = NamedTensors(parameters), NamedTensors(buffers)
+        if not self.parameters.numel:
+            raise ValueError(
+                "OuterSteps was given no parameters; an iterator (module.parameters()) can be used "
+                "only once"
+            )
+        options = method.as_mapping() | {"number of elements": self.parameters.numel}
+        _check_equal(options, group=process_group)
+        # Ranks are numbered, and named in errors, as in the group.
+        ranks = "-".join(map(str, dist.get_process_group_ranks(self.group or dist.group.WORLD)))
+        prefix = f"lightning_topt/outer_steps/{next(_made)}/{ranks}"
+        store = PrefixStore(prefix, _get_default_store())
+        rank, world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.monitor = PeerMonitor(store, rank=rank, world_size=world_size)
+        # all start from rank 0's values
+        for tensor in (*self.parameters.tensors.values(), *self.buffers.tensors.values()):
+            take_from_first(tensor, group=process_group, wait=self._wait)
+        # theta (n,), and the outer momentum (n,)
+        self.anchor = self.parameters.read()
+        self.momentum = torch.zeros_like(self.anchor) if method.outer_momentum else None
+        self.replicas: NodeReplicas | None = None
+        # what is exchanged between outer steps: everything, or this rank's shard between nodes
+        numel, group = self.parameters.numel, process_group
+        if topology is not None and method.joins_nodes(topology):
+            assert process_group is None, "a topology is of all ranks"
+            topology.check(dist.get_world_size())
+            tensors = list(self.parameters.tensors.values())
+            self.replicas = NodeReplicas(topology, numel=numel, parameters=tensors)
+            numel, group = self.replicas.stop - self.replicas.start, self.replicas.across
+        self._mean = method.make_mean(numel, device=self.anchor.device, group=group)
+        self.pending_steps = 0  # local steps since the last outer step
+        self.local_steps = self.outer_steps = self._other_bytes = 0
+        self._exchange_seconds = self._longest_step = 0.0
+        self._step_start = time.monotonic()
+
+    @property
+    def residual(self) -> Tensor | None:
+        """The residual (n,) of this rank, or of its shard where a node has one replica.
+
+        None where all is sent.
+        """
+        return self._mean.residual
+
+    @property
+    def holders(self) -> list[int]:
+        """One rank for each separate replica."""
+        size = 1 if self.replicas is None else self.replicas.topology.ranks_per_node
+        return list(range(0, dist.get_world_size(self.group), size))
+
+    def average_gradients(self) -> None:
+        """Collective call, after ``backward``: average the gradients of this node's ranks.
+
+        Does nothing where each rank trains alone. Raises PeerLostError where a rank is gone.
+        """
+        if self.replicas is None:
+            return
+        try:
+            self.replicas.average_gradients(wait=self._wait)
+        except (RuntimeError, TimeoutError) as error:
+            raise self._lost(error) from error
+
+    def after_step(self) -> bool:
+        """Count a step of the rank's own optimizer; return whether an outer step was made.
+
+        Call it after each such step. Raises what `synchronize` raises.
+        """
+        # how long a survivor may take to sign in
+        self._longest_step = max(self._longest_step, time.monotonic() - self._step_start)
+        if self.monitor.others_failed():
+            raise self._lost(RuntimeError("another rank reported a failure"))
+        self.pending_steps += 1
+        self.local_steps += 1
+        due = self.pending_steps >= self.method.every
+        if due:
+            self.synchronize()
+        self._step_start = time.monotonic()
+        return due
+
+    def synchronize(self) -> None:
+        """Collective call: take an outer step now, if there was a local step since the last.
+
+        For the end of training.
+
+        Raises:
+            FloatingPointError: on all ranks, naming those whose parameters are not finite; all
+                parameters then stay as they are.
+            PeerLostError: where a rank is gone or `timeout_seconds` pass.
+        """
+        if not self.pending_steps:
+            return
+        # exchange
+        start = time.perf_counter()
+        try:
+            self._check_finite()
+            mean = self._exchange()
+            self._other_bytes += mean_of_buffers(self.buffers, group=self.group, wait=self._wait)
+        except (RuntimeError, TimeoutError) as error:
+            raise self._lost(error) from error
+        # update: the outer optimizer steps, replicas start from theta again
+        coefficient, rate = self.method.outer_momentum, self.method.outer_learning_rate
+        outer_update(self.anchor, mean, momentum=self.momentum, coefficient=coefficient, rate=rate)
+        self.parameters.write(self.anchor)
+        self.pending_steps = 0
+        self.outer_steps += 1
+        self._exchange_seconds += time.perf_counter() - start
+
+    def _exchange(self) -> OuterMean:
+        """Return the mean over replicas of how far they went."""
+        if self.replicas is None:
+            return self._mean.mean(OuterGradient(self.parameters, self.anchor), wait=self._wait)
+        # the own shard between nodes, then the other shards of the node
+        start, stop, whole = self.replicas.start, self.replicas.stop, torch.zeros_like(self.anchor)
+        if start < stop:
+            own = OuterGradient(self.parameters, self.anchor, start=start, stop=stop)
+            self._mean.mean(own, wait=self._wait).add_to((whole[start:stop], 1.0))
+        self.replicas.gather(whole, wait=self._wait)
+        return WholeMean(whole)
+
+    def _check_finite(self) -> None:
+        """Raise FloatingPointError, on all ranks, where some rank's parameters are not finite."""
+        rank, world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        # (ranks,): 1 where the parameters are not finite
+        flags = torch.zeros(world_size, dtype=torch.int32, device=self.anchor.device)
+        flags[rank] = not self.parameters.is_finite()
+        self._wait(dist.all_reduce(flags, group=self.group, async_op=True))
+        self._other_bytes += 2 * (world_size - 1) * flags.nbytes // world_size
+        ranks = flags.nonzero().flatten().tolist()
+        if ranks:
+            raise FloatingPointError(
+                f"the parameters of rank {', '.join(map(str, ranks))} have NaN or infinities after "
+                f"{self.local_steps} local "
+                "steps: lower the learning rate, clip gradients, or return to a checkpoint"
+            )
+
+    def _wait(self, work: Waitable | None) -> None:
+        """Wait until `work` is done, another rank reports a failure, or `timeout_seconds` pass."""
+        assert work is not None
+        deadline = time.monotonic() + self.timeout_seconds
+        while not work.is_completed():
+            if self.monitor.others_failed():
+                raise RuntimeError("another rank reported a failure")
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"waited longer than {self.timeout_seconds:g} s for another rank"
+                )
+            time.sleep(PAUSE_SECONDS)
+        work.wait()
+
+    def _lost(self, error: Exception) -> PeerLostError:
+        # Another survivor may be in a local step when the first one signs in.
+        return self.monitor.diagnose(error, grace_seconds=GRACE_SECONDS + 2 * self._longest_step)
+
+    @property
+    def statistics(self) -> OuterStatistics:
+        """What was exchanged so far."""
+        world_size = dist.get_world_size(self.group)
+        nbytes = sum(tensor.nbytes for tensor in self.parameters.tensors.values())
+        return OuterStatistics(
+            local_steps=self.local_steps,
+            outer_steps=self.outer_steps,
+            bytes_sent=self._mean.bytes_sent + self._other_bytes,
+            dense_bytes=self.local_steps * 2 * (world_size - 1) * nbytes // world_size,
+            exchange_seconds=self._exchange_seconds,
+            residual_norm=float(self.residual.norm()) if self.residual is not None else 0.0,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's outer state, by parameter name.
+
+        Residuals differ between ranks: save one state per rank, or per node where its ranks train
+        one replica (a collective call then). Between outer steps the parameters differ as well;
+        `synchronize` first to save one set for all.
+        """
+        state: dict[str, Any] = {"pending_steps": self.pending_steps}
+        state |= {"local_steps": self.local_steps, "outer_steps": self.outer_steps}
+        for kind, flat in self._flat_state().items():
+            if kind == "residual" and self.replicas is not None:
+                flat = self.replicas.whole(flat, wait=self._wait)
+            state[kind] = {name: part.clone() for name, part in self.parameters.split(flat).items()}
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave on this rank; load the parameters themselves too.
+
+        They may be loaded before or after. Momentum or residual that the state lacks start at zero.
+
+        Raises:
+            ValueError: for the state of another model.
+        """
+        for kind, flat in self._flat_state().items():
+            flat.zero_()
+            if kind in state:
+                whole = torch.zeros_like(self.anchor)
+                self.parameters.load(whole, state[kind], what=kind)
+                if kind == "residual" and self.replicas is not None:
+                    whole = whole[self.replicas.start : self.replicas.stop]
+                flat.copy_(whole)
+        self.pending_steps, self.local_steps = state["pending_steps"], state["local_steps"]
+        self.outer_steps = state["outer_steps"]
+
+    def _flat_state(self) -> dict[str, Tensor]:
+        # what outer steps keep, by kind, (n,) each; the residual may be of a shard
+        flat = {"anchor": self.anchor, "momentum": self.momentum, "residual": self.residual}
+        return {kind: tensor for kind, tensor in flat.items() if tensor is not None}
+
+
+def _check_equal(options: Mapping[str, Any], *, group: dist.ProcessGroup | None) -> None:
+    """Collective call: raise ValueError, on all ranks, where `options` differ."""
+    everyone: list[Mapping[str, Any]] = [{} for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(everyone, options, group=group)
+    for rank, theirs in enumerate(everyone):
+        for name, value in theirs.items():
+            if value != everyone[0][name]:
+                raise ValueError(
+                    f"all ranks make the same local steps: {name} is {value!r} on rank {rank} and "
+                    f"{everyone[0][name]!r} "
+                    "on rank 0"
+                )
+
+
+@dataclass(frozen=True)
+class OuterStatistics:
+    """What was exchanged since the start; bytes are payload of this rank.
+
+    `dense_bytes` is what DDP's ring all-reduce of every step had sent; `exchange_seconds` includes
+    the wait for slower ranks; `residual_norm` (L2) is 0 where all is sent.
+    """
+
+    local_steps: int
+    outer_steps: int
+    bytes_sent: int
+    dense_bytes: int
+    exchange_seconds: float
+    residual_norm: float
+
+
+# ---- what a method is asked for
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalMethod(ExchangeMethod):
+    """A method of ranks that train alone and come together every so many steps.
+
+    Ranks make ``every`` steps of their own optimizers, then one step of the outer one together. The
+    outer optimizer is SGD with Nesterov momentum: ``outer_learning_rate``, ``outer_momentum``. With
+    ``hierarchical`` the ranks of a node train one replica together: their gradients are averaged in
+    every step, and outer steps are between nodes. None: where there are several nodes of several
+    ranks.
+    """
+
+    every: int = 50
+    outer_learning_rate: float = 0.7
+    outer_momentum: float = 0.9
+    hierarchical: bool | None = False
+
+    @override
+    def check(self) -> None:
+        super().check()
+        check_flag(self.hierarchical, name="hierarchical", optional=True)
+        check_whole(self.every, name="every (the number of local steps between outer steps)")
+        for name in ("outer_learning_rate", "outer_momentum"):
+            check_real(getattr(self, name), name=name)
+        if not self.outer_learning_rate > 0:
+            raise ValueError(f"outer_learning_rate is positive; got {self.outer_learning_rate}")
+        if not 0 <= self.outer_momentum < 1:
+            raise ValueError(f"outer_momentum is at least 0 and below 1; got {self.outer_momentum}")
+
+    @abstractmethod
+    def make_mean(
+        self, numel: int, *, device: torch.device, group: dist.ProcessGroup | None
+    ) -> MeanOverRanks:
+        """Return what takes the mean over `group` of vectors (numel,): how far each rank went."""
+
+    def joins_nodes(self, topology: Topology) -> bool:
+        """Return whether the ranks of each node train one replica together."""
+        if self.hierarchical is not None:
+            return self.hierarchical and topology.ranks_per_node > 1
+        return topology.num_nodes > 1 and topology.ranks_per_node > 1
+
+    @property
+    def sent_share(self) -> float:
+        """The share of entries that an outer step sends."""
+        return 1.0
+
+
+class MeanOverRanks(ABC):
+    """The mean of one outer gradient per rank, the same bits on every rank.
+
+    `bytes_sent` is the payload that this rank sent in rings. `residual` (n,), float32, is what this
+    rank has not sent yet, saved with the state of the ranks; None where it sends all.
+    """
+
+    residual: Tensor | None = None
+
+    def __init__(self, *, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        self.world_size = dist.get_world_size(group)
+        self.bytes_sent = 0
+
+    @abstractmethod
+    def mean(self, gradient: OuterGradient, *, wait: Wait) -> OuterMean:
+        """Return the mean of what the ranks send of their finite `gradient` (n,)."""
+
+    def send_entries(
+        self, chosen: Selection, form: MessageFormat | LevelMessage, *, residual: Tensor
+    ) -> tuple[Tensor, Waitable | None]:
+        """Return all ranks' messages (ranks, bytes) of what they chose, and what to wait for.
+
+        Messages are in rank order. What rounding takes away from `chosen` goes back to `residual`,
+        out of which it was taken.
+        """
+        # (bytes,) of this rank, (ranks, bytes) of all
+        message = torch.empty(form.nbytes, dtype=torch.uint8, device=residual.device)
+        form.pack(chosen.values, chosen.indices, out=message)
+        messages = message.new_empty((self.world_size, message.numel()))
+        self.count_ring(messages.nbytes, passes=1)
+        work = ring_all_gather(messages, message, group=self.group)
+        # while they are under way: what the message lacks
+        residual.index_add_(0, chosen.indices, chosen.values - form.values(message))
+        return messages, work
+
+    def count_ring(self, nbytes: int, *, passes: int) -> None:
+        """Count a gather of `nbytes` in all (`passes` 1) or an all-reduce of `nbytes` (2)."""
+        self.bytes_sent += passes * (self.world_size - 1) * nbytes // self.world_size
+
+
+class DenseMean(MeanOverRanks):
+    """One all-reduce in `value_dtype`; what rounding takes away is lost."""
+
+    def __init__(self, *, value_dtype: torch.dtype, group: dist.ProcessGroup | None) -> None:
+        super().__init__(group=group)
+        self.value_dtype = value_dtype
+
+    def mean(self, gradient: OuterGradient, *, wait: Wait) -> OuterMean:
+        """Return the mean of all of it."""
+        message = gradient.whole().div_(self.world_size).to(self.value_dtype)
+        self.count_ring(message.nbytes, passes=2)
+        wait(dist.all_reduce(message, group=self.group, async_op=True))
+        return WholeMean(message)
+
+
+class OuterGradient:
+    """Elements `start` to `stop` (None: the end) of anchor - parameters: how far a rank went.
+
+    float32, computed where they are read. `anchor` (n,) counts as rounded to the parameters'
+    dtypes: what they lose by that is not how far they went.
+    """
+
+    def __init__(
+        self, parameters: NamedTensors, anchor: Tensor, *, start: int = 0, stop: int | None = None
+    ) -> None:
+        self.anchor, self.start = anchor, start
+        self.stop = parameters.numel if stop is None else stop
+        # where each parameter begins, and itself (numel,)
+        self._parts: list[tuple[int, Tensor]] = []
+        first = 0
+        for tensor in parameters.tensors.values():
+            if first < self.stop and first + tensor.numel() > start:
+                self._parts.append((first, tensor.detach().reshape(-1)))
+            first += tensor.numel()
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
+
+    def whole(self) -> Tensor:
+        """Return all of it (numel,), in memory of its own."""
+        return self._write(self.start, self.anchor.new_empty(self.numel))
+
+    def blocks(self, size: int) -> Iterator[Tensor]:
+        """Yield pieces of `size` elements, the last one perhaps shorter.
+
+        Each takes the memory of the one before.
+        """
+        buffer = self.anchor.new_empty(min(size, self.numel))
+        for start in range(self.start, self.stop, size):
+            yield self._write(start, buffer[: self.stop - start])
+
+    @torch.no_grad()
+    def _write(self, start: int, out: Tensor) -> Tensor:
+        # each parameter's part of start .. stop
+        stop = start + out.numel()
+        for first, flat in self._parts:
+            low, high = max(first, start), min(first + flat.numel(), stop)
+            if low < high:
+                tensor, part = flat[low - first : high - first], out[low - start : high - start]
+                if tensor.dtype == torch.float32:
+                    torch.sub(self.anchor[low:high], tensor, out=part)
+                else:
+                    part.copy_(self.anchor[low:high].to(tensor.dtype)).sub_(tensor)
+        return out
+
+
+class OuterMean(Protocol):
+    """The mean over ranks of what each sent."""
+
+    def add_to(self, *targets: tuple[Tensor, float]) -> None:
+        """Add it to each target (n,), float32, times the factor beside it."""
+
+
+@dataclass(frozen=True)
+class WholeMean:
+    """The mean (n,) of all elements."""
+
+    mean: Tensor
+
+    def add_to(self, *targets: tuple[Tensor, float]) -> None:
+        """Add it to each target (n,), times the factor beside it."""
+        for target, factor in targets:
+            target.add_(self.mean, alpha=factor)
+
+
+@dataclass(frozen=True)
+class EntriesMean:
+    """The mean of some entries of each rank, in consecutive parts of (n,).
+
+    A part is its number of elements, all ranks' messages (ranks, bytes) and what reads one of them
+    when entries are added, in rank order.
+    """
+
+    parts: Sequence[tuple[int, Tensor, Callable[[Tensor], Unpacked]]]
+
+    def add_to(self, *targets: tuple[Tensor, float]) -> None:
+        """Add it to each target (n,), times the factor beside it."""
+        start = 0
+        for size, messages, unpack in self.parts:
+            for message in messages:
+                _, values, indices = unpack(message)
+                for target, factor in targets:
+                    target[start : start + size].index_add_(
+                        0, indices, values, alpha=factor / len(messages)
+                    )
+            start += size
+
+
+# ---- steps of all ranks
+
+
+def outer_update(
+    anchor: Tensor, mean: OuterMean, *, momentum: Tensor | None, coefficient: float, rate: float
+) -> None:
+    """Take one step of SGD on `anchor` (n,) with `mean` as gradient.
+
+    With Nesterov momentum where there is `momentum` (n,).
+    """
+    if momentum is None:
+        mean.add_to((anchor, -rate))
+        return
+    # Nesterov: anchor -= rate * (mean + coefficient * momentum)
+    momentum.mul_(coefficient)
+    mean.add_to((momentum, 1.0), (anchor, -rate))
+    anchor.sub_(momentum, alpha=rate * coefficient)
+
+
+def mean_of_buffers(buffers: NamedTensors, *, group: dist.ProcessGroup | None, wait: Wait) -> int:
+    """Average buffers of floating point over ranks; others become those of rank 0.
+
+    Floating buffers are running statistics and the like. Returns the payload bytes that this rank
+    sent.
+    """
+    # all that can be averaged at once, then the others one by one
+    floating = NamedTensors([(n, t) for n, t in buffers.tensors.items() if t.is_floating_point()])
+    others = [tensor for tensor in buffers.tensors.values() if not tensor.is_floating_point()]
+    world_size, sent = dist.get_world_size(group), 0
+    if floating.numel:
+        values = floating.read().div_(world_size)
+        wait(dist.all_reduce(values, group=group, async_op=True))
+        floating.write(values)
+        sent += 2 * values.nbytes
+    for tensor in others:
+        take_from_first(tensor, group=group, wait=wait)
+        sent += tensor.nbytes
+    return sent * (world_size - 1) // world_size
+
+
+def take_from_first(tensor: Tensor, *, group: dist.ProcessGroup | None, wait: Wait) -> None:
+    """Give every rank's `tensor` the values of rank 0 of the group."""
+    values = tensor.detach().contiguous()
+    wait(dist.broadcast(values, group=group, group_src=0, async_op=True))
+    tensor.detach().copy_(values)
+
+
+class NodeReplicas:
+    """Ranks of one node that train one replica together, and their peers in other nodes.
+
+    Inside a node gradients are averaged in every step, dense, over its fast links; between nodes an
+    outer step exchanges what each node did. `numel` parameters are cut into one shard per local
+    rank; this rank's is from `start` to `stop`. Every local rank exchanges its own shard with the
+    same local rank of the other nodes, all at once, and the shards are gathered inside the node:
+    what leaves a node is what one rank alone would send.
+
+    Made alike on all ranks, a collective call.
+    """
+
+    def __init__(self, topology: Topology, *, numel: int, parameters: Sequence[Tensor]) -> None:
+        self.topology = topology
+        size = topology.ranks_per_node
+        ranks = topology.members
+        nodes = [ranks[first : first + size] for first in range(0, len(ranks), size)]
+        self.node = own_group(nodes)
+        self.across = own_group([ranks[local::size] for local in range(size)])
+        self.bounds = shard_bounds(numel, local_size=size)
+        self.start, self.stop = self.bounds[topology.local_rank]
+        # buckets for gradients of what is trained
+        trained = [parameter for parameter in parameters if isinstance(parameter, nn.Parameter)]
+        self._buckets = OwnBuckets(trained)
+
+    def average_gradients(self, *, wait: Wait) -> None:
+        """Collective call: gradients in ``.grad`` become the mean of the node's."""
+        for bucket in self._buckets.filled():
+            flat = bucket.buffer().div_(self.topology.ranks_per_node)
+            wait(dist.all_reduce(flat, group=self.node, async_op=True))
+        self._buckets.write_back()
+
+    def gather(self, flat: Tensor, *, wait: Wait) -> None:
+        """Collective call: fill in the other local ranks' shards of `flat` (n,)."""
+        # one broadcast per shard, all in flight at once
+        works: list[Waitable] = []
+        for local, (start, stop) in enumerate(self.bounds):
+            if stop > start:
+                work = dist.broadcast(
+                    flat[start:stop], group=self.node, group_src=local, async_op=True
+                )
+                assert work is not None
+                works.append(work)
+        for work in works:
+            wait(work)
+
+    def whole(self, shard: Tensor, *, wait: Wait) -> Tensor:
+        """Collective call: return the vector (n,) of which each local rank has its `shard`."""
+        flat = torch.zeros(self.bounds[-1][1], device=shard.device)
+        flat[self.start : self.stop] = shard
+        self.gather(flat, wait=wait)
+        return flat
+
+
+class NamedTensors:
+    """Tensors of one device with their names, seen as one flat float32 vector (n,)."""
+
+    def __init__(self, tensors: Named) -> None:
+        pairs = [
+            item if isinstance(item, tuple) else (str(index), item)
+            for index, item in enumerate(tensors)
+        ]
+        self.tensors = dict(pairs)
+        if len(self.tensors) < len(pairs):
+            raise ValueError(
+                "two parameters or buffers have the same name: give them as "
+                "module.named_parameters() does"
+            )
+        devices = {tensor.device for tensor in self.tensors.values()}
+        if len(devices) > 1:
+            raise ValueError(
+                "OuterSteps takes tensors of one device; got "
+                f"{', '.join(sorted(map(str, devices)))}"
+            )
+        self.numel = sum(tensor.numel() for tensor in self.tensors.values())
+
+    def split(self, flat: Tensor) -> dict[str, Tensor]:
+        """Return name -> view of `flat` (n,) in the tensor's shape."""
+        parts = torch.split(flat, [tensor.numel() for tensor in self.tensors.values()])
+        return {
+            name: part.view(self.tensors[name].shape)
+            for name, part in zip(self.tensors, parts, strict=True)
+        }
+
+    def read(self) -> Tensor:
+        """Return the tensors, copied to a new flat vector (n,)."""
+        flat = [tensor.detach().reshape(-1).float() for tensor in self.tensors.values()]
+        return torch.cat(flat) if flat else torch.empty(0)
+
+    def write(self, flat: Tensor) -> None:
+        """Copy `flat` (n,) to the tensors, rounded to their dtypes."""
+        with torch.no_grad():
+            for name, part in self.split(flat).items():
+                self.tensors[name].copy_(part)
+
+    def is_finite(self) -> bool:
+        """Return whether no element is infinite or NaN, in one pass where that is so."""
+        tensors = [tensor.detach() for tensor in self.tensors.values()]
+        # The sums are finite almost always; only where they are not, every element is checked.
+        sums = [tensor.sum(dtype=torch.float32) for tensor in tensors]
+        return not sums or bool(torch.stack(sums).isfinite().all()) or all(map(is_finite, tensors))
+
+    def load(self, flat: Tensor, state: Mapping[str, Tensor], *, what: str) -> None:
+        """Copy `state`, by name, to `flat` (n,).
+
+        Raises ValueError where names or shapes are not those of the tensors.
+        """
+        shapes = {name: tensor.shape for name, tensor in self.tensors.items()}
+        given = {name: tensor.shape for name, tensor in state.items()}
+        if shapes != given:
+            wrong = sorted(
+                name for name in {*shapes, *given} if shapes.get(name) != given.get(name)
+            )
+            raise ValueError(
+                f"the saved {what} is of another model: {', '.join(wrong[:3])} differ in name or "
+                "shape"
+            )
+        for name, part in self.split(flat).items():
+            part.copy_(state[name])

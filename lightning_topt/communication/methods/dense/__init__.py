@@ -1,3 +1,0 @@
-"""Whole gradients."""
-
-from lightning_topt.communication.methods.dense.dense import Dense as Dense

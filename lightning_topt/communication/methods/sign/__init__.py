@@ -1,3 +1,0 @@
-"""One bit per entry."""
-
-from lightning_topt.communication.methods.sign.sign import Sign as Sign

@@ -1,0 +1,644 @@
+"""TopK: the largest entries of the gradient travel, the rest stays in the residual.
+
+Flat: every rank sends its largest entries to every other, by one all-gather (`SparseExchange`). By
+nodes (`HierarchicalExchange`), HiTopKComm, arXiv 2010.10458, section 3.2:
+
+    1  dense reduce-scatter in the node: each local rank has the sum of its shard
+    2  error feedback and selection on the shard
+    3  all-gather among the ranks with the same local rank, all local ranks at once
+    4  sum in node order
+    5  all-gather in the node: of the received messages where they are smaller than the shards,
+       else of the summed shards
+
+What it takes, with k entries and b bytes of a message (`wire.MessageFormat`, in few bits
+`wire.LevelMessage`):
+
+                   bytes moved on the device                collectives                 function
+    flat           (s + 8) n + pack(k) + s n + decode(W k)  all_gather(W b)             _flat
+    by nodes       12 n / l + pack(k) + s n + decode(W k)   node reduce_scatter(s n),   _by_nodes
+                                                            across all_gather(m b),
+                                                            node all_gather(W b)
+      W b > s n    the same, + s n, decode(m k)             the last is all_gather(s n)
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from typing_extensions import Self, override
+
+from lightning_topt.basics.argument_checks import check_choice, check_real, check_whole
+from lightning_topt.communication.bucket import (
+    Bucket,
+    BucketExchange,
+    ExchangeContext,
+    ExemptMean,
+    NonFiniteGradient,
+    Stages,
+    is_finite,
+    together,
+)
+from lightning_topt.communication.collectives import Waitable, ring_all_gather
+from lightning_topt.communication.exchange_method import (
+    COMPILED_BYTES,
+    DECODE_BYTES_PER_ENTRY,
+    DECODE_CALLS,
+    ENCODE_CALLS,
+    EXEMPT_PASSES,
+    PACK_BYTES_PER_ENTRY,
+    VALUE_DTYPES,
+    BucketGradients,
+    ByNodes,
+    FeedbackMethod,
+    Work,
+)
+from lightning_topt.communication.node.node_exchange import make_node_exchange, shard_bounds
+from lightning_topt.communication.residual import BucketResidual, FeedbackRule, ResidualStore, State
+from lightning_topt.communication.selection import NonFiniteError, warm_up
+from lightning_topt.communication.topology import Topology
+from lightning_topt.communication.wire import (
+    LevelMessage,
+    MessageFormat,
+    check_bits,
+    message_of_share,
+    warm_up_levels,
+    warm_up_wire,
+)
+
+Form = MessageFormat | LevelMessage
+Steps = Generator[Waitable, None, None]
+
+SELECTIONS = ("auto", "mstopk", "sampled", "torch")
+# of all who send; less ends worse under AdamW (benchmarks/results/adam_compression.md)
+DENSITY_TOGETHER = 0.16
+# of a training; those of 6000 end 2 % worse with so much (the same benchmark)
+STEPS_UNDER_ADAM = 12000
+# where a warm-up starts; Deep Gradient Compression (arXiv 1712.01887), section 3.3
+WARMUP_DENSITY = 0.25
+
+
+@dataclass(frozen=True)
+class LinkCosts:
+    """The network between nodes: seconds before the first byte, then bytes per second."""
+
+    latency_seconds: float
+    bandwidth: float
+
+    def __post_init__(self) -> None:
+        check_real(self.bandwidth, name="bandwidth")
+        check_real(self.latency_seconds, name="latency_seconds")
+        if self.bandwidth <= 0 or self.latency_seconds < 0:
+            raise ValueError(
+                "a link has a positive bandwidth (bytes per second) and a latency of at least 0 "
+                "seconds"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopK(ByNodes, FeedbackMethod):
+    """The largest entries of the gradient; what is left over is sent later.
+
+    Options beside those of all methods with error feedback and by nodes:
+
+    - ``density``: the fraction of a bucket's entries that each node (by itself, each rank) sends,
+      in (0, 1]; None: 0.16 divided by their number, as many as training with AdamW needs;
+    - ``selection``: the method of `top_k`; "auto" is the one fused with error feedback;
+    - ``value_dtype``: of the values sent; what rounding takes away stays in the residual;
+    - ``bits``: of the values sent, by levels: 1, 2, 4 or 8 (`wire`); None: as `value_dtype`;
+    - ``momentum``: momentum correction and factor masking (arXiv 1712.01887, sections 3.1 and 3.2):
+      the result has the momentum in it, so the optimizer must have none;
+    - ``warmup_steps``: the density falls geometrically from 0.25 to `density` over so many steps;
+    - ``link``: `LinkCosts`, or a mapping of its fields: send a bucket whole where that is quicker;
+      None: never.
+    """
+
+    name: ClassVar[str] = "topk"
+    process_bytes: ClassVar[int] = COMPILED_BYTES
+    not_in_plans: ClassVar[tuple[str, ...]] = (
+        *("selection", "momentum"),  # momentum belongs to the optimizer
+        "link",  # a plan has been weighed against dense exchanges already
+    )
+    density: float | None = 0.01
+    selection: str = "auto"
+    value_dtype: str = "float32"
+    bits: int | None = None
+    momentum: float = 0.0
+    warmup_steps: int = 0
+    link: LinkCosts | None = None
+
+    @override
+    def check(self) -> None:
+        super().check()
+        check_real(self.momentum, name="momentum")
+        if self.density is not None and not 0 < check_real(self.density, name="density") <= 1:
+            raise ValueError(
+                f"density is the fraction sent, above 0 and at most 1; got {self.density}"
+            )
+        check_choice(self.selection, name="selection", allowed=SELECTIONS)
+        check_choice(self.value_dtype, name="value_dtype", allowed=VALUE_DTYPES)
+        if self.bits is not None:
+            check_bits(self.bits)
+            if self.value_dtype != "float32":
+                raise ValueError(
+                    f"values are sent in bits={self.bits} or as {self.value_dtype}: give one of "
+                    "the two"
+                )
+        check_whole(self.warmup_steps, name="warmup_steps", least=0)
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum is at least 0 and below 1; got {self.momentum}")
+        if self.momentum and not self.error_feedback:
+            raise ValueError(
+                "momentum correction accumulates into the residual: it needs error_feedback=True"
+            )
+        object.__setattr__(self, "link", read_link(self.link))
+
+    @override
+    def density_at(self, step: int) -> float:
+        """Return the density of step `step` (from 0): 1 if dense, the warm-up, `density`.
+
+        Raises ValueError where the density depends on who sends (`on`).
+        """
+        if self.is_dense_step(step):
+            return 1.0
+        if self.density is None:
+            raise ValueError("this density depends on the number of ranks: ask TopK.on(topology)")
+        # geometrically from the warm-up's density
+        start = max(WARMUP_DENSITY, self.density)
+        done = min(1.0, (step - self.dense_steps) / self.warmup_steps) if self.warmup_steps else 1.0
+        return float(self.density * (start / self.density) ** (1 - done))
+
+    @override
+    def on(self, topology: Topology) -> Self:
+        if self.density is not None:
+            return self
+        senders = topology.num_nodes if self.sums_in_nodes(topology) else topology.world_size
+        return replace(self, density=DENSITY_TOGETHER / senders)
+
+    @property
+    @override
+    def steps_under_adam(self) -> int | None:
+        # With fewer, rare and large entries dominate its mean squares, and its steps get small.
+        return (
+            STEPS_UNDER_ADAM if self.density is None or self.density >= DENSITY_TOGETHER else None
+        )
+
+    @property
+    @override
+    def needs_under_adam(self) -> str:
+        return (
+            "a learning rate that rises for 100 steps or more"
+            if self.steps_under_adam is not None
+            else ""
+        )
+
+    @property
+    @override
+    def has_momentum(self) -> bool:
+        return self.momentum > 0
+
+    @property
+    @override
+    def words(self) -> str:
+        share = (
+            f"{100 * DENSITY_TOGETHER:g} % / senders"
+            if self.density is None
+            else f"{100 * self.density:g} %"
+        )
+        values = f" in {self.value_dtype}" if self.value_dtype != "float32" else ""
+        values = values if self.bits is None else f" in {self.bits} bits"
+        nodes = " between nodes" if self.hierarchical else ""
+        return f"top-k {share}{values}{nodes}{self.feedback_words}"
+
+    @override
+    def make_exchange(self, context: ExchangeContext) -> FeedbackExchange:
+        method = self.on(context.topology)
+        if self.sums_in_nodes(context.topology):
+            return HierarchicalExchange(method, context)
+        return SparseExchange(method, context)
+
+    @override
+    def work(self, gradients: BucketGradients, topology: Topology) -> Work:
+        if self.sums_in_nodes(topology):
+            return _by_nodes(gradients, self.on(topology), topology)
+        return _flat(gradients, self.on(topology), topology)
+
+
+def read_link(link: LinkCosts | Mapping[str, float] | None) -> LinkCosts | None:
+    """Return `LinkCosts`, also from a mapping of its fields. Raises ValueError for others."""
+    if link is None or isinstance(link, LinkCosts):
+        return link
+    if not isinstance(link, Mapping):
+        raise ValueError(
+            f"link is LinkCosts(latency_seconds, bandwidth) or None; got {type(link).__name__}"
+        )
+    if set(link) != {"latency_seconds", "bandwidth"}:
+        raise ValueError(
+            f"link has the entries latency_seconds and bandwidth; got {sorted(map(str, link))}"
+        )
+    return LinkCosts(**link)
+
+
+# ---- the exchanges
+
+
+class FeedbackExchange(BucketExchange):
+    """Sends the largest entries and keeps the rest; what both forms share."""
+
+    def __init__(self, options: TopK, context: ExchangeContext) -> None:
+        super().__init__(context)
+        self.options = options
+        rule = FeedbackRule(options.error_feedback, options.momentum, options.selection)
+        self.store = ResidualStore(rule)
+        self.value_dtype: torch.dtype = getattr(torch, options.value_dtype)
+
+    def message_format(self, bucket: Bucket, *, start: int, stop: int) -> Form:
+        """Return the message for elements `start` to `stop`.
+
+        It has the share `density` of those that are not exempt, at least one.
+        """
+        return message_of_share(
+            stop - start,
+            compressible=bucket.layout.compressible(start, stop),
+            density=self.options.density_at(bucket.step),
+            value_dtype=self.value_dtype,
+            bits=self.options.bits,
+        )
+
+    @abstractmethod
+    def sparse_seconds(self, bucket: Bucket) -> float:
+        """Predict the seconds on the network of ``options.link`` for a sparse bucket."""
+
+    @abstractmethod
+    def dense_seconds(self, bucket: Bucket) -> float:
+        """Predict the seconds on the network of ``options.link`` for a whole bucket."""
+
+    def is_dense(self, bucket: Bucket) -> bool:
+        """Return whether the bucket is sent whole; the same on all ranks."""
+        if self.options.is_dense_step(bucket.step):
+            return True
+        if self.options.link is None:
+            return False
+        return self.dense_seconds(bucket) <= self.sparse_seconds(bucket)
+
+    def select_into(
+        self, message: Tensor, gradient: Tensor, *, entry: BucketResidual, form: Form, scale: float
+    ) -> None:
+        """Select from ``scale * gradient`` and the residual, and write the message.
+
+        Where the sum is not finite, the message says so.
+        """
+        if not form.k:
+            form.pack(gradient[:0], gradient[:0].long(), out=message)
+            return
+        try:
+            chosen = entry.select(gradient, form.k, scale=scale)
+        except NonFiniteError:
+            form.pack_nonfinite(out=message)
+        else:
+            form.pack(chosen.values, chosen.indices, out=message)
+            if self.value_dtype != torch.float32 or self.options.bits is not None:
+                entry.keep_rounding(form.values(message))
+
+    def finish(self, bucket: Bucket, *, entry: BucketResidual, exempt: ExemptMean | None) -> Tensor:
+        """Add the exempt parameters, the last thing in a bucket. Raises `NonFiniteGradient`."""
+        if exempt is not None:
+            exempt.write(entry.with_momentum(exempt.mean(), loss_scale=bucket.loss_scale), add=True)
+        return bucket.buffer
+
+    def warm_up(self) -> None:
+        """Compile the selection."""
+        if self.device.type == "cpu":
+            warm_up()
+            warm_up_wire()
+            if self.options.bits is not None:
+                warm_up_levels(self.options.bits)
+
+    def put_back(self) -> None:
+        """Put back into the residual what the last step sent."""
+        self.store.put_back()
+
+    def residual_norm(self) -> float:
+        """Return the L2 norm of this rank's residuals."""
+        return self.store.norm()
+
+    def prepare(self, bucket: Bucket) -> bool:
+        """Return whether the bucket is laid out as it was."""
+        return self.store.fits(bucket)
+
+    def relayout(self) -> None:
+        """Let residuals go by name to the new buckets; nothing is lost."""
+        self.store.replace(self.state_dict())
+
+    def state_dict(self) -> State:
+        """Return the residual and velocity of this rank, or of its node, by name."""
+        return self.store.collect(self.whole)
+
+    @abstractmethod
+    def whole(self, entry: BucketResidual, flat: Tensor) -> Tensor:
+        """Return a bucket's residual (n,) from this rank's elements of it."""
+
+    def load_state_dict(self, state: State) -> None:
+        """Take over residuals by name."""
+        self.store.replace(state)
+
+
+class SparseExchange(FeedbackExchange):
+    """Top-k with error feedback on each rank, by one all-gather of packed messages."""
+
+    def stages(self, bucket: Bucket) -> Stages:
+        """Exchange `bucket` by one all-gather, or by one all-reduce of everything pending.
+
+        Beside it, exempt parameters have an all-reduce. Messages are decoded in rank order.
+        """
+        # exempt parameters go their own way; the rest whole, or its largest entries
+        entry = self.store.open(bucket, start=0, stop=bucket.buffer.numel())
+        exempt = self.start_exempt(bucket)
+        if self.is_dense(bucket):
+            return (yield from self._send_all(bucket, entry, exempt))
+        form = self.message_format(bucket, start=0, stop=bucket.buffer.numel())
+        message = torch.empty(form.nbytes, dtype=torch.uint8, device=bucket.buffer.device)
+        self.select_into(
+            message, bucket.buffer, entry=entry, form=form, scale=1 / bucket.loss_scale
+        )
+        rows = torch.empty(
+            (self.topology.world_size, form.nbytes), dtype=torch.uint8, device=message.device
+        )
+        self.count_ring(rows.nbytes, passes=1)
+        work = ring_all_gather(rows, message, group=self.groups.world[0])
+        # zeroed while messages are under way
+        total = ScatterMean(bucket.buffer, scale=bucket.loss_scale / self.topology.world_size)
+        yield together(work, exempt)
+        # decode in rank order
+        if rows[:, 0].any():
+            raise NonFiniteGradient(own=bool(message[0]))
+        for row in rows:
+            total.add(row, form=form)
+        total.write()
+        return self.finish(bucket, entry=entry, exempt=exempt)
+
+    def _send_all(self, bucket: Bucket, entry: BucketResidual, exempt: ExemptMean | None) -> Stages:
+        """Send everything pending by one all-reduce."""
+        own_finite = is_finite(bucket.buffer)
+        if own_finite:  # otherwise the sum is not finite, which all ranks see
+            bucket.buffer.copy_(entry.everything(bucket.buffer, scale=1 / bucket.loss_scale))
+            bucket.buffer.mul_(bucket.loss_scale / self.topology.world_size)
+        self.count_ring(bucket.buffer.nbytes, passes=2)
+        yield together(
+            dist.all_reduce(bucket.buffer, group=self.groups.world[0], async_op=True), exempt
+        )
+        if not is_finite(bucket.buffer):
+            raise NonFiniteGradient(own=not own_finite)
+        return self.finish(bucket, entry=entry, exempt=exempt)
+
+    def whole(self, entry: BucketResidual, flat: Tensor) -> Tensor:
+        """Return it as it is: this rank has it all."""
+        return flat
+
+    def sparse_seconds(self, bucket: Bucket) -> float:
+        """Predict the seconds of a ring of messages."""
+        assert self.options.link is not None
+        form = self.message_format(bucket, start=0, stop=bucket.buffer.numel())
+        hops = self.topology.world_size - 1
+        return hops * (
+            self.options.link.latency_seconds + form.nbytes / self.options.link.bandwidth
+        )
+
+    def dense_seconds(self, bucket: Bucket) -> float:
+        """Predict the seconds of a ring all-reduce."""
+        assert self.options.link is not None
+        hops = 2 * (self.topology.world_size - 1)
+        share = bucket.buffer.nbytes / self.topology.world_size
+        return hops * (self.options.link.latency_seconds + share / self.options.link.bandwidth)
+
+
+class HierarchicalExchange(FeedbackExchange):
+    """Top-k with error feedback on each rank's shard of its node's mean gradient."""
+
+    def __init__(self, options: TopK, context: ExchangeContext) -> None:
+        super().__init__(options, context)
+        self.node = make_node_exchange(context)
+
+    def stages(self, bucket: Bucket) -> Stages:
+        """Exchange `bucket` in three stages: in the node, between nodes, in the node."""
+        # stage 0: the node's sum of this rank's shard
+        topology = self.topology
+        start, stop = self.bounds(bucket)[topology.local_rank]
+        entry = self.store.open(bucket, start=start, stop=stop)
+        exempt = self.start_exempt(bucket)
+        pending = self.node.reduce_scatter(bucket.buffer)
+        yield together(pending, exempt)
+        shard, scale = pending.result(), 1 / (bucket.loss_scale * topology.ranks_per_node)
+        if self.is_dense(bucket):
+            return (yield from self._send_all(bucket, entry, exempt, shard, scale))
+        # stage 1: select from the shard, gather between nodes
+        forms = self.forms(bucket)
+        # Equal sizes for all local ranks, although their shards may differ by an element.
+        nbytes = max(form.nbytes for form in forms)
+        message = torch.zeros(nbytes, dtype=torch.uint8, device=shard.device)
+        self.select_into(message, shard, entry=entry, form=forms[topology.local_rank], scale=scale)
+        rows = torch.empty((topology.num_nodes, nbytes), dtype=torch.uint8, device=shard.device)
+        self.count_across(topology.ranks_per_node * rows.nbytes, passes=1)
+        yield ring_all_gather(rows, message, group=self.groups.across)
+        # stage 2: share with the node
+        if shares_sums(nbytes, bucket_bytes=bucket.buffer.nbytes, topology=topology):
+            yield from self._share_sums(bucket, entry, rows, forms[topology.local_rank])
+        else:
+            yield from self._share_messages(bucket, rows, forms)
+        return self.finish(bucket, entry=entry, exempt=exempt)
+
+    def _share_messages(self, bucket: Bucket, rows: Tensor, forms: list[Form]) -> Steps:
+        """Do step 5, sparse: decode the messages (nodes, bytes) of all local ranks.
+
+        Every rank does so in node order.
+        """
+        gathered = self.node.all_gather(rows.view(-1))
+        yield gathered
+        received = gathered.result().view(len(forms), *rows.shape)  # (local ranks, nodes, bytes)
+        if received[:, :, 0].any():
+            raise NonFiniteGradient(own=not is_finite(bucket.buffer))
+        total = ScatterMean(bucket.buffer, scale=bucket.loss_scale / self.topology.num_nodes)
+        for messages, form, (start, _) in zip(received, forms, self.bounds(bucket), strict=True):
+            for message in messages:
+                total.add(message, form=form, start=start)
+        total.write()
+
+    def _share_sums(self, bucket: Bucket, entry: BucketResidual, rows: Tensor, form: Form) -> Steps:
+        """Do step 5, dense: decode the messages (nodes, bytes) of the own shard, and share the sum.
+
+        It is NaN where one of them is not finite.
+        """
+        own_finite = is_finite(bucket.buffer)
+        own = bucket.buffer[entry.start : entry.stop]
+        total = ScatterMean(own, scale=bucket.loss_scale / self.topology.num_nodes)
+        for message in rows:
+            total.add(message, form=form)
+        total.write()
+        if rows[:, 0].any():
+            own.fill_(torch.nan)
+        yield self.node.gather_shards(bucket.buffer)
+        if not is_finite(bucket.buffer):
+            raise NonFiniteGradient(own=not own_finite)
+
+    def _send_all(
+        self,
+        bucket: Bucket,
+        entry: BucketResidual,
+        exempt: ExemptMean | None,
+        shard: Tensor,
+        scale: float,
+    ) -> Stages:
+        """Send everything pending of the shard by one all-reduce between nodes."""
+        own_finite = is_finite(bucket.buffer)
+        own = bucket.buffer[entry.start : entry.stop]
+        own.copy_(shard)
+        if is_finite(shard):  # otherwise the sum is not, which all ranks see
+            own.copy_(entry.everything(shard, scale=scale))
+            own.mul_(bucket.loss_scale / self.topology.num_nodes)
+        self.count_across(bucket.buffer.nbytes, passes=2)
+        work = dist.all_reduce(own, group=self.groups.across, async_op=True)
+        assert work is not None
+        yield work
+        yield self.node.gather_shards(bucket.buffer)
+        if not is_finite(bucket.buffer):
+            raise NonFiniteGradient(own=not own_finite)
+        return self.finish(bucket, entry=entry, exempt=exempt)
+
+    def bounds(self, bucket: Bucket) -> list[tuple[int, int]]:
+        """Return the shards of the bucket."""
+        return shard_bounds(bucket.buffer.numel(), local_size=self.topology.ranks_per_node)
+
+    def forms(self, bucket: Bucket) -> list[Form]:
+        """Return the message of every local rank."""
+        return [
+            self.message_format(bucket, start=start, stop=stop)
+            for start, stop in self.bounds(bucket)
+        ]
+
+    def whole(self, entry: BucketResidual, flat: Tensor) -> Tensor:
+        """Gather the full residual from the ranks of the node; nothing else is in flight."""
+        numel = sum(entry.layout.numels)
+        whole = torch.zeros(numel, device=flat.device)
+        whole[entry.start : entry.stop] = flat
+        self.node.gather_shards(whole).wait()
+        return whole
+
+    def sparse_seconds(self, bucket: Bucket) -> float:
+        """Predict the seconds of a ring of messages between nodes: local ranks share a link."""
+        assert self.options.link is not None
+        hops = self.topology.num_nodes - 1
+        nbytes = self.topology.ranks_per_node * max(form.nbytes for form in self.forms(bucket))
+        return hops * (self.options.link.latency_seconds + nbytes / self.options.link.bandwidth)
+
+    def dense_seconds(self, bucket: Bucket) -> float:
+        """Predict the seconds of a ring all-reduce between nodes of all shards at once."""
+        assert self.options.link is not None
+        hops = 2 * (self.topology.num_nodes - 1)
+        share = bucket.buffer.nbytes / self.topology.num_nodes
+        return hops * (self.options.link.latency_seconds + share / self.options.link.bandwidth)
+
+    def close(self) -> None:
+        """Release shared memory."""
+        self.node.close()
+
+
+def shares_sums(message_bytes: int, *, bucket_bytes: int, topology: Topology) -> bool:
+    """Return whether step 5 gathers the summed shards: messages of all ranks are larger."""
+    return topology.world_size * message_bytes > bucket_bytes
+
+
+class ScatterMean:
+    """Adds up unpacked messages, in the order of `add`, into a bucket's buffer, in float32."""
+
+    def __init__(self, buffer: Tensor, *, scale: float) -> None:
+        self.buffer, self.scale = buffer, scale
+        # the buffer itself where it is float32
+        in_place = buffer.dtype == torch.float32
+        self.total = buffer if in_place else torch.empty(buffer.shape, device=buffer.device)
+        self.total.zero_()
+
+    def add(self, message: Tensor, *, form: Form, start: int = 0) -> None:
+        """Add one message about the elements from `start`."""
+        _, values, indices = form.unpack(message)
+        self.total[start : start + form.numel].index_add_(0, indices, values.mul_(self.scale))
+
+    def write(self) -> None:
+        """Write the sum to the buffer, in its dtype."""
+        if self.total is not self.buffer:
+            self.buffer.copy_(self.total)
+
+
+# ---- the work of a step
+
+
+def _flat(gradients: BucketGradients, options: TopK, topology: Topology) -> Work:
+    size, numel, ranks = gradients.nbytes, gradients.numel, topology.world_size
+    exempt = gradients.exempt_bytes
+    # a message is packed, those of all ranks are decoded
+    form = _message(numel, gradients.compressible_numel, options)
+    entries = PACK_BYTES_PER_ENTRY * form.k + DECODE_BYTES_PER_ENTRY * ranks * form.k
+    return Work(
+        _select_bytes(size, numel, options) + size + entries + EXEMPT_PASSES * exempt,
+        ENCODE_CALLS + DECODE_CALLS * ranks,
+        (("world", "all_gather", ranks * form.nbytes),),
+        kept_bytes=_feedback_bytes(numel, form.k, options),
+        buffer_bytes=(1 + ranks) * form.nbytes + exempt,
+        exempt_bytes=exempt,
+    )
+
+
+def _by_nodes(gradients: BucketGradients, options: TopK, topology: Topology) -> Work:
+    size, exempt = gradients.nbytes, gradients.exempt_bytes
+    nodes, local = topology.num_nodes, topology.ranks_per_node
+    # of this rank's shard; what is shared in the node is messages, or sums
+    numel = gradients.numel / local
+    form = _message(numel, gradients.compressible_numel / local, options)
+    across, everything = nodes * form.nbytes, topology.world_size * form.nbytes
+    whole = shares_sums(form.nbytes, bucket_bytes=size, topology=topology)
+    decoded = nodes if whole else topology.world_size
+    entries = PACK_BYTES_PER_ENTRY * form.k + DECODE_BYTES_PER_ENTRY * decoded * form.k
+    return Work(
+        _select_bytes(4 * numel, numel, options)
+        + (1 + whole) * size
+        + entries
+        + EXEMPT_PASSES * exempt,
+        ENCODE_CALLS + DECODE_CALLS * decoded,
+        (
+            ("node", "reduce_scatter", size),
+            ("across", "all_gather", across),
+            ("node", "all_gather", size if whole else everything),
+        ),
+        kept_bytes=_feedback_bytes(numel, form.k, options),
+        buffer_bytes=4 * numel + form.nbytes + across + (0 if whole else everything) + exempt,
+        exempt_bytes=exempt,
+    )
+
+
+def _message(numel: float, compressible: float, options: TopK) -> Form:
+    """Return the message about the share `density` of `compressible` elements."""
+    assert options.density is not None
+    return message_of_share(
+        max(1, round(numel)),
+        compressible=compressible,
+        density=options.density,
+        value_dtype=getattr(torch, options.value_dtype),
+        bits=options.bits,
+    )
+
+
+def _select_bytes(size: float, numel: float, options: TopK) -> float:
+    """Return the bytes of one pass: the gradient is read, the residual read and written."""
+    return size + 8 * numel if options.error_feedback else size
+
+
+def _feedback_bytes(numel: float, k: int, options: TopK) -> float:
+    """Return the bytes of the residual, and of the entries that were sent last.
+
+    A step that is thrown away puts those back.
+    """
+    return 4 * numel + 8 * k if options.error_feedback else 0.0

@@ -22,9 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_topt.communication.bounded_loss.kernels_loaded import (
-    load_kernels as load_datagram_kernels,
-)
+from lightning_topt.communication.bounded_loss.exchange import load_kernels as load_datagram_kernels
 from lightning_topt.communication.selection import warm_up
 from lightning_topt.execution.observed_step import forget_meshes
 

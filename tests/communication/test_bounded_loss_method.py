@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_topt.communication import BoundedLoss, Dense, GradientMethod
-from lightning_topt.communication.methods.bounded_loss import lossy_buckets
-from lightning_topt.communication.methods.bounded_loss.lossy_parts import lossy_parts
+from lightning_topt.communication.methods import bounded_loss
+from lightning_topt.communication.methods.bounded_loss import split_into_parts
 from lightning_topt.communication.topology import Topology
 from tests.communication.buckets import (
     SHAPES,
@@ -44,7 +44,7 @@ def lossy(method: GradientMethod, rank: int, world_size: int, *, nodes: int = 1)
         local = world_size // nodes
         groups = [dist.new_group([*range(place, world_size, local)]) for place in range(local)]
         group = groups[rank % local]
-    lossy_buckets.connect_over_store = connect
+    bounded_loss.connect_over_store = connect
     return make_exchange(method, rank, world_size, nodes=nodes)
 
 
@@ -190,11 +190,11 @@ def test_parts_of_a_bucket() -> None:
     """
     shapes = {"a": (3,), "b": (10, 10), "c": (4,), "d": (20, 10), "norm": (50,), "e": (100,)}
     layout = make_layout(shapes, exempt=("norm",))
-    found = lossy_parts(layout, start=0, stop=457, least=60)
+    found = split_into_parts(layout, start=0, stop=457, least=60)
     assert found == [(0, 107, [(0, 3), (103, 107)]), (107, 357, [(200, 250)]), (357, 457, [])]
-    shard = lossy_parts(layout, start=90, stop=330, least=60)
+    shard = split_into_parts(layout, start=90, stop=330, least=60)
     assert shard == [(0, 17, [(13, 17)]), (17, 240, [(200, 223)])]
-    assert lossy_parts(layout, start=0, stop=457, least=1e9) == [
+    assert split_into_parts(layout, start=0, stop=457, least=1e9) == [
         (0, 457, [(0, 3), (3, 103), (103, 107), (107, 307), (307, 357), (357, 457)])
     ]
 

@@ -1,9 +1,12 @@
-"""Sums of gradients by datagrams that need not all arrive."""
+"""Sums of gradients by datagrams that need not all arrive; `exchange` says how it works."""
 
 from lightning_topt.communication.bounded_loss.delivery import Handle, Outcome, PeerSilentError
 from lightning_topt.communication.bounded_loss.endpoint import ConnectionFailedError, open_endpoint
-from lightning_topt.communication.bounded_loss.exchange import BoundedLossExchange, WireOptions
-from lightning_topt.communication.bounded_loss.loss_statistics import BoundedLossStatistics
+from lightning_topt.communication.bounded_loss.exchange import (
+    BoundedLossExchange,
+    BoundedLossStatistics,
+    WireOptions,
+)
 
 __all__ = [
     "BoundedLossExchange",

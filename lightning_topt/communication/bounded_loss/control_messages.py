@@ -1,5 +1,10 @@
-"""Control messages on their way out: as datagrams, which are lost at times, and over the side
-channel (TCP), which is late at times. Every message may come twice; the first counts.
+"""Control messages on their way out, compiled: by datagram, over the side channel, or both.
+
+Datagrams are lost at times, the side channel (TCP) is late at times. Messages that something waits
+for go both ways; the first to arrive counts, and it does no harm if it comes twice. A caller writes
+the body to ``t.message + BODY`` and then calls `send_control`.
+
+Also here: the report of what came from a sender, since it is one, and the structures of sendmsg.
 """
 
 from __future__ import annotations
@@ -8,10 +13,10 @@ import numpy as np
 
 from lightning_topt.basics.jit import compiled
 from lightning_topt.communication.bounded_loss.datagram import HEADER_BYTES, REPORT, write_header
-from lightning_topt.communication.bounded_loss.link_shares import count_senders
-from lightning_topt.communication.bounded_loss.path_measures import answer_seconds
+from lightning_topt.communication.bounded_loss.rate_rule import answer_seconds
 from lightning_topt.communication.bounded_loss.raw_memory import (
     CLOCK_REALTIME,
+    Array,
     copy_memory,
     error_number,
     inner,
@@ -21,60 +26,178 @@ from lightning_topt.communication.bounded_loss.raw_memory import (
     send_message,
     store64,
 )
-from lightning_topt.communication.bounded_loss.table_views import (
-    MESSAGE,
-    PENDING,
-    SEND,
-    SEND_CONTROL,
-    SEND_PARTS,
-    WORK,
-    config_row,
-    counter_row,
-    path_row,
-    peer_row,
-    sent_message,
-    sent_part,
-    source_of,
-    table,
-)
 from lightning_topt.communication.bounded_loss.tables import (
-    ARRIVED_NS,
-    CLOSED,
-    CONTROL_SENT,
-    COUNT_SEEN,
-    EVENTS,
-    HIGHEST_SEEN,
-    KEY,
-    MARKING,
-    MARKS_SEEN,
-    PENDING_BYTES,
-    RANK,
-    REACHED,
-    REACHED_NS,
-    REPORTED_NS,
-    SENT_BYTES,
-    STAMP_SEEN,
-    STREAM,
     STREAM_BYTES,
-    UDP,
-    UNREPORTED,
+    Root,
+    config_of,
+    counters_of,
+    path_of,
+    peer_of,
+    sent_message,
+    sent_piece,
+    source_address,
 )
 
+# of Linux: flags of send and recv, errno, levels and names of socket options
 DONT_WAIT, NO_SIGNAL = 0x40, 0x4000
 AGAIN, INTERRUPTED = 11, 4
 SOL_UDP, UDP_SEGMENT, UDP_GRO, IP_TOS = 17, 103, 104, 1
+
 CONTROL_TOS = 46 << 2  # expedited forwarding
-BODY = 8 + HEADER_BYTES  # in `Tables.message`
+BODY = 8 + HEADER_BYTES  # in `Tables.message`, after the length and the header
 BY_DATAGRAM, BY_STREAM, BY_BOTH = 1, 2, 3
 REPORT_BYTES = 64
+# A sender that said it has more, and of which nothing came for so long, is not counted.
+EXPIRE_NS = 10_000_000
+
+
+@compiled
+def send_control(
+    t: Root,
+    peer: int,
+    kind: int,
+    flags: int,
+    step: int,
+    part: int,
+    serial: int,
+    body: int,
+    ways: int,
+) -> None:
+    """Send a control message whose `body` bytes are in ``t.message + BODY`` already.
+
+    Args:
+        t: the tables.
+        peer: the receiver.
+        kind: one of `datagram`'s.
+        flags: which data a message about a part means, `CONTRIBUTION` or `RESULT`.
+        step: of the part; 0 for messages that are not about one.
+        part: its number.
+        serial: of a probe, and of the answer to it.
+        body: bytes after the header.
+        ways: `BY_DATAGRAM`, `BY_STREAM` or `BY_BOTH`.
+    """
+    config, counters = config_of(t), counters_of(t)
+    clock = nanoseconds(CLOCK_REALTIME, t.work)
+    size = HEADER_BYTES + body
+    write_header(
+        t.message + 8, kind, flags, config.rank, step, config.key, part, serial, body, 0, clock
+    )
+    counters.control_sent += 1
+    counters.sent_bytes += size
+    if ways & BY_DATAGRAM:
+        piece = sent_piece(t, 0)
+        piece[0], piece[1] = t.message + 8, size
+        used = write_ancillary(t.send_ancillary, 0, CONTROL_TOS if config.marking else -1)
+        name = source_address(t, peer)
+        write_message(sent_message(t, 0), name, t.send_pieces, 1, t.send_ancillary, used)
+        send_message(np.int32(config.udp_socket), t.send, np.int32(DONT_WAIT | NO_SIGNAL))
+    if ways & BY_STREAM and peer_of(t, peer).stream >= 0 and not peer_of(t, peer).closed:
+        store64(t.message, size)
+        _send_stream(t, peer, t.message, size + 8)
+
+
+@inner
+def answer_nanoseconds(t: Root, peer: int, tries: int) -> int:
+    """Return how long to wait for an answer of `peer` after that many without one."""
+    once = answer_seconds(path_of(t, peer))
+    return int(min(once * 2.0 ** min(tries, 8), max(0.2, 2 * once)) * 1e9)
+
+
+# ---- the side channel
+
+
+@inner
+def _send_stream(t: Root, peer: int, address: int, size: int) -> None:
+    """Send behind what waits already; what does not fit is dropped, since it is asked for again."""
+    row = peer_of(t, peer)
+    if row.pending_bytes + size > STREAM_BYTES:
+        return
+    copy_memory(t.pending + STREAM_BYTES * peer + row.pending_bytes, address, size)
+    row.pending_bytes += size
+    flush_stream(t, peer)
+
+
+@inner
+def flush_stream(t: Root, peer: int) -> None:
+    """Send what waits for the side channel, as far as it takes it; on an error it is closed."""
+    row, memory = peer_of(t, peer), t.pending + STREAM_BYTES * peer
+    waiting = row.pending_bytes
+    if waiting == 0 or row.closed:
+        return
+    sent = send_bytes(np.int32(row.stream), memory, waiting, np.int32(DONT_WAIT | NO_SIGNAL))
+    if sent < 0:
+        if error_number() != AGAIN and error_number() != INTERRUPTED:
+            row.closed = 1
+            config_of(t).events += 1
+        return
+    move_memory(memory, memory + sent, waiting - sent)
+    row.pending_bytes = waiting - sent
+
+
+# ---- reports
+
+
+@inner
+def send_report(t: Root, peer: int, now: int) -> None:
+    """Report to a sender what came of its datagrams; `engine_loop` reads it."""
+    config, row, body = config_of(t), peer_of(t, peer), t.message + BODY
+    clock = nanoseconds(CLOCK_REALTIME, t.work)
+    store64(body, row.highest_seen)
+    store64(body + 8, max(0, row.highest_seen + 1 - row.seen))  # missing
+    store64(body + 16, row.marked)
+    # its clock back, and how long it lay here: a round trip without the time of a late thread
+    store64(body + 24, row.stamp)
+    store64(body + 32, clock - row.arrived_ns)
+    # data of all ranks, and when the last came: the rate of this rank's link
+    store64(body + 40, config.arrived)
+    store64(body + 48, config.arrived_ns)
+    store64(body + 56, count_senders(t, clock))
+    send_control(t, peer, REPORT, 0, 0, 0, 0, REPORT_BYTES, BY_DATAGRAM)
+    row.unreported, row.reported_ns, row.stamp = 0, now, 0
+
+
+@compiled
+def count_senders(t: Root, clock: int) -> int:
+    """Return how many ranks have data for this one at the time `clock` (CLOCK_REALTIME)."""
+    senders = 0
+    for peer in range(config_of(t).world_size):
+        row = peer_of(t, peer)
+        senders += row.has_data != 0 and clock - row.arrived_ns < EXPIRE_NS
+    return senders
+
+
+# ---- structures of sendmsg
+
+
+@inner
+def write_message(
+    row: Array, name: int, pieces: int, count: int, ancillary: int, ancillary_size: int
+) -> None:
+    """Fill a struct mmsghdr.
+
+    Args:
+        row: (8,) int64, the structure.
+        name: address of the receiver's struct sockaddr_in.
+        pieces: address of `count` struct iovec.
+        count: pieces of memory.
+        ancillary: address of ancillary messages.
+        ancillary_size: their bytes, 0 for none.
+    """
+    row[0], row[1], row[2], row[3] = name, 16, pieces, count
+    row[4], row[5], row[6], row[7] = ancillary if ancillary_size else 0, ancillary_size, 0, 0
 
 
 @inner
 def write_ancillary(address: int, segment: int, tos: int) -> int:
-    """Write the control messages of a sendmsg at `address`: size of segments (0: none), byte of
-    DSCP and ECN (-1: none).
+    """Write ancillary messages of sendmsg at `address`.
 
-    Returns their bytes.
+    Args:
+        address: room for both.
+        segment: bytes of the segments that the kernel is to cut, 0 for none.
+        tos: byte of DSCP and ECN, -1 for none.
+
+    Returns:
+        Their bytes.
     """
     size = 0
     if segment > 0:
@@ -88,107 +211,3 @@ def write_ancillary(address: int, segment: int, tos: int) -> int:
         store64(address + size + 16, tos)
         size += 24
     return size
-
-
-@inner
-def write_message(
-    row: np.ndarray, name: int, parts: int, count: int, ancillary: int, ancillary_size: int
-) -> None:
-    """Fill a struct mmsghdr: to the address at `name`, `count` pieces of memory at `parts`."""
-    row[0], row[1], row[2], row[3] = name, 16, parts, count
-    row[4], row[5], row[6], row[7] = ancillary if ancillary_size else 0, ancillary_size, 0, 0
-
-
-@compiled
-def send_control(
-    t: int,
-    peer: int,
-    kind: int,
-    flags: int,
-    step: int,
-    tensor: int,
-    serial: int,
-    body: int,
-    ways: int,
-) -> None:
-    """Send a control message whose `body` bytes are in ``t.message[BODY:]`` already, by datagram,
-    stream or both.
-    """
-    config, address = config_row(t), table(t, MESSAGE)
-    clock = nanoseconds(CLOCK_REALTIME, table(t, WORK))
-    size = HEADER_BYTES + body
-    write_header(
-        address + 8, kind, flags, config[RANK], step, config[KEY], tensor, serial, body, 0, clock
-    )
-    counter_row(t)[CONTROL_SENT] += 1
-    counter_row(t)[SENT_BYTES] += size
-    if ways & BY_DATAGRAM:
-        part = sent_part(t, 0)
-        part[0], part[1] = address + 8, size
-        ancillary = table(t, SEND_CONTROL)
-        used = write_ancillary(ancillary, 0, CONTROL_TOS if config[MARKING] else -1)
-        write_message(
-            sent_message(t, 0), source_of(t, peer), table(t, SEND_PARTS), 1, ancillary, used
-        )
-        send_message(np.int32(config[UDP]), table(t, SEND), np.int32(DONT_WAIT | NO_SIGNAL))
-    if ways & BY_STREAM and peer_row(t, peer)[STREAM] >= 0 and not peer_row(t, peer)[CLOSED]:
-        store64(address, size)
-        _send_stream(t, peer, address, size + 8)
-
-
-@inner
-def _send_stream(t: int, peer: int, address: int, size: int) -> None:
-    """Send over the side channel, behind what waits there. What does not fit is dropped: it is
-    asked for again.
-    """
-    waiting = peer_row(t, peer)[PENDING_BYTES]
-    if waiting + size > STREAM_BYTES:
-        return
-    copy_memory(table(t, PENDING) + STREAM_BYTES * peer + waiting, address, size)
-    peer_row(t, peer)[PENDING_BYTES] = waiting + size
-    flush_stream(t, peer)
-
-
-@inner
-def flush_stream(t: int, peer: int) -> None:
-    """Send what waits for the side channel, as far as it takes it."""
-    waiting, memory = peer_row(t, peer)[PENDING_BYTES], table(t, PENDING) + STREAM_BYTES * peer
-    if waiting == 0 or peer_row(t, peer)[CLOSED]:
-        return
-    sent = send_bytes(
-        np.int32(peer_row(t, peer)[STREAM]), memory, waiting, np.int32(DONT_WAIT | NO_SIGNAL)
-    )
-    if sent < 0:
-        if error_number() != AGAIN and error_number() != INTERRUPTED:
-            peer_row(t, peer)[CLOSED] = 1
-            config_row(t)[EVENTS] += 1
-        return
-    move_memory(memory, memory + sent, waiting - sent)
-    peer_row(t, peer)[PENDING_BYTES] = waiting - sent
-
-
-@inner
-def send_report(t: int, peer: int, now: int) -> None:
-    """Tell a sender what came of its datagrams: highest number, missing, marked; its clock back,
-    how long it lay here; how many datagrams of all ranks came and when the last did; how many ranks
-    have data for this one.
-    """
-    row, body = peer_row(t, peer), table(t, MESSAGE) + BODY
-    clock = nanoseconds(CLOCK_REALTIME, table(t, WORK))
-    store64(body, row[HIGHEST_SEEN])
-    store64(body + 8, max(0, row[HIGHEST_SEEN] + 1 - row[COUNT_SEEN]))
-    store64(body + 16, row[MARKS_SEEN])
-    store64(body + 24, row[STAMP_SEEN])
-    store64(body + 32, clock - row[ARRIVED_NS])
-    store64(body + 40, config_row(t)[REACHED])
-    store64(body + 48, config_row(t)[REACHED_NS])
-    store64(body + 56, count_senders(t, clock))
-    send_control(t, peer, REPORT, 0, 0, 0, 0, REPORT_BYTES, BY_DATAGRAM)
-    row[UNREPORTED], row[REPORTED_NS], row[STAMP_SEEN] = 0, now, 0
-
-
-@inner
-def answer_nanoseconds(t: int, peer: int, tries: int) -> int:
-    """Return how long to wait for an answer of `peer` after that many without one."""
-    seconds = answer_seconds(path_row(t, peer)) * 2.0 ** min(tries, 8)
-    return int(min(seconds, max(0.2, 2 * answer_seconds(path_row(t, peer)))) * 1e9)

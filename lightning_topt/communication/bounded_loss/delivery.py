@@ -1,14 +1,29 @@
-"""The fate of one contribution, and the handle that is waited for."""
+"""One bucket on its way: the handle that a caller waits for, its parts, and what was not delivered.
+
+A bucket is cut into parts of a few MB, so that one part's sums return while the next one's
+contributions leave. Each part has a slot of the tables and memory of its own, from the bucket's
+first step to the end of the exchange. A step fills the slots (`fill_slot`), and reads from them
+which of the contribution's elements no sum has (`undelivered_ranges`).
+"""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from lightning_topt.communication.bounded_loss.packed_halves import unpack_halves
+from lightning_topt.communication.bounded_loss.datagram import (
+    MOST_BUCKETS,
+    MOST_PARTS,
+    unpack_halves,
+)
 from lightning_topt.communication.bounded_loss.raw_memory import Array
+from lightning_topt.communication.bounded_loss.shard_sum import undelivered_segments
+from lightning_topt.communication.bounded_loss.tables import Tables, shard_bounds
+
+Exact = tuple[tuple[int, int], ...]  # ranges of elements that may not be lost
 
 
 class PeerSilentError(RuntimeError):
@@ -21,8 +36,12 @@ class PeerSilentError(RuntimeError):
 
 @dataclass(frozen=True)
 class Outcome:
-    """Elements of this rank's contribution that no sum has: `ranges` (k, 2) int64, first and end,
-    ascending; `values` float32, one after the other; of `numel` in all.
+    """Elements of this rank's contribution that no sum has.
+
+    Args:
+        ranges: (k, 2) int64, first and end of each range, ascending.
+        values: float32, those of all ranges one after the other.
+        numel: elements of the contribution.
     """
 
     ranges: Array
@@ -52,11 +71,11 @@ class Outcome:
 
 @dataclass
 class Handle:
-    """One bucket on its way. `values` and `out` are the caller's memory; `staging` is the
-    exchange's, None where not needed.
+    """One step of a bucket.
 
-    What travels is read from `sent` and comes to `taken`: the caller's memory, or words of two
-    values each (`packed`).
+    `values` and `out` are the caller's memory. `staging` is the exchange's, for sums that go over
+    the contributions; None where not needed. With 16 bits, `packed` has the words that are sent and
+    room for those of the sums.
     """
 
     bucket: int
@@ -73,16 +92,16 @@ class Handle:
     outcome: Outcome | None = None
     done: threading.Event = field(default_factory=threading.Event)
     finished: float = 0.0  # when the sums were there, of `time.perf_counter`
-    packed: tuple[Array, Array] | None = None  # what is sent, and the sums
+    packed: tuple[Array, Array] | None = None
 
     @property
     def sent(self) -> Array:
-        """Return what leaves this rank, in elements of 32 bits."""
+        """What leaves this rank, in elements of 32 bits."""
         return self.values if self.packed is None else self.packed[0]
 
     @property
     def taken(self) -> Array:
-        """Return where the sums come to, in elements of 32 bits."""
+        """Where the sums arrive, in elements of 32 bits."""
         if self.packed is not None:
             return self.packed[1]
         return self.out if self.staging is None else self.staging
@@ -92,8 +111,11 @@ class Handle:
         return self.done.is_set()
 
     def wait(self, timeout: float | None = None) -> Outcome:
-        """Block until the sum is in `out`; what was not delivered. Raises PeerSilentError;
-        TimeoutError after `timeout` s.
+        """Block until the sum is in `out`; return what was not delivered.
+
+        Raises:
+            PeerSilentError: a rank is gone or does not answer.
+            TimeoutError: after `timeout` seconds.
         """
         if not self.done.wait(timeout):
             raise TimeoutError(f"bucket {self.bucket} is not exchanged after {timeout:g} s")
@@ -114,7 +136,7 @@ class Handle:
 
 
 def _merged(ranges: list[tuple[int, int]]) -> Array:
-    """Return ascending ranges, those that touch as one."""
+    """Return the ranges (k, 2) ascending, those that touch as one."""
     merged: list[list[int]] = []
     for start, stop in sorted(ranges):
         if merged and merged[-1][1] == start:
@@ -122,3 +144,126 @@ def _merged(ranges: list[tuple[int, int]]) -> Array:
         else:
             merged.append([start, stop])
     return np.array(merged, np.int64).reshape(-1, 2)
+
+
+def check_start(
+    bucket: int,
+    values: Array,
+    out: Array | None,
+    *,
+    tolerance: float,
+    exact: Sequence[tuple[int, int]],
+    priority: int,
+) -> None:
+    """Raise ValueError for what cannot be exchanged."""
+    for name, array in (("values", values), ("out", out)):
+        if array is not None and (
+            array.dtype != np.float32 or array.ndim != 1 or not array.flags.c_contiguous
+        ):
+            raise ValueError(
+                f"{name} is a contiguous array of float32 with one dimension; got {array.dtype} "
+                f"{array.shape}"
+            )
+    if out is not None and (out.shape != values.shape or not out.flags.writeable):
+        raise ValueError(f"out takes {len(values)} elements and can be written; got {out.shape}")
+    if not 0 <= bucket < MOST_BUCKETS:
+        raise ValueError(f"bucket is a number from 0 to {MOST_BUCKETS - 1}; got {bucket}")
+    if not 0 <= tolerance < 1:
+        raise ValueError(
+            f"tolerance is the share that may be lost, from 0 to less than 1; got {tolerance}"
+        )
+    if not 0 <= priority <= 3:
+        raise ValueError(f"priority is 0 (last) to 3 (first); got {priority}")
+    for start, stop in exact:
+        if not 0 <= start <= stop <= len(values):
+            raise ValueError(
+                f"exact has ranges of the {len(values)} elements of a bucket; got ({start}, {stop})"
+            )
+
+
+# ---- parts, for the thread
+
+
+@dataclass
+class Part:
+    """Elements `start` to `stop` of a bucket, in slot `slot`."""
+
+    slot: int
+    start: int
+    stop: int
+    shard_sum: Array  # this rank's shard of the sum
+    inbox: Array  # (ranks, elements of the shard): their contributions
+    step: int = 0
+
+
+@dataclass
+class BucketParts:
+    """All parts of a bucket; `staging` takes results where they go over the contributions."""
+
+    numel: int
+    exact: Exact
+    parts: list[Part]
+    staging: Array | None = None
+
+
+def make_parts(
+    t: Tables, bucket: int, numel: int, exact: Exact, *, first_slot: int, part_segments: int
+) -> BucketParts:
+    """Cut a bucket into parts, in slots from `first_slot`, which the tables have.
+
+    Raises:
+        ValueError: it is too long.
+    """
+    each, world, rank = int(t.config.segment_elements), int(t.config.world_size), int(t.config.rank)
+    size = part_segments * each
+    starts = range(0, numel, size)
+    if len(starts) > MOST_PARTS:
+        raise ValueError(
+            f"a bucket has at most {MOST_PARTS * size} elements; got {numel}: cut it into several"
+        )
+    parts = []
+    for index, start in enumerate(starts):
+        slot, length = first_slot + index, min(size, numel - start)
+        segments = -(-length // each)
+        low, high = shard_bounds(segments, rank, world)
+        shard = max(0, min(high * each, length) - low * each)
+        total, inbox = np.empty(shard, np.float32), np.empty((world, shard), np.float32)
+        row = t.slots[slot]
+        row.part, row.numel, row.segments = bucket * MOST_PARTS + index, length, segments
+        row.shard_sum = total.ctypes.data
+        for peer in range(world):
+            t.inboxes[slot, peer] = inbox[peer].ctypes.data
+        # bits of the segments that any of the exact ranges touches
+        flags = np.zeros(t.exact.shape[1] * 64, np.uint8)
+        for begin, end in exact:
+            if end > begin and end > start:
+                first, last = max(begin - start, 0) // each, (end - start - 1) // each
+                flags[first : min(last + 1, segments)] = 1
+        t.exact[slot] = np.packbits(flags, bitorder="little").view(np.uint64)
+        parts.append(Part(slot, start, start + length, total, inbox))
+    return BucketParts(numel, exact, parts)
+
+
+def fill_slot(t: Tables, part: Part, handle: Handle, *, by_size: bool) -> None:
+    """Set the slot of a part for its next step."""
+    slots, slot = t.slots, part.slot
+    part.step += 1
+    slots["step"][slot] = part.step
+    slots["values"][slot] = handle.sent.ctypes.data + 4 * part.start
+    slots["out"][slot] = handle.taken.ctypes.data + 4 * part.start
+    slots["priority"][slot] = handle.priority
+    slots["rescale"][slot], slots["by_size"][slot] = handle.rescale, by_size
+    t.scales[slot] = handle.scale
+
+
+def undelivered_ranges(t: Tables, part: Part, work: Array) -> list[tuple[int, int]]:
+    """Return the ranges of the bucket's elements that no sum of this part has.
+
+    `work` has room for the numbers of a part's segments, int64.
+    """
+    each = int(t.config.segment_elements)
+    found = undelivered_segments(t.root, part.slot, work)
+    return [
+        (part.start + int(segment) * each, min(part.start + (int(segment) + 1) * each, part.stop))
+        for segment in work[:found]
+    ]

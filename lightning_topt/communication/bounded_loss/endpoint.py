@@ -1,27 +1,37 @@
-"""The sockets of one rank: one for datagrams, one that others connect their side channels to, both
-at one address only.
+"""The sockets of one rank, and how ranks connect to each other.
+
+A rank has one socket for datagrams and one that others connect their side channels (TCP) to, both
+bound to one address. `own_host` finds that address. With everyone's addresses,
+`connect_side_channels` makes one TCP connection for each pair of ranks: higher ranks connect to
+lower ones. Both ends say hello: key, rank, size of datagrams, and how much their buffer holds.
 """
 
 from __future__ import annotations
 
+import fcntl
 import socket
 import struct
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lightning_topt.communication.bounded_loss.control_messages import SOL_UDP, UDP_GRO, UDP_SEGMENT
 
 # bytes that are asked for; the kernel gives what its limits allow
 RECEIVE_BUFFER, SEND_BUFFER = 4 << 20, 1 << 19
+LOOPBACK = "127.0.0.1"
+# of Linux: options of sockets, and of ioctl
 _BUFFER_FORCE = {socket.SO_RCVBUF: 33, socket.SO_SNDBUF: 32}  # the same beyond the limits, for root
 _TIMESTAMP, _RECEIVE_TOS, _MTU, _RECEIVE_ERRORS = 35, 13, 14, 11
-_HEADERS = 28  # of IPv4 and UDP
+_USER_TIMEOUT = getattr(socket, "TCP_USER_TIMEOUT", 18)
+_GET_ADDRESS = 0x8915  # an interface's IPv4 address
+
+_HEADERS = 28  # bytes of IPv4 and UDP
+# magic, key, rank, ranks, bytes of a datagram, bytes that may lie in the receive buffer
 _HELLO = struct.Struct("<8sqiiii")
 _MAGIC = b"topt-bl1"
 _HELLO_SECONDS = 2.0  # for one that connects to say who it is
-_USER_TIMEOUT = getattr(socket, "TCP_USER_TIMEOUT", 18)
 
 Address = tuple[str, int, int]  # host, port of datagrams, port of side channels
 
@@ -47,15 +57,14 @@ class Endpoint:
 
     @property
     def budget(self) -> int:
-        """Bytes of data that may lie in the receive buffer: the kernel counts some 2.3 kB for a
-        datagram of 1.5 kB.
+        """Bytes of data that may lie in the receive buffer.
+
+        The kernel counts some 2.3 kB for a datagram of 1.5 kB.
         """
         return self.datagrams.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) // 2
 
     def largest_datagram(self, addresses: Sequence[Address]) -> int:
-        """Return the bytes that a datagram to any of these addresses may have without being cut on
-        the way.
-        """
+        """Return the bytes that a datagram to any of these addresses may have without being cut."""
         sizes = []
         for host, port, _ in addresses:
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -71,8 +80,10 @@ class Endpoint:
 
 
 def open_endpoint(host: str) -> Endpoint:
-    """Open the sockets of one rank at the IPv4 address `host`. Raises ValueError where this machine
-    does not have it.
+    """Open the sockets of one rank at the IPv4 address `host`.
+
+    Raises:
+        ValueError: this machine does not have it, or does not run Linux.
     """
     if sys.platform != "linux":
         raise ValueError("the bounded-loss exchange needs Linux: choose another gradient exchange")
@@ -95,7 +106,7 @@ def open_endpoint(host: str) -> Endpoint:
             datagrams.setsockopt(socket.SOL_SOCKET, option, size)
     _try(datagrams, socket.SOL_SOCKET, _TIMESTAMP, 1)
     _try(datagrams, socket.IPPROTO_IP, _RECEIVE_TOS, 1)
-    # so that sendmsg tells what a queue of this host drops
+    # so that sendmsg fails when a queue of this host drops what is sent
     _try(datagrams, socket.IPPROTO_IP, _RECEIVE_ERRORS, 1)
     coalesces = _try(datagrams, SOL_UDP, UDP_GRO, 1)
     return Endpoint(host, datagrams, listener, coalesces, _try(datagrams, SOL_UDP, UDP_SEGMENT, 0))
@@ -111,9 +122,7 @@ def _try(of: socket.socket, level: int, option: int, value: int) -> bool:
 
 @dataclass
 class SideChannels:
-    """Connected TCP sockets by rank, and how many bytes each rank lets be under way to it from each
-    other.
-    """
+    """Connected TCP sockets by rank, and how many bytes each rank's receive buffer takes."""
 
     sockets: dict[int, socket.socket] = field(default_factory=dict)
     budgets: dict[int, int] = field(default_factory=dict)
@@ -134,13 +143,17 @@ def connect_side_channels(
     datagram_bytes: int,
     timeout_seconds: float,
 ) -> SideChannels:
-    """Connect to all other ranks; every rank calls this. Raises ConnectionFailedError naming who
-    did not come in time.
+    """Connect to all other ranks; every rank calls this.
+
+    Raises:
+        ConnectionFailedError: names who did not connect in time.
     """
     deadline = time.monotonic() + timeout_seconds
     channels = SideChannels()
     own = _HELLO.pack(_MAGIC, key, rank, len(addresses), datagram_bytes, endpoint.budget)
     try:
+        # To all lower ranks first, without waiting for their answers: each of them may be waiting
+        # for another. Then take those of higher ranks, then read the answers.
         for lower in range(rank):
             channels.sockets[lower] = _connect(lower, endpoint, addresses[lower], deadline)
             channels.sockets[lower].sendall(own)
@@ -186,6 +199,7 @@ def _accept(
     deadline: float,
     world_size: int,
 ) -> None:
+    """Accept one connection, and refuse it if it is not of a higher rank of this session."""
     endpoint.listener.settimeout(max(0.01, deadline - time.monotonic()))
     try:
         made, _ = endpoint.listener.accept()
@@ -206,7 +220,7 @@ def _accept(
 
 
 def _read_hello(of: socket.socket, own: bytes, seconds: float) -> tuple[int, int] | None:
-    """Rank and budget of who is at the other end; None for one with another key."""
+    """Return rank and buffer of the other end; None for one with another key."""
     data, deadline = b"", time.monotonic() + seconds
     try:
         while len(data) < _HELLO.size:
@@ -222,3 +236,52 @@ def _read_hello(of: socket.socket, own: bytes, seconds: float) -> tuple[int, int
     if (magic, key, world_size, datagram) != (_MAGIC, own_key, own_world, own_datagram):
         return None
     return rank, budget
+
+
+# ---- the address of this rank
+
+
+def own_host(environment: Mapping[str, str]) -> str:
+    """Return the IPv4 address that other ranks reach this one at.
+
+    It is that of the interface that GLOO_SOCKET_IFNAME names, else that of the one towards
+    MASTER_ADDR, else the loopback.
+
+    Raises:
+        ValueError: the interface has no address, or MASTER_ADDR cannot be reached.
+    """
+    name = environment.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    if name:
+        return _interface_address(name)
+    master = environment.get("MASTER_ADDR", "")
+    return _address_towards(master) if master else LOOPBACK
+
+
+def _interface_address(name: str) -> str:
+    """Return the IPv4 address of a network interface. Raises ValueError where it has none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            found = fcntl.ioctl(
+                probe.fileno(), _GET_ADDRESS, struct.pack("256s", name.encode()[:15])
+            )
+        except OSError as error:
+            raise ValueError(
+                f"the interface {name!r} has no IPv4 address ({error}): set GLOO_SOCKET_IFNAME"
+            ) from None
+    return socket.inet_ntoa(found[20:24])
+
+
+def _address_towards(host: str) -> str:
+    """Return the address that packets from here to `host` carry.
+
+    Raises:
+        ValueError: there is no way to it.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 9))  # nothing is sent
+        except OSError as error:
+            raise ValueError(
+                f"{host!r} cannot be reached ({error}): set MASTER_ADDR or GLOO_SOCKET_IFNAME"
+            ) from None
+        return str(probe.getsockname()[0])

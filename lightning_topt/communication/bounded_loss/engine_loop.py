@@ -1,5 +1,12 @@
-"""The loop of the exchange's thread: receive, act, send, sleep until there is more to do. Runs
-without the GIL.
+"""The loop of an exchange's thread, compiled: receive, act, send, sleep until there is more to do.
+
+`run_loop` is where the thread spends its time, without the GIL. It returns to Python when a part is
+done or free, when a rank may be gone, when another thread wakes it, or at a time that Python set.
+
+What arrives passes three checks: `_take_datagram` and `_receive_stream` that it is whole, of this
+session and from whom it says; `_take_data` and `_take_control` that it fits the tables; then
+`part_progress` that it is of the present step. What fails one of the first two is counted and
+dropped, or closes the side channel.
 """
 
 from __future__ import annotations
@@ -7,165 +14,485 @@ from __future__ import annotations
 import numpy as np
 
 from lightning_topt.basics.jit import compiled
-from lightning_topt.communication.bounded_loss.control_messages import flush_stream, send_report
-from lightning_topt.communication.bounded_loss.data_sending import send_data
-from lightning_topt.communication.bounded_loss.part_progress import sum_more
+from lightning_topt.communication.bounded_loss.control_messages import (
+    AGAIN,
+    BY_BOTH,
+    BY_DATAGRAM,
+    DONT_WAIT,
+    INTERRUPTED,
+    IP_TOS,
+    REPORT_BYTES,
+    SOL_UDP,
+    UDP_GRO,
+    flush_stream,
+    send_control,
+    send_report,
+)
+from lightning_topt.communication.bounded_loss.datagram import (
+    BITMAP,
+    CONTRIBUTION,
+    FAILED,
+    HEADER_BYTES,
+    LEAVE,
+    MASK32,
+    OPEN,
+    PING,
+    PONG,
+    PROBE,
+    REPORT,
+    RESULT,
+    STOP,
+    SYNC,
+    is_valid,
+    unwrapped,
+)
+from lightning_topt.communication.bounded_loss.part_progress import (
+    sum_more,
+    take_part_message,
+    take_segment,
+)
+from lightning_topt.communication.bounded_loss.rate_rule import measure_trip, take_report
 from lightning_topt.communication.bounded_loss.raw_memory import (
     CLOCK_MONOTONIC,
+    CLOCK_REALTIME,
     NANOSECONDS,
     control_process,
+    error_number,
     inner,
+    integers,
+    load8,
+    load16,
+    load32,
     load64,
+    move_memory,
     nanoseconds,
+    receive_bytes,
+    receive_messages,
     store64,
     wait_for_files,
 )
-from lightning_topt.communication.bounded_loss.receiving import (
-    forget_errors,
-    receive_datagrams,
-    receive_stream,
-)
-from lightning_topt.communication.bounded_loss.repeated_probes import repeat_probes
-from lightning_topt.communication.bounded_loss.table_views import (
-    FILES,
-    WORK,
-    config_row,
-    counter_row,
-    integers,
-    peer_row,
-    table,
-)
+from lightning_topt.communication.bounded_loss.sending import repeat_probes, send_data
+from lightning_topt.communication.bounded_loss.shard_sum import segment_elements
 from lightning_topt.communication.bounded_loss.tables import (
-    CLOSED,
-    EVENTS,
+    ADDRESS_STRUCT,
+    ANCILLARY_BYTES,
+    IN_CONTRIBUTION,
+    IN_RESULT,
     NEVER,
-    NEXT_TIMER,
-    PENDING_BYTES,
+    PIECE_STRUCT,
     RECEIVE_AT_ONCE,
-    RECEIVED_DATAGRAMS,
-    REPORTED_NS,
-    RETURN_NS,
-    STREAM,
-    SUMS,
-    UDP,
-    UNREPORTED,
-    WAKE,
-    WORLD,
-    WRITABLE,
+    RECEIVE_BYTES,
+    STREAM_BYTES,
+    TRUNCATED,
+    WRONG_KEY,
+    WRONG_PLACE,
+    WRONG_SIZE,
+    WRONG_SOURCE,
+    Root,
+    config_of,
+    counters_of,
+    flow_of,
+    link_of,
+    path_of,
+    peer_of,
+    received_message,
+    reject,
+    slot_of,
+    source_address,
 )
 
-SET_TIMER_SLACK = 29  # of prctl
+# of Linux: prctl, poll, and what recvmmsg says
+SET_TIMER_SLACK = 29
 READABLE, CAN_WRITE, BROKEN = 0x1, 0x4, 0x8 | 0x10 | 0x20
-# datagrams: half of what may always be under way at least
-REPORT_EVERY_NS, REPORT_AT, LEAST_REPORTED = 500_000, 128, 8
-RECEIVE_TURNS, SEND_TURNS = 4, 8  # calls before the other direction gets its turn
+SOL_SOCKET, TIMESTAMP, TRUNCATED_FLAG, ERROR_QUEUE = 1, 35, 0x20, 0x2000
+CONGESTION_MARK = 3  # ECN
+
+RECEIVE_CALLS, SEND_CALLS = 4, 8  # before the other direction is served
 RECEIVE_PAUSE_NS = 120_000  # after data: what comes meanwhile is taken together
+REPORT_EVERY_NS, REPORT_AT = 500_000, 128
+LEAST_REPORTED = 8  # datagrams: half of what may always be under way at least
+FURTHEST_JUMP = 1 << 20  # of a sequence number
 
 
-@inner
-def _send_reports(t: int, now: int) -> None:
-    """Report what came, every so many datagrams or microseconds, to each the more rarely the more
-    there are.
+@compiled
+def run_loop(t: Root, return_ns: int) -> int:
+    """Work until something needs Python: an event, a wake-up, or the time `return_ns`.
+
+    Returns:
+        1 if it was woken, else 0.
     """
-    senders = 0
-    for peer in range(config_row(t)[WORLD]):
-        senders += peer_row(t, peer)[UNREPORTED] != 0
-    for peer in range(config_row(t)[WORLD]):
-        row = peer_row(t, peer)
-        if row[UNREPORTED] == 0:
-            continue
-        due = row[REPORTED_NS] + REPORT_EVERY_NS * senders
-        if row[UNREPORTED] >= max(REPORT_AT // senders, LEAST_REPORTED) or due <= now:
-            send_report(t, peer, now)
-        else:
-            config_row(t)[NEXT_TIMER] = min(config_row(t)[NEXT_TIMER], due)
-
-
-@inner
-def _sleep(t: int, now: int, busy: bool) -> None:
-    """Sleep until a socket has something or the next time to act, and note what is ready.
-
-    While data come (`busy`) their socket is looked at every so often: to be woken by each costs
-    more than they do.
-    """
-    config, world = config_row(t), config_row(t)[WORLD]
-    until = min(config[NEXT_TIMER], config[RETURN_NS])
-    if busy:
-        until = min(until, now + RECEIVE_PAUSE_NS)
-    wait = max(0, until - now)
-    files = integers(table(t, FILES), world + 2)
-    files[0] = (
-        config[UDP] | ((0 if busy else READABLE) | (0 if config[WRITABLE] else CAN_WRITE)) << 32
-    )
-    files[1] = config[WAKE] | READABLE << 32
-    for peer in range(world):
-        row = peer_row(t, peer)
-        if row[STREAM] < 0 or row[CLOSED]:
-            files[2 + peer] = 0xFFFFFFFF  # a negative file is ignored
-        else:
-            files[2 + peer] = (
-                row[STREAM] | (READABLE | (CAN_WRITE if row[PENDING_BYTES] else 0)) << 32
-            )
-    timespec = table(t, WORK) + 32
-    store64(timespec, wait // NANOSECONDS)
-    store64(timespec + 8, wait % NANOSECONDS)
-    wait_for_files(table(t, FILES), np.uint64(2 + world), timespec, 0)
-
-
-@inner
-def _ready(t: int, index: int) -> int:
-    return (load64(table(t, FILES) + 8 * index) >> 48) & 0xFFFF
-
-
-@inner
-def _serve_streams(t: int, now: int) -> None:
-    for peer in range(config_row(t)[WORLD]):
-        ready = _ready(t, 2 + peer)
-        if peer_row(t, peer)[STREAM] < 0 or peer_row(t, peer)[CLOSED] or ready == 0:
-            continue
-        if ready & (READABLE | BROKEN):
-            receive_stream(t, peer, now)
-        if peer_row(t, peer)[PENDING_BYTES]:
-            flush_stream(t, peer)
+    config, counters = config_of(t), counters_of(t)
+    config.return_ns = return_ns
+    while True:
+        # what arrived
+        now = nanoseconds(CLOCK_MONOTONIC, t.work)
+        before = counters.received_datagrams
+        for _ in range(RECEIVE_CALLS):
+            if _receive_datagrams(t, now) < RECEIVE_AT_ONCE:
+                break
+        # what follows from it; each step that has something to do later lowers the timer
+        config.timer_ns = NEVER
+        _send_reports(t, now)
+        repeat_probes(t, now)
+        sum_more(t)
+        sent = send_data(t, now, SEND_CALLS)
+        if config.events or now >= return_ns:
+            config.events = 0
+            return 0
+        if sent == SEND_CALLS or config.parts_summing:
+            config.timer_ns = now
+        # sleep
+        now_ns = nanoseconds(CLOCK_MONOTONIC, t.work)
+        _sleep(t, now_ns, counters.received_datagrams > before)
+        if _ready(t, 0) & CAN_WRITE:
+            config.writable = 1
+        if _ready(t, 0) & BROKEN:
+            _forget_errors(t)
+        _serve_streams(t, now)
+        if _ready(t, 1):
+            config.events = 0
+            return 1
 
 
 @compiled
 def sleep_precisely() -> None:
-    """Let sleeps of this thread end on time: by default they may be 50 us late, as long as a batch
-    takes.
-    """
+    """Let this thread's sleeps end on time: 50 us late, the default, is long beside a batch."""
     control_process(np.int32(SET_TIMER_SLACK), 1, 0, 0, 0)
 
 
-@compiled
-def run_loop(t: int) -> int:
-    """Work until something needs Python: an event, a wake-up, or the time `RETURN_NS`. Returns
-    whether it was woken.
+# ---- sleep
+
+
+@inner
+def _sleep(t: Root, now: int, busy: bool) -> None:
+    """Sleep until a socket has something or the timer is due, and note what is ready.
+
+    While data come (`busy`) their socket is read every so often: to be woken by each datagram costs
+    more than the datagram.
     """
-    config = config_row(t)
-    timespec = table(t, WORK)
-    while True:
-        now = nanoseconds(CLOCK_MONOTONIC, timespec)
-        before = counter_row(t)[RECEIVED_DATAGRAMS]
-        for _ in range(RECEIVE_TURNS):
-            if receive_datagrams(t, now) < RECEIVE_AT_ONCE:
-                break
-        config[NEXT_TIMER] = NEVER
-        _send_reports(t, now)
-        repeat_probes(t, now)
-        sum_more(t)
-        sent = send_data(t, now, SEND_TURNS)
-        if config[EVENTS] or now >= config[RETURN_NS]:
-            return 0
-        if sent == SEND_TURNS or config[SUMS]:
-            config[NEXT_TIMER] = now
-        _sleep(
-            t, nanoseconds(CLOCK_MONOTONIC, timespec), counter_row(t)[RECEIVED_DATAGRAMS] > before
-        )
-        if _ready(t, 0) & CAN_WRITE:
-            config[WRITABLE] = 1
-        if _ready(t, 0) & BROKEN:
-            forget_errors(t)
-        _serve_streams(t, now)
-        if _ready(t, 1):
-            return 1
+    config = config_of(t)
+    until = min(config.timer_ns, config.return_ns)
+    if busy:
+        until = min(until, now + RECEIVE_PAUSE_NS)
+    wait = max(0, until - now)
+    # struct pollfd: 4 bytes of file, 2 of events, 2 of what is ready
+    files = integers(t.files, config.world_size + 2)
+    events = (0 if busy else READABLE) | (0 if config.writable else CAN_WRITE)
+    files[0] = config.udp_socket | events << 32
+    files[1] = config.wake_file | READABLE << 32
+    for peer in range(config.world_size):
+        row = peer_of(t, peer)
+        if row.stream < 0 or row.closed:
+            files[2 + peer] = 0xFFFFFFFF  # a negative file is ignored
+        else:
+            events = READABLE | (CAN_WRITE if row.pending_bytes else 0)
+            files[2 + peer] = row.stream | events << 32
+    timespec = t.work + 32
+    store64(timespec, wait // NANOSECONDS)
+    store64(timespec + 8, wait % NANOSECONDS)
+    wait_for_files(t.files, np.uint64(2 + config.world_size), timespec, 0)
+
+
+@inner
+def _ready(t: Root, index: int) -> int:
+    return (load64(t.files + 8 * index) >> 48) & 0xFFFF
+
+
+@inner
+def _serve_streams(t: Root, now: int) -> None:
+    for peer in range(config_of(t).world_size):
+        ready, row = _ready(t, 2 + peer), peer_of(t, peer)
+        if row.stream < 0 or row.closed or ready == 0:
+            continue
+        if ready & (READABLE | BROKEN):
+            _receive_stream(t, peer, now)
+        if row.pending_bytes:
+            flush_stream(t, peer)
+
+
+@inner
+def _send_reports(t: Root, now: int) -> None:
+    """Report what came, every so many datagrams or microseconds.
+
+    The more senders there are, the more rarely to each.
+    """
+    config, senders = config_of(t), 0
+    for peer in range(config.world_size):
+        senders += peer_of(t, peer).unreported != 0
+    for peer in range(config.world_size):
+        row = peer_of(t, peer)
+        if row.unreported == 0:
+            continue
+        due = row.reported_ns + REPORT_EVERY_NS * senders
+        if row.unreported >= max(REPORT_AT // senders, LEAST_REPORTED) or due <= now:
+            send_report(t, peer, now)
+        else:
+            config.timer_ns = min(config.timer_ns, due)
+
+
+# ---- from the sockets
+
+
+@inner
+def _receive_datagrams(t: Root, now: int) -> int:
+    """Receive what waits at the socket, one call's worth; return how many messages.
+
+    The kernel may hand over several datagrams of one sender in a message (UDP_GRO).
+    """
+    for index in range(RECEIVE_AT_ONCE):
+        row = received_message(t, index)
+        row[0], row[1] = t.receive_names + ADDRESS_STRUCT * index, ADDRESS_STRUCT
+        row[2], row[3] = t.receive_pieces + PIECE_STRUCT * index, 1
+        row[4], row[5] = t.receive_ancillary + ANCILLARY_BYTES * index, ANCILLARY_BYTES
+        row[6], row[7] = 0, 0
+    udp, most = np.int32(config_of(t).udp_socket), np.uint32(RECEIVE_AT_ONCE)
+    got = receive_messages(udp, t.receive, most, np.int32(DONT_WAIT), 0)
+    if got <= 0:
+        return 0
+    counters_of(t).receive_calls += 1
+    clock = nanoseconds(CLOCK_REALTIME, t.work)
+    for index in range(got):
+        row = received_message(t, index)
+        size, flags = row[7] & 0xFFFFFFFF, row[6] & 0xFFFFFFFF
+        if flags & TRUNCATED_FLAG:
+            reject(t, TRUNCATED)
+            continue
+        segment, marked, arrived = _ancillary(t, index)
+        arrived = arrived if arrived else clock
+        address = t.receive_memory + RECEIVE_BYTES * index
+        source = load64(t.receive_names + ADDRESS_STRUCT * index)
+        step = segment if segment > 0 else max(size, 1)
+        for offset in range(0, max(size, 1), step):
+            part = min(step, size - offset)
+            _take_datagram(t, address + offset, part, source, arrived, marked, now)
+    return got
+
+
+@inner
+def _ancillary(t: Root, index: int) -> tuple[int, int, int]:
+    """Read the ancillary messages of a received message.
+
+    Returns:
+        The size of coalesced datagrams (0: one), whether they are marked, and when they arrived
+        (CLOCK_REALTIME; 0: unknown).
+    """
+    address, size = t.receive_ancillary + ANCILLARY_BYTES * index, received_message(t, index)[5]
+    segment, marked, arrived, offset = 0, 0, 0, 0
+    while offset + 16 <= size:
+        length = load64(address + offset)
+        level, kind = load32(address + offset + 8), load32(address + offset + 12)
+        if length < 16 or offset + length > size:
+            break
+        data = address + offset + 16
+        if level == SOL_UDP and kind == UDP_GRO:
+            segment = load32(data)
+        elif level == 0 and kind == IP_TOS:
+            marked = 1 if load8(data) & CONGESTION_MARK == CONGESTION_MARK else 0
+        elif level == SOL_SOCKET and kind == TIMESTAMP:
+            arrived = load64(data) * NANOSECONDS + load64(data + 8)
+        offset += (length + 7) // 8 * 8
+    return segment, marked, arrived
+
+
+@inner
+def _take_datagram(
+    t: Root, address: int, size: int, source: int, arrived: int, marked: int, now: int
+) -> None:
+    config = config_of(t)
+    if not is_valid(address, size, config.key, config.rank, config.world_size):
+        wrong_key = size >= HEADER_BYTES and load64(address + 8) != config.key
+        reject(t, WRONG_KEY if wrong_key else WRONG_SIZE)
+    elif load64(source_address(t, load16(address + 2))) != source:
+        reject(t, WRONG_SOURCE)
+    else:
+        _take_message(t, address, size, arrived, marked, False, now)
+
+
+@inner
+def _forget_errors(t: Root) -> None:
+    """Empty the socket's queue of errors; that a rank is gone is known from its side channel."""
+    udp, most = np.int32(config_of(t).udp_socket), np.uint32(RECEIVE_AT_ONCE)
+    receive_messages(udp, t.receive, most, np.int32(DONT_WAIT | ERROR_QUEUE), 0)
+
+
+@inner
+def _receive_stream(t: Root, peer: int, now: int) -> None:
+    """Receive what waits on the side channel of `peer`; its end, or nonsense, closes it."""
+    row, config = peer_of(t, peer), config_of(t)
+    filled = row.stream_filled
+    memory = t.streams + STREAM_BYTES * peer
+    got = receive_bytes(
+        np.int32(row.stream), memory + filled, STREAM_BYTES - filled, np.int32(DONT_WAIT)
+    )
+    if got < 0 and (error_number() == AGAIN or error_number() == INTERRUPTED):
+        return
+    broken = got <= 0
+    filled += max(got, 0)
+    offset = 0
+    while not broken and filled - offset >= 8:
+        size = load64(memory + offset)
+        if size < HEADER_BYTES or size > STREAM_BYTES - 8:
+            broken = True
+            break
+        if filled - offset - 8 < size:  # the rest is still to come
+            break
+        message = memory + offset + 8
+        if (
+            not is_valid(message, size, config.key, config.rank, config.world_size)
+            or load16(message + 2) != peer
+        ):
+            broken = True
+            break
+        counters_of(t).stream_frames += 1
+        _take_message(t, message, size, nanoseconds(CLOCK_REALTIME, t.work), 0, True, now)
+        offset += 8 + size
+    move_memory(memory, memory + offset, filled - offset)
+    row.stream_filled = filled - offset
+    if broken:
+        row.closed = 1
+        config.events += 1
+
+
+# ---- messages
+
+
+@inner
+def _take_message(
+    t: Root, address: int, size: int, arrived: int, marked: int, is_stream: bool, now: int
+) -> None:
+    """Act on a message that `is_valid`, and that came from the address of its sender.
+
+    Args:
+        t: the tables.
+        address: where its header is.
+        size: its bytes with the header.
+        arrived: when it came, CLOCK_REALTIME.
+        marked: whether the path marked it (ECN).
+        is_stream: whether it came over the side channel.
+        now: CLOCK_MONOTONIC.
+    """
+    peer = load16(address + 2)
+    peer_of(t, peer).heard_ns = now
+    if load8(address) > RESULT:
+        _take_control(t, peer, address, size - HEADER_BYTES, arrived, is_stream, now)
+    elif is_stream:
+        reject(t, WRONG_PLACE)
+    else:
+        _take_data(t, peer, address, size, arrived, marked, now)
+
+
+@inner
+def _take_data(
+    t: Root, peer: int, address: int, size: int, arrived: int, marked: int, now: int
+) -> None:
+    """Check a segment against the tables, count it for the next report, and put it in its place."""
+    step, segment = load32(address + 4), load32(address + 20)
+    slot = _find_slot(t, load32(address + 16))
+    if slot < 0 or step > slot_of(t, slot).step & MASK32:
+        reject(t, WRONG_PLACE)
+        return
+    way = IN_CONTRIBUTION if load8(address) == CONTRIBUTION else IN_RESULT
+    flow = flow_of(t, slot, peer, way)
+    index = segment - flow.first
+    if (
+        index < 0
+        or index >= flow.count
+        or size != HEADER_BYTES + 4 * segment_elements(t, slot, segment)
+        or not _count_data(t, peer, address, arrived, marked)
+    ):
+        reject(t, WRONG_PLACE)
+        return
+    elements = address + HEADER_BYTES
+    take_segment(t, slot, peer, way, step, segment, elements, size - HEADER_BYTES, now)
+
+
+@inner
+def _find_slot(t: Root, part: int) -> int:
+    """Return the slot of a part, -1 if this rank does not know it."""
+    config = config_of(t)
+    if config.recent_slot < config.used_slots and slot_of(t, config.recent_slot).part == part:
+        return config.recent_slot
+    for slot in range(config.used_slots):
+        if slot_of(t, slot).part == part:
+            config.recent_slot = slot
+            return slot
+    return -1
+
+
+@inner
+def _count_data(t: Root, peer: int, address: int, arrived: int, marked: int) -> bool:
+    """Count a datagram of data for reports; return whether its number is a likely one."""
+    config, counters, row = config_of(t), counters_of(t), peer_of(t, peer)
+    sequence = unwrapped(load32(address + 28), row.highest_seen)
+    if abs(sequence - row.highest_seen) > FURTHEST_JUMP or sequence < 0:
+        return False
+    if sequence > row.highest_seen:
+        row.highest_seen, row.has_data = sequence, load8(address + 1)
+    row.seen += 1
+    row.marked += marked
+    row.unreported += 1
+    row.stamp, row.arrived_ns = load64(address + 32), arrived
+    config.arrived, config.arrived_ns = config.arrived + 1, max(config.arrived_ns, arrived)
+    counters.received_datagrams += 1
+    counters.marked_datagrams += marked
+    return True
+
+
+@inner
+def _take_control(
+    t: Root, peer: int, address: int, body: int, arrived: int, is_stream: bool, now: int
+) -> None:
+    """Act on a control message; one about a part that this rank does not know is dropped."""
+    kind, content, row = load8(address), address + HEADER_BYTES, peer_of(t, peer)
+    if kind == REPORT and body == REPORT_BYTES:
+        _take_report(t, peer, content, arrived, now)
+    elif kind == SYNC and body == 8:
+        _raise_highest(t, peer, load64(content))
+        send_report(t, peer, now)
+    elif kind == PING and body == 0:
+        send_control(t, peer, PONG, 0, 0, 0, 0, 0, BY_BOTH if is_stream else BY_DATAGRAM)
+    elif kind == FAILED and body == 8 and is_stream:
+        row.failed_rank = 1 + load64(content)
+        config_of(t).events += 1
+    elif kind == LEAVE and is_stream:
+        row.left = 1
+    elif kind in (OPEN, PROBE, BITMAP, STOP):
+        if kind == PROBE and body == 8 and not is_stream:  # it came behind the data
+            _raise_highest(t, peer, load64(content))
+            if row.unreported:
+                send_report(t, peer, now)
+        slot = _find_slot(t, load32(address + 16))
+        if slot >= 0:
+            take_part_message(t, slot, peer, address, body, is_stream, now)
+    elif kind != PONG:
+        reject(t, WRONG_PLACE)
+
+
+@inner
+def _raise_highest(t: Root, peer: int, sequence: int) -> None:
+    """Count what was sent before number `sequence` and is not here as lost."""
+    row = peer_of(t, peer)
+    if row.highest_seen < sequence - 1 <= row.highest_seen + FURTHEST_JUMP:
+        row.highest_seen = sequence - 1
+        row.unreported += 1
+
+
+@inner
+def _take_report(t: Root, peer: int, body: int, arrived: int, now: int) -> None:
+    """Take in what `send_report` wrote, after a check that the counts are possible."""
+    row, link, path = peer_of(t, peer), link_of(t), path_of(t, peer)
+    highest, lost, marked = load64(body), load64(body + 8), load64(body + 16)
+    stamp, held = load64(body + 24), load64(body + 32)
+    if (
+        not -1 <= highest < row.next_sequence
+        or not 0 <= lost <= highest + 1
+        or not 0 <= marked <= highest + 1
+    ):
+        reject(t, WRONG_PLACE)
+        return
+    if stamp:
+        measure_trip(path, link, (arrived - stamp - held) * 1e-9)
+    row.reported_highest = max(row.reported_highest, highest)
+    row.senders = min(max(load64(body + 56), 0), config_of(t).world_size)
+    all_arrived, last_arrived = load64(body + 40), load64(body + 48) * 1e-9
+    take_report(path, link, highest, lost, marked, all_arrived, last_arrived, now * 1e-9)

@@ -1,5 +1,6 @@
-"""An exchange between the ranks of a torch.distributed store: addresses and the session's key go
-over it.
+"""An exchange between ranks that share a torch.distributed store; the only file here with torch.
+
+Addresses, the size of datagrams and the session's key go over the store.
 """
 
 from __future__ import annotations
@@ -13,9 +14,8 @@ from typing import Any
 from torch.distributed.distributed_c10d import Store
 
 from lightning_topt.communication.bounded_loss.datagram import DEFAULT_DATAGRAM_BYTES
-from lightning_topt.communication.bounded_loss.endpoint import open_endpoint
+from lightning_topt.communication.bounded_loss.endpoint import open_endpoint, own_host
 from lightning_topt.communication.bounded_loss.exchange import BoundedLossExchange, WireOptions
-from lightning_topt.communication.bounded_loss.interfaces import own_host
 
 
 def connect_over_store(
@@ -29,12 +29,21 @@ def connect_over_store(
     mark: bool = True,
     bits: int = 32,
 ) -> BoundedLossExchange:
-    """Collective call: an exchange between `world_size` ranks that share `store`, whose keys are
-    unused (a PrefixStore's).
+    """Connect to the other ranks; all of them call this.
 
-    Sockets bind to `host`; None: to the address of the interface that GLOO_SOCKET_IFNAME names,
-    else to the one that MASTER_ADDR is reached from, else to the loopback. `rate`: bytes per second
-    at most; `bits` of a value on its way: 32 or 16. Raises ConnectionFailedError.
+    Args:
+        store: shared by the ranks. Its keys are unused, as those of a new PrefixStore are.
+        rank: this rank.
+        world_size: how many there are.
+        host: IPv4 address that sockets bind to. None: that of the interface that
+            GLOO_SOCKET_IFNAME names, else the one that MASTER_ADDR is reached from, else loopback.
+        timeout_seconds: for ranks to come, and later to answer.
+        rate: bytes per second at most that leave this rank.
+        mark: set DSCP and ECN.
+        bits: of a value on its way, 32 or 16.
+
+    Raises:
+        ConnectionFailedError: a rank could not be reached.
     """
     if world_size == 1:
         return BoundedLossExchange(rank, [("127.0.0.1", 0, 0)], 0, endpoint=None)
@@ -75,7 +84,7 @@ def connect_over_store(
 def _gathered(
     store: Store, name: str, own: object, *, rank: int, world_size: int, limit: timedelta
 ) -> list[Any]:
-    """Every rank's `own`, in rank order."""
+    """Return every rank's `own`, in rank order."""
     store.set(f"{name}/{rank}", json.dumps(own))
     keys = [f"{name}/{peer}" for peer in range(world_size)]
     store.wait(keys, limit)

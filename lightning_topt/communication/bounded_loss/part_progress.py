@@ -1,12 +1,30 @@
-"""The life of a part on one rank: opened, contributions closed one by one, summed, results in,
-done, and no longer needed.
+"""The life of a part on one rank, compiled: opened, contributions closed, summed, results in, free.
 
-- The owner of a shard closes a contribution when all of it is there, or when its sender is through
-  and at most the tolerated share is missing. The bitmap at that time is what went into the sum;
-  STOP carries it to the sender.
-- Results close when complete, and when the receiver also knows the bitmap of its own contribution:
-  an owner that has seen all results closed owes nobody anything, and may begin the tensor's next
-  step.
+A part is cut into one shard per rank, a shard into segments, which travel in a datagram each. With
+every peer there are four flows (`tables`). For one shard, between its owner and another rank:
+
+    another rank                            the owner of the shard
+
+    contribution                            contribution
+    WAIT_OPEN   <-- OPEN -----------------  RECEIVING, since `open_part`
+    SENDING     --- data ---------------->  `take_segment`
+    PROBING     --- PROBE --------------->  enough is here? `_close_contribution`, else
+    SENDING     <-- BITMAP ---------------  what is; the rest is sent again
+    STOPPED     <-- STOP, with bitmap ----  CLOSED; after the last one `sum_more`
+    result                                  result
+    RECEIVING   <-- data -----------------  SENDING, to all ranks
+                <-- PROBE ----------------  PROBING
+                --- BITMAP -------------->  SENDING what is missing
+    CLOSED      --- STOP ---------------->  STOPPED
+
+- The owner closes a contribution when all of it is there, or when its sender is through, at most
+  the tolerated share is missing, and nothing of what is exact. The bitmap at that time is what went
+  into the sum; STOP carries it to the sender.
+- Results close when they are complete and the receiver also knows the bitmap of its own
+  contribution. So an owner that has seen all results closed owes nobody anything, and may begin the
+  part's next step. In return, who has begun the next step has all of this one.
+- PROBE is repeated until it is answered, see `sending`. Every other message is repeated as the
+  answer to a probe, so any of them may be lost.
 """
 
 from __future__ import annotations
@@ -17,14 +35,28 @@ from lightning_topt.basics.jit import compiled
 from lightning_topt.communication.bounded_loss.control_messages import (
     BODY,
     BY_BOTH,
+    BY_DATAGRAM,
     answer_nanoseconds,
     send_control,
 )
-from lightning_topt.communication.bounded_loss.datagram import CONTRIBUTION, OPEN, RESULT, STOP
+from lightning_topt.communication.bounded_loss.datagram import (
+    BITMAP,
+    CONTRIBUTION,
+    HEADER_BYTES,
+    MASK32,
+    OPEN,
+    PROBE,
+    RESULT,
+    STOP,
+    unwrapped,
+)
 from lightning_topt.communication.bounded_loss.raw_memory import (
     address_of,
     copy_memory,
     inner,
+    load8,
+    load32,
+    load64,
     store64,
 )
 from lightning_topt.communication.bounded_loss.shard_sum import (
@@ -32,276 +64,383 @@ from lightning_topt.communication.bounded_loss.shard_sum import (
     find_large,
     has_bit,
     segment_elements,
+    set_bit,
     set_first_bits,
     sum_segments,
 )
-from lightning_topt.communication.bounded_loss.table_views import (
-    MESSAGE,
-    bit_row,
-    config_row,
-    counter_row,
-    exact_row,
-    flow_row,
-    slot_row,
-    table,
-)
 from lightning_topt.communication.bounded_loss.tables import (
-    ACTIVE,
-    ALLOWED,
-    BY_SIZE,
-    CLOSED_WAY,
-    CONTRIBUTED_ELEMENTS,
-    COUNT,
-    DONE,
-    ELEMENTS,
-    EVENTS,
-    EXACT,
-    FIRST,
+    CLOSED,
     IDLE,
-    IN_C,
-    IN_R,
-    LOST_ELEMENTS,
-    MISSING_R,
-    NEXT,
-    NUMEL,
-    OPENED,
-    OUT,
-    OUT_C,
-    OUT_R,
-    PROBE_NS,
-    PROBES_NS,
-    PROGRESS_NS,
-    RANK,
-    RECEIVED,
+    IN_CONTRIBUTION,
+    IN_RESULT,
+    OUT_CONTRIBUTION,
+    OUT_RESULT,
+    PROBING,
     RECEIVING,
-    SEGMENTS,
     SENDING,
-    SERIAL,
-    STARTED_NS,
-    STATE,
-    STEP,
     STOPPED,
-    SUM,
-    SUMMED,
-    SUMMING,
-    SUMS,
-    TENSOR,
-    TO_SEND,
-    TRIES,
-    UNSTOPPED_C,
-    UNSTOPPED_R,
-    USED_SLOTS,
     WAIT_OPEN,
-    WAITING_C,
-    WANTED,
-    WORLD,
+    WRONG_PLACE,
+    Root,
+    bits_of,
+    config_of,
+    counters_of,
+    exact_bits,
+    flow_of,
+    inbox_address,
+    peer_of,
+    reject,
+    slot_of,
 )
 
 SEGMENTS_AT_ONCE = 32  # some tens of microseconds
 
-
-@inner
-def _reset_way(t: int, slot: int, peer: int, way: int, shard: int, state: int) -> None:
-    flow, segments, world = (
-        flow_row(t, slot, peer, way),
-        slot_row(t, slot)[SEGMENTS],
-        config_row(t)[WORLD],
-    )
-    flow[FIRST] = segments * shard // world
-    flow[COUNT] = segments * (shard + 1) // world - flow[FIRST]
-    flow[STATE], flow[RECEIVED], flow[NEXT], flow[SERIAL], flow[TRIES] = state, 0, 0, 0, 0
-    flow[TO_SEND] = flow[COUNT]
-    bit_row(t, slot, peer, way)[:] = np.uint64(0)
+# ---- opened
 
 
 @compiled
-def open_part(t: int, slot: int, tolerance: float, now: int) -> None:
-    """Begin the next step of a part whose row in ``t.slots`` says what and where, and tell all
-    ranks.
-    """
-    config, row = config_row(t), slot_row(t, slot)
-    rank, world = config[RANK], config[WORLD]
-    row[ACTIVE], row[DONE], row[WANTED], row[SUMMING] = 1, 0, 0, 0
-    row[PROGRESS_NS] = row[STARTED_NS] = now
-    row[WAITING_C] = row[MISSING_R] = row[UNSTOPPED_C] = row[UNSTOPPED_R] = 0
-    if row[BY_SIZE]:
+def open_part(t: Root, slot: int, tolerance: float, now: int) -> None:
+    """Begin the next step of a part whose slot says what and where, and say so to all ranks."""
+    config, row = config_of(t), slot_of(t, slot)
+    rank = config.rank
+    row.active, row.done, row.wanted, row.summing, row.progress_ns = 1, 0, 0, 0, now
+    row.open_contributions = row.missing_results = 0
+    row.unstopped_contributions = row.unstopped_results = 0
+    if row.by_size:
         find_large(t, slot)
-    for peer in range(world):
+    for peer in range(config.world_size):
         if peer == rank:
             continue
-        _reset_way(t, slot, peer, OUT_C, peer, WAIT_OPEN)
-        _reset_way(t, slot, peer, IN_R, peer, RECEIVING)
-        _reset_way(t, slot, peer, IN_C, rank, RECEIVING)
-        _reset_way(t, slot, peer, OUT_R, rank, IDLE)
-        own, theirs = flow_row(t, slot, peer, IN_C)[COUNT], flow_row(t, slot, peer, OUT_C)[COUNT]
-        if theirs == 0:
-            flow_row(t, slot, peer, OUT_C)[STATE], flow_row(t, slot, peer, IN_R)[STATE] = (
-                STOPPED,
-                CLOSED_WAY,
-            )
+        # the peer's shard: this rank contributes, and gets the sum
+        out, results = flow_of(t, slot, peer, OUT_CONTRIBUTION), flow_of(t, slot, peer, IN_RESULT)
+        _reset_flow(t, slot, peer, OUT_CONTRIBUTION, peer, WAIT_OPEN)
+        _reset_flow(t, slot, peer, IN_RESULT, peer, RECEIVING)
+        if out.count == 0:
+            out.state, results.state = STOPPED, CLOSED
         else:
-            row[UNSTOPPED_C] += 1
-            row[MISSING_R] += 1
-            if flow_row(t, slot, peer, OUT_C)[OPENED] >= row[STEP]:
-                flow_row(t, slot, peer, OUT_C)[STATE] = SENDING
-            flow_row(t, slot, peer, OUT_C)[PROBE_NS] = now + answer_nanoseconds(t, peer, 0)
-            config[PROBES_NS] = min(config[PROBES_NS], flow_row(t, slot, peer, OUT_C)[PROBE_NS])
-        if own == 0:
-            flow_row(t, slot, peer, IN_C)[STATE], flow_row(t, slot, peer, OUT_R)[STATE] = (
-                CLOSED_WAY,
-                STOPPED,
-            )
+            row.unstopped_contributions += 1
+            row.missing_results += 1
+            if out.opened_step >= row.step:
+                out.state = SENDING
+            out.probe_ns = now + answer_nanoseconds(t, peer, 0)
+            config.probe_ns = min(config.probe_ns, out.probe_ns)
+        # this rank's shard: the peer contributes, and gets the sum
+        given, sums = flow_of(t, slot, peer, IN_CONTRIBUTION), flow_of(t, slot, peer, OUT_RESULT)
+        _reset_flow(t, slot, peer, IN_CONTRIBUTION, rank, RECEIVING)
+        _reset_flow(t, slot, peer, OUT_RESULT, rank, IDLE)
+        if given.count == 0:
+            given.state, sums.state = CLOSED, STOPPED
         else:
-            row[WAITING_C] += 1
-            row[UNSTOPPED_R] += 1
-            _expect(t, slot, peer, tolerance)
-        store64(table(t, MESSAGE) + BODY, row[NUMEL])
-        send_control(t, peer, OPEN, 0, row[STEP], row[TENSOR], 0, 8, BY_BOTH)
-    check_done(t, slot)
+            row.open_contributions += 1
+            row.unstopped_results += 1
+            exact = 0
+            for index in range(given.count):
+                exact += has_bit(exact_bits(t, slot), given.first + index)
+            given.may_miss, given.exact_missing = int(tolerance * given.count), exact
+        store64(t.message + BODY, row.numel)
+        send_control(t, peer, OPEN, 0, row.step, row.part, 0, 8, BY_BOTH)
+    _check_done(t, slot)
 
 
 @inner
-def _expect(t: int, slot: int, peer: int, tolerance: float) -> None:
-    """Set how many segments of `peer`'s contribution may be missing, and how many of those that may
-    not are.
+def _reset_flow(t: Root, slot: int, peer: int, way: int, shard: int, state: int) -> None:
+    flow, segments, world = (
+        flow_of(t, slot, peer, way),
+        slot_of(t, slot).segments,
+        config_of(t).world_size,
+    )
+    flow.first = segments * shard // world
+    flow.count = segments * (shard + 1) // world - flow.first
+    flow.state, flow.received, flow.next, flow.serial, flow.tries = state, 0, 0, 0, 0
+    flow.to_send = flow.count
+    bits_of(t, slot, peer, way)[:] = np.uint64(0)
+
+
+# ---- data arrive
+
+
+@inner
+def take_segment(
+    t: Root,
+    slot: int,
+    peer: int,
+    way: int,
+    step: int,
+    segment: int,
+    address: int,
+    size: int,
+    now: int,
+) -> None:
+    """Put a segment of a flow where it belongs, once.
+
+    `step` is the low 32 bits of the sender's step, `segment` the number in the part, which is one
+    of the flow's. Its elements are `size` bytes at `address`.
     """
-    flow, exact = flow_row(t, slot, peer, IN_C), 0
-    for index in range(flow[COUNT]):
-        exact += has_bit(exact_row(t, slot), flow[FIRST] + index)
-    flow[EXACT], flow[ALLOWED] = exact, int(tolerance * flow[COUNT])
+    row, flow = slot_of(t, slot), flow_of(t, slot, peer, way)
+    index, each = segment - flow.first, config_of(t).segment_elements
+    if step != row.step & MASK32 or flow.state != RECEIVING:
+        counters_of(t).late += 1
+        return
+    if has_bit(bits_of(t, slot, peer, way), index):
+        counters_of(t).duplicates += 1
+        return
+    target = row.out + 4 * segment * each
+    if way == IN_CONTRIBUTION:
+        target = inbox_address(t, slot, peer) + 4 * index * each
+        flow.exact_missing -= has_bit(exact_bits(t, slot), segment)
+    copy_memory(target, address, size)
+    set_bit(bits_of(t, slot, peer, way), index)
+    flow.received += 1
+    if flow.received < flow.count:
+        return
+    row.progress_ns = now
+    if way == IN_CONTRIBUTION:
+        _close_contribution(t, slot, peer, now)
+        return
+    row.missing_results -= 1
+    _close_result(t, slot, peer)
+    _check_done(t, slot)
+
+
+# ---- messages arrive
 
 
 @inner
-def may_close(t: int, slot: int, peer: int) -> bool:
-    """Return whether the contribution of `peer` may be closed now that its sender is through."""
-    flow = flow_row(t, slot, peer, IN_C)
-    return flow[COUNT] - flow[RECEIVED] <= flow[ALLOWED] and flow[EXACT] == 0
+def take_part_message(
+    t: Root, slot: int, peer: int, address: int, body: int, is_stream: bool, now: int
+) -> None:
+    """Act on OPEN, PROBE, BITMAP or STOP about a part that this rank knows.
+
+    Its header is at `address`, followed by `body` bytes; `is_stream` says that it came over the
+    side channel.
+    """
+    kind, of, row = load8(address), load8(address + 1), slot_of(t, slot)
+    if kind != OPEN and of != CONTRIBUTION and of != RESULT:
+        return
+    step = unwrapped(load32(address + 4), row.step)
+    serial, content = load32(address + 20), address + HEADER_BYTES
+    if step > row.step:  # who has begun the next step has all of this one
+        _result_stopped(t, slot, peer, now)
+    if kind == OPEN and body == 8:
+        _take_open(t, slot, peer, step, load64(content))
+    elif kind == PROBE and body == 8:
+        _take_probe(t, slot, peer, of, step, serial, is_stream, now)
+    elif step == row.step and row.active:
+        if kind == BITMAP:
+            _take_bitmap(t, slot, peer, of, serial, content, body, now)
+        elif kind == STOP and of == RESULT:
+            _result_stopped(t, slot, peer, now)
+        elif kind == STOP:
+            _take_stop(t, slot, peer, content, body, now)
 
 
 @inner
-def send_bitmap(t: int, slot: int, peer: int, way: int, kind: int, serial: int, ways: int) -> None:
-    """Send a BITMAP or STOP about what came on `way`."""
-    row, count = slot_row(t, slot), flow_row(t, slot, peer, way)[COUNT]
-    size = 8 * ((count + 63) // 64)
-    copy_memory(table(t, MESSAGE) + BODY, address_of(bit_row(t, slot, peer, way)), size)
-    flags = CONTRIBUTION if way == IN_C else RESULT
-    send_control(t, peer, kind, flags, row[STEP], row[TENSOR], serial, size, ways)
+def _take_open(t: Root, slot: int, peer: int, step: int, numel: int) -> None:
+    """`peer` takes data of this step from now on."""
+    row, flow = slot_of(t, slot), flow_of(t, slot, peer, OUT_CONTRIBUTION)
+    if numel != row.numel:  # another model, or other buckets
+        peer_of(t, peer).failed_rank = -1 - slot
+        config_of(t).events += 1
+        return
+    flow.opened_step = max(flow.opened_step, step)
+    if step == row.step and row.active and flow.state == WAIT_OPEN:
+        flow.state = SENDING
 
 
 @inner
-def close_contribution(t: int, slot: int, peer: int, now: int) -> None:
+def _take_probe(
+    t: Root, slot: int, peer: int, of: int, step: int, serial: int, is_stream: bool, now: int
+) -> None:
+    """`peer` has sent all of a flow: say what arrived, or that it is enough."""
+    way = IN_CONTRIBUTION if of == CONTRIBUTION else IN_RESULT
+    row, flow = slot_of(t, slot), flow_of(t, slot, peer, way)
+    ways = BY_BOTH if is_stream else BY_DATAGRAM
+    if step < row.step:  # all of that step was here before the next began
+        if way == IN_RESULT:
+            send_control(t, peer, STOP, RESULT, step, row.part, 0, 0, ways)
+        return
+    if step > row.step:
+        return
+    if flow.state == RECEIVING:
+        may_close = flow.count - flow.received <= flow.may_miss and flow.exact_missing == 0
+        if way == IN_CONTRIBUTION and may_close:
+            _close_contribution(t, slot, peer, now)
+            return
+        _send_bitmap(t, slot, peer, way, BITMAP, serial, ways)
+    elif flow.state == CLOSED and flow.count:
+        if way == IN_CONTRIBUTION:
+            _send_bitmap(t, slot, peer, way, STOP, 0, ways)
+        else:
+            send_control(t, peer, STOP, RESULT, step, row.part, 0, 0, ways)
+
+
+@inner
+def _take_bitmap(
+    t: Root, slot: int, peer: int, of: int, serial: int, address: int, body: int, now: int
+) -> None:
+    """Send again what is missing; the answer to an earlier probe is dropped."""
+    way = OUT_CONTRIBUTION if of == CONTRIBUTION else OUT_RESULT
+    flow = flow_of(t, slot, peer, way)
+    words = (flow.count + 63) // 64
+    if body != 8 * words:
+        reject(t, WRONG_PLACE)
+        return
+    if flow.state == WAIT_OPEN:
+        flow.state = SENDING
+        return
+    if flow.state != PROBING or serial != flow.serial:
+        return
+    missing, bits = 0, bits_of(t, slot, peer, way)
+    for word in range(words):
+        bits[word] |= np.uint64(load64(address + 8 * word))
+    for index in range(flow.count):
+        missing += not has_bit(bits, index)
+    flow.tries = 0
+    if missing:
+        flow.state, flow.next, flow.to_send = SENDING, 0, missing
+        slot_of(t, slot).progress_ns = now
+
+
+@inner
+def _take_stop(t: Root, slot: int, peer: int, address: int, body: int, now: int) -> None:
+    """The bitmap is what the sum has of this rank's contribution to `peer`'s shard."""
+    row, flow, counters = (
+        slot_of(t, slot),
+        flow_of(t, slot, peer, OUT_CONTRIBUTION),
+        counters_of(t),
+    )
+    words, bits = (flow.count + 63) // 64, bits_of(t, slot, peer, OUT_CONTRIBUTION)
+    if body != 8 * words:
+        reject(t, WRONG_PLACE)
+        return
+    if flow.state == STOPPED:
+        return
+    for word in range(words):
+        bits[word] = np.uint64(load64(address + 8 * word))
+    flow.state = STOPPED
+    row.progress_ns = now
+    row.unstopped_contributions -= 1
+    for index in range(flow.count):
+        elements = segment_elements(t, slot, flow.first + index)
+        counters.contributed_elements += elements
+        if not has_bit(bits, index):
+            counters.lost_elements += elements
+    _close_result(t, slot, peer)
+    _check_done(t, slot)
+
+
+# ---- closed and summed
+
+
+@inner
+def _close_contribution(t: Root, slot: int, peer: int, now: int) -> None:
     """Take what came of `peer`'s contribution as all of it; with the last one, begin to sum."""
-    row, flow = slot_row(t, slot), flow_row(t, slot, peer, IN_C)
-    flow[STATE] = CLOSED_WAY
-    row[PROGRESS_NS] = now
-    if flow[RECEIVED] < flow[COUNT]:
+    row, flow = slot_of(t, slot), flow_of(t, slot, peer, IN_CONTRIBUTION)
+    flow.state = CLOSED
+    row.progress_ns = now
+    if flow.received < flow.count:
         clear_missing(t, slot, peer)
-    send_bitmap(t, slot, peer, IN_C, STOP, 0, BY_BOTH)
-    row[WAITING_C] -= 1
-    if row[WAITING_C] == 0:
-        row[SUMMING], row[SUMMED] = 1, 0
-        config_row(t)[SUMS] += 1
+    _send_bitmap(t, slot, peer, IN_CONTRIBUTION, STOP, 0, BY_BOTH)
+    row.open_contributions -= 1
+    if row.open_contributions == 0:
+        row.summing, row.summed = 1, 0
+        config_of(t).parts_summing += 1
 
 
 @inner
-def sum_more(t: int) -> None:
-    """Sum some segments of a part whose contributions are closed: datagrams do not wait until all
-    of it is summed.
+def _send_bitmap(
+    t: Root, slot: int, peer: int, way: int, kind: int, serial: int, ways: int
+) -> None:
+    """Send a BITMAP or STOP about what came of a flow."""
+    row, count = slot_of(t, slot), flow_of(t, slot, peer, way).count
+    size = 8 * ((count + 63) // 64)
+    copy_memory(t.message + BODY, address_of(bits_of(t, slot, peer, way)), size)
+    flags = CONTRIBUTION if way == IN_CONTRIBUTION else RESULT
+    send_control(t, peer, kind, flags, row.step, row.part, serial, size, ways)
+
+
+@inner
+def sum_more(t: Root) -> None:
+    """Sum some segments of one part whose contributions are closed.
+
+    Not all at once, so that datagrams need not wait for it.
     """
-    config = config_row(t)
-    for slot in range(config[USED_SLOTS] if config[SUMS] else 0):
-        if slot_row(t, slot)[SUMMING]:
+    config = config_of(t)
+    for slot in range(config.used_slots if config.parts_summing else 0):
+        if slot_of(t, slot).summing:
             _sum_some(t, slot)
             return
 
 
 @inner
-def _sum_some(t: int, slot: int) -> None:
-    config, row = config_row(t), slot_row(t, slot)
-    first = row[SEGMENTS] * config[RANK] // config[WORLD]
-    count = row[SEGMENTS] * (config[RANK] + 1) // config[WORLD] - first
-    done = row[SUMMED]
+def _sum_some(t: Root, slot: int) -> None:
+    config, row = config_of(t), slot_of(t, slot)
+    each = config.segment_elements
+    first = row.segments * config.rank // config.world_size
+    count = row.segments * (config.rank + 1) // config.world_size - first
+    done = row.summed
     now = min(count - done, SEGMENTS_AT_ONCE)
     sum_segments(t, slot, first, done, now)
-    begin = (first + done) * config[ELEMENTS]
-    size = min(now * config[ELEMENTS], row[NUMEL] - begin)
-    copy_memory(row[OUT] + 4 * begin, row[SUM] + 4 * done * config[ELEMENTS], 4 * size)
-    row[SUMMED] = done + now
-    if row[SUMMED] < count:
+    begin = (first + done) * each
+    size = min(now * each, row.numel - begin)
+    copy_memory(row.out + 4 * begin, row.shard_sum + 4 * done * each, 4 * size)
+    row.summed = done + now
+    if row.summed < count:
         return
-    row[SUMMING] = 0
-    config[SUMS] -= 1
-    for peer in range(config[WORLD]):
-        if peer != config[RANK]:
-            flow_row(t, slot, peer, OUT_R)[STATE] = SENDING
-    check_done(t, slot)
+    row.summing = 0
+    config.parts_summing -= 1
+    for peer in range(config.world_size):
+        if peer != config.rank:
+            flow_of(t, slot, peer, OUT_RESULT).state = SENDING
+    _check_done(t, slot)
+
+
+# ---- results in, done, free
 
 
 @inner
-def close_result(t: int, slot: int, peer: int) -> None:
-    """Tell the owner of a shard that its results are here, once that is so and the fate of the
-    contribution is known.
-    """
-    flow = flow_row(t, slot, peer, IN_R)
+def _close_result(t: Root, slot: int, peer: int) -> None:
+    """Stop the results of `peer`'s shard if all are here and the contribution's fate is known."""
+    row, flow = slot_of(t, slot), flow_of(t, slot, peer, IN_RESULT)
     if (
-        flow[STATE] != RECEIVING
-        or flow[RECEIVED] < flow[COUNT]
-        or flow_row(t, slot, peer, OUT_C)[STATE] != STOPPED
+        flow.state != RECEIVING
+        or flow.received < flow.count
+        or flow_of(t, slot, peer, OUT_CONTRIBUTION).state != STOPPED
     ):
         return
-    flow[STATE] = CLOSED_WAY
-    send_control(
-        t, peer, STOP, RESULT, slot_row(t, slot)[STEP], slot_row(t, slot)[TENSOR], 0, 0, BY_BOTH
-    )
+    flow.state = CLOSED
+    send_control(t, peer, STOP, RESULT, row.step, row.part, 0, 0, BY_BOTH)
 
 
 @inner
-def contribution_stopped(t: int, slot: int, peer: int, now: int) -> None:
-    """Take the bitmap that is in the tables by now as what became of this rank's contribution to
-    `peer`'s shard.
-    """
-    row, flow = slot_row(t, slot), flow_row(t, slot, peer, OUT_C)
-    flow[STATE] = STOPPED
-    row[PROGRESS_NS] = now
-    row[UNSTOPPED_C] -= 1
-    for index in range(flow[COUNT]):
-        elements = segment_elements(t, slot, flow[FIRST] + index)
-        counter_row(t)[CONTRIBUTED_ELEMENTS] += elements
-        if not has_bit(bit_row(t, slot, peer, OUT_C), index):
-            counter_row(t)[LOST_ELEMENTS] += elements
-    close_result(t, slot, peer)
-    check_done(t, slot)
-
-
-@inner
-def result_stopped(t: int, slot: int, peer: int, now: int) -> None:
+def _result_stopped(t: Root, slot: int, peer: int, now: int) -> None:
     """Note that `peer` has all it needs of this part."""
-    flow = flow_row(t, slot, peer, OUT_R)
-    if flow[STATE] == STOPPED or flow[STATE] == IDLE:
+    row, flow = slot_of(t, slot), flow_of(t, slot, peer, OUT_RESULT)
+    if flow.state == STOPPED or flow.state == IDLE:
         return
-    flow[STATE] = STOPPED
-    set_first_bits(bit_row(t, slot, peer, OUT_R), flow[COUNT])
-    slot_row(t, slot)[PROGRESS_NS] = now
-    slot_row(t, slot)[UNSTOPPED_R] -= 1
-    check_done(t, slot)
+    flow.state = STOPPED
+    set_first_bits(bits_of(t, slot, peer, OUT_RESULT), flow.count)
+    row.progress_ns = now
+    row.unstopped_results -= 1
+    _check_done(t, slot)
 
 
 @inner
-def check_done(t: int, slot: int) -> None:
-    """Report a part that this rank has whole, and free one that nobody needs any more."""
-    row = slot_row(t, slot)
-    if not row[ACTIVE]:
+def _check_done(t: Root, slot: int) -> None:
+    """Report a part whose sums are here, and free one that no rank needs any more."""
+    row = slot_of(t, slot)
+    if not row.active:
         return
     if (
-        not row[DONE]
-        and row[WAITING_C] == 0
-        and not row[SUMMING]
-        and row[MISSING_R] == 0
-        and row[UNSTOPPED_C] == 0
+        not row.done
+        and row.open_contributions == 0
+        and not row.summing
+        and row.missing_results == 0
+        and row.unstopped_contributions == 0
     ):
-        row[DONE] = 1
-        config_row(t)[EVENTS] += 1
-    if row[DONE] and row[UNSTOPPED_R] == 0:
-        row[ACTIVE] = 0
-        if row[WANTED]:
-            config_row(t)[EVENTS] += 1
+        row.done = 1
+        config_of(t).events += 1
+    if row.done and row.unstopped_results == 0:
+        row.active = 0
+        if row.wanted:
+            config_of(t).events += 1

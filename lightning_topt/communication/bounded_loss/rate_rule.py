@@ -1,37 +1,37 @@
-"""The rule for how fast datagrams leave this rank: a window of datagrams for each round, of one
-round trip or 1 ms.
+"""How fast datagrams leave this rank: what reports say of the paths, and the window they lead to.
 
-There is one window for the rank's link, not one for each receiver: all wait for the slowest anyway,
-receivers that share a queue would starve each other, and reports of all say sooner what the link
-carries. Receivers get shares of it (`link_shares`).
+The window is a number of datagrams per round, a round being one round trip or 1 ms. There is one
+window for the rank's link, not one per receiver. All wait for the slowest receiver anyway,
+receivers that share a queue would starve each other, and reports of all of them say sooner what the
+link carries. Receivers get shares of it (`sending.divide_link`).
 
-The window grows as TCP CUBIC's (RFC 9438), so that a competing TCP flow in the same queue keeps its
-share; these things differ, because a bounded loss is allowed here:
+The window grows as TCP CUBIC's (RFC 9438), so a competing TCP flow in the same queue keeps its
+share. Some things differ, because a bounded loss is allowed here:
 
 1. *Loss that is not congestion.* Rounds right after a reduction measure the loss of the path itself
-   (`FLOOR`, at most 2 %). A round shows congestion if it lost more than that share explains: ``m >
-   f n + 3 sqrt(f n)``. A path that loses packets at random does not slow the exchange down; a full
-   queue, which loses many packets in one round, does.
-2. *Shallow queues.* What a round lost in excess says by how much the rate was too high: it shrinks
-   by that share and 5 %. Only where there also is a queue of more than `QUEUE_LIMIT`, it shrinks to
-   0.7 as CUBIC does.
-3. *Loss that is caused.* The share lost in excess of the path's own, averaged over the last
-   reductions (`CAUSED`), is held below `TARGET`, half of what the exchange tolerates: growth is
-   slowed down by ``TARGET / CAUSED`` where it is above.
-4. *Deep queues.* With more than `QUEUE_LIMIT` of queue on all paths in all of a round, the window
-   grows only while the exchange gets less than half of the best rate that a receiver had (`BEST`),
-   and shrinks to a little less than what gets through else: alone it keeps deep queues short. A
-   queue that does not get shorter by that is kept full by others: then it grows as CUBIC.
-5. *Marks.* Where the path marks packets (ECN), the window shrinks by half of the marked share's
-   running mean, once in a round, as DCTCP's (RFC 8257).
+   (`path_loss`, f, at most 2 %). A round of n datagrams shows congestion if it lost more than that
+   explains: ``m > f n + 3 sqrt(f n)``. A path that loses packets at random does not slow the
+   exchange down. A full queue does: it loses many packets in one round.
+2. *Shallow queues.* The excess of a round's loss says by how much the rate was too high. The window
+   shrinks by that share and 5 %. Only with a queue of more than `QUEUE_LIMIT` it shrinks to 0.7, as
+   CUBIC does.
+3. *Loss that is caused.* `caused_loss` is the share lost in excess, averaged over the last
+   reductions. It is held below `target`, half of what the exchange tolerates: above it, growth is
+   slowed down by ``target / caused_loss``.
+4. *Deep queues.* Suppose all paths have a queue of more than `QUEUE_LIMIT` in all of a round. The
+   window then grows only while the exchange gets less than half of the best rate that a receiver
+   had (`best_rate`). Otherwise it shrinks to a little less than what gets through. So an exchange
+   that is alone keeps deep queues short. A queue that does not get shorter by that is kept full by
+   others: the window then grows as CUBIC's.
+5. *Marks.* Where the path marks packets (ECN), the window shrinks once in a round by half of the
+   marked share's running mean, as DCTCP's (RFC 8257).
+6. *Bursts.* A thread that was late makes up for it, by at most `burst` datagrams at once. Where a
+   round with such a burst shows congestion, the burst is blamed and shrinks. Where there was none,
+   what one call sends (`batch`) shrinks, down to its least size. Only then the window does.
 
-6. *Bursts.* A thread that was late makes up for it, by at most `BURST` datagrams at once. Where a
-   round with such a burst shows congestion, the burst is blamed and shrinks; where there was none,
-   what one call sends (`BATCH`) does, until it is as small as it may be; only then the window does.
-
-Datagrams leave at ``window / round``, spread over time: nothing waits for single acknowledgements,
-and receivers report counts. Rounds of less than 1 ms would make a window of a few datagrams, too
-coarse to steer with. After a pause the window is what it was.
+Datagrams leave at ``window / round``, spread over time. Nothing waits for single acknowledgements:
+receivers report counts. Rounds of less than 1 ms would make a window of a few datagrams, too coarse
+to steer with. After a pause the window is what it was.
 """
 
 from __future__ import annotations
@@ -39,261 +39,360 @@ from __future__ import annotations
 import math
 
 from lightning_topt.basics.jit import compiled
-from lightning_topt.communication.bounded_loss.raw_memory import Array, inner
+from lightning_topt.communication.bounded_loss.raw_memory import inner, layout_of
 
 BETA, CUBIC, MARK_GAIN = 0.7, 0.4, 1 / 16
 RENO_STEP = 3 * (1 - BETA) / (1 + BETA)  # datagrams per round
 FIRST_WINDOW, LEAST_WINDOW, MOST_WINDOW = 10.0, 0.25, 1e6  # datagrams
-MOST_ROUND_TRIP, LEAST_ROUND = 10.0, 1e-3  # seconds
-# a rate is measured over so long; without a report nothing was sent
+FIRST_ROUND_TRIP, MOST_ROUND_TRIP, LEAST_ROUND = 1e-3, 10.0, 1e-3  # seconds
+# A rate is measured over PERIOD_SECONDS. Without a report for PAUSE seconds nothing was sent.
 PERIOD_SECONDS, PAUSE = 1e-2, 5e-3
+# What a receiver got is a rate over so long at least: token buckets let short bursts pass.
+RATE_SECONDS = 1e-2
 NO_QUEUE = 1e9  # seconds: nothing was measured
-FLOOR_HORIZON, MOST_FLOOR = 2000.0, 0.02  # datagrams; share
+PATH_LOSS_HORIZON, MOST_PATH_LOSS = 2000.0, 0.02  # datagrams; share
 STARTING_SHARE = 0.05
 MOST_TRIPS = 4.0  # round trips that a round counts for: reports may be rarer
 LOW_WINDOW = 0.97  # of the one that overflowed: below it what is lost is the path's
 REFUSED_ABOVE, REFUSED_LEAST = 1.05, 0.95  # of the rate that gets through; of the best one
 ALONE, REFUSED_MOST = 0.7, 0.4  # of the best rate; of a round
 MOST_ABOVE, SEARCH_ABOVE = 1.25, 4.5  # of the best rate
-# of a reduction beyond what was lost; the least that the search ends with
-MARGIN, LEAST_FIRST = 0.05, 0.3
-# seconds; of the best rate; until it is forgotten
-QUEUE_LIMIT, FAIR_SHARE, BEST_SECONDS = 5e-4, 0.5, 60.0
-# datagrams; of growth in a round
-FIRST_BURST, LEAST_BURST, MOST_BURST, BURST_STEP = 12.0, 1.0, 256.0, 0.5
-LEAST_BATCH, MOST_BATCH, BATCH_STEP = 5.0, 10.0, 5e-3  # datagrams; of growth in a round
+MARGIN = 0.05  # of a reduction beyond what was lost
+LEAST_FIRST = 0.3  # factor that the search ends with
+QUEUE_LIMIT, FAIR_SHARE, BEST_SECONDS = 5e-4, 0.5, 60.0  # seconds; of the best rate; its memory
+FIRST_BURST, LEAST_BURST, MOST_BURST, BURST_STEP = 12.0, 1.0, 256.0, 0.5  # datagrams; per round
+LEAST_BATCH, MOST_BATCH, BATCH_STEP = 5.0, 10.0, 5e-3  # datagrams; per round
 DRAIN = 0.97  # of the rate that gets through, until a queue that is too long is gone
 # A queue that is not down to this share after so long has other senders, for as long as this.
 DRAINS, DRAIN_SECONDS, COMPETING_SECONDS = 0.9, 0.1, 5.0
 TARGET_SHARE, DEFAULT_TARGET = 0.5, 0.005
 
-# Columns of the link's row of float64.
-WINDOW, ROUND_TRIP, ROUND_QUEUE, W_MAX, SINCE, W_RENO, ALPHA, CAUSED, FLOOR, TARGET = range(10)
-(
-    ACKED, LOST, MARKED, ROUND_BEGAN, EPOCH_ACKED, EPOCH_LOST, LIMITED, STARTING, MOST_RATE,
-    REDUCTIONS, TRIPS, MEASURED, BEST, INFLECTION, BURST, BURST_USED, REFUSED_IN_ROUND, RATE,
-    PERIOD_BEGAN, PERIOD_CAME, PERIOD_SHARES, SHARES, LAST_REPORT, LAST_RATE, DRAIN_BEGAN,
-    DRAIN_QUEUE, COMPETING_UNTIL, BATCH,
-) = range(10, 38)  # fmt: skip
-LINK_COLUMNS = 38
+
+class Link:
+    """This rank's link: the window, the round that is under way, and what earlier ones showed."""
+
+    # the window, in datagrams
+    window: float
+    w_max: float  # where the last reduction began (RFC 9438)
+    w_reno: float  # what Reno would have
+    since_reduction: float  # seconds, fewer where growth is slowed down
+    inflection: float  # seconds after a reduction until the window is `w_max` again
+    starting: float  # 1 while the first search doubles the window
+    reductions: float
+    most_rate: float  # bytes per second that the user allows
+    # round trips and queues, seconds
+    round_trip: float
+    measured: float  # 1 once there was a round trip
+    round_queue: float  # the least of the round
+    drain_began: float
+    drain_queue: float
+    competing_until: float
+    # the round that is under way, in datagrams
+    round_began: float
+    acked: float
+    lost: float
+    marked: float
+    refused: float  # by a queue of this host
+    limited: float  # 1 if the window kept something back
+    burst_used: float
+    rounds: float  # that are over
+    # loss and marks: shares
+    path_loss: float
+    caused_loss: float
+    target: float
+    epoch_acked: float  # since the last reduction, datagrams
+    epoch_lost: float
+    alpha: float  # running mean of the marked share (RFC 8257)
+    # rates of one receiver with the whole link, datagrams per second
+    rate: float
+    last_rate: float
+    best_rate: float
+    period_began: float
+    period_arrived: float
+    period_shares: float
+    shares: float  # of all receivers that there are data for
+    last_report: float
+    # what may leave at once, datagrams
+    burst: float
+    batch: float
+
+
+class Path:
+    """The way to one receiver, by its reports."""
+
+    trip: float  # seconds
+    variation: float
+    least_trip: float
+    measured: float  # 1 once there was a round trip
+    highest: float  # sequence number
+    lost: float  # datagrams since the beginning
+    marked: float
+    share: float  # of the link
+    arrived_before: float  # at the receiver from all ranks, when a rate was last measured
+    arrived_at: float
+
+
+LINK, PATH = layout_of(Link), layout_of(Path)
 
 
 @compiled
-def reset_link(row: Array) -> None:
-    """Set the row to that of an unknown link."""
-    row[:] = 0.0
-    row[WINDOW], row[ROUND_TRIP], row[ROUND_QUEUE], row[TARGET] = (
-        FIRST_WINDOW,
-        LEAST_ROUND,
-        NO_QUEUE,
-        DEFAULT_TARGET,
-    )
-    row[STARTING], row[MOST_RATE], row[BURST], row[SHARES] = 1.0, math.inf, FIRST_BURST, 1.0
-    row[BATCH] = MOST_BATCH
-
-
-@inner
-def round_seconds(row: Array) -> float:
-    """Return how long a round takes."""
-    return max(row[ROUND_TRIP], LEAST_ROUND)
+def reset_link(link: Link) -> None:
+    """Set a record, all zeros, to an unknown link."""
+    link.window, link.round_trip, link.round_queue = FIRST_WINDOW, LEAST_ROUND, NO_QUEUE
+    link.starting, link.most_rate, link.target = 1.0, math.inf, DEFAULT_TARGET
+    link.burst, link.batch, link.shares = FIRST_BURST, MOST_BATCH, 1.0
 
 
 @compiled
-def pacing_rate(row: Array, datagram_bytes: int) -> float:
+def reset_path(path: Path) -> None:
+    """Set a record, all zeros, to an unknown path."""
+    path.trip, path.variation = FIRST_ROUND_TRIP, FIRST_ROUND_TRIP / 2
+    path.least_trip, path.highest, path.share = MOST_ROUND_TRIP, -1.0, 1.0
+
+
+@compiled
+def pacing_rate(link: Link, datagram_bytes: int) -> float:
     """Return the bytes per second that may leave this rank."""
-    return min(row[WINDOW] * datagram_bytes / round_seconds(row), row[MOST_RATE])
+    return min(link.window * datagram_bytes / round_seconds(link), link.most_rate)
 
 
 @inner
-def note_trip(row: Array, seconds: float, queue: float) -> None:
-    """Take in a round trip to any receiver, `queue` longer than the least to that one."""
-    row[ROUND_QUEUE] = min(row[ROUND_QUEUE], queue)
-    row[ROUND_TRIP] += (
-        (seconds - row[ROUND_TRIP]) / 8 if row[MEASURED] else seconds - row[ROUND_TRIP]
+def round_seconds(link: Link) -> float:
+    """Return how long a round takes."""
+    return max(link.round_trip, LEAST_ROUND)
+
+
+@compiled
+def answer_seconds(path: Path) -> float:
+    """Return how long an answer may take: round trip and variation as measured (RFC 6298)."""
+    return float(path.trip + max(4 * path.variation, LEAST_ROUND))
+
+
+# ---- what reports say
+
+
+@compiled
+def measure_trip(path: Path, link: Link, seconds: float) -> None:
+    """Take in a measured round trip; nonsense (a clock that was set) is dropped."""
+    if not 0 < seconds < MOST_ROUND_TRIP:
+        return
+    path.least_trip = min(path.least_trip, seconds)
+    # Of all receivers: a round trip, and by how much it is longer than the least to that receiver.
+    link.round_queue = min(link.round_queue, seconds - path.least_trip)
+    link.round_trip += (
+        (seconds - link.round_trip) / 8 if link.measured else seconds - link.round_trip
     )
-    row[MEASURED] = 1.0
+    link.measured = 1.0
+    if not path.measured:
+        path.trip, path.variation, path.measured = seconds, seconds / 2, 1.0
+        return
+    path.variation += (abs(seconds - path.trip) - path.variation) / 4
+    path.trip += (seconds - path.trip) / 8
+
+
+@compiled
+def take_report(
+    path: Path,
+    link: Link,
+    highest: int,
+    lost: int,
+    marked: int,
+    arrived: int,
+    arrived_at: float,
+    now: float,
+) -> None:
+    """Take in what a receiver counted; old reports, which datagrams may bring late, are dropped.
+
+    Args:
+        path: the receiver's.
+        link: this rank's.
+        highest: sequence number of a datagram from this rank.
+        lost: datagrams up to that number that are missing, since the beginning.
+        marked: datagrams that were marked, since the beginning.
+        arrived: datagrams of all senders that came there.
+        arrived_at: when the last of these came, in seconds of the receiver's clock.
+        now: seconds of this rank's clock.
+    """
+    if highest < path.highest:
+        return
+    acked, more_lost, more_marked = highest - path.highest, lost - path.lost, marked - path.marked
+    path.highest = highest
+    path.lost, path.marked = max(path.lost, float(lost)), max(path.marked, float(marked))
+    took = arrived_at - path.arrived_at
+    if took >= RATE_SECONDS:
+        # What all senders got through is what the receiver's link carries, however they share it.
+        if path.arrived_at > 0:
+            link.best_rate = max(link.best_rate, (arrived - path.arrived_before) / took)
+        path.arrived_before, path.arrived_at = arrived, arrived_at
+    _count_report(link, acked, max(0.0, more_lost), max(0.0, more_marked), now)
 
 
 @inner
-def count_report(row: Array, acked: float, lost: float, marked: float, now: float) -> None:
-    """Count what a receiver said of datagrams that it had not told of before; ends a round when its
-    time is over.
-    """
-    row[ACKED] += acked
-    row[LOST] += lost
-    row[MARKED] += marked
-    row[PERIOD_SHARES] = max(row[PERIOD_SHARES], row[SHARES])
-    paused, row[LAST_REPORT] = now - row[LAST_REPORT] > PAUSE, now
-    period = now - row[PERIOD_BEGAN]
+def _count_report(link: Link, acked: float, lost: float, marked: float, now: float) -> None:
+    """Count datagrams that were not reported before; end the round when its time is over."""
+    link.acked += acked
+    link.lost += lost
+    link.marked += marked
+    # the rate of this period, unless it began before a pause
+    link.period_shares = max(link.period_shares, link.shares)
+    paused, link.last_report = now - link.last_report > PAUSE, now
+    period = now - link.period_began
     if paused or period >= PERIOD_SECONDS:
         if not paused:
-            rate = (row[PERIOD_CAME] + acked - lost) / period / row[PERIOD_SHARES]
+            rate = (link.period_arrived + acked - lost) / period / link.period_shares
             # a thread that is late makes one period slow
-            row[RATE], row[LAST_RATE] = max(rate, row[LAST_RATE]), rate
-        row[PERIOD_BEGAN], row[PERIOD_CAME], row[PERIOD_SHARES] = now, 0.0, row[SHARES]
+            link.rate, link.last_rate = max(rate, link.last_rate), rate
+        link.period_began, link.period_arrived, link.period_shares = now, 0.0, link.shares
     else:
-        row[PERIOD_CAME] += acked - lost
-    if row[ACKED] > 0 and now - row[ROUND_BEGAN] >= round_seconds(row):
-        _end_round(row, now)
-        row[ACKED] = row[LOST] = row[MARKED] = row[LIMITED] = row[BURST_USED] = row[
-            REFUSED_IN_ROUND
-        ] = 0.0
-        row[ROUND_BEGAN], row[ROUND_QUEUE] = now, NO_QUEUE
+        link.period_arrived += acked - lost
+    if link.acked > 0 and now - link.round_began >= round_seconds(link):
+        _end_round(link, now)
+        link.acked = link.lost = link.marked = link.refused = 0.0
+        link.limited = link.burst_used = 0.0
+        link.round_began, link.round_queue = now, NO_QUEUE
+
+
+# ---- the end of a round
 
 
 @inner
-def _end_round(row: Array, now: float) -> None:
-    count, lost, marked = row[ACKED], row[LOST], row[MARKED]
-    row[TRIPS] += 1
-    row[EPOCH_ACKED] += count
-    expected = row[FLOOR] * count
+def _end_round(link: Link, now: float) -> None:
+    """Adapt the window, the burst and the batch to what the round showed."""
+    count, lost, marked, refused = link.acked, link.lost, link.marked, link.refused
+    link.rounds += 1
+    link.epoch_acked += count
+    expected = link.path_loss * count
     # The first overflow loses a good part of a round; a loss at random must not end the search for
     # the rate.
-    allowed = STARTING_SHARE * count + 2 if row[STARTING] else expected + 3 * math.sqrt(expected)
-    row[EPOCH_LOST] += lost - expected
-    seconds = now - row[ROUND_BEGAN]
-    row[BEST] *= 1 - min(seconds / BEST_SECONDS, 1.0)
-    row[ALPHA] += (marked / count - row[ALPHA]) * MARK_GAIN
-    refused = row[REFUSED_IN_ROUND]
-    if lost > allowed and row[BURST_USED] > 1.0 and row[BURST] > LEAST_BURST and not row[STARTING]:
-        row[BURST] = max(row[BURST] * BETA, LEAST_BURST)
-    elif lost > allowed and row[BATCH] > LEAST_BATCH and not row[STARTING]:
-        row[BATCH] = max(row[BATCH] * BETA, LEAST_BATCH)
+    allowed = STARTING_SHARE * count + 2 if link.starting else expected + 3 * math.sqrt(expected)
+    link.epoch_lost += lost - expected
+    seconds = now - link.round_began
+    link.best_rate *= 1 - min(seconds / BEST_SECONDS, 1.0)
+    link.alpha += (marked / count - link.alpha) * MARK_GAIN
+    if lost > allowed and link.burst_used > 1.0 and link.burst > LEAST_BURST and not link.starting:
+        link.burst = max(link.burst * BETA, LEAST_BURST)
+    elif lost > allowed and link.batch > LEAST_BATCH and not link.starting:
+        link.batch = max(link.batch * BETA, LEAST_BATCH)
     elif lost > allowed:
         # once for what one overflow lost in two rounds
-        if row[STARTING] or row[EPOCH_ACKED] > count:
-            _reduce(row, _factor(row, (lost - expected) / count))
-    elif refused and not row[STARTING]:
-        _follow(row, count, min(seconds, MOST_TRIPS * round_seconds(row)), now)
+        if link.starting or link.epoch_acked > count:
+            _reduce(link, _factor(link, (lost - expected) / count))
+    elif refused and not link.starting:
+        _follow(link, count, min(seconds, MOST_TRIPS * round_seconds(link)), now)
     elif refused:
-        _reduce(row, max(LEAST_FIRST, 1 - refused / (count + refused) - MARGIN))
+        _reduce(link, max(LEAST_FIRST, 1 - refused / (count + refused) - MARGIN))
     elif marked:
-        _reduce(row, 1 - row[ALPHA] / 2)
-    elif row[STARTING]:
-        _start(row, count)
+        _reduce(link, 1 - link.alpha / 2)
+    elif link.starting:
+        _search(link, count)
     else:
-        _grow(row, count, min(seconds, MOST_TRIPS * round_seconds(row)), now)
+        _grow(link, count, min(seconds, MOST_TRIPS * round_seconds(link)), now)
     if lost <= allowed:
-        row[BATCH] = min(row[BATCH] + BATCH_STEP, MOST_BATCH)
-    if lost <= allowed and row[BURST_USED] >= BETA * row[BURST]:
-        row[BURST] = min(row[BURST] + BURST_STEP, MOST_BURST)
+        link.batch = min(link.batch + BATCH_STEP, MOST_BATCH)
+    if lost <= allowed and link.burst_used >= BETA * link.burst:
+        link.burst = min(link.burst + BURST_STEP, MOST_BURST)
     # Until a queue overflowed once, nothing says where a loss comes from; later a loss below the
     # path's own always counts.
-    if not row[STARTING] and (row[WINDOW] <= LOW_WINDOW * row[W_MAX] or lost < expected):
-        row[FLOOR] += (lost / count - row[FLOOR]) * min(1.0, count / FLOOR_HORIZON)
-        row[FLOOR] = min(row[FLOOR], MOST_FLOOR)
+    if not link.starting and (link.window <= LOW_WINDOW * link.w_max or lost < expected):
+        link.path_loss += (lost / count - link.path_loss) * min(1.0, count / PATH_LOSS_HORIZON)
+        link.path_loss = min(link.path_loss, MOST_PATH_LOSS)
 
 
 @inner
-def _factor(row: Array, excess: float) -> float:
-    """Return what the window is multiplied by after a round that lost the share `excess` to
-    congestion.
-    """
-    if row[STARTING]:
+def _factor(link: Link, excess: float) -> float:
+    """Return the factor of the window after a round that lost the share `excess` to congestion."""
+    if link.starting:
         return max(LEAST_FIRST, 1 - excess - MARGIN)
-    return BETA if _has_queue(row) else max(BETA, 1 - excess - MARGIN)
+    return BETA if _has_queue(link) else max(BETA, 1 - excess - MARGIN)
 
 
 @inner
-def _has_queue(row: Array) -> bool:
+def _has_queue(link: Link) -> bool:
     """Return whether even the least round trip of this round says that a queue stood."""
-    return QUEUE_LIMIT < row[ROUND_QUEUE] < NO_QUEUE
+    return QUEUE_LIMIT < link.round_queue < NO_QUEUE
 
 
 @inner
-def _start(row: Array, count: float) -> None:
-    """Double the window in a round, until the round trip shows a queue, or it is far above what
-    gets through.
-    """
-    most = SEARCH_ABOVE * row[BEST] * round_seconds(row)
-    if 0 < most < row[WINDOW]:
-        row[WINDOW] = MOST_ABOVE / SEARCH_ABOVE * most
-        row[STARTING], row[W_MAX], row[W_RENO], row[SINCE], row[INFLECTION] = (
-            0.0,
-            row[WINDOW],
-            row[WINDOW],
-            0.0,
-            0.0,
-        )
-        return
-    if _has_queue(row):
-        row[STARTING], row[W_MAX], row[W_RENO], row[SINCE], row[INFLECTION] = (
-            0.0,
-            row[WINDOW],
-            row[WINDOW],
-            0.0,
-            0.0,
-        )
-    elif row[LIMITED]:
-        row[WINDOW] = min(row[WINDOW] + min(count, row[WINDOW]), MOST_WINDOW)
+def _search(link: Link, count: float) -> None:
+    """Double the window, until a queue shows or it is far above what gets through."""
+    most = SEARCH_ABOVE * link.best_rate * round_seconds(link)
+    too_fast = 0 < most < link.window
+    if too_fast:
+        link.window = MOST_ABOVE / SEARCH_ABOVE * most
+    if too_fast or _has_queue(link):
+        link.starting, link.w_max, link.w_reno = 0.0, link.window, link.window
+        link.since_reduction = link.inflection = 0.0
+    elif link.limited:
+        link.window = min(link.window + min(count, link.window), MOST_WINDOW)
 
 
 @inner
-def _follow(row: Array, count: float, seconds: float, now: float) -> None:
-    """Take note that a queue of this host refused datagrams of a round: nothing is lost, it tells
-    when to go on.
+def _follow(link: Link, count: float, seconds: float, now: float) -> None:
+    """Take note that a queue of this host refused datagrams: nothing is lost, it says when to go.
 
-    Alone the window stays just above what gets through, or near the best rate; beside others it
+    Alone, the window stays just above what gets through, or near the best rate. Beside others it
     shrinks as after a loss.
     """
-    rate = row[RATE]
-    window = max(REFUSED_ABOVE * rate, REFUSED_LEAST * row[BEST]) * round_seconds(row)
-    if rate > ALONE * row[BEST]:
-        if window < row[WINDOW]:
-            row[WINDOW] = row[W_MAX] = row[W_RENO] = window
-            row[SINCE] = row[INFLECTION] = 0.0
-    elif rate > 0 and row[REFUSED_IN_ROUND] > REFUSED_MOST * count:
-        _reduce(row, BETA)
+    rate = link.rate
+    window = max(REFUSED_ABOVE * rate, REFUSED_LEAST * link.best_rate) * round_seconds(link)
+    if rate > ALONE * link.best_rate:
+        if window < link.window:
+            link.window = link.w_max = link.w_reno = window
+            link.since_reduction = link.inflection = 0.0
+    elif rate > 0 and link.refused > REFUSED_MOST * count:
+        _reduce(link, BETA)
     else:
-        _grow(row, count, seconds, now)
+        _grow(link, count, seconds, now)
 
 
 @inner
-def _drain(row: Array, now: float) -> None:
-    """Send a little less than what gets through until the queue is gone; one that stays is filled
-    by others: keep a share.
-    """
-    if row[DRAIN_BEGAN] == 0 or row[ROUND_QUEUE] < DRAINS * row[DRAIN_QUEUE]:
-        row[DRAIN_BEGAN], row[DRAIN_QUEUE] = now, row[ROUND_QUEUE]
-    elif now - row[DRAIN_BEGAN] > DRAIN_SECONDS + 4 * row[ROUND_TRIP]:
-        row[COMPETING_UNTIL], row[DRAIN_BEGAN] = now + COMPETING_SECONDS, 0.0
-        row[W_MAX], row[SINCE], row[INFLECTION] = row[WINDOW], 0.0, 0.0
-        return
-    excess = (row[ROUND_QUEUE] - QUEUE_LIMIT) / round_seconds(row)
-    drained = max(row[WINDOW] * (1 - excess), DRAIN * row[RATE] * round_seconds(row), LEAST_WINDOW)
-    row[WINDOW] = row[W_RENO] = min(row[WINDOW], drained)
-
-
-@inner
-def _grow(row: Array, count: float, seconds: float, now: float) -> None:
+def _grow(link: Link, count: float, seconds: float, now: float) -> None:
     """Grow as CUBIC does, only while the window is what limits."""
-    if not _has_queue(row):
-        row[DRAIN_BEGAN] = row[COMPETING_UNTIL] = 0.0
-    elif now >= row[COMPETING_UNTIL] and row[RATE] > FAIR_SHARE * row[BEST]:
-        _drain(row, now)
+    if not _has_queue(link):
+        link.drain_began = link.competing_until = 0.0
+    elif now >= link.competing_until and link.rate > FAIR_SHARE * link.best_rate:
+        _drain(link, now)
         return
-    if not row[LIMITED]:
+    if not link.limited:
         return
-    slower = min(1.0, row[TARGET] / row[CAUSED]) if row[CAUSED] > 0 else 1.0
-    row[SINCE] += seconds * slower
-    row[W_RENO] += RENO_STEP * slower * min(count / max(row[WINDOW], 1.0), MOST_TRIPS)
-    cubic = CUBIC * (row[SINCE] - row[INFLECTION]) ** 3 + row[W_MAX]
-    wanted = max(cubic, row[W_RENO])
-    most = MOST_ABOVE * row[BEST] * round_seconds(row) if row[BEST] > 0 else MOST_WINDOW
-    row[WINDOW] = max(row[WINDOW], min(wanted, 1.5 * row[WINDOW], most, MOST_WINDOW))
+    slower = min(1.0, link.target / link.caused_loss) if link.caused_loss > 0 else 1.0
+    link.since_reduction += seconds * slower
+    link.w_reno += RENO_STEP * slower * min(count / max(link.window, 1.0), MOST_TRIPS)
+    cubic = CUBIC * (link.since_reduction - link.inflection) ** 3 + link.w_max
+    wanted = max(cubic, link.w_reno)
+    most = MOST_ABOVE * link.best_rate * round_seconds(link) if link.best_rate > 0 else MOST_WINDOW
+    link.window = max(link.window, min(wanted, 1.5 * link.window, most, MOST_WINDOW))
 
 
 @inner
-def _reduce(row: Array, factor: float) -> None:
+def _drain(link: Link, now: float) -> None:
+    """Send a little less than what gets through until the queue is gone.
+
+    A queue that stays is filled by others: keep a share of it.
+    """
+    if link.drain_began == 0 or link.round_queue < DRAINS * link.drain_queue:
+        link.drain_began, link.drain_queue = now, link.round_queue
+    elif now - link.drain_began > DRAIN_SECONDS + 4 * link.round_trip:
+        link.competing_until, link.drain_began = now + COMPETING_SECONDS, 0.0
+        link.w_max, link.since_reduction, link.inflection = link.window, 0.0, 0.0
+        return
+    excess = (link.round_queue - QUEUE_LIMIT) / round_seconds(link)
+    drained = max(link.window * (1 - excess), DRAIN * link.rate * round_seconds(link), LEAST_WINDOW)
+    link.window = link.w_reno = min(link.window, drained)
+
+
+@inner
+def _reduce(link: Link, factor: float) -> None:
     """Shrink after congestion."""
     # The search loses more, once; in a queue that is never empty others decide what is lost.
-    if not row[STARTING] and not _has_queue(row):
-        row[CAUSED] += (max(row[EPOCH_LOST], 0.0) / max(row[EPOCH_ACKED], 1.0) - row[CAUSED]) / 4
-    row[EPOCH_ACKED] = row[EPOCH_LOST] = 0.0
-    window = row[WINDOW]
-    row[WINDOW] = max(window * factor, LEAST_WINDOW)
+    if not link.starting and not _has_queue(link):
+        caused = max(link.epoch_lost, 0.0) / max(link.epoch_acked, 1.0)
+        link.caused_loss += (caused - link.caused_loss) / 4
+    link.epoch_acked = link.epoch_lost = 0.0
+    window = link.window
+    link.window = max(window * factor, LEAST_WINDOW)
     # the search ends far above what the path takes
-    row[W_MAX] = row[WINDOW] if row[STARTING] else window
-    row[INFLECTION] = (max(row[W_MAX] - row[WINDOW], 0.0) / CUBIC) ** (1 / 3)
-    row[W_RENO], row[SINCE], row[STARTING] = row[WINDOW], 0.0, 0.0
-    row[REDUCTIONS] += 1
+    link.w_max = link.window if link.starting else window
+    link.inflection = (max(link.w_max - link.window, 0.0) / CUBIC) ** (1 / 3)
+    link.w_reno, link.since_reduction, link.starting = link.window, 0.0, 0.0
+    link.reductions += 1

@@ -1,156 +1,292 @@
-"""The tables that compiled code and the thread share: everything the exchange knows, as arrays.
+"""Everything that an exchange knows, in memory that Python and compiled code share.
 
-Dimensions: slots (parts of tensors, each bound to its tensor for good), peers (ranks), ways
-(`OUT_C` ... `IN_R`), words of 64 segments. Only the thread of the exchange touches them.
+Only the thread of the exchange touches it: in Python between two calls of the loop, compiled within
+them. There are no locks. Nothing is allocated while data travel.
+
+How it is laid out: each kind of record is a class below (8 bytes a field, see `raw_memory`). A
+table is an array of such records, of bits, or of the kernel's structures. A `Root` record has the
+address of each table. Compiled code is given the root, one pointer, and reads
+
+    t.flows                             the address of the table of flows
+    flow_of(t, slot, peer, OUT_RESULT)  one record of it, by address arithmetic
+    flow.received += 1                  one field, a load and a store
+
+Python has the same tables as NumPy arrays in `Tables`: ``tables.flows[slot, peer, way].received``,
+or faster, as a column, ``tables.flows["received"][slot, peer, way]``.
+
+Dimensions of the tables:
+
+    slot      a part of a bucket; bound to it from the bucket's first step to the end
+    peer      a rank; this rank's own row is unused
+    way       what flows between this rank and the peer about a slot, see `OUT_CONTRIBUTION`
+    word      64 segments of a shard, a bit each: which were delivered
+
+When there are more parts than slots, Python makes larger tables and writes their addresses to the
+same root (`with_more_slots`).
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from lightning_topt.communication.bounded_loss.path_measures import PATH_COLUMNS, reset_path
-from lightning_topt.communication.bounded_loss.rate_rule import LINK_COLUMNS, reset_link
-from lightning_topt.communication.bounded_loss.raw_memory import Array
-
-# Ways of one slot and peer: my contribution to its shard, its contribution to mine, my sum to it,
-# its sum to me.
-OUT_C, IN_C, OUT_R, IN_R = range(4)
-
-# config
-(
-    RANK,
-    WORLD,
-    KEY,
-    UDP,
-    WAKE,
-    DATAGRAM,
-    ELEMENTS,
-    OFFLOAD,
-    USED_SLOTS,
-    EVENTS,
-    RETURN_NS,
-    NEXT_TIMER,
-    LAST_PEER,
-) = range(13)
-WRITABLE, MARKING, WORDS, PART_WORDS, PART_BLOCKS, PROBES_NS, RECENT_SLOT = range(13, 20)
-SUMS = 20  # parts being summed
-REACHED, REACHED_NS = 21, 22  # data of all ranks that came so far, and when the last did
-LINK_PACE_NS = 23  # when the next batch may leave, whoever it is for
-HALVES = 24  # elements are words of two bfloat16
-CONFIG_COLUMNS = 25
-
-# peers
-(
-    NEXT_SEQUENCE,
-    HIGHEST_SEEN,
-    COUNT_SEEN,
-    MARKS_SEEN,
-    UNREPORTED,
-    REPORTED_NS,
-    STAMP_SEEN,
-    ARRIVED_NS,
-    HEARD_NS,
-) = range(9)
-STREAM, CLOSED, STREAM_FILLED, PENDING_BYTES, PACE_NS, REPORT_HIGHEST, SYNC_NS, SYNC_TRIES = range(
-    9, 17
+from lightning_topt.communication.bounded_loss.rate_rule import (
+    LINK,
+    PATH,
+    Link,
+    Path,
+    reset_link,
+    reset_path,
 )
-FAILED_RANK, LEFT, MOST_IN_FLIGHT = range(17, 20)
-# whether it has more for this rank, by its last datagram; how many ranks have data for it
-HAS_DATA, SENDERS = 20, 21
-PEER_COLUMNS = 22
-
-# slots
-(
-    ACTIVE,
-    TENSOR,
-    STEP,
-    NUMEL,
-    SEGMENTS,
-    PRIORITY,
-    VALUES,
-    OUT,
-    SUM,
-    RESCALE,
-    WAITING_C,
-    MISSING_R,
-    UNSTOPPED_C,
-) = range(13)
-UNSTOPPED_R, DONE, PROGRESS_NS, STARTED_NS, WANTED, BY_SIZE, SUMMING, SUMMED = range(13, 21)
-SLOT_COLUMNS = 21
-
-# flows: state and, per way
-STATE, FIRST, COUNT, RECEIVED, ALLOWED, NEXT, SERIAL, PROBE_NS, TRIES, OPENED, EXACT, TO_SEND = (
-    range(12)
+from lightning_topt.communication.bounded_loss.raw_memory import (
+    Array,
+    bit_words,
+    doubles,
+    inner,
+    integers,
+    layout_of,
+    load64,
+    new_record,
+    record_at,
+    store64,
 )
-FLOW_COLUMNS = 12
-# states of ways out: 0 nothing to send yet; of ways in: 0 not open
-IDLE, WAIT_OPEN, SENDING, PROBING, STOPPED = 0, 1, 2, 3, 4
-RECEIVING, CLOSED_WAY = 1, 2
 
-# counters
-(
-    SENT_DATAGRAMS, SENT_BYTES, RESENT_DATAGRAMS, RECEIVED_DATAGRAMS, REJECTED, LATE, DUPLICATES,
-    LOST_ELEMENTS, CONTROL_SENT, PROBES_REPEATED, MARKED_DATAGRAMS, STREAM_FRAMES, SEND_CALLS,
-    RECEIVE_CALLS, STALLED_NS, BLOCKED, WRONG_KEY, WRONG_SIZE, WRONG_PLACE, WRONG_SOURCE,
-    CONTRIBUTED_ELEMENTS, TRUNCATED, REFUSED_DATAGRAMS,
-) = range(23)  # fmt: skip
-COUNTER_COLUMNS = 23
+# The ways of one slot and peer: this rank's contribution to the peer's shard, the peer's
+# contribution to this rank's, this rank's sum to the peer, the peer's sum to this rank.
+OUT_CONTRIBUTION, IN_CONTRIBUTION, OUT_RESULT, IN_RESULT = range(4)
+# States of a flow that goes out. IDLE: nothing to send yet. WAIT_OPEN: the receiver has not opened
+# the part. PROBING: all is sent, what arrived is asked for. STOPPED: the receiver has enough.
+IDLE, WAIT_OPEN, SENDING, PROBING, STOPPED = range(5)
+# States of a flow that comes in, beside IDLE.
+RECEIVING, CLOSED = 1, 2
 
 NEVER = 1 << 62  # nanoseconds
-RECEIVE_AT_ONCE, RECEIVE_BYTES, CONTROL_BYTES = 16, 1 << 16, 128
+RECEIVE_AT_ONCE, RECEIVE_BYTES, ANCILLARY_BYTES = 16, 1 << 16, 128
 SEND_AT_ONCE = 44  # 1472-byte segments in one datagram of at most 65507 bytes
 STREAM_BYTES = 1 << 16
 LARGE_BLOCK = 16  # segments that share a drop precedence
+MESSAGE_STRUCT, PIECE_STRUCT, ADDRESS_STRUCT = 64, 16, 16  # bytes: mmsghdr, iovec, sockaddr_in
+
+
+# ---- records
+
+
+class Config:
+    """What the exchange was made with, and the state of the loop. Times are of CLOCK_MONOTONIC."""
+
+    rank: int
+    world_size: int
+    key: int
+    udp_socket: int
+    wake_file: int  # an eventfd: other threads end the loop's sleep with it
+    datagram_bytes: int  # of a full segment, with its header
+    segment_elements: int
+    halves: int  # elements are words of two bfloat16
+    marking: int  # DSCP and ECN are set
+    offload: int  # the kernel cuts what is sent
+    shard_words: int  # dimensions of `bits`, `exact` and `large`
+    part_words: int
+    part_blocks: int
+    used_slots: int
+    # the loop
+    events: int  # since the loop began: parts done or free, ranks gone
+    return_ns: int  # when the loop returns to Python at the latest
+    timer_ns: int  # when the loop has something to do next
+    probe_ns: int  # when the next probe may be due
+    pace_ns: int  # when the next batch may leave, to any receiver
+    writable: int  # the socket takes datagrams
+    last_peer: int  # that data were sent to
+    recent_slot: int  # that data came for
+    parts_summing: int
+    # data of all ranks that came so far, and when the last did (CLOCK_REALTIME)
+    arrived: int
+    arrived_ns: int
+
+
+class Counters:
+    """What happened since the exchange was made."""
+
+    sent_datagrams: int
+    sent_bytes: int
+    resent_datagrams: int
+    control_sent: int
+    send_calls: int
+    blocked: int  # the socket took no more
+    refused_datagrams: int  # by a full queue of this host
+    probes_repeated: int
+    stalled_ns: int
+    received_datagrams: int
+    marked_datagrams: int
+    receive_calls: int
+    stream_frames: int
+    late: int
+    duplicates: int
+    rejected: int  # in all, then by reason
+    wrong_key: int
+    wrong_size: int
+    wrong_place: int
+    wrong_source: int
+    truncated: int
+    contributed_elements: int
+    lost_elements: int
+
+
+class Peer:
+    """Another rank: its side channel, what came of it, what it reports."""
+
+    # the side channel
+    stream: int  # its file, -1 for none
+    closed: int
+    stream_filled: int  # bytes of a message that is not whole yet
+    pending_bytes: int  # that the socket did not take
+    failed_rank: int  # 1 + a rank that it says is gone; -1 - a slot that has another size there
+    left: int  # it closed the exchange
+    # data from it
+    highest_seen: int  # sequence number
+    seen: int
+    marked: int
+    unreported: int
+    reported_ns: int
+    stamp: int  # clock of its last datagram, 0 once it was sent back
+    arrived_ns: int  # of that datagram, CLOCK_REALTIME
+    has_data: int  # whether it has more for this rank, by its last datagram
+    heard_ns: int  # of anything
+    # data to it
+    next_sequence: int
+    reported_highest: int  # sequence number
+    most_in_flight: int  # datagrams that its buffer holds
+    senders: int  # how many ranks have data for it
+    pace_ns: int  # when the next batch may leave
+    sync_ns: int  # when a report is asked for
+    sync_tries: int
+
+
+class Slot:
+    """A part of a bucket in its present step."""
+
+    active: int  # from `open_part` until no rank needs anything of it
+    part: int  # bucket << 12 | part of the bucket
+    step: int
+    numel: int
+    segments: int
+    priority: int
+    rescale: int
+    by_size: int  # blocks of large entries get the lower drop precedence
+    values: int  # address of this rank's contribution
+    out: int  # address of the part's sums
+    shard_sum: int  # address of this rank's shard of the sums
+    # until this rank has the sums
+    open_contributions: int  # to this rank's shard
+    summing: int
+    summed: int  # segments
+    missing_results: int  # shards of other ranks whose sums are not complete here
+    unstopped_contributions: int  # of this rank, whose fate it does not know
+    done: int  # all four are over
+    # until it is free
+    unstopped_results: int  # ranks that still need sums of this one
+    wanted: int  # Python waits for the slot
+    progress_ns: int
+
+
+class Flow:
+    """One way of a slot and peer. Segments are counted from the first of the shard."""
+
+    state: int
+    first: int  # segment of the part
+    count: int  # segments
+    # in
+    received: int
+    may_miss: int  # segments
+    exact_missing: int  # segments that may not be lost and are not here
+    # out
+    next: int  # the segment from which on to search for what to send
+    to_send: int
+    serial: int  # number of probes: 0 until all was sent once
+    probe_ns: int  # when it is repeated
+    tries: int
+    opened_step: int  # the last one that the receiver has opened
+
+
+class Root:
+    """The address of each table."""
+
+    config: int
+    counters: int
+    peers: int
+    link: int
+    paths: int
+    sources: int
+    slots: int
+    scales: int
+    flows: int
+    bits: int
+    exact: int
+    large: int
+    inboxes: int
+    receive: int
+    receive_pieces: int
+    receive_memory: int
+    receive_names: int
+    receive_ancillary: int
+    send: int
+    send_pieces: int
+    send_headers: int
+    send_ancillary: int
+    message: int
+    streams: int
+    pending: int
+    files: int
+    work: int
+
+
+CONFIG, COUNTERS, PEER = layout_of(Config), layout_of(Counters), layout_of(Peer)
+SLOT, FLOW, ROOT = layout_of(Slot), layout_of(Flow), layout_of(Root)
+# Why a message is dropped: where its counter is, in bytes from the first.
+WRONG_KEY, WRONG_SIZE, WRONG_PLACE, WRONG_SOURCE, TRUNCATED = (
+    8 * list(Counters.__annotations__).index(reason)
+    for reason in ("wrong_key", "wrong_size", "wrong_place", "wrong_source", "truncated")
+)
+
+
+# ---- as Python sees them
 
 
 class Tables(NamedTuple):
-    """All arrays; int64 unless said otherwise."""
+    """All tables as records and arrays; int64 unless said otherwise."""
 
-    config: Array  # (CONFIG_COLUMNS,)
-    counters: Array  # (COUNTER_COLUMNS,)
-    peers: Array  # (ranks, PEER_COLUMNS)
-    link: Array  # (LINK_COLUMNS,) float64: the rate at which datagrams leave
-    paths: Array  # (ranks, PATH_COLUMNS) float64
+    config: Config
+    counters: Counters
+    peers: Array  # (ranks,) Peer
+    link: Link
+    paths: Array  # (ranks,) Path
     sources: Array  # (ranks, 16) uint8: struct sockaddr_in
-    slots: Array  # (slots, SLOT_COLUMNS)
-    scales: Array  # (slots,) float64
-    flows: Array  # (slots, ranks, 4, FLOW_COLUMNS)
-    # (slots, ranks, 4, words) uint64: segments delivered, counted from the first of the shard
-    bits: Array
+    slots: Array  # (slots,) Slot
+    scales: Array  # (slots,) float64: what the sums are multiplied by
+    flows: Array  # (slots, ranks, 4) Flow
+    bits: Array  # (slots, ranks, 4, words) uint64: segments delivered
     exact: Array  # (slots, words of a part) uint64: segments that may not be lost
-    large: Array  # (slots, blocks of a part) uint8: large entries
+    large: Array  # (slots, blocks of a part) uint8: blocks with large entries
     inboxes: Array  # (slots, ranks): address of the memory for a rank's contribution
     receive: Array  # (RECEIVE_AT_ONCE, 8): struct mmsghdr
-    receive_parts: Array  # (RECEIVE_AT_ONCE, 2): struct iovec
+    receive_pieces: Array  # (RECEIVE_AT_ONCE, 2): struct iovec
     receive_memory: Array  # (RECEIVE_AT_ONCE, RECEIVE_BYTES) uint8
-    receive_names: Array  # (RECEIVE_AT_ONCE, 16) uint8
-    receive_control: Array  # (RECEIVE_AT_ONCE, CONTROL_BYTES) uint8
+    receive_names: Array  # (RECEIVE_AT_ONCE, 16) uint8: struct sockaddr_in
+    receive_ancillary: Array  # (RECEIVE_AT_ONCE, ANCILLARY_BYTES) uint8
     send: Array  # (SEND_AT_ONCE, 8): struct mmsghdr
-    send_parts: Array  # (2 * SEND_AT_ONCE, 2): struct iovec
+    send_pieces: Array  # (2 * SEND_AT_ONCE, 2): struct iovec
     send_headers: Array  # (SEND_AT_ONCE, 5)
-    send_control: Array  # (64,) uint8: two control messages
-    message: Array  # (MOST_DATAGRAM_BYTES + 8,) uint8: a control message after its length
+    send_ancillary: Array  # (64,) uint8: two ancillary messages
+    message: Array  # (RECEIVE_BYTES,) uint8: a control message after its length
     streams: Array  # (ranks, STREAM_BYTES) uint8: what came over the side channel
     pending: Array  # (ranks, STREAM_BYTES) uint8: what could not be sent over it at once
     files: Array  # (ranks + 2,): struct pollfd
     work: Array  # (16,): for system calls
-    root: Array  # where the tables above are, for compiled code
-
-    @property
-    def address(self) -> int:
-        """The address of `root`, which stays the same."""
-        return int(self.root.ctypes.data)
-
-
-ROOT = {name: index for index, name in enumerate(name for name in Tables._fields if name != "root")}
+    root: Root  # for compiled code
 
 
 def make_tables(*, world_size: int, slots: int, segments: int) -> Tables:
-    """Return tables for that many ranks, parts, and segments of a part at most, all zeros but for
-    the kernel's structures.
-    """
+    """Make tables for so many ranks and parts, of `segments` segments at most."""
 
     def zeros(*shape: int) -> Array:
         return np.zeros(shape, np.int64)
@@ -158,69 +294,58 @@ def make_tables(*, world_size: int, slots: int, segments: int) -> Tables:
     def memory(*shape: int) -> Array:
         return np.zeros(shape, np.uint8)
 
-    link, paths = np.zeros(LINK_COLUMNS), np.zeros((world_size, PATH_COLUMNS))
-    reset_link(link)
-    for row in paths:
-        reset_path(row)
+    words = (most_shard_segments(segments, world_size) + 63) // 64
     tables = Tables(
-        config=zeros(CONFIG_COLUMNS),
-        counters=zeros(COUNTER_COLUMNS),
-        peers=zeros(world_size, PEER_COLUMNS),
-        link=link,
-        paths=paths,
-        sources=memory(world_size, 16),
-        **_slot_tables(world_size=world_size, slots=slots, segments=segments),
+        config=new_record(CONFIG),
+        counters=new_record(COUNTERS),
+        peers=np.zeros(world_size, PEER),
+        link=new_record(LINK),
+        paths=np.zeros(world_size, PATH),
+        sources=memory(world_size, ADDRESS_STRUCT),
+        slots=np.zeros(slots, SLOT),
+        scales=np.zeros(slots),
+        flows=np.zeros((slots, world_size, 4), FLOW),
+        bits=np.zeros((slots, world_size, 4, words), np.uint64),
+        exact=np.zeros((slots, (segments + 63) // 64), np.uint64),
+        large=memory(slots, segments // LARGE_BLOCK + 1),
+        inboxes=zeros(slots, world_size),
         receive=zeros(RECEIVE_AT_ONCE, 8),
-        receive_parts=zeros(RECEIVE_AT_ONCE, 2),
+        receive_pieces=zeros(RECEIVE_AT_ONCE, 2),
         receive_memory=memory(RECEIVE_AT_ONCE, RECEIVE_BYTES),
-        receive_names=memory(RECEIVE_AT_ONCE, 16),
-        receive_control=memory(RECEIVE_AT_ONCE, CONTROL_BYTES),
+        receive_names=memory(RECEIVE_AT_ONCE, ADDRESS_STRUCT),
+        receive_ancillary=memory(RECEIVE_AT_ONCE, ANCILLARY_BYTES),
         send=zeros(SEND_AT_ONCE, 8),
-        send_parts=zeros(2 * SEND_AT_ONCE, 2),
+        send_pieces=zeros(2 * SEND_AT_ONCE, 2),
         send_headers=zeros(SEND_AT_ONCE, 5),
-        send_control=memory(64),
+        send_ancillary=memory(64),
         message=memory(RECEIVE_BYTES),
         streams=memory(world_size, STREAM_BYTES),
         pending=memory(world_size, STREAM_BYTES),
         files=zeros(world_size + 2),
         work=zeros(16),
-        root=zeros(len(ROOT)),
+        root=new_record(ROOT),
     )
-    tables.peers[:, HIGHEST_SEEN] = tables.peers[:, REPORT_HIGHEST] = -1
+    reset_link(tables.link)
+    for path in tables.paths:
+        reset_path(path)
+    tables.peers["highest_seen"] = tables.peers["reported_highest"] = -1
     for index in range(RECEIVE_AT_ONCE):
-        tables.receive_parts[index] = tables.receive_memory[index].ctypes.data, RECEIVE_BYTES
+        tables.receive_pieces[index] = tables.receive_memory[index].ctypes.data, RECEIVE_BYTES
+    tables.config.world_size = world_size
+    tables.config.shard_words, tables.config.part_words = words, tables.exact.shape[1]
+    tables.config.part_blocks = tables.large.shape[1]
     _note_addresses(tables)
     return tables
 
 
 def _note_addresses(tables: Tables) -> None:
-    for name, index in ROOT.items():
-        tables.root[index] = getattr(tables, name).ctypes.data
-    columns = {
-        WORLD: len(tables.peers),
-        WORDS: tables.bits.shape[-1],
-        PART_WORDS: tables.exact.shape[1],
-    }
-    for column, value in {**columns, PART_BLOCKS: tables.large.shape[1]}.items():
-        tables.config[column] = value
-
-
-def _slot_tables(*, world_size: int, slots: int, segments: int) -> dict[str, Array]:
-    words = (most_shard_segments(segments, world_size) + 63) // 64
-    return {
-        "slots": np.zeros((slots, SLOT_COLUMNS), np.int64),
-        "scales": np.zeros(slots),
-        "flows": np.zeros((slots, world_size, 4, FLOW_COLUMNS), np.int64),
-        "bits": np.zeros((slots, world_size, 4, words), np.uint64),
-        "exact": np.zeros((slots, (segments + 63) // 64), np.uint64),
-        "large": np.zeros((slots, segments // LARGE_BLOCK + 1), np.uint8),
-        "inboxes": np.zeros((slots, world_size), np.int64),
-    }
+    for name in Root.__annotations__:
+        setattr(tables.root, name, np.asarray(getattr(tables, name)).ctypes.data)
 
 
 def with_more_slots(tables: Tables, slots: int) -> Tables:
-    """Return tables with `slots` of them, the old ones kept."""
-    more = {}
+    """Return tables with so many slots, of which the first are the old ones; same root."""
+    more: dict[str, Any] = {}
     for name in ("slots", "scales", "flows", "bits", "exact", "large", "inboxes"):
         old = getattr(tables, name)
         more[name] = np.zeros((slots, *old.shape[1:]), old.dtype)
@@ -231,10 +356,128 @@ def with_more_slots(tables: Tables, slots: int) -> Tables:
 
 
 def shard_bounds(segments: int, shard: int, world_size: int) -> tuple[int, int]:
-    """Return the first and the last-but-one segment of a shard."""
+    """Return the first segment of a shard and the one after its last."""
     return segments * shard // world_size, segments * (shard + 1) // world_size
 
 
 def most_shard_segments(segments: int, world_size: int) -> int:
     """Return the segments of the longest shard."""
     return -(-segments // world_size)
+
+
+# ---- as compiled code sees them
+
+_config_at, _counters_at, _link_at = record_at(CONFIG), record_at(COUNTERS), record_at(LINK)
+_peer_at, _path_at, _slot_at, _flow_at = map(record_at, (PEER, PATH, SLOT, FLOW))
+_PEER_BYTES, _PATH_BYTES = PEER.itemsize, PATH.itemsize
+_SLOT_BYTES, _FLOW_BYTES = SLOT.itemsize, FLOW.itemsize
+
+
+@inner
+def config_of(t: Root) -> Config:
+    """Return the settings and the loop's state."""
+    return _config_at(t.config)
+
+
+@inner
+def counters_of(t: Root) -> Counters:
+    """Return the counters."""
+    return _counters_at(t.counters)
+
+
+@inner
+def reject(t: Root, reason: int) -> None:
+    """Count a message that is dropped, in total and by reason: `WRONG_KEY` and so on."""
+    counters_of(t).rejected += 1
+    store64(t.counters + reason, load64(t.counters + reason) + 1)
+
+
+@inner
+def link_of(t: Root) -> Link:
+    """Return this rank's link."""
+    return _link_at(t.link)
+
+
+@inner
+def peer_of(t: Root, peer: int) -> Peer:
+    """Return what is known of a rank."""
+    return _peer_at(t.peers + _PEER_BYTES * peer)
+
+
+@inner
+def path_of(t: Root, peer: int) -> Path:
+    """Return the path to a rank."""
+    return _path_at(t.paths + _PATH_BYTES * peer)
+
+
+@inner
+def slot_of(t: Root, slot: int) -> Slot:
+    """Return a part."""
+    return _slot_at(t.slots + _SLOT_BYTES * slot)
+
+
+@inner
+def flow_of(t: Root, slot: int, peer: int, way: int) -> Flow:
+    """Return one way of a part."""
+    return _flow_at(t.flows + _FLOW_BYTES * _flow_index(t, slot, peer, way))
+
+
+@inner
+def bits_of(t: Root, slot: int, peer: int, way: int) -> Array:
+    """Return which segments of a flow were delivered: bits, uint64."""
+    words = config_of(t).shard_words
+    return bit_words(t.bits + 8 * words * _flow_index(t, slot, peer, way), words)
+
+
+@inner
+def _flow_index(t: Root, slot: int, peer: int, way: int) -> int:
+    return (slot * config_of(t).world_size + peer) * 4 + way
+
+
+@inner
+def exact_bits(t: Root, slot: int) -> Array:
+    """Return which segments of a part may not be lost: bits, uint64."""
+    words = config_of(t).part_words
+    return bit_words(t.exact + 8 * words * slot, words)
+
+
+@inner
+def large_address(t: Root, slot: int, block: int) -> int:
+    """Return where the byte is that says whether a block of segments has large entries."""
+    return t.large + slot * config_of(t).part_blocks + block
+
+
+@inner
+def inbox_address(t: Root, slot: int, peer: int) -> int:
+    """Return where the contribution of a rank to this one's shard goes."""
+    return load64(t.inboxes + 8 * (slot * config_of(t).world_size + peer))
+
+
+@inner
+def scale_of(t: Root, slot: int) -> float:
+    """Return what the sums of a part are multiplied by."""
+    return doubles(t.scales + 8 * slot, 1)[0]
+
+
+@inner
+def source_address(t: Root, peer: int) -> int:
+    """Return where the struct sockaddr_in of a rank is."""
+    return t.sources + ADDRESS_STRUCT * peer
+
+
+@inner
+def received_message(t: Root, index: int) -> Array:
+    """Return one struct mmsghdr of what is received."""
+    return integers(t.receive + MESSAGE_STRUCT * index, 8)
+
+
+@inner
+def sent_message(t: Root, index: int) -> Array:
+    """Return one struct mmsghdr of what is sent."""
+    return integers(t.send + MESSAGE_STRUCT * index, 8)
+
+
+@inner
+def sent_piece(t: Root, index: int) -> Array:
+    """Return one struct iovec of what is sent."""
+    return integers(t.send_pieces + PIECE_STRUCT * index, 2)

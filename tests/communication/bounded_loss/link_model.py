@@ -7,19 +7,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from lightning_topt.communication.bounded_loss import rate_rule
-from lightning_topt.communication.bounded_loss.path_measures import (
-    PATH_COLUMNS,
+from lightning_topt.communication.bounded_loss.rate_rule import (
+    LINK,
+    PATH,
     measure_trip,
+    pacing_rate,
+    reset_link,
     reset_path,
     take_report,
 )
-from lightning_topt.communication.bounded_loss.rate_rule import (
-    LIMITED,
-    LINK_COLUMNS,
-    pacing_rate,
-    reset_link,
-)
+from lightning_topt.communication.bounded_loss.raw_memory import new_record
 
 REPORT_SECONDS = 5e-4
 
@@ -51,16 +48,16 @@ class Ours(Sender):
 
     def __init__(self, target: float = 0.005) -> None:
         super().__init__()
-        self.row, self.path = np.zeros(LINK_COLUMNS), np.zeros(PATH_COLUMNS)
+        self.row, self.path = new_record(LINK), new_record(PATH)
         reset_link(self.row)
         reset_path(self.path)
-        self.row[rate_rule.TARGET] = target
+        self.row.target = target
 
     def rate(self, round_trip: float) -> float:
         return pacing_rate(self.row, 1)
 
     def take(self, now: float, trip: float, highest: int, lost: int, marked: int) -> None:
-        self.row[LIMITED] = 1.0
+        self.row.limited = 1.0
         measure_trip(self.path, self.row, trip)
         take_report(self.path, self.row, highest, lost, marked, highest + 1 - lost, 1 + now, now)
 

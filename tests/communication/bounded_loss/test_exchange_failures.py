@@ -22,7 +22,6 @@ from lightning_topt.communication.bounded_loss import (
     ConnectionFailedError,
     PeerSilentError,
     open_endpoint,
-    tables,
 )
 from lightning_topt.communication.bounded_loss.datagram import KINDS
 from tests.communication.bounded_loss.datagram_proxy import Faults
@@ -95,7 +94,7 @@ def test_a_side_channel_that_is_cut():
     values = np.ones(1000, np.float32)
     with exchanges(2) as ranks:
         step(ranks, [values, values])
-        stream = socket.socket(fileno=os.dup(int(ranks[0]._thread.t.peers[1, tables.STREAM])))
+        stream = socket.socket(fileno=os.dup(int(ranks[0]._thread.t.peers[1].stream)))
         stream.shutdown(socket.SHUT_RDWR)
         stream.close()
         handles = [exchange.start(0, values, out=np.empty_like(values)) for exchange in ranks]
@@ -209,8 +208,8 @@ def test_wrong_datagrams_change_nothing():
     with exchanges(2) as ranks:
         step(ranks, values)
         t = ranks[0]._thread.t
-        key, target = int(t.config[tables.KEY]), (("127.0.0.1"), _port_of(ranks[0]))
-        peers_own = socket.socket(fileno=os.dup(int(ranks[1]._thread.t.config[tables.UDP])))
+        key, target = int(t.config.key), (("127.0.0.1"), _port_of(ranks[0]))
+        peers_own = socket.socket(fileno=os.dup(int(ranks[1]._thread.t.config.udp_socket)))
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as foreign:
             for number, data in enumerate(_wrong_datagrams(key, foreign)):
                 (foreign if number % 2 else peers_own).sendto(data, target)
@@ -231,7 +230,7 @@ def test_wrong_datagrams_change_nothing():
 
 
 def _own_socket(exchange):
-    return socket.socket(fileno=os.dup(int(exchange._thread.t.config[tables.UDP])))
+    return socket.socket(fileno=os.dup(int(exchange._thread.t.config.udp_socket)))
 
 
 def _port_of(exchange):
@@ -254,9 +253,9 @@ def test_two_jobs_side_by_side():
     """They neither disturb each other nor accept each other's datagrams."""
     values = [whole_numbers(60_000, seed=rank) for rank in range(4)]
     with exchanges(2) as first, exchanges(2) as second:
-        stray = socket.socket(fileno=os.dup(int(first[0]._thread.t.config[tables.UDP])))
+        stray = socket.socket(fileno=os.dup(int(first[0]._thread.t.config.udp_socket)))
         stray.sendto(
-            _header(int(first[0]._thread.t.config[tables.KEY]), size=0),
+            _header(int(first[0]._thread.t.config.key), size=0),
             ("127.0.0.1", _port_of(second[1])),
         )
         stray.close()

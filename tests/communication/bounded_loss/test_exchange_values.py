@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_topt.communication.bounded_loss import BoundedLossExchange, WireOptions
-from lightning_topt.communication.bounded_loss.packed_halves import pack_halves, unpack_halves
+from lightning_topt.communication.bounded_loss.datagram import pack_halves, unpack_halves
 from tests.communication.bounded_loss.datagram_proxy import Faults
 from tests.communication.bounded_loss.ranks_here import (
     SECONDS,

@@ -2,50 +2,42 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from lightning_topt.communication.bounded_loss import rate_rule
-from lightning_topt.communication.bounded_loss.path_measures import (
-    PATH_COLUMNS,
-    TRIP,
+from lightning_topt.communication.bounded_loss.rate_rule import (
+    LINK,
+    PATH,
+    Link,
+    Path,
     answer_seconds,
     measure_trip,
+    pacing_rate,
+    reset_link,
     reset_path,
     take_report,
 )
-from lightning_topt.communication.bounded_loss.rate_rule import (
-    CAUSED,
-    FLOOR,
-    LIMITED,
-    LINK_COLUMNS,
-    REDUCTIONS,
-    ROUND_TRIP,
-    STARTING,
-    WINDOW,
-    pacing_rate,
-    reset_link,
-)
+from lightning_topt.communication.bounded_loss.raw_memory import new_record
 from tests.communication.bounded_loss.link_model import Cubic, Ours, run_link
 
 GIGABIT = 82_000.0  # datagrams per second
 LAN = 2e-4  # seconds
 
 
-def fresh() -> np.ndarray:
-    row = np.zeros(LINK_COLUMNS)
+def fresh() -> Link:
+    row = new_record(LINK)
     reset_link(row)
     return row
 
 
-def fresh_path() -> np.ndarray:
-    row = np.zeros(PATH_COLUMNS)
-    reset_path(row)
-    return row
+def fresh_path() -> Path:
+    path = new_record(PATH)
+    reset_path(path)
+    return path
 
 
 def rounds(
-    row: np.ndarray,
+    row: Link,
     count: int,
     *,
     lost_each: int = 0,
@@ -55,10 +47,10 @@ def rounds(
     """So many rounds of 2 ms with that many datagrams, all limited by the window; one receiver
     reports.
     """
-    path, now = fresh_path(), float(row[rate_rule.ROUND_BEGAN])
+    path, now = fresh_path(), float(row.round_began)
     for number in range(1, count + 1):
         now += 2e-3
-        row[LIMITED] = 1.0
+        row.limited = 1.0
         highest, lost, marked = number * size - 1, number * lost_each, number * marked_each
         take_report(path, row, highest, lost, marked, highest + 1 - lost, 1 + now, now)
 
@@ -66,39 +58,38 @@ def rounds(
 def test_the_search_doubles_until_a_queue_overflows():
     row = fresh()
     rounds(row, 3, size=40)
-    assert row[WINDOW] == 80 and row[STARTING]
+    assert row.window == 80 and row.starting
     rounds(row, 1, lost_each=30, size=80)
     assert (
-        row[WINDOW] == pytest.approx(80 * (1 - 30 / 80 - 0.05))
-        and not row[STARTING]
-        and row[CAUSED] == 0
+        row.window == pytest.approx(80 * (1 - 30 / 80 - 0.05))
+        and not row.starting
+        and row.caused_loss == 0
     )
 
 
 def test_one_overflow_reduces_once():
     row = fresh()
     rounds(row, 1, lost_each=50)
-    before = row[WINDOW]
+    before = row.window
     rounds(row, 1, lost_each=50)  # sent before the reduction
-    assert row[WINDOW] == before and row[REDUCTIONS] == 1
+    assert row.window == before and row.reductions == 1
 
 
 def test_what_is_not_limited_does_not_grow():
     row = fresh()
     rounds(row, 1, lost_each=50)
-    before = row[WINDOW]
+    before = row.window
     for now in (1.0, 2.0):
         take_report(fresh_path(), row, 50, 0, 0, 50, 1 + now, now)
-    assert row[WINDOW] == before
+    assert row.window == before
 
 
 def test_old_and_double_reports_are_dropped():
     row, path = fresh(), fresh_path()
     take_report(path, row, 200, 2, 0, 199, 1.0, 1.0)
-    known = row.copy(), path.copy()
+    known = row.item(), path.item()
     take_report(path, row, 150, 90, 90, 500, 9.0, 9.0)
-    np.testing.assert_array_equal(row, known[0])
-    np.testing.assert_array_equal(path, known[1])
+    assert (row.item(), path.item()) == known
 
 
 def test_reports_of_all_receivers_make_one_round():
@@ -107,26 +98,23 @@ def test_reports_of_all_receivers_make_one_round():
     for number, path in enumerate(paths):
         take_report(path, row, 9, 1, 0, 9, 1.0, 1e-5 * number)
     take_report(paths[0], row, 19, 3, 0, 17, 1.0, 4e-4)
-    assert row[rate_rule.ACKED] == 40 and row[rate_rule.LOST] == 5 and row[rate_rule.TRIPS] == 0
+    assert row.acked == 40 and row.lost == 5 and row.rounds == 0
     take_report(paths[1], row, 19, 1, 0, 19, 1.0, 2e-3)
-    assert row[rate_rule.ACKED] == 0 and row[rate_rule.TRIPS] == 1
+    assert row.acked == 0 and row.rounds == 1
 
 
 def test_marks_shrink_by_half_of_their_share():
     row = fresh()
     rounds(row, 1, lost_each=50)
     rounds(row, 1)
-    row[rate_rule.ALPHA], before = 0.5, row[WINDOW]
+    row.alpha, before = 0.5, row.window
     rounds(row, 1, marked_each=50)
-    assert (
-        row[WINDOW] == pytest.approx(before * (1 - row[rate_rule.ALPHA] / 2))
-        and row[rate_rule.ALPHA] == 0.5
-    )
+    assert row.window == pytest.approx(before * (1 - row.alpha / 2)) and row.alpha == 0.5
 
 
-def refused_round(row: np.ndarray, *, delivered: int, refused: int) -> None:
+def refused_round(row: Link, *, delivered: int, refused: int) -> None:
     """A round of 2 ms that delivered that many datagrams; a queue of this host refused others."""
-    row[rate_rule.REFUSED_IN_ROUND] = refused
+    row.refused = refused
     rounds(row, 1, size=delivered)
 
 
@@ -134,41 +122,41 @@ def test_what_an_own_queue_refuses_is_no_loss():
     row = fresh()
     rounds(row, 1, lost_each=50)
     rounds(row, 12, size=100)  # 50 in a millisecond get through
-    row[WINDOW] = row[rate_rule.W_MAX] = 80.0
+    row.window = row.w_max = 80.0
     refused_round(row, delivered=100, refused=30)
-    assert row[WINDOW] == pytest.approx(1.05 * 50) and row[CAUSED] == 0 and row[REDUCTIONS] == 1
-    before = row[WINDOW]
+    assert row.window == pytest.approx(1.05 * 50) and row.caused_loss == 0 and row.reductions == 1
+    before = row.window
     refused_round(row, delivered=20, refused=1)  # a burst of a late thread: no reason to be slower
-    assert row[WINDOW] >= before
+    assert row.window >= before
     for _ in range(15):
         refused_round(row, delivered=20, refused=15)  # others use the queue
-    assert row[WINDOW] < 0.75 * before and row[REDUCTIONS] > 1
+    assert row.window < 0.75 * before and row.reductions > 1
 
 
 def test_the_search_ends_far_above_what_gets_through():
     """Where neither a loss nor a queue shows: a sender that is slower than the path."""
     row = fresh()
     rounds(row, 30, size=40)
-    assert not row[STARTING] and row[WINDOW] <= rate_rule.SEARCH_ABOVE * 20 * 2
+    assert not row.starting and row.window <= rate_rule.SEARCH_ABOVE * 20 * 2
 
 
 def test_round_trips_and_answers():
     row, path = fresh(), fresh_path()
     measure_trip(path, row, 0.01)
     assert (
-        path[TRIP] == 0.01
-        and row[ROUND_TRIP] == pytest.approx(0.01)
+        path.trip == 0.01
+        and row.round_trip == pytest.approx(0.01)
         and answer_seconds(path) == pytest.approx(0.03)
     )
     for nonsense in (-1.0, 0.0, 1e6):
         measure_trip(path, row, nonsense)
-    assert path[TRIP] == 0.01 and row[ROUND_TRIP] == pytest.approx(0.01)
+    assert path.trip == 0.01 and row.round_trip == pytest.approx(0.01)
     for _ in range(200):
         measure_trip(path, row, 0.02)
-    assert path[TRIP] == pytest.approx(0.02, rel=0.01) and answer_seconds(path) < 0.025
-    row[WINDOW] = 20
+    assert path.trip == pytest.approx(0.02, rel=0.01) and answer_seconds(path) < 0.025
+    row.window = 20
     assert pacing_rate(row, 1500) == pytest.approx(1.5e6, rel=0.01)
-    row[rate_rule.MOST_RATE] = 1e6
+    row.most_rate = 1e6
     assert pacing_rate(row, 1500) == 1e6
 
 
@@ -176,16 +164,13 @@ def test_bursts_are_blamed_first_then_batches_then_the_window():
     row = fresh()
     rounds(row, 1, lost_each=50)
     rounds(row, 1)
-    window, row[rate_rule.BURST_USED] = row[WINDOW], 5.0
+    window, row.burst_used = row.window, 5.0
     rounds(row, 1, lost_each=20)
-    assert (
-        row[rate_rule.BURST] < rate_rule.FIRST_BURST
-        and row[rate_rule.BATCH] == rate_rule.MOST_BATCH
-    )
+    assert row.burst < rate_rule.FIRST_BURST and row.batch == rate_rule.MOST_BATCH
     rounds(row, 1, lost_each=20)
-    assert row[rate_rule.BATCH] == rate_rule.BETA * rate_rule.MOST_BATCH and row[WINDOW] == window
+    assert row.batch == rate_rule.BETA * rate_rule.MOST_BATCH and row.window == window
     rounds(row, 6, lost_each=20)
-    assert row[rate_rule.BATCH] == rate_rule.LEAST_BATCH and row[WINDOW] < window
+    assert row.batch == rate_rule.LEAST_BATCH and row.window < window
 
 
 def test_a_queue_that_others_fill_is_not_left_to_them():
@@ -195,11 +180,11 @@ def test_a_queue_that_others_fill_is_not_left_to_them():
     rounds(row, 12)
     for _ in range(50):
         measure_trip(near, row, 5e-3)
-    row[WINDOW], windows = 300.0, []
+    row.window, windows = 300.0, []
     for _ in range(200):
         measure_trip(near, row, 5e-3)
         rounds(row, 3)
-        windows.append(row[WINDOW])
+        windows.append(row.window)
     assert min(windows) < 250 and windows[-1] > min(windows) + 5
 
 
@@ -208,10 +193,10 @@ def test_a_far_receiver_is_no_queue():
     row, near, far = fresh(), fresh_path(), fresh_path()
     measure_trip(near, row, 1e-4)
     measure_trip(far, row, 0.05)
-    assert row[rate_rule.ROUND_QUEUE] == 0
-    row[rate_rule.ROUND_QUEUE] = rate_rule.NO_QUEUE
+    assert row.round_queue == 0
+    row.round_queue = rate_rule.NO_QUEUE
     measure_trip(far, row, 0.052)
-    assert row[rate_rule.ROUND_QUEUE] == pytest.approx(0.002)
+    assert row.round_queue == pytest.approx(0.002)
 
 
 @pytest.mark.parametrize("queue", [11, 22, 87, 4000], ids=["16 kB", "32 kB", "128 kB", "deep"])
@@ -227,13 +212,13 @@ def test_alone_it_fills_the_link_and_loses_little(queue, loss):
 def test_alone_it_keeps_a_deep_queue_short():
     sender = Ours()
     run_link([sender], capacity=GIGABIT, base=LAN, queue=4000, seconds=3.0)
-    assert sender.row[ROUND_TRIP] < LAN + 3e-3 and sender.lost == 0
+    assert sender.row.round_trip < LAN + 3e-3 and sender.lost == 0
 
 
 def test_loss_of_the_path_is_known():
     sender = Ours()
     run_link([sender], capacity=GIGABIT, base=LAN, queue=22, loss=0.01, seconds=3.0)
-    assert 0.004 < sender.row[FLOOR] < 0.02
+    assert 0.004 < sender.row.path_loss < 0.02
 
 
 @pytest.mark.parametrize("queue", [87, 1000, 4000])

@@ -34,8 +34,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from benchmarks.common import RESULTS, ROOT, machine, mib
-from lightning_topt.data.coordinated.coordinated_batches import SeededBatches
 from lightning_topt.data.coordinated.loader import CoordinatedLoader
+from lightning_topt.data.coordinated.preparation import SeededBatches
 
 BATCH, SEED = 32, 0
 WIDTH, HEIGHT, CROP, CLASSES = 500, 375, 224, 10  # ImageNet's mean size; the usual input of a net

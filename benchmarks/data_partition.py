@@ -33,7 +33,7 @@ from benchmarks.common import RESULTS, machine
 from benchmarks.data_sources import HttpFiles, make_files, requests_of
 from benchmarks.lab import Lab, end_on_signals, sent_bytes
 from benchmarks.lab_nodes import LabError
-from lightning_topt.data.peers.partition import owners
+from lightning_topt.data.peers.client import owners
 from lightning_topt.plugins.cache_partition import CachePartition
 from lightning_topt.plugins.cached_data import CachedDataModule
 

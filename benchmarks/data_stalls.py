@@ -31,9 +31,7 @@ from sklearn.datasets import load_sample_images
 from benchmarks.common import RESULTS, machine
 from benchmarks.lab import Lab, end_on_signals
 from benchmarks.lab_nodes import LabError
-from lightning_topt.data.stalls.advice import least_cache
-from lightning_topt.data.stalls.model import samples_per_second
-from lightning_topt.data.stalls.stall_costs import SetUp, StallCosts
+from lightning_topt.data.stalls.model import SetUp, StallCosts, least_cache, samples_per_second
 
 NUMBER = 2000  # files
 BURSTS = {

@@ -17,13 +17,13 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from lightning_topt.basics.units import parse_bandwidth
-from lightning_topt.data.stalls.advice import what_if
 from lightning_topt.data.stalls.loop import Watched
 from lightning_topt.data.stalls.measurement import (
     MeasurementOptions,
     StallMeasurement,
     measure_stalls,
 )
+from lightning_topt.data.stalls.model import what_if
 from lightning_topt.data.stalls.stall_report import print_report, save_png
 from lightning_topt.plugins.measured_cache import MeasuredCache
 

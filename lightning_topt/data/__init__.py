@@ -1,8 +1,14 @@
-"""Samples cached in memory and on disk, shared by processes, jobs and nodes; and what waiting for
-data is made of.
+"""Loading data: samples cached in memory and on disk, shared by processes, jobs and nodes.
 
-Names are imported when they are first used: helper processes use parts of this package and do
-without torch.
+    cache/            the tiers of a cache, what is in them, and the data set in front of them
+    peers/            a cache partitioned over nodes
+    coordinated/      batches that several jobs of one machine prepare together
+    stalls/           measures and predicts the wait for data
+    resumable_loader  a DataLoader that resumes in the middle of an epoch
+    loader_tuning     the number of workers, chosen by trials
+
+Names are imported when they are first used: light processes use parts of this package without
+torch.
 """
 
 from __future__ import annotations
@@ -11,11 +17,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_topt.data.cache.cache_counters import CacheStatistics
     from lightning_topt.data.cache.cached_dataset import CachedDataset
     from lightning_topt.data.cache.determinism import NotDeterministicError, deterministic
-    from lightning_topt.data.cache.sample_cache import RefusedCacheError, SampleCache
-    from lightning_topt.data.cache.sample_codec import UnsupportedSample, register_sample_type
+    from lightning_topt.data.cache.sample_cache import (
+        CacheStatistics,
+        RefusedCacheError,
+        SampleCache,
+    )
+    from lightning_topt.data.cache.sample_codec import register_sample_type
+    from lightning_topt.data.cache.sample_layout import UnsupportedSample
 
 __all__ = [
     "CacheStatistics",
@@ -31,10 +41,10 @@ _HOMES = {
     "CachedDataset": "cache.cached_dataset",
     "NotDeterministicError": "cache.determinism",
     "deterministic": "cache.determinism",
-    "CacheStatistics": "cache.cache_counters",
+    "CacheStatistics": "cache.sample_cache",
     "RefusedCacheError": "cache.sample_cache",
     "SampleCache": "cache.sample_cache",
-    "UnsupportedSample": "cache.sample_codec",
+    "UnsupportedSample": "cache.sample_layout",
     "register_sample_type": "cache.sample_codec",
 }
 

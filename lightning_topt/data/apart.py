@@ -1,5 +1,6 @@
-"""A function run in a process of its own: files and connections that a data set opens must not be
-there when workers fork.
+"""Running a function in a process of its own.
+
+Data sets open files and connections; these must not be in this process when workers fork.
 """
 
 from __future__ import annotations
@@ -7,7 +8,7 @@ from __future__ import annotations
 import pickle
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,8 +16,9 @@ import torch
 
 @dataclass(frozen=True)
 class Failed:
-    """A `Failed` holds what the function raised, or a RuntimeError with its words where the
-    exception itself cannot travel; and its traceback.
+    """What the function raised, with its traceback.
+
+    It is a RuntimeError with the repr where the exception itself cannot be pickled.
     """
 
     error: Exception
@@ -26,11 +28,19 @@ class Failed:
 def run_apart(
     function: Callable[..., Any], *arguments: Any, context: Any, timeout_seconds: float, doing: str
 ) -> Any:
-    """Return the result of ``function(*arguments)``, called in a new process of the multiprocessing
-    `context`, with one thread; `Failed` where it raised.
+    """Call ``function(*arguments)`` in a new process, with one thread, and return the result.
 
-    Raises RuntimeError where the process ends without an answer, or gives none in time; `doing` is
-    what the message says of it.
+    The result is `Failed` where the function raised.
+
+    Args:
+        function: importable, so that a new process can find it.
+        *arguments: can be pickled.
+        context: of multiprocessing.
+        timeout_seconds: for the result.
+        doing: what the function does, for messages.
+
+    Raises:
+        RuntimeError: the process ended without a result, or gave none in time.
     """
     mine, other = context.Pipe(duplex=False)
     process = context.Process(target=_answer, args=(other, function, arguments), daemon=True)
@@ -51,20 +61,16 @@ def run_apart(
 
 
 def _answer(connection: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    # as in a worker; a forked process must not use the threads that it thinks it has
+    # As in a worker: a forked process must not use its parent's thread pool.
     torch.set_num_threads(1)
     try:
         result = function(*arguments)
     except Exception as error:
-        result = Failed(
-            error if _survives(error) else RuntimeError(repr(error)), traceback.format_exc()
-        )
+        result = Failed(error, traceback.format_exc())
+        # Some exceptions cannot be pickled, others come back as another type.
+        try:
+            if type(pickle.loads(pickle.dumps(error))) is not type(error):
+                result = replace(result, error=RuntimeError(repr(error)))
+        except Exception:
+            result = replace(result, error=RuntimeError(repr(error)))
     connection.send(result)
-
-
-def _survives(error: Exception) -> bool:
-    """Whether an exception is the same type in another process."""
-    try:
-        return type(pickle.loads(pickle.dumps(error))) is type(error)
-    except Exception:
-        return False

@@ -1,5 +1,7 @@
-"""Processes that load a few modules of this package and not torch: quickly there, and of a tenth of
-the memory.
+"""Processes that load a few modules of this package, and not torch.
+
+They start quickly and take a tenth of the memory: the writer of the disk cache, the server of a
+partitioned cache, the coordinator of prepared batches.
 """
 
 from __future__ import annotations
@@ -14,8 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-# The package's own __init__ imports torch: the process gets empty packages that only know where
-# their modules lie. What it is to do comes by a pipe that nobody else can read.
+# The package's own __init__ imports torch, so the process gets empty packages that only know where
+# their modules are. Its settings come by a pipe that nobody else can read.
 BOOT = """
 import importlib, json, os, sys, types
 line = bytearray()
@@ -44,12 +46,20 @@ def start_light(
     stdout: int | None = None,
     stderr: int | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start ``main(settings)`` of a module of this package, in a new process. Raises OSError where
-    it cannot start.
+    """Start ``main(settings)`` of a module of this package in a new process.
 
-    Its standard input stays open until `close_pipes`, or until the end of this process, however it
-    ends: processes forked from this one do not keep it open. `settings` are plain data; `stdout`
-    and `stderr` as `subprocess.Popen` has them.
+    Its standard input stays open until `close_pipes`, or until this process ends, however that
+    happens: processes forked from this one do not keep it open.
+
+    Args:
+        module: full name of the module.
+        settings: plain data.
+        pass_fds: as of `subprocess.Popen`.
+        stdout: as of `subprocess.Popen`.
+        stderr: as of `subprocess.Popen`.
+
+    Raises:
+        OSError: the process cannot start.
     """
     start = {
         "settings": settings,
@@ -59,16 +69,16 @@ def start_light(
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", BOOT, module],
         stdin=subprocess.PIPE,
-        bufsize=0,  # no lock of a buffer that a process forked meanwhile would find held
+        bufsize=0,  # a buffer has a lock, which a fork in the meantime would copy as held
         pass_fds=pass_fds,
-        start_new_session=True,  # Ctrl-C in the job's terminal is for the job
+        start_new_session=True,  # Ctrl-C in the terminal is for the job
         cwd="/",
         stdout=stdout,
         stderr=stderr,
     )
     _started.add(process)
     assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # it ended; the reason is on standard error
+    with contextlib.suppress(BrokenPipeError):  # it ended; standard error has the reason
         words = memoryview(json.dumps(start).encode() + b"\n")
         while words:
             words = words[process.stdin.write(words) :]
@@ -76,7 +86,7 @@ def start_light(
 
 
 def close_pipes(process: subprocess.Popen[bytes]) -> None:
-    """Let a process see the end of its standard input. Twice is once."""
+    """Close a process's pipes: its standard input ends. Calling it again does nothing."""
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
             with contextlib.suppress(OSError):
@@ -86,13 +96,11 @@ def close_pipes(process: subprocess.Popen[bytes]) -> None:
 _started: weakref.WeakSet[subprocess.Popen[bytes]] = weakref.WeakSet()
 
 
-def _let_go() -> None:
-    """In a forked process: the others must see the end of the process that started them, not of
-    this one.
-    """
+def _close_inherited() -> None:
+    # In a forked process: the others must see the end of their parent, not of this process.
     for process in list(_started):
         close_pipes(process)
     _started.clear()
 
 
-os.register_at_fork(after_in_child=_let_go)
+os.register_at_fork(after_in_child=_close_inherited)

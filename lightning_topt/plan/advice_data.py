@@ -20,9 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_topt.basics.units import format_bytes
-from lightning_topt.data.stalls.advice import NEARLY, least_cache
-from lightning_topt.data.stalls.model import batch_seconds
-from lightning_topt.data.stalls.stall_costs import SetUp, StallCosts
+from lightning_topt.data.stalls.model import NEARLY, SetUp, StallCosts, batch_seconds, least_cache
 from lightning_topt.plan.advice_page import Advice
 from lightning_topt.plan.scenarios import Estimate
 

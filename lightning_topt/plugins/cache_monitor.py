@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 from typing_extensions import override
 
-from lightning_topt.data.cache.cache_counters import CacheStatistics
+from lightning_topt.data.cache.sample_cache import CacheStatistics
 from lightning_topt.plugins.cached_data import CachedDataModule
 from lightning_topt.plugins.wrapped_data import WrappedDataModule
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from lightning_topt.basics.argument_checks import check_real, check_size, check_text, check_whole
 from lightning_topt.data.cache.sample_cache import SampleCache
 from lightning_topt.data.peers.client import NOWHERE, Peers
-from lightning_topt.data.peers.peer_channel import own_address
 from lightning_topt.data.peers.prefetch import PrefetchingPeers
+from lightning_topt.data.peers.protocol import own_address
 from lightning_topt.data.peers.server import PeerServer
 
 SECRET_BYTES = 32

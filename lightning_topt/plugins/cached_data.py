@@ -13,14 +13,12 @@ from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset,
 from typing_extensions import override
 
 from lightning_topt.basics.argument_checks import check_folder, check_size, check_version
-from lightning_topt.data.cache.cache_counters import CacheStatistics
 from lightning_topt.data.cache.cached_batches import BatchDataset, collate
 from lightning_topt.data.cache.cached_dataset import CachedDataset
 from lightning_topt.data.cache.dataset_names import DatasetNames
 from lightning_topt.data.cache.determinism import marked_method
-from lightning_topt.data.cache.sample_cache import SampleCache
-from lightning_topt.data.loading.lookahead import Lookahead
-from lightning_topt.data.loading.resumable import make_resumable
+from lightning_topt.data.cache.sample_cache import CacheStatistics, SampleCache
+from lightning_topt.data.resumable_loader import Lookahead, make_resumable
 from lightning_topt.plugins.cache_defaults import default_directory, default_memory_bytes
 from lightning_topt.plugins.cache_partition import (
     CachePartition,

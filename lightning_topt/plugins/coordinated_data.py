@@ -28,8 +28,8 @@ from lightning_topt.basics.argument_checks import (
 from lightning_topt.data.cache.cached_batches import BatchDataset
 from lightning_topt.data.cache.cached_dataset import CachedDataset
 from lightning_topt.data.cache.fingerprint import fingerprint
-from lightning_topt.data.coordinated.coordinated_batches import SeededBatches
 from lightning_topt.data.coordinated.loader import CoordinatedLoader, CoordinationStatistics
+from lightning_topt.data.coordinated.preparation import SeededBatches
 from lightning_topt.plugins.wrapped_data import WrappedDataModule
 
 

@@ -14,8 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
 from lightning_topt.basics.argument_checks import check_real, check_size
-from lightning_topt.data.loading.resumable import ResumableLoader
-from lightning_topt.data.loading.tuning import (
+from lightning_topt.data.loader_tuning import (
     AUTO,
     Auto,
     LoaderChoice,
@@ -23,6 +22,7 @@ from lightning_topt.data.loading.tuning import (
     memory_for_waiting,
     tune_loader,
 )
+from lightning_topt.data.resumable_loader import ResumableLoader
 from lightning_topt.plugins.cached_data import TRAIN, replace_argument
 from lightning_topt.plugins.wrapped_data import WrappedDataModule
 

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_topt.data.coordinated.coordinated_worker import Preparation
 from lightning_topt.data.coordinated.loader import CoordinatedLoader
+from lightning_topt.data.coordinated.preparation import Preparation
 from tests.processes import wait_until
 from tests.shared_memory import opened
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_topt.data.cache.batch_memory import LEAST_BYTES, BatchMemory
+from lightning_topt.data.cache.cached_batches import LEAST_BYTES, BatchMemory
 
 SHAPE = (4, LEAST_BYTES // 16)
 

@@ -13,7 +13,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from lightning_topt import data
-from lightning_topt.data.cache import sample_values
+from lightning_topt.data.cache import sample_codec
 from lightning_topt.data.cache.cached_batches import BatchDataset, ReadyBatch, collate
 from lightning_topt.data.cache.cached_dataset import CachedDataset
 from lightning_topt.data.cache.determinism import (
@@ -23,7 +23,7 @@ from lightning_topt.data.cache.determinism import (
     other_randomness,
 )
 from lightning_topt.data.cache.sample_cache import RefusedCacheError, SampleCache
-from lightning_topt.data.cache.sample_codec import UnsupportedSample
+from lightning_topt.data.cache.sample_layout import UnsupportedSample
 
 ITEMS = 40
 MEMORY = {"memory_bytes": 1 << 22, "disk_bytes": 0}
@@ -332,7 +332,7 @@ def test_an_error_of_the_source_is_the_callers_and_nothing_is_kept(tmp_path):
 
 
 def test_what_does_not_come_back_as_it_was_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setitem(sample_values._BUILD, "int", lambda spec, take: int(take()[0]) + 1)
+    monkeypatch.setitem(sample_codec._BUILD, "int", lambda spec, take: int(take()[0]) + 1)
     data = Data(KINDS["named"])
     with pytest.raises(UnsupportedSample, match=r"holds a builtins.int, .* return plain data"):
         cached(data, tmp_path)[3]

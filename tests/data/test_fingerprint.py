@@ -21,7 +21,7 @@ from lightning_topt.data.cache import sample_layout
 from lightning_topt.data.cache.cached_dataset import CachedDataset
 from lightning_topt.data.cache.determinism import deterministic
 from lightning_topt.data.cache.fingerprint import UnnamableError, fingerprint
-from lightning_topt.data.cache.fingerprint_packages import version
+from lightning_topt.data.cache.fingerprint_code import version
 from lightning_topt.data.cache.sample_cache import SampleCache
 
 CODE = """

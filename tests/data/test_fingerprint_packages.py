@@ -7,7 +7,7 @@ from importlib.machinery import EXTENSION_SUFFIXES
 
 import pytest
 
-from lightning_topt.data.cache import fingerprint_packages as packages
+from lightning_topt.data.cache import fingerprint_code
 from lightning_topt.data.cache.fingerprint import fingerprint
 from tests.data.users_code import data_of, unseen, write
 
@@ -17,10 +17,8 @@ CODE = "def decode(x):\n    return x\nclass Resize:\n    def __call__(self, x):\
 
 
 def install(folder, *, version="1.0", code=CODE, checksum="sha256=a", listed=True):
-    record = (
-        f"installed/__init__.py,{checksum},{len(code)}\n"
-        "installed-1.dist-info/RECORD,,\n../bin/run,sha256=b,1\n"
-    )
+    record = f"installed/__init__.py,{checksum},{len(code)}\n"
+    record += "installed-1.dist-info/RECORD,,\n../bin/run,sha256=b,1\n"
     metadata = f"Metadata-Version: 2.1\nName: installed-package\nVersion: {version}\n"
     write(folder, {"installed/__init__.py": code, "installed-1.dist-info/METADATA": metadata})
     if listed:
@@ -90,11 +88,11 @@ def test_a_package_without_a_list_of_its_files_is_followed(tmp_path, monkeypatch
 def test_functions_written_in_c_count_with_their_version(monkeypatch, unseen, name):
     module, _, function = f"scipy.{name}".rpartition(".")
     value = getattr(pytest.importorskip(module), function)
-    before, known = fingerprint([value]), packages._installed
-    packages.version.cache_clear()
+    before, known = fingerprint([value]), fingerprint_code._installed
+    fingerprint_code.version.cache_clear()
     with monkeypatch.context() as patch:
         patch.setattr(
-            packages, "_installed", lambda top: known(top)._replace(version="another one")
+            fingerprint_code, "_installed", lambda top: known(top)._replace(version="another one")
         )
         assert fingerprint([value]) != before
 
@@ -109,17 +107,19 @@ def test_extensions_of_the_user_count_with_their_content(tmp_path, monkeypatch, 
             fingerprint(data_of("users.data", "import installed; return installed.decode(i)"))
         )
         unseen()
-    assert versions[0] == versions[1] != versions[2] and not packages.is_library("installed")
+    assert versions[0] == versions[1] != versions[2] and not fingerprint_code.is_library(
+        "installed"
+    )
 
 
 def test_a_module_of_the_user_may_have_a_name_of_pythons(tmp_path, monkeypatch, unseen):
     assert (
-        packages.is_library("graphlib")
-        and packages.is_library("math")
-        and packages.is_library("os.path")
+        fingerprint_code.is_library("graphlib")
+        and fingerprint_code.is_library("math")
+        and fingerprint_code.is_library("os.path")
     )
     unseen()
     monkeypatch.syspath_prepend(tmp_path)
     write(tmp_path, {"graphlib.py": ""})
     monkeypatch.delitem(sys.modules, "graphlib", raising=False)
-    assert not packages.is_library("graphlib")
+    assert not fingerprint_code.is_library("graphlib")

@@ -12,20 +12,17 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
-from lightning_topt.data.loading import trials as loader_trials
-from lightning_topt.data.loading import tuning as loader_tuning
-from lightning_topt.data.loading.trials import (
+from lightning_topt.data import loader_tuning
+from lightning_topt.data.loader_tuning import (
     LoaderTrials,
     Preparation,
     TrialLoader,
-    nbytes,
-    prepare,
-)
-from lightning_topt.data.loading.tuning import (
     choose_prefetch_factor,
     cores_per_rank,
     find_num_workers,
     memory_for_waiting,
+    nbytes,
+    prepare,
     tune_loader,
 )
 from lightning_topt.data.stalls.loop import LoopTimes
@@ -251,7 +248,7 @@ def test_random_states_are_as_before(made_up):
 def test_batches_grow_to_an_eighth_of_the_time(monkeypatch, batch_size, size):
     clock, data = Clock(), Items()
     data.clock = clock
-    monkeypatch.setattr(loader_trials, "time", clock)
+    monkeypatch.setattr(loader_tuning, "time", clock)
     result = prepare(TrialLoader.of(DataLoader(data, batch_size)), range(64), seconds=0.8)
     assert result.trial_size == size and result.spread == pytest.approx(0, abs=1e-6)
     assert result.seconds == result.core_seconds == pytest.approx(0.01 * size)

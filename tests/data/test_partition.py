@@ -10,7 +10,7 @@ import torch
 
 from lightning_topt.data.cache.sample_cache import SampleCache
 from lightning_topt.data.cache.sample_codec import decode, encode, size_of
-from lightning_topt.data.peers.partition import _mixed, owners
+from lightning_topt.data.peers.client import _mixed, owners
 from lightning_topt.data.peers.server import PeerServer
 from tests.data.test_peers import HERE, ITEMS, SECRET, client, owned
 

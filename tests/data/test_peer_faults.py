@@ -15,9 +15,19 @@ import warnings
 import numpy as np
 import pytest
 
-from lightning_topt.data.peers import peer_link
-from lightning_topt.data.peers.peer_channel import PeerError, PeerLost, connect
-from lightning_topt.data.peers.protocol import ENTRY, GET, MAGIC, OFFER, REQUEST, introduce, run_key
+from lightning_topt.data.peers import client as peer_client
+from lightning_topt.data.peers.protocol import (
+    ENTRY,
+    GET,
+    MAGIC,
+    OFFER,
+    REQUEST,
+    PeerError,
+    PeerLost,
+    authenticate,
+    connect,
+    run_key,
+)
 from tests.data.test_peers import HERE, ITEMS, SECRET, client, fill, nodes, owned, payload, plain
 from tests.processes import halt, wait_until
 
@@ -32,7 +42,7 @@ def soon():
 
 @pytest.fixture
 def pair(nodes):
-    made = nodes(2, proof_seconds=3, strangers=4, connections=8)
+    made = nodes(2, proof_seconds=3, newcomers=4, connections=8)
     for item in THEIRS:
         made[1].memory.write(item, [payload(item)])
     return made
@@ -61,7 +71,7 @@ def listening(serve):
 
 def friend(address):
     channel = connect(address, deadline=soon())
-    introduce(channel, KEY, deadline=soon())
+    authenticate(channel, KEY, deadline=soon())
     return channel
 
 
@@ -125,7 +135,7 @@ def test_a_killed_owner_is_left_alone_and_asked_again_when_it_is_back(pair, monk
         assert peers.fetch(THEIRS) == [None] * len(THEIRS)
     with monkeypatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("error")
-        patch.setattr(peer_link, "connect", lambda *_, **__: pytest.fail("it was asked again"))
+        patch.setattr(peer_client, "connect", lambda *_, **__: pytest.fail("it was asked again"))
         assert peers.fetch(THEIRS) == [None] * len(THEIRS)
         peers.push(THEIRS[0], [payload(THEIRS[0])])
     assert peers.counts.pushes.dropped == 1 and peers.counts.unanswered == 2 * len(THEIRS)
@@ -162,7 +172,7 @@ def test_a_stopped_owner_takes_no_other_with_it_and_is_not_waited_for_again(node
             entries = peers.fetch([*first, *other])
         assert plain(entries) == [None] * len(first) + [large] * 3
         monkeypatch.setattr(
-            peer_link, "connect", lambda *_, **__: pytest.fail("it was asked again")
+            peer_client, "connect", lambda *_, **__: pytest.fail("it was asked again")
         )
         assert peers.fetch(first) == [None] * len(first) and peers._link(1).is_down
     finally:

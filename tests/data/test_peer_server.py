@@ -26,8 +26,16 @@ from lightning_topt.data import light_process
 from lightning_topt.data.cache.segment_store import checksum
 from lightning_topt.data.light_process import BOOT
 from lightning_topt.data.peers.client import Peers
-from lightning_topt.data.peers.peer_channel import PeerError, connect, own_address
-from lightning_topt.data.peers.protocol import ENTRY, MAGIC, OFFER, REQUEST, PeerLimits
+from lightning_topt.data.peers.protocol import (
+    ENTRY,
+    MAGIC,
+    OFFER,
+    REQUEST,
+    PeerError,
+    PeerLimits,
+    connect,
+    own_address,
+)
 from lightning_topt.data.peers.server import PeerServer
 from tests.data.test_peer_faults import THEIRS, friend, hung_up, is_well, pair, soon
 from tests.data.test_peers import HERE, ITEMS, SECRET, Node, client, nodes, payload, plain
@@ -41,8 +49,6 @@ NAMES = [
     "data.cache.memory_file",
     "data.cache.segment_store",
     "data.cache.store_file",
-    "data.peers.entrance",
-    "data.peers.peer_channel",
     "data.peers.protocol",
     "data.peers.service",
 ]
@@ -50,24 +56,24 @@ NAMES = [
 
 def test_strangers_who_say_nothing_are_thrown_out_and_disturb_nobody(pair):
     address, peers = pair[1].server.address, client(pair)
-    strangers = [connect(address, deadline=soon()) for _ in range(20)]  # 4 may be there
-    for stranger in strangers:
+    newcomers = [connect(address, deadline=soon()) for _ in range(20)]  # 4 may be there
+    for newcomer in newcomers:
         with contextlib.suppress(PeerError):
-            stranger.send([b"x"], deadline=soon())
+            newcomer.send([b"x"], deadline=soon())
     assert is_well(peers)
-    for stranger in strangers:
-        hung_up(stranger)
+    for newcomer in newcomers:
+        hung_up(newcomer)
 
 
 def test_a_stranger_who_speaks_slowly_is_thrown_out(pair):
-    stranger = connect(pair[1].server.address, deadline=soon())
-    stranger.receive(len(MAGIC) + 32, deadline=soon())
+    newcomer = connect(pair[1].server.address, deadline=soon())
+    newcomer.receive(len(MAGIC) + 32, deadline=soon())
     end = soon()
     with pytest.raises(PeerError):
         while time.monotonic() < end:
-            stranger.send([b"x"], deadline=soon())
+            newcomer.send([b"x"], deadline=soon())
             time.sleep(0.25)  # 64 bytes would take 16 s
-    stranger.close()
+    newcomer.close()
     assert is_well(client(pair))
 
 
@@ -83,7 +89,7 @@ def test_no_more_connections_than_allowed(pair):
 
 
 def test_many_that_come_at_once_are_all_served(nodes):
-    two = nodes(2, strangers=2, proof_seconds=60)
+    two = nodes(2, newcomers=2, proof_seconds=60)
     for item in THEIRS:
         two[1].memory.write(item, [payload(item)])
     found, barrier = [], threading.Barrier(100)
@@ -319,7 +325,7 @@ def test_addresses_of_another_family(nodes):
 HELLO = len(MAGIC) + 32
 
 
-def strangers(address, sources):
+def newcomers(address, sources):
     """Connections that say nothing, one from each address of this machine."""
     return [
         socket.create_connection(address, timeout=30, source_address=(source, 0))
@@ -338,14 +344,14 @@ def may_stay(connection):
     return not select.select([connection], [], [], 0)[0]
 
 
-@pytest.mark.parametrize("limits", [{}, {"strangers": 64}], ids=["usual", "64"])
+@pytest.mark.parametrize("limits", [{}, {"newcomers": 64}], ids=["usual", "64"])
 def test_a_flood_of_strangers_keeps_no_peer_out(nodes, limits):
     two = nodes(2, proof_seconds=120, **limits)
     for item in THEIRS:
         two[1].memory.write(item, [payload(item)])
     known = client(two)
     assert is_well(known)
-    flood = strangers(
+    flood = newcomers(
         two[1].server.address, [HERE, "127.0.0.2"] * 150 + [f"127.0.1.{n}" for n in range(1, 201)]
     )
     with warnings.catch_warnings():
@@ -365,10 +371,10 @@ def test_a_flood_of_strangers_keeps_no_peer_out(nodes, limits):
 
 
 def test_strangers_from_one_address_send_nobody_away_who_came_from_another(nodes):
-    address = nodes(2, strangers=8, proof_seconds=120)[1].server.address
-    (slow,) = strangers(address, [HERE])  # a peer on a busy machine
+    address = nodes(2, newcomers=8, proof_seconds=120)[1].server.address
+    (slow,) = newcomers(address, [HERE])  # a peer on a busy machine
     greet(slow)
-    flood = strangers(address, ["127.0.0.2"] * 40)
+    flood = newcomers(address, ["127.0.0.2"] * 40)
     for each in flood:
         greet(each)
     assert may_stay(slow) and sum(map(may_stay, flood)) <= 8

@@ -16,9 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_topt.data.cache.segment_store import SegmentStore
 from lightning_topt.data.cache.store_file import StoreFile
 from lightning_topt.data.peers import client as peer_client
-from lightning_topt.data.peers import push as peer_push
-from lightning_topt.data.peers.client import Peers
-from lightning_topt.data.peers.partition import owners
+from lightning_topt.data.peers.client import Peers, owners
 from lightning_topt.data.peers.protocol import PeerLimits
 from lightning_topt.data.peers.server import PeerServer
 from tests.processes import wait_until
@@ -225,13 +223,13 @@ class Pushing(Dataset):
 
 
 def test_a_workers_last_pushes_are_not_lost(nodes, monkeypatch):
-    pair, offer = nodes(2), peer_push.offer
+    pair, offer = nodes(2), peer_client.offer
 
     def slow(*args, **options):
         time.sleep(0.2)
         return offer(*args, **options)
 
-    monkeypatch.setattr(peer_push, "offer", slow)
+    monkeypatch.setattr(peer_client, "offer", slow)
     items = owned(1, num_nodes=2)
     peers = client(pair, queue_bytes="1MiB")
     pair[1].memory.write(items[0], [payload(items[0])])

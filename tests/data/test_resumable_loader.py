@@ -20,7 +20,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lightning_topt.data.loading.resumable import ResumableLoader, make_resumable
+from lightning_topt.data.resumable_loader import ResumableLoader, make_resumable
 
 ITEMS = 23
 

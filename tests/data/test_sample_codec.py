@@ -14,17 +14,15 @@ from PIL import Image
 
 from lightning_topt.data.cache import sample_layout
 from lightning_topt.data.cache.sample_codec import (
-    ALIGNMENT,
-    UnsupportedSample,
+    _record_types,
     decode,
     encode,
     header_of,
     layout,
-    layout_of,
     register_sample_type,
     size_of,
 )
-from lightning_topt.data.cache.sample_records import _record_types
+from lightning_topt.data.cache.sample_layout import ALIGNMENT, UnsupportedSample, layout_of
 
 
 class Pair(NamedTuple):

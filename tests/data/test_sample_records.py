@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from lightning_topt.data.cache import sample_codec, sample_values
-from lightning_topt.data.cache.sample_codec import UnsupportedSample, decode, encode
+from lightning_topt.data.cache import sample_codec
+from lightning_topt.data.cache.sample_codec import decode, encode
+from lightning_topt.data.cache.sample_layout import UnsupportedSample
 from tests.data.test_sample_codec import entry_of, kept
 
 
@@ -155,8 +156,8 @@ def test_a_class_that_has_changed_is_not_made_of_what_was_stored():
 def test_what_would_not_come_back_is_found_by_storing_it_again(monkeypatch):
     sample = {"x": [Pair(torch.ones(2), Slotted(1))], "y": 3}
     assert sample_codec.changed_by_storing(sample) is None
-    monkeypatch.setattr(sample_values, "record_of", lambda kind, attributes: kind(5))
+    monkeypatch.setattr(sample_codec, "record_of", lambda kind, attributes: kind(5))
     assert sample_codec.changed_by_storing(sample) == f"{__name__}.Slotted"
     assert sample_codec.changed_by_storing({"y": 3}) is None
-    monkeypatch.setitem(sample_values._BUILD, "tensor", lambda spec, take: torch.zeros(3))
+    monkeypatch.setitem(sample_codec._BUILD, "tensor", lambda spec, take: torch.zeros(3))
     assert sample_codec.changed_by_storing(sample) == "torch.Tensor"

@@ -19,7 +19,8 @@ from torch.utils.data import default_collate
 from lightning_topt.data.cache.cached_batches import BatchDataset, collate
 from lightning_topt.data.cache.cached_dataset import CachedDataset
 from lightning_topt.data.cache.sample_cache import SampleCache
-from lightning_topt.data.cache.sample_codec import TORCH_DTYPES, UnsupportedSample, encode, layout
+from lightning_topt.data.cache.sample_codec import encode, layout
+from lightning_topt.data.cache.sample_layout import TORCH_DTYPES, UnsupportedSample
 from tests.data.test_sample_codec import entry_of, kept
 
 

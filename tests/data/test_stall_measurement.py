@@ -28,7 +28,6 @@ from torch.utils.data import (
 
 from lightning_topt.data.stalls import loop as stall_loop
 from lightning_topt.data.stalls import measurement as stall_measurement
-from lightning_topt.data.stalls.advice import what_if
 from lightning_topt.data.stalls.loop import (
     LoopTimes,
     Watched,
@@ -39,17 +38,16 @@ from lightning_topt.data.stalls.loop import (
 )
 from lightning_topt.data.stalls.measurement import (
     MeasurementOptions,
-    contention,
-    measure_stalls,
-    sample_costs,
-)
-from lightning_topt.data.stalls.probes import (
     SampleProbe,
+    contention,
     fit_link,
+    measure_stalls,
     probe_samples,
     probe_source,
     read_rate,
+    sample_costs,
 )
+from lightning_topt.data.stalls.model import what_if
 from lightning_topt.data.stalls.stall_report import advice, print_report, save_png
 from lightning_topt.plugins.measured_cache import MeasuredCache
 from tests.clock import Clock

@@ -11,14 +11,17 @@ from math import inf
 import numpy as np
 import pytest
 
-from lightning_topt.data.stalls.advice import (
+from lightning_topt.data.stalls.model import (
+    SetUp,
+    StallCosts,
+    batch_seconds,
     best_num_workers,
+    bounds,
     least_cache,
+    samples_per_second,
     split_stalls,
     what_if,
 )
-from lightning_topt.data.stalls.model import batch_seconds, bounds, samples_per_second
-from lightning_topt.data.stalls.stall_costs import SetUp, StallCosts
 
 COSTS = StallCosts(
     batch_size=32,
@@ -271,9 +274,15 @@ def test_questions_asked():
     rows = what_if(COSTS, SetUp(1, 2), changes=[("mine", "four workers", SetUp(4, 2))])
     groups = {row.group for row in rows}
     assert groups == {
-        "now", "cache in memory", "cache on disk", "workers", "cores", "accelerator", "source",
-        "mine"
-    }  # fmt: skip
+        "now",
+        "cache in memory",
+        "cache on disk",
+        "workers",
+        "cores",
+        "accelerator",
+        "source",
+        "mine",
+    }
     assert rows[0].setup == SetUp(1, 2)
     for row in rows:
         assert row.samples_per_second == pytest.approx(samples_per_second(COSTS, row.setup))

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from lightning_topt.data.cache import fingerprint_code
-from lightning_topt.data.cache import fingerprint_packages as packages
 from tests.preloaded import preloaded_python
 
 HELPERS = """
@@ -153,11 +152,11 @@ def unseen(monkeypatch):
             del sys.modules[name]
         fingerprint_code._LATER.clear()
         for cached in (
-            packages.is_standard,
-            packages.is_library,
-            packages.version,
-            packages._owners,
-            packages._installed,
+            fingerprint_code.is_standard,
+            fingerprint_code.is_library,
+            fingerprint_code.version,
+            fingerprint_code._owners,
+            fingerprint_code._installed,
         ):
             cached.cache_clear()
 

@@ -13,7 +13,7 @@ from lightning_topt.communication import BF16, TopK
 from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.costs.node_types import NodeType
 from lightning_topt.costs.optimizer import read_optimizer
-from lightning_topt.data.stalls.stall_costs import SetUp, StallCosts
+from lightning_topt.data.stalls.model import SetUp, StallCosts
 from lightning_topt.graph.capture import capture
 from lightning_topt.plan.advice_bottleneck import RESOURCES, advise_bottleneck, gains, seconds_on
 from lightning_topt.plan.advice_data import MeasuredStalls, advise_data, least_share

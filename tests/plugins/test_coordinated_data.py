@@ -25,8 +25,8 @@ from torch.utils.data import (
 )
 
 from hydra_plugins.lightning_topt_searchpath import conf_dir
-from lightning_topt.data.coordinated.coordinated_batches import SeededBatches
 from lightning_topt.data.coordinated.coordinator_link import is_supported
+from lightning_topt.data.coordinated.preparation import SeededBatches
 from lightning_topt.plugins.cached_data import CachedDataModule
 from lightning_topt.plugins.coordinated_data import CoordinatedDataModule
 

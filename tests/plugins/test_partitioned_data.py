@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import ConcatDataset, DataLoader, Subset
 
-from lightning_topt.data.cache import tiers as cached_tiers
-from lightning_topt.data.peers.partition import owners
+from lightning_topt.data.cache import sample_cache as cached_tiers
+from lightning_topt.data.peers.client import owners
 from lightning_topt.plugins import cache_partition
 from lightning_topt.plugins.cache_partition import CachePartition
 from lightning_topt.plugins.cached_data import CachedDataModule

@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, RandomSampler
 
-from lightning_topt.data.loading.tuning import LoaderChoice
+from lightning_topt.data.loader_tuning import LoaderChoice
 from lightning_topt.plugins import tuned_data
 from lightning_topt.plugins.cached_data import CachedDataModule
 from lightning_topt.plugins.coordinated_data import CoordinatedDataModule

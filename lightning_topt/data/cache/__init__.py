@@ -1,3 +1,1 @@
-"""Samples kept in shared memory and on disk: the tiers, what lies in them, and the data set in
-front of them.
-"""
+"""A cache of samples in shared memory and on disk, and the data sets in front of it."""

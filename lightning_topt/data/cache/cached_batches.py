@@ -1,13 +1,22 @@
-"""Batches read from the cache straight into their final place, as torch's `default_collate` would
-stack them.
+"""Batches read from the cache straight into place, as `default_collate` would stack them.
 
 For samples of equal layout (the header of their entries is the same) a batch is one tensor per
-leaf, and every entry is read piece by piece into its rows: no tensor per sample, no copy but the
-one from the cache.
+leaf. Every entry is read piece by piece into its rows: there is no tensor per sample, and no copy
+but the one from the cache. Three ways, the fastest first:
+
+    all entries mapped and verified     one `index_select` per leaf (`_read_at_once`)
+    some in the mapped memory           copied row by row (`BatchRows.fill_from`)
+    the rest                            read from this node's tiers, other nodes, or the source
+
+The memory of large batches is reused (`BatchMemory`).
 """
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import cached_property, lru_cache
 from typing import Any
@@ -18,20 +27,16 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
-from lightning_topt.data.cache.batch_memory import MEMORY
 from lightning_topt.data.cache.cached_dataset import CachedDataset
 from lightning_topt.data.cache.sample_cache import SampleCache
 from lightning_topt.data.cache.sample_codec import (
-    TORCH_DTYPES,
-    Layout,
     Parts,
-    Spec,
     header_of,
-    joined,
-    layout_of,
+    in_one_piece,
     leaves_of,
     named_type,
 )
+from lightning_topt.data.cache.sample_layout import TORCH_DTYPES, Layout, Spec, layout_of
 
 _NUMBERS = {
     "int": torch.int64,
@@ -39,8 +44,10 @@ _NUMBERS = {
     "bool": torch.bool,
     "complex": torch.complex128,
 }
-_SMALL = 256  # bytes: gathered for all rows at once
-_LOOK_AT = 16  # items of a batch, for one in memory whose layout is known
+_SMALL = 256  # bytes of a leaf that is gathered for all rows at once
+_LOOK_AT = 16  # items of a batch that are searched for one in memory
+LEAST_BYTES = 1 << 18  # of a tensor; smaller ones stay in the allocator's own lists
+_MOST_BLOCKS = 8
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -52,8 +59,9 @@ class ReadyBatch:
 
 
 class BatchDataset(Dataset[Any]):
-    """A `CachedDataset` whose ``__getitems__`` gives ready batches where it can; for a loader with
-    `collate` below.
+    """A `CachedDataset` whose ``__getitems__`` returns ready batches where it can.
+
+    Its loader needs `collate` below.
     """
 
     def __init__(self, dataset: CachedDataset) -> None:
@@ -71,7 +79,7 @@ class BatchDataset(Dataset[Any]):
         return self.dataset[index]
 
     def __getitems__(self, indices: Sequence[int]) -> Any:
-        """A `ReadyBatch`, or a list of samples."""
+        """Return a `ReadyBatch`, or a list of samples."""
         batch = None if self.dataset.is_marked or not indices else read_batch(self.dataset, indices)
         if batch is None:
             return self.dataset.__getitems__(indices)
@@ -86,58 +94,34 @@ def collate(samples: Any) -> Any:
 
 
 def read_batch(dataset: CachedDataset, indices: Sequence[int]) -> ReadyBatch | list[Any] | None:
-    """Return the batch of `indices`, or its samples where they have not all the same layout; None:
-    nothing was read.
+    """Read the batch of `indices`, or its samples where their layouts differ.
 
-    That is where none of the first entries is in memory, or torch would not stack it. Entries that
-    are not in this node's memory come as by `CachedDataset`.
+    Entries that are not in this node's memory come as by `CachedDataset`. None: nothing was read,
+    since none of the first entries is in memory, or torch would not stack them.
     """
     cache, chosen = dataset.cache, dataset.items(indices)
-    # Of a partitioned cache the first item may well be another node's.
-    known = next(
+    # The layout of an entry in memory; of a partitioned cache the first may be another node's.
+    layout = next(
         filter(None, (_layout_in_memory(cache, item) for item in chosen[:_LOOK_AT].tolist())), None
     )
-    if known is None or not _is_stackable(known.header):
+    if layout is None or not _is_stackable(layout.header):
         return None
-    ready = _read_at_once(cache, known, chosen)
+    ready = _read_at_once(cache, layout, chosen)
     if ready is not None:
         return ready
-    items, rows = chosen.tolist(), BatchRows(known, len(chosen))
+    # Row by row: mapped memory, then this node's memory, then all else.
+    items, rows = chosen.tolist(), BatchRows(layout, len(chosen))
     unmapped = np.flatnonzero(~rows.fill_from(cache, items)).tolist()
     missing = [i for i in unmapped if not cache.read_into(items[i], rows.buffers(i))]
     rest = dict(zip(missing, dataset.entries([items[i] for i in missing]), strict=True))
     cache.verify_new()
     if all(rows.fill(i, rest[i]) if i in rest else rows.is_filled(i) for i in unmapped):
         return ReadyBatch(rows.batch())
-    # Every entry was read and counted once: samples of different sizes cost no second reading.
+    # Layouts differ: samples of what was read, for no entry is read or counted twice.
     return [
-        dataset.sample(item, joined(rest[i]) if i in rest else rows.entry(i))
+        dataset.sample(item, in_one_piece(rest[i]) if i in rest else rows.entry(i))
         for i, item in enumerate(items)
     ]
-
-
-def _read_at_once(
-    cache: SampleCache, known: Layout, items: npt.NDArray[np.int64]
-) -> ReadyBatch | None:
-    """The batch where all its entries are in mapped memory and verified."""
-    mapped = cache.mapped
-    offsets = (
-        None
-        if mapped is None
-        else mapped.find_all(items, header=_start(known), nbytes=known.nbytes)
-    )
-    if mapped is None or offsets is None:
-        return None
-    tensors = []
-    for leaf in known.leaves:
-        if leaf.nbytes > _SMALL:
-            rows = _empty(len(items), leaf.nbytes)
-            mapped.take(offsets, leaf.start, rows)
-        else:
-            rows = torch.from_numpy(mapped.gather(offsets + leaf.start, leaf.nbytes))
-        tensors.append(_typed(rows, leaf.spec))
-    cache.count_memory_hits(len(items))
-    return ReadyBatch(_nested(known.spec, iter(tensors)))
 
 
 def _layout_in_memory(cache: SampleCache, item: int) -> Layout | None:
@@ -148,43 +132,69 @@ def _layout_in_memory(cache: SampleCache, item: int) -> Layout | None:
     if header is None or where is None:
         return None
     try:
-        known = layout_of(header)
+        layout = layout_of(header)
     except (ValueError, KeyError, TypeError, IndexError, AttributeError):
-        return None  # it is damaged, which is dealt with where all of the entry is read
-    return known if known.nbytes == where.nbytes else None
+        return None  # damaged, which is handled where the whole entry is read
+    return layout if layout.nbytes == where.nbytes else None
+
+
+def _read_at_once(
+    cache: SampleCache, layout: Layout, items: npt.NDArray[np.int64]
+) -> ReadyBatch | None:
+    """Return the batch if all its entries are in mapped memory and verified."""
+    mapped = cache.mapped
+    offsets = (
+        None
+        if mapped is None
+        else mapped.find_all(items, header=_entry_start(layout), nbytes=layout.nbytes)
+    )
+    if mapped is None or offsets is None:
+        return None
+    tensors = []
+    for leaf in layout.leaves:
+        # Rows of bytes, (items, leaf.nbytes).
+        if leaf.nbytes > _SMALL:
+            rows = _empty(len(items), leaf.nbytes)
+            mapped.take(offsets, leaf.start, rows)
+        else:
+            rows = torch.from_numpy(mapped.gather(offsets + leaf.start, leaf.nbytes))
+        tensors.append(_typed(rows, leaf.spec))
+    cache.count_memory_hits(len(items))
+    return ReadyBatch(_nested(layout.spec, iter(tensors)))
 
 
 class BatchRows:
     """The tensors of a batch of `size` entries of one layout, to be filled row by row."""
 
-    def __init__(self, known: Layout, size: int) -> None:
-        self.known, self.size = known, size
-        self.rows = [_empty(size, leaf.nbytes) for leaf in known.leaves]
+    def __init__(self, layout: Layout, size: int) -> None:
+        self.layout, self.size = layout, size
+        self.rows = [_empty(size, leaf.nbytes) for leaf in layout.leaves]
 
-    # Made where they are needed: where mapped memory has all entries that is the first only.
+    # Made on demand: `_bytes` is enough where mapped memory has all entries.
     @cached_property
     def _bytes(self) -> list[Bytes]:
         return [rows.numpy() for rows in self.rows]
 
     @cached_property
     def _head(self) -> Bytes:
-        start = self.known.leaves[0].start if self.known.leaves else self.known.nbytes
+        start = self.layout.leaves[0].start if self.layout.leaves else self.layout.nbytes
         return np.empty((self.size, start), np.uint8)
 
     @cached_property
     def _padding(self) -> list[Bytes]:
-        ends = [leaf.start for leaf in self.known.leaves[1:]] + [self.known.nbytes]
-        leaves = zip(self.known.leaves, ends, strict=True)
+        ends = [leaf.start for leaf in self.layout.leaves[1:]] + [self.layout.nbytes]
+        leaves = zip(self.layout.leaves, ends, strict=True)
         return [
             np.empty((self.size, end - leaf.start - leaf.nbytes), np.uint8) for leaf, end in leaves
         ]
 
     @cached_property
     def _expected(self) -> Bytes:
-        return np.frombuffer(_start(self.known), np.uint8)
+        return np.frombuffer(_entry_start(self.layout), np.uint8)
 
     def buffers(self, row: int) -> list[Bytes]:
         """Return where the entry of one row goes, piece by piece."""
+        # The same order as in an entry: header, then each leaf and its padding.
         pieces = [self._head[row]]
         for rows, padding in zip(self._bytes, self._padding, strict=True):
             pieces.append(rows[row])
@@ -193,12 +203,15 @@ class BatchRows:
         return pieces
 
     def fill_from(self, cache: SampleCache, items: Sequence[int]) -> npt.NDArray[np.bool_]:
-        """Copy the entries that the mapped memory of `cache` has; whether it had them, (size,)."""
+        """Copy the entries that are in the mapped memory of `cache`.
+
+        Returns which they are, (size,).
+        """
         if cache.mapped is None:
             return np.zeros(self.size, np.bool_)
-        mapped, header = cache.mapped, _start(self.known)
-        offsets, fresh = mapped.find(items, header=header, nbytes=self.known.nbytes)
-        leaves = list(zip(self.known.leaves, self._bytes, strict=True))
+        mapped, header = cache.mapped, _entry_start(self.layout)
+        offsets, fresh = mapped.find(items, header=header, nbytes=self.layout.nbytes)
+        leaves = list(zip(self.layout.leaves, self._bytes, strict=True))
         large = [
             (leaf.start, leaf.nbytes, rows.ctypes.data)
             for leaf, rows in leaves
@@ -211,17 +224,19 @@ class BatchRows:
                     (offsets[rows] + start).tolist(), nbytes, (target + nbytes * rows).tolist()
                 )
 
+        # Large leaves; entries read for the first time are verified just before.
         copy(np.flatnonzero((offsets > 0) & ~fresh))
         for row in np.flatnonzero(fresh).tolist():
             if mapped.verify(items[row], header=header):
                 copy(np.array([row]))
             else:
                 offsets[row] = 0
+        # Small leaves, all rows at once.
         found: npt.NDArray[np.bool_] = offsets > 0
         for leaf, target in leaves:
             if 0 < leaf.nbytes <= _SMALL:
                 target[found] = mapped.gather(offsets[found] + leaf.start, leaf.nbytes)
-        if not found.all():  # what `entry` needs, if it comes to that
+        if not found.all():  # `entry` may be called, and needs these
             self._head[found] = self._expected
             for padding in self._padding:
                 padding[found] = 0
@@ -237,11 +252,11 @@ class BatchRows:
         return bool((self._head[row] == self._expected).all())
 
     def fill(self, row: int, parts: Parts) -> bool:
-        """Copy an entry, given as buffers, into a row; False where it has another layout."""
-        if header_of(parts[0]) != self.known.header:
+        """Copy an entry, given as buffers, into a row; False where its layout differs."""
+        if header_of(parts[0]) != self.layout.header:
             return False
         for rows, leaf, view in zip(
-            self._bytes, self.known.leaves, leaves_of(parts, self.known), strict=True
+            self._bytes, self.layout.leaves, leaves_of(parts, self.layout), strict=True
         ):
             if leaf.nbytes:
                 rows[row] = np.frombuffer(view, np.uint8)
@@ -249,18 +264,20 @@ class BatchRows:
 
     def batch(self) -> Any:
         """Return what `default_collate` makes of the samples."""
-        leaves = zip(self.known.leaves, self.rows, strict=True)
-        return _nested(self.known.spec, (_typed(rows, leaf.spec) for leaf, rows in leaves))
+        leaves = zip(self.layout.leaves, self.rows, strict=True)
+        return _nested(self.layout.spec, (_typed(rows, leaf.spec) for leaf, rows in leaves))
 
 
-def _start(known: Layout) -> bytes:
-    """With which its entries begin."""
-    return len(known.header).to_bytes(4, "little") + known.header
+def _entry_start(layout: Layout) -> bytes:
+    """Return the bytes that entries of this layout start with."""
+    return len(layout.header).to_bytes(4, "little") + layout.header
 
 
 def _empty(size: int, nbytes: int) -> Tensor:
-    """Rows of bytes. In a worker in shared memory, as `default_collate` does: the training process
-    gets it without a copy.
+    """Return rows of bytes, (size, nbytes).
+
+    In a worker they are in shared memory, as with `default_collate`: the training process gets them
+    without a copy.
     """
     if get_worker_info() is None:
         return MEMORY.empty((size, nbytes), torch.uint8)
@@ -269,18 +286,17 @@ def _empty(size: int, nbytes: int) -> Tensor:
 
 
 def _typed(rows: Tensor, spec: Spec) -> Tensor:
-    """Rows of bytes as what they are."""
-    dtype, shape = _dtype(spec), _shape(spec)
+    """View rows of bytes as the leaf's dtype and shape."""
+    dtype = _dtype(spec)
+    shape: list[int] = []  # of one sample
+    if spec[0] == "numbers":
+        shape = [spec[3]]
+    elif spec[0] in ("tensor", "array", "scalar"):
+        shape = spec[2]
     if not rows.numel():
         return torch.empty((len(rows), *shape), dtype=dtype, device="cpu")
     typed = rows.view(dtype)
     return typed if len(shape) == 1 else typed.view(len(rows), *shape)
-
-
-def _shape(spec: Spec) -> list[int]:
-    if spec[0] == "numbers":
-        return [spec[3]]
-    return spec[2] if spec[0] in ("tensor", "array", "scalar") else []
 
 
 def _dtype(spec: Spec) -> torch.dtype:
@@ -327,3 +343,45 @@ def _nested(spec: Spec, tensors: Iterator[Tensor]) -> Any:
         assert record is not None
         return record(*(_nested(item, tensors) for item in spec[2]))
     return next(tensors)
+
+
+class BatchMemory:
+    """Memory for batches, used again once nobody holds the batch.
+
+    New memory costs a page fault every 4 kB, as much as the copy. (glibc returns the memory of a
+    large tensor to the system when it is freed, unless something lies behind it by chance.)
+
+    At most `most_blocks` blocks are kept; one that is in use longer belongs to its users alone. A
+    block is free when no tensor, view or array of it is left: they all hold the block's array,
+    which counts its references.
+    """
+
+    def __init__(self, most_blocks: int = _MOST_BLOCKS) -> None:
+        self._blocks: deque[npt.NDArray[np.uint8]] = deque(maxlen=most_blocks)
+        self._lock = threading.Lock()
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return a tensor like `torch.empty`, on the CPU; a large one cannot be resized."""
+        nbytes = torch.Size(shape).numel() * dtype.itemsize
+        if nbytes < LEAST_BYTES:
+            return torch.empty(shape, dtype=dtype, device="cpu")
+        with self._lock:  # until the tensor holds the block
+            return torch.from_numpy(self._free_block(nbytes)).view(dtype).view(shape)
+
+    def _free_block(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        # The last used block may still be in the processor's cache.
+        for index in reversed(range(len(self._blocks))):
+            # Two references: of the deque, and of the call.
+            if self._blocks[index].nbytes == nbytes and sys.getrefcount(self._blocks[index]) == 2:
+                block = self._blocks[index]
+                del self._blocks[index]
+                break
+        else:
+            block = np.empty(nbytes, np.uint8)
+        self._blocks.append(block)  # the one used last goes last
+        return block
+
+
+MEMORY = BatchMemory()  # of the process
+# In a child the parent's lock may be held, and the blocks are the parent's.
+os.register_at_fork(after_in_child=MEMORY.__init__)  # type: ignore[misc]

@@ -1,4 +1,10 @@
-"""A map-style data set with a cache before its deterministic part."""
+"""A map-style data set with a cache before its deterministic part.
+
+    dataset = CachedDataset(Pictures(), cache)
+    dataset[3]          # from the cache, or from the source and then kept
+
+Some misses are drawn twice under other random states: what differs must not be cached.
+"""
 
 from __future__ import annotations
 
@@ -18,32 +24,32 @@ from lightning_topt.data.cache.determinism import (
 from lightning_topt.data.cache.sample_cache import SampleCache
 from lightning_topt.data.cache.sample_codec import (
     Parts,
-    UnsupportedSample,
     changed_by_storing,
     decode,
     encode,
 )
+from lightning_topt.data.cache.sample_layout import UnsupportedSample
 
-# Misses that are drawn twice: the first ones of a job, then one in so many of a process.
+# Misses that are drawn twice: the first ones of a job, then one of so many in a process.
 FIRST_CHECKS, CHECK_EVERY = 16, 512
 _MISSING = object()
 
 
 class CachedDataset(Dataset[Any]):
-    """A `CachedDataset` is `dataset` with what its deterministic part gives kept in `cache`: the
-    marked method, or the whole ``__getitem__``.
+    """`dataset`, with the samples of its deterministic part kept in `cache`.
 
-    The samples are the same, and so is the random state after each of them (where nothing is
-    random). What comes from the cache is the caller's own copy. All other attributes are those of
-    `dataset`.
+    That part is the marked method, or the whole ``__getitem__``. The samples are the same, and so
+    is the random state after each of them (where nothing is random). What comes from the cache is
+    the caller's own copy. All other attributes are those of `dataset`.
 
-    Raises NotDeterministicError when a sample drawn twice differs; the cache is then given up.
+    Raises:
+        NotDeterministicError: a sample drawn twice differs; the cache is then given up.
     """
 
     def __init__(self, dataset: Any, cache: SampleCache) -> None:
         self.dataset, self.cache = dataset, cache
         self.is_marked = marked_method(dataset) is not None
-        # of this process; whether the job's first ones are not over
+        # Misses of this process, and whether the job still checks its first ones.
         self._misses, self._is_new = 0, True
         if self.is_marked:
             put_cache_before(dataset, self.load)
@@ -65,21 +71,23 @@ class CachedDataset(Dataset[Any]):
         return self.load(index, self.dataset.__getitem__)
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Several samples; those of other nodes come in one exchange."""
+        """Return several samples; there is one exchange with each other node."""
         if self.is_marked:
             samples = [self.dataset[index] for index in indices]
         else:
             items = self.items(indices).tolist()
             samples = self._samples(items, self.cache.get_many(items), self.dataset.__getitem__)
             self.cache.verify_new()
-        # nobody tells a worker which batch is the epoch's last one
+        # A worker does not know which batch is the epoch's last one.
         if get_worker_info() is not None:
             self.cache.flush()
         return samples
 
     def item(self, index: int) -> int:
-        """Return the item number of an index; negative ones count from the end. Raises
-        IndexError.
+        """Return the item number of an index; negative ones count from the end.
+
+        Raises:
+            IndexError: there is no such index.
         """
         length = self.cache.num_items
         if not -length <= index < length:
@@ -87,23 +95,26 @@ class CachedDataset(Dataset[Any]):
         return int(index) % length
 
     def items(self, indices: Sequence[int]) -> npt.NDArray[np.int64]:
-        """Return the item numbers of several indices. Raises IndexError."""
+        """Return the item numbers of several indices.
+
+        Raises:
+            IndexError: there is no such index.
+        """
         found = np.asarray(indices, np.int64)
-        # negative ones are large then
+        # As unsigned numbers, negative ones are large.
         if found.size and found.view(np.uint64).max() >= self.cache.num_items:
             return np.array([self.item(index) for index in indices])
         return found
 
     def load(self, index: int, original: Callable[[int], Any]) -> Any:
-        """Return the deterministic part's sample: from the cache, or from `original` and then
-        kept.
-        """
+        """Return a sample from the cache, or from `original` and then keep it."""
         item = self.item(index)
         return self._samples([item], [self.cache.get(item)], original)[0]
 
     def entries(self, items: Sequence[int]) -> list[Parts]:
-        """Return the entries (see `sample_codec`) of several items, from the cache (in one piece)
-        or the source; without a mark.
+        """Return the entries (see `sample_codec`) of several items; for data sets without a mark.
+
+        They come from the cache (in one piece), or from the source.
         """
         found = self.cache.get_many(items)
         missing = [item for item, entry in zip(items, found, strict=True) if entry is None]
@@ -133,31 +144,32 @@ class CachedDataset(Dataset[Any]):
     def _read(
         self, items: Sequence[int], original: Callable[[int], Any]
     ) -> tuple[list[Any], dict[int, Parts]]:
-        """Samples from the source, and their entries, which are kept: those before one that fails,
-        too.
+        """Read samples from the source, and keep them.
+
+        Returns the samples and their entries. Samples before one that fails are kept, too. They are
+        stored together when the last one is there, which is cheaper than one by one.
         """
         samples: list[Any] = []
         try:
             for item in items:
                 samples.append(original(item))
         finally:
-            entries = self._store(dict(zip(items, samples, strict=False)), original)
+            # Check some of them, then store all.
+            read = dict(zip(items, samples, strict=False))
+            entries = {item: encode(sample) for item, sample in read.items()}
+            for item in self._to_check(list(entries)):
+                self._check(item, entries[item], original)
+            self.cache.put_many(entries)
         return samples, entries
-
-    def _store(self, samples: dict[int, Any], original: Callable[[int], Any]) -> dict[int, Parts]:
-        """All at once, when the last is there: cheaper than one after each sample's own work."""
-        entries = {item: encode(sample) for item, sample in samples.items()}
-        for item in self._to_check(list(entries)):
-            self._check(item, entries[item], original)
-        self.cache.put_many(entries)
-        return entries
 
     def _to_check(self, items: list[int]) -> list[int]:
         """Return which of these misses, counted already, are drawn twice."""
+        # One of `CHECK_EVERY`, counted in this process.
         before, self._misses = self._misses, self._misses + len(items)
         checked = [
             item for number, item in enumerate(items, before + 1) if number % CHECK_EVERY == 0
         ]
+        # And the first ones of the job, counted in all processes.
         if self._is_new:
             earlier = self.cache.num_misses() - len(items)
             checked = items[: max(0, FIRST_CHECKS - earlier)] + checked
@@ -165,36 +177,35 @@ class CachedDataset(Dataset[Any]):
         return list(dict.fromkeys(checked))
 
     def _check(self, item: int, parts: Parts, original: Callable[[int], Any]) -> None:
-        """Draw a second time under other random states, and compare byte by byte."""
+        """Draw a second time under other random states, and compare byte by byte.
+
+        The sample must also come back from the cache as it was.
+        """
         with other_randomness(7919 * self._misses + item):
             sample = original(item)
         if b"".join(map(bytes, parts)) == b"".join(map(bytes, encode(sample))):
-            self._check_kept(sample)
-            return
-        what = "the method marked @deterministic" if self.is_marked else "__getitem__"
-        reason = (
-            f"{what} of {type(self.dataset).__name__} gives different samples for index {item}: "
-            "mark only the part that is "
-            "not random with @lightning_topt.data.deterministic, and call it from __getitem__"
-        )
-        self.cache.refuse(reason)
-        raise NotDeterministicError(reason)
-
-    def _check_kept(self, sample: Any) -> None:
-        """Refuse a sample that would come from the cache as something else than went in."""
-        changed = changed_by_storing(sample)
-        if changed is not None:
+            changed = changed_by_storing(sample)
+            if changed is None:
+                return
             reason = (
-                f"a sample holds a {changed}, which comes back from a cache as another one: "
-                "return plain data instead"
+                f"a sample holds a {changed}, which comes back from a cache as another one: return "
+                "plain data instead"
             )
             self.cache.refuse(reason)
             raise UnsupportedSample(reason)
+        what = "the method marked @deterministic" if self.is_marked else "__getitem__"
+        reason = (
+            f"{what} of {type(self.dataset).__name__} gives different samples for index {item}: "
+            "mark only the part that is not random with @lightning_topt.data.deterministic, and "
+            "call it from __getitem__"
+        )
+        self.cache.refuse(reason)
+        raise NotDeterministicError(reason)
 
 
 def _decoded(entry: Any) -> Any:
     try:
         return decode(entry)
     except UnsupportedSample:
-        # a NamedTuple or dataclass that this process has not met yet: the source makes it known
+        # A NamedTuple or dataclass that this process does not know yet: reading the source helps.
         return _MISSING

@@ -1,4 +1,8 @@
-"""Fingerprints of data sets that are asked for again and again, and may have changed in between."""
+"""Fingerprints of data sets that are asked for again and again, and may change in between.
+
+A data set that changes gets another cache. The user is told once what changed, and how to say that
+the samples do not depend on it.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +19,11 @@ Agree = Callable[[str], Sequence[str]]  # a rank's fingerprint -> those of all r
 
 
 class _Known(NamedTuple):
-    dataset: Callable[[], Any]  # None once it is gone
+    """What is known of a data set."""
+
+    dataset: Callable[[], Any]  # returns None once it is gone
     name: str
-    state: str  # the same without a look at files
+    state: str  # the same without files
     had_value: dict[str, bool]  # by attribute
     attributes: dict[str, bytes]  # hashes
 
@@ -27,35 +33,43 @@ def _warn(message: str) -> None:
 
 
 class DatasetNames:
-    """The `fingerprint` of each data set under `data_version`, another one as soon as its state has
-    changed.
+    """The `fingerprint` of each data set, a new one as soon as its state changes.
 
-    Files are looked at when a data set is new or has changed, not each time: there may be a million
+    Files are checked when a data set is new or has changed, not each time: there may be a million
     of them. An attribute that had no value before and cannot be named, as a file opened on first
-    use, is no change. `warn` is told, once, what changes.
+    use, is no change.
+
+    Args:
+        warn: gets each message once.
     """
 
     def __init__(self, *, data_version: str | None, warn: Callable[[str], None] = _warn) -> None:
         self.data_version, self.warn = data_version, warn
         self._known: dict[int, _Known] = {}
-        # by place, with how often it was another one
+        # By place: the latest one, and how often it was a different one.
         self._latest: dict[tuple[str, type], tuple[_Known, int]] = {}
         self._said: set[str] = set()
 
     def name_of(self, dataset: Any, *, place: str = "", agree: Agree | None = None) -> str:
-        """Return the name of `dataset`; warns of a change. With `agree`, called for each data set
-        that is not new, only one that is the same on all ranks counts. `place`, of a loader, is
-        where a new data set may be one that was there already, but for some attributes.
+        """Return the name of `dataset`; warns of a change.
 
-        Raises UnnamableError for a new data set that has no fingerprint; one that has none any more
-        keeps its own.
+        Args:
+            dataset: as the loader has it.
+            place: of the loader. A new data set at the same place may be an earlier one, but for
+                some attributes.
+            agree: returns the fingerprints of all ranks. It is called for each data set that is not
+                new; a change counts only if it is the same on all ranks.
+
+        Raises:
+            UnnamableError: a new data set has no fingerprint. One that has none any more keeps its
+                own.
         """
         known = self._known.get(id(dataset))
         if known is None or known.dataset() is not dataset:
-            now = self._look(dataset, dataset)
+            now = self._name(dataset, dataset)
             self._compare(dataset, now, place)
         else:
-            now = self._look_again(dataset, known)
+            now = self._name_again(dataset, known)
             if agree is not None and len(set(agree(now.name))) > 1:
                 self._say(
                     dataset,
@@ -66,13 +80,15 @@ class DatasetNames:
                 self._say_changed(
                     dataset, _changed(known, now), "is not as it was when its cache was made"
                 )
+        # Forget data sets that are gone.
         self._known = {key: each for key, each in self._known.items() if each.dataset() is not None}
         self._known[id(dataset)] = now
         return now.name
 
     def _compare(self, dataset: Any, now: _Known, place: str) -> None:
-        """With what was at this place before. Once it may be meant to be another one, as where a
-        second fit has other data.
+        """Compare a new data set with the one that was at this place before.
+
+        The first change may be intended, as where a second fit has other data.
         """
         known, times = self._latest.get((place, type(dataset)), (now, 0))
         times += known.name != now.name
@@ -82,21 +98,21 @@ class DatasetNames:
         if times > 1 and changed and known.name != now.name:
             self._say_changed(dataset, changed, "is made anew again and again and never as it was")
 
-    def _look(self, dataset: Any, like: Any) -> _Known:
+    def _name(self, dataset: Any, like: Any) -> _Known:
         name, state, attributes = named(like, data_version=self.data_version)
         try:
             reference: Callable[[], Any] = weakref.ref(dataset)
-        except TypeError:  # a list has no weak references
+        except TypeError:  # a list cannot have weak references
             reference = _Itself(dataset)
         had_value = {key: value is not None for key, value in getattr(like, "__dict__", {}).items()}
         return _Known(reference, name, state, had_value, attributes)
 
-    def _look_again(self, dataset: Any, known: _Known) -> _Known:
+    def _name_again(self, dataset: Any, known: _Known) -> _Known:
         try:
             like, state = _state(dataset, known.had_value)
             if state == known.state:
                 return known
-            return self._look(dataset, like)
+            return self._name(dataset, like)
         except UnnamableError as error:
             self._say(
                 dataset,
@@ -115,8 +131,7 @@ class DatasetNames:
         self._say(
             dataset,
             f"{how} ({names} changed): its samples get another cache, with as much room. If they "
-            "do not depend on that, "
-            f"give {type(dataset).__name__} the attribute {advice}",
+            f"do not depend on that, give {type(dataset).__name__} the attribute {advice}",
         )
 
     def _say(self, dataset: Any, words: str) -> None:
@@ -127,22 +142,15 @@ class DatasetNames:
 
 
 def _changed(before: _Known, now: _Known) -> list[str]:
-    """Attributes whose values are others, are new or are gone."""
+    """Return the attributes whose values changed, or that are new or gone."""
     names = before.attributes.keys() | now.attributes.keys()
     return sorted(name for name in names if before.attributes.get(name) != now.attributes.get(name))
 
 
-class _Itself:
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
-
-    def __call__(self) -> Any:
-        return self.dataset
-
-
 def _state(dataset: Any, had_value: dict[str, bool]) -> tuple[Any, str]:
-    """Return what can be named: the whole data set, or one like it that lacks what had no value
-    before; and its state.
+    """Return what can be named of a data set, and its state.
+
+    That is the whole data set, or one like it without what had no value before.
     """
     try:
         return dataset, named(dataset, data_version="").state
@@ -156,3 +164,13 @@ def _state(dataset: Any, had_value: dict[str, bool]) -> tuple[Any, str]:
             elif not had_value[name]:
                 vars(before)[name] = None
         return before, named(before, data_version="").state
+
+
+class _Itself:
+    """Stands for a weak reference to an object that cannot have one."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __call__(self) -> Any:
+        return self.dataset

@@ -1,4 +1,7 @@
-"""The deterministic part of a data set, marked by the user and checked by drawing twice."""
+"""The deterministic part of a data set: how users mark it, and random states for checking it.
+
+A small module of its own: users, data sets in workers, fingerprints and loaders need it.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,8 @@ import torch
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 MARK = "_topt_deterministic"
-# attribute of a class or object: names of attributes that its samples do not depend on
-IGNORED = "ignored_by_cache"
-HOOK = "_topt_cached_load"  # set on an instance whose marked method goes through a cache
+IGNORED = "ignored_by_cache"  # attribute with names of attributes that samples do not depend on
+HOOK = "_topt_cached_load"  # attribute of an instance whose marked method goes through a cache
 
 
 class NotDeterministicError(ValueError):
@@ -23,11 +25,10 @@ class NotDeterministicError(ValueError):
 
 
 def deterministic(method: Method) -> Method:
-    """Mark a data set's method ``load(self, index)``: the same sample whenever it is called, worth
-    keeping.
+    """Mark a data set's method ``load(self, index)`` as deterministic and worth caching.
 
-    ``__getitem__`` calls it and then does what is random. Without a mark the whole ``__getitem__``
-    counts as deterministic.
+    It returns the same sample whenever it is called. ``__getitem__`` calls it and then does what is
+    random. Without a mark the whole ``__getitem__`` counts as deterministic.
 
         class Pictures(Dataset):
             @deterministic
@@ -48,8 +49,10 @@ def deterministic(method: Method) -> Method:
 
 
 def marked_method(dataset: Any) -> str | None:
-    """Return the name of the marked method of `dataset`, None if it has none. Raises ValueError for
-    more than one.
+    """Return the name of the marked method of `dataset`, None if it has none.
+
+    Raises:
+        ValueError: there is more than one.
     """
     found = {
         name
@@ -71,16 +74,23 @@ def put_cache_before(dataset: Any, load: Callable[[int, Callable[[int], Any]], A
 
 
 @contextlib.contextmanager
-def other_randomness(seed: int) -> Iterator[None]:
-    """Make the random states of Python, NumPy and torch others inside, and afterwards as before."""
+def restored_random_states() -> Iterator[None]:
+    """Restore the global random states afterwards: Python's, NumPy's, and torch's of the CPU."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        # of the CPU alone; torch.manual_seed would reach for GPUs
-        torch.default_generator.manual_seed(seed)
         yield
     finally:
         random.setstate(states[0])
         np.random.set_state(states[1])
         torch.set_rng_state(states[2])
+
+
+@contextlib.contextmanager
+def other_randomness(seed: int) -> Iterator[None]:
+    """Seed the global random states with `seed` inside, and restore them afterwards."""
+    with restored_random_states():
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        # The CPU's only; torch.manual_seed would initialize GPUs.
+        torch.default_generator.manual_seed(seed)
+        yield

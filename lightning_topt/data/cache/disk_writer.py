@@ -1,10 +1,11 @@
-"""A process that copies entries from the memory tier to their places on disk, with the time that
-nobody else wants.
+"""A process that copies entries from the memory tier to their places on disk, in idle time.
 
-Whoever stores a sample only claims its place on disk; the first epoch then does not wait for the
-file system. The process is light (no torch), runs at the lowest priority, and ends once its parent
-has ended and everything is copied, also after the parent was killed. Of several (one per rank) one
+Whoever stores a sample only claims its place on disk, so the first epoch does not wait for the file
+system. The process is light (no torch) and runs at the lowest priority. It ends once its parent has
+ended and everything is copied, also after the parent was killed. Of several (one per rank) one
 copies at a time.
+
+It is a module of its own because the process imports it: `main` runs there, `DiskWriter` here.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ import sys
 import time
 import warnings
 import weakref
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,17 +35,18 @@ from lightning_topt.data.cache.segment_store import (
 from lightning_topt.data.light_process import close_pipes, start_light
 
 log = logging.getLogger(__name__)
-
-SWEEP_SECONDS = 0.5  # between two looks for new entries
-TURN_SECONDS = 5.0  # that a writer whose parent has ended waits for another one to end
-SILENT_SECONDS = 3.0  # of waiting in `close`
+SWEEP_SECONDS = 0.5  # between two searches for new entries
+TURN_SECONDS = 5.0  # to wait for another writer to end, after one's own parent has ended
+SILENT_SECONDS = 3.0  # of waiting in `close`, before it says so
 CLOSE_SECONDS = 300.0  # `close` waits no longer; the process then goes on alone
-AT_LOWEST_PRIORITY = True  # tests do without: as long as others work it gets hardly any time
+AT_LOWEST_PRIORITY = True  # not in tests: it gets hardly any time while others work
 
 
 class DiskWriter:
-    """Copies what `memory` has and `disk` has a claimed place for, until `close`. Raises OSError
-    where it cannot start.
+    """Copies entries that `memory` has and `disk` has a claimed place for, until `close`.
+
+    Raises:
+        OSError: the process cannot start.
     """
 
     def __init__(self, memory: SegmentStore, disk: SegmentStore) -> None:
@@ -61,7 +62,7 @@ class DiskWriter:
         self._finalizer = weakref.finalize(self, _end, self.process, os.getpid())
 
     def close(self) -> None:
-        """Wait until everything is on disk. Twice is once."""
+        """Wait until everything is on disk. Calling it again does nothing."""
         self._finalizer()
 
 
@@ -80,8 +81,7 @@ def _end(process: subprocess.Popen[bytes], owner: int) -> None:
         if process.wait(timeout=CLOSE_SECONDS):
             warnings.warn(
                 "the process that writes the disk cache failed, see its standard error; samples "
-                "that it had not written are "
-                "read from the source in the next run",
+                "that it had not written are read from the source in the next run",
                 stacklevel=2,
             )
     except subprocess.TimeoutExpired:
@@ -91,63 +91,54 @@ def _end(process: subprocess.Popen[bytes], owner: int) -> None:
         )
 
 
+def main(settings: dict[str, Any]) -> None:
+    """Copy until standard input ends, and then what is left."""
+    if settings["at_lowest_priority"]:
+        try:
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        except (AttributeError, OSError):
+            os.nice(19)
+    memory, disk = open_store(settings["memory"]), open_store(settings["disk"])
+    poll = select.poll()
+    poll.register(sys.stdin.fileno(), select.POLLIN | select.POLLHUP)
+    try:
+        lock: int | None = open_own(disk.file.lock.path.with_name("writer.lock"))
+    except OSError:
+        # The disk is full, or the folder is gone: several writers copy the same to the same places.
+        lock = None
+    # While the parent runs.
+    while not poll.poll(SWEEP_SECONDS * 1000):
+        if _is_held(lock):
+            copy_claimed(memory, disk)
+    # The parent has ended, or waits in `close`: finish at the usual priority.
+    with contextlib.suppress(AttributeError, OSError):
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+    end = time.monotonic() + TURN_SECONDS
+    while not (own := _is_held(lock)) and time.monotonic() < end:
+        time.sleep(0.1)
+    if own:  # else another rank's process goes on copying
+        disk.file.end_pause()  # there is no later time
+        copy_claimed(memory, disk)
+
+
 def copy_claimed(memory: SegmentStore, disk: SegmentStore) -> int:
-    """Write every entry that has a claimed place on disk and is in memory; how many."""
+    """Write every entry that has a claimed place on disk and is in memory.
+
+    Returns how many were written.
+    """
     stored, claimed = memory.states() == STORED, disk.states() == CLAIMED
     number = min(len(stored), len(claimed))
     written = 0
     for item in np.flatnonzero(stored[:number] & claimed[:number]).tolist():
         entry = memory.read(item)
         if entry is not None and not disk.write(item, [entry]):
-            break  # full, or failing: it has said so
+            break  # full or failing, and it has warned
         written += entry is not None
     return written
 
 
-def _lowest_priority() -> None:
-    try:
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    except (AttributeError, OSError):
-        os.nice(19)
-
-
-def _usual_priority() -> None:
-    with contextlib.suppress(AttributeError, OSError):
-        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
-
-
-def main(settings: dict[str, Any]) -> None:
-    """Copy until standard input ends, and what is left then."""
-    if settings["at_lowest_priority"]:
-        _lowest_priority()
-    memory, disk = open_store(settings["memory"]), open_store(settings["disk"])
-    poll = select.poll()
-    poll.register(sys.stdin.fileno(), select.POLLIN | select.POLLHUP)
-    lock = _open_lock(disk.file.lock.path.with_name("writer.lock"))
-    while not poll.poll(SWEEP_SECONDS * 1000):
-        if _is_held(lock):
-            copy_claimed(memory, disk)
-    _usual_priority()  # somebody may be waiting
-    end = time.monotonic() + TURN_SECONDS
-    while not (own := _is_held(lock)) and time.monotonic() < end:
-        time.sleep(0.1)
-    if own:  # else another rank's goes on copying
-        disk.file.end_pause()  # there is no other time
-        copy_claimed(memory, disk)
-
-
-def _open_lock(path: Path) -> int | None:
-    """None on a full disk, or where the folder is gone: each of several writers then copies the
-    same to the same places.
-    """
-    try:
-        return open_own(path)
-    except OSError:
-        return None
-
-
 def _is_held(lock: int | None) -> bool:
-    """Whether this process is the one that copies; it then stays so until it ends."""
+    """Return whether this process is the one that copies; it remains so until it ends."""
     if lock is None:
         return True
     try:

@@ -1,10 +1,13 @@
-"""A name for a data set and everything done to its samples, equal in every process and run as long
-as they are.
+"""A name for a data set and everything done to its samples, the same in every process and run.
+
+    fingerprint(dataset)        # 32 hexadecimal digits; others as soon as code or state change
 
 It is a hash of code and state in a canonical form: no memory addresses, no order of sets, no
 pickle. What cannot be brought into that form raises, rather than sharing a name with something
 else. State is a tree of values, each with a hash of its own. Code is a graph: functions, classes
-and modules are numbered in the order in which they are met, and added one after the other.
+and modules are numbered in the order in which they are met, and added one after the other. What
+makes up a piece of code is in `fingerprint_code`. Files that the state names count by size and time
+of last change, not by content.
 """
 
 from __future__ import annotations
@@ -12,7 +15,9 @@ from __future__ import annotations
 import copyreg
 import enum
 import functools
+import os
 import random
+import stat
 import types
 import weakref
 from collections.abc import Mapping
@@ -26,9 +31,16 @@ from torch import Tensor
 
 from lightning_topt.data.cache import sample_layout
 from lightning_topt.data.cache.determinism import HOOK, IGNORED
-from lightning_topt.data.cache.fingerprint_code import LaterModule, Own, Parts, Words, parts_of
-from lightning_topt.data.cache.fingerprint_packages import home, is_library, version
-from lightning_topt.data.cache.named_files import hash_of_file, paths_in
+from lightning_topt.data.cache.fingerprint_code import (
+    LaterModule,
+    Own,
+    Parts,
+    Words,
+    home,
+    is_library,
+    parts_of,
+    version,
+)
 
 _KINDS = (int, float, complex, bool, str, bytearray, type(None), type(Ellipsis), range)
 _PLAIN = {kind: kind.__name__ for kind in _KINDS}
@@ -39,6 +51,7 @@ _DESCRIPTORS = (
     functools.cached_property,
     functools.singledispatchmethod,
 )
+_SEARCHED = 1 << 22  # bytes of an array of texts at a time, to stay in a core's cache
 
 
 class UnnamableError(ValueError):
@@ -46,24 +59,31 @@ class UnnamableError(ValueError):
 
 
 def fingerprint(dataset: Any, *, data_version: str | None = None) -> str:
-    """Return 32 hexadecimal digits for `dataset`: its class's code, its state, and what these refer
-    to.
+    """Return 32 hexadecimal digits for `dataset`.
 
-    Names of existing local files in the state add each file's size and time of last change. With a
-    `data_version` that is not looked at: the user changes it whenever the data do. Raises
-    UnnamableError where some state has no canonical form (an open file, a lock): keep it out of the
-    pickled state (``__getstate__``) or build it on first use. What a ``cached_property`` has
-    computed is no state, nor are the attributes that a class, or an object, names in
+    They cover the code of its class, its state, and what these refer to. What a ``cached_property``
+    has computed is no state, nor are the attributes that a class, or an object, names in
     ``ignored_by_cache``.
+
+    Args:
+        dataset: any object that can be pickled, but for what its classes keep out.
+        data_version: None: existing local files that the state names count by size and time of last
+            change. Else they do not count: the user changes it whenever the data do.
+
+    Raises:
+        UnnamableError: some state has no canonical form (an open file, a lock). Keep it out of the
+            pickled state (``__getstate__``), or make it on first use.
     """
     return named(dataset, data_version=data_version).name
 
 
 class Named(NamedTuple):
-    """A `fingerprint`, and what it is without data version and files: equal as long as code and
-    state are.
+    """A `fingerprint` and its parts.
 
-    `attributes`: a hash of each attribute that is state.
+    Args:
+        name: the fingerprint.
+        state: the same without data version and files: equal as long as code and state are.
+        attributes: a hash of each attribute that is state.
     """
 
     name: str
@@ -72,7 +92,7 @@ class Named(NamedTuple):
 
 
 def named(dataset: Any, *, data_version: str | None = None) -> Named:
-    """Return both at once, for what one costs."""
+    """Return the fingerprint and its parts, at the cost of the fingerprint."""
     hasher = _Hasher(look_at_files=data_version is None)
     hasher.add(sample_layout.FORMAT)
     hasher.add(dataset)
@@ -84,25 +104,27 @@ def named(dataset: Any, *, data_version: str | None = None) -> Named:
 
 
 class _Hasher:
+    """A hash that takes in values of any type, and the code that they refer to."""
+
     def __init__(
         self, *, look_at_files: bool, is_strict: bool = True, follows_code: bool = True
     ) -> None:
         self.look_at_files, self.follows_code = look_at_files, follows_code
         self.is_strict = is_strict  # whether what has no canonical form is an error
         self.digest = xxhash.xxh3_128()
-        self.files: set[int] = set()  # a hash of each: those of a part that is shared count once
-        self.open: dict[int, int] = {}  # id -> depth, of what is being added: cycles
-        # id -> hash: a part that is shared counts as two equal ones do
+        self.files: set[int] = set()  # a hash of each; a file that is named twice counts once
+        self.open: dict[int, int] = {}  # id -> depth, of what is being added, to detect cycles
+        # id -> hash; a shared part counts like two equal ones
         self.added: dict[int, bytes] = {}
-        self.kept: list[Any] = []  # what is alive keeps its id
+        self.kept_alive: list[Any] = []  # ids are unique only among live objects
         self.numbers: dict[int | str, int] = {}  # of code that was met, by id or name
-        self.waiting: list[tuple[Any, bool]] = []  # the same code, each with `is_strict`
-        self.passing: dict[type, set[str]] = {}  # names of what is no lasting state
+        self.waiting: list[tuple[Any, bool]] = []  # the same code, each with its `is_strict`
+        self.transient: dict[type, set[str]] = {}  # names of attributes that are no lasting state
         self.attributes: dict[str, Any] = {}  # of the first object
 
     def finished(self) -> str:
         """Return the hash, with all code that was met and what it refers to in turn."""
-        for code, is_strict in self.waiting:  # which grows meanwhile
+        for code, is_strict in self.waiting:  # it grows meanwhile
             self.is_strict = is_strict
             self._add_parts(parts_of(code))
         return self.digest.hexdigest()
@@ -135,6 +157,7 @@ class _Hasher:
 
     def add(self, value: Any) -> None:
         """Take `value` into the hash."""
+        # Plain values; texts may be names of files.
         if type(value) in _PLAIN:
             text = value if isinstance(value, str) else repr(value)
             self.digest.update(
@@ -145,14 +168,16 @@ class _Hasher:
         elif type(value) is bytes:
             self._write("bytes", value)
             self._add_file(value)
+        # Code, by number.
         elif issubclass(type(value), type | types.FunctionType):
             self._add_number(value, key=id(value))
+        # Compound values: seen before, or being added (a cycle), or new.
         elif id(value) in self.added:
             self._write(self.added[id(value)])
         elif id(value) in self.open:
             self._write("again", str(len(self.open) - self.open[id(value)]))
         else:
-            self.kept.append(value)
+            self.kept_alive.append(value)
             self.open[id(value)] = len(self.open)
             outer, self.digest = self.digest, xxhash.xxh3_128()
             self._write(type(value).__qualname__)
@@ -163,7 +188,10 @@ class _Hasher:
             del self.open[id(value)]
 
     def _add_number(self, code: Any, *, key: int | str) -> None:
-        """Code is added later: a long chain of functions would be too deep a recursion."""
+        """Add code by number; its parts follow later.
+
+        A long chain of functions would be too deep a recursion.
+        """
         if not self.follows_code:
             self._write(
                 home(code),
@@ -173,7 +201,7 @@ class _Hasher:
             return
         if key not in self.numbers:
             self.numbers[key] = len(self.numbers)
-            self.kept.append(code)
+            self.kept_alive.append(code)
             self.waiting.append((code, self.is_strict))
         self._write("code", str(self.numbers[key]))
 
@@ -184,7 +212,11 @@ class _Hasher:
                 self.add(item)
             self._add_attributes(value)
         elif isinstance(value, Tensor):
-            self._add_tensor(value)
+            plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+            self._write(str(value.dtype), str(tuple(value.shape)))
+            self.digest.update(
+                plain.reshape(-1).view(torch.uint8).numpy().data if plain.numel() else b""
+            )
         elif isinstance(value, np.ndarray | np.generic):
             self._add_array(np.asarray(value))
         elif isinstance(value, torch.dtype | torch.device | np.dtype):
@@ -195,7 +227,7 @@ class _Hasher:
             self._write(str(value))
             self._add_file(value)
         elif isinstance(value, weakref.WeakKeyDictionary | weakref.WeakValueDictionary):
-            self._refuse(value)  # it has what happens to be alive
+            self._refuse(value)  # its items are whatever happens to be alive
         elif isinstance(value, Mapping):
             items = [(key, item) for key, item in value.items() if key != HOOK]
             self._write(str(len(items)))
@@ -211,20 +243,13 @@ class _Hasher:
             self._add_object(value)
 
     def _order(self, item: Any) -> str:
-        """Return what an item of a set is sorted by, whatever order the items are in."""
+        """Return what an item of a set is sorted by, whatever the order of the items."""
         if type(item) in _PLAIN or type(item) is bytes:
             return f"{type(item).__name__} {item!r}"
         alone = _Hasher(look_at_files=False, is_strict=False, follows_code=False)
         alone.open = dict(self.open)
         alone.add(item)
         return alone.finished()
-
-    def _add_tensor(self, value: Tensor) -> None:
-        plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        self._write(str(value.dtype), str(tuple(value.shape)))
-        self.digest.update(
-            plain.reshape(-1).view(torch.uint8).numpy().data if plain.numel() else b""
-        )
 
     def _add_array(self, value: np.ndarray[Any, Any]) -> None:
         self._write(value.dtype.str, str(value.shape))
@@ -244,7 +269,12 @@ class _Hasher:
         elif isinstance(value, functools.partial):
             self.add([value.func, value.args, value.keywords])
         elif isinstance(value, types.BuiltinFunctionType | np.ufunc):
-            self._add_builtin(value)
+            owner = getattr(value, "__self__", None)
+            if owner is None or isinstance(owner, types.ModuleType) or value.__module__:
+                self._write(home(value), value.__name__, version(home(value)))
+            else:
+                self._write(value.__name__)
+                self.add(owner)
         elif isinstance(value, types.ModuleType | types.CodeType):
             self._add_parts(parts_of(value))
         elif isinstance(value, _DESCRIPTORS):
@@ -253,36 +283,29 @@ class _Hasher:
         elif isinstance(
             value, torch.Generator | np.random.Generator | np.random.RandomState | random.Random
         ):
-            self._write("random state")  # randomness has no part in what is cached
+            self._write("random state")  # cached samples do not depend on randomness
         else:
             self._add_instance(value)
 
-    def _add_builtin(self, value: Any) -> None:
-        owner = getattr(value, "__self__", None)
-        if owner is None or isinstance(owner, types.ModuleType) or value.__module__:
-            self._write(home(value), value.__name__, version(home(value)))
-        else:
-            self._write(value.__name__)
-            self.add(owner)
-
     def _add_instance(self, value: Any) -> None:
-        """Its class, and what pickle would keep of it, in our own form."""
+        """Add an object: its class, and what pickle would keep of it, in our own form."""
         self.add(type(value))
         if is_library(home(type(value))) and getattr(value, "__wrapped__", None) is not None:
             self.add(
                 [value.__wrapped__, getattr(value, "targetoptions", None)]
-            )  # numba's state has a random number in it
+            )  # numba: the state contains a random number
             return
         try:
             registered = copyreg.dispatch_table.get(type(value))
             reduced: Any = value.__reduce_ex__(4) if registered is None else registered(value)
-        except Exception as error:  # TypeError says it cannot be pickled, but not everybody knows
+        except Exception as error:  # TypeError where it cannot be pickled, but others raise others
             self._refuse(value, error)
             return
         if isinstance(reduced, str):
             self._write(reduced, home(value), version(home(value)))
             return
-        state = self._lasting(reduced[2], type(value)) if len(reduced) > 2 else None
+        # (function, arguments, state, list items, dict items), as of the pickle protocol.
+        state = self._lasting_state(reduced[2], type(value)) if len(reduced) > 2 else None
         if len(self.open) == 1:
             parts = state if isinstance(state, tuple) else (state,)
             self.attributes = {
@@ -294,21 +317,21 @@ class _Hasher:
         if self.is_strict:
             raise UnnamableError(
                 f"the data set's state has a {type(value).__module__}.{type(value).__qualname__}, "
-                "of which it cannot be told "
-                "whether it is the same in the next run: leave it out of __getstate__, or make it "
-                "on first use"
+                "of which it cannot be told whether it is the same in the next run: leave it out "
+                "of __getstate__, or make it on first use"
             ) from error
         self._write("by name")
 
-    def _lasting(self, state: Any, cls: type) -> Any:
-        """State without what is there only after the first use; None if nothing is left, as pickle
-        has it.
+    def _lasting_state(self, state: Any, cls: type) -> Any:
+        """Return the state without what exists only after the first use.
+
+        None if nothing is left, as with pickle.
         """
-        if isinstance(state, tuple) and len(state) == 2:  # the second one is of __slots__
-            return self._lasting(state[0], cls), state[1]
+        if isinstance(state, tuple) and len(state) == 2:  # the second part is that of __slots__
+            return self._lasting_state(state[0], cls), state[1]
         if not isinstance(state, dict):
             return state
-        if cls not in self.passing:
+        if cls not in self.transient:
             values = {
                 name: value for base in reversed(cls.__mro__) for name, value in vars(base).items()
             }
@@ -317,15 +340,15 @@ class _Hasher:
                 for name, value in values.items()
                 if isinstance(value, functools.cached_property)
             }
-            # the hook: an earlier cache left it
-            self.passing[cls] = cached | {HOOK} | _names(values.get(IGNORED))
-        passing = self.passing[cls] | _names(state.get(IGNORED))
-        return {name: value for name, value in state.items() if name not in passing} or None
+            # The hook may be there from an earlier cache.
+            self.transient[cls] = cached | {HOOK} | _names(values.get(IGNORED))
+        transient = self.transient[cls] | _names(state.get(IGNORED))
+        return {name: value for name, value in state.items() if name not in transient} or None
 
     def _add_attributes(self, value: Any) -> None:
         """Add the attributes of a subclass of a container."""
         if type(value) not in (dict, list, tuple, set, frozenset):
-            attributes = self._lasting(getattr(value, "__dict__", None), type(value))
+            attributes = self._lasting_state(getattr(value, "__dict__", None), type(value))
             self.add([type(value), attributes, getattr(value, "default_factory", None)])
 
     def _add_file(self, path: str | bytes | PurePath) -> None:
@@ -335,3 +358,46 @@ class _Hasher:
 
 def _names(ignored: Any) -> set[str]:
     return {ignored} if isinstance(ignored, str) else set(ignored or ())
+
+
+def hash_of_file(path: str | bytes | PurePath) -> int | None:
+    """Return a hash of the name, size and time of last change of the file at `path`.
+
+    None where there is no such file.
+    """
+    if isinstance(path, str | bytes) and not 0 < len(path) <= 4096:
+        return None
+    try:
+        found = os.stat(path)
+    except (OSError, ValueError):  # no such file; no name of a file
+        return None
+    is_live = os.fsdecode(path).startswith(("/proc/", "/sys/"))  # their time is always now
+    # A folder changes with whatever is put beside the data.
+    if not stat.S_ISREG(found.st_mode) or is_live:
+        return None
+    fact = f"{os.fsdecode(path)} {found.st_size} {found.st_mtime_ns}".encode(
+        "utf-8", "surrogateescape"
+    )
+    return xxhash.xxh3_64_intdigest(fact)
+
+
+def paths_in(array: np.ndarray[Any, Any]) -> list[str | bytes]:
+    """Return the distinct items of an array of texts that may be names of files.
+
+    These are the ones with a dot or a separator.
+    """
+    if array.dtype.names:
+        return [path for name in array.dtype.names for path in paths_in(array[name])]
+    if array.dtype.kind not in "SU" or not array.size * array.dtype.itemsize:
+        return []
+    texts = np.ascontiguousarray(array).reshape(-1)
+    letters = texts.view("u1" if array.dtype.kind == "S" else f"{array.dtype.str[0]}u4").reshape(
+        len(texts), -1
+    )
+    found: dict[str | bytes, None] = {}
+    step = max(1, _SEARCHED // array.dtype.itemsize)
+    for start in range(0, len(texts), step):
+        part = letters[start : start + step]
+        is_path = ((part == ord(".")) | (part == ord("/")) | (part == ord(os.sep))).any(axis=1)
+        found |= dict.fromkeys(texts[start : start + step][is_path].tolist())
+    return list(found)

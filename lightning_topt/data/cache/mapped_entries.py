@@ -1,8 +1,9 @@
-"""Entries of a memory tier, copied from where they lie straight into a batch, without a system call
-for each.
+"""Entries of the memory tier, copied from where they are straight into a batch.
 
-The memory file is mapped into the process. It can never become shorter (it is sealed), so a map
-cannot end the process with SIGBUS, as that of a file on disk could.
+That takes no system call per entry: the memory file is mapped into the process. It is sealed and
+never becomes shorter, so a map cannot end the process with SIGBUS, as that of a file on disk could.
+
+It is a module of its own beside `sample_cache`, its only user: the one place with raw addresses.
 """
 
 from __future__ import annotations
@@ -23,30 +24,31 @@ from lightning_topt.data.cache.sample_codec import header_of
 from lightning_topt.data.cache.segment_store import STORED, SegmentStore, checksum
 from lightning_topt.data.cache.store_file import BYTES_MASK, PAGE, RECORD
 
-# Numbers of headers count from 1. Of an entry: not looked at yet; its header has no number. Of a
-# header: none is left for it.
+# Headers are numbered from 1. Of an entry: not verified yet, or its header has no number. Of a
+# header: there are no more numbers.
 UNKNOWN, UNNUMBERED, NO_NUMBER = 0, -1, -2
 _MOST_HEADERS = (1 << 15) - 1
 _WINDOW = 4096  # items
-# of others' entries are verified for one of this process: as many others may be storing some
-_AHEAD = 15
+_AHEAD = 15  # entries of others verified per own one: as many other processes may be storing
 _MADV_POPULATE_READ = 22  # Linux 5.14
-HEAD_BYTES = 4096  # of an entry are looked at for its header
+HEAD_BYTES = 4096  # of an entry, read for its header
 
 
 class MappedEntries:
-    """The entries of `store`, whose file is an anonymous one in memory, as this process sees them.
-    `close` before the file is.
+    """The entries of a memory store, mapped into this process. `close` it before the file.
 
-    An entry is verified, record and bytes, when this process first asks for it, and from then on
-    only asked whether it is still there. Raises OSError where the file cannot be mapped.
+    An entry is verified, record and bytes, when this process first reads it. From then on it is
+    only checked that the entry is still there.
+
+    Raises:
+        OSError: the file cannot be mapped.
     """
 
     def __init__(self, store: SegmentStore) -> None:
         self._store, file = store, store.file
         size = file.data_start + store.capacity_bytes
         if os.fstat(file.descriptor).st_size < size:
-            # takes no memory: that is reserved piece by piece, as before
+            # This takes no memory yet: room is reserved piece by piece, as before.
             os.ftruncate(file.descriptor, size)
         fcntl.fcntl(file.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
         self._map: mmap.mmap | None = mmap.mmap(file.descriptor, size)
@@ -54,13 +56,12 @@ class MappedEntries:
         self._address: int = self._bytes.ctypes.data
         index = self._bytes[PAGE : PAGE + RECORD.size * file.num_items]
         self._records: npt.NDArray[np.uint64] = index.view("<u8").reshape(-1, 4)
-        # by item: the number of its header, once verified
+        # By item: the number of its header, once verified.
         self._headers = np.zeros(file.num_items, np.int16)
         self._numbers: dict[bytes, int] = {}
-        self._by_number: list[bytes] = []  # without the size before them
+        self._by_number: list[bytes] = []  # without their sizes
         self._next = 0  # item, for `verify_new`
-        # By first byte and number of bytes: the file's bytes as overlapping rows, one from every
-        # offset.
+        # By first byte and length: the file's bytes as overlapping rows, one from every offset.
         self._rows: dict[tuple[int, int], Tensor] = {}
         self._can_populate = hasattr(self._map, "madvise")
 
@@ -73,13 +74,17 @@ class MappedEntries:
     def find(
         self, items: Sequence[int], *, header: bytes, nbytes: int
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """Return where in the map the entries of `items` with this header and size lie, and which
-        of them are to be verified yet.
+        """Return where the entries of `items` are in the map, and which are to be verified first.
 
-        0 for those that are not there like that; ``header`` as it stands at the beginning of an
-        entry. Copy one that is to be verified right after `verify`: then it is in the processor's
-        cache.
+        The offset is 0 for entries that are not there with this header and size. Copy an entry that
+        is to be verified right after `verify`: then it is in the processor's cache.
+
+        Args:
+            items: numbers of items.
+            header: as it stands at the beginning of an entry.
+            nbytes: of the whole entry.
         """
+        # Records (items, 4); an entry counts if it is stored, has this size and lies in the map.
         chosen = np.asarray(items, np.int64)
         records, numbers = self._records[chosen], self._headers[chosen]
         states, offsets = records[:, 1], records[:, 0].astype(np.int64)
@@ -94,8 +99,9 @@ class MappedEntries:
     def find_all(
         self, items: npt.NDArray[np.int64], *, header: bytes, nbytes: int
     ) -> npt.NDArray[np.int64] | None:
-        """Return the same where all are there like that and verified, which is the usual case and
-        told sooner; else None.
+        """Return the same where all entries are there and verified, else None.
+
+        That is the usual case, and faster.
         """
         records = self._records[items]
         if (records[:, 1] != STORED << 56 | nbytes).any() or (
@@ -106,8 +112,9 @@ class MappedEntries:
         return offsets.astype(np.int64) if offsets.max() <= len(self._bytes) - nbytes else None
 
     def verify(self, item: int, *, header: bytes) -> bool:
-        """Return whether an entry that `find` found is whole and has `header`. A damaged one is
-        read, and found out, elsewhere.
+        """Return whether an entry that `find` found is whole and has `header`.
+
+        A damaged one is read again, and dropped, elsewhere.
         """
         entry = self._entry(item, trusted=self._store.is_verified(item))
         if entry is None:
@@ -119,7 +126,10 @@ class MappedEntries:
         return own == header
 
     def _entry(self, item: int, *, trusted: bool) -> npt.NDArray[np.uint8] | None:
-        """The entry in place, verified unless `trusted`; None where it or its record is damaged."""
+        """Return the entry in place, verified unless `trusted`.
+
+        None where it or its record is damaged.
+        """
         raw = self._records[item].tobytes()
         offset, state_and_bytes, digest, check = RECORD.unpack(raw)
         end = offset + (state_and_bytes & int(BYTES_MASK))
@@ -133,7 +143,10 @@ class MappedEntries:
         return entry
 
     def _populate(self, start: int, end: int) -> None:
-        """Map these bytes at once, which costs less than a page fault for every sixteen pages."""
+        """Map these bytes at once.
+
+        That costs less than a page fault for every sixteen pages.
+        """
         if self._map is not None and self._can_populate:
             first = start // PAGE * PAGE
             try:
@@ -142,14 +155,14 @@ class MappedEntries:
                 self._can_populate = False
 
     def verify_new(self, own: Sequence[int]) -> None:
-        """Get entries ready that were stored lately: this process's `own`, and some of others' for
-        each of them.
+        """Prepare entries that were stored lately, so that reading them needs no verification.
 
-        `own` are not read again: this process has just written them. Others' are verified, among
-        the next `_WINDOW` items in turn. Then neither needs it when it is read.
+        This process's `own` are not read again: it has just written them. For each of them some
+        entries of other processes are verified, among the next `_WINDOW` items in turn.
         """
         for item in own:
-            self._look_at(item, trusted=True)
+            self._verify_ahead(item, trusted=True)
+        # Others': a window of the index that moves on once it has no more of them.
         limit = _AHEAD * len(own)
         window = slice(self._next, self._next + _WINDOW)
         stored = self._records[window, 1] >> np.uint64(56) == np.uint64(STORED)
@@ -157,20 +170,22 @@ class MappedEntries:
         if len(found) < limit:
             self._next = 0 if window.stop >= len(self._records) else window.stop
         for item in found.tolist():
-            self._look_at(item, trusted=self._store.is_verified(item))
+            self._verify_ahead(item, trusted=self._store.is_verified(item))
 
-    def _look_at(self, item: int, *, trusted: bool) -> None:
+    def _verify_ahead(self, item: int, *, trusted: bool) -> None:
+        """Note the header of an entry that was stored lately."""
         entry = self._entry(item, trusted=trusted)
         if entry is None:
-            return  # it is damaged, which is found out when it is read
+            return  # damaged, which is found when it is read
         try:
             header = header_of(entry[:HEAD_BYTES])
             number = self._number(len(header).to_bytes(4, "little") + header)
         except ValueError:
-            number = NO_NUMBER  # it is longer
+            number = NO_NUMBER  # the header is longer
         self._headers[item] = max(number, UNNUMBERED)
 
     def _number(self, header: bytes) -> int:
+        """Return the number of a header, given when it is first seen."""
         number = self._numbers.get(header, 0)
         if not number:
             if len(self._numbers) >= _MOST_HEADERS:
@@ -180,8 +195,9 @@ class MappedEntries:
         return number
 
     def take(self, offsets: npt.NDArray[np.int64], start: int, out: Tensor) -> None:
-        """Copy bytes from each offset + `start` to the rows of `out`, (offsets, nbytes) uint8, in
-        one call.
+        """Copy bytes from each offset + `start` to the rows of `out`, in one call.
+
+        `out` is (offsets, nbytes) of uint8.
         """
         nbytes = out.shape[1]
         rows = self._rows.get((start, nbytes))
@@ -194,18 +210,18 @@ class MappedEntries:
         torch.index_select(rows, 0, torch.from_numpy(offsets), out=out)
 
     def copy(self, offsets: Sequence[int], nbytes: int, targets: Sequence[int]) -> None:
-        """Copy so many bytes from each offset to an address."""
+        """Copy `nbytes` bytes from each offset to an address."""
         memmove, address = ctypes.memmove, self._address
         for offset, target in zip(offsets, targets, strict=True):
             memmove(target, address + offset, nbytes)
 
     def gather(self, offsets: npt.NDArray[np.int64], nbytes: int) -> npt.NDArray[np.uint8]:
-        """Return so many bytes at each offset, (offsets, nbytes); for few bytes."""
+        """Return `nbytes` bytes at each offset, (offsets, nbytes); for few bytes."""
         gathered: npt.NDArray[np.uint8] = self._bytes[offsets[:, None] + np.arange(nbytes)]
         return gathered
 
     def close(self) -> None:
-        """Unmap. Twice is once."""
+        """Unmap the file. Calling it again does nothing."""
         if self._map is not None:
             self._rows.clear()
             del self._records, self._bytes

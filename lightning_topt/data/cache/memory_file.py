@@ -1,9 +1,11 @@
-"""Shared memory that cannot be left behind: an anonymous file (memfd) that the kernel frees with
-its last process.
+"""Shared memory that cannot be left behind: an anonymous file (memfd), freed with its last process.
 
 It has no name in /dev/shm, whose size therefore does not limit it. Other processes find it through
 one that holds it: ``/proc/<pid>/fd/<number>``, listed in a registry beside the disk cache. The
 registry is also the lock of the memory's writers: who finds the one has the other.
+
+    open_memory    the memory of all processes of this user that name a folder
+    MemoryHandle   what a parent gives its workers, which then need no registry
 """
 
 from __future__ import annotations
@@ -21,39 +23,33 @@ import xxhash
 from lightning_topt.basics.own_files import is_own, made
 from lightning_topt.data.cache.store_file import RETRY_SECONDS, LockTimeout, StoreLock, lock_at
 
-PREFIX = "lightning-topt-"
+PREFIX = "lightning-topt-"  # of memory files and of registries in shared memory
 REGISTRY = "memory.holders"
-SHARED = Path("/dev/shm")  # for a registry that its own folder has no room for; never for samples
-RESERVE = 0.05  # of the machine's memory is left to others
+SHARED = Path("/dev/shm")  # for a registry that has no room in its own folder; never for samples
+RESERVE = 0.05  # share of the machine's memory that is left to others
 CGROUP = Path("/sys/fs/cgroup")
 
 
 class MemoryUnavailable(OSError):
-    """This system has no shared memory of the kind."""
+    """This system has no anonymous memory files."""
 
 
 class MemoryFile(NamedTuple):
-    """A descriptor of the memory, which is its owner's to close, and the path of its registry."""
+    """An open descriptor of the memory, for its owner to close, and its registry's path."""
 
     descriptor: int
     registry: Path
 
 
-class Handed(NamedTuple):
-    """A `Handed` is what other processes open a memory by while this process holds it, whatever
-    becomes of the registry.
-    """
-
-    line: str
-    registry: str
-
-
 def open_memory(folder: Path) -> MemoryFile:
-    """Return the memory of all processes of this user that name `folder`.
+    """Open the memory of all processes of this user that name `folder`.
 
-    Its registry is in `folder`; where that cannot be written, in /dev/shm. Raises OSError where
-    both fail, MemoryUnavailable where the system has no memfd (other than Linux), ValueError where
-    `folder` is a file.
+    Its registry is in `folder`, or in /dev/shm where that cannot be written.
+
+    Raises:
+        MemoryUnavailable: the system has no memfd (other than Linux).
+        ValueError: `folder` is a file.
+        OSError: neither place can be written.
     """
     if not hasattr(os, "memfd_create"):
         raise MemoryUnavailable(
@@ -64,11 +60,11 @@ def open_memory(folder: Path) -> MemoryFile:
         made(folder)
         return MemoryFile(open_shared(registry), registry)
     except LockTimeout:
-        raise  # with another registry there would be a second memory
+        raise  # another registry would mean a second memory
     except OSError as error:
         prefix = f"{PREFIX}{os.geteuid()}-"
         try:
-            for old in SHARED.glob(prefix + "*"):  # of processes that were killed
+            for old in SHARED.glob(prefix + "*"):  # left by killed processes
                 leave(old, "")
             registry = SHARED / (prefix + xxhash.xxh3_128_hexdigest(os.fsencode(folder)))
             return MemoryFile(open_shared(registry), registry)
@@ -77,15 +73,16 @@ def open_memory(folder: Path) -> MemoryFile:
 
 
 def open_shared(registry: Path) -> int:
-    """Return a descriptor of the memory file that `registry` lists, made anew where no process
-    holds it.
+    """Open the memory file that `registry` lists, made anew where no process holds it.
 
-    Raises OSError where a new one cannot be listed.
+    Raises:
+        OSError: a new one cannot be listed.
     """
     lock = lock_at(registry)
     with lock.held():
-        if not lock.is_in_place:  # the last one who was listed in it has just removed it
+        if not lock.is_in_place:  # its last holder has just removed it
             return open_shared(registry)
+        # Join the memory of those that are listed, or make a new one.
         holders, descriptor = _find(_lines(lock))
         if not holders:
             descriptor = os.memfd_create(
@@ -97,13 +94,14 @@ def open_shared(registry: Path) -> int:
             if not holders:
                 os.close(descriptor)
                 raise
-            # The disk is full: others find it by those who are listed.
+            # The disk is full: others find the memory by the holders that are listed.
     return descriptor
 
 
 def leave(registry: Path, line: str) -> None:
-    """Take a line of this process off a registry, and remove the registry where nobody is left. For
-    those in shared memory.
+    """Remove a line of this process from a registry, and the registry with its last line.
+
+    It is for registries in shared memory.
     """
     with contextlib.suppress(OSError):
         if not registry.exists() or (line and line.split()[0] != str(os.getpid())):
@@ -124,8 +122,9 @@ def _lines(lock: StoreLock) -> list[str]:
 
 
 def _find(lines: list[str]) -> tuple[list[str], int]:
-    """Those lines whose processes hold a memory file, and a descriptor of the first one's, -1 where
-    there is none.
+    """Return the lines whose processes hold a memory file, and an open descriptor of the first.
+
+    The descriptor is -1 where there is none.
     """
     holders, descriptor = [], -1
     for line in lines:
@@ -141,8 +140,9 @@ def _find(lines: list[str]) -> tuple[list[str], int]:
 
 
 def _list(lock: StoreLock, lines: list[str]) -> None:
-    """Write the registry where it is, for which a full disk has room; what a killed process leaves
-    of it is no holder.
+    """Write the registry in place, for which a full disk has room.
+
+    A line that a killed process left incomplete names no holder.
     """
     words = "".join(line + "\n" for line in lines).encode()
     if os.pwrite(lock.descriptor, words, 0) != len(words):
@@ -150,32 +150,15 @@ def _list(lock: StoreLock, lines: list[str]) -> None:
     os.ftruncate(lock.descriptor, len(words))
 
 
-def handed(descriptor: int, lock: StoreLock) -> Handed:
-    """Return the `Handed` for `open_handed` in another process."""
-    return Handed(line_of(descriptor), f"/proc/{os.getpid()}/fd/{lock.descriptor}")
-
-
-def open_handed(known: Handed) -> MemoryFile | None:
-    """Return the memory of a process that has it `handed` to this one; None where that process is
-    gone. Nothing is waited for.
-    """
-    descriptor = _open_held(known.line)
-    return None if descriptor is None else MemoryFile(descriptor, Path(known.registry))
-
-
 def line_of(descriptor: int) -> str:
-    """Return how a registry lists this process as a holder of the memory."""
+    """Return the registry's line for this process as a holder of the memory."""
     return f"{os.getpid()} {descriptor} {_name(f'/proc/self/fd/{descriptor}')}"
 
 
-def _name(link: str) -> str:
-    """The memory file's name behind a descriptor: "/memfd:NAME (deleted)"."""
-    return os.readlink(link).removeprefix("/memfd:").removesuffix(" (deleted)")
-
-
 def _open_held(line: str) -> int | None:
-    """Open what a line of the registry says that a process holds; None where it does not any more,
-    or may not be seen.
+    """Open the memory that a line of the registry names.
+
+    None where that process does not hold it any more, or may not be seen.
     """
     words = line.split()
     if len(words) != 3:
@@ -189,14 +172,45 @@ def _open_held(line: str) -> int | None:
         return None
     if _name(f"/proc/self/fd/{descriptor}") == words[2] and is_own(descriptor):
         return descriptor
-    os.close(descriptor)  # the number was given to another file in between
+    os.close(descriptor)  # the number has gone to another file in between
     return None
 
 
-def available_bytes() -> int:
-    """Return the memory that may still be taken: of the machine, and of this process's control
-    group.
+def _name(link: str) -> str:
+    """Return the memory file's name behind a descriptor: "/memfd:NAME (deleted)"."""
+    return os.readlink(link).removeprefix("/memfd:").removesuffix(" (deleted)")
+
+
+class MemoryHandle(NamedTuple):
+    """What another process opens the memory by while this process holds it.
+
+    It does not depend on the registry.
     """
+
+    line: str
+    registry: str
+
+
+def handle_of(descriptor: int, lock: StoreLock) -> MemoryHandle:
+    """Return the handle of a memory that is open here."""
+    return MemoryHandle(line_of(descriptor), f"/proc/{os.getpid()}/fd/{lock.descriptor}")
+
+
+def open_handle(known: MemoryHandle) -> MemoryFile | None:
+    """Open the memory of a process by its handle; None where that process is gone.
+
+    Nothing is waited for.
+    """
+    descriptor = _open_held(known.line)
+    return None if descriptor is None else MemoryFile(descriptor, Path(known.registry))
+
+
+def available_bytes() -> int:
+    """Return the memory that may still be taken.
+
+    It is limited by the machine and by this process's control groups.
+    """
+    # Of the machine, then of this process's control group (v2) and all groups above it.
     memory = psutil.virtual_memory()
     available = int(memory.available - RESERVE * memory.total)
     try:
@@ -215,8 +229,9 @@ def available_bytes() -> int:
 
 
 def _left_in_group(folder: Path) -> int:
-    """Bytes below the limit of one control group, pages of files that can be dropped not
-    counted.
+    """Return the bytes below the limit of one control group.
+
+    Pages of files that can be dropped count as free.
     """
     try:
         limit = (folder / "memory.max").read_text().strip()

@@ -1,8 +1,15 @@
-"""The tiers of a cache: shared memory, then local disk, then the memory of other nodes; what is in
-none is a miss.
+"""The cache of samples: shared memory, then local disk, then the memory of other nodes.
+
+    cache = SampleCache("/tmp/cache", fingerprint=fingerprint(dataset), num_items=len(dataset),
+                        memory_bytes="8GiB", disk_bytes="100GiB")
+    entry = cache.get(item)                 # None: a miss
+    cache.put(item, encode(sample))
 
 The policy is MinIO's (CoorDL, arXiv 2007.06775, section 4.1): what is stored is never evicted, so
 an epoch misses exactly the items that found no room, whatever its order.
+
+Below the cache: opening its tiers (`open_tiers`), and its counters in shared memory. A tier that
+cannot be opened costs its samples and a warning, never the training.
 """
 
 from __future__ import annotations
@@ -13,25 +20,65 @@ import os
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
 
 from lightning_topt.basics.argument_checks import check_size
-from lightning_topt.basics.own_files import open_own
-from lightning_topt.data.cache.cache_counters import CacheCounters, CacheStatistics
+from lightning_topt.basics.own_files import NotOwn, made, open_own
+from lightning_topt.data.cache import memory_file
 from lightning_topt.data.cache.disk_writer import DiskWriter
-from lightning_topt.data.cache.mapped_entries import HEAD_BYTES
-from lightning_topt.data.cache.memory_file import Handed
+from lightning_topt.data.cache.mapped_entries import HEAD_BYTES, MappedEntries
+from lightning_topt.data.cache.memory_file import (
+    MemoryHandle,
+    MemoryUnavailable,
+    available_bytes,
+    handle_of,
+    open_handle,
+    open_memory,
+)
 from lightning_topt.data.cache.sample_codec import Parts, header_of, size_of
-from lightning_topt.data.cache.segment_store import SegmentStore, checksum
-from lightning_topt.data.cache.tiers import Room, hand_over, open_tiers
+from lightning_topt.data.cache.segment_store import SegmentStore, checksum, warn_once
+from lightning_topt.data.cache.store_file import LockTimeout, StoreFile
 
+MEMORY, DISK = "memory cache", "disk cache"
 _MOST_NEW = 1 << 16
+COUNTED = ("memory_hits", "disk_hits", "peer_hits", "misses", "damaged", "stored")
+# Adding is not atomic, so no two live processes share a row. From 32 kB on torch uses its threads,
+# which hangs in a forked process.
+_ROWS = 512
 
 
 class RefusedCacheError(ValueError):
     """A cache was given up, since what was stored in it cannot be reproduced."""
+
+
+@dataclass(frozen=True)
+class CacheStatistics:
+    """Where this job's samples came from, all worker processes together, and what the tiers hold.
+
+    Args:
+        damaged: entries whose checksum was wrong; they were dropped and read again.
+        stored: entries that this job wrote.
+        memory_items: entries in the memory tier, also of other jobs.
+        disk_items: entries in the disk tier.
+    """
+
+    memory_hits: int
+    disk_hits: int
+    peer_hits: int
+    misses: int
+    damaged: int
+    stored: int
+    memory_items: int
+    memory_bytes: int
+    disk_items: int
+    disk_bytes: int
 
 
 class Peers(Protocol):
@@ -41,41 +88,42 @@ class Peers(Protocol):
         """Return whether this node stores the item."""
 
     def fetch(self, items: Sequence[int]) -> list[Any]:
-        """Return the entries of other nodes' items; None where the owner has none or does not
-        answer in time.
+        """Fetch the entries of other nodes' items.
+
+        None where the owner has none or does not answer in time.
         """
 
     def push(self, item: int, parts: Parts) -> None:
         """Give an entry to its owner, in the background."""
 
     def flush(self) -> None:
-        """Wait for what was pushed, for a limited time."""
+        """Wait until pushed entries were sent, for a limited time."""
 
     def close(self) -> None:
-        """Finish what was pushed."""
+        """Finish the pushes."""
 
 
 class SampleCache:
-    """Entries (see `sample_codec`) of the items 0 .. `num_items` - 1, shared by all processes that
-    open the same directory.
+    """Entries (see `sample_codec`) of the items 0 .. `num_items` - 1.
+
+    All processes that open the same directory share it. A tier that cannot be opened is left out
+    with one warning, here and in worker processes. Failures later on only cause misses.
 
     Args:
         directory: on a local disk; each `fingerprint` has a folder in it, which outlives the run.
-        fingerprint: of the data and everything done to them. Caches of one fingerprint have the
+        fingerprint: of the data and everything done to them; caches of one fingerprint have the
             same items.
-        memory_bytes, disk_bytes: room for entries per node, a number or text (``"8GiB"``); 0: no
-            such tier. The index adds 32 bytes per item.
-        peers: the other nodes' parts; this node then stores its own items only.
-        write_behind: what is in memory is copied to disk by a process of its own when nobody else
-            wants the time, at the latest in `close`; a killed job's last samples may be missing on
-            disk.
+        memory_bytes: room for entries in shared memory, per node: a number or text (``"8GiB"``); 0:
+            no such tier. The index takes 32 bytes per item besides.
+        disk_bytes: the same on disk.
+        peers: the other nodes' parts; this node then stores only its own items.
+        write_behind: a separate process copies from memory to disk when the machine is idle, at the
+            latest in `close`. The last samples of a killed job may be missing on disk.
 
-    A tier that cannot be opened is left out with one warning, here and in worker processes; what
-    breaks later gives misses.
-
-    Raises ValueError where both are 0 or one is no size or `directory` is a file, RefusedCacheError
-    where `refuse` was called for this fingerprint, MemoryUnavailable for memory on other systems
-    than Linux.
+    Raises:
+        ValueError: both sizes are 0, one is no size, or `directory` is a file.
+        RefusedCacheError: `refuse` was called for this fingerprint.
+        MemoryUnavailable: it should use memory on another system than Linux.
     """
 
     def __init__(
@@ -100,7 +148,7 @@ class SampleCache:
         self.num_items, self.peers = num_items, peers
         self._counters = CacheCounters()
         self._left_out: tuple[str, ...] = ()
-        self._handed: Handed | None = None
+        self._memory_handle: MemoryHandle | None = None
         self._open_tiers()
         self.write_behind = write_behind and self.memory is not None and self.disk is not None
         if self.write_behind:
@@ -119,12 +167,11 @@ class SampleCache:
 
     def _open_tiers(self) -> None:
         self._writer = None
-        # Items that this process has stored in memory since `verify_new`, which not every way of
-        # reading calls.
+        # Items that this process has stored in memory since `verify_new`. Not all reads call that.
         self._new: deque[int] = deque(maxlen=_MOST_NEW)
         self._check_refusal()
         room = Room(self.num_items, self.memory_bytes, self.disk_bytes)
-        opened = open_tiers(self.folder, room, left_out=self._left_out, known=self._handed)
+        opened = open_tiers(self.folder, room, left_out=self._left_out, known=self._memory_handle)
         self.memory, self.mapped, self.disk, self._left_out = opened
         self.tiers = opened.stores
         descriptors = [tier.file.descriptor for tier in self.tiers]
@@ -139,8 +186,7 @@ class SampleCache:
             return
         raise RefusedCacheError(
             f"this data set cannot be cached: {reason or 'its samples differ'} (if that has "
-            "changed without a change of the "
-            f"data set's code or state, remove {self.folder})"
+            f"changed without a change of the data set's code or state, remove {self.folder})"
         )
 
     @property
@@ -150,22 +196,25 @@ class SampleCache:
     def __getstate__(self) -> dict[str, Any]:
         left_out = ("memory", "mapped", "disk", "tiers", "_finalizer", "_writer")
         state = {name: value for name, value in vars(self).items() if name not in left_out}
-        return state | {"_handed": None if self.memory is None else hand_over(self.memory)}
+        # The memory by its handle: a worker needs no registry and waits for no lock.
+        memory = None if self.memory is None else self.memory.file
+        handle = None if memory is None else handle_of(memory.descriptor, memory.lock)
+        return state | {"_memory_handle": handle}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._open_tiers()
 
     def get(self, item: int) -> Any:
-        """Return a verified, writable buffer with the entry of `item`; None: a miss, to be read
-        from the source and `put`.
+        """Return a verified, writable buffer with the entry of `item`.
+
+        None is a miss: read the sample from the source, and `put` it.
         """
         return self.get_many([item])[0]
 
     def get_many(self, items: Sequence[int]) -> list[Any]:
-        """Return the same for several items; those of other nodes come in one exchange with
-        each.
-        """
+        """Return several entries; there is one exchange with each other node."""
+        # This node's tiers, then one exchange with each owner of what is missing.
         entries = [self.get_local(item) for item in items]
         peers = self.peers
         if peers is not None:
@@ -180,7 +229,7 @@ class SampleCache:
         return entries
 
     def get_local(self, item: int) -> Any:
-        """Return the same from this node's memory or disk only, and a miss is not counted."""
+        """Return an entry from this node's memory or disk; a miss is not counted."""
         for tier in self.tiers:
             entry = self._checked(tier, tier.read(item))
             if entry is None:
@@ -188,6 +237,7 @@ class SampleCache:
             if tier is self.memory:
                 self._counters.add("memory_hits")
             else:
+                # Found on disk: also keep it in memory, if there is room.
                 self._counters.add("disk_hits")
                 if self.memory is not None and self.memory.write(item, [entry]):
                     self._new.append(item)
@@ -195,8 +245,9 @@ class SampleCache:
         return None
 
     def peek(self, item: int) -> bytes | None:
-        """Return the header of an entry in this node's memory, neither verified nor counted as a
-        hit; None where there is none.
+        """Return the header of an entry in this node's memory, None where there is none.
+
+        It is neither verified nor counted as a hit.
         """
         start = None if self.memory is None else self.memory.head(item, HEAD_BYTES)
         try:
@@ -205,8 +256,9 @@ class SampleCache:
             return None
 
     def read_into(self, item: int, buffers: Sequence[Any]) -> bool:
-        """Fill `buffers` with the entry of `item` from this node's memory; False where it is not
-        there or of another size.
+        """Fill `buffers` with the entry of `item` from this node's memory.
+
+        False where it is not there or of another size.
         """
         if self.memory is None:
             return False
@@ -216,6 +268,7 @@ class SampleCache:
         return True
 
     def _checked(self, tier: SegmentStore, outcome: Any) -> Any:
+        # Collect the count of damaged entries from the tier.
         if tier.damaged:
             self._counters.add("damaged", tier.damaged)
             tier.damaged = 0
@@ -226,17 +279,19 @@ class SampleCache:
         self.put_many({item: parts})
 
     def put_many(self, entries: Mapping[int, Parts]) -> None:
-        """Do the same for several items, which costs less than one by one."""
+        """Store several entries, which costs less than one by one."""
         entries = self._without_pushed(entries)
         sizes = {item: size_of(parts) for item, parts in entries.items()}
+        # What each tier may take, and one checksum for all of them.
         wanted = [
             [item for item in entries if tier.may_take(item, sizes[item])] for tier in self.tiers
         ]
         digests = {item: checksum(entries[item], item=item) for item in set().union(*wanted)}
+        # The fastest tier first. Behind it the disk only claims places.
         stored: set[int] = set()
         for tier, items in zip(self.tiers, wanted, strict=True):
             if self.write_behind and tier is self.disk:
-                behind = [item for item in items if item in stored]  # the writer brings them there
+                behind = [item for item in items if item in stored]  # the writer copies these
                 tier.claim(behind, [sizes[item] for item in behind])
                 items = [item for item in items if item not in stored]
             there = tier.write_many(
@@ -248,7 +303,7 @@ class SampleCache:
         self._counters.add("stored", len(stored))
 
     def _without_pushed(self, entries: Mapping[int, Parts]) -> Mapping[int, Parts]:
-        """This node's own entries; the others are given to their owners."""
+        """Push other nodes' entries to their owners; returns this node's own."""
         peers = self.peers
         if peers is None:
             return entries
@@ -258,33 +313,30 @@ class SampleCache:
         return {item: parts for item, parts in entries.items() if peers.is_own(item)}
 
     def verify_new(self) -> None:
-        """Get entries ready that were stored lately, by this process or others, for readings in
-        place (`mapped`).
-        """
+        """Prepare entries that were stored lately, for reading in place (`mapped`)."""
         if self._new and self.mapped is not None:
             self.mapped.verify_new(list(self._new))
         self._new.clear()
 
     def flush(self) -> None:
-        """Wait until other nodes have what was put here, as far as they take it in time."""
+        """Wait until other nodes have the entries put here, for a limited time."""
         if self.peers is not None:
             self.peers.flush()
 
     def refuse(self, reason: str) -> None:
-        """Drop everything of this fingerprint, for good: `reason` says why. Later caches of it
-        raise RefusedCacheError.
+        """Drop everything of this fingerprint, for good, for the given reason.
+
+        Later caches of this fingerprint raise RefusedCacheError.
         """
-        # A full disk keeps an empty file; without a folder the next job finds out itself.
+        # A full disk leaves an empty file. Without a folder the next job finds out itself.
         with contextlib.suppress(OSError), open(open_own(self._refusal), "w") as file:
-            file.truncate(0)  # not when it is opened: it was not known then whose it is
+            file.truncate(0)  # not on opening, when it is not known yet whose file it is
             file.write(reason)
         for tier in self.tiers:
             tier.clear()
 
     def num_misses(self) -> int:
-        """Return the misses of this job, all its worker processes together, since the last
-        reset.
-        """
+        """Return this job's misses since the last reset, of all its processes."""
         return self._counters.total("misses")
 
     def count_memory_hits(self, number: int) -> None:
@@ -302,8 +354,9 @@ class SampleCache:
         )
 
     def close(self) -> None:
-        """Let go of the tiers: shared memory is freed with its last process, the disk's part stays.
-        Twice is once.
+        """Close the tiers: the last process frees the memory, the disk's part stays.
+
+        Calling it again does nothing.
         """
         if self.peers is not None:
             self.peers.close()
@@ -319,3 +372,168 @@ class SampleCache:
 def _close_all(descriptors: list[int]) -> None:
     for descriptor in descriptors:
         os.close(descriptor)
+
+
+class Room(NamedTuple):
+    """Size of a cache: items, and bytes of their entries per tier; 0: no such tier."""
+
+    num_items: int
+    memory_bytes: int
+    disk_bytes: int
+
+
+class Tiers(NamedTuple):
+    """The open tiers of a cache.
+
+    `left_out` names those that could not be opened, here or in a parent process.
+    """
+
+    memory: SegmentStore | None
+    mapped: MappedEntries | None
+    disk: SegmentStore | None
+    left_out: tuple[str, ...]
+
+    @property
+    def stores(self) -> list[SegmentStore]:
+        """The open stores, the fastest first."""
+        return [tier for tier in (self.memory, self.disk) if tier is not None]
+
+
+def open_tiers(
+    folder: Path, room: Room, *, left_out: tuple[str, ...] = (), known: MemoryHandle | None = None
+) -> Tiers:
+    """Open the tiers in `folder`, which is made.
+
+    Args:
+        folder: of the cache's fingerprint.
+        room: the size of the tiers.
+        left_out: tiers that are not tried.
+        known: the memory of the parent process.
+
+    Raises:
+        ValueError: `folder` is a file.
+        MemoryUnavailable: the system has no memory of this kind.
+    """
+    failed: dict[str, OSError] = {}
+
+    def opened(name: str, nbytes: int, store: Callable[[], SegmentStore]) -> SegmentStore | None:
+        if not nbytes or name in left_out:
+            return None
+        try:
+            return store()
+        except MemoryUnavailable:
+            raise
+        except OSError as error:
+            failed[name] = error.with_traceback(None)  # a traceback would keep other tiers open
+            return None
+
+    memory = opened(MEMORY, room.memory_bytes, lambda: _open_memory(folder, room, known))
+    try:
+        disk = opened(DISK, room.disk_bytes, lambda: _open_disk(folder, room))
+    except BaseException:  # no disk cache, and no cache at all
+        if memory is not None:
+            os.close(memory.file.descriptor)
+        raise
+    if failed:
+        _warn_without(failed, folder)
+    return Tiers(memory, None if memory is None else _mapped(memory), disk, (*left_out, *failed))
+
+
+def _open_memory(folder: Path, room: Room, known: MemoryHandle | None) -> SegmentStore:
+    descriptor, registry = (known and open_handle(known)) or open_memory(folder)
+    with _closed_on_error(descriptor):
+        file = StoreFile(
+            descriptor, num_items=room.num_items, lock=registry, available=available_bytes
+        )
+        store = SegmentStore(file, capacity_bytes=room.memory_bytes, name=MEMORY, verify_once=True)
+    # A registry in shared memory would stay there: take this process off it at the end.
+    if registry.parent == memory_file.SHARED:
+        weakref.finalize(store, memory_file.leave, registry, memory_file.line_of(descriptor))
+    return store
+
+
+def _open_disk(folder: Path, room: Room) -> SegmentStore:
+    path = made(folder) / "samples"
+    descriptor = open_own(path)
+    with _closed_on_error(descriptor):
+        file = StoreFile(descriptor, num_items=room.num_items, lock=folder / "disk.lock")
+        return SegmentStore(file, capacity_bytes=room.disk_bytes, name=f"{DISK} {path}")
+
+
+@contextlib.contextmanager
+def _closed_on_error(descriptor: int) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def _mapped(memory: SegmentStore) -> MappedEntries | None:
+    try:
+        return MappedEntries(memory)
+    except OSError as error:
+        warnings.warn(
+            f"the memory cache cannot be mapped, which makes reading it slower: {error}",
+            stacklevel=5,
+        )
+        return None
+
+
+def _warn_without(failed: dict[str, OSError], folder: Path) -> None:
+    names = " and its ".join(f"{name} ({error})" for name, error in failed.items())
+    if any(isinstance(error, LockTimeout) for error in failed.values()):
+        advice = (
+            "end the process that holds the lock, or name another directory, before the next run"
+        )
+    elif any(isinstance(error, NotOwn) for error in failed.values()):
+        advice = (
+            "name a directory of your own, which others may not write to, or remove what is "
+            "there, before the next run"
+        )
+    else:
+        advice = "free room there, or name a directory that can be written, before the next run"
+    warn_once(
+        f"training goes on without its {names} in {folder}, and reads what is kept nowhere else "
+        f"from the source: {advice}",
+        stacklevel=6,
+    )
+
+
+class CacheCounters:
+    """Counters of all `COUNTED`, shared with the processes that get this object."""
+
+    def __init__(self) -> None:
+        self._shared = torch.zeros((_ROWS, len(COUNTED)), dtype=torch.int64)
+        try:
+            self._shared.share_memory_()  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            # /dev/shm is full, which workers will run into anyway: they need it for batches.
+            warn_once(
+                f"the statistics of the cache are those of each process alone: {error}",
+                stacklevel=5,
+            )
+        self._rows: npt.NDArray[np.int64] = self._shared.numpy()  # the same memory
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_shared": self._shared}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._rows = self._shared.numpy()
+
+    def add(self, what: str, number: int | bool = 1) -> None:
+        """Count `number` more of `what`, one of `COUNTED`."""
+        if number:
+            self._rows[os.getpid() % _ROWS, COUNTED.index(what)] += int(number)
+
+    def total(self, what: str) -> int:
+        """Return the count of `what` by all processes."""
+        return int(self._rows[:, COUNTED.index(what)].sum())
+
+    def totals(self, *, reset: bool = False) -> dict[str, int]:
+        """Return the counts of all processes; `reset` sets them to 0."""
+        counts: dict[str, int] = dict(zip(COUNTED, self._shared.sum(dim=0).tolist(), strict=True))
+        if reset:
+            self._shared.zero_()
+        return counts

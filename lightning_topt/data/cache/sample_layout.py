@@ -1,11 +1,11 @@
-"""The header of an entry says how a sample is nested, and of every leaf its dtype, shape and place.
+"""The header of an entry: how a sample is nested, and the dtype, shape and place of every leaf.
 
-A header is the JSON of ``[FORMAT, spec]``. A *spec* describes one value, ``[kind, ...]``:
+This is a wire format; `sample_codec` makes and reads entries. A header is the JSON of ``[FORMAT,
+spec]``. A *spec* describes one value, ``[kind, ...]``:
 
     ["int"], ["float"], ["bool"], ["complex"]                   8, 8, 1 and 16 bytes
     ["tensor", dtype, shape], ["array" or "scalar", dtype, shape]
-    ["str", nbytes], ["bytes", nbytes]
-    ["str_", nbytes], ["bytes_", nbytes]                        NumPy's
+    ["str", nbytes], ["bytes", nbytes], ["str_", nbytes], ["bytes_", nbytes]   (str_: NumPy's)
     ["numbers", "list" or "tuple", "int" or "float", length]    one leaf for all of them
     ["image", mode, size, nbytes, spec]                         the pixels; palette and info
     ["list" or "tuple", specs], ["dict", [[key, spec], ...]]
@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-FORMAT = 2  # another number: entries of the one are none for the other
+FORMAT = 2  # entries of another format cannot be read
 ALIGNMENT = 16  # bytes: the largest element of a dtype
-PREFIX = struct.Struct("<I")  # of an entry: bytes of its header
+PREFIX = struct.Struct("<I")  # of an entry: the size of its header
 FIXED = {
     "int": struct.Struct("<q"),
     "float": struct.Struct("<d"),
@@ -37,21 +37,17 @@ FIXED = {
 TORCH_DTYPES = {
     str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)
 }
-# A layout takes about 35 times the memory of its header, which is short unless samples hold many
-# values.
+# Of headers whose layouts are kept. A layout takes about 35 times the memory of its header.
 KEPT_HEADER_BYTES = 1 << 18
 Spec = list[Any]  # of one value: [kind, ...]
-_to_json = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 
 
 class UnsupportedSample(TypeError):
-    """A sample has a value that cannot be stored as plain data, or an entry one that is not known
-    here.
-    """
+    """A sample cannot be stored as plain data, or an entry cannot be read here."""
 
 
 class Leaf(NamedTuple):
-    """A `Leaf` says where one leaf lies in its entry (bytes), and what it is: its `Spec`."""
+    """One leaf: its place in the entry (bytes), and its spec."""
 
     start: int
     nbytes: int
@@ -60,8 +56,9 @@ class Leaf(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A `Layout` is what a header says. Entries with equal `header` bytes have their leaves at
-    equal places.
+    """What a header says.
+
+    Entries with equal `header` bytes have their leaves at equal places.
     """
 
     header: bytes
@@ -70,12 +67,22 @@ class Layout:
     nbytes: int  # of the whole entry
 
 
+def layout_of(header: bytes) -> Layout:
+    """Return the layout of entries with this header.
+
+    Raises:
+        ValueError: these bytes are no header.
+        UnsupportedSample: it is of another version.
+    """
+    return _layouts[header]
+
+
 class _Layouts(dict[bytes, Layout]):
-    """Layouts by their headers, all of them forgotten where these take too many bytes."""
+    """Layouts by header; all are dropped when these take too many bytes."""
 
     room = KEPT_HEADER_BYTES
 
-    # A read that finds something is a dict's own, the fastest there is.
+    # A hit is a lookup in a dict, the fastest there is.
     def __missing__(self, header: bytes) -> Layout:
         known = _read(header)
         if len(header) > KEPT_HEADER_BYTES:
@@ -91,22 +98,6 @@ class _Layouts(dict[bytes, Layout]):
 _layouts = _Layouts()
 
 
-def header_text(spec: Spec) -> bytes:
-    """Return the header of an entry whose sample has this spec, without padding."""
-    # Without surrogatepass, and with JSON's escapes, two halves of a pair would come back as one
-    # character.
-    return _to_json([FORMAT, spec]).encode("utf-8", "surrogatepass")
-
-
-def layout_of(header: bytes) -> Layout:
-    """Return where everything is in an entry with this header.
-
-    Raises ValueError for bytes that are no header, UnsupportedSample for the header of another
-    version.
-    """
-    return _layouts[header]
-
-
 def _read(header: bytes) -> Layout:
     found = json.loads(header)
     if not isinstance(found, list) or len(found) != 2 or found[0] != FORMAT:
@@ -119,7 +110,10 @@ def _read(header: bytes) -> Layout:
 
 
 def _place(spec: Spec, leaves: list[Leaf], start: int) -> int:
-    """Append the leaves of `spec`, the first at `start`; where the next one begins."""
+    """Append the leaves of `spec`, the first at `start`.
+
+    Returns where the next one begins.
+    """
     nbytes = leaf_bytes(spec)
     if nbytes is not None:
         leaves.append(Leaf(start, nbytes, spec))
@@ -144,7 +138,7 @@ def children(spec: Spec) -> Sequence[Spec]:
 
 
 def leaf_bytes(spec: Spec) -> int | None:
-    """Return the bytes of the leaf that `spec` describes, None where it describes none."""
+    """Return the bytes of the leaf that `spec` describes, None where it has none."""
     kind = spec[0]
     if kind in FIXED:
         return FIXED[kind].size
@@ -157,3 +151,13 @@ def leaf_bytes(spec: Spec) -> int | None:
     if kind == "numbers":
         return int(spec[3]) * FIXED[spec[2]].size
     return int(spec[3]) if kind == "image" else None
+
+
+_to_json = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
+
+
+def header_text(spec: Spec) -> bytes:
+    """Return the header of an entry whose sample has this spec, without padding."""
+    # Without surrogatepass, and with JSON's escapes, two halves of a pair would come back as one
+    # character.
+    return _to_json([FORMAT, spec]).encode("utf-8", "surrogatepass")

@@ -1,10 +1,9 @@
-"""One tier of a cache: samples written once, never evicted, checked whenever they are read, shared
-by any number of processes.
+"""One tier of a cache: samples written once, never evicted, verified at each read.
 
-Writers reserve room under a lock, write outside of it, and publish the item's index record last, so
-a writer killed at any moment leaves at most a reserved place, which the next writer of that item
-uses. Two that write the same item write the same bytes to the same place. Readers take no lock: a
-record and an entry each carry a checksum.
+Any number of processes share it. Writers reserve room under a lock, write outside of it, and
+publish the item's index record last. So a writer killed at any moment leaves at most a reserved
+place, which the next writer of that item uses. Two that write the same item write the same bytes to
+the same place. Readers take no lock: a record and an entry each carry a checksum.
 """
 
 from __future__ import annotations
@@ -31,13 +30,11 @@ from lightning_topt.data.cache.store_file import (
 )
 
 EMPTY, CLAIMED, STORED = 0, 1, 2
-_MOST_BUFFERS = 512  # of one system call; Linux takes 1024
+_MOST_BUFFERS = 512  # per system call; Linux takes 1024
 
 
 class Location(NamedTuple):
-    """A `Location` says where an entry lies: an open file's descriptor, first byte, bytes, and the
-    checksum it must have.
-    """
+    """Where an entry is: open file, first byte, bytes, and the checksum it must have."""
 
     descriptor: int
     offset: int
@@ -46,7 +43,7 @@ class Location(NamedTuple):
 
 
 def checksum(parts: Sequence[Any], *, item: int) -> int:
-    """Return 64 bits (XXH3) over all buffers in turn and the number of the item they belong to."""
+    """Return 64 bits (XXH3) over the buffers in order, seeded with the item's number."""
     if len(parts) == 1:
         return xxhash.xxh3_64_intdigest(parts[0], seed=item)
     digest = xxhash.xxh3_64(seed=item)
@@ -56,13 +53,16 @@ def checksum(parts: Sequence[Any], *, item: int) -> int:
 
 
 class SegmentStore:
-    """The items 0 .. `num_items` - 1 of `file`, as far as `capacity_bytes` of entries go. `name` is
-    for warnings.
+    """The items 0 .. `num_items` - 1 of `file`, up to `capacity_bytes` of entries.
 
-    With `verify_once` an entry that this process has found whole is not checked again: for memory
-    that nobody else can change. Nothing here raises for a file system or memory that is full or
-    fails: reading gives None, writing False, with one warning. While a process holds the lock and
-    does not go on (it is stopped), nothing is written, and nobody waits more than once.
+    Nothing here raises for a file system or memory that is full or fails: reading returns None,
+    writing False, with one warning. While a stopped process holds the lock, nothing is written, and
+    nobody waits more than once.
+
+    Args:
+        name: for warnings.
+        verify_once: an entry that this process has found whole is not checked again; for memory
+            that nobody else can change.
     """
 
     def __init__(
@@ -77,12 +77,13 @@ class SegmentStore:
         self.num_items = file.num_items
         self.damaged = 0  # entries found damaged by this process
         self._verified = bytearray(file.num_items) if verify_once else None
-        # entries from this size on have no room: nothing is ever evicted
+        # Entries of this size or more have no room: nothing is ever evicted.
         self._refused_bytes: float = inf
 
     def read(self, item: int) -> npt.NDArray[np.uint8] | None:
-        """Return a verified copy of the entry, writable; None where it is absent or damaged (then
-        it is dropped).
+        """Return a verified, writable copy of the entry.
+
+        None where it is absent, or damaged: then it is dropped.
         """
         where = self.locate(item)
         if where is None:
@@ -91,10 +92,10 @@ class SegmentStore:
         return entry if self._fill(where, [entry], item) else None
 
     def read_into(self, item: int, buffers: Sequence[Any]) -> bool:
-        """Fill writable `buffers` with the entry, one after the other; False where it is absent,
-        damaged or of another size.
+        """Fill writable `buffers` with the entry, one after the other.
 
-        They may have been written to all the same.
+        False where it is absent, damaged or of another size; the buffers may have been written to
+        all the same.
         """
         where = self.locate(item)
         if where is None or sum(len(buffer) for buffer in buffers) != where.nbytes:
@@ -123,14 +124,12 @@ class SegmentStore:
         return self._verified is not None and bool(self._verified[item])
 
     def set_verified(self, item: int) -> None:
-        """Note that the entry is whole, as this process has just seen."""
+        """Note that this process has just found the entry whole."""
         if self._verified is not None:
             self._verified[item] = True
 
     def head(self, item: int, nbytes: int) -> bytes | None:
-        """Return the first `nbytes` of an entry, or all of it; not verified. None where it is
-        absent.
-        """
+        """Return the first `nbytes` of an entry, not verified; None where it is absent."""
         where = self.locate(item)
         try:
             return (
@@ -142,7 +141,7 @@ class SegmentStore:
             return None
 
     def locate(self, item: int) -> Location | None:
-        """Return where the entry is; None where it is absent. Not verified."""
+        """Return where the entry is, not verified; None where it is absent."""
         state, offset, nbytes, digest = self._record(item)
         return Location(self.file.descriptor, offset, nbytes, digest) if state == STORED else None
 
@@ -153,8 +152,9 @@ class SegmentStore:
         return int((self.states() == STORED).sum())
 
     def states(self) -> npt.NDArray[np.uint64]:
-        """Return the states of all items, or of the first ones where the file was cut off; not
-        verified.
+        """Return the states of all items, not verified.
+
+        Only the first ones where the file was cut off.
         """
         try:
             return self.file.records()[:, 1] >> np.uint64(56)
@@ -164,9 +164,7 @@ class SegmentStore:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of entries, with what was reserved for some and not written; 0 where that cannot be
-        read.
-        """
+        """Bytes of entries, including reserved places; 0 where that cannot be read."""
         try:
             return self.file.space().tail - self.file.data_start
         except OSError as error:
@@ -174,7 +172,10 @@ class SegmentStore:
             return 0
 
     def _record(self, item: int) -> tuple[int, int, int, int]:
-        """State, offset, bytes and checksum of an item; one whose record is damaged is empty."""
+        """Return state, offset, bytes and checksum of an item.
+
+        An item whose record is damaged is empty.
+        """
         if not 0 <= item < self.num_items:
             raise IndexError(f"item {item} of a cache of {self.num_items}")
         try:
@@ -193,12 +194,13 @@ class SegmentStore:
     def _write_record(self, item: int, state: int, offset: int, nbytes: int, digest: int) -> None:
         raw = RECORD.pack(offset, state << 56 | nbytes, digest, 0)[:-8]
         check = xxhash.xxh3_64_intdigest(raw, seed=item).to_bytes(8, "little")
-        # 32 bytes that no page boundary cuts: a killed writer has written all of them or none.
+        # These 32 bytes are within a page: a killed writer has written all of them or none.
         os.pwrite(self.file.descriptor, raw + check, PAGE + RECORD.size * item)
 
     def write(self, item: int, parts: Sequence[Any]) -> bool:
-        """Store an entry, given as buffers; whether it is there now. False: no room, or the file
-        system failed.
+        """Store an entry, given as buffers; returns whether it is there now.
+
+        False where there is no room, or the file system failed.
         """
         if not self.may_take(item, sum(map(len, parts))):
             return item in self
@@ -207,9 +209,11 @@ class SegmentStore:
     def write_many(
         self, items: Sequence[int], entries: Sequence[Sequence[Any]], digests: Sequence[int]
     ) -> list[bool]:
-        """Do the same for several different items, whose places are claimed at once; `digests`: the
-        entries' checksums.
+        """Store several different items, whose places are claimed at once.
+
+        `digests` are the entries' checksums.
         """
+        # Places under the lock, bytes outside of it, and each record last.
         places = self.claim(items, [sum(map(len, parts)) for parts in entries])
         stored: list[bool] = []
         failed = False
@@ -238,16 +242,18 @@ class SegmentStore:
         return True
 
     def may_take(self, item: int, nbytes: int) -> bool:
-        """Return whether `write` is worth trying: False where an entry of so many bytes has found
-        no room, or in a pause.
+        """Return whether `write` is worth trying.
+
+        It is not where an entry of so many bytes has found no room, or in a pause.
         """
         return not self.file.is_paused and (
             nbytes < self._refused_bytes or self._record(item)[0] != EMPTY
         )
 
     def claim(self, items: Sequence[int], sizes: Sequence[int]) -> list[int | None]:
-        """Keep places for entries of so many bytes: where they are; None where one is there already
-        or has no room.
+        """Claim places for entries of these sizes and return them.
+
+        None where the entry is stored already or has no room.
         """
         places: list[int | None] = [None] * len(items)
         worth = [i for i, item in enumerate(items) if self.may_take(item, sizes[i])]
@@ -255,6 +261,7 @@ class SegmentStore:
             return places
         try:
             with self.file.locked():
+                # Places claimed before, by a writer that was killed.
                 new = []
                 for i in worth:
                     state, offset, reserved, _ = self._record(items[i])
@@ -262,6 +269,7 @@ class SegmentStore:
                         places[i] = offset
                     elif state != STORED:
                         new.append(i)
+                # New places, as long as there is room.
                 while new:
                     found = self.file.allocate(
                         [sizes[i] for i in new], capacity_bytes=self.capacity_bytes
@@ -294,8 +302,10 @@ class SegmentStore:
             self._warn(f"a damaged sample could not be dropped from the {self.name}: {error}")
 
     def clear(self) -> None:
-        """Forget all items. What is being written meanwhile may come back; nothing is forgotten
-        where the file fails.
+        """Forget all items.
+
+        Entries that are being written meanwhile may come back. Where the file fails, nothing is
+        forgotten.
         """
         try:
             with self.file.locked():
@@ -332,8 +342,9 @@ def warn_once(message: str, *, stacklevel: int) -> None:
 
 
 def described(store: SegmentStore) -> dict[str, Any]:
-    """Return what another process, which inherits the open file, needs for `open_store`; plain
-    data.
+    """Describe a store for `open_store` in another process, which inherits the open file.
+
+    The description is plain data.
     """
     return {
         "descriptor": store.file.descriptor,
@@ -346,8 +357,9 @@ def described(store: SegmentStore) -> dict[str, Any]:
 
 
 def open_store(known: dict[str, Any]) -> SegmentStore:
-    """Return a store that another process has `described`, and whose file is open here under the
-    same descriptor.
+    """Open a store that another process has `described`.
+
+    Its file is open here under the same descriptor.
     """
     file = StoreFile(
         known["descriptor"],

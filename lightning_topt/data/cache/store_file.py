@@ -1,10 +1,9 @@
-"""The file below a store: header, index and data, its room reserved piece by piece, and the lock of
-its writers.
+"""The file of a store: header, index and data, reserved in pieces, and the lock of its writers.
 
     page 0: header (tail, reserved) | index: 32 bytes per item | data
 
-Everything is read and written by position (pread, pwrite) and nothing is mapped: a file that was
-cut off is then a short read, where a map would end the process with SIGBUS; on a warm file the two
+Everything is read and written by position (pread, pwrite), and nothing is mapped. A file that was
+cut off is then a short read, where a map would end the process with SIGBUS. On a warm file the two
 cost the same.
 """
 
@@ -30,139 +29,37 @@ from lightning_topt.basics.own_files import is_held, open_own
 
 PAGE = 4096
 MAGIC = b"toptseg1"
-CHUNK_BYTES = 1 << 24  # of room reserved at a time
-LOCK_SECONDS = 10.0
-PAUSE_SECONDS = 60.0  # without asking for a lock that was not to be had
-RETRY_SECONDS = 0.5  # of waiting for it then
-# offset, state << 56 | bytes, checksum of the entry, checksum of this record
+CHUNK_BYTES = 1 << 24  # reserved at a time
+LOCK_SECONDS = 10.0  # to wait for the lock
+PAUSE_SECONDS = 60.0  # without trying a lock that was not available
+RETRY_SECONDS = 0.5  # to wait for it afterwards
+# Of an item: offset, state << 56 | bytes, checksum of the entry, checksum of this record.
 RECORD = struct.Struct("<QQQQ")
 BYTES_MASK = np.uint64((1 << 56) - 1)
 _HEADER = struct.Struct("<8sQQQQ")  # magic, number of items, tail, reserved, checksum
-
-
-class Space(NamedTuple):
-    """A `Space` says where data ends (`tail`) and up to where there is room (`reserved`), in bytes
-    of the file.
-    """
-
-    tail: int
-    reserved: int
 
 
 class LockTimeout(OSError):
     """Another process has held the lock of a store for too long."""
 
 
-class StoreLock:
-    """A lock file that is open here: against all threads and processes that have the same file,
-    whatever its path is now.
-    """
+class Space(NamedTuple):
+    """Where data ends (`tail`) and up to where there is room (`reserved`), in bytes of the file."""
 
-    def __init__(self, path: Path, descriptor: int) -> None:
-        self.path, self.descriptor, self.threads = path, descriptor, threading.Lock()
-        self.keep(descriptor)
-
-    def keep(self, descriptor: int) -> None:
-        """Close this descriptor with the lock, not before."""
-        weakref.finalize(self, _close, descriptor).atexit = False
-
-    @property
-    def is_in_place(self) -> bool:
-        """Whether its path still names it: else others who look there find another lock, or
-        none.
-        """
-        try:
-            return _identity(os.stat(self.path)) == _identity(os.fstat(self.descriptor))
-        except FileNotFoundError:
-            return False
-
-    @contextlib.contextmanager
-    def held(self, *, seconds: float | None = None) -> Iterator[None]:
-        """Hold it; a process that dies lets go of it. Raises LockTimeout after `seconds`, by
-        default `LOCK_SECONDS`.
-        """
-        seconds = LOCK_SECONDS if seconds is None else seconds
-        deadline, threads = time.monotonic() + seconds, self.threads
-        if not threads.acquire(timeout=seconds):
-            raise LockTimeout(f"{self.path} is locked by another thread")
-        try:
-            pause = 1e-4
-            while True:
-                try:
-                    fcntl.lockf(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > deadline:
-                        raise LockTimeout(
-                            f"{self.path} is locked by another process, which may be stopped"
-                        ) from None
-                    time.sleep(pause)
-                    pause = min(2 * pause, 0.01)
-            try:
-                yield
-            finally:
-                fcntl.lockf(self.descriptor, fcntl.LOCK_UN)
-        finally:
-            threads.release()
-
-
-# By device and inode: one for all stores of the process, gone with the last of them.
-_locks: weakref.WeakValueDictionary[tuple[int, int], StoreLock] = weakref.WeakValueDictionary()
-_opening = threading.RLock()  # a lock may be collected while another one is opened
-
-
-def lock_at(path: Path) -> StoreLock:
-    """Return the lock file at `path`, made where there is none; the same one for all who find the
-    same file.
-
-    Raises `NotOwn` where it is not this user's, OSError where it cannot be made.
-    """
-    with _opening:
-        with contextlib.suppress(FileNotFoundError):
-            known = _locks.get(_identity(os.stat(path, follow_symlinks=is_held(path))))
-            if known is not None:
-                return known
-        descriptor = open_own(path)
-        known = _locks.get(_identity(os.fstat(descriptor)))
-        if known is not None:  # it took the place of another file just now
-            known.keep(descriptor)
-            return known
-        lock = _locks[_identity(os.fstat(descriptor))] = StoreLock(path, descriptor)
-        return lock
-
-
-def _close(descriptor: int) -> None:
-    """Close the descriptor of a lock that is gone. Closing any descriptor of a file ends a
-    process's locks on it, also those of the next one.
-    """
-    with _opening:
-        next_one = _locks.get(_identity(os.fstat(descriptor)))
-        if next_one is None:
-            os.close(descriptor)
-        else:
-            next_one.keep(descriptor)
-
-
-def _identity(status: os.stat_result) -> tuple[int, int]:
-    return status.st_dev, status.st_ino
-
-
-def forget_locks() -> None:
-    """Forget the locks in a new process: its parent's threads are not here to release theirs."""
-    global _opening
-    _opening = threading.RLock()
-    for lock in list(_locks.values()):
-        lock.threads = threading.Lock()
-
-
-os.register_at_fork(after_in_child=forget_locks)
+    tail: int
+    reserved: int
 
 
 class StoreFile:
-    """An open store file of `num_items` items, made where it is empty or not one of ours.
+    """An open store file of `num_items` items, initialized where it is empty or not one of ours.
 
-    `available` says how many more bytes may be taken, None: the file system decides. Raises OSError
-    where it cannot be made.
+    Args:
+        descriptor: of the open file.
+        lock: path of the lock file.
+        available: returns how many more bytes may be taken; None: the file system decides.
+
+    Raises:
+        OSError: it cannot be initialized.
     """
 
     def __init__(
@@ -173,45 +70,42 @@ class StoreFile:
         lock: Path,
         available: Callable[[], int] | None = None,
     ) -> None:
-        self.descriptor, self.num_items, self.lock, self.available = (
-            descriptor,
-            num_items,
-            lock_at(lock),
-            available,
-        )
+        self.descriptor, self.num_items, self.available = descriptor, num_items, available
+        self.lock = lock_at(lock)
         self.data_start = -(-(PAGE + 32 * num_items) // PAGE) * PAGE
-        self._paused_until = -inf  # from the lock's first timeout until it was got again
+        self._paused_until = -inf  # later from the lock's first timeout until it is acquired again
         if self._read_header() is None:
             with self.lock.held():
-                self._begin()
-
-    def _begin(self) -> None:
-        if self._read_header() is None and self._is_foreign():
-            os.ftruncate(self.descriptor, 0)
-            os.ftruncate(self.descriptor, self.data_start)
-            self.write_space(Space(self.data_start, self.data_start))
+                if self._read_header() is None and self._is_unusable():
+                    os.ftruncate(descriptor, 0)
+                    os.ftruncate(descriptor, self.data_start)
+                    self.write_space(Space(self.data_start, self.data_start))
 
     @property
     def is_paused(self) -> bool:
-        """Whether nobody should ask for the lock now: it was not to be had a moment ago."""
+        """Whether to skip the lock now: it was not available a moment ago."""
         return self._paused_until > -inf and time.monotonic() < self._paused_until
 
     def pause(self) -> None:
-        """Let nobody ask for the lock for a while, and then with less patience, until it was got
-        once.
+        """Skip the lock for a while, and then wait for it less long.
+
+        That lasts until it was acquired once.
         """
         self._paused_until = time.monotonic() + PAUSE_SECONDS
 
     def end_pause(self) -> None:
-        """Wait for the lock as if it had always been to be had."""
+        """Wait for the lock as usual again."""
         self._paused_until = -inf
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the lock. Raises LockTimeout; then there is a `pause`.
+        """Hold the lock; a timeout starts a `pause`.
 
-        Its holder may be stopped for good, and who asks may be about to train with a sample that it
-        has already.
+        The holder may be stopped for good, and the caller may be about to train with a sample that
+        it has already.
+
+        Raises:
+            LockTimeout: the lock is held for too long.
         """
         try:
             with self.lock.held(seconds=None if self._paused_until == -inf else RETRY_SECONDS):
@@ -234,16 +128,15 @@ class StoreFile:
             return None
         return Space(tail, reserved)
 
-    def _is_foreign(self) -> bool:
-        """Whether nothing of the file can be used: it is empty, or its header is whole but another
-        one's.
-        """
+    def _is_unusable(self) -> bool:
+        # It is empty or of another kind. A damaged header of this kind leaves the records usable.
         raw = os.pread(self.descriptor, 16, 0)
         return raw != MAGIC + self.num_items.to_bytes(8, "little")
 
     def space(self) -> Space:
-        """Return what is in the header; where that is damaged, data ends with the last place that a
-        record names.
+        """Return what the header says.
+
+        Where that is damaged, data ends with the last place that a record names.
         """
         known = self._read_header()
         if known is None:
@@ -261,17 +154,21 @@ class StoreFile:
         )
 
     def write_space(self, space: Space) -> None:
-        """Under the lock: write the header."""
+        """Write the header, under the lock."""
         raw = _HEADER.pack(MAGIC, self.num_items, *space, 0)[:-8]
         os.pwrite(self.descriptor, raw + xxhash.xxh3_64_intdigest(raw).to_bytes(8, "little"), 0)
 
     def allocate(self, sizes: Sequence[int], *, capacity_bytes: int) -> list[int | None]:
-        """Return, under the lock, where so many more bytes may be written; None: no room within
-        `capacity_bytes` of data.
+        """Allocate places for entries of these sizes, under the lock.
 
-        Answers for the first sizes only where the file system or the memory has no room for the
-        next one. Raises OSError or MemoryError where it has none for the first.
+        None stands for an entry without room within `capacity_bytes` of data. The answer is for the
+        first sizes only where the file system or the memory has no room for the next one.
+
+        Raises:
+            OSError: the file system has no room for the first one.
+            MemoryError: the memory has none.
         """
+        # One after the other from the tail; more room is reserved in chunks.
         tail, reserved = self.space()
         limit = self.data_start + capacity_bytes
         places: list[int | None] = []
@@ -295,17 +192,18 @@ class StoreFile:
         return places
 
     def _reserve(self, start: int, goal: int, *, at_least: int) -> int:
-        """Reserve up to `goal`, or to `at_least` where there is no more: what is written later then
-        has its room.
+        """Reserve room up to `goal`, or to `at_least` where there is no more.
+
+        What is written there later then has its room.
         """
         if self.available is not None:
-            # Memory is taken when it is written; to have it filled with zeros before would cost as
-            # much again.
+            # Memory is taken when it is written; zeroing it before would cost as much again.
             if self.available() < goal - start:
                 goal = at_least
                 if self.available() < goal - start:
                     raise MemoryError("no memory is left")
             return goal
+        # On disk: a full one is noticed here, not when an entry is written.
         try:
             os.posix_fallocate(self.descriptor, start, goal - start)
         except OSError:
@@ -314,3 +212,115 @@ class StoreFile:
             goal = at_least
             os.posix_fallocate(self.descriptor, start, goal - start)
         return goal
+
+
+class StoreLock:
+    """An open lock file, which excludes other threads and processes with the same file.
+
+    What counts is the file, whatever its path is now.
+    """
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self.path, self.descriptor, self.threads = path, descriptor, threading.Lock()
+        self.keep(descriptor)
+
+    def keep(self, descriptor: int) -> None:
+        """Close this descriptor together with the lock, not before."""
+        weakref.finalize(self, _close, descriptor).atexit = False
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether its path still names it; else others find another lock there, or none."""
+        try:
+            return _identity(os.stat(self.path)) == _identity(os.fstat(self.descriptor))
+        except FileNotFoundError:
+            return False
+
+    @contextlib.contextmanager
+    def held(self, *, seconds: float | None = None) -> Iterator[None]:
+        """Hold the lock; a process that dies releases it.
+
+        Raises:
+            LockTimeout: after `seconds`, by default `LOCK_SECONDS`.
+        """
+        seconds = LOCK_SECONDS if seconds is None else seconds
+        deadline, threads = time.monotonic() + seconds, self.threads
+        # First against threads of this process, then, by polling, against other processes.
+        if not threads.acquire(timeout=seconds):
+            raise LockTimeout(f"{self.path} is locked by another thread")
+        try:
+            pause = 1e-4
+            while True:
+                try:
+                    fcntl.lockf(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        raise LockTimeout(
+                            f"{self.path} is locked by another process, which may be stopped"
+                        ) from None
+                    time.sleep(pause)
+                    pause = min(2 * pause, 0.01)
+            try:
+                yield
+            finally:
+                fcntl.lockf(self.descriptor, fcntl.LOCK_UN)
+        finally:
+            threads.release()
+
+
+# By device and inode: one lock for all stores of the process, gone with the last of them.
+_locks: weakref.WeakValueDictionary[tuple[int, int], StoreLock] = weakref.WeakValueDictionary()
+_opening = threading.RLock()  # a lock may be collected while another one is opened
+
+
+def lock_at(path: Path) -> StoreLock:
+    """Return the lock file at `path`, made where there is none.
+
+    Callers that find the same file get the same lock.
+
+    Raises:
+        NotOwn: it is not this user's.
+        OSError: it cannot be made.
+    """
+    with _opening:
+        with contextlib.suppress(FileNotFoundError):
+            known = _locks.get(_identity(os.stat(path, follow_symlinks=is_held(path))))
+            if known is not None:
+                return known
+        descriptor = open_own(path)
+        known = _locks.get(_identity(os.fstat(descriptor)))
+        if known is not None:  # it has just replaced another file
+            known.keep(descriptor)
+            return known
+        lock = _locks[_identity(os.fstat(descriptor))] = StoreLock(path, descriptor)
+        return lock
+
+
+def _close(descriptor: int) -> None:
+    """Close the descriptor of a lock that is gone.
+
+    Closing any descriptor of a file ends the process's locks on it. So where there is a new lock of
+    the same file, the descriptor is closed with that one.
+    """
+    with _opening:
+        next_one = _locks.get(_identity(os.fstat(descriptor)))
+        if next_one is None:
+            os.close(descriptor)
+        else:
+            next_one.keep(descriptor)
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
+
+
+def forget_locks() -> None:
+    """Renew the locks in a forked process: the parent's threads cannot release theirs here."""
+    global _opening
+    _opening = threading.RLock()
+    for lock in list(_locks.values()):
+        lock.threads = threading.Lock()
+
+
+os.register_at_fork(after_in_child=forget_locks)

@@ -1,22 +1,23 @@
-"""The coordinator: a light process that hands prepared batches from the worker that made them to
-all jobs that need them.
+"""The coordinator: a light process that passes prepared batches from the workers to all jobs.
 
-The first job starts it and it ends with the last one. A batch is an open memory file that is passed
-on, never read here; when the coordinator and the jobs have closed it, the kernel frees it, however
-they ended. The kernel reports a dead job as the end of its connection. Everything waits in one
-`select`; there is nothing to poll.
+The first job starts it, and it ends with the last one. A batch is an open memory file that is
+passed on, never read here. When the coordinator and the jobs have closed it, the kernel frees it,
+however they ended. The kernel reports a dead job as the end of its connection. Everything waits in
+one `select`; nothing is polled. The rules, who prepares which batch, are in `ledger`.
 
-Messages (`type` and fields), jobs and workers on connections of their own:
+Messages (`type` and fields); jobs and workers have connections of their own:
 
     both    hello(version, role, job, fingerprint, seed, batches, memory_bytes, timeout_seconds)
             -> welcome(pid) or refused(reason); `batches` is the digest of epoch 0's
-    job     start(epoch, batch, batches, digest)        needs the epoch's batches from there on;
-            -> refused if it differs
-    job     next() -> batch(epoch, batch, by) + file    later, when it is prepared; `by` is the job
-                                                        whose worker did it
+    job     start(epoch, batch, batches, digest)
+            needs the epoch's batches from there on; -> refused if they differ
+    job     next() -> batch(epoch, batch, by) + file
+            sent when it is prepared; `by` is the job whose worker did it
     job     ping() -> pong()
-    worker  ready() -> prepare(epoch, batch, digest)    later, when there is something to do
-    worker  prepared(epoch, batch) + file, failed(epoch, batch)     and is ready again
+    worker  ready() -> prepare(epoch, batch, digest)
+            sent when there is something to do
+    worker  prepared(epoch, batch) + file, failed(epoch, batch)
+            and is ready again
 
 Only the standard library is imported.
 """
@@ -42,9 +43,9 @@ from lightning_topt.data.coordinated.coordinator_link import (
 )
 from lightning_topt.data.coordinated.ledger import Ledger, Position
 
-MAX_HELD = 1024  # batches; to find the least needed of more would take too long
-SPARE_FILES = 256  # open files left for connections and batches that just came
-AGREED = {  # what all jobs say alike, for people
+MAX_HELD = 1024  # batches; finding the least needed of more would take too long
+SPARE_FILES = 256  # open files left for connections and batches that have just come
+AGREED = {  # fields of hello that must be equal, in words
     "version": "the version of lightning_topt",
     "fingerprint": "the data set or how batches are made of it",
     "seed": "the seed",
@@ -56,8 +57,26 @@ DIFFERENT = (
 )
 
 
+def main(settings: dict[str, Any]) -> None:
+    """Serve on the inherited socket, in a forked process.
+
+    The process that started this one need not wait for the coordinator's end.
+    """
+    if os.fork():
+        os._exit(0)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # Each batch that is kept is an open file.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    coordinator = Coordinator(socket.socket(fileno=settings["listener"]))
+    try:
+        coordinator.run()
+    except Exception:
+        coordinator.close(traceback.format_exc())
+        raise
+
+
 class Refused(ValueError):
-    """A job prepares other batches than those that are here."""
+    """A job prepares other batches than the jobs that are here."""
 
 
 class Peer:
@@ -90,13 +109,16 @@ class Coordinator:
         self.files: dict[Position, tuple[int, str]] = {}
 
     def run(self) -> None:
-        """Serve; returns when the last job is gone, or none came."""
+        """Serve until the last job is gone, or no job came."""
         self.listener.setblocking(False)
         if not self.selector.select(STARTUP_SECONDS):
             return
         self._accept()
         while self.peers:
-            for key, _ in self.selector.select(self._patience()):
+            # Until a message comes, or a claim is old enough to be given to another worker.
+            now = time.monotonic()
+            deadline = self.ledger.next_deadline(now) if self.ledger else None
+            for key, _ in self.selector.select(None if deadline is None else deadline - now):
                 if key.data is None:
                     self._accept()
                 elif key.data.number in self.peers:
@@ -106,15 +128,10 @@ class Coordinator:
         self.listener.close()
 
     def close(self, reason: str) -> None:
-        """Tell all why it ends."""
+        """Tell all peers why the coordinator ends."""
         for peer in list(self.peers.values()):
             with contextlib.suppress(CoordinatorLost):
                 peer.connection.send({"type": "ended", "reason": reason})
-
-    def _patience(self) -> float | None:
-        now = time.monotonic()
-        deadline = self.ledger.next_deadline(now) if self.ledger else None
-        return None if deadline is None else deadline - now
 
     def _accept(self) -> None:
         with contextlib.suppress(BlockingIOError, CoordinatorLost):
@@ -125,7 +142,7 @@ class Coordinator:
             self.selector.register(peer.connection, selectors.EVENT_READ, peer)
 
     def _read(self, peer: Peer) -> None:
-        """One message of a peer; whoever breaks the rules or is gone is dropped."""
+        """Handle one message; a peer that breaks the rules or is gone is removed."""
         descriptor = None
         try:
             received = peer.connection.receive(timeout_seconds=0)
@@ -143,7 +160,7 @@ class Coordinator:
         kind = message["type"]
         if peer.role == "refused":
             close_quietly(descriptor)
-            return  # what it said before it knew
+            return  # sent before it knew that it was refused
         if (kind in ("prepared",)) != (descriptor is not None) or (kind == "hello") != (
             peer.role == ""
         ):
@@ -156,9 +173,11 @@ class Coordinator:
             self._handle_worker(peer, kind, message, descriptor)
 
     def _greet(self, peer: Peer, message: Message) -> None:
-        differing = self._differing(message)
-        if differing:
-            raise Refused(DIFFERENT.format(what=differing))
+        # All jobs agree on the data, or are refused.
+        expected = self.agreed or {"version": VERSION}
+        for name in expected:
+            if message[name] != expected[name]:
+                raise Refused(DIFFERENT.format(what=AGREED[name]))
         role, job = message["role"], str(message["job"])
         if role not in ("job", "worker") or (role == "job") == (job in self.jobs):
             raise ValueError("a job joins once, and before its workers")
@@ -174,10 +193,6 @@ class Coordinator:
             self.jobs[job] = peer
         peer.role, peer.job = role, job
         peer.connection.send({"type": "welcome", "pid": os.getpid()})
-
-    def _differing(self, message: Message) -> str:
-        expected = self.agreed or {"version": VERSION}
-        return next((AGREED[name] for name in expected if message[name] != expected[name]), "")
 
     def _handle_job(self, peer: Peer, kind: str, message: Message) -> None:
         assert self.ledger is not None
@@ -214,19 +229,22 @@ class Coordinator:
         self.ledger.add_idle(peer.number, peer.job)
 
     def _hand_out(self) -> bool:
-        """Give what is there to those who wait, forget what is not needed, and have the idle
-        prepare what is.
+        """Send out what is ready: batches to waiting jobs, and new work to idle workers.
 
-        True where a peer was found to be gone meanwhile: what it claimed is to be handed out again.
+        Batches that are not needed are dropped in between. Returns True where a peer was found to
+        be gone: then its claims are to be assigned again.
         """
         if self.ledger is None:
             return False
         peers = len(self.peers)
+        # Batches to the jobs that wait for them.
         for name, position in self.ledger.deliveries():
             descriptor, by = self.files[position]
             self._send(self.jobs[name], "batch", position, descriptor=descriptor, by=by)
+        # What is not needed any more, or has no room: closing the file frees the memory.
         for position in self.ledger.drop_excess():
             os.close(self.files.pop(position)[0])
+        # Work for idle workers.
         for worker, position in list(self.ledger.assignments(time.monotonic())):
             if worker in self.peers:
                 self._send(
@@ -250,8 +268,9 @@ class Coordinator:
             self._remove(peer)
 
     def _refuse(self, peer: Peer, reason: str) -> None:
-        """Say so and wait until it hangs up: hanging up first, with messages unread, would take the
-        answer back.
+        """Refuse a job, and wait until it hangs up.
+
+        Hanging up first, with messages unread, would discard the answer.
         """
         self._leave(peer)
         peer.role = "refused"
@@ -261,14 +280,14 @@ class Coordinator:
             self._remove(peer)
 
     def _remove(self, peer: Peer) -> None:
-        """Forget a peer."""
+        """Forget a peer and close its connection."""
         if self.peers.pop(peer.number, None) is not None:
             self._leave(peer)
             self.selector.unregister(peer.connection)
             peer.connection.close()
 
     def _leave(self, peer: Peer) -> None:
-        """Let go of what it claimed and of what it needed; a job takes its workers with it."""
+        """Release a peer's claims and needs; a job takes its workers with it."""
         if self.ledger is None:
             return
         if peer.role == "worker":
@@ -289,20 +308,3 @@ def _position(message: Message) -> Position:
     if epoch < 0 or batch < 0:
         raise ValueError("epochs and batches are counted from 0")
     return epoch, batch
-
-
-def main(settings: dict[str, Any]) -> None:
-    """Serve on the inherited socket, in a process of its own: whoever started it need not wait for
-    its end.
-    """
-    if os.fork():
-        os._exit(0)
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # one open file for each batch that is kept
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    coordinator = Coordinator(socket.socket(fileno=settings["listener"]))
-    try:
-        coordinator.run()
-    except Exception:
-        coordinator.close(traceback.format_exc())
-        raise

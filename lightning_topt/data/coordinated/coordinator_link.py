@@ -1,9 +1,10 @@
-"""Jobs, their workers and the coordinator talk in JSON messages over a Unix socket, with a prepared
-batch as an open file.
+"""Messages between jobs, their workers and the coordinator: JSON over a Unix socket.
 
-The socket's name is in Linux' abstract namespace: it is gone with its process, and nothing is left
-in the file system. The kernel tells whose process is at the other end; only those of the same user
-are heard. Only the standard library is needed.
+A prepared batch travels with its message as an open file. The socket's name is in Linux' abstract
+namespace: it disappears with its process, and nothing is left in the file system. The kernel says
+whose process is at the other end; only those of the same user are accepted.
+
+The coordinator's process uses this too, so it needs the standard library only.
 """
 
 from __future__ import annotations
@@ -29,35 +30,114 @@ from lightning_topt.data.light_process import close_pipes, start_light
 VERSION = 1
 MAX_MESSAGE_BYTES = 1 << 16
 RETRY_SECONDS = 0.02
-STARTUP_SECONDS = 30.0  # a coordinator that nobody has joined by then ends
-_CREDENTIALS = struct.Struct("iII")  # pid, uid, gid of struct ucred
-_open: weakref.WeakSet[Connection] = weakref.WeakSet()
-Message = dict[str, Any]
+STARTUP_SECONDS = 30.0  # a coordinator without jobs ends after so long
 COORDINATOR = "lightning_topt.data.coordinated.coordinator"
+_CREDENTIALS = struct.Struct("iII")  # pid, uid, gid of struct ucred
+Message = dict[str, Any]
 
 
 class CoordinatorLost(ConnectionError):
-    """The other end is gone, does not answer, or belongs to somebody else."""
+    """The other end is gone, does not answer, or belongs to another user."""
 
 
 def is_supported() -> bool:
-    """Return whether this system has what batches travel in: abstract sockets and sealed memory
-    files (Linux).
-    """
+    """Return whether the system has abstract sockets and sealed memory files (Linux)."""
     return sys.platform == "linux" and hasattr(os, "memfd_create")
 
 
 def address_of(directory: str | os.PathLike[str], *, group: str = "") -> str:
-    """Return the name of the socket where jobs of this user that name the same directory and group
-    meet.
-    """
+    """Return the socket's name for jobs of this user that share a directory and group."""
     meeting = f"{os.getuid()}\0{os.path.realpath(directory)}\0{group}"
     return "\0lightning-topt-" + hashlib.sha256(meeting.encode()).hexdigest()[:32]
 
 
+def join(
+    address: str, hello: Message, *, timeout_seconds: float, may_start: bool
+) -> tuple[Connection, Message]:
+    """Connect to the coordinator and return the connection and its answer to `hello`.
+
+    With `may_start` it is started where there is none.
+
+    Raises:
+        CoordinatorLost: no coordinator answers in time.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    while True:
+        connection = None
+        try:
+            connection = _connect(address, deadline - time.monotonic())
+            connection.send({"type": "hello", "version": VERSION, **hello})
+            answer = connection.receive(timeout_seconds=deadline - time.monotonic())
+            if answer is None:
+                raise CoordinatorLost(
+                    f"the coordinator did not answer within {timeout_seconds:g} seconds"
+                )
+            return connection, answer[0]
+        except (CoordinatorLost, OSError) as error:
+            if connection is not None:
+                connection.close()
+            if time.monotonic() > deadline or not may_start:
+                raise CoordinatorLost(str(error)) from error
+            if connection is None:
+                _start(address, deadline - time.monotonic())
+        time.sleep(RETRY_SECONDS)  # it may have ended just now, with its last job
+
+
+def _connect(address: str, timeout_seconds: float) -> Connection:
+    peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        # This also limits sending to a coordinator that does not read.
+        peer.settimeout(max(0.01, timeout_seconds))
+        peer.connect(address)
+        return Connection(peer)
+    except OSError:
+        peer.close()
+        raise
+
+
+def _start(address: str, timeout_seconds: float) -> None:
+    """Start a coordinator, unless another job has just done so.
+
+    A name can be bound only once, so there are never two.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        try:
+            listener.bind(address)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return
+            raise
+        listener.listen(128)
+        descriptor, none = listener.fileno(), subprocess.DEVNULL
+        try:
+            # No output: it would keep open the pipe of whoever reads the first job's.
+            process = start_light(
+                COORDINATOR,
+                {"listener": descriptor},
+                pass_fds=[descriptor],
+                stdout=none,
+                stderr=none,
+            )
+            # The process forks the coordinator and exits.
+            try:
+                status = process.wait(timeout=max(1.0, timeout_seconds))
+            finally:
+                process.kill()
+                process.wait()
+                close_pipes(process)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise CoordinatorLost(f"the coordinator could not be started: {error}") from error
+    if status:
+        raise CoordinatorLost(
+            f"the coordinator could not be started: it ended with status {status}"
+        )
+
+
 class Connection:
-    """One end of a conversation. A message arrives whole or not at all; `receive` raises
-    CoordinatorLost at its end.
+    """One end of a connection; messages arrive whole or not at all.
+
+    Raises:
+        CoordinatorLost: the process at the other end belongs to another user.
     """
 
     def __init__(self, peer: socket.socket) -> None:
@@ -85,8 +165,10 @@ class Connection:
             raise CoordinatorLost(f"the connection is broken: {error}") from error
 
     def receive(self, *, timeout_seconds: float) -> tuple[Message, int | None] | None:
-        """Return one message and the open file that came with it, None when nothing came in
-        time.
+        """Receive one message and the open file that came with it; None when nothing came in time.
+
+        Raises:
+            CoordinatorLost: the connection has ended, or what came is no message.
         """
         if not select_readable(self, timeout_seconds):
             return None
@@ -109,113 +191,29 @@ class Connection:
         return message, descriptors[0] if descriptors else None
 
 
+_open: weakref.WeakSet[Connection] = weakref.WeakSet()  # of this process
+
+
 def _close_inherited() -> None:
     for connection in list(_open):
         connection.socket.close()
     _open.clear()
 
 
-# Any process that a job forks (a DataLoader's workers) would keep its connection open, and nobody
+# A process that a job forks (a DataLoader's worker) would keep its connection open, and nobody
 # would see the job die.
 os.register_at_fork(after_in_child=_close_inherited)
 
 
 def select_readable(connection: Connection, timeout_seconds: float) -> bool:
-    """Return whether something can be read within that time; poll, because select knows only 1,024
-    files.
-    """
+    """Wait until something can be read; poll, because select knows only 1,024 files."""
     poll = select.poll()
     poll.register(connection.fileno(), select.POLLIN)
     return bool(poll.poll(max(0.0, timeout_seconds) * 1000))
 
 
-def join(
-    address: str, hello: Message, *, timeout_seconds: float, may_start: bool
-) -> tuple[Connection, Message]:
-    """Return a connection to the coordinator, which is started where there is none, and its answer
-    to `hello`.
-
-    Raises CoordinatorLost when no coordinator answers in time.
-    """
-    deadline = time.monotonic() + timeout_seconds
-    while True:
-        connection = None
-        try:
-            connection = _connect(address, deadline - time.monotonic())
-            connection.send({"type": "hello", "version": VERSION, **hello})
-            answer = connection.receive(timeout_seconds=deadline - time.monotonic())
-            if answer is None:
-                raise CoordinatorLost(
-                    f"the coordinator did not answer within {timeout_seconds:g} seconds"
-                )
-            return connection, answer[0]
-        except (CoordinatorLost, OSError) as error:
-            if connection is not None:
-                connection.close()
-            if time.monotonic() > deadline or not may_start:
-                raise CoordinatorLost(str(error)) from error
-            if connection is None:
-                _start(address, deadline - time.monotonic())
-        time.sleep(RETRY_SECONDS)  # it may have ended just now: its last job left
-
-
-def _connect(address: str, timeout_seconds: float) -> Connection:
-    peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        # from here on also of sending to one that does not read
-        peer.settimeout(max(0.01, timeout_seconds))
-        peer.connect(address)
-        return Connection(peer)
-    except OSError:
-        peer.close()
-        raise
-
-
-def _start(address: str, timeout_seconds: float) -> None:
-    """Start a coordinator, unless another job just did: a name can be bound once, so there are
-    never two.
-    """
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        try:
-            listener.bind(address)
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                return
-            raise
-        listener.listen(128)
-        descriptor, none = listener.fileno(), subprocess.DEVNULL
-        try:
-            # Output would keep open the pipe of whoever reads the first job's.
-            process = start_light(
-                COORDINATOR,
-                {"listener": descriptor},
-                pass_fds=[descriptor],
-                stdout=none,
-                stderr=none,
-            )
-            status = _status(process, max(1.0, timeout_seconds))
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise CoordinatorLost(f"the coordinator could not be started: {error}") from error
-    if status:
-        raise CoordinatorLost(
-            f"the coordinator could not be started: it ended with status {status}"
-        )
-
-
-def _status(process: subprocess.Popen[bytes], timeout_seconds: float) -> int:
-    """Return the status of the process that leaves the coordinator behind and ends."""
-    try:
-        return process.wait(timeout=timeout_seconds)
-    finally:
-        process.kill()
-        process.wait()
-        close_pipes(process)
-
-
 def memory_file(parts: Sequence[Any]) -> int:
-    """Return a descriptor of an anonymous file with these buffers; nobody can change it any
-    more.
-    """
+    """Return a descriptor of an anonymous, sealed file with these buffers."""
     descriptor = os.memfd_create("lightning-topt-batch", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         with open(descriptor, "wb", buffering=0, closefd=False) as file:
@@ -235,7 +233,7 @@ def memory_file(parts: Sequence[Any]) -> int:
 
 
 def close_quietly(descriptor: int | None) -> None:
-    """Close it if there is one."""
+    """Close the descriptor, if there is one."""
     if descriptor is not None:
         with contextlib.suppress(OSError):
             os.close(descriptor)

@@ -1,5 +1,4 @@
-"""The ledger says who prepares which batch, who still needs it, and what is kept: the rules of
-coordinated preparation, without any I/O.
+"""Rules of coordinated preparation, without any I/O: who prepares which batch, and what is kept.
 
 CoorDL (arXiv 2007.06775, section 4.3) has J jobs prepare 1/J of the batches each, and every batch
 used once by each job. Here shares are not fixed: whoever is idle takes the next batch that some job
@@ -15,8 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 AHEAD_PER_WORKER = 2  # batches prepared before they are asked for; DataLoader's prefetch_factor
-LEAST_PATIENCE_SECONDS, PATIENCE = 2.0, 8.0  # a claim is old after so many typical preparations
-# of what is kept only for jobs that are far behind: looking what is worth least takes time
+LEAST_PATIENCE_SECONDS, PATIENCE = 2.0, 8.0  # a claim is old after so many median preparations
+# Share of the room that is freed at once from batches for jobs far behind: ranking takes time.
 DROPPED_AT_ONCE = 1 / 8
 Position = tuple[int, int]  # epoch, batch: the order in which every job needs them
 Rank = tuple[bool, int, int]
@@ -24,10 +23,10 @@ Rank = tuple[bool, int, int]
 
 @dataclass
 class Job:
-    """`cursor` is the next batch that a job has not got; it needs those up to `end` in this epoch,
-    and all later epochs.
+    """A job, and the batches that it needs.
 
-    Before it says where it starts it may need any.
+    These are the ones from `cursor` to `end` in this epoch, and all later epochs. `cursor` is the
+    next batch that it has not got. Before the job says where it starts, it may need any batch.
     """
 
     memory_bytes: int
@@ -39,19 +38,19 @@ class Job:
 
 @dataclass
 class Claim:
-    """A `Claim` says what a worker prepares, and since when (seconds)."""
+    """What a worker prepares, and since when (seconds)."""
 
     position: Position
     since: float
 
 
 class Ledger:
-    """The state of all jobs and batches. Workers are known by any hashable number; `now` is a clock
-    in seconds.
+    """The state of all jobs and batches.
 
-    A claim that is older than `timeout_seconds`, or than most preparations by far, is given to a
-    second worker when a job waits for it. At most `max_held` batches are kept, of at most
-    `memory_bytes` together.
+    Workers are known by any hashable number; `now` is a clock in seconds. At most `max_held`
+    batches are kept, of at most `memory_bytes` together. A claim is old after `timeout_seconds`, or
+    after much longer than most preparations take. When a job waits for its batch, an old claim is
+    given to a second worker.
     """
 
     def __init__(self, *, timeout_seconds: float, max_held: int = 1024) -> None:
@@ -63,24 +62,22 @@ class Ledger:
         self.claims: dict[int, Claim] = {}  # by worker
         self._idle: list[int] = []
         self._failed: set[tuple[str, Position]] = set()
-        self._suspects: set[Position] = set()  # held, but perhaps not needed any more
+        self._suspects: set[Position] = set()  # held, perhaps not needed any more
         self._largest = 0  # bytes of a batch
         self._durations: deque[float] = deque(maxlen=32)  # seconds from claim to batch
 
     @property
     def memory_bytes(self) -> int:
-        """The bytes that may be kept: what all connected jobs agreed to."""
+        """The bytes that may be kept: the least of all connected jobs."""
         return min((job.memory_bytes for job in self.jobs.values()), default=0)
 
     def add_job(self, name: str, *, memory_bytes: int) -> None:
-        """Note that a job has come."""
+        """Add a job that has come."""
         assert name not in self.jobs
         self.jobs[name] = Job(memory_bytes)
 
     def start(self, name: str, position: Position, *, end: int) -> None:
-        """Note that the job needs the batches from `position` to `end` of that epoch next, in this
-        order.
-        """
+        """Note that the job needs the batches from `position` to `end` of its epoch, in order."""
         job = self.jobs[name]
         job.cursor, job.end, job.is_waiting = position, end, False
         self._suspects.update(self.held)
@@ -90,27 +87,28 @@ class Ledger:
         self.jobs[name].is_waiting = True
 
     def remove_job(self, name: str) -> None:
-        """Note that a job is gone; its workers are removed by `remove_worker`."""
+        """Remove a job that is gone; `remove_worker` removes its workers."""
         del self.jobs[name]
         self._suspects.update(self.held)
         self._failed = {entry for entry in self._failed if entry[0] != name}
 
     def add_idle(self, worker: int, job: str) -> None:
-        """Note that a worker of `job` has nothing to do."""
+        """Note that a worker of `job` is idle."""
         self.workers[worker] = job
         self.claims.pop(worker, None)
         self._idle.append(worker)
 
     def remove_worker(self, worker: int) -> None:
-        """Note that a worker is gone: its claim is free again."""
+        """Remove a worker that is gone: its claim is free again."""
         self.workers.pop(worker, None)
         self.claims.pop(worker, None)
         if worker in self._idle:
             self._idle.remove(worker)
 
     def prepared(self, worker: int, position: Position, *, nbytes: int, now: float) -> bool:
-        """Note that the worker finished a batch; return whether anybody needs it. Call `deliveries`
-        and then `drop_excess`.
+        """Note that the worker finished a batch; returns whether any job needs it.
+
+        Call `deliveries` and then `drop_excess` afterwards.
         """
         self.jobs[self.workers[worker]].prepared += 1
         self._largest = max(self._largest, nbytes)
@@ -123,7 +121,7 @@ class Ledger:
         return True
 
     def failed(self, worker: int, position: Position) -> None:
-        """Note that the worker could not prepare it: nobody of its job tries again."""
+        """Note that the worker could not prepare it: its job does not try again."""
         self._failed.add((self.workers[worker], position))
 
     def deliveries(self) -> list[tuple[str, Position]]:
@@ -137,8 +135,9 @@ class Ledger:
         return given
 
     def drop_excess(self) -> list[Position]:
-        """Forget what nobody needs, then what is worth least until the rest fits into
-        `memory_bytes`; what was dropped.
+        """Drop batches that nobody needs, and the least valuable ones until the rest fits.
+
+        Returns what was dropped.
         """
         dropped = [
             position
@@ -162,7 +161,7 @@ class Ledger:
         return self.held_bytes > share * self.memory_bytes or len(self.held) > share * self.max_held
 
     def assignments(self, now: float) -> Iterator[tuple[int, Position]]:
-        """Yield what each idle worker prepares next, those of the jobs that did least first."""
+        """Yield what each idle worker prepares next; jobs that did least come first."""
         for worker in sorted(
             self._idle, key=lambda worker: self.jobs[self.workers[worker]].prepared
         ):
@@ -173,10 +172,10 @@ class Ledger:
                 yield worker, position
 
     def next_deadline(self, now: float) -> float | None:
-        """Return when a claim that a job waits for may be taken over, in seconds of the same clock;
-        None: nothing will be.
+        """Return when a claim that a job waits for becomes old, or None.
 
-        One that is old already is taken over by the next worker that has nothing to do.
+        It is in seconds of the same clock. A claim that is old already goes to the next idle
+        worker.
         """
         waited = {job.cursor for job in self.jobs.values() if job.is_waiting}
         since: dict[Position, float] = {}
@@ -189,11 +188,10 @@ class Ledger:
         )
 
     def rank(self, position: Position) -> Rank:
-        """Return how much it is worth to keep a batch: needed soon, by many jobs, and then the
-        sooner the better.
+        """Return the value of a batch: needed soon, by many jobs, and then the sooner the better.
 
-        Among equals the batch needed last goes: as in CoorDL's cache, replacing what is waiting by
-        what is new would make a job that is far behind miss all of them instead of some.
+        Among equals the batch needed last is dropped, as in CoorDL's cache. If new batches replaced
+        waiting ones, a job that is far behind would miss all of them instead of some.
         """
         needed = self._needed_by(position)
         distances = [self._distance(job, position) for job in needed]
@@ -201,7 +199,7 @@ class Ledger:
         return nearest < self._ahead(), len(needed), -nearest
 
     def _patience(self) -> float:
-        """Seconds after which a claim is old."""
+        """Return the age in seconds at which a claim is old."""
         typical = statistics.median(self._durations) if self._durations else self.timeout_seconds
         return min(self.timeout_seconds, max(LEAST_PATIENCE_SECONDS, PATIENCE * typical))
 
@@ -209,8 +207,9 @@ class Ledger:
         return [job for job in self.jobs.values() if job.cursor <= position]
 
     def _distance(self, job: Job, position: Position) -> int:
-        """Batches that the job uses before this one; those of later epochs are further than all of
-        its own.
+        """Return how many batches the job uses before this one.
+
+        Those of later epochs are further away than all of its own epoch.
         """
         epochs, batches = position[0] - job.cursor[0], position[1] - job.cursor[1]
         return batches if epochs == 0 else epochs << 40
@@ -224,8 +223,10 @@ class Ledger:
         yield from ((epoch, number) for number in range(batch, min(batch + self._ahead(), job.end)))
 
     def _choose(self, name: str, now: float) -> Position | None:
-        """The batch that its own job needs soonest and nobody prepares, else one that another needs
-        and it will need later.
+        """Choose the batch for a worker of that job.
+
+        It is the one that its own job needs soonest and nobody prepares; else one that another job
+        needs and its own will need later.
         """
         job = self.jobs[name]
         own = list(self._window(job))
@@ -249,8 +250,9 @@ class Ledger:
         return None
 
     def _has_room(self, position: Position) -> bool:
-        """Whether one more batch, as large as the largest so far, could be kept without dropping a
-        better one.
+        """Return whether one more batch could be kept without dropping a more valuable one.
+
+        It is taken to be as large as the largest so far.
         """
         room = self.memory_bytes - self.held_bytes - self._largest * len(self.claims)
         if room >= self._largest:

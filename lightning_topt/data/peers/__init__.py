@@ -1,3 +1,1 @@
-"""A cache that is spread over nodes: who owns what, the server of a node's part, and those who ask
-it.
-"""
+"""A cache partitioned over nodes: the client, the server, and what they say to each other."""

@@ -1,43 +1,86 @@
-"""The other nodes' part of a partitioned cache: entries from their memory, before the source is
-asked.
+"""The other nodes' part of a partitioned cache: entries are fetched from them and given to them.
+
+`owners` maps every item to the node that stores it, so nobody has to be asked. `Peers` is what a
+`SampleCache` holds:
+
+    fetch   all owners are asked before the first answer is read; a miss is read from the source
+    push    an entry read from the source is queued for its owner; a thread sends it (`_Pusher`)
+
+An `OwnerLink` holds the connections to one owner. An owner that does not answer in time is down:
+nobody waits for it any more, and a thread tries it again in the background. The cache only ever
+loses hits by that.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
+import time
+import warnings
 import weakref
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.util import Finalize
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from lightning_topt.basics.argument_checks import check_size
-from lightning_topt.data.peers.partition import owners
-from lightning_topt.data.peers.peer_channel import Channel, PeerError
-from lightning_topt.data.peers.peer_link import (
-    Damaged,
-    Entry,
-    Later,
-    OwnerLink,
-    ask,
-    receive_answer,
+from lightning_topt.data.cache.segment_store import checksum
+from lightning_topt.data.peers.protocol import (
+    ABSENT,
+    DEFERRED,
+    ENTRY,
+    GET,
+    OFFER,
+    PRESENT,
+    REQUEST,
+    SLOWEST_BYTES_PER_SECOND,
+    Channel,
+    PeerError,
+    PeerLimits,
+    ProtocolError,
+    authenticate,
+    connect,
+    run_key,
 )
-from lightning_topt.data.peers.protocol import PeerLimits, run_key
-from lightning_topt.data.peers.push import PushCounts, Pusher
 
-# the address of a node that keeps nothing, since none of its tiers could be opened
-NOWHERE = ("", 0)
-EXIT_SECONDS = 3.0  # for pushes when a process ends; torch's DataLoader ends workers after 5
+NOWHERE = ("", 0)  # address of a node that stores nothing: none of its tiers could be opened
+EXIT_SECONDS = 3.0  # for pushes when a process ends; torch's DataLoader kills workers after 5
+MESSAGE_BYTES = 1 << 24  # of entries in one message, unless one alone is larger
+LEAST_SECONDS = 1.0  # for the bytes of an answer that has started
+IDLE_CONNECTIONS = 4  # kept per process and owner, for training, prefetching and pushing
+_MASK = (1 << 64) - 1
+Entry = npt.NDArray[np.uint8]
+
+
+@dataclass
+class PushCounts:
+    """Entries that one process pushed.
+
+    Args:
+        stored: by their owners.
+        refused: by their owners, which have them already or have no room.
+        dropped: here, because the queue was full or the owner did not answer.
+    """
+
+    stored: int = 0
+    refused: int = 0
+    dropped: int = 0
 
 
 @dataclass
 class PeerCounts:
-    """`PeerCounts` are those of one process since it began. Entries: `fetched`, `absent` (the owner
-    had none), `damaged` (refused here), `unanswered` (the owner is or was found down);
-    `fetched_bytes`.
+    """Entries that one process asked other nodes for, since it began.
+
+    Args:
+        fetched: received and whole, of `fetched_bytes` together.
+        absent: the owner had none.
+        damaged: refused here, because of their checksum.
+        unanswered: the owner is down.
     """
 
     fetched: int = 0
@@ -49,21 +92,24 @@ class PeerCounts:
 
 
 class Peers:
-    """`Peers` are what a `SampleCache` needs to know of the other nodes; picklable, and every
-    process makes connections of its own.
+    """The other nodes, as a `SampleCache` needs them.
+
+    It is picklable; every process makes its own connections.
 
     Args:
-        addresses: of all nodes' `PeerServer` (host, port), in the order of the nodes; that of this
-            node is not used. A node at `NOWHERE` is not asked.
+        addresses: of all nodes' `PeerServer` (host, port), by node; this node's own is not used. A
+            node at `NOWHERE` is not asked.
         node: the number of this node.
-        num_items, seed: the partition, see `owners`; the same on all nodes.
-        secret, fingerprint: as the servers have them.
-        timeout_seconds: for an answer to begin. Then a node that does not answer is left alone, at
-            first for `retry_seconds`.
-        queue_bytes: of entries that wait to be given to their owners, per process; a number or text
-            (``"64MiB"``).
+        num_items: of the data set; the same on all nodes.
+        seed: of the partition, see `owners`; the same on all nodes.
+        secret: as the servers have it.
+        fingerprint: as the servers have it.
+        timeout_seconds: for an answer to begin; then the node counts as down.
+        retry_seconds: until a node that is down is tried again.
+        queue_bytes: of entries that wait to be pushed, per process; a number or text (``"64MiB"``).
 
-    Raises ValueError for a node that has no address, or a short secret.
+    Raises:
+        ValueError: a node has no address, or the secret is too short.
     """
 
     def __init__(
@@ -88,12 +134,8 @@ class Peers:
             )
         if min(timeout_seconds, retry_seconds) <= 0:
             raise ValueError("timeout_seconds and retry_seconds are positive")
-        self.addresses, self.node, self.num_items, self.seed = (
-            list(addresses),
-            node,
-            num_items,
-            seed,
-        )
+        self.addresses, self.node = list(addresses), node
+        self.num_items, self.seed = num_items, seed
         self.timeout_seconds, self.retry_seconds = timeout_seconds, retry_seconds
         self.queue_bytes = check_size(queue_bytes, name="queue_bytes")
         self.limits = limits or PeerLimits()
@@ -102,10 +144,10 @@ class Peers:
         self._begin()
 
     def _begin(self) -> None:
-        """In a new process: no connections, no threads."""
+        """Start without connections or threads, in a new process."""
         self.counts = PeerCounts()
         self._links: dict[int, OwnerLink] = {}
-        self._pusher: Pusher | None = None
+        self._pusher: _Pusher | None = None
         self._lock = threading.Lock()
         _instances.add(self)
 
@@ -123,17 +165,19 @@ class Peers:
         return bool(self._owners[item] == self.node)
 
     def fetch(self, items: Sequence[int]) -> list[Entry | None]:
-        """Verified, writable entries (bytes,) of other nodes' items; None where the owner has none
-        or does not answer in time.
+        """Fetch verified, writable entries (nbytes,) of other nodes' items.
 
-        One exchange with each owner; all are asked before the first answer is read.
+        None stands for an entry that the owner does not have, or that did not come in time. There
+        is one exchange with each owner; all are asked before the first answer is read.
         """
         entries: list[Entry | None] = [None] * len(items)
+        # Positions in `items` that are still to be requested, by owner.
         pending: dict[int, list[int]] = {}
         for position, item in enumerate(items):
             owner = int(self._owners[item])
             if owner != self.node and self.addresses[owner] != NOWHERE:
                 pending.setdefault(owner, []).append(position)
+        # A round of requests and answers; owners defer what is too much for one answer.
         while pending:
             asked = [
                 (owner, at, self._ask(owner, [items[i] for i in at]))
@@ -147,8 +191,10 @@ class Peers:
         return entries
 
     def _ask(self, owner: int, items: Sequence[int]) -> tuple[Channel, float] | None:
-        """The connection on which the answer comes and when it must have begun: no other owner's
-        slowness counts.
+        """Send the request to one owner.
+
+        Returns the connection of the answer and its deadline, None where the owner is down. Every
+        owner has its own deadline: the slowness of another one does not count.
         """
         link = self._link(owner)
         exchange = link.acquire()
@@ -168,12 +214,10 @@ class Peers:
         positions: list[int],
         entries: list[Entry | None],
     ) -> list[int]:
-        """Put an owner's answer into `entries`; the positions to be asked for again."""
-        link, now, later = (
-            self._link(owner),
-            positions[: self.limits.items],
-            positions[self.limits.items :],
-        )
+        """Put an owner's answer into `entries`; returns the positions to request again."""
+        # Only so many items were in the request; the rest comes later.
+        link = self._link(owner)
+        now, later = positions[: self.limits.items], positions[self.limits.items :]
         answer = None
         if exchange is not None:
             channel, deadline = exchange
@@ -184,6 +228,7 @@ class Peers:
                 link.release(channel)
             except PeerError as error:
                 link.failed(channel, error)
+        # The owner is down: these are misses.
         if answer is None:
             self._count(unanswered=len(positions))
             return []
@@ -201,13 +246,14 @@ class Peers:
         return [i for i, entry in zip(now, answer, strict=True) if entry is Later] + later
 
     def _count(self, **numbers: int) -> None:
-        with self._lock:  # the training's thread and the prefetching one
+        with self._lock:  # shared by the training thread and the prefetching one
             for name, number in numbers.items():
                 setattr(self.counts, name, getattr(self.counts, name) + number)
 
     def push(self, item: int, parts: Sequence[Any]) -> None:
-        """Give an entry (buffers, copied) to its owner, in the background; see `PushCounts` for
-        what becomes of it.
+        """Queue an entry (buffers, copied) for its owner.
+
+        A thread sends it; `PushCounts` says what became of it.
         """
         owner = int(self._owners[item])
         assert owner != self.node, "a node's own items are not pushed"
@@ -216,10 +262,10 @@ class Peers:
             return
         with self._lock:
             if self._pusher is None:
-                self._pusher = Pusher(
+                self._pusher = _Pusher(
                     self._link, queue_bytes=self.queue_bytes, counts=self.counts.pushes
                 )
-                # A DataLoader's worker ends without a word: what it has read last would be lost.
+                # A DataLoader's worker exits without closing: its last pushes would be lost.
                 Finalize(None, _flush, args=(weakref.ref(self), os.getpid()), exitpriority=10)
             pusher = self._pusher
         pusher.put(owner, item, b"".join(parts))
@@ -241,16 +287,15 @@ class Peers:
         return link
 
     def flush(self) -> None:
-        """Wait until what was pushed has arrived, was refused or dropped; at most `timeout_seconds`
-        of this.
-        """
+        """Wait until pushed entries were sent or dropped, for at most `timeout_seconds` of this."""
         pusher = self._pusher
         if pusher is not None:
             pusher.flush(timeout_seconds=self.timeout_seconds)
 
     def close(self, *, timeout_seconds: float | None = None) -> None:
-        """Finish what was pushed, for at most `timeout_seconds`, and hang up. Used again, it
-        connects again.
+        """Send what is queued, for at most `timeout_seconds`, and hang up.
+
+        Used again, it connects again.
         """
         with self._lock:
             pusher, self._pusher = self._pusher, None
@@ -267,7 +312,7 @@ _instances: weakref.WeakSet[Peers] = weakref.WeakSet()
 
 
 def _begin_anew() -> None:
-    """After a fork: the parent's connections and threads are the parent's."""
+    # After a fork: the parent's connections and threads are the parent's.
     for peers in list(_instances):
         peers._begin()
 
@@ -279,3 +324,342 @@ def _flush(reference: weakref.ref[Peers], process: int) -> None:
     peers = reference()
     if peers is not None and os.getpid() == process:
         peers.close(timeout_seconds=EXIT_SECONDS)
+
+
+def owners(num_items: int, *, num_nodes: int, seed: int) -> npt.NDArray[np.int32]:
+    """Return the node (0 .. `num_nodes` - 1) that owns each item, (num_items,).
+
+    The numbers of items per node differ by one at most. The result depends on the arguments only,
+    not on NumPy's version: items are sorted by a hash of seed and item (SplitMix64; Steele, Lea and
+    Flood, OOPSLA 2014), and nodes take them round robin. The partition is random because neighbours
+    in the source (of one class, of one size) would otherwise make one node's part heavier.
+
+    Raises:
+        ValueError: there are no nodes.
+    """
+    if num_nodes < 1 or num_items < 0:
+        raise ValueError(
+            f"a partition has at least one node and no negative items; got {num_nodes} and "
+            f"{num_items}"
+        )
+    # Mixed as well, for the hashes of neighbouring seeds would be shifts of each other.
+    far_apart = _mixed(np.array([(seed & _MASK) ^ 0xD1B54A32D192ED03], np.uint64))
+    keys = _mixed(np.arange(num_items, dtype=np.uint64) + np.uint64(int(far_apart[0])))
+    result = np.empty(num_items, np.int32)
+    result[np.argsort(keys, kind="stable")] = np.arange(num_items, dtype=np.int64) % num_nodes
+    return result
+
+
+def _mixed(keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """SplitMix64's output function, modulo 2^64; (n,) -> (n,)."""
+    with np.errstate(over="ignore"):
+        keys = keys * np.uint64(0x9E3779B97F4A7C15)
+        keys = (keys ^ keys >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+        keys = (keys ^ keys >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    mixed: npt.NDArray[np.uint64] = keys ^ keys >> np.uint64(31)
+    return mixed
+
+
+class _Pusher:
+    """A queue of at most `queue_bytes` of entries, and the thread that sends them.
+
+    `link_of` returns an owner's link.
+    """
+
+    def __init__(
+        self, link_of: Callable[[int], OwnerLink], *, queue_bytes: int, counts: PushCounts
+    ) -> None:
+        self.link_of, self.queue_bytes, self.counts = link_of, queue_bytes, counts
+        self._queues: dict[int, deque[tuple[int, bytes]]] = {}
+        self._queued_bytes = 0  # including what is being sent
+        self._condition = threading.Condition()
+        self._is_closing = self._has_warned = False
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def put(self, owner: int, item: int, entry: bytes) -> None:
+        """Queue an entry; it is dropped where there is no room, with a warning the first time."""
+        warn = False
+        with self._condition:
+            # An owner that is down gets nothing; a full queue only takes a first entry.
+            if self.link_of(owner).is_down or self._is_closing:
+                self.counts.dropped += 1
+            elif self._queued_bytes + len(entry) > self.queue_bytes and self._queued_bytes:
+                self.counts.dropped += 1
+                warn, self._has_warned = not self._has_warned, True
+            else:
+                self._queues.setdefault(owner, deque()).append((item, entry))
+                self._queued_bytes += len(entry)
+                self._condition.notify_all()
+        if warn:
+            warnings.warn(
+                "samples are read faster than they can be given to the nodes that store them: "
+                "some are not stored and will be read from the source again",
+                stacklevel=3,
+            )
+
+    def _run(self) -> None:
+        try:
+            self._send_all()
+        finally:
+            # Also after an error, such as a warning turned into one: nothing waits forever.
+            with self._condition:
+                self._is_closing = True
+                self._drop_queued()
+
+    def _send_all(self) -> None:
+        while True:
+            with self._condition:
+                self._condition.wait_for(lambda: self._queues or self._is_closing)
+                if not self._queues:
+                    return
+                owner, entries = self._next()
+            try:
+                self._send(owner, entries)
+            finally:
+                with self._condition:
+                    self._queued_bytes -= sum(len(entry) for _, entry in entries)
+                    self._condition.notify_all()
+
+    def _next(self) -> tuple[int, list[tuple[int, bytes]]]:
+        """Take entries for the owner that has waited longest."""
+        owner = next(iter(self._queues))
+        queue, limits = self._queues.pop(owner), self.link_of(owner).limits
+        # One message: as many entries as the limits allow, at least one.
+        entries = [queue.popleft()]
+        nbytes = len(entries[0][1])
+        while queue and len(entries) < limits.offers and nbytes + len(queue[0][1]) <= MESSAGE_BYTES:
+            entries.append(queue.popleft())
+            nbytes += len(entries[-1][1])
+        if queue:
+            self._queues[owner] = queue  # behind the others
+        return owner, entries
+
+    def _send(self, owner: int, entries: list[tuple[int, bytes]]) -> None:
+        link, stored = self.link_of(owner), None
+        acquired = link.acquire()
+        if acquired is not None:
+            channel, deadline = acquired
+            try:
+                stored = offer(channel, entries, deadline=deadline)
+                link.release(channel)
+            except PeerError as error:
+                link.failed(channel, error)
+        # Dropped entries are read from the source again, in a later epoch.
+        with self._condition:
+            if stored is None:
+                self.counts.dropped += len(entries)
+            else:
+                self.counts.stored += sum(stored)
+                self.counts.refused += len(stored) - sum(stored)
+
+    def flush(self, *, timeout_seconds: float) -> None:
+        """Wait until nothing is queued or being sent, for at most `timeout_seconds`."""
+        with self._condition:
+            self._condition.wait_for(
+                lambda: not self._queued_bytes and not self._queues, timeout=timeout_seconds
+            )
+
+    def close(self, *, timeout_seconds: float) -> None:
+        """Send what is queued; what is left after `timeout_seconds` is dropped."""
+        with self._condition:
+            self._is_closing = True
+            self._condition.notify_all()
+            self._condition.wait_for(
+                lambda: not self._queued_bytes and not self._queues, timeout=timeout_seconds
+            )
+            self._drop_queued()
+        self._thread.join(timeout=0.1)
+
+    def _drop_queued(self) -> None:
+        for queue in self._queues.values():
+            self.counts.dropped += len(queue)
+            self._queued_bytes -= sum(len(entry) for _, entry in queue)
+        self._queues.clear()
+        self._condition.notify_all()
+
+
+class OwnerLink:
+    """Connections to one node at `address`, made when they are needed. Threads may share it.
+
+    A node that does not answer within `timeout_seconds` is down: nobody waits for it any more. A
+    background thread tries it every `retry_seconds`, and its first answer ends that.
+    """
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        *,
+        name: str,
+        key: bytes,
+        timeout_seconds: float,
+        retry_seconds: float,
+        limits: PeerLimits,
+    ) -> None:
+        self.address, self.name, self.key = address, name, key
+        self.timeout_seconds, self.retry_seconds = timeout_seconds, retry_seconds
+        self.limits = limits
+        self._idle: list[Channel] = []
+        self._lock = threading.Lock()
+        self._retry_at: float | None = None  # None: not down
+        self._is_probing = self._is_closed = False
+        self.failures = 0
+
+    @property
+    def is_down(self) -> bool:
+        """Whether the node did not answer the last time."""
+        return self._retry_at is not None
+
+    def acquire(self) -> tuple[Channel, float] | None:
+        """Return a connection for one exchange and the deadline for the start of its answer.
+
+        None where the node is down. Give the connection to `release` afterwards, or with an error
+        to `failed`.
+        """
+        with self._lock:
+            # Down: at most a probe is started.
+            if self._retry_at is not None:
+                self._probe_if_due()
+                return None
+            # An idle connection, unless the node has closed it or was restarted.
+            while self._idle:
+                channel = self._idle.pop()
+                if not channel.is_stale():
+                    return channel, time.monotonic() + self.timeout_seconds
+                channel.close()
+        # A new one.
+        try:
+            return self._open(), time.monotonic() + self.timeout_seconds
+        except PeerError as error:
+            self.failed(None, error)
+            return None
+
+    def _open(self) -> Channel:
+        deadline = time.monotonic() + self.timeout_seconds
+        channel = connect(self.address, deadline=deadline)
+        try:
+            authenticate(channel, self.key, deadline=deadline)
+        except BaseException:
+            channel.close()
+            raise
+        return channel
+
+    def release(self, channel: Channel) -> None:
+        """Return the connection after an exchange that was completed."""
+        with self._lock:
+            if len(self._idle) < IDLE_CONNECTIONS and not self._is_closed:
+                self._idle.append(channel)
+                return
+        channel.close()
+
+    def failed(self, channel: Channel | None, error: PeerError) -> None:
+        """Mark the node as down after a failed exchange. Warns the first time."""
+        with self._lock:
+            self.failures += 1
+            first = self.failures == 1
+            if not self.is_down:
+                self._retry_at = time.monotonic() + self.retry_seconds
+            idle, self._idle = self._idle, []
+        for old in [*idle, *([channel] if channel is not None else [])]:
+            old.close()
+        if first:
+            warnings.warn(
+                f"{self.name} of the partitioned cache ({self.address[0]}:{self.address[1]}): "
+                f"{error}. Its samples are read from the source until it answers",
+                stacklevel=2,
+            )
+
+    def _probe_if_due(self) -> None:
+        assert self._retry_at is not None
+        if self._is_probing or self._is_closed or time.monotonic() < self._retry_at:
+            return
+        try:
+            threading.Thread(target=self._probe, daemon=True).start()
+        except RuntimeError:  # no more threads, or the process is exiting
+            self._retry_at = time.monotonic() + self.retry_seconds
+        else:
+            self._is_probing = True
+
+    def _probe(self) -> None:
+        channel = None
+        try:
+            with contextlib.suppress(PeerError):
+                channel = self._open()
+        finally:
+            with self._lock:
+                self._is_probing = False
+                self._retry_at = (
+                    None if channel is not None else time.monotonic() + self.retry_seconds
+                )
+        if channel is not None:
+            self.release(channel)
+
+    def close(self) -> None:
+        """Hang up everything that is not in use."""
+        with self._lock:
+            self._is_closed = True
+            idle, self._idle = self._idle, []
+        for channel in idle:
+            channel.close()
+
+
+class Later:
+    """Stands for an entry that the owner wants to be requested again."""
+
+
+class Damaged:
+    """Stands for an entry whose bytes do not match its checksum."""
+
+
+def ask(channel: Channel, items: Sequence[int], *, deadline: float) -> None:
+    """Send a GET request for `items`."""
+    channel.send(
+        [REQUEST.pack(GET, len(items)), np.asarray(items, "<u8").tobytes()], deadline=deadline
+    )
+
+
+def receive_answer(
+    channel: Channel, items: Sequence[int], *, deadline: float, limits: PeerLimits
+) -> list[Entry | type[Later] | type[Damaged] | None]:
+    """Receive the answer to `ask`; every entry is verified. None stands for one that is absent.
+
+    Raises:
+        PeerTimeout: nothing came by `deadline`, or less than a megabyte per second afterwards.
+    """
+    # The states: one (state, bytes, checksum) per item, within the limits.
+    states = list(ENTRY.iter_unpack(channel.receive(ENTRY.size * len(items), deadline=deadline)))
+    total = 0
+    for i, (state, nbytes, _) in enumerate(states):
+        if state not in (ABSENT, PRESENT, DEFERRED) or (state == DEFERRED and not i):
+            raise ProtocolError("an answer that makes no sense")
+        total += nbytes if state == PRESENT else 0
+        if nbytes > limits.entry_bytes or total > max(limits.reply_bytes, limits.entry_bytes):
+            raise ProtocolError("an answer larger than the limits allow")
+    # The bytes of all that are present. While this node waited for another owner, this one could
+    # only fill the connection's buffers, so it gets a second at least.
+    buffers = [
+        np.empty(nbytes, np.uint8) if state == PRESENT else None for state, nbytes, _ in states
+    ]
+    deadline = max(deadline, time.monotonic() + LEAST_SECONDS) + total / SLOWEST_BYTES_PER_SECOND
+    channel.receive_into([buffer for buffer in buffers if buffer is not None], deadline=deadline)
+    answer: list[Entry | type[Later] | type[Damaged] | None] = []
+    for item, (state, _, digest), buffer in zip(items, states, buffers, strict=True):
+        if buffer is None:
+            answer.append(Later if state == DEFERRED else None)
+        else:
+            answer.append(buffer if checksum([buffer], item=item) == digest else Damaged)
+    return answer
+
+
+def offer(channel: Channel, entries: Sequence[tuple[int, bytes]], *, deadline: float) -> list[bool]:
+    """Send (item, entry) pairs to their owner; returns which of them it stored."""
+    offers = b"".join(
+        ENTRY.pack(item, len(entry), checksum([entry], item=item)) for item, entry in entries
+    )
+    channel.send([REQUEST.pack(OFFER, len(entries)), offers], deadline=deadline)
+    # The owner says which of them it wants, and gets only these.
+    wanted = channel.receive(len(entries), deadline=deadline)
+    payload: list[Any] = [entry for (_, entry), want in zip(entries, wanted, strict=True) if want]
+    deadline += sum(map(len, payload)) / SLOWEST_BYTES_PER_SECOND
+    channel.send(payload, deadline=deadline)
+    return [bool(stored) for stored in channel.receive(len(entries), deadline=deadline)]

@@ -1,5 +1,7 @@
-"""Fetches from other nodes what a loader without workers will ask for next, while the training
-process does something else.
+"""Prefetching from other nodes, for a loader without workers.
+
+The loader announces its next batches (`expect`); a thread fetches their entries while the training
+process does something else. Loaders with workers fetch ahead by themselves.
 """
 
 from __future__ import annotations
@@ -14,27 +16,16 @@ from lightning_topt.data.cache.sample_codec import Parts
 from lightning_topt.data.peers.client import PeerCounts, Peers
 
 
-class _Group:
-    """Items announced together, a batch: still to be fetched, on their way, or here."""
-
-    def __init__(self, items: Sequence[int]) -> None:
-        self.items = dict.fromkeys(items)
-        self.is_coming = self.is_here = False
-        self.entries: dict[int, Any] = {}
-
-    @property
-    def nbytes(self) -> int:
-        return sum(len(entry) for entry in self.entries.values())
-
-
 class PrefetchingPeers:
-    """`peers`, with a thread that fetches the items that were announced with `expect`, in their
-    order.
+    """`peers`, with a thread that fetches announced items in the order of `expect`.
 
-    Nothing is begun while `ahead_bytes` of entries are waiting. What was announced before a batch
-    that is asked for, and not asked for itself, is dropped. Items that were not announced, or whose
-    turn has not come, are fetched as they are asked for. Only the process that announces has a
-    thread. Picklable; raises ValueError for `ahead_bytes` that are not positive.
+    No fetch starts while `ahead_bytes` of entries are waiting. Announced items that are skipped, as
+    a later batch is requested, are dropped. Items that were not announced, or are not on their way
+    yet, are fetched when they are requested. Only the process that announces has a thread; it is
+    picklable.
+
+    Raises:
+        ValueError: `ahead_bytes` is not positive.
     """
 
     def __init__(self, peers: Peers, *, ahead_bytes: int) -> None:
@@ -48,7 +39,7 @@ class PrefetchingPeers:
         self._condition = threading.Condition()
         self._groups: deque[_Group] = deque()
         self._thread: threading.Thread | None = None
-        self.prefetched = 0  # entries that were here, or on their way, when they were asked for
+        self.prefetched = 0  # entries here, or on their way, when they were requested
 
     def __getstate__(self) -> dict[str, Any]:
         return {"peers": self.peers, "ahead_bytes": self.ahead_bytes}
@@ -67,16 +58,17 @@ class PrefetchingPeers:
         return self.peers.is_own(item)
 
     def push(self, item: int, parts: Parts) -> None:
-        """Give an entry to its owner, in the background."""
+        """Queue an entry for its owner, see `Peers.push`."""
         self.peers.push(item, parts)
 
     def flush(self) -> None:
-        """Wait for what was pushed."""
+        """Wait until pushed entries were sent, see `Peers.flush`."""
         self.peers.flush()
 
     def expect(self, items: Sequence[int]) -> None:
-        """Announce a batch, to be asked for after those announced before. This node's own items are
-        left out.
+        """Announce a batch, which comes after those announced before.
+
+        This node's own items are left out.
         """
         if self._process != os.getpid():  # forked: the thread is the parent's
             self._begin()
@@ -91,15 +83,16 @@ class PrefetchingPeers:
             self._condition.notify_all()
 
     def forget(self) -> None:
-        """Drop what was announced: something else will be asked for."""
+        """Drop all announcements: other items will be requested."""
         if self._process == os.getpid():
             with self._condition:
                 self._groups.clear()
                 self._condition.notify_all()
 
     def fetch(self, items: Sequence[int]) -> list[Any]:
-        """As `Peers.fetch`; what was prefetched costs no exchange, also where its owner turned out
-        to have none.
+        """Fetch entries as `Peers.fetch` does; prefetched ones cost no exchange.
+
+        That includes those which their owner does not have.
         """
         if self._process != os.getpid():
             return self.peers.fetch(items)
@@ -114,15 +107,17 @@ class PrefetchingPeers:
         return entries
 
     def _take(self, item: int) -> tuple[bool, Any]:
-        """Whether an announced item was looked for, and its entry; it is taken off the
-        announcements.
+        """Take an announced item: whether its owner was asked for it, and its entry.
+
+        It waits for a fetch that is on its way.
         """
         with self._condition:
             group = next((group for group in self._groups if item in group.items), None)
             if group is None:
                 return False, None
-            # An exchange ends by the time limits of its connections, so this does.
+            # This ends: an exchange has the time limits of its connections.
             self._condition.wait_for(lambda: not group.is_coming)
+            # Earlier groups were skipped.
             while self._groups and self._groups[0] is not group:
                 self._groups.popleft()
             group.items.pop(item, None)
@@ -133,7 +128,7 @@ class PrefetchingPeers:
             return group.is_here, group.entries.pop(item, None)
 
     def _next(self) -> _Group | None:
-        """The first group that may be fetched now."""
+        """Return the first group that may be fetched now."""
         if sum(group.nbytes for group in self._groups) >= self.ahead_bytes:
             return None
         return next((group for group in self._groups if not group.is_here), None)
@@ -148,6 +143,7 @@ class PrefetchingPeers:
                     return
                 group.is_coming = True
                 items = list(group.items)
+            # Without the lock: others may announce and take meanwhile.
             entries: list[Any] = []
             try:
                 entries = self.peers.fetch(items)
@@ -159,7 +155,7 @@ class PrefetchingPeers:
                     self._condition.notify_all()
 
     def close(self) -> None:
-        """Finish what was pushed, end the thread and hang up. Used again, it begins again."""
+        """Finish the pushes, end the thread and hang up. Used again, it starts again."""
         if self._process == os.getpid():
             with self._condition:
                 thread, self._thread = self._thread, None
@@ -168,3 +164,16 @@ class PrefetchingPeers:
             if thread is not None:
                 thread.join(timeout=self.peers.timeout_seconds)
         self.peers.close()
+
+
+class _Group:
+    """The items of one announced batch: to be fetched, on their way, or here."""
+
+    def __init__(self, items: Sequence[int]) -> None:
+        self.items = dict.fromkeys(items)
+        self.is_coming = self.is_here = False
+        self.entries: dict[int, Any] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(len(entry) for entry in self.entries.values())

@@ -1,60 +1,94 @@
-"""The protocol says what nodes of a partitioned cache say to each other, byte by byte
-(little-endian), and what that may cost.
+"""The wire protocol between the nodes of a partitioned cache, and the connections that carry it.
 
-    server -> client   MAGIC, 32 random bytes
-    client -> server   32 random bytes, proof    both prove that they know the run's secret, by
-    server -> client   proof                     HMAC-SHA256 of all random bytes, before anything
-                                                 else is read or answered
+All numbers are little-endian. A conversation starts with a mutual proof (HMAC-SHA256 over both
+nonces) that both ends know the run's secret; nothing else is read or answered before it.
+
+    server -> client   MAGIC, nonce (32 random bytes)
+    client -> server   nonce (32 random bytes), proof
+    server -> client   proof
+
+Then the client sends requests, any number of them:
 
     GET    count, then the numbers of so many items
            -> per item: state, bytes, checksum; then the bytes of all that are PRESENT
-    OFFER  count, then so many (number, bytes, checksum)
+    OFFER  count, then so many (item, bytes, checksum)
            -> a byte per item: wanted or not; <- the bytes of those wanted; -> a byte per item:
            stored or not
 
 The data's fingerprint is part of the proof: nodes with other data or another transform refuse each
 other. Nothing is unpickled, nothing is evaluated. What follows the proofs is neither encrypted nor
-signed: whoever can read or change the packets of the cluster's network sees or damages samples
-(damaged ones are found by their checksum unless that was the intention).
+signed: whoever can read or change the packets of the cluster's network can read or damage samples.
+Accidental damage is found by the checksums.
+
+This module is also for the server's process, so it does without torch.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import hmac
 import os
+import select
+import socket
 import struct
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from lightning_topt.data.peers.peer_channel import Channel, PeerError, PeerLost, ProtocolError
-
+# Sizes and layouts of messages.
 MAGIC = b"toptpeer1"
 NONCE_BYTES = PROOF_BYTES = 32
 LEAST_SECRET_BYTES = 16
 REQUEST = struct.Struct("<II")  # GET or OFFER, number of items
 ENTRY = struct.Struct("<QQQ")  # GET's answer: state, bytes, checksum. OFFER: item, bytes, checksum
 GET, OFFER = 1, 2
-ABSENT, PRESENT, DEFERRED = 0, 1, 2  # deferred: too much for one answer, to be asked for again
-SLOWEST_BYTES_PER_SECOND = 1e6  # what a transfer's time limit grows by
+ABSENT, PRESENT, DEFERRED = 0, 1, 2  # deferred: too much for one answer, request it again
+SLOWEST_BYTES_PER_SECOND = 1e6  # a transfer gets one second more for so many bytes
+
+_MOST_BUFFERS = 512  # buffers per system call; Linux takes 1024
+_CORK = getattr(socket, "TCP_CORK", None)
+
+
+class PeerError(ConnectionError):
+    """A conversation with another node failed."""
+
+
+class PeerTimeout(PeerError):
+    """An operation did not end by its deadline."""
+
+
+class PeerLost(PeerError):
+    """The other end hung up or cannot be reached."""
 
 
 class PeerRefused(PeerError):
     """The other end has another secret or other data."""
 
 
+class ProtocolError(PeerError):
+    """A message arrived that the protocol does not allow there."""
+
+
+class FileBroken(PeerError):
+    """A file that was to be sent cannot be read."""
+
+
 @dataclass(frozen=True)
 class PeerLimits:
-    """`PeerLimits` say what a conversation may cost, in bytes and seconds; the same on all nodes.
+    """Limits of a conversation, in bytes and seconds; the same on all nodes.
 
-    - ``entry_bytes``: the largest entry; larger ones stay on the node that reads them from the
-      source;
-    - ``reply_bytes``: of one answer, unless its first entry alone is larger;
-    - ``items``, ``offers``: of one request;
-    - ``connections``, and besides ``strangers``, who have not proved yet that they know the secret:
-      open at a time;
-    - ``proof_seconds``: until then;
-    - ``request_seconds``: for a request or answer, and one more second per megabyte;
-      ``idle_seconds``: between requests.
+    Args:
+        entry_bytes: of the largest entry; larger ones are not shared between nodes.
+        reply_bytes: of one answer, unless its first entry alone is larger.
+        items: of one GET.
+        offers: of one OFFER.
+        connections: open at a time, of clients that have proved that they know the secret.
+        newcomers: open at a time besides, that have not proved it yet.
+        proof_seconds: for the proof.
+        request_seconds: for a request or answer, and one more second per megabyte.
+        idle_seconds: between requests.
     """
 
     entry_bytes: int = 1 << 28
@@ -62,7 +96,7 @@ class PeerLimits:
     items: int = 1024
     offers: int = 64
     connections: int = 2048
-    strangers: int = 512
+    newcomers: int = 512
     proof_seconds: float = 5.0
     request_seconds: float = 30.0
     idle_seconds: float = 600.0
@@ -74,58 +108,31 @@ class PeerLimits:
 
 
 def run_key(secret: bytes, *, fingerprint: str, num_items: int) -> bytes:
-    """Return what proofs are made with, (32,) bytes. Raises ValueError for a short secret."""
+    """Derive the key of the proofs, 32 bytes, from the run's secret and the data.
+
+    Raises:
+        ValueError: the secret is too short.
+    """
     if len(secret) < LEAST_SECRET_BYTES:
         raise ValueError(
             f"the run's secret has at least {LEAST_SECRET_BYTES} bytes, for example "
-            "secrets.token_bytes(32) made by one rank "
-            "and given to all"
+            "secrets.token_bytes(32) made by one rank and given to all"
         )
     return hmac.digest(
         secret, MAGIC + hashlib.sha256(f"{num_items} {fingerprint}".encode()).digest(), "sha256"
     )
 
 
-def _proof(key: bytes, role: bytes, server_nonce: bytes, client_nonce: bytes) -> bytes:
-    """Another one for each role: what one end says cannot be sent back to it."""
-    return hmac.digest(key, MAGIC + role + server_nonce + client_nonce, "sha256")
+def authenticate(channel: Channel, key: bytes, *, deadline: float) -> None:
+    """Do the client's side of the handshake.
 
-
-class Welcome:
-    """The server's part of the beginning, without waiting: the few bytes that are sent have room in
-    any new connection.
-    """
-
-    def __init__(self, channel: Channel, key: bytes) -> None:
-        self.channel, self._key, self._nonce, self._answer = (
-            channel,
-            key,
-            os.urandom(NONCE_BYTES),
-            bytearray(),
-        )
-        channel.send([MAGIC + self._nonce], deadline=0)
-
-    def go_on(self) -> bool:
-        """Return whether the other end has proved that it knows the key, after what came. Raises
-        PeerRefused where it does not.
-        """
-        self._answer += self.channel.receive_some(NONCE_BYTES + PROOF_BYTES - len(self._answer))
-        if len(self._answer) < NONCE_BYTES + PROOF_BYTES:
-            return False
-        client_nonce, proof = bytes(self._answer[:NONCE_BYTES]), bytes(self._answer[NONCE_BYTES:])
-        if not hmac.compare_digest(proof, _proof(self._key, b"client", self._nonce, client_nonce)):
-            raise PeerRefused("a stranger")
-        self.channel.send([_proof(self._key, b"server", self._nonce, client_nonce)], deadline=0)
-        return True
-
-
-def introduce(channel: Channel, key: bytes, *, deadline: float) -> None:
-    """Do the client's part. Raises PeerRefused where either end finds that the other does not know
-    the key.
+    Raises:
+        PeerRefused: one end found that the other does not know the key.
     """
     hello = bytes(channel.receive(len(MAGIC) + NONCE_BYTES, deadline=deadline))
     if hello[: len(MAGIC)] != MAGIC:
         raise ProtocolError("something else listens there, or another version")
+    # Prove first, then verify the server's proof.
     client_nonce, server_nonce = os.urandom(NONCE_BYTES), hello[len(MAGIC) :]
     channel.send(
         [client_nonce, _proof(key, b"client", server_nonce, client_nonce)], deadline=deadline
@@ -136,3 +143,196 @@ def introduce(channel: Channel, key: bytes, *, deadline: float) -> None:
         raise PeerRefused("it has another secret or other data") from error
     if not hmac.compare_digest(proof, _proof(key, b"server", server_nonce, client_nonce)):
         raise PeerRefused("it does not know the run's secret")
+
+
+class ServerHandshake:
+    """The server's side of the handshake, which never waits.
+
+    The few bytes that it sends fit into the buffer of any new connection.
+    """
+
+    def __init__(self, channel: Channel, key: bytes) -> None:
+        self.channel, self._key = channel, key
+        self._nonce, self._answer = os.urandom(NONCE_BYTES), bytearray()
+        channel.send([MAGIC + self._nonce], deadline=0)
+
+    def receive_proof(self) -> bool:
+        """Read what has arrived, and return whether the client has proved that it knows the key.
+
+        Raises:
+            PeerRefused: the proof is wrong.
+        """
+        self._answer += self.channel.receive_some(NONCE_BYTES + PROOF_BYTES - len(self._answer))
+        if len(self._answer) < NONCE_BYTES + PROOF_BYTES:
+            return False
+        # Verify the client's proof, then prove the same to it.
+        client_nonce, proof = bytes(self._answer[:NONCE_BYTES]), bytes(self._answer[NONCE_BYTES:])
+        if not hmac.compare_digest(proof, _proof(self._key, b"client", self._nonce, client_nonce)):
+            raise PeerRefused("a stranger")
+        self.channel.send([_proof(self._key, b"server", self._nonce, client_nonce)], deadline=0)
+        return True
+
+
+def _proof(key: bytes, role: bytes, server_nonce: bytes, client_nonce: bytes) -> bytes:
+    """Prove that one knows the key; each role has its own proof, so none can be replayed."""
+    return hmac.digest(key, MAGIC + role + server_nonce + client_nonce, "sha256")
+
+
+def connect(address: tuple[str, int], *, deadline: float) -> Channel:
+    """Connect to a listening node.
+
+    Raises:
+        PeerLost: it cannot be reached.
+    """
+    connection = None
+    try:
+        connection = socket.create_connection(
+            address, timeout=max(0.001, deadline - time.monotonic())
+        )
+        return Channel(connection)
+    except OSError as error:
+        if connection is not None:
+            connection.close()
+        raise PeerLost(f"{address[0]}:{address[1]} cannot be reached: {error}") from error
+
+
+def own_address(*, towards: str) -> str:
+    """Return the address of this machine's interface that leads to `towards`; nothing is sent.
+
+    Args:
+        towards: host name or address of another node.
+
+    Raises:
+        ValueError: no interface leads there.
+    """
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[
+            0
+        ]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(target)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ValueError(
+            f"no interface leads to {towards}: {error}; name another node's address"
+        ) from error
+
+
+class Channel:
+    """A TCP connection whose every operation ends by a deadline; owns `connection`.
+
+    All that waits raises PeerTimeout at `deadline` (of `time.monotonic`), and PeerLost when the
+    other end hangs up.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # requests are small
+        self._socket = connection
+        self._readable, self._writable = select.poll(), select.poll()
+        self._readable.register(connection, select.POLLIN)
+        self._writable.register(connection, select.POLLOUT)
+
+    def close(self) -> None:
+        """Hang up. Calling it again does nothing."""
+        self._socket.close()
+
+    def fileno(self) -> int:
+        """Return the descriptor, for select."""
+        return self._socket.fileno()
+
+    def is_stale(self) -> bool:
+        """Return whether an idle connection has something to read: its end, or unexpected data."""
+        return bool(self._readable.poll(0))
+
+    def cork(self, on: bool) -> None:
+        """Collect what is sent into full packets until corking is switched off again."""
+        if _CORK is not None:
+            try:
+                self._socket.setsockopt(socket.IPPROTO_TCP, _CORK, int(on))
+            except OSError as error:
+                raise PeerLost(f"the connection is broken: {error}") from error
+
+    def send(self, buffers: Sequence[Any], *, deadline: float) -> None:
+        """Send all bytes of the buffers."""
+        views, first = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)], 0
+        while first < len(views):
+            try:
+                count = self._socket.sendmsg(views[first : first + _MOST_BUFFERS])
+            except BlockingIOError:
+                self._wait(self._writable, deadline)
+                continue
+            except OSError as error:
+                raise PeerLost(f"the connection is broken: {error}") from error
+            first = _advance(views, first, count)
+
+    def send_file(self, descriptor: int, *, offset: int, nbytes: int, deadline: float) -> None:
+        """Send a part of a file with sendfile, without reading it here.
+
+        Raises:
+            FileBroken: the file is shorter, or cannot be read.
+        """
+        while nbytes:
+            try:
+                count = os.sendfile(self._socket.fileno(), descriptor, offset, nbytes)
+            except BlockingIOError:
+                self._wait(self._writable, deadline)
+                continue
+            except OSError as error:
+                if error.errno == errno.EIO:
+                    raise FileBroken(str(error)) from error
+                raise PeerLost(f"the connection is broken: {error}") from error
+            if not count:
+                raise FileBroken("the file is shorter than its index says")
+            offset, nbytes = offset + count, nbytes - count
+
+    def receive(self, nbytes: int, *, deadline: float) -> bytearray:
+        """Receive exactly `nbytes` bytes."""
+        data = bytearray(nbytes)
+        self.receive_into([data], deadline=deadline)
+        return data
+
+    def receive_some(self, most: int) -> bytes:
+        """Return up to `most` bytes of what has arrived, without waiting."""
+        try:
+            data = self._socket.recv(most)
+        except BlockingIOError:
+            return b""
+        except OSError as error:
+            raise PeerLost(f"the connection is broken: {error}") from error
+        if not data:
+            raise PeerLost("the other end hung up")
+        return data
+
+    def receive_into(self, buffers: Sequence[Any], *, deadline: float) -> None:
+        """Fill all writable buffers, one after the other."""
+        views, first = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)], 0
+        while first < len(views):
+            try:
+                count = self._socket.recvmsg_into(views[first : first + _MOST_BUFFERS])[0]
+            except BlockingIOError:
+                self._wait(self._readable, deadline)
+                continue
+            except OSError as error:
+                raise PeerLost(f"the connection is broken: {error}") from error
+            if not count:
+                raise PeerLost("the other end hung up")
+            first = _advance(views, first, count)
+
+    def _wait(self, poll: select.poll, deadline: float) -> None:
+        left = deadline - time.monotonic()
+        if left <= 0 or not poll.poll(left * 1000):
+            raise PeerTimeout("no answer in time")
+
+
+def _advance(views: list[memoryview], first: int, count: int) -> int:
+    """Skip `count` bytes from buffer `first` on; returns the first buffer that is not done.
+
+    A buffer that is half done is cut.
+    """
+    while first < len(views) and count >= len(views[first]):
+        count -= len(views[first])
+        first += 1
+    if count:
+        views[first] = views[first][count:]
+    return first

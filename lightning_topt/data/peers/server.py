@@ -1,4 +1,7 @@
-"""Starts the process in which a node gives its entries to the others, see `service`."""
+"""Starts the process that serves a node's entries to the other nodes, see `service`.
+
+It is a module of its own: the process that serves imports as little as possible.
+"""
 
 from __future__ import annotations
 
@@ -23,19 +26,21 @@ END_SECONDS = 5.0
 
 
 class PeerServer:
-    """Serves `stores` (the fastest first, all of one cache) from a process of its own until `close`
-    or this process' end.
+    """Serves `stores` (the fastest first, all of one cache) from a process of its own.
+
+    The process ends with `close`, or when this process ends. `address` is what clients need.
 
     Args:
         stores: as this process has them open.
-        host: the address of this node's interface to the others; nothing else is listened on. See
-            `channel.own_address`.
+        host: address of this node's interface to the others, the only one that is listened on. See
+            `protocol.own_address`.
         secret: of the run, at least 16 random bytes, the same on all nodes.
         fingerprint: of the data; clients with another one are refused.
-        port: 0: any free one.
+        port: to listen on; 0: any free one.
 
-    `address` is what clients need. Raises ValueError for an address that is none of this machine or
-    means all of its interfaces, and RuntimeError where the process does not start.
+    Raises:
+        ValueError: the address is not of this machine, or means all of its interfaces.
+        RuntimeError: the process does not start.
     """
 
     def __init__(
@@ -55,6 +60,7 @@ class PeerServer:
                 "a peer server serves the stores of one cache: all of the same number of items, "
                 "one at least"
             )
+        # All that the process needs, as plain data; the stores' files are inherited.
         settings = {
             "host": host,
             "port": port,
@@ -84,7 +90,7 @@ class PeerServer:
         return self.process.poll() is None
 
     def close(self) -> None:
-        """End the process. Twice is once."""
+        """End the process. Calling it again does nothing."""
         self._finalizer()
 
 
@@ -105,8 +111,9 @@ def _check_host(host: str) -> None:
 
 
 def _started(process: subprocess.Popen[bytes], settings: dict[str, Any]) -> int:
-    """Wait for the port."""
+    """Wait until the process listens; returns the port."""
     assert process.stdout is not None
+    # It prints one line of JSON: the port, or an error.
     poll, deadline, line = select.poll(), time.monotonic() + STARTUP_SECONDS, b""
     poll.register(process.stdout, select.POLLIN)
     while not line.endswith(b"\n"):
@@ -130,7 +137,7 @@ def _started(process: subprocess.Popen[bytes], settings: dict[str, Any]) -> int:
 
 def _end(process: subprocess.Popen[bytes], owner: int) -> None:
     if os.getpid() != owner:
-        return
+        return  # in a forked process
     close_pipes(process)
     try:
         process.wait(timeout=END_SECONDS)

@@ -1,1 +1,1 @@
-"""The wait for data is measured and modelled: what it is made of, and what would shorten it."""
+"""The wait for data: measured, predicted for other set-ups, and reported."""

@@ -1,4 +1,11 @@
-"""Loops that are watched from their loader, and loaders made to be watched."""
+"""Timing a training loop from its loader, and loaders like the user's to be timed.
+
+    watched = Watched(loader, seconds=6.0)
+    train(watched)              # any loop that iterates over `watched`
+    watched.times()             # LoopTimes: seconds per batch, of the wait for it, of cores
+
+Nothing of the loop itself is changed: the loader's iterator sees when batches are requested.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +24,16 @@ PAGE_BYTES = 4096
 
 
 class LoopTimes(NamedTuple):
-    """Means per batch of a steady loop: all of it, of that waiting for the batch, and seconds of
-    cores.
+    """Means per batch of a loop in steady state, in seconds.
 
-    `core_seconds` are those of the training process, `worker_core_seconds` those of its child
-    processes, `other_core_seconds` those of everything else on the machine, the kernel's work for
-    the network among it.
+    Args:
+        batches: number of batches measured.
+        batch_seconds: of the whole iteration, by the clock.
+        wait_seconds: of these, waiting for the batch.
+        core_seconds: core time of the training process.
+        worker_core_seconds: core time of its child processes.
+        other_core_seconds: core time of everything else on the machine, including the kernel's work
+            for the network.
     """
 
     batches: int
@@ -34,11 +45,16 @@ class LoopTimes(NamedTuple):
 
 
 class Watched:
-    """Batches of an iterable, for `seconds`, but at least `least` and at most `most` of them after
-    the first `skip`.
+    """Batches of an iterable, timed while a loop takes them.
 
-    It is one epoch of whatever loop iterates it; `times` afterwards. `used` counts the batches
-    handed out.
+    Args:
+        batches: what the loop iterates over; one epoch of it.
+        seconds: how long to measure, after the first `skip` batches.
+        skip: batches before the steady state.
+        least: batches measured at least, however long they take.
+        most: batches measured at most.
+
+    `used` counts the batches handed out; `times` is valid after the loop.
     """
 
     def __init__(
@@ -50,26 +66,22 @@ class Watched:
         least: int = 4,
         most: int = MOST_BATCHES,
     ) -> None:
-        self.batches, self.seconds, self.skip, self.least, self.most = (
-            batches,
-            seconds,
-            skip,
-            least,
-            most,
-        )
+        self.batches, self.seconds = batches, seconds
+        self.skip, self.least, self.most = skip, least, most
         self.used = 0
         self._waits: list[float] = []
-        self._marks: list[
-            tuple[float, float, float, float]
-        ] = []  # clock; cores: this process's, its children's, others'
+        # Clock, and core seconds of this process, its children and all others.
+        self._marks: list[tuple[float, float, float, float]] = []
 
     def __len__(self) -> int:
-        """One more than there are: a loop that counts must ask once more, which ends the
-        measurement.
+        """One more than there are batches.
+
+        A loop that counts must then request one more, and that request ends the measurement.
         """
         return self.skip + self.most + 1
 
     def __iter__(self) -> Iterator[Any]:
+        # The steady state is between two marks: after `skip` batches, and at the end.
         iterator = iter(self.batches)
         self._waits, self._marks, self.used = [], [], 0
         started = inf
@@ -96,12 +108,16 @@ class Watched:
         )
 
     def times(self) -> LoopTimes:
-        """Return the times of the batches after the first `skip`."""
+        """Return the times of the batches after the first `skip`.
+
+        Raises:
+            ValueError: the loop took too few batches.
+        """
         if len(self._marks) < 2 or self.used <= self.skip:
             raise ValueError(
                 f"the loop took {self.used} batches; stalls are measured after the first "
-                f"{self.skip}: "
-                "let it train on all that it is given, on more samples or in smaller batches"
+                f"{self.skip}: let it train on all that it is given, on more samples or in smaller "
+                "batches"
             )
         count = self.used - self.skip
         wall, own, children, others = (
@@ -113,6 +129,7 @@ class Watched:
 
 
 def _children_core_seconds() -> float:
+    # Workers of workers included; a child may end while it is being asked.
     total = 0.0
     for child in psutil.Process().children(recursive=True):
         try:
@@ -124,7 +141,7 @@ def _children_core_seconds() -> float:
 
 
 def _machine_core_seconds() -> float:
-    """Return the core seconds that all cores of the machine were at work since it started."""
+    # Of all cores, since the machine started.
     times = psutil.cpu_times()
     return float(
         sum(getattr(times, name, 0.0) for name in ("user", "nice", "system", "irq", "softirq"))
@@ -132,7 +149,7 @@ def _machine_core_seconds() -> float:
 
 
 def touch(batch: Any) -> None:
-    """Read something of every page of a batch's tensors, as a step does when it begins."""
+    """Read a byte of every memory page of a batch's tensors, as the start of a step does."""
     if isinstance(batch, Tensor):
         if batch.device.type == "cpu" and batch.layout == torch.strided and batch.numel():
             batch.reshape(-1)[:: max(1, PAGE_BYTES // batch.element_size())].clone()
@@ -145,8 +162,10 @@ def touch(batch: Any) -> None:
 
 
 def check_loader(loader: Any) -> None:
-    """Raise ValueError for what cannot be measured with a cache: no DataLoader, or no map-style
-    data set.
+    """Check that the loader is a DataLoader over a map-style data set, which can be cached.
+
+    Raises:
+        ValueError: it is something else.
     """
     if not isinstance(loader, DataLoader):
         raise ValueError(
@@ -161,8 +180,9 @@ def check_loader(loader: Any) -> None:
 
 
 def samples_per_batch(loader: DataLoader[Any]) -> int:
-    """Return the size of the loader's batches, of its first one where they differ; 1 where the data
-    set makes them.
+    """Return the loader's batch size; 1 where the data set itself makes the batches.
+
+    Where the sizes differ, it is that of the first batch.
     """
     if loader.batch_size is not None:
         return loader.batch_size
@@ -174,9 +194,11 @@ def samples_per_batch(loader: DataLoader[Any]) -> int:
 def loader_over(
     loader: DataLoader[Any], items: Sequence[int], *, num_workers: int
 ) -> DataLoader[Any]:
-    """Return a loader like `loader` over given items, in their order, in batches of its size (a
-    last incomplete one left out).
+    """Make a loader like `loader` over the given items, in their order.
+
+    Batches have its size; a last incomplete one is left out.
     """
+    # Either a sampler and a batch size, or a batch sampler, or neither: samples are batches then.
     size = samples_per_batch(loader)
     batches: dict[str, Any] = {"batch_size": loader.batch_size, "sampler": list(items)}
     if loader.batch_size is not None:
@@ -203,5 +225,5 @@ def loader_over(
 
 
 def makes_batches(loader: DataLoader[Any]) -> bool:
-    """Return whether samples are collated; else each of them is a batch."""
+    """Return whether the loader collates samples; else each sample is a batch."""
     return loader.batch_sampler is not None

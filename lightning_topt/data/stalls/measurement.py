@@ -1,49 +1,66 @@
-"""The differential measurement of a loop's data: the same loop on batches that are there, on the
-source, and on a cache.
+"""Measures what a loop waits for: the same loop on ready batches, on the source, and on a cache.
+
+    synthetic   batches that are in memory already           the step alone
+    cold        items not read before, from the source       everything
+    cached      items in a cache of prepared samples         all but fetching and preparing
 
 DS-Analyzer (arXiv 2007.06775, section 3.3) needs an edited script, and root to drop the page cache.
-Here `train` is the user's own loop (`topt stalls`: a Trainer) and takes whatever batches it is
-given; what a sample costs is seen from outside, by the clock, the time of the cores and the
-counters of bytes that arrived.
+Here `train` is the user's own loop (`topt stalls`: a Trainer), and trains on whatever batches it
+gets. The costs of a sample are seen from outside: the clock, core time, and the counters of bytes
+that arrived. From them `model` predicts other set-ups.
+
+`measure_stalls` comes first, then its runs, then the probes of the source, the link and the disk.
 """
 
 from __future__ import annotations
 
+import math
+import multiprocessing
 import os
-from collections.abc import Callable, Sequence
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import cycle
 from math import inf
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 from torch.utils.data import DataLoader
 
 from lightning_topt.basics.argument_checks import check_size
-from lightning_topt.data.stalls.advice import Stalls, split_stalls
+from lightning_topt.data.apart import Failed, run_apart
 from lightning_topt.data.stalls.loop import (
     LoopTimes,
     Watched,
     check_loader,
     loader_over,
+    makes_batches,
     samples_per_batch,
     touch,
 )
-from lightning_topt.data.stalls.model import batch_seconds
-from lightning_topt.data.stalls.probes import (
-    WARMUP_SAMPLES,
-    SourceProbe,
-    fit_link,
-    probe_source,
-    read_rate,
-)
-from lightning_topt.data.stalls.stall_costs import SetUp, StallCosts
+from lightning_topt.data.stalls.model import SetUp, StallCosts, Stalls, batch_seconds, split_stalls
 
 LEAST_BATCHES = 8
-_MOST_PROBES = 400
-_REPLAYED = 4  # batches
-_LEAST_BUSY = 1.2  # cores, below which nothing is learnt about contention
-Train = Callable[[Watched], None]  # the user's loop: trains on every batch that it is given
+_MOST_PROBES = 400  # samples
+_REPLAYED = 4  # batches of the synthetic run
+_LEAST_BUSY = 1.2  # cores; with fewer at work there is no contention to see
+
+
+# The probes of the source, the link and the disk.
+WARMUP_SAMPLES = 3  # they connect to the source
+_LEAST_SPREAD = 0.1  # standard deviation / mean of the samples' bytes, to tell a rate by
+_SURE = 3.0  # standard deviations; by less, larger samples may be slower by chance
+_DISK_TEST_BYTES = 1 << 26
+_DISK_READS = 256
+_COLLATIONS = 7
+_MOST_KEPT = 64  # samples, to be collated
+_PATIENCE_SECONDS = 300.0
+
+Train = Callable[[Watched], None]  # the user's loop, trains on every batch that it gets
 
 
 class CacheUnderTest(Protocol):
@@ -52,24 +69,25 @@ class CacheUnderTest(Protocol):
     def loader_over(
         self, loader: DataLoader[Any], items: Sequence[int], *, num_workers: int
     ) -> DataLoader[Any]:
-        """Return what the function of that name makes, its samples from the cache where they are
-        there and stored where not.
+        """Make the same as `stalls.loop.loader_over`, with the cache in front of the data set.
+
+        Samples come from the cache where they are there, and are stored where not.
         """
 
     def entry_bytes(self) -> float:
-        """Return the mean size of what is stored."""
+        """Return the mean size of the stored samples."""
 
 
 @dataclass(frozen=True)
 class MeasurementOptions:
-    """`MeasurementOptions` say how much to measure.
+    """How much to measure.
 
-    - ``seconds``: of each run; the whole takes about eight times as long;
-    - ``memory_bytes``: room of the cached run's cache, a number or text (``"1GiB"``);
-    - ``link_bytes_per_second``: where known; None: told from samples of different sizes, if they
-      differ;
-    - ``cores``: of this loop; None: those that this process may use;
-    - ``seed``: of the items that are read.
+    Args:
+        seconds: of each run; the whole measurement takes about eight times as long.
+        memory_bytes: size of the cached run's cache, a number or text (``"1GiB"``).
+        link_bytes_per_second: if known; None: estimated from samples of different sizes.
+        cores: for this loop; None: those that this process may use.
+        seed: for the choice of the items that are read.
     """
 
     seconds: float = 6.0
@@ -88,8 +106,9 @@ class MeasurementOptions:
 
 @dataclass(frozen=True)
 class StallMeasurement:
-    """A `StallMeasurement` holds what was measured on `setup`: the three runs, in times per batch,
-    and the costs that the model takes from there.
+    """Result of a measurement on `setup`: times per batch of the three runs, and the costs.
+
+    `costs` are the input of the model.
     """
 
     costs: StallCosts
@@ -111,8 +130,9 @@ class StallMeasurement:
 
     @property
     def model_errors(self) -> dict[str, float]:
-        """The model's throughput against that of the runs it was made from (0.05: 5 % too high): a
-        check of both.
+        """Relative error of the model on the runs that it was made from (0.05: 5 % too fast).
+
+        A large error says that the measurement or the model is wrong.
         """
         cached = replace(self.setup, memory_share=1.0)
         return {
@@ -144,12 +164,20 @@ def measure_stalls(
     directory: str,
     options: MeasurementOptions,
 ) -> StallMeasurement:
-    """Measure `loader` under `train`: a new item for every sample of the cold runs, as long as
-    there are any.
+    """Measure `loader` under `train`, each sample of the cold runs a new item while there are any.
 
-    `directory` is where a cache on disk would be. A local source that the machine's page cache
-    holds is measured as that. Raises ValueError for what cannot be cached (no DataLoader, no
-    map-style data set), and for less than 8 batches.
+    A local source that the machine's page cache holds is measured as that.
+
+    Args:
+        loader: of the training data.
+        train: the user's loop.
+        cache: for the cached run, empty.
+        directory: where a cache on disk would be.
+        options: how much to measure.
+
+    Raises:
+        ValueError: it cannot be cached (no DataLoader, no map-style data set), or the data set has
+            less than 8 batches.
     """
     check_loader(loader)
     return _Measurement(loader, train, cache, options).run(directory)
@@ -163,7 +191,7 @@ class _Items:
         self.used = 0
 
     def rest(self, *, at_least: int) -> list[int]:
-        """Return those not used yet; all of them again where fewer than `at_least` are left."""
+        """Return the unused items; all of them again where fewer than `at_least` are left."""
         if len(self.order) - self.used < at_least:
             self.used = 0
         return self.order[self.used :]
@@ -184,23 +212,28 @@ class _Measurement:
         if len(self.items.order) < LEAST_BATCHES * self.batch_size:
             raise ValueError(
                 f"stalls are measured on at least {LEAST_BATCHES} batches; this data set has "
-                f"{len(self.items.order)} "
-                f"samples, a batch {self.batch_size}: choose a smaller batch size"
+                f"{len(self.items.order)} samples, a batch {self.batch_size}: choose a smaller "
+                "batch size"
             )
 
     def run(self, directory: str) -> StallMeasurement:
-        """Do all runs, in an order in which none finds the source's items read before (as far as
-        there are enough).
+        """Do all runs, and derive the costs.
+
+        Their order lets no run find its items read before, as far as there are enough items.
         """
         workers, seconds = self.loader.num_workers, self.options.seconds
+        # The source alone, then the loop on batches that are there.
         probes, batches = self._probe()
         synthetic = self._loop(Watched(cycle(batches), seconds))
+        # Cold: one worker without the loop, all cores busy, and the user's number of workers.
         alone_cold, _ = self._cold(1, self._drain)
         crowded, used = self._cold(max(1, self.cores), self._loop)
         cold, used = (crowded, used) if workers == self.cores else self._cold(workers, self._loop)
+        # Cached: the loop, and the loader alone without and with a worker.
         kept = self._fill(used)
         cached = self._loop(self._over(kept, workers))
         alone, beside = (self._drain(self._over(kept, count)) for count in (0, 1))
+        # Costs: differences between these runs.
         hit_seconds = alone.core_seconds / self.batch_size
         _, link = fit_link(probes.samples, rate=self.options.link_bytes_per_second)
         source_bytes = float(np.mean([probe.source_bytes for probe in probes.samples]))
@@ -231,8 +264,9 @@ class _Measurement:
         return StallMeasurement(costs, setup, synthetic, cold, cached)
 
     def _probe(self) -> tuple[SourceProbe, list[Any]]:
-        """Costs of reading and collating alone, and a few batches. Not in this process, whose
-        children start anew.
+        """Measure reading and collating alone, and keep a few batches for the synthetic run.
+
+        This happens in another process; its children start without open connections.
         """
         count = max(_MOST_PROBES, 2 * self.batch_size)
         items = self.items.rest(at_least=count)[:count]
@@ -242,9 +276,7 @@ class _Measurement:
         return probes, list(batches)
 
     def _over(self, items: Sequence[int], workers: int, *, cached: bool = True) -> Watched:
-        """The loader over items, watched in its steady part: not while its queues fill or run
-        empty.
-        """
+        """Watch the loader over `items` in steady state, without start and end of its queues."""
         ahead = workers * (self.loader.prefetch_factor or 2)
         make = self.cache.loader_over if cached else loader_over
         loader = make(self.loader, items, num_workers=workers)
@@ -260,19 +292,19 @@ class _Measurement:
     def _cold(
         self, workers: int, run: Callable[[Watched], LoopTimes]
     ) -> tuple[LoopTimes, list[int]]:
-        """The loop, or the loader alone, on items that were not read before, and these."""
+        """Run on items that were not read before; returns these too."""
         items = self.items.rest(at_least=(16 + 8 * workers) * self.batch_size)
         watched = self._over(items, workers, cached=False)
         times = run(watched)
         taken = min(len(items), watched.used * self.batch_size)
-        # read and not trained on
+        # Prefetched and not trained on: these count as read.
         ahead = workers * ((self.loader.prefetch_factor or 2) + 1) * self.batch_size
         self.items.used += min(len(items), taken + ahead)
         return times, items[:taken]
 
     def _fill(self, items: Sequence[int]) -> list[int]:
-        """Put items into the cache, as many as it has room for; those."""
-        # forked ones would share this process's connections
+        """Store items in the cache, as many as there is room for, and return them."""
+        # Not in this process: workers forked later would share the connections that it opens.
         workers = self.cores if self.loader.num_workers else 0
         first = list(items[: max(self.batch_size, 16)])
         for _ in self.cache.loader_over(self.loader, first, num_workers=workers):
@@ -281,8 +313,7 @@ class _Measurement:
         if room < LEAST_BATCHES * self.batch_size:
             raise ValueError(
                 f"memory_bytes={self.options.memory_bytes} holds {room} samples, less than "
-                f"{LEAST_BATCHES} batches of "
-                f"{self.batch_size}: raise it for the measurement"
+                f"{LEAST_BATCHES} batches of {self.batch_size}: raise it for the measurement"
             )
         kept = list(items[:room])
         for _ in self.cache.loader_over(self.loader, kept, num_workers=workers):
@@ -290,8 +321,9 @@ class _Measurement:
         return kept
 
     def _drain(self, watched: Watched) -> LoopTimes:
-        """The loader alone, as fast as it goes, and each batch looked at: memory that a worker sent
-        is mapped by then.
+        """Time the loader alone, as fast as it goes.
+
+        Each batch is touched: the memory that a worker sent is mapped by then.
         """
         watched.seconds = min(watched.seconds, 3.0)
         for batch in watched:
@@ -300,9 +332,7 @@ class _Measurement:
 
 
 class SampleCosts(NamedTuple):
-    """`SampleCosts` are those of a sample from the source, in seconds: waited for, of a core, and
-    of cores that others used meanwhile.
-    """
+    """Seconds of one sample from the source: of waiting, of a core, of other processes."""
 
     wait_seconds: float
     core_seconds: float
@@ -312,11 +342,10 @@ class SampleCosts(NamedTuple):
 def sample_costs(
     cold: LoopTimes, idle: LoopTimes, batch_size: int, worker_seconds: float
 ) -> SampleCosts:
-    """Return the costs of a sample, measured on one worker that does nothing but read the source;
-    `worker_seconds` is what a batch takes it besides its samples.
+    """Return the costs of a sample, from one worker that does nothing but read the source.
 
-    What others did in the same time of the `idle` loop, which reads nothing, has nothing to do with
-    the samples.
+    `worker_seconds` is the worker's time per batch besides its samples. The rest of the machine is
+    also busy in the `idle` loop, which reads nothing; that part is subtracted.
     """
     wait = max(0.0, cold.batch_seconds - cold.worker_core_seconds)
     others = (
@@ -329,8 +358,9 @@ def sample_costs(
 
 
 def contention(costs: StallCosts, crowded: LoopTimes, *, cores: int) -> float:
-    """Return how much longer the work of a cold loop with a worker per core takes its cores than
-    the same work does alone.
+    """Return how much longer the work takes when every core has a worker.
+
+    It is the core time of the `crowded` cold loop over that of the same work alone.
     """
     alone = costs.batch_size * costs.miss_seconds
     alone += costs.worker_seconds + costs.receive_seconds + costs.step_core_seconds
@@ -339,3 +369,169 @@ def contention(costs: StallCosts, crowded: LoopTimes, *, cores: int) -> float:
     if cores == 1 or busy < _LEAST_BUSY:
         return 1.0
     return 1 + max(0.0, taken / alone - 1) * (cores - 1) / (busy - 1)
+
+
+class SampleProbe(NamedTuple):
+    """One sample read alone.
+
+    Args:
+        seconds: by the clock.
+        core_seconds: core time.
+        source_bytes: that came from a network or a disk meanwhile.
+    """
+
+    seconds: float
+    core_seconds: float
+    source_bytes: float
+
+    @property
+    def wait_seconds(self) -> float:
+        """Seconds by the clock without a core at work."""
+        return max(0.0, self.seconds - self.core_seconds)
+
+
+class SourceProbe(NamedTuple):
+    """Costs of reading samples and collating batches, in a process that does only that."""
+
+    samples: list[SampleProbe]
+    collate_seconds: float  # per batch
+
+
+def probe_source(loader: DataLoader[Any], items: Sequence[int], *, seconds: float) -> SourceProbe:
+    """Read items for `seconds` in a new process and time them.
+
+    Connections that a data set opens must not exist in this process when workers fork.
+
+    Raises:
+        RuntimeError: reading fails (with the traceback), the process ends, or no sample comes
+            within 5 minutes.
+    """
+    context: Any = loader.multiprocessing_context or multiprocessing.get_context()
+    patience = _PATIENCE_SECONDS + seconds
+    result = run_apart(
+        _probe,
+        loader,
+        items,
+        seconds,
+        context=context,
+        timeout_seconds=patience,
+        doing="reading samples",
+    )
+    if isinstance(result, Failed):
+        raise RuntimeError(f"reading samples failed:\n{result.trace}")
+    return result  # type: ignore[no-any-return]
+
+
+def _probe(loader: DataLoader[Any], items: Sequence[int], seconds: float) -> SourceProbe:
+    dataset: Any = loader.dataset
+    probes, samples = probe_samples(dataset.__getitem__, items, seconds=seconds)
+    size = samples_per_batch(loader)
+    group = (samples * math.ceil(size / len(samples)))[:size]
+    whole = group if makes_batches(loader) else group[0]
+    times = []
+    for _ in range(_COLLATIONS):
+        start = time.perf_counter()
+        loader.collate_fn(whole)
+        times.append(time.perf_counter() - start)
+    return SourceProbe(probes, statistics.median(times))
+
+
+def probe_samples(
+    read: Callable[[int], Any],
+    items: Iterable[int],
+    *,
+    seconds: float,
+    warmup: int = WARMUP_SAMPLES,
+) -> tuple[list[SampleProbe], list[Any]]:
+    """Read items one by one for at most `seconds`.
+
+    Returns the probes without the first `warmup`, and the last samples.
+    """
+    probes: list[SampleProbe] = []
+    samples: list[Any] = []
+    end = time.perf_counter() + seconds
+    for item in items:
+        received = _received_bytes()
+        start, core = time.perf_counter(), time.process_time()
+        sample = read(item)
+        probe = SampleProbe(
+            time.perf_counter() - start, time.process_time() - core, _received_bytes() - received
+        )
+        probes.append(probe)
+        samples = [*samples[-_MOST_KEPT:], sample]
+        if time.perf_counter() > end and len(probes) > warmup:
+            break
+    return probes[warmup:], samples
+
+
+def _received_bytes() -> int:
+    """Return the bytes received so far: by the busiest network device, plus those read from disks.
+
+    A packet passes several devices on its way into a container, so only one device counts. The
+    disk's are those of this process. 0 where the system does not tell.
+    """
+    devices, disk = Path("/proc/self/net/dev"), Path("/proc/self/io")
+    if not devices.exists():
+        return 0
+    network = max(
+        int(line.split(":")[1].split()[0]) for line in devices.read_text().splitlines()[2:]
+    )
+    words = disk.read_text().split() if disk.exists() else []
+    return network + (int(words[words.index("read_bytes:") + 1]) if "read_bytes:" in words else 0)
+
+
+def fit_link(probes: Sequence[SampleProbe], *, rate: float | None = None) -> tuple[float, float]:
+    """Fit wait = latency + bytes / rate; returns latency (seconds) and rate (bytes per second).
+
+    The slope is Theil and Sen's (median over all pairs), so that a few disturbed samples do not
+    count. The mean wait is kept. `rate`: if known. Where the sizes say nothing about the rate, it
+    is infinite, and the whole wait is latency.
+    """
+    waits = np.array([probe.wait_seconds for probe in probes])
+    sizes = np.array([probe.source_bytes for probe in probes])
+    slope = _slope(sizes, waits) if rate is None else 1 / rate
+    transfer = slope * float(sizes.mean())
+    if transfer <= 0:
+        return float(waits.mean()), inf
+    return max(0.0, float(waits.mean()) - transfer), 1 / slope
+
+
+def _slope(sizes: npt.NDArray[np.float64], waits: npt.NDArray[np.float64]) -> float:
+    if len(sizes) < 8 or sizes.mean() <= 0 or sizes.std() < _LEAST_SPREAD * sizes.mean():
+        return 0.0
+    count = len(sizes)
+    first, second = np.triu_indices(count, 1)
+    more_bytes, more_wait = sizes[second] - sizes[first], waits[second] - waits[first]
+    # Do larger samples take longer, beyond chance? Kendall's S has a known variance.
+    ordered = float((np.sign(more_bytes) * np.sign(more_wait)).sum())
+    if ordered < _SURE * math.sqrt(count * (count - 1) * (2 * count + 5) / 18):
+        return 0.0
+    apart = np.abs(more_bytes) > 0.1 * sizes.std()
+    return max(0.0, float(np.median(more_wait[apart] / more_bytes[apart])))
+
+
+def read_rate(directory: str | Path, *, entry_bytes: float) -> float:
+    """Measure random reads of `entry_bytes` past the page cache, in bytes per second.
+
+    It is infinite where the system cannot drop pages.
+    """
+    if not hasattr(os, "posix_fadvise"):
+        return inf
+    folder = Path(directory).expanduser()
+    folder.mkdir(parents=True, exist_ok=True)
+    size = int(min(max(1, entry_bytes), _DISK_TEST_BYTES))
+    with tempfile.TemporaryFile(dir=folder) as file:
+        block = os.urandom(1 << 20)
+        for _ in range(_DISK_TEST_BYTES >> 20):
+            file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        places = (
+            np.random.default_rng(0).permutation(_DISK_TEST_BYTES // size)[:_DISK_READS].tolist()
+        )
+        # Random order, so that the kernel reads nothing ahead.
+        start = time.perf_counter()
+        for place in places:
+            os.pread(file.fileno(), size, place * size)
+        return len(places) * size / (time.perf_counter() - start)

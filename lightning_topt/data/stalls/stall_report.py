@@ -1,5 +1,6 @@
-"""A stall measurement for people: what the wait is made of and what would remove it, as a table and
-as a picture.
+"""A stall measurement for people: what the wait consists of and what would remove it.
+
+`print_report` prints tables and advice (rich), `save_png` draws the same (matplotlib).
 """
 
 from __future__ import annotations
@@ -16,9 +17,15 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_topt.basics.units import format_bytes, format_seconds
-from lightning_topt.data.stalls.advice import NEARLY, Stalls, WhatIf, best_num_workers, least_cache
 from lightning_topt.data.stalls.measurement import StallMeasurement
-from lightning_topt.data.stalls.model import samples_per_second
+from lightning_topt.data.stalls.model import (
+    NEARLY,
+    Stalls,
+    WhatIf,
+    best_num_workers,
+    least_cache,
+    samples_per_second,
+)
 
 _PARTS = (  # name, attribute of Stalls, colour (Okabe and Ito's), what removes it
     ("step", "step_seconds", "#0072B2", "a faster accelerator"),
@@ -27,15 +34,16 @@ _PARTS = (  # name, attribute of Stalls, colour (Okabe and Ito's), what removes 
     ("loading", "loading_seconds", "#CC79A7", "another number of workers (see below)"),
 )
 _INK, _FAINT = "#1f2430", "#5b6472"
-_CURVE = 21  # points
-_FAR_OFF = 0.10  # of the model on the runs it was made from
+_CURVE = 21  # points of the curve of throughput by cache size
+_FAR_OFF = 0.10  # error of the model on its own runs, from which on it is mentioned
 
 
 def print_report(
     measurement: StallMeasurement, rows: Sequence[WhatIf], *, console: Console
 ) -> None:
-    """Print the parts of the wait, the costs behind them, and what would follow from changes
-    (`what_if`).
+    """Print the parts of the wait, the costs behind them, the predictions and the advice.
+
+    `rows` are those of `what_if`.
     """
     console.print(_parts_table(measurement))
     console.print(_costs_line(measurement), highlight=False)
@@ -85,8 +93,7 @@ def _costs_line(measurement: StallMeasurement) -> str:
         f"a sample: {format_bytes(c.source_bytes)} from the source "
         f"({format_seconds(c.latency_seconds)} latency, {rate}), "
         f"{format_seconds(c.prepare_seconds)} of a core; from the cache "
-        f"{format_bytes(c.entry_bytes)}, "
-        f"{format_seconds(c.hit_seconds)} of a core"
+        f"{format_bytes(c.entry_bytes)}, {format_seconds(c.hit_seconds)} of a core"
     )
 
 
@@ -104,10 +111,13 @@ def _what_if_table(rows: Sequence[WhatIf]) -> Table:
 
 
 def advice(measurement: StallMeasurement) -> list[str]:
-    """Return sentences: the least cache worth having, the best number of workers, and how far to
-    trust the model.
+    """Return sentences of advice.
+
+    They give the least cache worth having, the best number of workers, and how far to trust the
+    model.
     """
     costs, setup = measurement.costs, measurement.setup
+    # The cache, the workers, and a warning where the model does not fit.
     share = least_cache(costs, setup)
     needed, whole = share * costs.entry_bytes * costs.num_items, costs.entry_bytes * costs.num_items
     if share == 0:
@@ -115,9 +125,8 @@ def advice(measurement: StallMeasurement) -> list[str]:
     else:
         sentences = [
             f"The least cache worth having is {format_bytes(needed)} ({100 * share:.0f} % of the "
-            "data set's "
-            f"{format_bytes(whole)}): with all of it in memory the loop would be at most "
-            f"{100 * NEARLY:.0f} % faster."
+            f"data set's {format_bytes(whole)}): with all of it in memory the loop would be at "
+            f"most {100 * NEARLY:.0f} % faster."
         ]
     best = best_num_workers(costs, setup)
     warm = best_num_workers(costs, replace(setup, memory_share=1.0))
@@ -129,8 +138,8 @@ def advice(measurement: StallMeasurement) -> list[str]:
     if off > _FAR_OFF:
         sentences.append(
             "Take the predictions with care: on the measured runs themselves the model is off by "
-            f"{100 * off:.0f} % "
-            "(other work on this machine, or too short a measurement: raise seconds)."
+            f"{100 * off:.0f} % (other work on this machine, or too short a measurement: raise "
+            "seconds)."
         )
     return sentences
 
@@ -138,8 +147,9 @@ def advice(measurement: StallMeasurement) -> list[str]:
 def save_png(
     path: str | Path, measurement: StallMeasurement, rows: Sequence[WhatIf], *, title: str = ""
 ) -> None:
-    """Draw the parts of a batch's time, the throughput over the size of the cache, and the
-    predictions `rows`.
+    """Draw the parts of a batch's time, the throughput by cache size, and the predictions.
+
+    `rows` are those of `what_if`.
     """
     figure = Figure(figsize=(11, 7), dpi=140, facecolor="white", layout="constrained")
     grid = figure.add_gridspec(2, 2, height_ratios=(1, 4))
@@ -152,6 +162,7 @@ def save_png(
 
 
 def _draw_parts(axes: Axes, stalls: Stalls, title: str) -> None:
+    # One horizontal bar, its parts side by side.
     left = 0.0
     for name, attribute, colour, _ in _PARTS:
         seconds = max(0.0, getattr(stalls, attribute))
@@ -162,7 +173,16 @@ def _draw_parts(axes: Axes, stalls: Stalls, title: str) -> None:
         left += seconds
     axes.set_yticks([])
     axes.set_xlabel("ms per batch", color=_FAINT)
-    axes.set_title(f"{100 * stalls.fraction:.0f} % of training waits for data: {title}", **_title())
+    title_style: dict[str, Any] = {
+        "loc": "left",
+        "color": _INK,
+        "fontsize": 12,
+        "fontweight": "bold",
+        "parse_math": False,
+    }
+    axes.set_title(
+        f"{100 * stalls.fraction:.0f} % of training waits for data: {title}", **title_style
+    )
     axes.legend(
         loc="lower left",
         bbox_to_anchor=(0, -0.95),
@@ -174,6 +194,7 @@ def _draw_parts(axes: Axes, stalls: Stalls, title: str) -> None:
 
 
 def _draw_curve(axes: Axes, measurement: StallMeasurement) -> None:
+    # The prediction as a line, the two measured runs as points, the step alone as the limit.
     costs, setup = measurement.costs, measurement.setup
     shares = [i / (_CURVE - 1) for i in range(_CURVE)]
     speeds = [samples_per_second(costs, replace(setup, memory_share=share)) for share in shares]
@@ -212,10 +233,6 @@ def _draw_rows(axes: Axes, rows: Sequence[WhatIf]) -> None:
     axes.set_yticks(list(places), names, fontsize=7.5)
     axes.set_xlabel("samples/s, predicted")
     _plain(axes)
-
-
-def _title() -> dict[str, Any]:
-    return {"loc": "left", "color": _INK, "fontsize": 12, "fontweight": "bold", "parse_math": False}
 
 
 def _plain(axes: Axes) -> None:

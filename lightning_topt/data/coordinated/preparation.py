@@ -1,5 +1,8 @@
-"""The processes of a job that prepare batches: for all jobs, told by the coordinator what to do
-next.
+"""Preparation of batches: the same bits in every process, by the worker processes of one job.
+
+SeededBatches   the index lists of an epoch, from a sampler, a seed and the epoch's number
+Preparation     one batch: samples, augmentation and collating, seeded by (seed, epoch, batch)
+Workers         the processes of a job, which prepare what the coordinator assigns to them
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import _utils
 
 from lightning_topt.data.cache import sample_codec
+from lightning_topt.data.cache.determinism import restored_random_states
 from lightning_topt.data.coordinated.coordinator_link import (
     Connection,
     CoordinatorLost,
@@ -30,21 +34,52 @@ from lightning_topt.data.coordinated.coordinator_link import (
 )
 from lightning_topt.data.coordinated.ledger import Position
 
-# how often an idle worker looks whether its job is alive; the coordinator tells it sooner
-LOOK_SECONDS = 5.0
-# for a worker to finish its batch when its job closes the loader; as in torch's DataLoader
-END_SECONDS = 5.0
-EPOCHS_KEPT = 4  # lists of batches: jobs are rarely further apart
+LOOK_SECONDS = 5.0  # how often an idle worker checks that its job lives; the coordinator is faster
+END_SECONDS = 5.0  # for a worker to finish its batch at the end; as in torch's DataLoader
+EPOCHS_KEPT = 4  # lists of batches; jobs are rarely further apart
+SAMPLERS_INSIDE = 8  # depth of nested samplers
 Batches = Callable[[int], Sequence[Sequence[Any]]]
 
 
-class Preparation:
-    """A `Preparation` says how batch `batch` of epoch `epoch` comes to be: the same bits in every
-    process.
+class SeededBatches:
+    """`batches(epoch)` from a batch sampler, decided by nothing but `seed` and `epoch`.
 
-    `batches(epoch)` lists the indices of each batch. Random augmentation draws from Python's,
-    NumPy's and torch's global generators, which are seeded from (seed, epoch, batch): call it in a
-    process of its own.
+    While it draws, the global generators of torch, NumPy and Python are seeded (and restored). So
+    are the generators of the sampler and of the samplers inside it. ``set_epoch`` is called where
+    there is one.
+    """
+
+    def __init__(self, batch_sampler: Any, *, seed: int) -> None:
+        self.batch_sampler, self.seed = batch_sampler, seed
+
+    def __call__(self, epoch: int) -> list[list[Any]]:
+        """Return the index lists of that epoch's batches."""
+        words = np.random.SeedSequence([self.seed, epoch]).generate_state(4)
+        torch_seed = int(words[0]) << 32 | int(words[1])
+        # The sampler, and those inside it.
+        sampler = self.batch_sampler
+        for _ in range(SAMPLERS_INSIDE):
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
+            if isinstance(getattr(sampler, "generator", None), torch.Generator):
+                sampler.generator.manual_seed(torch_seed)
+            sampler = getattr(sampler, "sampler", None)
+        with restored_random_states():
+            torch.default_generator.manual_seed(torch_seed)
+            np.random.seed(words[2])
+            random.seed(int(words[3]))
+            return [list(indices) for indices in self.batch_sampler]
+
+
+class Preparation:
+    """How batch `batch` of epoch `epoch` is made: the same bits in every process.
+
+    Random augmentation draws from the global generators of Python, NumPy and torch. They are seeded
+    from (seed, epoch, batch) and not restored: call it in a process of its own.
+
+    Args:
+        batches: returns the index lists of an epoch's batches.
+        collate_fn: makes a batch of a list of samples.
     """
 
     def __init__(
@@ -54,7 +89,7 @@ class Preparation:
         self._lists: dict[int, tuple[Sequence[Sequence[Any]], str]] = {}
 
     def epoch(self, epoch: int) -> tuple[Sequence[Sequence[Any]], str]:
-        """Return the index lists of an epoch, and a digest of them."""
+        """Return the index lists of an epoch, and their digest."""
         if epoch not in self._lists:
             lists = self.batches(epoch)
             if len(self._lists) >= EPOCHS_KEPT:
@@ -63,7 +98,8 @@ class Preparation:
         return self._lists[epoch]
 
     def prepare(self, epoch: int, batch: int) -> Any:
-        """Return the batch."""
+        """Make the batch."""
+        # Three generators with independent seeds from one sequence.
         indices = self.epoch(epoch)[0][batch]
         state = np.random.SeedSequence([self.seed, epoch, batch]).generate_state(4)
         random.seed(int(state[0]))
@@ -74,9 +110,24 @@ class Preparation:
         return self.collate_fn([self.dataset[index] for index in indices])
 
 
+def _digest(lists: Sequence[Sequence[Any]]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for indices in lists:
+        array = np.asarray(indices)
+        # Indices other than integers (tuples, names) are distinguished by their repr.
+        data = (
+            array.astype("<i8").tobytes()
+            if array.dtype.kind in "iu" and array.ndim == 1
+            else repr(indices).encode()
+        )
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.hexdigest()
+
+
 class EpochAlone(torch.utils.data.Dataset[Any]):
-    """One epoch as a dataset of whole batches: what a DataLoader prepares when there is nobody to
-    share with.
+    """One epoch as a dataset of whole batches, for a DataLoader.
+
+    It serves when there is no coordinator.
     """
 
     def __init__(self, preparation: Preparation, *, epoch: int) -> None:
@@ -86,23 +137,8 @@ class EpochAlone(torch.utils.data.Dataset[Any]):
         return self.preparation.prepare(self.epoch, batch)
 
 
-class Place(NamedTuple):
-    """The place of a worker says which of how many it is, where it reports, and the process that it
-    belongs to.
-    """
-
-    number: int
-    workers: int
-    address: str
-    hello: Message
-    timeout_seconds: float
-    parent: int | None
-
-
 class Workers:
-    """The `count` processes of one job that prepare batches until its connection or they are
-    closed.
-    """
+    """The `count` processes of one job that prepare batches, until they are closed."""
 
     def __init__(
         self,
@@ -131,8 +167,9 @@ class Workers:
             self._processes.append(process)
 
     def waitables(self) -> list[Any]:
-        """Return what becomes ready when a worker failed or died, for
-        `multiprocessing.connection.wait`.
+        """Return what becomes ready when a worker failed or died.
+
+        It is for `multiprocessing.connection.wait`.
         """
         return [
             *self._pipes,
@@ -140,7 +177,11 @@ class Workers:
         ]
 
     def check(self) -> None:
-        """Collect what failed into `errors`. Raises RuntimeError when a worker was killed."""
+        """Collect the exceptions of failed batches into `errors`.
+
+        Raises:
+            RuntimeError: a worker was killed.
+        """
         for pipe in list(self._pipes):
             try:
                 while pipe.poll():
@@ -152,16 +193,19 @@ class Workers:
             if process.exitcode:
                 raise RuntimeError(
                     f"a process that prepares batches (pid {process.pid}) ended with exit code "
-                    f"{process.exitcode}; "
-                    "-9 is often the system's answer to too little memory"
+                    f"{process.exitcode}; -9 is often the system's answer to too little memory"
                 )
 
     def are_alive(self) -> bool:
-        """Return whether any is alive."""
+        """Return whether any worker is alive."""
         return any(process.is_alive() for process in self._processes)
 
     def close(self, *, at_once: bool = False) -> None:
-        """End them; call it after the job's connection is closed, which tells them to."""
+        """End the workers.
+
+        Close the job's connection first: workers end when the coordinator drops them.
+        """
+        # Wait, then terminate, then kill.
         deadline = time.monotonic() + (0 if at_once else END_SECONDS)
         for process in self._processes:
             process.join(max(0, deadline - time.monotonic()))
@@ -173,24 +217,25 @@ class Workers:
             pipe.close()
 
 
-def _digest(lists: Sequence[Sequence[Any]]) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for indices in lists:
-        array = np.asarray(indices)
-        # Other indices than integers (tuples, names) are told apart by how they print.
-        data = (
-            array.astype("<i8").tobytes()
-            if array.dtype.kind in "iu" and array.ndim == 1
-            else repr(indices).encode()
-        )
-        digest.update(len(data).to_bytes(8, "little") + data)
-    return digest.hexdigest()
+class Place(NamedTuple):
+    """A worker's place: its number of how many, the coordinator, and its job.
+
+    `parent` is the job's process id where that forked the worker, else None.
+    """
+
+    number: int
+    workers: int
+    address: str
+    hello: Message
+    timeout_seconds: float
+    parent: int | None
 
 
 def _work(
     preparation: Preparation, place: Place, init: Callable[[int], None] | None, errors: Pipe
 ) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the job gets it too, and ends its workers
+    # The start of a worker, as in torch's DataLoader. Ctrl-C is the job's, which ends its workers.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     # get_worker_info() works as in a DataLoader's worker.
     _utils.worker._worker_info = _utils.worker.WorkerInfo(
@@ -202,7 +247,7 @@ def _work(
     if init is not None:
         init(place.number)
     hello = {**place.hello, "role": "worker"}
-    with contextlib.suppress(CoordinatorLost):  # its job sees that too, and goes on alone
+    with contextlib.suppress(CoordinatorLost):  # its job sees that too, and continues alone
         connection, answer = join(
             place.address, hello, timeout_seconds=place.timeout_seconds, may_start=False
         )
@@ -211,10 +256,10 @@ def _work(
 
 
 def _lives(parent: int | None) -> bool:
-    """Return whether the job lives: its process `parent`, None where it did not fork this one.
+    """Return whether the job is alive.
 
-    A fork server's processes have another parent, and forked ones keep open what multiprocessing
-    tells the end of a job by.
+    A fork server's processes have another parent. Forked ones keep open the pipe by which
+    multiprocessing detects the end of the job, so for them `parent` is the job's process.
     """
     if parent is not None:
         return os.getppid() == parent
@@ -225,6 +270,7 @@ def _lives(parent: int | None) -> bool:
 def _serve(
     preparation: Preparation, connection: Connection, errors: Pipe, parent: int | None
 ) -> None:
+    """Prepare what the coordinator assigns, until it or the job is gone."""
     connection.send({"type": "ready"})
     while _lives(parent):
         received = connection.receive(timeout_seconds=LOOK_SECONDS)
@@ -252,7 +298,6 @@ def _prepared_file(preparation: Preparation, position: Position, digest: str) ->
     if preparation.epoch(position[0])[1] != digest:
         raise ValueError(
             f"the list of batches of epoch {position[0]} is another one in a worker process: it "
-            "must depend on the seed and "
-            "the epoch only"
+            "must depend on the seed and the epoch only"
         )
     return memory_file(sample_codec.encode(preparation.prepare(*position)))

@@ -1,1 +1,0 @@
-"""Loaders that go on where they were, look ahead, and choose their own workers."""

@@ -33,7 +33,7 @@ from benchmarks.common import RESULTS, JobFailed, machine, mib, run_gpt
 from benchmarks.lab import Lab, end_on_signals
 from benchmarks.lab_nodes import LabError
 from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
-from lightning_topt.plan.presets import PRESETS
+from lightning_topt.plan.plan_values import PRESETS
 
 ROOM = "64GiB"  # kept by every plan; freed memory is given back, as under any limit
 SHARES = (0.1, 0.4, 1.0)  # of the way from the smallest plan to the largest

@@ -17,7 +17,7 @@ from lightning_topt.communication import FP16, Dense, GradientMethod, TopK
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import OpConfig, Placement, Replicate, Shard, Storage
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan
-from lightning_topt.plan.presets import PRESETS
+from lightning_topt.plan.plan_values import PRESETS
 from lightning_topt.techniques.tensor_parallel.split_layouts import layout_axes
 
 ALL = ("attention", "perceptron", "rest")

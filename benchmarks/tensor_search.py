@@ -47,7 +47,7 @@ def measure(layers: int, devices: int, name: str, samples: int, steps: int) -> d
     from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace  # noqa: PLC0415
 
     try:
-        from lightning_topt.plan.search_request import SearchRequest  # noqa: PLC0415
+        from lightning_topt.plan.plan_search import SearchRequest  # noqa: PLC0415
     except ModuleNotFoundError:  # where checkouts from before that file have it
         from lightning_topt.plan.plan_search import SearchRequest  # type: ignore[no-redef]  # noqa: PLC0415
 

@@ -31,12 +31,16 @@ from lightning_topt.basics.units import format_bytes, format_duration, format_mo
 from lightning_topt.cli.several_clusters import as_hydra_reads
 from lightning_topt.cli.what_if import WhatIf, read_searches, search_all
 from lightning_topt.graph.mesh_axes import data_mesh
-from lightning_topt.plan.choose_scenario import choose_estimate, default_objective
 from lightning_topt.plan.plan_frontier import PlanPoint
-from lightning_topt.plan.plan_search import search_plans
+from lightning_topt.plan.plan_search import SearchRequest, search_plans
 from lightning_topt.plan.scenario_report import plan_in_words
-from lightning_topt.plan.scenarios import Estimate, ModelFacts, estimate
-from lightning_topt.plan.search_request import SearchRequest
+from lightning_topt.plan.scenarios import (
+    Estimate,
+    ModelFacts,
+    choose_estimate,
+    default_objective,
+    estimate,
+)
 
 
 @dataclass(frozen=True)

@@ -21,22 +21,21 @@ from lightning_topt.basics.argument_checks import check_real
 from lightning_topt.cli.what_if import WhatIf, read_searches, search_all
 from lightning_topt.costs.plain_values import parse_json, read_text
 from lightning_topt.costs.sizes import parameter_bytes
-from lightning_topt.plan.advice_bottleneck import advise_bottleneck
-from lightning_topt.plan.advice_data import MeasuredStalls, advise_data
-from lightning_topt.plan.advice_exchange import (
+from lightning_topt.plan.advice import (
+    Advice,
+    advise_batch,
     advise_bounded_loss,
     advise_compression,
+    advise_devices,
     advise_servers,
+    save_advice,
 )
-from lightning_topt.plan.advice_page import Advice, save_advice
-from lightning_topt.plan.advice_scale import advise_batch, advise_devices
+from lightning_topt.plan.advice_bottlenecks import MeasuredStalls, advise_bottleneck, advise_data
 from lightning_topt.plan.choose import fitting_points
 from lightning_topt.plan.plan_frontier import PlanPoint
-from lightning_topt.plan.plan_search import search_plans
+from lightning_topt.plan.plan_search import SearchRequest, search_plans
 from lightning_topt.plan.scenario_report import plan_in_words
-from lightning_topt.plan.scenario_search import Found, of_microbatches
-from lightning_topt.plan.scenarios import Scenario
-from lightning_topt.plan.search_request import SearchRequest
+from lightning_topt.plan.scenarios import Found, Scenario, of_microbatches
 from lightning_topt.plugins.allowed_exchanges import AllowedExchanges
 from lightning_topt.plugins.plan_request import PlanRequest
 

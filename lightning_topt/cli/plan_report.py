@@ -9,12 +9,16 @@ from typing import Any
 from rich.console import Console
 
 from lightning_topt.cli.searched_pipelines import drawn_step
-from lightning_topt.plan.explanation_report import print_explanation, print_stages, whole_sentences
-from lightning_topt.plan.plan_explanation import explain_plan, unsplit_operators
-from lightning_topt.plan.report import print_table, save_html, save_png
-from lightning_topt.plan.schedule_report import print_schedule, save_schedule_png
-from lightning_topt.plan.search_request import SearchRequest
-from lightning_topt.plan.stage_explanation import explain_stages
+from lightning_topt.plan.explanation import explain_plan, explain_stages, unsplit_operators
+from lightning_topt.plan.frontier_report import print_table, save_html, save_png
+from lightning_topt.plan.plan_report import (
+    print_explanation,
+    print_schedule,
+    print_stages,
+    save_schedule_png,
+    whole_sentences,
+)
+from lightning_topt.plan.plan_search import SearchRequest
 from lightning_topt.plugins.planning import Planning
 
 

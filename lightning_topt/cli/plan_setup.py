@@ -26,8 +26,7 @@ from lightning_topt.costs.compute import KernelKey
 from lightning_topt.costs.measurements import Measurements
 from lightning_topt.costs.optimizer import OptimizerProfile, read_optimizer
 from lightning_topt.graph.meta_build import build_on_meta
-from lightning_topt.plan.plan_search import local_graphs
-from lightning_topt.plan.search_request import SearchRequest
+from lightning_topt.plan.plan_search import SearchRequest, local_graphs
 from lightning_topt.plugins.allowed_exchanges import steps_of_fit
 from lightning_topt.plugins.auto_parallel import AutoParallelStrategy
 from lightning_topt.plugins.plan_request import PlanRequest

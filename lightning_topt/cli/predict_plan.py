@@ -21,10 +21,10 @@ from lightning_topt.costs.accuracy import sentence_of
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.optimizer import OptimizerProfile, read_optimizer
 from lightning_topt.graph.meta_build import build_on_meta
-from lightning_topt.plan.explanation_report import print_explanation, print_stages
+from lightning_topt.plan.explanation import PricedPlan, price_plan
 from lightning_topt.plan.parallel_plan import ParallelPlan
-from lightning_topt.plan.priced_plan import PricedPlan, price_plan
-from lightning_topt.plan.search_request import SearchRequest
+from lightning_topt.plan.plan_report import print_explanation, print_stages
+from lightning_topt.plan.plan_search import SearchRequest
 from lightning_topt.plugins.given_plans import MeshPlan, PipelinePlan, UniformPlan
 from lightning_topt.plugins.planning import make_fake_optimizers
 from lightning_topt.plugins.read_options import read_plan_option

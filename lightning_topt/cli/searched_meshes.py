@@ -16,8 +16,7 @@ from lightning_topt.cli.searched_pipelines import SearchedPipelines
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.plan.parallel_plan import PlanError
 from lightning_topt.plan.plan_frontier import PlanFrontier
-from lightning_topt.plan.plan_search import why_unsplit
-from lightning_topt.plan.search_request import SearchRequest
+from lightning_topt.plan.plan_search import SearchRequest, why_unsplit
 from lightning_topt.plugins.given_plans import MeshPlan, PipelinePlan
 from lightning_topt.plugins.plan_request import PlanRequest
 from lightning_topt.plugins.read_options import read_device_counts, read_mesh

@@ -14,11 +14,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_topt.basics.argument_checks import check_choice, check_whole
 from lightning_topt.cli.example_step import ExampleStep
-from lightning_topt.plan.continuous_plans import StaleWeights
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
-from lightning_topt.plan.pipeline_search import PipelineRequest
-from lightning_topt.plan.search_request import SearchRequest, stage_blocks
-from lightning_topt.plan.staged_step import step_of_plan
+from lightning_topt.plan.pipeline_search import PipelineRequest, StaleWeights
+from lightning_topt.plan.plan_search import SearchRequest, stage_blocks
+from lightning_topt.plan.stage_simulation import step_of_plan
 from lightning_topt.plugins.given_plans import PipelinePlan
 from lightning_topt.plugins.own_batches import why_no_pipeline
 from lightning_topt.plugins.pipeline_look import why_left_out

@@ -28,18 +28,21 @@ from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.communication import check_world_size
 from lightning_topt.graph.no_trace import no_collection
 from lightning_topt.plan.choose import OBJECTIVES, NoPlanFitsError
-from lightning_topt.plan.choose_scenario import (
+from lightning_topt.plan.plan_search import SearchRequest
+from lightning_topt.plan.scenario_report import print_scenarios, save_scenarios
+from lightning_topt.plan.scenarios import (
     SCENARIO_OBJECTIVES,
+    Found,
     Limits,
+    Scenario,
+    Work,
     check_asked,
     choose_estimate,
     default_objective,
+    of_microbatches,
+    search_scenario,
     unpriced,
 )
-from lightning_topt.plan.scenario_report import print_scenarios, save_scenarios
-from lightning_topt.plan.scenario_search import Found, of_microbatches, search_scenario
-from lightning_topt.plan.scenarios import Scenario, Work
-from lightning_topt.plan.search_request import SearchRequest
 from lightning_topt.plugins.plan_request import PlanRequest
 from lightning_topt.plugins.planning import Planning
 

@@ -1,14 +1,16 @@
-"""PlanCosts -> ChainTable: the blocks of a model as a chain, for one configuration of the block
-``""`` around them.
+"""`PlanCosts` as a `ChainTable`: the blocks of a model as a chain, to be searched.
 
-A block's bytes in each phase (see `costs.lifetimes`) become a few numbers: what is there all the
-step, what while later blocks run forward and while they run backward, what before and after these,
-and the peaks while it runs. What it has in phases of other blocks above these (a buffer that the
-next block still needs) is charged to the block that runs then, at the most that any configuration
-has. Buffers of sharded blocks live until the next sharded block: blocks with whole gradients
-between them are charged the largest (`Choices.between`). So the table is an upper bound of what
-blocks keep, and equal to it where they do not differ in that; plans that are found are evaluated by
-`PlanCosts` again.
+The block ``""`` around them has one configuration (`Chain.root`). A block's bytes in each phase
+(see `costs.lifetimes`) become a few numbers: what is there all the step, what while later blocks
+run forward and while they run backward, what before and after these, and the peaks while it runs.
+
+- What a block has above these in phases of other blocks (a buffer that the next block still needs)
+  is charged to the block that runs then, at the most of any configuration (`Choices.beside`).
+- Buffers of sharded blocks live until the next sharded block: blocks with unsharded gradients
+  between them are charged the largest (`Choices.between`).
+
+So the table is an upper bound of what blocks keep, and equal to it where they do not differ in
+that. Plans that are found are evaluated by `PlanCosts` again.
 """
 
 from __future__ import annotations
@@ -39,46 +41,166 @@ from lightning_topt.techniques.plan_batch import PlanBatch, Rows
 from lightning_topt.techniques.plan_costs import RESULTS, PlanCosts
 from lightning_topt.techniques.technique import Neighbours, Technique
 
+# the error bound of a search that was given up, which can state none; files hold no infinities
+NO_BOUND = 1e9
+
 
 @dataclass(frozen=True)
-class BlockBytes:
-    """Bytes of a block under each of its configurations: (config,) each, and `own` (config, phase
-    of its segment).
+class FoundPlans:
+    """Plans on the frontier of several chains, and `error_bound` as in `Frontier`."""
 
-    `beside` are the phases of others in which a configuration has more than static + held or static
-    + kept between its passes, or than static + late outside them, with the most that any has.
+    batches: tuple[PlanBatch, ...]
+    error_bound: float
+
+
+def search_chains(
+    chains: Sequence[Chain], *, max_seconds: float, epsilon: float = 0.0
+) -> FoundPlans:
+    """Return the plans that no plan of any of `chains` beats in both seconds and bytes.
+
+    As far as `max_seconds` allow, or but for the share `epsilon`.
+    """
+    candidates = [(chain, lambda chain=chain: chain.table) for chain in chains]
+    found = search_meshes(candidates, max_seconds=max_seconds, epsilon=epsilon)
+    rows: dict[Chain, list[Sequence[int]]] = {}
+    for chain, point in found.points:
+        rows.setdefault(chain, []).append([*point.choice.values()])
+    batches = (chain.batch(np.array(some, np.intp)) for chain, some in rows.items())
+    return FoundPlans(tuple(batches), min(found.error_bound, NO_BOUND))
+
+
+@dataclass(frozen=True, eq=False)
+class Chain:
+    """Plans that give the block ``""`` the configuration `root`.
+
+    Every other block has one of those of `choices`.
     """
 
-    static: Array
-    held: Array
-    kept: Array
-    late: Array
-    own: Array
-    beside: Mapping[Phase, float]
+    choices: Choices
+    root: OpConfig
+
+    @property
+    def costs(self) -> PlanCosts:
+        """The costs of its plans."""
+        return self.choices.costs
+
+    def batch(self, rows: Rows) -> PlanBatch:
+        """Return plans of `rows` (n, position): indices into configurations of the block there."""
+        configs = {
+            name: (several[:1] if name != ROOT else [self.root])
+            for name, several in self.choices.configs.items()
+        }
+        configs |= {block: self.choices.configs[block] for block in self.choices.positions if block}
+        home = {block: k for k, block in enumerate(self.choices.positions) if block}
+        nowhere = np.zeros(len(rows), np.intp)
+        plans = np.stack(
+            [rows[:, home[name]] if name in home else nowhere for name in configs], axis=1
+        )
+        return PlanBatch(self.costs, configs, plans)
+
+    @cached_property
+    def table(self) -> ChainTable:
+        """The costs. Blocks that never run in forward take their first configuration."""
+        fixed = self._fixed_bytes
+        always = float(fixed.min())  # in every phase; the rest is beside blocks that run
+        beside = fixed - always + self.choices.beside
+        own, root = beside[self.choices.own], self.costs.block_times(ROOT, self.root).T
+        between = self.choices.between[self.choices.own]
+        seen: dict[Hashable, int] = {}
+        distinct: dict[tuple[bytes, ...], int] = {}
+        blocks: list[BlockCosts] = []
+        order = []
+        # positions of equal costs share one entry of the table
+        for k, kind in enumerate(self.choices.kinds):
+            key = kind, own[k].tobytes(), root[k].tobytes(), between[k].tobytes()
+            if key not in seen:
+                columns = self._columns(k, own[k], root[k], between[k])
+                seen[key] = distinct.setdefault(
+                    tuple(column.tobytes() for column in columns.values()), len(blocks)
+                )
+                if seen[key] == len(blocks):
+                    block = self.choices.positions[k]
+                    configs = tuple(self.choices.configs[block]) if block else (self.root,)
+                    blocks.append(BlockCosts(configs, **columns))
+            order.append(seen[key])
+        return ChainTable(
+            tuple(blocks),
+            tuple(order),
+            fixed_seconds=self.costs.plan_seconds({**self.choices.most, ROOT: self.root}),
+            fixed_bytes=always,
+            update_bytes=max(
+                float(beside[self.costs.step.phases.position[phase]]) for phase in ONCE
+            ),
+        )
+
+    @property
+    def _fixed_bytes(self) -> Array:
+        """Bytes (phase,) of the root and of what all blocks keep together."""
+        step, usual = self.costs.step, {**self.choices.most, ROOT: self.root}
+        own = {RESULTS} if self.choices.mixes else set()
+        together = step.phases.add_up(
+            each for each in self.costs.plan_lifetimes(usual) if each.kind not in own
+        )
+        for technique, blocks in self.choices.rarer.items():
+            if technique not in self.costs.techniques(self.root):
+                together = together + step.phases.add_up(technique.plan_lifetimes(step, blocks))
+        return together + self.choices.block_memory(ROOT, self.root)
+
+    def _columns(self, k: int, beside: Array, root: Array, between: Array) -> dict[str, Any]:
+        """Return the costs (config,) of the block at position `k`, by their names in `BlockCosts`.
+
+        On grids, nanoseconds and bytes, on which those of equal blocks are equal.
+
+        Args:
+            k: the position.
+            beside: bytes (phase,) of others.
+            root: the times of the root there (3,).
+            between: bytes (phase,) beside it of sharded blocks, where its own gradients are
+                unsharded.
+        """
+        numbers = self.choices.bytes.get(k)
+        # bytes while it runs (config, phase)
+        if numbers is None:  # where the buffers of the nearest block are listed
+            listed_beside = self.choices.beside[self.choices.own[k]]
+            own = (beside + np.maximum(between - listed_beside, 0.0))[None]
+        else:
+            whole = np.array(
+                [_is_whole(config) for config in self.choices.configs[self.choices.positions[k]]]
+            )
+            own = numbers.own + beside + np.where(whole[:, None], between, 0.0)
+        humps = np.maximum(
+            np.stack([own[:, : len(FORWARD)].max(axis=1), own[:, len(FORWARD) :].max(axis=1)]), 0.0
+        )
+        if numbers is None:
+            times, listed = root[:, None], np.zeros((4, 1))
+        else:
+            times = self.choices.times[k] + root[:, None]
+            listed = np.stack([numbers.static, numbers.kept, numbers.late, numbers.held])
+        seconds = zip(("seconds", "backward", "exchange"), np.round(times, 9), strict=True)
+        names = "static", "kept", "late", "held", "forward_hump", "hump"
+        sizes = zip(names, np.round(np.concatenate([listed, humps])), strict=True)
+        return {**dict(seconds), **dict(sizes)}
 
 
 @dataclass(frozen=True, eq=False)
 class Choices:
-    """Configurations that the blocks of a model may have beside one another; what chains of them
-    share.
-    """
+    """Configurations that blocks may have beside one another, and what chains of them share."""
 
     costs: PlanCosts
     configs: Mapping[str, Sequence[OpConfig]]
 
     @cached_property
     def positions(self) -> tuple[str, ...]:
-        """The block that is decided about at each position of the chain; ``""`` where there is
-        none.
-        """
+        """The block that has a choice at each position of the chain; ``""`` where there is none."""
         spans = self.costs.step.segments.of_block
         homes = {spans[name][0]: name for name in self.configs if name != ROOT and name in spans}
         return tuple(homes.get(k, ROOT) for k in range(self.costs.step.segments.count))
 
     @cached_property
     def most(self) -> dict[str, OpConfig]:
-        """The plan that shares the least of the work of the update, but shares it: the most that
-        blocks keep together.
+        """The plan in which blocks keep the most together.
+
+        It shares the least of the work of the update, but shares it.
         """
         return {
             name: min(configs, key=lambda config: (config.storage.level == 0, config.storage.level))
@@ -87,9 +209,7 @@ class Choices:
 
     @cached_property
     def rarer(self) -> dict[Technique, set[str]]:
-        """The techniques that only other plans than `most` have, and the blocks that may have
-        them.
-        """
+        """The techniques that only other plans than `most` have, and blocks that may have them."""
         found: dict[Technique, set[str]] = {}
         usual = {t for config in self.most.values() for t in self.costs.techniques(config)}
         of_list: dict[int, set[Technique]] = {}
@@ -161,8 +281,9 @@ class Choices:
         )
 
     def neighbours(self, block: str, config: OpConfig) -> Neighbours:
-        """Return the blocks beside `block` where all are sharded, if it is; for the root one that
-        it has in any case.
+        """Return the blocks beside `block` where all are sharded, if it is.
+
+        For the root, one that it has in any case.
         """
         if not config.storage.sharded_axes("gradients"):
             return Neighbours()
@@ -178,8 +299,8 @@ class Choices:
     def block_memory(self, block: str, config: OpConfig) -> Array:
         """Return the bytes of a block in each phase (phase,).
 
-        Where sharded and whole gradients mix, the buffer of its updated parameters is its own: a
-        sum over all blocks, as if all had one, would be far above what most plans have.
+        Where sharded and unsharded gradients mix, the buffer of its updated parameters is its own.
+        A sum over all blocks, as if all had one, would be far above what most plans have.
         """
         size = self.costs.block_memory(block, config, self.neighbours(block, config))
         if self.mixes:
@@ -190,8 +311,9 @@ class Choices:
         return size
 
     def split_by_first(self) -> tuple[Choices, ...]:
-        """Return the choices in which the block that is gathered first is sharded, and those in
-        which it is not: until it is gathered the buffer of a sharded root lives.
+        """Return the choices in which the block that is gathered first is sharded, and the others.
+
+        Until it is gathered the buffer of a sharded root lives.
         """
         first = self._uniform_neighbours[ROOT].following
         if first is None:
@@ -206,9 +328,10 @@ class Choices:
 
     @cached_property
     def between(self) -> Array:
-        """The bytes (phase,) that a block with whole gradients has beside it of sharded ones, above
-        what these have where all are sharded: the largest buffer of a block before it, and of one
-        after it.
+        """The bytes (phase,) that a block with unsharded gradients has beside it of sharded ones.
+
+        They come above what these have where all are sharded: the largest buffer of a block before
+        it, and of one after it.
         """
         phases, found = self.costs.step.phases, np.zeros((2, len(self.costs.step.phases.order)))
         if not self.mixes:
@@ -231,9 +354,7 @@ class Choices:
 
     @property
     def _ends(self) -> list[tuple[int, str]]:
-        """The first and the last position of blocks that are alike: those before and after all
-        others.
-        """
+        """The first and the last position of blocks that are alike."""
         ends: dict[Hashable, list[tuple[int, str]]] = {}
         for home, block in enumerate(self.positions):
             if block:
@@ -243,7 +364,7 @@ class Choices:
 
     @cached_property
     def mixes(self) -> bool:
-        """Whether some configurations shard gradients and others do not."""
+        """True if some configurations shard gradients and others do not."""
         distinct = {id(several): several for name, several in self.configs.items() if name != ROOT}
         return len({_is_whole(config) for configs in distinct.values() for config in configs}) > 1
 
@@ -254,7 +375,7 @@ class Choices:
 
     @cached_property
     def _whole(self) -> bool:
-        """Whether no configuration shards gradients."""
+        """True if no configuration shards gradients."""
         distinct = {id(several): several for several in self.configs.values()}
         return all(_is_whole(config) for configs in distinct.values() for config in configs)
 
@@ -268,6 +389,7 @@ class Choices:
         size = np.array([self.block_memory(block, config) for config in configs])
         segment, forward, places = phases.segment, phases.is_forward, np.arange(len(phases.order))
         over = places == phases.position[FORWARD_OVER]
+        # phases of its own segment, those of the step as a whole, later blocks forward and backward
         own, once = segment == home, (segment == -1) & ~over
         later, outside = ((segment > home) & forward) | over, ~own & ~over & (segment <= home)
         backward = (segment > home) & ~forward
@@ -294,6 +416,26 @@ class Choices:
         return BlockBytes(static, held, kept, late, size[:, own] - static[:, None], beside)
 
 
+@dataclass(frozen=True)
+class BlockBytes:
+    """Bytes of a block under each of its configurations.
+
+    Args:
+        static, held, kept, late: (config,): all the step; while later blocks run forward; while
+            they run backward; before and after these.
+        own: (config, phase of its segment).
+        beside: phases of others in which a configuration has more than static + held or static +
+            kept between its passes, or than static + late outside them, with the most that any has.
+    """
+
+    static: Array
+    held: Array
+    kept: Array
+    late: Array
+    own: Array
+    beside: Mapping[Phase, float]
+
+
 def _is_whole(config: OpConfig) -> bool:
     return not config.storage.sharded_axes("gradients")
 
@@ -306,143 +448,3 @@ def _moved(numbers: BlockBytes, by: int) -> BlockBytes:
         for phase, size in numbers.beside.items()
     }
     return replace(numbers, beside=beside)
-
-
-@dataclass(frozen=True, eq=False)
-class Chain:
-    """Plans that give the block ``""`` the configuration `root`, and every other block one of those
-    of `choices`.
-    """
-
-    choices: Choices
-    root: OpConfig
-
-    @property
-    def costs(self) -> PlanCosts:
-        """The costs of its plans."""
-        return self.choices.costs
-
-    def batch(self, rows: Rows) -> PlanBatch:
-        """Return plans: `rows` (n, position) hold indices into the configurations of the block at
-        each position.
-        """
-        configs = {
-            name: (several[:1] if name != ROOT else [self.root])
-            for name, several in self.choices.configs.items()
-        }
-        configs |= {block: self.choices.configs[block] for block in self.choices.positions if block}
-        home = {block: k for k, block in enumerate(self.choices.positions) if block}
-        nowhere = np.zeros(len(rows), np.intp)
-        plans = np.stack(
-            [rows[:, home[name]] if name in home else nowhere for name in configs], axis=1
-        )
-        return PlanBatch(self.costs, configs, plans)
-
-    @cached_property
-    def table(self) -> ChainTable:
-        """The costs. Blocks that never run in forward take their first configuration."""
-        fixed = self._fixed_bytes
-        always = float(fixed.min())
-        beside = fixed - always + self.choices.beside
-        own, root = beside[self.choices.own], self.costs.block_times(ROOT, self.root).T
-        between = self.choices.between[self.choices.own]
-        seen: dict[Hashable, int] = {}
-        distinct: dict[tuple[bytes, ...], int] = {}
-        blocks: list[BlockCosts] = []
-        order = []
-        for k, kind in enumerate(self.choices.kinds):
-            key = kind, own[k].tobytes(), root[k].tobytes(), between[k].tobytes()
-            if key not in seen:
-                columns = self._columns(k, own[k], root[k], between[k])
-                seen[key] = distinct.setdefault(
-                    tuple(column.tobytes() for column in columns.values()), len(blocks)
-                )
-                if seen[key] == len(blocks):
-                    block = self.choices.positions[k]
-                    configs = tuple(self.choices.configs[block]) if block else (self.root,)
-                    blocks.append(BlockCosts(configs, **columns))
-            order.append(seen[key])
-        return ChainTable(
-            tuple(blocks),
-            tuple(order),
-            fixed_seconds=self.costs.plan_seconds({**self.choices.most, ROOT: self.root}),
-            fixed_bytes=always,
-            update_bytes=max(
-                float(beside[self.costs.step.phases.position[phase]]) for phase in ONCE
-            ),
-        )
-
-    @property
-    def _fixed_bytes(self) -> Array:
-        """Bytes of the root and of what all blocks keep together (phase,)."""
-        step, usual = self.costs.step, {**self.choices.most, ROOT: self.root}
-        own = {RESULTS} if self.choices.mixes else set()
-        together = step.phases.add_up(
-            each for each in self.costs.plan_lifetimes(usual) if each.kind not in own
-        )
-        for technique, blocks in self.choices.rarer.items():
-            if technique not in self.costs.techniques(self.root):
-                together = together + step.phases.add_up(technique.plan_lifetimes(step, blocks))
-        return together + self.choices.block_memory(ROOT, self.root)
-
-    def _columns(self, k: int, beside: Array, root: Array, between: Array) -> dict[str, Any]:
-        """The costs of the block at position `k`, by their names in `BlockCosts` (config,),
-        `beside` others (phase,), with what is `between` sharded ones (phase,) where it is whole,
-        and the times of the `root` there (3,).
-
-        On grids, nanoseconds and bytes, on which those of equal blocks are equal.
-        """
-        numbers = self.choices.bytes.get(k)
-        if numbers is None:  # where the buffers of the nearest block are listed
-            listed_beside = self.choices.beside[self.choices.own[k]]
-            own = (beside + np.maximum(between - listed_beside, 0.0))[None]
-        else:
-            whole = np.array(
-                [_is_whole(config) for config in self.choices.configs[self.choices.positions[k]]]
-            )
-            own = numbers.own + beside + np.where(whole[:, None], between, 0.0)
-        humps = np.maximum(
-            np.stack([own[:, : len(FORWARD)].max(axis=1), own[:, len(FORWARD) :].max(axis=1)]), 0.0
-        )
-        if numbers is None:
-            times, listed = root[:, None], np.zeros((4, 1))
-        else:
-            times = self.choices.times[k] + root[:, None]
-            listed = np.stack([numbers.static, numbers.kept, numbers.late, numbers.held])
-        seconds = zip(("seconds", "backward", "exchange"), np.round(times, 9), strict=True)
-        sizes = np.round(np.concatenate([listed, humps]))
-        return dict(
-            [
-                *seconds,
-                *zip(
-                    ("static", "kept", "late", "held", "forward_hump", "hump"), sizes, strict=True
-                ),
-            ]
-        )
-
-
-# where a search that was given up can state no relative error; files hold no infinities
-NO_BOUND = 1e9
-
-
-@dataclass(frozen=True)
-class FoundPlans:
-    """Plans on the frontier of several chains, and `error_bound` as in `Frontier`."""
-
-    batches: tuple[PlanBatch, ...]
-    error_bound: float
-
-
-def search_chains(
-    chains: Sequence[Chain], *, max_seconds: float, epsilon: float = 0.0
-) -> FoundPlans:
-    """Return the plans that no plan of any of `chains` beats in both seconds and bytes, as far as
-    `max_seconds` allow, or by the share `epsilon`.
-    """
-    candidates = [(chain, lambda chain=chain: chain.table) for chain in chains]
-    found = search_meshes(candidates, max_seconds=max_seconds, epsilon=epsilon)
-    rows: dict[Chain, list[Sequence[int]]] = {}
-    for chain, point in found.points:
-        rows.setdefault(chain, []).append([*point.choice.values()])
-    batches = (chain.batch(np.array(some, np.intp)) for chain, some in rows.items())
-    return FoundPlans(tuple(batches), min(found.error_bound, NO_BOUND))

@@ -1,9 +1,12 @@
-"""Choosing one plan from a frontier, and saying why: least time, least memory, or fewest devices,
-within the limits.
+"""Choose one plan from a frontier, and say why.
 
-The three are the user modes of TensorOpt (arXiv 2004.10856, section 5): mini-time, and
-mini-parallelism for ``"devices"``. Predictions have errors, so among the plans that are as good as
-the best up to that error the simplest one is chosen.
+    chosen = choose(frontier.candidates, objective="time", memory_limit=2**30)
+    chosen.plan.reason      # "The fastest step that fits into a limit of 1 GiB per device: ..."
+
+Objectives are least time, least memory or fewest devices, within the limits: the user modes of
+TensorOpt (arXiv 2004.10856, section 5), mini-time, and mini-parallelism for ``"devices"``.
+Predictions have errors, so among the plans that are as good as the best up to that error the
+simplest one is chosen.
 """
 
 from __future__ import annotations
@@ -13,22 +16,19 @@ from collections.abc import Iterable, Sequence
 
 from lightning_topt.basics.units import format_bytes, format_seconds
 from lightning_topt.costs.plain_values import shown
-from lightning_topt.plan.choice_reasons import (
-    why_compressed,
-    why_split,
-    why_staged,
-    why_stale,
-    why_views,
-)
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plan.plan_frontier import PlanPoint
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES, SCHEDULES
 
 OBJECTIVES = ("time", "memory", "devices")
+
+
 # Shares by which predicted times may be wrong: plans closer to one another than this count as
 # equally fast. Errors of plans that run by the same mechanism are alike: only the storage and
 # recomputation of blocks differ.
 TIME_ERROR, ALIKE_TIME_ERROR = 0.15, 0.03
+
+
 # Of steps of about 10 ms, ZeRO-1 was predicted to save 1 to 2 ms and saved none: what is done per
 # step and per parameter in Python, by whatever runs it, is in no formula.
 TIME_ERROR_SECONDS = 2e-3
@@ -37,15 +37,7 @@ MEMORY_ERROR = 0.01
 
 
 class NoPlanFitsError(ValueError):
-    """No plan meets the limits; says the smallest memory that one would need, and which plan that
-    is.
-    """
-
-
-def check_objective(objective: str, *, allowed: Sequence[str] = OBJECTIVES) -> None:
-    """Raise ValueError unless `objective` is one of `allowed`."""
-    if objective not in allowed:
-        raise ValueError(f"objective must be one of {', '.join(allowed)}; got {shown(objective)}")
+    """No plan meets the limits; the message names the smallest plan and what it needs."""
 
 
 def choose(
@@ -59,13 +51,15 @@ def choose(
     time_error_seconds: float = TIME_ERROR_SECONDS,
     alike_time_error: float = ALIKE_TIME_ERROR,
 ) -> PlanPoint:
-    """Return the simplest point that is as good as the best by `objective`; its plan's `reason`
-    says why, and what others cost.
+    """Return the simplest point that is as good as the best by `objective`.
 
-    First the simplest mechanism: weights miss no update, or few, gradients travel whole, parameters
-    are whole, there are no stages, gradients are no views. Then the simplest plan that runs by it:
-    a plain schedule, blocks are alike, nothing is recomputed, a low ZeRO level, few blocks that
-    deviate. Plans with equally many devices are compared.
+    Its plan's `reason` says why, and what others cost.
+
+    First the simplest mechanism is chosen: weights miss no update, or few; gradients are exchanged
+    unsharded and uncompressed; parameters are not split; there are no stages; gradients are no
+    views. Then the simplest plan that runs by it: a plain schedule, equal blocks, nothing
+    recomputed, a low ZeRO level, few blocks that deviate. Plans with equally many devices are
+    compared.
 
     Args:
         points: `PlanFrontier.candidates`, or any others.
@@ -74,13 +68,14 @@ def choose(
         memory_limit: bytes per device, or None.
         devices: consider plans for this number of devices only.
         memory_margin: a plan fits when ``peak_bytes * (1 + memory_margin) <= memory_limit``.
-        time_error, time_error_seconds: plans that are slower than the fastest by at most this share
-            and so many seconds count as equally fast.
-        alike_time_error: the share for plans that run by the same mechanism, of which the fastest
-            is looked for.
+        time_error: plans that are slower than the fastest by at most this share count as equally
+            fast.
+        time_error_seconds: seconds that are added to that share.
+        alike_time_error: the share among plans that run by the same mechanism.
 
-    Raises ValueError for an unknown objective and for a number of devices without plans,
-    NoPlanFitsError when nothing fits.
+    Raises:
+        ValueError: an unknown objective, or a number of devices without plans.
+        NoPlanFitsError: nothing fits.
     """
     check_objective(objective)
     candidates = [point for point in points if devices is None or point.devices == devices]
@@ -91,9 +86,16 @@ def choose(
     if not fitting:
         assert memory_limit is not None
         raise NoPlanFitsError(_why_none_fits(candidates, memory_limit, memory_margin))
-    by_memory = _by_memory, MEMORY_ERROR, MEMORY_ERROR, 0.0
-    by_time = _by_time, time_error, min(alike_time_error, time_error), time_error_seconds
-    cost, error, alike_error, least = by_memory if objective == "memory" else by_time
+
+    error, alike_error, least = time_error, min(alike_time_error, time_error), time_error_seconds
+    if objective == "memory":
+        error, alike_error, least = MEMORY_ERROR, MEMORY_ERROR, 0.0
+
+    def cost(point: PlanPoint) -> tuple[float, float]:
+        costs = point.step_seconds, point.peak_bytes
+        return costs[::-1] if objective == "memory" else costs
+
+    # the best by the objective, and all that are as good up to the error
     best = min(
         fitting, key=lambda p: (p.devices if objective == "devices" else 0, cost(p), p.devices)
     )
@@ -102,12 +104,15 @@ def choose(
         for p in fitting
         if p.devices == best.devices and cost(p)[0] <= cost(best)[0] * (1 + error) + least
     ]
+
+    # of these, the simplest mechanism, and the simplest plan that runs by it
     simplest = min(_mechanism(point.plan) for point in equal)
     alike = [point for point in equal if _mechanism(point.plan) == simplest]
     most = min(cost(point)[0] for point in alike) * (1 + alike_error) + least
     chosen = min(
         (p for p in alike if cost(p)[0] <= most), key=lambda p: (_complexity(p.plan), cost(p))
     )
+
     reason = "; ".join(
         [
             _why(
@@ -125,6 +130,12 @@ def choose(
     return dataclasses.replace(chosen, plan=dataclasses.replace(chosen.plan, reason=f"{reason}."))
 
 
+def check_objective(objective: str, *, allowed: Sequence[str] = OBJECTIVES) -> None:
+    """Raise ValueError unless `objective` is one of `allowed`."""
+    if objective not in allowed:
+        raise ValueError(f"objective must be one of {', '.join(allowed)}; got {shown(objective)}")
+
+
 def fitting_points(
     points: Iterable[PlanPoint], *, memory_limit: float | None, memory_margin: float = 0.05
 ) -> list[PlanPoint]:
@@ -136,18 +147,11 @@ def fitting_points(
     ]
 
 
-def _by_time(point: PlanPoint) -> tuple[float, float]:
-    return point.step_seconds, point.peak_bytes
-
-
-def _by_memory(point: PlanPoint) -> tuple[float, float]:
-    return point.peak_bytes, point.step_seconds
+# ---- what is simpler
 
 
 def _mechanism(plan: ParallelPlan) -> tuple[int, ...]:
-    """Smaller is simpler; what a plan runs by beside the storage and recomputation of its
-    blocks.
-    """
+    """Rank what a plan runs by, besides storage and recomputation of blocks; smaller is simpler."""
     exchange = plan.gradient_exchange
     exchanged = 0 if exchange is None else 2 - exchange.is_exact
     return (
@@ -160,8 +164,9 @@ def _mechanism(plan: ParallelPlan) -> tuple[int, ...]:
 
 
 def _complexity(plan: ParallelPlan) -> tuple[int, ...]:
-    """Smaller is simpler; whole numbers that do not depend on any prediction, so that noise moves
-    no choice between equals.
+    """Rank plans of one mechanism; smaller is simpler.
+
+    Whole numbers that depend on no prediction, so noise never decides between equals.
     """
     named = [block.config for block in plan.blocks if block.block]
     levels = [block.config.storage.level for block in plan.blocks]
@@ -188,9 +193,7 @@ def _complexity(plan: ParallelPlan) -> tuple[int, ...]:
 
 
 def _schedule_complexity(plan: ParallelPlan) -> tuple[int, ...]:
-    """Plans without stages, then one stage per rank, more of them; last those whose gradients of
-    parameters have own passes.
-    """
+    """Rank schedules: none, one stage per rank, several, own passes for parameter gradients."""
     if plan.schedule is None:
         return 0, 0, 0
     rule = SCHEDULES.get(plan.schedule)
@@ -201,25 +204,26 @@ def _schedule_complexity(plan: ParallelPlan) -> tuple[int, ...]:
     )
 
 
+# ---- why: sentences of the reason
+
+
 def _why_none_fits(points: Sequence[PlanPoint], memory_limit: float, memory_margin: float) -> str:
     smallest = min(points, key=lambda point: point.peak_bytes)
     needed = smallest.peak_bytes * (1 + memory_margin)
     most_devices = max(points, key=lambda point: point.devices).devices
     return (
         f"no plan fits into {format_bytes(memory_limit)} per device. The smallest needs "
-        f"{format_bytes(needed)} "
-        f"({format_bytes(smallest.peak_bytes)} predicted and a margin of {100 * memory_margin:.0f} "
-        "%): "
-        f"{smallest.plan.summary()} on {smallest.devices} device(s). Set memory_limit to at least "
-        "that, use a smaller batch "
-        f"per device, or more than {most_devices} device(s)"
+        f"{format_bytes(needed)} ({format_bytes(smallest.peak_bytes)} predicted and a margin of "
+        f"{100 * memory_margin:.0f} %): {smallest.plan.summary()} on {smallest.devices} device(s). "
+        "Set memory_limit to at least that, use a smaller batch per device, or more than "
+        f"{most_devices} device(s)"
     )
 
 
 def _why(
     chosen: PlanPoint, best: PlanPoint, *, objective: str, memory_limit: float | None, error: float
 ) -> str:
-    """The first sentence: what the plan is the best of, and what it costs."""
+    """Return the first sentence: what the plan is the best of, and what it costs."""
     limit = (
         ""
         if memory_limit is None
@@ -227,8 +231,7 @@ def _why(
     )
     costs = (
         f": {format_seconds(chosen.step_seconds)} and {format_bytes(chosen.peak_bytes)} predicted "
-        "on "
-        f"{chosen.devices} device(s)"
+        f"on {chosen.devices} device(s)"
     )
     if chosen is best:
         words = {
@@ -263,7 +266,7 @@ def _neighbours(
     memory_limit: float | None,
     memory_margin: float,
 ) -> list[str]:
-    """Sentences on the plans beside it on the frontier, and on what compression buys."""
+    """Return sentences on the plans beside it on the frontier, and on its mechanism."""
     sentences = []
     peers = sorted((p for p in points if p.devices == chosen.devices), key=lambda p: p.peak_bytes)
     larger = [p for p in peers if p.peak_bytes >= chosen.peak_bytes]
@@ -274,9 +277,8 @@ def _neighbours(
         over = memory_limit is not None and needed > memory_limit
         sentences.append(
             f"the next faster plan ({faster.plan.summary()}) saves "
-            f"{_percent(faster.step_seconds, chosen.step_seconds)} of "
-            f"the time and needs {format_bytes(needed)} with its margin"
-            + (", above the limit" if over else "")
+            f"{_percent(faster.step_seconds, chosen.step_seconds)} of the time and needs "
+            f"{format_bytes(needed)} with its margin" + (", above the limit" if over else "")
         )
     if smaller is not None:
         saved = format_bytes(chosen.peak_bytes - smaller.peak_bytes)
@@ -290,8 +292,79 @@ def _neighbours(
             f"the next smaller plan ({smaller.plan.summary()}) saves {saved} and {pace}"
         )
     fitting = fitting_points(peers, memory_limit=memory_limit, memory_margin=memory_margin)
-    whys = [why(chosen, fitting, peers) for why in (why_split, why_staged, why_stale, why_views)]
-    return [*sentences, *filter(None, [why_compressed(chosen, peers), *whys])]
+    return [*sentences, *_mechanism_reasons(chosen, fitting, peers)]
+
+
+def _mechanism_reasons(
+    chosen: PlanPoint, fitting: Sequence[PlanPoint], peers: Sequence[PlanPoint]
+) -> list[str]:
+    """Return a sentence for each way in which the chosen plan is not a plain one.
+
+    `fitting` are the plans for as many devices that meet the limits, `peers` all for as many
+    devices.
+    """
+    plan, found = chosen.plan, []
+
+    def fastest(points: Iterable[PlanPoint]) -> str:
+        return format_seconds(min(point.step_seconds for point in points))
+
+    # compressed gradients
+    exchange = plan.gradient_exchange
+    if exchange is not None and not exchange.is_exact:
+        words = (
+            f"gradients are sent compressed ({exchange.words}), which was allowed and is predicted "
+            "to be faster"
+        )
+        others = [p.plan.gradient_exchange for p in peers]
+        exact = [p for p, x in zip(peers, others, strict=True) if x is None or x.is_exact]
+        if exact:
+            words += f": the fastest plan of the frontier without that takes {fastest(exact)}"
+        found.append(words)
+
+    # parameters split over a tensor axis; nothing where only these were searched
+    if plan.mesh.tensor_axes and not all(p.plan.mesh.tensor_axes for p in peers):
+        words = "parameters are split over ranks inside a node"
+        unsplit = [p for p in fitting if not p.plan.mesh.tensor_axes]
+        found.append(
+            f"{words}: without that the fastest plan takes {fastest(unsplit)}"
+            if unsplit
+            else f"{words}, without which no plan fits"
+        )
+
+    # stages of a pipeline; nothing where only these were searched
+    if plan.schedule is not None and not all(p.plan.schedule is not None for p in peers):
+        words = "the model is cut into stages"
+        uncut = [p for p in fitting if p.plan.schedule is None]
+        found.append(
+            f"{words}: without them the fastest plan takes {fastest(uncut)}"
+            if uncut
+            else f"{words}, without which no plan fits"
+        )
+
+    # stages that do not wait for one another, with stale weights
+    if plan.schedule in CONTINUOUS_SCHEDULES:
+        words = (
+            "stages compute with weights that miss some updates, which was allowed, and never wait "
+            "for these"
+        )
+        waiting = [p for p in fitting if p.plan.schedule not in CONTINUOUS_SCHEDULES]
+        if waiting:
+            words += f": the fastest plan without that takes {fastest(waiting)}"
+        found.append(words)
+
+    # gradients as views of DDP's buckets
+    if plan.gradient_views:
+        words = (
+            "gradients are views of DDP's buckets, so that what an optimizer keeps of them is "
+            "overwritten by the next step"
+        )
+        own = [p for p in fitting if not p.plan.gradient_views]
+        found.append(
+            f"{words}: otherwise the fastest plan that fits takes {fastest(own)}"
+            if own
+            else f"{words}: otherwise no plan fits"
+        )
+    return found
 
 
 def _percent(low: float, high: float) -> str:

@@ -1,24 +1,22 @@
-"""`KnownPlans` tells of a chain, before it is searched, whether any of its plans can be better than
-plans that are known.
+"""`KnownPlans` say, before a chain is searched, whether any of its plans can beat known plans.
 
 A plan that none of the known ones beats takes less time than some known plan, and fewer bytes than
 the next larger one: it lies below a corner (T, M). For any price l of a byte and any lower bounds
 t, m of its seconds and bytes it would be that t + l m < T + l M. Both are sums over blocks, so the
-least of t + l m over all plans is found block by block; where it is not below T + l M for one l, no
+least of t + l m over all plans is found block by block. Where it is not below T + l M for one l, no
 plan lies below that corner.
 
-    seconds >= fixed + sum of seconds                     also with + exchange - backward of each,
-                                                          the network's time
-    bytes   >= fixed + sum of static + what moves while   a block runs backward or forward (see
-                                                          `ChainTable`), the first and the last of
-                                                          each distinct one; forward is over; the
-                                                          optimizer steps
+    seconds >= fixed + sum of seconds
+               or with + exchange - backward of each block, the network's time
+    bytes   >= fixed + sum of static + what moves (see `ChainTable`) while
+               a block runs backward or forward, the first and the last of each distinct one;
+               forward is over; the optimizer steps
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -28,18 +26,24 @@ from lightning_topt.costs.cost_table import Array
 from lightning_topt.techniques.plan_batch import PlanBatch
 
 _PRICES = 96
-_FIRST = 12  # every so many-th price is looked at first
-_FAR = 1e300  # of what is forbidden
-_SIZES = ("kept", "hump", "held", "forward_hump", "late")
+_FIRST = 12  # every so many-th price is tried first
+_FAR = 1e300  # stands for infinite costs of what is forbidden
+_SIZES = ("kept", "hump", "held", "forward_hump", "late")  # of a block, see `ChainTable`
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class KnownPlans:
-    """Costs of plans (n, [seconds, bytes]); those that others beat are left out: seconds ascend,
-    bytes descend.
+    """Costs of plans (n, [seconds, bytes]) that no other one of them beats.
+
+    Seconds ascend, bytes descend.
     """
 
     costs: Array
+    # what was worked out before: by share, and by the identity of an array of prices
+    _scaled: dict[float, KnownPlans] = field(default_factory=dict, init=False, repr=False)
+    _known_corners: dict[int, tuple[Array, Array, Array]] = field(
+        default_factory=dict, init=False, repr=False
+    )
 
     @classmethod
     def of(cls, batches: Iterable[PlanBatch]) -> KnownPlans:
@@ -55,8 +59,9 @@ class KnownPlans:
         return cls(costs[np.concatenate([[True], least[1:] < least[:-1]])] if len(costs) else costs)
 
     def scaled(self, share: float) -> KnownPlans:
-        """Return these with `share` of their costs; a share below 1 leaves out what is better by
-        less than that.
+        """Return these with `share` of their costs.
+
+        A share below 1 leaves out what is better by less than that.
         """
         if share == 1:
             return self
@@ -64,14 +69,8 @@ class KnownPlans:
             self._scaled[share] = KnownPlans(self.costs * share)
         return self._scaled[share]
 
-    @cached_property
-    def _scaled(self) -> dict[float, KnownPlans]:
-        return {}
-
     def may_gain(self, table: ChainTable) -> bool:
-        """Return whether some plan of the chain may be one that no known plan beats; False is
-        certain.
-        """
+        """Return whether some plan of the chain may beat all known plans; False is certain."""
         if not table.order:
             return True
         bound = _Bound(table)
@@ -81,20 +80,23 @@ class KnownPlans:
         )
 
     def may_gain_above(self, fewest_bytes: float, prices: Array, least: Array) -> bool:
-        """Return whether a plan of at least so many bytes may be one that no known plan beats,
-        where no plan has less than `least` of seconds + price * bytes (price,) at `prices`, the
-        first of which is 0.
+        """Return whether a plan above these bounds may beat all known plans; False is certain.
+
+        No plan has fewer than `fewest_bytes`, and none has less than `least` (price,) of seconds +
+        price * bytes at `prices`, the first of which is 0.
         """
+        # cheap: faster or smaller than all known plans
         if not len(self.costs) or fewest_bytes < self.costs[-1, 1] or least[0] < self.costs[0, 0]:
             return True
         corners, some = self._corners(prices)
-        # few prices rule out nearly all
+        # Few prices rule out nearly all corners.
         rows = np.flatnonzero((some > least[1::_FIRST]).all(axis=1))
         return bool((corners[rows] > least[1:]).all(axis=1).any())
 
     def _corners(self, prices: Array) -> tuple[Array, Array]:
-        """The costs of the corners (corner, price) at all prices but the first, and at every so
-        many-th of these.
+        """Return the costs of the corners (corner, price) at all prices but the first.
+
+        Then the same at every so many-th of these.
         """
         if id(prices) not in self._known_corners:
             seconds, sizes = self.costs.T
@@ -105,10 +107,6 @@ class KnownPlans:
                 np.ascontiguousarray(corners[:, ::_FIRST]),
             )
         return self._known_corners[id(prices)][1:]
-
-    @cached_property
-    def _known_corners(self) -> dict[int, tuple[Array, Array, Array]]:
-        return {}
 
     @cached_property
     def few_prices(self) -> Array:
@@ -126,9 +124,10 @@ class KnownPlans:
 
 
 class _Bound:
-    """Bounds of the plans of a chain in several ways: while a block runs, the first and the last of
-    each distinct one; when forward is over; in the update. Symbols: B distinct blocks, C
-    configurations, W ways.
+    """Bounds of the plans of a chain in W ways.
+
+    They are: while a block runs, the first and the last of each distinct one; when forward is over;
+    in the update. There are B distinct blocks with C configurations each.
     """
 
     def __init__(self, table: ChainTable) -> None:
@@ -138,15 +137,16 @@ class _Bound:
         sizes, seconds = zip(*map(_costs_of, table.blocks), strict=True)
         most = max(len(block.configs) for block in table.blocks)
         self._sizes, self._seconds = (
-            np.stack([_filled(each, most) for each in some]) for some in (sizes, seconds)
+            np.stack([filled(each, most) for each in some]) for some in (sizes, seconds)
         )
 
     def least(self, prices: Array) -> Array:
-        """Return (price,) of which no plan's seconds + price * bytes are less."""
+        """Return (price,), a lower bound of seconds + price * bytes of all plans."""
         # (B, size, network or not, price), of whatever configuration
         priced = (
             self._seconds[:, None, :, None] + prices[:, None] * self._sizes[:, :, None, None]
         ).min(axis=-1)
+        # summed over the blocks of the chain in each way (W, network or not, price)
         priced = np.minimum(priced, _FAR).reshape(self._counts.shape[1], -1)
         total = (self._counts @ priced).reshape(len(self._counts), 2, len(prices))
         fixed = self.table.fixed_seconds + prices * (
@@ -162,12 +162,14 @@ class _Bound:
 
 
 def _counts(table: ChainTable) -> Array:
-    """The number of blocks of each kind that count with each of `_SIZES` (W, B * size); the last
-    way is the update.
+    """Return how many blocks of each kind count with each of `_SIZES` (W, B * size).
+
+    The last way is the update.
     """
     order, kinds = np.array(table.order), len(table.blocks)
     places = (np.flatnonzero(order == index) for index in set(table.order))
     positions = sorted({int(end) for of_block in places for end in (of_block[0], of_block[-1])})
+    # while the block at a position runs backward, then forward; last: forward is over, the update
     found = np.zeros((2 * len(positions) + 2, kinds, len(_SIZES)))
     for n, position in enumerate(positions):
         earlier, later = (
@@ -185,14 +187,15 @@ def _counts(table: ChainTable) -> Array:
 
 
 def _costs_of(block: BlockCosts) -> tuple[Array, Array]:
-    """The bytes of a block (size, C), with what is static; and its seconds without and with the
-    network's (2, C).
+    """Return the bytes of a block (size, C), and its seconds without and with the network's (2, C).
+
+    The bytes include what is static.
     """
     sizes = np.stack([block.static + block.cost(name) for name in _SIZES])
-    sizes[~np.isfinite(sizes)] = 0.0  # where that is forbidden any bound will do
+    sizes[~np.isfinite(sizes)] = 0.0  # forbidden: any bound will do
     return sizes, np.stack([block.seconds, block.seconds + (block.exchange - block.backward)])
 
 
-def _filled(costs: Array, count: int) -> Array:
-    """The costs of the configurations of a block (..., C), the last one again up to `count`."""
+def filled(costs: Array, count: int) -> Array:
+    """Return costs of a block's configurations (..., C), the last one repeated up to `count`."""
     return costs[..., np.minimum(np.arange(count), costs.shape[-1] - 1)]

@@ -1,11 +1,20 @@
-"""ParallelPlan: the narrow waist between search and execution. Complete, readable YAML, and a
-hand-written one runs too.
+"""`ParallelPlan`, the narrow waist between search and execution.
+
+Search returns it, the engine runs it. It is complete, saved as readable YAML with every checkpoint,
+and a plan written by hand runs too:
+
+    plan = ParallelPlan.load("plan.yaml")
+    plan = uniform_plan(1, data_parallel_size=4)
+    plan.summary()                                  # "1 x ZeRO-1"
+
+Its parts and their plain values are in `plan.plan_values`; here are the plan itself, its entries in
+files, and the checks that its parts belong together.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -13,32 +22,39 @@ from typing import Any
 
 from lightning_topt.communication.exchange_method import GradientMethod
 from lightning_topt.costs.plain_values import (
+    check_plain,
     dump_yaml,
+    names,
     one_line,
     parse_yaml,
     read_text,
     shown,
+    text,
+    truth,
+    whole,
 )
-from lightning_topt.graph.joint_module import JointModule
+from lightning_topt.graph.joint_module import JointModule, joint_from_value
 from lightning_topt.graph.mesh_axes import Mesh, data_mesh
 from lightning_topt.graph.op_config import OpConfig
-from lightning_topt.plan.gradient_exchange import exchange_to_dict, read_exchange
-from lightning_topt.plan.legal_stages import check_continuous, rule_from_value
-from lightning_topt.plan.plan_checks import check_joint_batches, check_stages, check_views
-from lightning_topt.plan.plan_entries import VERSION, plan_entries
-from lightning_topt.plan.plan_parts import (
+from lightning_topt.plan.plan_values import (
     BlockPlan,
     PlanError,
     Prediction,
+    Preset,
     StagePlan,
-)
-from lightning_topt.plan.plan_values import (
     config_to_dict,
+    describe_config,
+    exchange_from_value,
+    exchange_to_dict,
+    mesh_from_list,
     mesh_to_list,
+    prediction_from_value,
+    read_exchange,
+    stage_from_value,
 )
-from lightning_topt.plan.presets import Preset, describe_config
 from lightning_topt.prediction.rule import Prediction as WeightPrediction
-from lightning_topt.prediction.rules import prediction_to_value
+from lightning_topt.prediction.rules import make_prediction, prediction_to_value
+from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
 
 __all__ = [
     "BlockPlan",
@@ -49,40 +65,48 @@ __all__ = [
     "preset_plan",
     "uniform_plan",
 ]
+VERSION = 2
 
 
 @dataclass(frozen=True)
 class ParallelPlan:
     """A whole model's plan: the mesh of ranks, and how each block is placed on its axes.
 
-    `model` and `fingerprint` say which model it was made for (`OpGraph.fingerprint`; None in a
-    hand-written plan means "any model that has these modules"). `batch_size` is per rank.
-    `gradient_exchange` is for gradients that are whole on every rank; None: an all-reduce.
-    `predicted` and `reason` are for people.
+    A plan says what is to run. Whether a release can run it is asked of the techniques
+    (`techniques.registry`).
 
-    `schedule` names the pipeline schedule of a plan with stages (`schedules`), None without. Stages
-    are numbered along the forward pass, as many on each rank along the axis "pipeline"; which of
-    them a rank runs is the schedule's. A named block stands in one stage; the block ``""`` may
-    stand in several, which place it alike.
+    Stages are numbered along the forward pass, as many on each rank along the axis "pipeline";
+    which of them a rank runs is the schedule's. A named block is in one stage. The block ``""`` may
+    be in several, which place it alike.
 
-    `num_microbatches`, with a schedule, is the number of parts that a rank's batch is cut into.
-    Without one it is the number of batches that the ranks of a tensor group run together in a step,
-    one after the other: 1, a batch that all of them get, or as many as they are, the batch of each
-    rank. `own_batches`, with a schedule: each rank of a pipeline brings a batch, and each of these
-    is one microbatch. `joint` are the modules that run the batches of all ranks of a tensor group
-    at once: each of them brings one, and runs all the rest on it alone.
+    Args:
+        mesh: the axes of ranks.
+        stages: what the stages of the pipeline run; one without a pipeline.
+        model, fingerprint: the model that it was made for (`OpGraph.fingerprint`). None in a plan
+            written by hand means "any model that has these modules".
+        batch_size: samples per rank.
+        cluster: name of the cluster that it was made for.
+        predicted: expected costs, for people.
+        reason: why it was chosen, for people.
+        gradient_exchange: for gradients that every rank has unsharded; None: an all-reduce.
+        num_microbatches: with a schedule, the parts that a rank's batch is cut into. Without one,
+            the batches that the ranks of a tensor group run in a step, one after the other: 1, a
+            batch that all of them get, or as many as they are, the batch of each rank.
+        schedule: name of the pipeline schedule (`schedules`) of a plan with stages; None without.
+        own_batches: with a schedule, each rank of a pipeline brings a batch, and each of these is
+            one microbatch.
+        joint: modules that run the batches of all ranks of a tensor group at once. Each rank brings
+            a batch, and runs all the rest of the model on it alone.
+        prediction: with a schedule that never flushes, the rule for the weights of its passes: its
+            name, or ``{"rule": name, option: value}``. None: the default one of the optimizer.
+        gradient_views: unsharded gradients are views of DDP's buckets (`gradient_as_bucket_view`),
+            which saves a copy of them. An optimizer that keeps gradients of an earlier step then
+            finds the new ones there.
 
-    `prediction`, with a schedule that never flushes, is the rule for the weights of its passes, its
-    name or ``{"rule": name, option: value}``; None: the default one of the optimizer.
-
-    `gradient_views`: gradients that are whole are views of DDP's buckets
-    (`gradient_as_bucket_view`), which saves a copy of them; an optimizer that keeps gradients of an
-    earlier step then finds the new ones there.
-
-    A plan says what is to run; whether a release can run it is asked of the techniques
-    (`techniques.registry`). Raises PlanError when a placement does not have as many axes as the
-    mesh, the gradient exchange is none that a plan can fix, the block ``""`` is missing, stages,
-    schedule and mesh do not belong together, or the microbatches cannot be.
+    Raises:
+        PlanError: a placement does not have as many axes as the mesh; the block ``""`` is missing;
+            stages, schedule, microbatches and mesh do not belong together; or a plan cannot fix the
+            gradient exchange.
     """
 
     mesh: Mesh
@@ -98,7 +122,7 @@ class ParallelPlan:
     schedule: str | None = None
     own_batches: bool = False
     joint: tuple[JointModule, ...] = ()
-    prediction: WeightPrediction | str | Mapping[str, Any] | None = None
+    prediction: WeightPrediction | str | Mapping[str, Any] | None = None  # kept as a rule
     gradient_views: bool = False
 
     def __post_init__(self) -> None:
@@ -107,18 +131,21 @@ class ParallelPlan:
             raise PlanError("a plan has at least one stage")
         if "" not in self.configs:
             raise PlanError('the plan lacks the block "" (everything outside the named blocks)')
-        for name, config in {
-            id(config): (name, config) for name, config in self.configs.items()
-        }.values():
-            self._check_axes(BlockPlan(name, config))
-        rest: dict[str, Any] = {
-            "num_microbatches": self.num_microbatches,
-            "own_batches": self.own_batches,
-        }
-        check_stages(self.stages, self.mesh, self.configs, schedule=self.schedule, **rest)
-        check_continuous(self)
+        # Blocks share few configurations: each is checked once, with the last block that has it.
+        for name, config in {id(c): (name, c) for name, c in self.configs.items()}.values():
+            placed = [config.storage.parameters, *config.placed()]
+            if any(len(placements) != len(self.mesh.axes) for placements in placed):
+                raise PlanError(
+                    f"block {shown(name)} must be placed along each of the axes "
+                    f"{', '.join(self.mesh.names)} of the mesh"
+                )
+
+        # stages, schedule and mesh; then what only some plans have
+        _check_stages(self)
+        _check_continuous(self)
         if self.gradient_views:
-            check_views(self.configs, has_schedule=self.schedule is not None)
+            _check_views(self)
+        # without stages, ranks of a tensor group run one batch, or one of each of them
         ranks = self.mesh.ranks_along(self.mesh.tensor_axes)
         if self.schedule is None and self.num_microbatches not in (1, ranks):
             raise PlanError(
@@ -126,32 +153,20 @@ class ParallelPlan:
                 f"{self.num_microbatches}"
             )
         if self.joint:
-            has = {
-                "has_schedule": self.schedule is not None,
-                "has_exchange": self.gradient_exchange is not None,
-            }
-            check_joint_batches(self.mesh, self.configs, has_turns=self.num_microbatches > 1, **has)
+            _check_joint_modules(self)
         if self.gradient_exchange is not None:
             try:
                 read_exchange(self.gradient_exchange)
             except ValueError as error:
                 raise PlanError(f"gradient_exchange: {error}") from error
 
-    def _check_axes(self, block: BlockPlan) -> None:
-        config, axes = block.config, len(self.mesh.axes)
-        placed = [config.storage.parameters, *config.placed()]
-        if any(len(placements) != axes for placements in placed):
-            raise PlanError(
-                f"block {shown(block.block)} must be placed along each of the axes "
-                f"{', '.join(self.mesh.names)} of the mesh"
-            )
-
     @classmethod
     def of_blocks(
         cls, blocks: Sequence[BlockPlan], *, mesh: Mesh | int, **rest: Any
     ) -> ParallelPlan:
-        """Return a plan of one stage; `mesh` may be the number of ranks of one data axis. `rest` as
-        in the class.
+        """Return a plan of one stage.
+
+        `mesh` may be the number of ranks of one data axis; `rest` are further fields of the class.
         """
         return cls(
             data_mesh(mesh) if isinstance(mesh, int) else mesh, (StagePlan(tuple(blocks)),), **rest
@@ -172,8 +187,9 @@ class ParallelPlan:
 
     @property
     def weight_prediction(self) -> WeightPrediction | None:
-        """The rule for the weights of passes; None: the default one of the optimizer, or none with
-        steps that wait.
+        """The rule for the weights of passes, if the plan names one.
+
+        None: the default one of the optimizer, or none at all with a schedule that flushes.
         """
         assert self.prediction is None or isinstance(self.prediction, WeightPrediction)
         return self.prediction
@@ -190,8 +206,9 @@ class ParallelPlan:
 
     @property
     def brings_batches(self) -> bool:
-        """Whether ranks along tensor axes or stages bring a batch each, as data ranks do, and run
-        these together.
+        """True if ranks along tensor axes or stages bring a batch each, as data ranks do.
+
+        They run these batches together.
         """
         return (
             self.own_batches
@@ -201,10 +218,9 @@ class ParallelPlan:
 
     @property
     def keeps_gradients_whole(self) -> bool:
-        """Whether every rank holds the whole gradient of every parameter after the backward pass,
-        as under DDP.
+        """True if every rank has the full gradient of every parameter, as under DDP.
 
-        Under a plan with stages it holds those of its own stages alone.
+        Under a plan with stages a rank has those of its own stages alone.
         """
         cut = bool(self.mesh.tensor_axes or self.mesh.pipeline_axes)
         return not cut and not any(
@@ -213,17 +229,13 @@ class ParallelPlan:
 
     @property
     def saves_memory(self) -> bool:
-        """Whether the plan takes more time than another to hold less: it shards gradients or
-        recomputes.
-        """
+        """True if the plan trades time for memory: it shards gradients or recomputes."""
         return not self.keeps_gradients_whole or any(
             block.config.recompute for block in self.blocks
         )
 
     def summary(self) -> str:
-        """Return one line for people: how many blocks run in which way, and how gradients travel if
-        not whole as they are.
-        """
+        """Return one line for people: how many blocks run in which way, how gradients travel."""
         counts: dict[str, int] = {}
         for block in self.blocks:
             name = describe_config(block.config, self.mesh)
@@ -247,16 +259,23 @@ class ParallelPlan:
         return f"{blocks}, gradients {self.gradient_exchange.words}"
 
     def to_dict(self, *, stages: bool = True) -> dict[str, Any]:
-        """Return plain values, as written to YAML, `run.json` and checkpoints; without `stages` all
-        but these.
+        """Return plain values, as written to YAML, `run.json` and checkpoints.
+
+        Without `stages`, all but these.
         """
-        exchange, mesh = self.gradient_exchange, self.mesh
-        configs = (
-            {config: config_to_dict(config, mesh) for config in set(self.configs.values())}
-            if stages
-            else {}
-        )
-        return {
+        exchange, rule, mesh = self.gradient_exchange, self.weight_prediction, self.mesh
+        count = self.num_microbatches
+        # what most plans do not have is left out
+        rare = {
+            "gradient_exchange": None if exchange is None else exchange_to_dict(exchange),
+            "schedule": self.schedule,
+            "num_microbatches": None if count == 1 else count,
+            "own_batches": self.own_batches or None,
+            "joint": [each.to_dict() for each in self.joint] or None,
+            "gradient_views": self.gradient_views or None,
+            "prediction": None if rule is None else prediction_to_value(rule),
+        }
+        plain: dict[str, Any] = {
             "version": VERSION,
             "model": self.model,
             "fingerprint": self.fingerprint,
@@ -265,31 +284,28 @@ class ParallelPlan:
             "cluster": self.cluster,
             "predicted": dataclasses.asdict(self.predicted) if self.predicted else None,
             "reason": self.reason,
-            **({} if exchange is None else {"gradient_exchange": exchange_to_dict(exchange)}),
-            **({} if self.schedule is None else {"schedule": self.schedule}),
-            **({} if self.num_microbatches == 1 else {"num_microbatches": self.num_microbatches}),
-            **({"own_batches": True} if self.own_batches else {}),
-            **({"joint": [each.to_dict() for each in self.joint]} if self.joint else {}),
-            **({"gradient_views": True} if self.gradient_views else {}),
-            **(
-                {}
-                if (rule := self.weight_prediction) is None
-                else {"prediction": prediction_to_value(rule)}
-            ),
-            **(
-                {"stages": [_stage_to_dict(stage, configs) for stage in self.stages]}
-                if stages
-                else {}
-            ),
+            **{name: value for name, value in rare.items() if value is not None},
         }
+        if stages:
+            # Many blocks share few configurations: each of these is written once.
+            configs = {
+                config: config_to_dict(config, mesh) for config in set(self.configs.values())
+            }
+            plain["stages"] = [
+                {"blocks": [{"block": b.block, **configs[b.config]} for b in stage.blocks]}
+                for stage in self.stages
+            ]
+        return plain
 
     @classmethod
     def from_dict(cls, data: Any) -> ParallelPlan:
-        """Read what `to_dict` wrote, also in version 1. Raises PlanError that names the wrong
-        entry.
+        """Read what `to_dict` wrote, also in version 1.
+
+        Raises:
+            PlanError: names the wrong entry.
         """
         try:
-            return cls(**plan_entries(data, known={f.name for f in dataclasses.fields(cls)}))
+            return cls(**_read_entries(data, known={f.name for f in dataclasses.fields(cls)}))
         except PlanError:
             raise
         except (ValueError, TypeError, OverflowError) as error:
@@ -322,10 +338,6 @@ class ParallelPlan:
             ) from error
 
 
-def _stage_to_dict(stage: StagePlan, configs: Mapping[OpConfig, dict[str, Any]]) -> dict[str, Any]:
-    return {"blocks": [{"block": block.block, **configs[block.config]} for block in stage.blocks]}
-
-
 def uniform_plan(
     level: int,
     *,
@@ -333,8 +345,9 @@ def uniform_plan(
     blocks: Sequence[str] = (),
     recompute: Collection[str] = (),
 ) -> ParallelPlan:
-    """Return the plan of one ZeRO `level` over all ranks; `blocks` are kept apart, those in
-    `recompute` recomputed.
+    """Return the plan of one ZeRO `level` over all ranks.
+
+    `blocks` are kept apart from the rest of the model; those in `recompute` are recomputed.
     """
     return preset_plan(
         Preset(level), mesh=data_mesh(data_parallel_size), blocks=blocks, recompute=recompute
@@ -344,11 +357,224 @@ def uniform_plan(
 def preset_plan(
     preset: Preset, *, mesh: Mesh, blocks: Sequence[str] = (), recompute: Collection[str] = ()
 ) -> ParallelPlan:
-    """Return the plan that stores everything as `preset` says on `mesh`; `blocks` and `recompute`
-    as in `uniform_plan`.
+    """Return the plan that stores everything as `preset` says on `mesh`.
+
+    `blocks` and `recompute` as in `uniform_plan`.
     """
     storage = preset.storage(mesh)
     named = tuple(
         BlockPlan(name, OpConfig(storage, recompute=name in recompute)) for name in blocks if name
     )
     return ParallelPlan.of_blocks((*named, BlockPlan("", OpConfig(storage))), mesh=mesh)
+
+
+# ---- entries of a file
+
+
+def _read_entries(data: Any, *, known: Collection[str]) -> dict[str, Any]:
+    """Return the arguments of a `ParallelPlan`, whose fields are `known`, from plain values.
+
+    Raises:
+        ValueError: names the wrong entry.
+    """
+    if not isinstance(data, Mapping):
+        raise ValueError(f"a plan is a mapping, got {type(data).__name__}")
+    check_plain(data)
+    if type(data.get("version")) is not int or data["version"] not in (1, VERSION):
+        raise ValueError(
+            f"version is {shown(data.get('version'))}; this release reads plans of the versions 1 "
+            f"and {VERSION}"
+        )
+    if data["version"] == 1:
+        data = _from_version_1(data, known)
+    _check_entries(data, known={*known, "version"}, needed=("mesh", "stages"))
+    mesh = mesh_from_list(data["mesh"])
+    if not isinstance(data["stages"], list | tuple):
+        raise ValueError(f"stages must be a list, got {shown(data['stages'])}")
+
+    def given(name: str, read: Callable[..., Any]) -> Any:
+        return None if data.get(name) is None else read(data[name], name=name)
+
+    predicted = data.get("predicted")
+    return {
+        "mesh": mesh,
+        "stages": tuple(
+            stage_from_value(entry, mesh, f"stages[{n}]") for n, entry in enumerate(data["stages"])
+        ),
+        "model": given("model", text) or "",
+        "fingerprint": given("fingerprint", text),
+        "batch_size": given("batch_size", whole),
+        "cluster": given("cluster", text) or "",
+        "predicted": None if predicted is None else prediction_from_value(predicted),
+        "reason": given("reason", text) or "",
+        "gradient_exchange": exchange_from_value(data.get("gradient_exchange")),
+        "num_microbatches": whole(data.get("num_microbatches", 1), name="num_microbatches"),
+        "schedule": given("schedule", text),
+        "own_batches": truth(data.get("own_batches", False), name="own_batches"),
+        "joint": joint_from_value(data.get("joint") or (), name="joint"),
+        "prediction": data.get("prediction"),
+        "gradient_views": truth(data.get("gradient_views", False), name="gradient_views"),
+    }
+
+
+def _from_version_1(data: Mapping[Any, Any], known: Collection[str]) -> dict[Any, Any]:
+    """Return the entries of version 2: version 1 had one nameless data axis, and one stage."""
+    known = {*known, "version", "data_parallel_size", "blocks"} - {"mesh", "stages"}
+    _check_entries(data, known=known, needed=("data_parallel_size", "blocks"))
+    rest = {
+        name: value for name, value in data.items() if name not in ("data_parallel_size", "blocks")
+    }
+    size = whole(data["data_parallel_size"], name="data_parallel_size")
+    return {
+        **rest,
+        "mesh": [{"name": "data", "size": size}],
+        "stages": [{"blocks": data["blocks"]}],
+    }
+
+
+def _check_entries(
+    data: Mapping[Any, Any], *, known: Collection[str], needed: Sequence[str]
+) -> None:
+    if unknown := set(data) - set(known):
+        raise ValueError(f"unknown entries {names(unknown)}; known are {sorted(known)}")
+    if missing := [name for name in needed if data.get(name) is None]:
+        raise ValueError(f"the entry {missing[0]!r} is missing")
+
+
+def rule_from_value(value: Any) -> WeightPrediction | None:
+    """Return the rule of weight prediction that a plan names, or has.
+
+    Raises:
+        PlanError: there is no such rule.
+    """
+    if value is None or isinstance(value, WeightPrediction):
+        return value
+    if not isinstance(value, str | Mapping):
+        raise PlanError(
+            "prediction is the name of a rule, or a mapping with one under 'rule'; got "
+            f"{shown(value)}"
+        )
+    try:
+        return make_prediction(value)
+    except (TypeError, ValueError) as error:
+        raise PlanError(f"prediction: {one_line(error)}") from error
+
+
+# ---- what belongs together
+
+
+def _check_stages(plan: ParallelPlan) -> None:
+    """Raise PlanError where stages, schedule, microbatches and mesh do not belong together."""
+    stages, mesh, configs, schedule = plan.stages, plan.mesh, plan.configs, plan.schedule
+    num_microbatches, own_batches = plan.num_microbatches, plan.own_batches
+    count, ranks = len(stages), mesh.pipeline_size
+    if schedule is None and (count > 1 or mesh.pipeline_axes):
+        raise PlanError(
+            f"a plan with stages ({count} stages on {ranks} ranks along the axis 'pipeline') needs "
+            "a schedule such as 'schedule: 1f1b'"
+        )
+    if schedule is not None and not mesh.pipeline_axes:
+        raise PlanError(
+            f"the schedule {schedule!r} needs an axis of the mesh for the stages: {{name: "
+            f"pipeline, size: {count}}}"
+        )
+    if count % ranks:
+        raise PlanError(
+            f"every rank of the pipeline runs equally many stages: {count} stages cannot be "
+            f"divided among {ranks} ranks"
+        )
+    if schedule is not None and num_microbatches < 1:
+        raise PlanError(f"num_microbatches is at least 1, got {num_microbatches}")
+    if own_batches and mesh.tensor_axes:
+        raise PlanError(
+            "own_batches: ranks along tensor axes get one batch, so leave it out, or these axes"
+        )
+    if own_batches and (schedule is None or num_microbatches != ranks):
+        raise PlanError(
+            "own_batches is for pipelines whose ranks bring one microbatch each: num_microbatches "
+            f"is then the ranks along the axis 'pipeline', {ranks}, and there is a schedule; got "
+            f"{num_microbatches} and {schedule}"
+        )
+    if count > 1 and (
+        empty := [s for s, stage in enumerate(stages) if not any(b.block for b in stage.blocks)]
+    ):
+        raise PlanError(
+            f'stages[{empty[0]}] names no block but "", so nothing says where it begins: name one'
+        )
+    if count == 1:
+        return  # each block is there once
+    stage_of: dict[str, int] = {}
+    for index, block in (
+        (index, block) for index, stage in enumerate(stages) for block in stage.blocks
+    ):
+        if stage_of.setdefault(block.block, index) != index and block.block:
+            raise PlanError(
+                f"block {shown(block.block)} is in the stages {stage_of[block.block]} and {index}: "
+                "leave it in one"
+            )
+        if block.config is not configs[block.block] and block.config != configs[block.block]:
+            raise PlanError('the block "" stands in several stages, which must place it alike')
+
+
+def _check_continuous(plan: ParallelPlan) -> None:
+    """Raise PlanError for what a schedule without flushes cannot have, or for what needs one."""
+    if plan.schedule not in CONTINUOUS_SCHEDULES:
+        if plan.prediction is not None:
+            raise PlanError(
+                "prediction is for schedules that never flush: leave it out, or choose the "
+                f"schedule {' or '.join(CONTINUOUS_SCHEDULES)}; got {plan.schedule}"
+            )
+        return
+    if len(plan.stages) != plan.mesh.pipeline_size:
+        raise PlanError(
+            f"schedule {plan.schedule!r} runs one stage on each rank: {plan.mesh.pipeline_size} "
+            f"stages; got {len(plan.stages)}"
+        )
+    if plan.num_microbatches != 1 or plan.own_batches:
+        raise PlanError(
+            f"schedule {plan.schedule!r} does not cut batches: num_microbatches is 1, without "
+            f"own_batches; got {plan.num_microbatches}"
+        )
+    for block in plan.blocks:
+        if block.config.storage.level:
+            raise PlanError(
+                f"block {shown(block.block)} has ZeRO level {block.config.storage.level}, and "
+                f"schedule {plan.schedule!r} needs whole weights and optimizer state in every "
+                "pass: choose level 0 (ddp)"
+            )
+
+
+def _check_views(plan: ParallelPlan) -> None:
+    """Raise PlanError where no gradient of the plan is in a bucket of DDP."""
+    if plan.schedule is not None or all(
+        config.storage.sharded_axes("gradients") for config in plan.configs.values()
+    ):
+        raise PlanError(
+            "gradient_views is for gradients that DistributedDataParallel averages (ZeRO levels 0 "
+            "and 1, no stages), of which this plan has none: leave it out"
+        )
+
+
+def _check_joint_modules(plan: ParallelPlan) -> None:
+    """Raise PlanError for what a plan with joint modules cannot have."""
+    is_sequential = plan.num_microbatches > 1  # ranks of a tensor group run one batch at a time
+    if len(plan.mesh.tensor_axes) != 1 or plan.schedule is not None or is_sequential:
+        raise PlanError(
+            "joint modules are for a mesh with one tensor axis, whose ranks bring a batch each: "
+            "leave out schedule and num_microbatches, or joint"
+        )
+    if plan.gradient_exchange is not None:
+        raise PlanError(
+            "a gradient exchange does not know joint modules: leave out gradient_exchange, or joint"
+        )
+    for block, config in plan.configs.items():
+        if config.storage.sharded_axes("gradients"):
+            raise PlanError(
+                f"block {shown(block)} shards gradients beside joint modules: choose ZeRO level 0 "
+                "or 1"
+            )
+        if config.inputs or config.outputs or config.sums or config.gathers:
+            raise PlanError(
+                f"block {shown(block)} says where tensors are, which joint modules say themselves: "
+                "leave out inputs, outputs, sums and gathers"
+            )

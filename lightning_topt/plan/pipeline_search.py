@@ -1,9 +1,17 @@
-"""Plans with stages: every number of ranks in a row, schedule, number of microbatches and level,
-each cut exactly.
+"""The search of pipelines: ranks in a row, schedule, microbatches, level; each cut exactly.
 
-A pipeline that no bound leaves a chance against the plans known so far is not searched; the most
-promising come first. Plans are found by the formulas of `costs.schedule_rates`, and those that are
-kept are priced by the simulation of their schedule.
+    shapes = [*pipeline_shapes(blocks, count, global_batch_size, PipelineRequest())]
+    found = search_pipelines(blocks, shapes, KnownPlans.of(batches))
+
+Thousands of shapes have no chance against the plans known so far. `bounds_of` rules them out, many
+at once and without a table of costs; the most promising of the rest come first. Plans are found by
+the formulas of `costs.schedule_rates`; `plan.staged_plans` prices those that are kept by
+simulation.
+
+Bounds are what no way to cut a pipeline takes less than. The largest load is at least the mean over
+stages, S of them; the largest size at least any weighted mean. With weights that are equal, or are
+as 1 / (microbatches in flight), sizes become sums over blocks, wherever these are. Stages receive
+what crosses the boundary where that is least.
 """
 
 from __future__ import annotations
@@ -11,31 +19,48 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 
 from lightning_topt.costs.cost_table import Array
 from lightning_topt.costs.schedule_rates import fits
 from lightning_topt.frontier.stage_search import StagePoint, search_stages
-from lightning_topt.plan.known_plans import KnownPlans
+from lightning_topt.plan.known_plans import KnownPlans, filled
 from lightning_topt.plan.stage_blocks import StageBlocks
-from lightning_topt.plan.stage_bounds import StageBounds, bounds_of
-from lightning_topt.plan.stage_tables import PipelineShape, stage_table
-from lightning_topt.schedules.schedules import SCHEDULES
+from lightning_topt.plan.stage_tables import (
+    ContinuousShape,
+    PipelineShape,
+    boundaries_of,
+    fixed_costs,
+    parts_of,
+    stage_table,
+    transfer_seconds,
+)
+from lightning_topt.prediction import Prediction
+from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES, SCHEDULES
 
 PLAIN = "1f1b"  # the schedule that is preferred where others gain little
 _MOST_CHUNKS = 4  # stages per rank
 _MOST_PER_RANK = 16  # microbatches, in times the ranks of a pipeline
+_ROOM = 2**20  # numbers in an array, about
+
+
+_CONFIGS, _WAYS = 2, 2  # at most, of a block; of weights
 
 
 @dataclass(frozen=True)
 class PipelineRequest:
-    """The pipelines to look at: of so many `stages` in all, with this `schedule`, with so many
-    `microbatches`, of so many `ranks` in a row, whose parameters are split over `tensor` ranks (1:
-    not at all); None: any.
+    """The pipelines to search; None: any.
 
-    `own_batches`: each rank of a pipeline brings a batch, which is one microbatch, as large as the
-    captured one.
+    Args:
+        stages: of all ranks together.
+        schedule: its name.
+        microbatches: of a rank's batch.
+        ranks: in a row.
+        own_batches: each rank of a pipeline brings a batch, which is one microbatch, as large as
+            the captured one.
+        tensor: ranks that parameters are split over; 1: not split.
     """
 
     stages: int | None = None
@@ -47,22 +72,33 @@ class PipelineRequest:
 
     @property
     def is_given(self) -> bool:
-        """Whether anything is fixed: then a plan without stages is none that was asked for."""
+        """True if anything is fixed: then no plan without stages was asked for."""
         return self != PipelineRequest(own_batches=self.own_batches, tensor=self.tensor)
 
     def takes(self, tensor: int) -> bool:
-        """Return whether parameters may be split over so many ranks: not where each rank brings a
-        batch.
+        """Return whether parameters may be split over so many ranks.
+
+        They may not where each rank brings a batch.
         """
         return tensor == 1 if self.own_batches else self.tensor in (None, tensor)
 
 
+@dataclass(frozen=True)
+class StaleWeights:
+    """Pipelines that never flush may be chosen, with `prediction`, a rule of weights."""
+
+    prediction: Prediction
+
+
 @dataclass
 class FoundPipelines:
-    """Plans by the shape of their pipeline, and `error_bound` as in `Frontier`; `searched` of
-    `tables` tables were searched.
+    """Plans that a search of pipelines found.
 
-    `plain` are plans under 1F1B that only those of other schedules beat: a choice may prefer them.
+    Args:
+        plans: each with the shape of its pipeline.
+        plain: plans under 1F1B that only those of other schedules beat: a choice may prefer them.
+        error_bound: as in `Frontier`.
+        searched, tables: so many of so many tables were searched.
     """
 
     plans: list[tuple[PipelineShape, StagePoint]] = field(default_factory=list)
@@ -70,6 +106,76 @@ class FoundPipelines:
     error_bound: float = 0.0
     searched: int = 0
     tables: int = 0
+
+
+def search_pipelines(
+    blocks: StageBlocks,
+    shapes: Sequence[PipelineShape],
+    known: KnownPlans,
+    *,
+    epsilon: float = 0.0,
+    max_seconds: float = 10.0,
+) -> FoundPipelines:
+    """Return the plans of `shapes` that neither one another nor `known` plans beat, by formulas.
+
+    With `epsilon`, pipelines whose plans known ones beat but for this share are not searched.
+    """
+    deadline = time.thread_time() + max_seconds
+    found = FoundPipelines(error_bound=epsilon, tables=len(shapes))
+    plain = known  # and what 1F1B adds to it
+    bounds, shapes = _bounded(blocks, shapes, known, known.scaled(1 / (1 + epsilon)))
+    # 1F1B first: what it finds is compared with plans without stages.
+    for index in sorted(
+        range(len(shapes)),
+        key=lambda index: (shapes[index].schedule != PLAIN, bounds.least[index, 0]),
+    ):
+        shape = shapes[index]
+        if not bounds.may_gain(index, known.scaled(1 / (1 + epsilon))):
+            continue
+        table = stage_table(blocks, shape)
+        found.searched += 1
+        left = deadline - time.thread_time()
+        result = search_stages(table, known=known.costs, epsilon=epsilon, max_seconds=left)
+        found.error_bound = max(found.error_bound, result.error_bound)
+        found.plans += [(shape, point) for point in result.points]
+        costs = np.array([(p.step_seconds, p.peak_bytes) for p in result.points]).reshape(-1, 2)
+        known = KnownPlans.best([known.costs, costs])
+        if shape.schedule == PLAIN:
+            plain = known
+    found.plain = [each for each in _on(found.plans, plain) if each[0].schedule == PLAIN]
+    found.plans = _on(found.plans, known)
+    found.plain = [each for each in found.plain if each not in found.plans]
+    return found
+
+
+def hopeful_shapes(
+    blocks: StageBlocks, shapes: Sequence[PipelineShape], known: KnownPlans
+) -> list[PipelineShape]:
+    """Return those of `shapes` with a plan that may beat all known ones; others have none."""
+    return _bounded(blocks, shapes, known, known)[1]
+
+
+def _bounded(
+    blocks: StageBlocks, shapes: Sequence[PipelineShape], known: KnownPlans, beaten_by: KnownPlans
+) -> tuple[StageBounds, list[PipelineShape]]:
+    """Return those of `shapes` with a plan that may not be `beaten_by` others, and their bounds."""
+    left = list(shapes)
+    for prices in (known.few_prices, known.prices):  # few prices rule out nearly all
+        bounds = bounds_of(blocks, left, prices)
+        rows = [index for index in range(len(left)) if bounds.may_gain(index, beaten_by)]
+        left = [left[index] for index in rows]
+    return StageBounds(bounds.prices, bounds.least[rows], bounds.fewest[rows]), left
+
+
+def _on(
+    plans: Sequence[tuple[PipelineShape, StagePoint]], best: KnownPlans
+) -> list[tuple[PipelineShape, StagePoint]]:
+    """Return those that are among the best."""
+    kept = {tuple(row) for row in best.costs.tolist()}
+    return [(shape, p) for shape, p in plans if (p.step_seconds, p.peak_bytes) in kept]
+
+
+# ---- the shapes of pipelines
 
 
 def pipeline_shapes(
@@ -80,11 +186,11 @@ def pipeline_shapes(
     *,
     tensor: int = 1,
 ) -> Iterator[PipelineShape]:
-    """Yield the pipelines of `count` ranks, `tensor` of which hold slices of the same, for a batch:
-    sizes divide the ranks, microbatches the batch of a row.
+    """Yield the pipelines of `count` ranks for a batch; `tensor` ranks hold slices of the same.
 
-    A schedule that another one beats in every formula is left out unless it is wanted: with as many
-    stages per rank, as short and with fewer microbatches in flight.
+    Sizes divide the ranks, microbatches the batch of a row. A schedule that another one beats in
+    every formula is left out unless it is wanted: with as many stages per rank, as short and with
+    fewer microbatches in flight.
     """
     graph, most = blocks.step.graph, len(blocks.names)
     for ranks in range(2, min(count // tensor, most) + 1):
@@ -104,83 +210,6 @@ def pipeline_shapes(
                     yield PipelineShape(ranks, data, name, chunks, micro, samples, level, tensor)
 
 
-def search_pipelines(
-    blocks: StageBlocks,
-    shapes: Sequence[PipelineShape],
-    known: KnownPlans,
-    *,
-    epsilon: float = 0.0,
-    max_seconds: float = 10.0,
-) -> FoundPipelines:
-    """Return the plans of `shapes` that no other one beats, nor one of those that are `known`, by
-    their formulas.
-
-    With `epsilon`, pipelines whose plans known ones beat but for this share are not searched.
-    """
-    deadline, found, plain = (
-        time.thread_time() + max_seconds,
-        FoundPipelines(error_bound=epsilon, tables=len(shapes)),
-        known,
-    )
-    bounds, shapes = _bounded(blocks, shapes, known, known.scaled(1 / (1 + epsilon)))
-    # 1F1B first: what it finds is compared with plans without stages.
-    for index in sorted(
-        range(len(shapes)),
-        key=lambda index: (shapes[index].schedule != PLAIN, bounds.least[index, 0]),
-    ):
-        shape = shapes[index]
-        if not bounds.may_gain(index, known.scaled(1 / (1 + epsilon))):
-            continue
-        table = stage_table(blocks, shape)
-        found.searched += 1
-        left = deadline - time.thread_time()
-        result = search_stages(table, known=known.costs, epsilon=epsilon, max_seconds=left)
-        found.error_bound = max(found.error_bound, result.error_bound)
-        found.plans += [(shape, point) for point in result.points]
-        known = KnownPlans.best([known.costs, _costs(result.points)])
-        if shape.schedule == PLAIN:
-            plain = known
-    found.plain = [each for each in _on(found.plans, plain) if each[0].schedule == PLAIN]
-    found.plans = _on(found.plans, known)
-    found.plain = [each for each in found.plain if each not in found.plans]
-    return found
-
-
-def hopeful_shapes(
-    blocks: StageBlocks, shapes: Sequence[PipelineShape], known: KnownPlans
-) -> list[PipelineShape]:
-    """Return those of `shapes` of which some plan may be one that no known plan beats; of others
-    none is.
-    """
-    return _bounded(blocks, shapes, known, known)[1]
-
-
-def _bounded(
-    blocks: StageBlocks, shapes: Sequence[PipelineShape], known: KnownPlans, beaten_by: KnownPlans
-) -> tuple[StageBounds, list[PipelineShape]]:
-    """Those of `shapes` of which some plan may be one that none of `beaten_by` beats, and their
-    bounds.
-    """
-    left = list(shapes)
-    for prices in (known.few_prices, known.prices):  # few prices rule out nearly all
-        bounds = bounds_of(blocks, left, prices)
-        rows = [index for index in range(len(left)) if bounds.may_gain(index, beaten_by)]
-        left = [left[index] for index in rows]
-    return StageBounds(bounds.prices, bounds.least[rows], bounds.fewest[rows]), left
-
-
-def _on(
-    plans: Sequence[tuple[PipelineShape, StagePoint]], best: KnownPlans
-) -> list[tuple[PipelineShape, StagePoint]]:
-    """Those that are among the best."""
-    kept = {tuple(row) for row in best.costs.tolist()}
-    return [(shape, p) for shape, p in plans if (p.step_seconds, p.peak_bytes) in kept]
-
-
-def _costs(points: Sequence[StagePoint]) -> Array:
-    return np.array([(point.step_seconds, point.peak_bytes) for point in points]).reshape(-1, 2)
-
-
 def _microbatches(batch: int, ranks: int, wanted: PipelineRequest) -> Iterator[int]:
     if wanted.own_batches:
         yield ranks
@@ -197,7 +226,7 @@ def _microbatches(batch: int, ranks: int, wanted: PipelineRequest) -> Iterator[i
 def _schedules(
     ranks: int, micro: int, most: int, wanted: PipelineRequest
 ) -> Iterator[tuple[str, int]]:
-    """Schedules with their stages per rank."""
+    """Yield schedules with their stages per rank."""
     for name, rule in SCHEDULES.items():
         if name != wanted.schedule and (
             wanted.schedule is not None
@@ -215,7 +244,7 @@ def _schedules(
 def why_no_pipeline(
     blocks: StageBlocks, count: int, wanted: PipelineRequest, *, global_batch_size: int
 ) -> str:
-    """Return why no pipeline of `count` ranks is as wanted."""
+    """Explain why no pipeline of `count` ranks is as wanted."""
     named = f"{wanted.stages} stages" if wanted.stages is not None else "stages"
     row = "" if wanted.ranks is None else f", {wanted.ranks} in a row,"
     return (
@@ -227,3 +256,173 @@ def why_no_pipeline(
         f"{global_batch_size} sample(s) of a step are shared equally by the rows, a microbatch of "
         "which has at least one"
     )
+
+
+def continuous_shapes(
+    blocks: StageBlocks,
+    count: int,
+    global_batch_size: int,
+    wanted: PipelineRequest,
+    stale: StaleWeights,
+) -> Iterator[ContinuousShape]:
+    """Yield the pipelines of `count` ranks that never flush.
+
+    Each row of ranks takes its part of the batch as one minibatch.
+    """
+    graph = blocks.step.graph
+    if wanted.schedule not in (None, *CONTINUOUS_SCHEDULES) or wanted.microbatches not in (None, 1):
+        return
+    if wanted.own_batches or not wanted.takes(1):
+        return
+    for ranks in range(2, min(count, len(blocks.names)) + 1):
+        data = count // ranks
+        samples = global_batch_size / data
+        if count % ranks or global_batch_size % data or wanted.ranks not in (None, ranks):
+            continue
+        if wanted.stages in (None, ranks) and (graph.batch_scaling or samples == graph.batch_size):
+            for name in CONTINUOUS_SCHEDULES if wanted.schedule is None else (wanted.schedule,):
+                yield ContinuousShape.of(
+                    ranks, data, samples=samples, schedule=name, prediction=stale.prediction
+                )
+
+
+# ---- lower bounds
+
+
+@dataclass(frozen=True, eq=False)
+class StageBounds:
+    """Lower bounds of n pipelines.
+
+    Args:
+        prices: seconds per byte.
+        least: (n, price), of seconds + price * bytes.
+        fewest: (n,), of bytes.
+    """
+
+    prices: Array
+    least: Array
+    fewest: Array
+
+    def may_gain(self, index: int, known: KnownPlans) -> bool:
+        """Return whether a plan of pipeline `index` may beat all known ones; False is certain."""
+        return known.may_gain_above(float(self.fewest[index]), self.prices, self.least[index])
+
+
+def bounds_of(
+    blocks: StageBlocks,
+    shapes: Sequence[PipelineShape],
+    prices: Array,
+    *,
+    recomputes: Sequence[bool] = (False, True),
+) -> StageBounds:
+    """Return the bounds of the plans of `shapes`; `recomputes` as in `stage_table`."""
+    least, fewest = np.full((len(shapes), len(prices)), -np.inf), np.zeros(len(shapes))
+    cluster = blocks.step.cluster
+    # shapes whose stages are on the same kinds of nodes are bounded together
+    alike: dict[frozenset[tuple[int, ...]], list[int]] = {}
+    for index, shape in enumerate(shapes):
+        nodes = frozenset(
+            [shape.kinds_of([s], cluster) for s in range(shape.num_stages)]
+            if cluster.nodes
+            else [()]
+        )
+        alike.setdefault(nodes, []).append(index)
+    most = max(_ROOM // (_WAYS * (max(blocks.kinds) + 1) * _CONFIGS * len(prices)), 1)
+    for nodes, rows in alike.items():
+        for first in range(0, len(rows), most):
+            some = rows[first : first + most]
+            several = [shapes[index] for index in some]
+            least[some], fewest[some] = _of_alike(blocks, several, nodes, prices, tuple(recomputes))
+    return StageBounds(prices, least, fewest)
+
+
+def _of_alike(
+    blocks: StageBlocks,
+    shapes: Sequence[PipelineShape],
+    nodes: frozenset[tuple[int, ...]],
+    prices: Array,
+    recomputes: tuple[bool, ...],
+) -> tuple[Array, Array]:
+    """Return bounds (shape, price) and (shape,) of shapes on the same kinds of nodes."""
+    counts = np.bincount(blocks.kinds)
+    # weights of bytes that sum to those of no more than the largest stage
+    held = np.array([_weights_of(shape.rates.held) for shape in shapes])  # (shape, 2, way)
+    held = held.transpose(1, 0, 2)[..., None, None]  # (static or kept, shape, way, kind, config)
+    least: list[Array] = []  # (shape, way, kind, price) for each kind of nodes
+    fewest: list[Array] = []  # (shape, way, kind)
+    # (lead, load, stages, stages per rank), shape, 1
+    rates = np.array(
+        [(s.rates.lead, s.rates.load, s.num_stages, s.stages_per_rank) for s in shapes]
+    ).T[..., None]
+    saved = np.array([shape.rates.weights for shape in shapes])[:, None]
+    for kinds in nodes:
+        seconds, kept, weights, own = _parts(blocks.on(kinds), shapes, recomputes)
+        weights = np.minimum(saved * weights, rates[0] * seconds.min(axis=2))  # (shape, kind)
+        load = weights + rates[3] * own[:, 0]
+        times = (rates[0] + rates[1] / rates[2])[..., None] * seconds + (load / rates[2] - weights)[
+            ..., None
+        ]
+        sizes = (
+            held[0] * (rates[3] * own[:, 1])[:, None, :, None] + held[1] * kept[:, None]
+        )  # (shape, way, kind, config)
+        priced = times[:, None, ..., None] + prices * sizes[..., None]
+        least.append(priced.min(axis=3))
+        fewest.append(np.where(np.isfinite(seconds)[:, None], sizes, np.inf).min(axis=3))
+    # what comes once, and what stages receive
+    fixed = np.array([fixed_costs(blocks, shape) for shape in shapes])
+    seconds, received = np.array([_crossing(blocks, shape) for shape in shapes]).T
+    received = held[1, ..., 0, 0] * received[:, None]  # (shape, way)
+    priced = np.einsum("k,nwkp->nwp", counts, np.min(least, axis=0)) + prices * received[..., None]
+    total = (fixed[:, 0] + seconds)[:, None] + prices * fixed[:, 1:] + priced.max(axis=1)
+    return total, fixed[:, 1] + (np.min(fewest, axis=0) @ counts + received).max(axis=1)
+
+
+def _crossing(blocks: StageBlocks, shape: PipelineShape) -> tuple[float, float]:
+    """Return the least seconds of messages in a step, and bytes that all stages receive at least.
+
+    The bytes are of one microbatch.
+    """
+    rates, least, sent = shape.rates, 0.0, 0
+    received = float(np.round(blocks.crossing_bytes(shape.samples)[0, 1:].min()))
+    for (kinds, link), count in boundaries_of(shape, blocks.step.cluster).items():
+        round_trip = transfer_seconds(blocks.on(kinds), shape)[link].sum(axis=0)
+        least += count * float(np.round(round_trip[1:].min(), 9))
+        sent += count * (link != "none")
+    return (rates.lead + rates.sent_load / shape.num_stages) * least, sent * received
+
+
+def _parts(
+    blocks: StageBlocks, shapes: Sequence[PipelineShape], recomputes: tuple[bool, ...]
+) -> tuple[Array, Array, Array, Array]:
+    """Return costs of blocks for each shape, as in `parts_of`.
+
+    Returns:
+        Seconds and bytes kept (shape, kind, config), seconds of gradients of parameters (shape,
+        kind), and what comes once per step (shape, [seconds, static, update], kind).
+    """
+    known: dict[object, tuple[Array, ...]] = {}
+    found = []
+    for shape in shapes:
+        key = shape.samples, shape.splits_backward, shape.data, shape.tensor, shape.level
+        if key not in known:
+            chain, weights, own = parts_of(blocks, shape, recomputes)
+            by_block = (
+                np.array([filled(getattr(block, name), _CONFIGS) for block in chain.blocks])
+                for name in ("seconds", "kept")
+            )
+            known[key] = *by_block, weights, own
+        found.append(known[key])
+    seconds, kept, weights, own = (np.array(each) for each in zip(*found, strict=True))
+    return seconds, kept, weights, own
+
+
+@lru_cache(maxsize=2**14)
+def _weights_of(held: tuple[int, ...]) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Return those ([static, kept], way) of a pipeline whose stages hold so many microbatches."""
+    counts = np.array(held, float)
+    inverse = float((1 / counts).sum())
+    static, kept = (
+        (1 / len(held), 1 / counts.max() / inverse),
+        (counts.min() / len(held), 1 / inverse),
+    )
+    return static, kept

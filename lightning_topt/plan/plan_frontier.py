@@ -1,27 +1,49 @@
-"""`PlanFrontier` holds the plans that no other beats, each with what it is predicted to cost;
-`frontier.json` is its text.
+"""`PlanFrontier`: the plans that no other beats, each with its expected costs; and `frontier.json`.
+
+    frontier = search_plans(request)
+    frontier.save("frontier.json")
+    frontier = PlanFrontier.from_json(Path("frontier.json").read_text())
+
+Plans of one search share few blocks and configurations. The file has each of these once and plans
+have indices instead: a search of 81 blocks may find a thousand plans of a few dozen configurations,
+which are 68 MB of text with every block written out, and one MB with indices.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_topt.costs.plain_values import names, number, one_line, parse_json, whole
-from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
-from lightning_topt.plan.shared_blocks import BlockTables, SharedBlocks
+from lightning_topt.costs.plain_values import (
+    names,
+    number,
+    one_line,
+    parse_json,
+    shown,
+    text,
+    whole,
+)
+from lightning_topt.graph.mesh_axes import Mesh
+from lightning_topt.graph.op_config import OpConfig
+from lightning_topt.plan.parallel_plan import ParallelPlan
+from lightning_topt.plan.plan_values import PlanError, config_to_dict
 
 SCHEMA_VERSION = 2
 
 
 @dataclass(frozen=True)
 class PlanPoint:
-    """A plan with what it is predicted to cost: seconds per step, bytes per device at the peak,
-    number of devices.
+    """A plan with its expected costs.
+
+    Args:
+        step_seconds: of a step.
+        peak_bytes: per device, at the peak.
+        devices: number of them.
+        plan: the plan.
     """
 
     step_seconds: float
@@ -32,15 +54,21 @@ class PlanPoint:
 
 @dataclass(frozen=True)
 class PlanFrontier:
-    """All plans that no other plan for the same number of devices beats in both time and memory, by
-    devices and memory. Plans whose gradients are views of DDP's buckets are compared with one
-    another only: a choice may prefer others to them.
+    """All plans that no other plan for as many devices beats in both time and memory.
 
-    `exact` says whether the search proves that; where not, no plan is better than one of these by
-    more than the share `error_bound` in both. `uniform` are plans that treat all blocks alike,
-    whether others beat them or not: a choice may prefer them (see `choose`); with split parameters,
-    where some plan of that split may be on the frontier. `frontier.json` holds exactly these fields
-    (docs/schemas.md).
+    They are ordered by devices and memory. Plans whose gradients are views of DDP's buckets are
+    compared with one another only: a choice may prefer others to them. `frontier.json` holds
+    exactly these fields (docs/schemas.md).
+
+    Args:
+        points: the plans.
+        exact: whether the search proves that no other plan is better.
+        capture_seconds, search_seconds: what capturing the model and the search took.
+        error_bound: where it is not exact, no plan is better than one of these by more than this
+            share in both costs.
+        uniform: plans that treat all blocks alike, whether others beat them or not: a choice may
+            prefer them (see `choose`). With split parameters, where some plan of that split may be
+            on the frontier.
     """
 
     points: tuple[PlanPoint, ...]
@@ -52,17 +80,13 @@ class PlanFrontier:
 
     @property
     def candidates(self) -> tuple[PlanPoint, ...]:
-        """All plans that may be chosen: those of the frontier, then the uniform ones that are not
-        on it.
-        """
+        """All plans that may be chosen: the frontier, then the uniform ones that are not on it."""
         known = {point.step_seconds for point in self.points}  # far quicker to compare than plans
         others = (p for p in self.uniform if p.step_seconds not in known or p not in self.points)
         return (*self.points, *others)
 
     def shown_with(self, chosen: PlanPoint) -> tuple[PlanPoint, ...]:
-        """Return the points to show: those of the frontier, and the chosen one where it is not
-        among them.
-        """
+        """Return the points to show: the frontier, and the chosen one where it is not on it."""
         return self.points if chosen in self.points else (*self.points, chosen)
 
     @classmethod
@@ -75,9 +99,8 @@ class PlanFrontier:
         search_seconds: float = 0.0,
         error_bound: float = 0.0,
     ) -> PlanFrontier:
-        """Return the frontier of any points: those that another one for as many devices beats are
-        left out.
-        """
+        """Return the frontier of any points: those that others for as many devices beat go."""
+        # by ascending memory, a plan is on the frontier if it is faster than all before it
         kept: list[PlanPoint] = []
         fastest: dict[tuple[int, bool], float] = {}
         for point in sorted(points, key=lambda p: (p.devices, p.peak_bytes, p.step_seconds)):
@@ -96,7 +119,7 @@ class PlanFrontier:
 
     def to_json(self) -> str:
         """Return the frontier as `frontier.json` holds it."""
-        lists, shared = {"points": self.points, "uniform": self.uniform}, SharedBlocks()
+        lists, shared = {"points": self.points, "uniform": self.uniform}, _SharedBlocks()
         plain = {
             key: [{**vars(p), "plan": shared.plain(p.plan)} for p in points]
             for key, points in lists.items()
@@ -128,7 +151,8 @@ def _read_frontier(data: Any) -> PlanFrontier:
     known = {field.name for field in dataclasses.fields(PlanFrontier)} | {"blocks", "configs"}
     if wrong := set(data) ^ known:
         raise ValueError(f"the entries {names(wrong)} are unknown or missing")
-    tables = BlockTables(data.pop("blocks"), data.pop("configs"))
+    # `exact` follows from `error_bound`; the rest are numbers
+    tables = _BlockTables(data.pop("blocks"), data.pop("configs"))
     if not isinstance(data.pop("exact"), bool):
         raise ValueError("exact must be true or false")
     lists = {key: _read_points(data.pop(key), tables, name=key) for key in ("points", "uniform")}
@@ -136,7 +160,7 @@ def _read_frontier(data: Any) -> PlanFrontier:
     return PlanFrontier(exact=seconds["error_bound"] == 0, **lists, **seconds)  # type: ignore[arg-type]
 
 
-def _read_points(entries: Any, tables: BlockTables, *, name: str) -> tuple[PlanPoint, ...]:
+def _read_points(entries: Any, tables: _BlockTables, *, name: str) -> tuple[PlanPoint, ...]:
     if not isinstance(entries, list | tuple) or not all(
         isinstance(entry, dict) for entry in entries
     ):
@@ -153,3 +177,100 @@ def _read_points(entries: Any, tables: BlockTables, *, name: str) -> tuple[PlanP
         )
         for place, entry in enumerate(entries)
     )
+
+
+# ---- blocks and configurations that many plans share
+
+
+_INDICES = ("blocks", "configs")  # of a stage: into the two lists of the file
+
+
+@dataclass
+class _SharedBlocks:
+    """Number names of blocks and plain configurations in the order in which they are written.
+
+    Plans that were written have to live as long as this object, which knows configurations by
+    identity.
+    """
+
+    blocks: dict[str, int] = field(default_factory=dict)
+    configs: dict[str, int] = field(default_factory=dict)
+    _known: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    def plain(self, plan: ParallelPlan) -> dict[str, Any]:
+        """Return `plan` as `ParallelPlan.to_dict` does, with indices in place of blocks."""
+        stages = [
+            {
+                "blocks": [
+                    self.blocks.setdefault(each.block, len(self.blocks)) for each in stage.blocks
+                ],
+                "configs": [self._index_of(each.config, plan.mesh) for each in stage.blocks],
+            }
+            for stage in plan.stages
+        ]
+        return {**plan.to_dict(stages=False), "stages": stages}
+
+    def _index_of(self, config: OpConfig, mesh: Mesh) -> int:
+        # Plans of a search share objects, and comparing these by value is slow.
+        key = id(config), id(mesh)
+        if key not in self._known:
+            plain = json.dumps(config_to_dict(config, mesh))
+            self._known[key] = self.configs.setdefault(plain, len(self.configs))
+        return self._known[key]
+
+    @property
+    def tables(self) -> dict[str, list[Any]]:
+        """The two lists, as plain values."""
+        return {"blocks": [*self.blocks], "configs": [json.loads(plain) for plain in self.configs]}
+
+
+@dataclass(frozen=True)
+class _BlockTables:
+    """The two lists of a file that is read. Raises ValueError for what they cannot be."""
+
+    blocks: list[str]
+    configs: list[Mapping[str, Any]]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.blocks, list) or not isinstance(self.configs, list):
+            raise ValueError("blocks and configs must be lists")
+        for index, name in enumerate(self.blocks):
+            text(name, name=f"blocks[{index}]")
+        for index, config in enumerate(self.configs):
+            if not isinstance(config, dict) or "block" in config:
+                raise ValueError(
+                    f"configs[{index}] must be a mapping without a block, got {shown(config)}"
+                )
+
+    def written_out(self, plan: Any, *, name: str) -> Any:
+        """Return what `ParallelPlan.from_dict` takes. Raises ValueError for wrong indices."""
+        if not isinstance(plan, dict) or not isinstance(plan.get("stages"), list):
+            raise ValueError(f"{name} must be a mapping with a list of stages")
+        return {
+            **plan,
+            "stages": [self._stage(entry, name=f"{name}.stages") for entry in plan["stages"]],
+        }
+
+    def _stage(self, entry: Any, *, name: str) -> dict[str, Any]:
+        if not isinstance(entry, dict) or set(entry) != {*_INDICES}:
+            raise ValueError(f"each of {name} has the entries {', '.join(_INDICES)}")
+        indices = [entry[key] for key in _INDICES]
+        if not all(isinstance(each, list) for each in indices) or len(indices[0]) != len(
+            indices[1]
+        ):
+            raise ValueError(f"blocks and configs of {name} must be lists of one length")
+        return {
+            "blocks": [
+                {
+                    "block": _at(self.blocks, block, name="blocks"),
+                    **_at(self.configs, config, name="configs"),
+                }
+                for block, config in zip(*indices, strict=True)
+            ]
+        }
+
+
+def _at(values: list[Any], place: Any, *, name: str) -> Any:
+    if whole(place, name=f"a place in {name}", least=0) >= len(values):
+        raise ValueError(f"a place in {name} must be below {len(values)}, got {place}")
+    return values[place]

@@ -1,36 +1,51 @@
-"""`search_plans` tries every mesh, every placement of every block on it, every exchange of
-gradients; it returns one frontier of plans.
+"""The search of plans: every mesh, placement of blocks on it and exchange of gradients.
 
-graph = capture(module, batch) optimizer = read_optimizer([torch.optim.AdamW(module.parameters())],
-named_parameters=module.named_parameters()) frontier = search_plans(SearchRequest(graph, cluster,
-optimizer, device_counts=(1, 2), global_batch_size=16)) choose(frontier.candidates,
-memory_limit=2**30).plan
+`search_plans` returns one frontier of plans:
+
+    graph = capture(module, batch)
+    optimizers = [torch.optim.AdamW(module.parameters())]
+    optimizer = read_optimizer(optimizers, named_parameters=module.named_parameters())
+    request = SearchRequest(graph, cluster, optimizer, device_counts=(1, 2), global_batch_size=16)
+    frontier = search_plans(request)
+    choose(frontier.candidates, memory_limit=2**30).plan
+
+For each number of devices there are three searches, each of which knows what those before it found:
+
+    1. meshes without a tensor axis     chains of blocks on each mesh (`plan.chains`)
+    2. meshes with a tensor axis        the same on slices (`plan.tensor_meshes`), where a lower
+                                        bound says that some plan may be better
+    3. pipelines                        cuts of the chain into stages (`plan.staged_plans`)
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import Any
 
+import numpy as np
+
+from lightning_topt.communication.exchange_method import GradientMethod
 from lightning_topt.costs.cluster import Cluster
+from lightning_topt.costs.compute import KernelKey
 from lightning_topt.costs.exchange_model import legal_exchanges
+from lightning_topt.costs.optimizer import OptimizerProfile
+from lightning_topt.costs.sizes import ROOT
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.graph.mesh_axes import Mesh, data_mesh, hybrid_mesh
 from lightning_topt.graph.no_trace import no_collection
-from lightning_topt.graph.op_config import OpConfig
+from lightning_topt.graph.op_config import OpConfig, Storage
 from lightning_topt.graph.op_graph import OpGraph
-from lightning_topt.plan.chains import NO_BOUND, FoundPlans, search_chains
-from lightning_topt.plan.continuous_plans import search_pipelines_for
+from lightning_topt.plan.chains import NO_BOUND, Chain, Choices, FoundPlans, search_chains
 from lightning_topt.plan.known_plans import KnownPlans
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, PlanError, Prediction
+from lightning_topt.plan.pipeline_search import PipelineRequest, StaleWeights
 from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
-from lightning_topt.plan.plan_space import PlanSpace, spaces_of
-from lightning_topt.plan.search_request import SearchRequest, stage_blocks, step_on
-from lightning_topt.plan.split_stages import splits_of_stages
+from lightning_topt.plan.stage_blocks import StageBlocks
+from lightning_topt.plan.staged_plans import blocks_of_plan, search_pipelines_for, splits_of_stages
 from lightning_topt.plan.tensor_meshes import (
     placed_tensors,
     saving_no_computation,
@@ -38,32 +53,103 @@ from lightning_topt.plan.tensor_meshes import (
     tensor_sizes,
     tensor_steps,
 )
+from lightning_topt.techniques.data_parallel import has_buckets
 from lightning_topt.techniques.plan_batch import PlanBatch
+from lightning_topt.techniques.plan_costs import PlanCosts
 from lightning_topt.techniques.technique import has_whole_gradients
+from lightning_topt.techniques.tensor_parallel.split_candidates import SplitModel
+
+
+@dataclass(frozen=True)
+class SearchRequest:
+    """What to search for one model on one cluster.
+
+    Args:
+        graph, cluster, optimizer: see `TrainingStep`.
+        device_counts: numbers of ranks to plan for. The global batch is the same for all, so each
+            must divide it.
+        global_batch_size: samples per step over all ranks.
+        shards: whether gradients and parameters may be sharded; else every rank has them unsharded.
+        exchanges: ways to exchange unsharded gradients that may be chosen besides DDP's all-reduce.
+            Those that a number of ranks cannot have are left out there.
+        kernel_seconds: measured kernels (`measure_kernels`); only of use at the captured batch
+            size, and not on clusters of several kinds of nodes.
+        in_place: `kernel_seconds` were measured in steps of the run that returned memory too (see
+            `TrainingStep`).
+        returns_memory: every plan is to keep a memory limit (see `TrainingStep`); plans that shard
+            gradients always do.
+        capture_seconds: what making `graph` took, for the record.
+        max_seconds: CPU seconds of the search for one number of devices, without captures of steps
+            on slices. Afterwards the best plans so far are returned with `error_bound`.
+        split: the same step as one whose parameters can be split over tensor axes; None: no mesh
+            has one.
+        mesh: the only mesh to search, of as many ranks as each of `device_counts`; None: all.
+        own_batches: search meshes with a tensor axis only, whose ranks bring a batch each, as data
+            ranks do. The ranks of a tensor group run these as microbatches.
+        evaluates: whether such a run has evaluations, for which every rank needs the full
+            parameters.
+        layout: of the tensor axes of `mesh` (`split_layouts.LAYOUTS`); none: any of one axis.
+        pipelines: search plans with stages too, as asked for; None: none. With a number of stages,
+            a schedule or microbatches, plans with stages alone.
+        stale: with `pipelines`, search those that never flush as well, whose weights are stale;
+            None: none.
+        gradient_views: whether unsharded gradients are views of DDP's buckets (see `ParallelPlan`):
+            what plans may have. Those that have different ones are not compared with one another.
+        epsilon: plans that others beat by less than this share, in both costs, may be left out.
+    """
+
+    graph: OpGraph
+    cluster: Cluster
+    optimizer: OptimizerProfile
+    device_counts: Sequence[int]
+    global_batch_size: int
+    shards: bool = True
+    exchanges: Sequence[GradientMethod] = ()
+    kernel_seconds: Mapping[KernelKey, float] = field(default_factory=dict)
+    in_place: bool = False
+    returns_memory: bool = False
+    capture_seconds: float = 0.0
+    max_seconds: float = 10.0
+    split: SplitModel | None = None
+    mesh: Mesh | None = None
+    own_batches: bool = False
+    evaluates: bool = True
+    layout: str = ""
+    pipelines: PipelineRequest | None = None
+    stale: StaleWeights | None = None
+    gradient_views: Sequence[bool] = (False,)
+    epsilon: float = 0.0
+
+    @property
+    def kernels(self) -> Mapping[KernelKey, float]:
+        """The measured kernels; none with several kinds of nodes, of which one measured them."""
+        return {} if self.cluster.nodes else self.kernel_seconds
 
 
 @no_collection()  # it takes long, with all that a capture leaves
 def search_plans(request: SearchRequest) -> PlanFrontier:
-    """Return the frontier over all meshes and exchanges at every number of devices; uniform plans
-    are kept beside it.
+    """Return the frontier over all meshes and exchanges at every number of devices.
 
-    Raises ValueError when a device count does not divide the batch, PlanError where only plans that
-    split the model are asked for and nothing of it can be split.
+    Uniform plans are kept beside it.
+
+    Raises:
+        ValueError: a device count does not divide the batch.
+        PlanError: only plans that split the model are asked for, and nothing of it can be split.
     """
     start, error_bound = time.perf_counter(), 0.0
     points: list[PlanPoint] = []
     uniform: list[PlanPoint] = []
     for count in request.device_counts:
         found_spaces = 0
+        # chains of blocks, on meshes without and with a tensor axis
         for spaces, found in _searched(request, count):
             points += [point for batch in found.batches for point in points_of(batch)]
             uniform += [
                 point for space in spaces if space.own for point in points_of(space.uniform)
             ]
-            error_bound, found_spaces = (
-                max(error_bound, found.error_bound),
-                found_spaces + len(spaces),
-            )
+            error_bound = max(error_bound, found.error_bound)
+            found_spaces += len(spaces)
+        # stages of pipelines
         if request.pipelines is not None and request.mesh is None and not request.own_batches:
             staged, plain, error = search_pipelines_for(
                 stage_blocks(request),
@@ -72,13 +158,12 @@ def search_plans(request: SearchRequest) -> PlanFrontier:
                 points,
                 stale=request.stale,
                 split=request.split,
-                **_limits(request),
+                global_batch_size=request.global_batch_size,
+                epsilon=request.epsilon,
+                max_seconds=request.max_seconds,
             )
-            points, uniform, found_spaces = (
-                points + staged,
-                uniform + plain,
-                found_spaces + len(staged),
-            )
+            points, uniform = points + staged, uniform + plain
+            found_spaces += len(staged)
             error_bound = max(error_bound, min(error, NO_BOUND))
         if not found_spaces:
             raise PlanError(_why_none(replace(request, device_counts=(count,))))
@@ -91,10 +176,109 @@ def search_plans(request: SearchRequest) -> PlanFrontier:
     )
 
 
-def meshes(cluster: Cluster, count: int) -> Iterator[Mesh]:
-    """Yield the meshes of `count` ranks: one data axis, then copies times shards for every way to
-    divide.
+def _searched(
+    request: SearchRequest, count: int
+) -> Iterator[tuple[Sequence[PlanSpace], FoundPlans]]:
+    """Yield spaces of plans for `count` ranks with the best plans of them.
+
+    First those without a tensor axis, then those with one that may be better.
     """
+    if request.pipelines is not None and request.pipelines.is_given:
+        return
+    left, batches = request.max_seconds, list[PlanBatch]()
+    for spaces in _by_views(_spaces(request, count)):
+        start = time.thread_time()
+        found = search_chains(
+            [c for space in spaces for c in space.chains()],
+            max_seconds=left,
+            epsilon=request.epsilon,
+        )
+        found = replace(
+            found, batches=(*found.batches, *(space.smallest() for space in spaces if space.own))
+        )
+        left = max(left - (time.thread_time() - start), 1e-3)
+        batches += found.batches
+        yield spaces, found
+    if request.mesh is not None or request.own_batches:
+        return
+    # with a tensor axis, where a bound leaves a chance against the plans found so far
+    known = KnownPlans.of(batches).scaled(1 / (1 + request.epsilon))
+    for spaces in _by_views(_tensor_spaces(request, count, known)):
+        start = time.thread_time()
+        chains = [c for space in spaces for c in space.chains() if known.may_gain(c.table)]
+        yield spaces, search_chains(chains, max_seconds=left, epsilon=request.epsilon)
+        left = max(left - (time.thread_time() - start), 1e-3)
+
+
+def _by_views(spaces: Iterable[PlanSpace]) -> Iterator[list[PlanSpace]]:
+    """Yield the spaces with gradients of their own, then those with views of DDP's buckets."""
+    found = [*spaces]
+    for are_views in (False, True):
+        if some := [space for space in found if space.costs.step.gradient_views == are_views]:
+            yield some
+
+
+def local_graphs(request: SearchRequest) -> list[OpGraph]:
+    """Return the steps on slices that `search_plans` may price, each once.
+
+    Their kernels may be measured before the search.
+    """
+    found: list[OpGraph | None] = []
+    for count in request.device_counts:
+        if request.pipelines is None or not request.pipelines.is_given:
+            found += [step.graph for step, _ in _tensor_steps(request, count)]
+        if request.pipelines is not None and request.split is not None and request.mesh is None:
+            given = request.pipelines, request.global_batch_size
+            chains = splits_of_stages(stage_blocks(request), request.split, count, *given)
+            found += [chain.local for chain, _ in chains]
+    return [*{id(graph): graph for graph in found if graph is not None}.values()]
+
+
+# ---- the step of a rank
+
+
+def step_on(request: SearchRequest, mesh: Mesh) -> TrainingStep:
+    """Return the step of a data rank of `mesh`, with nothing split."""
+    batches = mesh.ranks_along(mesh.tensor_axes) if request.own_batches else 1
+    samples = max(request.global_batch_size // (mesh.data_parallel_size * batches), 1)
+    return TrainingStep(
+        request.graph,
+        request.cluster,
+        request.optimizer,
+        mesh,
+        samples,
+        request.kernels,
+        returns_memory=request.returns_memory,
+        in_place=request.in_place,
+        num_microbatches=batches,
+    )
+
+
+def stage_blocks(request: SearchRequest, plan: ParallelPlan | None = None) -> StageBlocks:
+    """Return the chain of blocks that stages of a pipeline share, on slices where `plan` has them.
+
+    Raises:
+        PlanError: the plan has other splits than those of the search.
+    """
+    blocks = StageBlocks(
+        TrainingStep(
+            request.graph,
+            request.cluster,
+            request.optimizer,
+            data_mesh(1),
+            request.graph.batch_size,
+            request.kernels,
+            returns_memory=request.returns_memory,
+        )
+    )
+    return blocks if plan is None else blocks_of_plan(blocks, request.split, plan)
+
+
+# ---- meshes
+
+
+def meshes(cluster: Cluster, count: int) -> Iterator[Mesh]:
+    """Yield the meshes of `count` ranks: one data axis, then copies times shards."""
     per_node = cluster.devices_per_node
     whole = "intra" if count <= per_node else "inter"
     yield data_mesh(count, scope=whole)
@@ -104,10 +288,245 @@ def meshes(cluster: Cluster, count: int) -> Iterator[Mesh]:
             yield hybrid_mesh(count // shard, shard, scopes=(whole, "intra" if inside else "inter"))
 
 
+def _spaces(request: SearchRequest, count: int) -> Iterator[PlanSpace]:
+    """Yield the plans for `count` ranks without a tensor axis, or those on the given mesh."""
+    cluster, samples = request.cluster, request.global_batch_size
+    if request.mesh is not None:
+        yield from _spaces_on(request, request.mesh)
+    elif request.own_batches:
+        for step, _ in _tensor_steps(request, count):
+            step = saving_no_computation(step, step_on(request, step.mesh))
+            step = step if request.evaluates else replace(step, joined_bytes=0.0)
+            yield from spaces_of(step, (), shards=False, views=request.gradient_views)
+    elif samples % count == 0:
+        first, *rest = meshes(cluster, count)
+        legal = (
+            legal_exchanges(options, cluster=cluster, world_size=count)
+            for options in request.exchanges
+        )
+        exchanges = [*dict.fromkeys(itertools.chain.from_iterable(legal))]
+        step, views = step_on(request, first), request.gradient_views
+        yield from spaces_of(step, rest, shards=request.shards, exchanges=exchanges, views=views)
+    elif not _tensor_sizes(request, count) and request.pipelines is None:
+        raise ValueError(_why_indivisible(samples, count))
+
+
+def _spaces_on(request: SearchRequest, mesh: Mesh) -> Iterator[PlanSpace]:
+    """Yield the plans on one given mesh."""
+    parts = mesh.data_parallel_size
+    if request.global_batch_size % parts:
+        raise ValueError(
+            f"a global batch of {request.global_batch_size} samples cannot be divided evenly over "
+            f"{parts} data ranks; choose a batch size that is a multiple of {parts}"
+        )
+    if not mesh.tensor_axes:
+        yield from spaces_of(
+            step_on(request, mesh), (), shards=request.shards, views=request.gradient_views
+        )
+        return
+    assert request.split is not None, "a mesh with a tensor axis needs a model that can be split"
+    for split, _ in _tensor_steps(request, mesh.size):
+        yield from spaces_of(split, (), shards=request.shards, views=request.gradient_views)
+
+
+def _tensor_spaces(request: SearchRequest, count: int, known: KnownPlans) -> Iterator[PlanSpace]:
+    """Yield the plans for `count` ranks with a tensor axis, of splits that may beat all `known`."""
+
+    def is_needed(others: Sequence[Mesh], step: TrainingStep) -> bool:
+        spaces = spaces_of(step, others, shards=request.shards, views=request.gradient_views)
+        return any(known.may_gain(chain.table) for space in spaces for chain in space.chains())
+
+    # Formulas bound no measured kernels.
+    for step, others in _tensor_steps(request, count, None if request.kernels else is_needed):
+        yield from spaces_of(step, others, shards=request.shards, views=request.gradient_views)
+
+
+def _tensor_steps(
+    request: SearchRequest,
+    count: int,
+    is_needed: Callable[[Sequence[Mesh], TrainingStep], bool] | None = None,
+) -> Iterator[tuple[TrainingStep, Sequence[Mesh]]]:
+    """Yield steps on slices on one mesh, each with other meshes of the same tensor axis.
+
+    `is_needed` as in `tensor_steps`.
+    """
+    if request.split is None or (request.mesh is not None and not request.mesh.tensor_axes):
+        return
+    if request.mesh is not None:
+        of_tensor = [[request.mesh]]
+    else:
+        of_tensor = [
+            [*tensor_meshes(request.cluster, count, size)] for size in _tensor_sizes(request, count)
+        ]
+    for first, *others in of_tensor:
+        bound = None if is_needed is None else partial(is_needed, others)
+        whole = step_on(request, first)
+        for step in tensor_steps(
+            whole, request.split, mesh=first, layout=request.layout, is_needed=bound
+        ):
+            yield step, others
+
+
+def _tensor_sizes(request: SearchRequest, count: int) -> list[int]:
+    """Return sizes of tensor axes that leave every data rank as many samples."""
+    sizes = tensor_sizes(request.cluster, count) if request.split is not None else []
+    return [
+        size
+        for size in sizes
+        if request.own_batches or request.global_batch_size % (count // size) == 0
+    ]
+
+
+# ---- plans on one mesh
+
+
+@dataclass(frozen=True)
+class PlanSpace:
+    """The plans on one mesh, with one exchange of gradients.
+
+    `groups` are storages that blocks may have beside one another, `own` those of uniform plans.
+    """
+
+    costs: PlanCosts
+    groups: Sequence[Collection[Storage]]
+    own: Collection[Storage]
+
+    def chains(self) -> Iterator[Chain]:
+        """Yield one chain for each group and configuration of the block ``""``."""
+        for group in self.groups:
+            configs = self._configs(group)
+            if all(configs.values()):
+                choices = Choices(self.costs, configs)
+                halves = choices.split_by_first()
+                for root in configs[ROOT]:
+                    sharded = root.storage.sharded_axes("gradients")
+                    yield from (Chain(each, root) for each in (halves if sharded else [choices]))
+
+    @cached_property
+    def uniform(self) -> PlanBatch:
+        """The plans with one storage for all blocks, without and with recomputation.
+
+        A block that cannot have that takes what is nearest.
+        """
+        configs = self._configs(self.own)
+        kinds = dict.fromkeys(config for several in configs.values() for config in several)
+        nearest = {
+            id(several): [_nearest(several, kind) for kind in kinds]
+            for several in {id(several): several for several in configs.values()}.values()
+        }
+        rows = dict.fromkeys(
+            zip(*(nearest[id(several)] for several in configs.values()), strict=True)
+        )
+        return PlanBatch(self.costs, configs, np.array([*rows], np.intp))
+
+    def smallest(self) -> PlanBatch:
+        """Return one plan of little memory.
+
+        It is the smallest of the `uniform` ones, improved as long as one change saves any: another
+        configuration of all blocks that are alike, or of the first or the last of them. The bytes
+        of a chain are upper bounds where blocks differ in storage, so a search of chains may miss
+        the smallest mix.
+        """
+        configs = self._configs(self.groups[-1])
+        start = self.uniform.configs_of(int(self.uniform.peak_bytes.argmin()))
+        row = np.array([several.index(start[name]) for name, several in configs.items()], np.intp)
+        alike: dict[tuple[int, int], list[int]] = {}
+        for index, (name, several) in enumerate(configs.items()):
+            alike.setdefault((self.costs.step.alike[name], id(several)), []).append(index)
+        changed = dict.fromkeys(
+            tuple(some) for each in alike.values() for some in (each, each[:1], each[-1:])
+        )
+        lists = [*configs.values()]
+        # all single changes at once, of which the best is kept
+        while True:
+            rows = [row]
+            for blocks in changed:
+                for config in range(len(lists[blocks[0]])):
+                    rows.append(row.copy())
+                    rows[-1][[*blocks]] = config
+            least = int(PlanBatch(self.costs, configs, np.array(rows)).peak_bytes.argmin())
+            if least == 0:
+                return PlanBatch(self.costs, configs, row[None])
+            row = rows[least]
+
+    def _configs(self, group: Collection[Storage]) -> dict[str, list[OpConfig]]:
+        """Return each block's configurations with storage in `group`; equal blocks share a list."""
+        found: dict[int, list[OpConfig]] = {}
+        legal = {block.name: self.costs.configs(block) for block in self.costs.step.graph.blocks}
+        for several in legal.values():
+            if id(several) not in found:
+                found[id(several)] = [config for config in several if config.storage in group]
+        return {name: found[id(several)] for name, several in legal.items()}
+
+
+def _nearest(configs: Sequence[OpConfig], kind: OpConfig) -> int:
+    """Return the index of the configuration that is most like `kind`."""
+
+    def distance(index: int) -> tuple[int, int, bool]:
+        config = configs[index]
+        axes = [len(c.storage.sharded_axes("optimizer_state")) for c in (config, kind)]
+        levels = abs(config.storage.level - kind.storage.level)
+        return abs(axes[0] - axes[1]), levels, config.recompute != kind.recompute
+
+    return min(range(len(configs)), key=distance)
+
+
+def spaces_of(
+    step: TrainingStep,
+    others: Sequence[Mesh],
+    *,
+    shards: bool,
+    exchanges: Sequence[GradientMethod] = (),
+    views: Sequence[bool] = (False,),
+) -> Iterator[PlanSpace]:
+    """Yield the plans of `step`, on its mesh and on `others` of as many ranks.
+
+    `views` says whether gradients are views of DDP's buckets; both are searched where that saves
+    anything.
+    """
+    # views save a copy of the gradients that are in buckets
+    saves = has_buckets(step) and step.num_microbatches == 1
+    for are_views in dict.fromkeys(each and saves for each in views):
+        viewed = replace(step, gradient_views=True) if are_views else step
+        for exchange in (None, *exchanges):
+            yield _whole_gradients(
+                PlanCosts(viewed if exchange is None else replace(viewed, exchange=exchange))
+            )
+        if shards:
+            returning = viewed if viewed.returns_memory else replace(viewed, returns_memory=True)
+            for mesh in (step.mesh, *others):
+                yield _sharded_gradients(PlanCosts(returning.on(mesh)))
+
+
+def _whole_gradients(costs: PlanCosts) -> PlanSpace:
+    """Return the plans with unsharded gradients: plain data parallelism by itself, then all."""
+    whole = [storage for storage in _storages(costs) if not storage.sharded_axes("gradients")]
+    plain = [storage for storage in whole if storage.level == 0]
+    return PlanSpace(costs, [plain, whole] if whole != plain else [plain], own=whole)
+
+
+def _sharded_gradients(costs: PlanCosts) -> PlanSpace:
+    """Return the plans that only the mesh of `costs` has.
+
+    They shard gradients along its last axis: these by themselves, and with all others.
+    """
+    storages, axes = _storages(costs), costs.step.mesh.data_axes
+    own = [storage for storage in storages if storage.sharded_axes("gradients") == axes[-1:]]
+    if costs.step.gradient_views:  # of which plans without whole gradients have none
+        return PlanSpace(costs, [storages] if own else [], own=())
+    return PlanSpace(costs, [own, storages] if own else [], own=own)
+
+
+def _storages(costs: PlanCosts) -> list[Storage]:
+    legal = {id(several): several for several in map(costs.configs, costs.step.graph.blocks)}
+    return [*dict.fromkeys(config.storage for several in legal.values() for config in several)]
+
+
 def points_of(batch: PlanBatch) -> list[PlanPoint]:
-    """Return the plans of `batch` with what they are predicted to cost."""
+    """Return the plans of `batch` with their expected costs."""
     step = batch.costs.step
     placed, known = placed_tensors(step), dict[tuple[int, int], OpConfig]()
+    # a number for each block, equal for blocks that are split alike
     numbers: dict[Any, int] = {}
     alike = {
         name: numbers.setdefault(tuple(entries.items()), len(numbers))
@@ -115,9 +534,7 @@ def points_of(batch: PlanBatch) -> list[PlanPoint]:
     }
 
     def on_slices(config: OpConfig, name: str) -> OpConfig:
-        """Return one object for blocks that are split alike: what is said of it need not be checked
-        for each of them.
-        """
+        # one object for all of these, so that it is checked once
         key = id(config), alike[name]
         if key not in known:
             known[key] = replace(config, **placed[name])
@@ -128,6 +545,7 @@ def points_of(batch: PlanBatch) -> list[PlanPoint]:
         for name, legal in batch.configs.items()
     ]
     found = []
+    # rows are indices into the configurations of each block
     for row, costs in zip(
         batch.plans.tolist(),
         zip(batch.seconds, batch.peak_bytes, batch.compute_seconds, strict=True),
@@ -153,186 +571,31 @@ def points_of(batch: PlanBatch) -> list[PlanPoint]:
     return found
 
 
-def local_graphs(request: SearchRequest) -> list[OpGraph]:
-    """Return the steps on slices that `search_plans` may look at, each once: their kernels may be
-    measured before it.
-    """
-    found: list[OpGraph | None] = []
-    for count in request.device_counts:
-        if request.pipelines is None or not request.pipelines.is_given:
-            found += [step.graph for step, _ in _tensor_steps(request, count)]
-        if request.pipelines is not None and request.split is not None and request.mesh is None:
-            given = request.pipelines, request.global_batch_size
-            chains = splits_of_stages(stage_blocks(request), request.split, count, *given)
-            found += [chain.local for chain, _ in chains]
-    return [*{id(graph): graph for graph in found if graph is not None}.values()]
+# ---- why a search found nothing
 
 
-def _searched(
-    request: SearchRequest, count: int
-) -> Iterator[tuple[Sequence[PlanSpace], FoundPlans]]:
-    """Plans for `count` ranks and the best of them: without a tensor axis, then on the meshes with
-    one that may be better.
-    """
-    if request.pipelines is not None and request.pipelines.is_given:
-        return
-    left, batches = request.max_seconds, list[PlanBatch]()
-    for spaces in _by_views(_spaces(request, count)):
-        start = time.thread_time()
-        found = search_chains(
-            [c for space in spaces for c in space.chains()],
-            max_seconds=left,
-            epsilon=request.epsilon,
-        )
-        found = replace(
-            found, batches=(*found.batches, *(space.smallest() for space in spaces if space.own))
-        )
-        left = max(left - (time.thread_time() - start), 1e-3)
-        batches += found.batches
-        yield spaces, found
-    if request.mesh is not None or request.own_batches:
-        return
-    known = KnownPlans.of(batches).scaled(1 / (1 + request.epsilon))
-    for spaces in _by_views(_tensor_spaces(request, count, known)):
-        start = time.thread_time()
-        chains = [c for space in spaces for c in space.chains() if known.may_gain(c.table)]
-        yield spaces, search_chains(chains, max_seconds=left, epsilon=request.epsilon)
-        left = max(left - (time.thread_time() - start), 1e-3)
-
-
-def _by_views(spaces: Iterable[PlanSpace]) -> Iterator[list[PlanSpace]]:
-    """Yield the spaces whose gradients are tensors of their own, then those where they are views,
-    each by themselves.
-    """
-    found = [*spaces]
-    for are_views in (False, True):
-        if some := [space for space in found if space.costs.step.gradient_views == are_views]:
-            yield some
-
-
-def _limits(request: SearchRequest) -> dict[str, Any]:
-    names = "global_batch_size", "epsilon", "max_seconds"
-    return {name: getattr(request, name) for name in names}
-
-
-def _spaces(request: SearchRequest, count: int) -> Iterator[PlanSpace]:
-    """The plans for `count` ranks: on every mesh without a tensor axis, with every exchange; or on
-    the given mesh.
-    """
-    cluster, samples = request.cluster, request.global_batch_size
-    if request.mesh is not None:
-        yield from _spaces_on(request, request.mesh)
-    elif request.own_batches:
-        for step, _ in _tensor_steps(request, count):
-            step = saving_no_computation(step, step_on(request, step.mesh))
-            step = step if request.evaluates else replace(step, joined_bytes=0.0)
-            yield from spaces_of(step, (), shards=False, views=request.gradient_views)
-    elif samples % count == 0:
-        first, *rest = meshes(cluster, count)
-        legal = (
-            legal_exchanges(options, cluster=cluster, world_size=count)
-            for options in request.exchanges
-        )
-        exchanges = [*dict.fromkeys(itertools.chain.from_iterable(legal))]
-        step, views = step_on(request, first), request.gradient_views
-        yield from spaces_of(step, rest, shards=request.shards, exchanges=exchanges, views=views)
-    elif not _tensor_sizes(request, count) and request.pipelines is None:
-        raise ValueError(_why_indivisible(samples, count))
-
-
-def _why_indivisible(samples: int, count: int) -> str:
+def _why_none(request: SearchRequest) -> str:
+    """Explain a search of meshes with a tensor axis where no step on slices is known."""
+    if request.mesh is None and not _tensor_sizes(request, *request.device_counts):
+        return _why_indivisible(request.global_batch_size, *request.device_counts)
+    found = why_unsplit(request)
+    sizes, whys = " or ".join(map(str, found)), "; ".join(dict.fromkeys(found.values()))
     return (
-        f"a global batch of {samples} samples cannot be divided evenly over {count} devices; "
-        "choose a "
-        f"batch size that is a multiple of {count}, or other device counts"
+        f"nothing of this model can be split over {sizes} ranks: {whys}. Choose another number of "
+        "ranks or another plan"
     )
 
 
-def _tensor_sizes(request: SearchRequest, count: int) -> list[int]:
-    """Sizes of the tensor axes to look at, those that leave every data rank as many samples."""
-    sizes = tensor_sizes(request.cluster, count) if request.split is not None else []
-    return [
-        size
-        for size in sizes
-        if request.own_batches or request.global_batch_size % (count // size) == 0
-    ]
-
-
-def _tensor_steps(
-    request: SearchRequest,
-    count: int,
-    is_needed: Callable[[Sequence[Mesh], TrainingStep], bool] | None = None,
-) -> Iterator[tuple[TrainingStep, Sequence[Mesh]]]:
-    """The steps on slices, each on one mesh, and the other meshes of the same tensor axis;
-    `is_needed` as `tensor_steps` asks it.
-    """
-    if request.split is None or (request.mesh is not None and not request.mesh.tensor_axes):
-        return
-    if request.mesh is not None:
-        of_tensor = [[request.mesh]]
-    else:
-        of_tensor = [
-            [*tensor_meshes(request.cluster, count, size)] for size in _tensor_sizes(request, count)
-        ]
-    for first, *others in of_tensor:
-        bound = None if is_needed is None else partial(is_needed, others)
-        whole = step_on(request, first)
-        for step in tensor_steps(
-            whole, request.split, mesh=first, layout=request.layout, is_needed=bound
-        ):
-            yield step, others
-
-
-def _tensor_spaces(request: SearchRequest, count: int, known: KnownPlans) -> Iterator[PlanSpace]:
-    """The plans for `count` ranks on meshes with a tensor axis, those of splits with which some may
-    be better than all of `known`.
-    """
-
-    def is_needed(others: Sequence[Mesh], step: TrainingStep) -> bool:
-        spaces = spaces_of(step, others, shards=request.shards, views=request.gradient_views)
-        return any(known.may_gain(chain.table) for space in spaces for chain in space.chains())
-
-    # Of kernels that are measured no formula is a bound.
-    for step, others in _tensor_steps(request, count, None if request.kernels else is_needed):
-        yield from spaces_of(step, others, shards=request.shards, views=request.gradient_views)
-
-
-def _spaces_on(request: SearchRequest, mesh: Mesh) -> Iterator[PlanSpace]:
-    """The plans on one mesh."""
-    parts = mesh.data_parallel_size
-    if request.global_batch_size % parts:
-        raise ValueError(
-            f"a global batch of {request.global_batch_size} samples cannot be divided evenly over "
-            f"{parts} data ranks; choose a "
-            f"batch size that is a multiple of {parts}"
-        )
-    if not mesh.tensor_axes:
-        yield from spaces_of(
-            step_on(request, mesh), (), shards=request.shards, views=request.gradient_views
-        )
-        return
-    assert request.split is not None, "a mesh with a tensor axis needs a model that can be split"
-    for split, _ in _tensor_steps(request, mesh.size):
-        yield from spaces_of(split, (), shards=request.shards, views=request.gradient_views)
-
-
 def why_unsplit(request: SearchRequest) -> dict[int, str]:
-    """Return why splits were left out that the search had looked at, by the size of the tensor
-    axis.
-    """
+    """Return why splits were left out of the search, by the size of the tensor axis."""
     if request.split is None:
         return {}
     whys = {size: request.split.why_whole(size) for size in request.split.sizes}
     return {size: why for size, why in whys.items() if why}
 
 
-def _why_none(request: SearchRequest) -> str:
-    """All meshes of the request have a tensor axis, and no step on slices is known."""
-    if request.mesh is None and not _tensor_sizes(request, *request.device_counts):
-        return _why_indivisible(request.global_batch_size, *request.device_counts)
-    found = why_unsplit(request)
-    sizes, whys = " or ".join(map(str, found)), "; ".join(dict.fromkeys(found.values()))
+def _why_indivisible(samples: int, count: int) -> str:
     return (
-        f"nothing of this model can be split over {sizes} ranks: {whys}. Choose another number "
-        "of ranks or another plan"
+        f"a global batch of {samples} samples cannot be divided evenly over {count} devices; "
+        f"choose a batch size that is a multiple of {count}, or other device counts"
     )

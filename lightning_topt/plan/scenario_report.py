@@ -1,5 +1,7 @@
-"""Estimates of several scenarios for people and programs: a table, a picture, one self-contained
-page, and JSON.
+"""Estimates of several scenarios for people and programs: table, picture, page, JSON.
+
+    print_scenarios(best_of_each, chosen, limits=limits, console=Console())
+    save_scenarios(folder, all_estimates, best_of_each, chosen, limits=limits, reason=why, notes=())
 
 Time, memory and money of every plan of every frontier; the page lets the reader choose axes and
 filters.
@@ -7,13 +9,10 @@ filters.
 
 from __future__ import annotations
 
-import html
 import itertools
 import json
 import math
-import re
 from collections.abc import Sequence
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +22,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from lightning_topt.basics.units import format_bytes, format_duration, format_money, format_seconds
-from lightning_topt.plan.choose_scenario import Limits
-from lightning_topt.plan.scenarios import Estimate
+from lightning_topt.plan.report_page import COLOURS, FAINT, INK, RED, STAR, save_page
+from lightning_topt.plan.scenarios import Estimate, Limits
 
 SCHEMA_VERSION = 1
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
-_INK, _FAINT, _RED = "#1f2430", "#5b6472", "#a3262a"
 _MOST_POINTS = 4000  # on the page
 _WIDE = 130  # columns of a terminal: then plans stand in the table
 
@@ -41,14 +38,16 @@ def print_scenarios(
     console: Console,
     limit: int = 40,
 ) -> None:
-    """Print the best plan of every scenario, the chosen one marked with a star; `limit` rows at
-    most, those that are nearest to the limits first.
+    """Print the best plan of every scenario, the chosen one marked with a star.
+
+    At most `limit` rows, those that are nearest to the limits first.
     """
     with_run = any(each.run is not None for each in chosen_of)
     with_money = any(each.money_per_sample is not None for each in chosen_of)
     names = ["", "cluster", "devices", "batch", "tokens", "step time", "samples/s", "memory"]
     names += ["run"] * with_run + ["money" if with_run else "per 1000"] * with_money
     with_plan = console.width >= _WIDE
+    # rows nearest to the limits, in the order of the scenarios
     order = sorted(chosen_of, key=lambda each: (each is not chosen, limits.excess(each)))[:limit]
     rows = [each for each in chosen_of if any(each is other for other in order)]
     left = len(chosen_of) - len(rows)
@@ -104,6 +103,43 @@ def plan_in_words(each: Estimate) -> str:
     return f"{plan.summary()}{mesh}"
 
 
+def save_scenarios(
+    folder: Path,
+    shown: Sequence[Estimate],
+    chosen_of: Sequence[Estimate],
+    chosen: Estimate | None,
+    *,
+    limits: Limits,
+    reason: str,
+    notes: Sequence[str],
+) -> None:
+    """Write `scenarios.json`, `scenarios.png` and `scenarios.html`.
+
+    Args:
+        folder: for the files.
+        shown: all plans.
+        chosen_of: the best of each scenario.
+        chosen: the one that was chosen; None: none keeps the limits.
+        limits: of the choice.
+        reason: of the choice.
+        notes: lines on the search.
+    """
+    every = [*chosen_of, *shown]
+    record = {
+        "schema_version": SCHEMA_VERSION,
+        "limits": vars(limits),
+        "reason": reason,
+        "notes": [*notes],
+        "estimates": [
+            estimate_to_dict(each, chosen=each is chosen, best=k < len(chosen_of))
+            for k, each in enumerate(every)
+        ],
+    }
+    (folder / "scenarios.json").write_text(json.dumps(record, indent=1) + "\n")
+    save_scenarios_png(folder / "scenarios.png", chosen_of, shown, chosen, limits=limits)
+    save_scenarios_html(folder / "scenarios.html", record)
+
+
 def estimate_to_dict(each: Estimate, *, chosen: bool = False, best: bool = False) -> dict[str, Any]:
     """Return an estimate as `scenarios.json` has it."""
     scenario, run = each.scenario, each.run
@@ -137,53 +173,16 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def save_scenarios(
-    folder: Path,
-    shown: Sequence[Estimate],
-    chosen_of: Sequence[Estimate],
-    chosen: Estimate | None,
-    *,
-    limits: Limits,
-    reason: str,
-    notes: Sequence[str],
-) -> None:
-    """Write `scenarios.json`, `scenarios.png` and `scenarios.html`: `shown` are all plans,
-    `chosen_of` the best of each scenario, `chosen` the one that was chosen (None: none keeps the
-    limits).
-    """
-    every = [*chosen_of, *shown]
-    record = {
-        "schema_version": SCHEMA_VERSION,
-        "limits": vars(limits),
-        "reason": reason,
-        "notes": [*notes],
-        "estimates": [
-            estimate_to_dict(each, chosen=each is chosen, best=k < len(chosen_of))
-            for k, each in enumerate(every)
-        ],
-    }
-    (folder / "scenarios.json").write_text(json.dumps(record, indent=1) + "\n")
-    save_scenarios_png(folder / "scenarios.png", chosen_of, shown, chosen, limits=limits)
-    save_scenarios_html(folder / "scenarios.html", record)
-
-
 def save_scenarios_html(path: Path, record: dict[str, Any]) -> None:
-    """Write one page that loads nothing from elsewhere; `record` is that of `scenarios.json`."""
+    """Write one page that loads nothing from elsewhere, of the record in `scenarios.json`."""
+    # the best of each scenario, and of the others as many as a page can draw
     entries = record["estimates"]
     best = [each for each in entries if each["best"]]
     others = [each for each in entries if not each["best"]]
     step = max(math.ceil(len(others) / _MOST_POINTS), 1)
     data = {**record, "estimates": best + others[::step]}
-    embedded = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     title = "What each choice would take: time, memory, money"
-    template = (resources.files("lightning_topt.plan") / "scenarios.html").read_text(
-        encoding="utf-8"
-    )
-    filled = {"title": html.escape(title), "data": embedded}
-    path.write_text(
-        re.sub(r"\{\{ (title|data) \}\}", lambda match: filled[match[1]], template),
-        encoding="utf-8",
-    )
+    save_page(path, "scenario_report.html", title=title, data=data)
 
 
 def save_scenarios_png(
@@ -194,18 +193,20 @@ def save_scenarios_png(
     *,
     limits: Limits,
 ) -> None:
-    """Draw time against memory of all plans, and time against money of the best of each scenario
-    where prices are known.
+    """Draw time against memory of all plans.
+
+    And time against money of the best of each scenario, where prices are known.
     """
     has_money = any(each.money_per_sample is not None for each in chosen_of)
     has_run = any(each.run is not None for each in chosen_of)
     figure = Figure(
         figsize=(14 if has_money else 8, 5.2), dpi=140, facecolor="white", layout="constrained"
     )
+    # memory to the right in the first panel, money in the second; time upwards in both
     panels = figure.subplots(1, 2 if has_money else 1, squeeze=False)[0]
     names = [*dict.fromkeys(_series(each) for each in chosen_of)]
     for axes, money in zip(panels, (False, True), strict=False):
-        for name, colour in zip(names, itertools.cycle(_COLOURS)):
+        for name, colour in zip(names, itertools.cycle(COLOURS)):
             of_series = [
                 each
                 for each in (chosen_of if money else [*shown, *chosen_of])
@@ -226,16 +227,14 @@ def save_scenarios_png(
                 }
                 axes.scatter(*zip(*points, strict=True), color=colour, label=name, **style)
         if chosen is not None and (x := _x(chosen, money)) is not None:
-            axes.plot(
-                x, _time(chosen), marker="*", markersize=19, color="#F0C419", markeredgecolor=_INK
-            )
+            axes.plot(x, _time(chosen), marker="*", markersize=19, color=STAR, markeredgecolor=INK)
         _finish(axes, money=money, has_run=has_run, limits=limits)
     panels[0].legend(
         loc="lower left",
         bbox_to_anchor=(0, 1.0),
         ncols=3,
         frameon=False,
-        labelcolor=_INK,
+        labelcolor=INK,
         fontsize=9,
     )
     figure.savefig(path, format="png", facecolor="white")
@@ -265,10 +264,10 @@ def _finish(axes: Any, *, money: bool, has_run: bool, limits: Limits) -> None:
     )
     axes.set_ylabel("Days of the run" if has_run else "Seconds per step")
     if has_run and limits.deadline is not None:
-        axes.axhline(limits.deadline / 86400, color=_RED, linestyle=(0, (5, 3)), linewidth=1.2)
+        axes.axhline(limits.deadline / 86400, color=RED, linestyle=(0, (5, 3)), linewidth=1.2)
     if money and has_run and limits.budget is not None:
-        axes.axvline(limits.budget, color=_RED, linestyle=(0, (5, 3)), linewidth=1.2)
+        axes.axvline(limits.budget, color=RED, linestyle=(0, (5, 3)), linewidth=1.2)
     axes.grid(color="#e6e8ec", linewidth=0.8, which="both")
     axes.set_axisbelow(True)
-    axes.tick_params(colors=_FAINT, labelsize=9, which="both")
+    axes.tick_params(colors=FAINT, labelsize=9, which="both")
     axes.spines[["top", "right"]].set_visible(False)

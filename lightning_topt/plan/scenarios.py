@@ -1,14 +1,18 @@
-"""Scenarios say on which machines a model might be trained, and how; estimates what a plan takes
-there: time, memory, money.
+"""Scenarios: on which machines a model might be trained, the best plan of each, the choice.
 
-    equation                                      function              source
-    T_k = k T - (k - 1) (u + x)                   accumulated_seconds   exchange x, update u: once a
-                                                                        step
+    scenario = Scenario(cluster, devices=8, batch_size=64)
+    found = search_scenario(request, scenario, work=Work(samples=1e6))
+    chosen, why = choose_estimate([found.chosen], objective="money", limits=Limits(deadline=86400))
+
+An `Estimate` is what a plan takes in a scenario: time, memory, money.
+
+    equation                                      function             source
+    T_k = k T - (k - 1) (u + x)                   accumulated_seconds  x and u once per step
     steps = tokens / (batch * tokens per sample)  Work.steps_of
-    run = expected_seconds(steps * T_k)           estimate              costs/failures.py
+    run = expected_seconds(steps * T_k)           estimate             costs/failures.py
     money = run / 3600 * devices * price          estimate
 
-T seconds of a micro-batch's forward, backward, exchange and update; k micro-batches of a step,
+T seconds of a micro-batch's forward, backward, exchange x and update u; k micro-batches of a step,
 whose gradients are added up. Plans with sharded gradients exchange at every micro-batch: x is 0 for
 them.
 """
@@ -16,22 +20,34 @@ them.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
+from lightning_topt.basics.units import format_bytes, format_duration, format_money, format_seconds
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.failures import RunTime, run_time
 from lightning_topt.costs.optimizer import OptimizerProfile
 from lightning_topt.costs.sizes import parameter_bytes
 from lightning_topt.graph.op_graph import OpGraph
-from lightning_topt.plan.choose import TIME_ERROR
-from lightning_topt.plan.parallel_plan import ParallelPlan
-from lightning_topt.plan.plan_frontier import PlanPoint
+from lightning_topt.plan.choose import (
+    OBJECTIVES,
+    TIME_ERROR,
+    NoPlanFitsError,
+    check_objective,
+    choose,
+    fitting_points,
+)
+from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
+from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
+from lightning_topt.plan.plan_search import SearchRequest, search_plans
 
 
 @dataclass(frozen=True)
 class Work:
-    """`Work` is what a run takes: `tokens`, `samples` or `steps`. Raises ValueError unless exactly
-    one is given, above 0.
+    """What a run takes: `tokens`, `samples` or `steps`.
+
+    Raises:
+        ValueError: not exactly one is given, above 0.
     """
 
     tokens: float | None = None
@@ -46,8 +62,10 @@ class Work:
             )
 
     def steps_of(self, scenario: Scenario) -> float:
-        """Return the steps of a run, in parts of one. Raises ValueError for tokens of samples whose
-        length is not known.
+        """Return the steps of a run, in parts of one.
+
+        Raises:
+            ValueError: work is in tokens, and the length of samples is not known.
         """
         if self.steps is not None:
             return self.steps
@@ -77,8 +95,14 @@ def _count(amount: float) -> str:
 
 @dataclass(frozen=True)
 class Scenario:
-    """`devices` of `cluster`, rented as `spot` devices or not, with `batch_size` samples of a step,
-    of `seq_len` tokens each (None: no tokens).
+    """Machines to train on and a batch to train with.
+
+    Args:
+        cluster: where the devices are.
+        devices: so many of them.
+        batch_size: samples of a step.
+        seq_len: tokens of each sample; None: no tokens.
+        spot: whether devices are rented as spot devices.
     """
 
     cluster: Cluster = field(repr=False)
@@ -100,8 +124,9 @@ class Scenario:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """`ModelFacts` are what a run needs to know of a model beside its plan: bytes of a checkpoint,
-    seconds of a whole update by block.
+    """What a run needs to know of a model besides its plan.
+
+    Bytes of a checkpoint, and seconds of a full update by block.
     """
 
     checkpoint_bytes: float
@@ -109,8 +134,9 @@ class ModelFacts:
 
     @classmethod
     def of(cls, graph: OpGraph, optimizer: OptimizerProfile, cluster: Cluster) -> ModelFacts:
-        """Return those of a graph and its optimizer; a checkpoint has parameters and optimizer
-        state.
+        """Return those of a graph and its optimizer.
+
+        A checkpoint has parameters and optimizer state.
         """
         size, seconds = 0.0, {block.name: 0.0 for block in graph.blocks}
         for parameter in graph.parameters:
@@ -142,8 +168,9 @@ class TimeError:
 
     @classmethod
     def of(cls, cluster: Cluster) -> TimeError:
-        """Return that of a cluster: nine of ten predictions were closer to what was measured, where
-        anything was.
+        """Return that of a cluster.
+
+        Where anything was measured, nine of ten predictions were closer to it.
         """
         if cluster.accuracy is None:
             return cls()
@@ -154,9 +181,16 @@ class TimeError:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A plan in a scenario: `step_seconds` of a step of `accumulate` micro-batches, of which
-    `point` is the plan of one; of a run (None: no work was given) its time and its price (None: the
-    cluster has none).
+    """What a plan takes in a scenario.
+
+    Args:
+        scenario: the machines and the batch.
+        point: the plan of one micro-batch.
+        step_seconds: of a step of `accumulate` micro-batches.
+        accumulate: number of micro-batches.
+        run: the time of a run; None: no work was given.
+        money: the price of a run; None: the cluster has no price.
+        error: of the times.
     """
 
     scenario: Scenario
@@ -194,16 +228,6 @@ class Estimate:
         )
 
 
-def accumulated_seconds(point: PlanPoint, *, accumulate: int, update_seconds: float) -> float:
-    """Return the seconds of a step of so many micro-batches, each as `point` has it, with one
-    update.
-    """
-    plan, once = point.plan, update_seconds
-    if plan.keeps_gradients_whole and plan.schedule is None and plan.predicted is not None:
-        once += plan.predicted.exposed_communication_seconds
-    return max(accumulate * point.step_seconds - (accumulate - 1) * once, point.step_seconds)
-
-
 def estimate(
     scenario: Scenario,
     point: PlanPoint,
@@ -212,8 +236,10 @@ def estimate(
     work: Work | None = None,
     accumulate: int = 1,
 ) -> Estimate:
-    """Return what the plan of `point` takes in `scenario`; with `work` of a whole run. Raises
-    ValueError as `Work.steps_of`.
+    """Return what the plan of `point` takes in `scenario`; with `work` of a whole run.
+
+    Raises:
+        ValueError: as `Work.steps_of`.
     """
     update = facts.update_of(point.plan) if accumulate > 1 else 0.0
     step = accumulated_seconds(point, accumulate=accumulate, update_seconds=update)
@@ -230,3 +256,398 @@ def estimate(
     price = scenario.price_per_hour
     money = None if price is None else run.seconds / 3600 * scenario.devices * price
     return Estimate(scenario, point, step, accumulate, run, money, found.error)
+
+
+def accumulated_seconds(point: PlanPoint, *, accumulate: int, update_seconds: float) -> float:
+    """Return the seconds of a step of so many micro-batches like `point`, with one update."""
+    plan, once = point.plan, update_seconds
+    if plan.keeps_gradients_whole and plan.schedule is None and plan.predicted is not None:
+        once += plan.predicted.exposed_communication_seconds
+    return max(accumulate * point.step_seconds - (accumulate - 1) * once, point.step_seconds)
+
+
+# ---- the search of one scenario
+
+
+_MOST_MICROBATCHES = 256
+_MOST_SHOWN = 100  # plans of a frontier
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search of a scenario found.
+
+    Args:
+        scenario: the scenario.
+        estimates: of its frontiers, one for each number of micro-batches, thinned out.
+        chosen: the best that fits.
+        frontier: that of the chosen one.
+        facts: of the model.
+    """
+
+    scenario: Scenario
+    estimates: tuple[Estimate, ...]
+    chosen: Estimate
+    frontier: PlanFrontier
+    facts: ModelFacts
+
+    def on_spot(self, *, work: Work | None) -> Found:
+        """Return the same plans on spot devices."""
+        scenario = replace(self.scenario, spot=True)
+
+        def of(each: Estimate) -> Estimate:
+            return estimate(
+                scenario, each.point, facts=self.facts, work=work, accumulate=each.accumulate
+            )
+
+        return replace(
+            self,
+            scenario=scenario,
+            estimates=tuple(map(of, self.estimates)),
+            chosen=of(self.chosen),
+        )
+
+
+def search_scenario(
+    request: SearchRequest,
+    scenario: Scenario,
+    *,
+    objective: str = "time",
+    memory_limit: float | None = None,
+    memory_margin: float = 0.05,
+    accumulate: Sequence[int] | None = None,
+    work: Work | None = None,
+) -> Found:
+    """Return the plans of `request`, on one number of devices, and the best that fits.
+
+    The whole batch is searched at once, and as micro-batches whose gradients are added up.
+    Pipelines cut their batches themselves and are searched with one micro-batch alone. Raises what
+    `search_plans` and `choose` raise.
+
+    Args:
+        request: what to search.
+        scenario: for the estimates.
+        objective: as in `choose`.
+        memory_limit: bytes per device; None: the memory of a device.
+        memory_margin: as in `choose`.
+        accumulate: numbers of micro-batches to try; None: 1, and powers of 2 until more of them
+            take longer.
+        work: of a whole run.
+    """
+    limit = request.cluster.device.memory_bytes if memory_limit is None else memory_limit
+    facts = ModelFacts.of(request.graph, request.optimizer, request.cluster)
+    best: tuple[Estimate, PlanFrontier] | None = None
+    shown: list[Estimate] = []
+    unfit: NoPlanFitsError | None = None
+    before = math.inf
+    stopped = False
+
+    def by(each: Estimate) -> float:
+        return each.peak_bytes if objective == "memory" else each.step_seconds
+
+    for count, asked in _requests(request, accumulate):
+        if stopped and asked.split is None:
+            continue
+        try:
+            frontier = search_plans(asked)
+        except (PlanError, ValueError):
+            if best is None and unfit is None:
+                raise
+            continue
+
+        def of(point: PlanPoint, count: int = count) -> Estimate:
+            return estimate(scenario, point, facts=facts, work=work, accumulate=count)
+
+        # the plans of the frontier that fit, and the best of them
+        fits = fitting_points(frontier.points, memory_limit=limit, memory_margin=memory_margin)
+        shown += [of(point) for point in fits[:: max(len(fits) // _MOST_SHOWN, 1)]]
+        try:
+            goal = objective if objective in ("time", "memory") else "time"
+            chosen = of(
+                choose(
+                    frontier.candidates,
+                    objective=goal,
+                    memory_limit=limit,
+                    memory_margin=memory_margin,
+                )
+            )
+        except NoPlanFitsError as none:
+            unfit = none
+            continue
+        if best is None or by(chosen) < by(best[0]):
+            best = chosen, frontier
+        # stop where more micro-batches take longer
+        stopped |= accumulate is None and count > 1 and by(chosen) >= before
+        # The first one has stages to choose from too, so it says nothing about more micro-batches.
+        before = by(chosen) if count > 1 else math.inf
+    if best is None:
+        assert unfit is not None
+        raise unfit
+    return Found(scenario, tuple(shown), *best, facts)
+
+
+def _requests(
+    request: SearchRequest, accumulate: Sequence[int] | None
+) -> Iterator[tuple[int, SearchRequest]]:
+    """Yield numbers of micro-batches with what is searched for each.
+
+    Where nobody says which, meshes with a tensor axis are searched for the first and the last
+    alone: the others cost searches and are in between.
+    """
+    batch, (devices,) = request.global_batch_size, request.device_counts
+    if accumulate and (wrong := [count for count in accumulate if batch % count]):
+        raise ValueError(
+            f"a batch of {batch} samples cannot be cut into {wrong[0]} equal micro-batches "
+            "(accumulate)"
+        )
+    # samples that a micro-batch has at least: one for each data rank, of the largest tensor groups
+    least = (
+        max(devices // request.cluster.devices_per_node, 1)
+        if request.split is not None
+        else devices
+    )
+    least = least if request.mesh is None else request.mesh.data_parallel_size
+    powers = [2**k for k in range(_MOST_MICROBATCHES.bit_length()) if batch % 2**k == 0]
+    counts = [count for count in accumulate or powers if count == 1 or batch // count >= least]
+    for count in counts:
+        if count == 1:
+            yield 1, request
+        elif request.pipelines is None or not request.pipelines.is_given:
+            plain = of_microbatches(request, count)
+            # with a tensor axis, the last count alone; without, as many as there are samples for
+            if accumulate or request.mesh is not None or count == counts[-1]:
+                yield count, plain
+            elif batch // count >= devices:
+                yield count, replace(plain, split=None)
+
+
+def of_microbatches(request: SearchRequest, count: int) -> SearchRequest:
+    """Return what is searched for one of `count` micro-batches of `request`."""
+    if count == 1:
+        return request
+    return replace(
+        request, global_batch_size=request.global_batch_size // count, pipelines=None, stale=None
+    )
+
+
+# ---- the choice among scenarios
+
+
+SCENARIO_OBJECTIVES = (*OBJECTIVES, "throughput", "money", "duration")
+_NEEDS_WORK = ("duration",)  # objectives that are about a whole run
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What may be chosen; None: anything.
+
+    Args:
+        deadline: seconds of a run.
+        budget: money of a run.
+        step_seconds: of a step.
+        samples_per_second: at least so many.
+    """
+
+    deadline: float | None = None
+    budget: float | None = None
+    step_seconds: float | None = None
+    samples_per_second: float | None = None
+
+    def excess(self, each: Estimate) -> float:
+        """Return by how much the worst of the limits is missed.
+
+        1 where all are kept, 2 where one is exceeded twofold.
+        """
+        found = [1.0]
+        if self.deadline is not None and each.run is not None:
+            found.append(each.run.seconds / max(self.deadline, 1e-9))
+        if self.budget is not None:
+            found.append(
+                float("inf") if each.money is None else each.money / max(self.budget, 1e-9)
+            )
+        if self.step_seconds is not None:
+            found.append(each.step_seconds / max(self.step_seconds, 1e-9))
+        if self.samples_per_second is not None:
+            found.append(self.samples_per_second / each.samples_per_second)
+        return max(found)
+
+    def in_words(self) -> str:
+        """Return what is asked for, as it ends a sentence."""
+        words = []
+        if self.deadline is not None:
+            words.append(f"within {format_duration(self.deadline)}")
+        if self.budget is not None:
+            words.append(f"for {format_money(self.budget)}")
+        if self.step_seconds is not None:
+            words.append(f"with steps of {format_seconds(self.step_seconds)}")
+        if self.samples_per_second is not None:
+            words.append(f"at {self.samples_per_second:g} samples per second")
+        return " and ".join(words)
+
+
+def check_asked(objective: str, limits: Limits, *, has_work: bool) -> None:
+    """Raise ValueError for an unknown objective, or for one or a limit that needs work."""
+    check_objective(objective, allowed=SCENARIO_OBJECTIVES)
+    needs = [
+        name
+        for name, value in (("deadline", limits.deadline), ("budget", limits.budget))
+        if value is not None
+    ]
+    if not has_work and (needs or objective in _NEEDS_WORK):
+        asked = f"limits.{needs[0]}" if needs else f"objective={objective}"
+        raise ValueError(
+            f"{asked} is about a whole run: say what it takes, for instance work.tokens=300e9"
+        )
+
+
+def default_objective(estimates: Sequence[Estimate], limits: Limits, *, given: str) -> str:
+    """Return what is minimised where nobody said.
+
+    Money of a run where prices are known, unless there is a budget, which is spent for a short run.
+    The most samples per second of several scenarios; else `given`.
+    """
+    if any(each.run is not None for each in estimates):
+        priced = any(each.money is not None for each in estimates)
+        return "money" if priced and limits.budget is None else "duration"
+    several = len({str(each.scenario) for each in estimates}) > 1
+    return "throughput" if several and given == "time" else given
+
+
+def choose_estimate(
+    estimates: Sequence[Estimate], *, objective: str, limits: Limits
+) -> tuple[Estimate, str]:
+    """Return the best of `estimates` within `limits`, and why it is.
+
+    Raises:
+        ValueError: prices are needed and no cluster has any.
+        NoPlanFitsError: nothing keeps the limits; the nearest is named.
+    """
+    assert estimates
+    if objective == "money" or limits.budget is not None:
+        priced = [each for each in estimates if each.money_per_sample is not None]
+        if not priced:
+            raise ValueError(_why_no_price(estimates[0]))
+        estimates = priced
+    kept = [each for each in estimates if limits.excess(each) <= 1]
+    if not kept:
+        raise NoPlanFitsError(_why_none(estimates, limits))
+    chosen = min(kept, key=_cost(objective))
+    return chosen, _why(chosen, kept, estimates, objective=objective, limits=limits)
+
+
+def _cost(objective: str) -> Callable[[Estimate], tuple[float, float]]:
+    def money(each: Estimate) -> float:
+        found = each.money_per_sample if each.money is None else each.money
+        assert found is not None
+        return found
+
+    by: dict[str, Callable[[Estimate], tuple[float, float]]] = {
+        "time": lambda each: (each.step_seconds, each.peak_bytes),
+        "memory": lambda each: (each.peak_bytes, each.step_seconds),
+        "devices": lambda each: (each.scenario.devices, each.step_seconds),
+        "throughput": lambda each: (-each.samples_per_second, each.peak_bytes),
+        "money": lambda each: (money(each), each.step_seconds),
+        "duration": lambda each: (
+            each.run.seconds if each.run else each.step_seconds,
+            each.money or 0.0,
+        ),
+    }
+    return by[objective]
+
+
+_SUPERLATIVES = {
+    "time": "the shortest steps",
+    "memory": "the least memory",
+    "devices": "the fewest devices",
+    "throughput": "the most samples per second",
+    "money": "the cheapest",
+    "duration": "the soonest finished",
+}
+
+
+def in_words(each: Estimate) -> str:
+    """Return an estimate in a few words: time, memory, money."""
+    words = [f"{format_seconds(each.step_seconds)} per step", format_bytes(each.peak_bytes)]
+    if each.run is not None:
+        words.append(format_duration(each.run.seconds))
+    if each.money is not None:
+        words.append(f"{format_money(each.money)} in all")
+    elif each.money_per_sample is not None:
+        words.append(f"{format_money(1000 * each.money_per_sample)} per 1000 samples")
+    return ", ".join(words)
+
+
+def _why(
+    chosen: Estimate,
+    kept: Sequence[Estimate],
+    all_of_them: Sequence[Estimate],
+    *,
+    objective: str,
+    limits: Limits,
+) -> str:
+    words = limits.in_words()
+    verb = "finishes" if len(kept) == 1 else "finish"
+    within = (
+        f" that {verb} {words}"
+        if limits.deadline or limits.budget
+        else f" {words}"
+        if words
+        else ""
+    )
+    count = "the only one" if len(kept) == 1 else f"{_SUPERLATIVES[objective]} of {len(kept)}"
+    left = len(all_of_them) - len(kept)
+    parts = [
+        f"{chosen.scenario}: {count}{within}"
+        + (f", {left} {'does' if left == 1 else 'do'} not" if left and within else "")
+    ]
+    if others := [each for each in kept if str(each.scenario) != str(chosen.scenario)]:
+        best = min(others, key=_cost(objective))
+        parts.append(f"next: {best.scenario}, {in_words(best)}")
+    if objective == "money" and chosen.run is not None and len(kept) > 1:
+        soonest = min(kept, key=_cost("duration"))
+        if soonest.scenario != chosen.scenario:
+            parts.append(f"soonest: {soonest.scenario}, {in_words(soonest)}")
+    if chosen.run is not None and chosen.run.failures > 0:
+        parts.append(_interruptions(chosen))
+    share = 100 * chosen.error.share
+    parts.append(f"times may be off by {share:.0f} % ({chosen.error.source})")
+    return "; ".join(parts) + "."
+
+
+def _interruptions(each: Estimate) -> str:
+    run = each.run
+    assert run is not None
+    return (
+        f"{run.failures:.1f} failures expected, a checkpoint of "
+        f"{format_seconds(run.checkpoint_seconds)} every {format_duration(run.interval_seconds)}, "
+        f"together {100 * run.overhead:.1f} % more than the steps"
+    )
+
+
+def _why_none(estimates: Sequence[Estimate], limits: Limits) -> str:
+    nearest = min(estimates, key=limits.excess)
+    what = "finishes" if limits.deadline is not None or limits.budget is not None else "runs"
+    count = "the plan" if len(estimates) == 1 else f"none of {len(estimates)} plans"
+    verb = f"does not {what[:-2] if what == 'finishes' else 'run'}" if len(estimates) == 1 else what
+    return (
+        f"{count} {verb} {limits.in_words()}: the nearest is {nearest.scenario} with "
+        f"{in_words(nearest)}; allow more, or give other clusters, device_counts or batch sizes"
+    )
+
+
+def _why_no_price(each: Estimate) -> str:
+    name = "spot_price_per_hour" if each.scenario.spot else "price_per_hour"
+    return (
+        f"the cluster {each.scenario.cluster.name!r} has no price: set cluster.device.{name} (of "
+        "one device; +cluster.device. where the file has no such entry), or leave out "
+        "objective=money and limits.budget"
+    )
+
+
+def unpriced(estimates: Iterable[Estimate]) -> list[str]:
+    """Return the names of clusters without a price, each once."""
+    return [
+        *dict.fromkeys(
+            e.scenario.cluster.name for e in estimates if e.scenario.price_per_hour is None
+        )
+    ]

@@ -1,36 +1,59 @@
-"""A training step as a chain of blocks that a pipeline shares out: what each takes on one
-microbatch, and once per step.
+"""A training step as a chain of blocks that the stages of a pipeline share.
 
 The chain has the named blocks in the order of forward. What is outside of them (the block ``""``)
 belongs to the block before it, or to the first one: its time, its activations, and those of its
-parameters that it reads there. A parameter that several blocks read is kept by every stage that has
-one of them (`shared`).
+parameters that it reads there. Every stage with a reader of a parameter keeps it (`shared`).
+
+    blocks = StageBlocks(step)
+    blocks.passes(samples)      what one microbatch takes in each block: seconds and bytes (block,)
+    blocks.once(mesh, level)    what comes once per step: exchange, update, parameters, their state
+    blocks.crossing_bytes(...)  what is sent over the boundary before each block
+
+A `RepeatedBlocks` has a captured block in several places: a model of any depth from a step that was
+captured at another.
+
+    captured     first   middle                     last
+    repeated     first   middle   middle   middle   last       places 0 1 1 1 2
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from lightning_topt.basics.once import once_per_object
+from lightning_topt.costs.communication import ring_seconds
 from lightning_topt.costs.cost_table import Array
-from lightning_topt.costs.crossings import Crossings, chain_of, find_crossings, uses_of_parameters
-from lightning_topt.costs.stage_table import StageChain
-from lightning_topt.costs.training_step import SPLIT_CALL_SECONDS, TrainingStep
-from lightning_topt.graph.mesh_axes import Mesh
-from lightning_topt.graph.op_graph import Amount, Parameter
-from lightning_topt.plan.block_passes import (
-    Passes,
-    sizes_of_segments,
-    stage_block,
-    waiting_gradients,
-    weight_shares,
+from lightning_topt.costs.crossings import (
+    Crossings,
+    chain_of,
+    find_crossings,
+    spec_bytes,
+    uses_of_parameters,
 )
-from lightning_topt.plan.step_once import Once, exchange_seconds, parameter_costs, shared_costs
+from lightning_topt.costs.sizes import ROOT, gradient_bytes, parameter_bytes
+from lightning_topt.costs.stage_table import StageBlock, StageChain
+from lightning_topt.costs.training_step import SPLIT_CALL_SECONDS, TrainingStep
+from lightning_topt.costs.update import temporaries_seconds
+from lightning_topt.graph.mesh_axes import Mesh
+from lightning_topt.graph.op_graph import Amount, OpGraph, Parameter
 
+# what of a chain follows from the graph and its segments alone
+_OF_THE_GRAPH = (
+    "names",
+    "crossings",
+    "_own_crossings",
+    "uses",
+    "owned",
+    "_weight_shares",
+    "_waiting",
+)
 _GRAIN = 1e-9  # seconds and bytes of equal blocks are equal to this
 # What a backward in two parts takes besides: of operators with parameters, and of its seconds on a
 # CPU. That of Transformer layers of width 64 to 512 took 2.4 to 1.06 times as long in two parts.
@@ -38,19 +61,34 @@ SPLIT_BACKWARD_SECONDS = 1.1e-4
 SPLIT_BACKWARD_SHARE = 0.05
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, repr=False)
 class StageBlocks:
-    """The chain of blocks of `step`, whatever its data axes and batch are; `every` is the one of
-    all kinds of nodes where this is the one of some.
+    """The chain of blocks of `step`, whatever its data axes and batch are.
 
-    Where `step` is that of a rank with slices, `whole` is the chain with nothing split, and `calls`
-    are those of torch functions in the forward of each block whose parameters are split.
+    What was worked out is kept: a search asks the same of thousands of pipelines.
+
+    Args:
+        step: the step of one rank.
+        every: the chain on all kinds of nodes, where this is that on some.
+        whole: where `step` is that of a rank with slices, the chain with nothing split.
+        calls: the calls of torch functions in the forward of each block whose parameters are split.
     """
 
     step: TrainingStep
     every: StageBlocks | None = None
     whole: StageBlocks | None = None
     calls: Mapping[str, int] = field(default_factory=dict)
+    # seconds to send microbatches, kept by `stage_tables.transfer_seconds`: by samples and ranks of
+    # a stage, then by link
+    transfers: dict[tuple[float, int], dict[str, Array]] = field(default_factory=dict, init=False)
+    # what was worked out before, by the arguments of the methods below
+    _on_kinds: dict[tuple[int, ...], StageBlocks] = field(default_factory=dict, init=False)
+    _passes: dict[float, Passes] = field(default_factory=dict, init=False)
+    _crossing_bytes: dict[float, Array] = field(default_factory=dict, init=False)
+    _once: dict[tuple[Mesh, int, bool], Once] = field(default_factory=dict, init=False)
+    _chains: dict[tuple[float, tuple[bool, ...], int], StageChain] = field(
+        default_factory=dict, init=False
+    )
 
     @property
     def tensor(self) -> int:
@@ -58,41 +96,45 @@ class StageBlocks:
         return self.step.mesh.ranks_along(self.step.mesh.tensor_axes)
 
     def on(self, kinds: tuple[int, ...]) -> StageBlocks:
-        """Return the chain on the slowest devices of these kinds of nodes (`Cluster.nodes`); the
-        same where all are equal.
+        """Return the chain on the slowest devices of these kinds of nodes (`Cluster.nodes`).
+
+        It is the same where all nodes are equal.
         """
         if not self.step.cluster.nodes:
             return self
         if kinds not in self._on_kinds:
             step = replace(self.step, cluster=self.step.cluster.of_kinds(kinds))
-            other = StageBlocks(step, self, self.whole, self.calls)
-            for name in (
-                "names",
-                "crossings",
-                "_own_crossings",
-                "uses",
-                "owned",
-                "_weight_shares",
-                "_waiting",
-            ):
-                other.__dict__[name] = getattr(self, name)
-            self._on_kinds[kinds] = other
+            self._on_kinds[kinds] = self.of_same_graph(step, every=self)
         return self._on_kinds[kinds]
+
+    def of_same_graph(self, step: TrainingStep, *, every: StageBlocks | None = None) -> StageBlocks:
+        """Return the chain of another `step` of this graph, with what follows from the graph.
+
+        `every` is the chain on all kinds of nodes, where this is that on some.
+        """
+        other = StageBlocks(step, every, self.whole, self.calls)
+        other._take(self, *_OF_THE_GRAPH)
+        return other
 
     def of_slices(
         self, step: TrainingStep, *, calls: Mapping[str, int], same_operators: bool = False
     ) -> StageBlocks:
-        """Return the chain of the `step` of a rank with slices, this being the whole one; `calls`
-        are its.
+        """Return the chain of the `step` of a rank with slices; this is the unsplit one.
 
-        With `same_operators` the graphs differ in costs and sizes of parameters alone
-        (`SplitModel.bound_graph`).
+        `calls` are those of the split step. With `same_operators` the graphs differ in costs and
+        sizes of parameters alone (`SplitModel.bound_graph`).
         """
         found = StageBlocks(step, whole=self, calls=calls)
         if same_operators:
-            for name in ("names", "_own_crossings", "uses", "_waiting"):
-                found.__dict__[name] = getattr(self, name)
+            found._take(self, "names", "_own_crossings", "uses", "_waiting")
         return found
+
+    def _take(self, other: StageBlocks, *names: str) -> None:
+        """Take results of `other` by name, which are the same for this chain."""
+        for name in names:
+            setattr(self, name, getattr(other, name))
+
+    # ---- the chain: what follows from the graph
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -101,16 +143,15 @@ class StageBlocks:
 
     @cached_property
     def crossings(self) -> Crossings:
-        """The tensors that cross each boundary; those in slices are sent whole, by each of the
-        ranks.
+        """The tensors that cross each boundary.
+
+        Those in slices are sent unsharded, by each of the ranks.
         """
         own = self._own_crossings
         return own if self.whole is None else replace(self.whole.crossings, places=own.places)
 
     def gathered_bytes(self, samples: float) -> Array:
-        """Return the bytes (block,) of the tensors that are in slices before they cross the
-        boundary before each block.
-        """
+        """Return the bytes (block,) of slices that are gathered to cross a boundary."""
         if self.whole is None:
             return np.zeros(len(self.names))
         whole, own = (
@@ -120,16 +161,22 @@ class StageBlocks:
         return np.asarray(np.maximum(whole - own, 0.0) * self.tensor / (self.tensor - 1))
 
     def passes(self, samples: float) -> Passes:
-        """Return the passes of a microbatch of so many samples. Raises ValueError for one that the
-        graph says nothing about.
+        """Return the passes of a microbatch of so many samples.
+
+        Raises:
+            ValueError: the graph says nothing about so many samples.
         """
         if samples not in self._passes:
             self._passes[samples] = self._of_samples(samples)
         return self._passes[samples]
 
     def once(self, mesh: Mesh, level: int, *, crosses_nodes: bool = True) -> Once:
-        """Return what a step takes besides on the data ranks of `mesh`, at ZeRO level 0 or 1;
-        stages that share a parameter are on several nodes, or all on one.
+        """Return what a step on the data ranks of `mesh` takes besides its passes.
+
+        The ZeRO `level` is 0 or 1.
+
+        With `crosses_nodes`, stages that share a parameter are on several nodes; else all are on
+        one.
         """
         key = mesh, level, crosses_nodes
         if key not in self._once:
@@ -137,8 +184,9 @@ class StageBlocks:
         return self._once[key]
 
     def crossing_bytes(self, samples: float) -> Array:
-        """Return the bytes (2, block) of a microbatch that cross the boundary before each block,
-        and come back as gradients.
+        """Return the bytes (2, block) of a microbatch that cross the boundary before each block.
+
+        The second row are those that come back as gradients.
         """
         if samples not in self._crossing_bytes:
             sides: tuple[Sequence[Amount], ...] = self.crossings.forward, self.crossings.backward
@@ -148,19 +196,21 @@ class StageBlocks:
         return self._crossing_bytes[samples]
 
     def chain(self, samples: float, *, recomputes: tuple[bool, ...], parts: int = 1) -> StageChain:
-        """Return the passes as a chain: configuration 0 does not recompute, 1 does. Blocks that can
-        have `recomputes`; their backwards are in so many `parts`, one or two.
+        """Return the passes as a chain: configuration 0 does not recompute, 1 does.
+
+        Blocks that can recompute have the configurations in `recomputes`; backward has one or two
+        `parts`.
         """
         key = samples, recomputes, parts
         if key not in self._chains:
             passes = self.passes(samples)
-            passes = (
-                replace(passes, backward=passes.backward + passes.split) if parts > 1 else passes
-            )
+            if parts > 1:
+                passes = replace(passes, backward=passes.backward + passes.split)
+            # equal blocks are one entry of the chain
             first = [self.kinds.index(kind) for kind in range(max(self.kinds) + 1)]
             able = {block.name for block in self.step.graph.blocks if block.recomputable}
             blocks = tuple(
-                stage_block(passes, n, recomputes if self.names[n] in able else (False,))
+                _stage_block(passes, n, recomputes if self.names[n] in able else (False,))
                 for n in first
             )
             self._chains[key] = StageChain(blocks, self.kinds)
@@ -168,14 +218,16 @@ class StageBlocks:
 
     @cached_property
     def kinds(self) -> tuple[int, ...]:
-        """A number for each block, from 0 in order; equal for blocks that take the same on any mesh
-        and microbatch.
+        """A number for each block, from 0 in order.
+
+        It is equal for blocks that take the same on any mesh and microbatch.
         """
         if self.every is not None:
             return self.every.kinds
         known: dict[object, int] = {}
         count, step = len(self.step.cluster.nodes), self.step
-        # Ranks of a stage are neighbours, and so are the kinds of their nodes.
+        able = {block.name: block.recomputable for block in step.graph.blocks}
+        # passes on all kinds of nodes that a stage may have: its ranks are neighbours, so are these
         several = [tuple(range(a, b)) for a, b in itertools.combinations(range(count + 1), 2)]
         of_kinds = [self.on(kinds).passes(step.batch_size) for kinds in several or [()]]
         rows = [
@@ -190,41 +242,9 @@ class StageBlocks:
                 for p in self.owned[n]
             )
             measured = tuple(step.optimizer.seconds_per_element.get(p.name) for p in self.owned[n])
-            recomputable = next(
-                block.recomputable for block in step.graph.blocks if block.name == name
-            )
-            key = owned, measured, recomputable, tuple(np.round(times[n] / _GRAIN).tolist())
+            key = owned, measured, able[name], tuple(np.round(times[n] / _GRAIN).tolist())
             found.append(known.setdefault(key, len(known)))
         return tuple(found)
-
-    @cached_property
-    def transfers(self) -> dict[tuple[float, int], dict[str, Array]]:
-        """Seconds to send microbatches, as far as they were asked for (`transfer_seconds`): by
-        samples and ranks of a stage.
-        """
-        return {}
-
-    # ---- parts -----------------------------------------------------------------------------------
-
-    @cached_property
-    def _on_kinds(self) -> dict[tuple[int, ...], StageBlocks]:
-        return {}
-
-    @cached_property
-    def _passes(self) -> dict[float, Passes]:
-        return {}
-
-    @cached_property
-    def _crossing_bytes(self) -> dict[float, Array]:
-        return {}
-
-    @cached_property
-    def _once(self) -> dict[tuple[Mesh, int, bool], Once]:
-        return {}
-
-    @cached_property
-    def _chains(self) -> dict[tuple[float, tuple[bool, ...], int], StageChain]:
-        return {}
 
     @cached_property
     def _own_crossings(self) -> Crossings:
@@ -243,41 +263,42 @@ class StageBlocks:
             found[self.uses[parameter.name][0]].append(parameter)
         return found
 
+    # ---- one microbatch
+
     def _of_samples(self, samples: float) -> Passes:
         step, places = self.step.with_batch_size(samples), list(self.crossings.places)
-        rows = np.zeros((4, len(self.names)))
-        recomputed = np.zeros((2, len(self.names)))
+        # of each block, summed or maximised over its segments
+        rows = np.zeros((4, len(self.names)))  # forward, backward, kept, hump
+        recomputed = np.zeros((2, len(self.names)))  # kept, hump
+        # of each segment: seconds (direction, segment), and bytes
         compute = np.sum([*step.compute.values()], axis=0)
-        sizes, is_block = sizes_of_segments(step.graph)
+        sizes, is_block = _sizes_of_segments(step.graph)
         kept, output, forward, backward = sizes[..., 0] + sizes[..., 1] * samples
         between, hump = np.where(is_block, output, kept), np.maximum(backward, forward - kept)
         sums = *((rows[n], compute[n]) for n in (0, 1)), (rows[2], kept), (recomputed[0], between)
         for total, values in sums:
             np.add.at(total, places, values)
-        again = np.where(
-            is_block, np.maximum(hump + kept - between, forward), hump
-        )  # what is outside of all blocks runs once
+        # what is outside of all blocks is never recomputed
+        again = np.where(is_block, np.maximum(hump + kept - between, forward), hump)
         for most, values in ((rows[3], hump), (recomputed[1], again)):
             np.maximum.at(most, places, values)
         rows[:2] += self._host_seconds(rows[0] + rows[1])
+        # gradients of parameters, where these have passes of their own
         waiting = np.array([amount.at(samples) for amount, _ in self._waiting])
-        weights, split = rows[1] * self._weight_shares, self._split_seconds(rows[1])
         return Passes(
-            rows[0],
-            rows[1],
-            weights,
-            rows[2],
-            rows[3],
-            recomputed[0],
-            recomputed[1],
-            waiting,
-            split,
+            forward=rows[0],
+            backward=rows[1],
+            weights=rows[1] * self._weight_shares,
+            kept=rows[2],
+            hump=rows[3],
+            recomputed_kept=recomputed[0],
+            recomputed_hump=recomputed[1],
+            waiting=waiting,
+            split=self._split_seconds(rows[1]),
         )
 
     def _split_seconds(self, kernels: Array) -> Array:
-        """Seconds (block,) that backwards of `kernels` seconds take besides where gradients of
-        parameters come later.
-        """
+        """Return the seconds (block,) that backward in two parts takes besides its kernels."""
         host = SPLIT_BACKWARD_SECONDS * np.array([count for _, count in self._waiting], float)
         return (
             host + SPLIT_BACKWARD_SHARE * kernels
@@ -287,16 +308,29 @@ class StageBlocks:
 
     @cached_property
     def _waiting(self) -> list[tuple[Amount, int]]:
-        """The gradients that arrive at operators of each block with parameters and an input that
-        gets a gradient, and how many operators these are.
+        """Gradients that wait for the second part of backward, and for how many operators.
+
+        They arrive at operators with parameters and an input that gets a gradient.
         """
-        return waiting_gradients(self.step, self.crossings.places, len(self.names))
+        graph, found = self.step.graph, [(Amount(), 0)] * len(self.names)
+        places, of_op = self.crossings.places, self.step.segments.of_op
+        inner = {
+            edge.target
+            for edge in graph.edges
+            if edge.tensor.dtype.startswith(("float", "bfloat", "complex"))
+        }
+        trained = {name for p in graph.parameters if p.trainable for name in (p.name, *p.aliases)}
+        for op in graph.ops:
+            if op.name in inner and trained.intersection(op.parameters):
+                amount, count = found[n := places[of_op[op.name]]]
+                sizes = (spec_bytes(spec, graph.batch_size) for spec in op.outputs)
+                found[n] = sum(sizes, start=amount), count + 1
+        return found
 
     def _host_seconds(self, kernels: Array) -> Array:
-        """Seconds (block,) of either pass that Python takes, which splits every call, beside
-        kernels of `kernels` seconds.
+        """Return the seconds (block,) per pass of Python that splits calls, beside its kernels.
 
-        But on CPUs these run at the same time.
+        On CPUs the two share the cores; on a GPU they run at the same time.
         """
         taken = SPLIT_CALL_SECONDS * np.array(
             [self.calls.get(name, 0) for name in self.names], float
@@ -305,25 +339,264 @@ class StageBlocks:
 
     @cached_property
     def _weight_shares(self) -> Array:
-        """The share of the backward (block,) of gradients of parameters: half of that of operators
-        that have parameters.
+        """The share of backward (block,) that is gradients of parameters.
+
+        By the flops, half of backward of operators with parameters.
         """
-        return weight_shares(self.step, self.crossings.places, len(self.names))
+        graph, places, of_op = self.step.graph, self.crossings.places, self.step.segments.of_op
+        flops = np.zeros((2, len(self.names)))  # of gradients of parameters, of all
+        for op in graph.ops:
+            backward = sum(
+                kernel.count * max(kernel.flops.at(graph.batch_size), 0.0) for kernel in op.backward
+            )
+            flops[:, places[of_op[op.name]]] += (
+                np.array([0.5 * bool(op.parameters), 1.0]) * backward
+            )
+        shares = np.zeros(len(self.names))
+        return np.asarray(np.divide(flops[0], flops[1], out=shares, where=flops[1] > 0))
+
+    # ---- once per step
 
     def _of_mesh(self, step: TrainingStep, level: int, crosses_nodes: bool) -> Once:
         ranks, found = step.mesh.data_parallel_size, {}
         for kind in dict.fromkeys(self.kinds):  # equal blocks have equal parameters
             owned = self.owned[self.kinds.index(kind)]
             costs = (
-                np.sum([parameter_costs(p, step, level) for p in owned], axis=0)
+                np.sum([_parameter_costs(p, step, level) for p in owned], axis=0)
                 if owned
                 else np.zeros(3)
             )
-            found[kind] = costs + np.array([exchange_seconds(step, owned, level, ranks), 0.0, 0.0])
+            found[kind] = costs + np.array([_exchange_seconds(step, owned, level, ranks), 0.0, 0.0])
         costs = np.array([found[kind] for kind in self.kinds]).T
         return Once(
             costs[0],
             costs[1],
             costs[2],
-            shared_costs(step, self.uses, len(self.names), level, crosses_nodes=crosses_nodes),
+            _shared_costs(step, self.uses, len(self.names), level, crosses_nodes=crosses_nodes),
         )
+
+
+# ---- a model of any depth
+
+
+def repeat_blocks(base: StageBlocks, places: Sequence[int]) -> RepeatedBlocks:
+    """Return the chain of the blocks `places` of `base`, which must be in order.
+
+    No block that shares a parameter may repeat.
+    """
+    places = tuple(places)
+    shared = {place for used in base.uses.values() if len(used) > 1 for place in used}
+    assert [*places] == sorted(places) and set(places) == set(range(len(base.names))), (
+        "every block in order"
+    )
+    assert all(places.count(place) == 1 for place in shared), "a shared parameter is there once"
+    return RepeatedBlocks(base.step, None, base.whole, base.calls, base, places)
+
+
+@dataclass(eq=False, repr=False)
+class RepeatedBlocks(StageBlocks):
+    """The chain `base` with its block ``places[n]`` at place n; made by `repeat_blocks`."""
+
+    base: Any = None
+    places: tuple[int, ...] = ()
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The blocks in the order of forward; those of equal names are repetitions."""
+        return tuple(self.base.names[place] for place in self.places)
+
+    @cached_property
+    def crossings(self) -> Crossings:
+        """The tensors that cross each boundary."""
+        found: Crossings = self.base.crossings
+        forward, backward = (
+            tuple(side[place] for place in self.places) for side in (found.forward, found.backward)
+        )
+        return replace(found, forward=forward, backward=backward)
+
+    def gathered_bytes(self, samples: float) -> Array:
+        """Return the bytes (block,) of slices that are gathered to cross a boundary."""
+        return np.asarray(self.base.gathered_bytes(samples)[[*self.places]])
+
+    def passes(self, samples: float) -> Passes:
+        """Return the passes of a microbatch of so many samples."""
+        if samples not in self._passes:
+            known = self.base.passes(samples)
+            rows = {
+                field.name: getattr(known, field.name)[[*self.places]] for field in fields(Passes)
+            }
+            self._passes[samples] = Passes(**rows)
+        return self._passes[samples]
+
+    @cached_property
+    def kinds(self) -> tuple[int, ...]:
+        """A number for each block, from 0 in order; equal for equal blocks."""
+        known: dict[int, int] = {}
+        return tuple(known.setdefault(self.base.kinds[place], len(known)) for place in self.places)
+
+    @cached_property
+    def uses(self) -> dict[str, tuple[int, ...]]:
+        """The places of the blocks that read each parameter."""
+        first = {place: n for n, place in reversed([*enumerate(self.places)])}
+        return {
+            name: tuple(sorted(first[place] for place in used))
+            for name, used in self.base.uses.items()
+        }
+
+    @cached_property
+    def owned(self) -> list[list[Parameter]]:
+        """The parameters that each block is the first to read."""
+        return [self.base.owned[place] for place in self.places]
+
+    def on(self, kinds: tuple[int, ...]) -> StageBlocks:
+        """Return the chain on the slowest devices of these kinds of nodes."""
+        if not self.step.cluster.nodes:
+            return self
+        if kinds not in self._on_kinds:
+            self._on_kinds[kinds] = repeat_blocks(self.base.on(kinds), self.places)
+        return self._on_kinds[kinds]
+
+
+# ---- one microbatch
+
+
+@dataclass(frozen=True, eq=False)
+class Passes:
+    """One microbatch in each block (block,).
+
+    Args:
+        forward, backward: seconds.
+        weights: seconds of backward for gradients of parameters.
+        kept: bytes from forward to backward.
+        hump: bytes, the most above these while the block runs.
+        recomputed_kept, recomputed_hump: the same with recomputation.
+        waiting: bytes of gradients that are kept besides where gradients of parameters come later.
+        split: seconds that a backward in two parts takes besides.
+    """
+
+    forward: Array
+    backward: Array
+    weights: Array
+    kept: Array
+    hump: Array
+    recomputed_kept: Array
+    recomputed_hump: Array
+    waiting: Array
+    split: Array
+
+
+@once_per_object
+def _sizes_of_segments(graph: OpGraph) -> tuple[Array, NDArray[np.bool_]]:
+    """Return bytes of segments ([4], segment, [fixed, per sample]), and which are blocks'.
+
+    The four are bytes kept, those of the output, and the peaks of forward and of backward.
+    """
+    names = "kept_bytes", "output_bytes", "forward_peak_bytes", "backward_peak_bytes"
+    amounts = [[getattr(segment, name) for segment in graph.timeline] for name in names]
+    sizes = np.array(
+        [[(amount.fixed, amount.per_sample) for amount in each] for each in amounts], float
+    )
+    return sizes, np.array([segment.block != ROOT for segment in graph.timeline])
+
+
+def _stage_block(passes: Passes, n: int, recomputes: Sequence[bool]) -> StageBlock:
+    """Return what block `n` takes: without recomputation, then with it, if it can.
+
+    Without, it takes endless time where it has to recompute.
+    """
+    seconds = passes.forward[n] + passes.backward[n]
+    plain = seconds, passes.kept[n], passes.hump[n]
+    again = seconds + passes.forward[n], passes.recomputed_kept[n], passes.recomputed_hump[n]
+    several = [
+        plain if False in recomputes else (np.inf, 0.0, 0.0),
+        *([again] if True in recomputes else []),
+    ]
+    time, kept, hump = np.maximum(np.array(several).T, 0.0)
+    nothing = np.zeros(len(several))
+    return StageBlock(
+        tuple(range(len(several))),
+        np.round(time, 9),
+        nothing,
+        nothing,
+        np.round(kept),
+        np.round(hump),
+    )
+
+
+# ---- once per step
+
+
+@dataclass(frozen=True, eq=False)
+class Once:
+    """What each block (block,) takes once per step, at one ZeRO level.
+
+    Args:
+        seconds: exchange of its gradients and its update.
+        static: bytes of parameters, gradients and optimizer states.
+        update: bytes that the optimizer takes while it steps.
+        shared: (2, first block, end), as in `StageTable`.
+    """
+
+    seconds: Array
+    static: Array
+    update: Array
+    shared: Array | None
+
+
+def _parameter_costs(parameter: Parameter, step: TrainingStep, level: int) -> Array:
+    """Return seconds of the update, static bytes and those of temporaries of one parameter."""
+    ranks = step.mesh.data_parallel_size if level else 1
+    seconds = step.update_seconds(parameter) / ranks + temporaries_seconds(
+        step, {parameter: 1 / ranks}
+    )
+    state = step.optimizer.state_bytes(parameter.name) / ranks if parameter.trainable else 0.0
+    update = step.optimizer.updates.get(parameter.name)
+    temporaries = (
+        update.temporary_bytes / ranks if update is not None and update.temporaries_add else 0.0
+    )
+    return np.array(
+        [seconds, parameter_bytes(parameter) + gradient_bytes(parameter) + state, temporaries]
+    )
+
+
+def _exchange_seconds(
+    step: TrainingStep, parameters: Sequence[Parameter], level: int, ranks: int
+) -> float:
+    """Return the seconds to average gradients and, at level 1, to send updated parameters."""
+    if ranks == 1:
+        return 0.0
+    size = sum(map(gradient_bytes, parameters))
+    collectives = ["all_reduce", "broadcast"] if level else ["all_reduce"]
+    return sum(step.collective_seconds(op, size, axes=step.mesh.data_axes) for op in collectives)
+
+
+def _shared_costs(
+    step: TrainingStep,
+    uses: Mapping[str, Sequence[int]],
+    count: int,
+    level: int,
+    *,
+    crosses_nodes: bool,
+) -> Array | None:
+    """Return `Once.shared` of a chain of `count` blocks.
+
+    Stages that have a reader of a parameter, but not all, sum its gradient with the others. Those
+    without its first reader keep and update it as well. `uses` are the places of the readers of
+    each parameter.
+    """
+    shared = [p for p in step.graph.parameters if len(uses[p.name]) > 1]
+    if not shared:
+        return None
+    # all stages from block `first` to `end` - 1
+    first, end = np.meshgrid(np.arange(count), np.arange(count + 1), indexing="ij")
+    found = np.zeros((2, count, count + 1))
+    for parameter in shared:
+        places = np.array(uses[parameter.name])
+        inside = ((places[:, None, None] >= first) & (places[:, None, None] < end)).sum(axis=0)
+        some, copied = (inside > 0) & (inside < len(places)), (inside > 0) & (places[0] < first)
+        size = gradient_bytes(parameter)
+        link = (crosses_nodes and step.cluster.inter) or step.cluster.intra
+        found[0] += some * ring_seconds("all_reduce", size=size, ranks=2, link=link)
+        seconds, static, _ = _parameter_costs(parameter, step, level)
+        found[:2] += copied * np.array([seconds, static])[:, None, None]
+    return found

@@ -1,15 +1,30 @@
-"""Pipelines of a training step: `PipelineShape` says which ranks, schedule and microbatches,
-`stage_table` what they cost.
+"""Pipelines of a training step: which ranks, schedule and microbatches, and what their stages cost.
+
+A `PipelineShape` flushes after every step, a `ContinuousShape` never does. `stage_table` has the
+costs of all ways to cut the chain of blocks into the stages of a shape, for
+`frontier.stage_search`:
+
+    shape = PipelineShape(4, 2, "1f1b", stages_per_rank=1, num_microbatches=8, samples=2.0)
+    result = search_stages(stage_table(blocks, shape))
+
+A stage costs the sum of its blocks, what it receives, and what its rank has once:
+
+    part of a step              function            from
+    passes of a microbatch      parts_of            `StageBlocks.passes`
+    messages between stages     transfer_seconds    `StageBlocks.crossing_bytes`, the links
+    exchange, update, states    PipelineShape.once  `StageBlocks.once`
+    Python, buffers, batch      fixed_costs         measured
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
+from typing_extensions import override
 
 from lightning_topt.basics.once import once_per_object
 from lightning_topt.costs.cluster import Cluster, Link
@@ -17,6 +32,7 @@ from lightning_topt.costs.communication import estimate_collective_seconds
 from lightning_topt.costs.cost_table import Array
 from lightning_topt.costs.groups import Group
 from lightning_topt.costs.schedule_rates import ScheduleRates, rates_of
+from lightning_topt.costs.sizes import parameter_bytes
 from lightning_topt.costs.stage_table import (
     StageChain,
     StageKind,
@@ -25,9 +41,18 @@ from lightning_topt.costs.stage_table import (
     StageVariant,
 )
 from lightning_topt.graph.mesh_axes import Axis, Mesh
-from lightning_topt.plan.stage_blocks import StageBlocks
-from lightning_topt.plan.step_once import Once
-from lightning_topt.schedules.schedules import SCHEDULES
+from lightning_topt.plan.parallel_plan import ParallelPlan
+from lightning_topt.plan.stage_blocks import Once, StageBlocks
+from lightning_topt.prediction import Prediction
+from lightning_topt.schedules.schedules import (
+    CONTINUOUS_SCHEDULES,
+    SCHEDULES,
+    Schedule,
+    continuous_schedule,
+    lag_of,
+)
+from lightning_topt.schedules.staleness import staleness
+from lightning_topt.schedules.timing import seconds_per_minibatch
 
 # What a pass takes in Python beside its operators: stand-ins, messages. A rank of a pipeline of
 # tiny stages took 1.1 ms of CPU per microbatch, forward and backward, more than the operators.
@@ -37,13 +62,22 @@ PASS_SECONDS = 5e-4
 # to 10 MiB more than their tensors and `process_bytes`.
 STAGES_BYTES = 8 * 2**20
 LINKS = ("intra", "inter", "none")  # inside a node, between nodes, on one rank
+_DRAWN = 6  # minibatches, in times those that fill the pipeline
 
 
 @dataclass(frozen=True)
 class PipelineShape:
-    """`pipeline` ranks in a row, `data` rows; `stages_per_rank` stages each, run as `schedule` says
-    on `num_microbatches` of `samples` samples; ZeRO `level` 0 or 1 along the data axis. Each of
-    these is a group of `tensor` ranks with slices.
+    """A pipeline of `pipeline` ranks in a row, and of `data` rows.
+
+    Args:
+        pipeline: ranks in a row. Each of these is a group of `tensor` ranks with slices.
+        data: rows.
+        schedule: its name.
+        stages_per_rank: stages of each rank.
+        num_microbatches: those of a row in a step.
+        samples: of a microbatch.
+        level: ZeRO level along the data axis, 0 or 1.
+        tensor: ranks that hold slices of one copy of the parameters.
     """
 
     pipeline: int
@@ -72,7 +106,7 @@ class PipelineShape:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether gradients of parameters come in passes of their own."""
+        """True if gradients of parameters come in passes of their own."""
         return SCHEDULES[self.schedule].splits_backward
 
     @cached_property
@@ -83,9 +117,7 @@ class PipelineShape:
         )
 
     def mesh(self, cluster: Cluster) -> Mesh:
-        """Return the mesh: stages along its first axis, parts of the batch along the second, slices
-        along the last, if any.
-        """
+        """Return the mesh: axes of stages, of parts of the batch and, if any, of slices."""
         per_node, width = cluster.devices_per_node, self.width
         inside = width <= per_node and per_node % width == 0
         scopes = (
@@ -112,21 +144,16 @@ class PipelineShape:
         return blocks.once(self.rows, self.level, crosses_nodes=not inside)
 
     def link_before(self, stage: int, cluster: Cluster) -> str:
-        """Return which of `LINKS` the slowest ranks of a stage receive through, from the stage
-        before.
-        """
+        """Return which of `LINKS` the slowest ranks of a stage receive through."""
         if self.ranks[stage - 1] == self.ranks[stage]:
             return "none"
         both = [self._ranks_of(each) for each in (stage - 1, stage)]
         first, last = min(ranks[0] for ranks in both), max(ranks[-1] for ranks in both)
-        # Ranks follow the nodes, so each pair is on one node where all of them are, and nowhere
-        # else.
+        # Ranks follow the nodes: each pair is on one node where all of them are, and nowhere else.
         return "intra" if cluster.node_of(first)[1] == cluster.node_of(last)[1] else "inter"
 
     def kinds_of(self, stages: Sequence[int], cluster: Cluster) -> tuple[int, ...]:
-        """Return the kinds of nodes (`Cluster.nodes`) that run `stages`; none where all are
-        equal.
-        """
+        """Return the kinds of nodes (`Cluster.nodes`) that run `stages`; none if all are equal."""
         if not cluster.nodes:
             return ()
         ends = [(ranks[0], ranks[-1]) for ranks in map(self._ranks_of, stages)]
@@ -138,16 +165,132 @@ class PipelineShape:
         return range(first, first + self.width)
 
 
+@dataclass(frozen=True)
+class ContinuousShape(PipelineShape):
+    """A pipeline that never flushes: one stage on each rank, minibatches one after the other.
+
+    Each minibatch has `samples` samples. Backward passes lag behind forward passes as the schedule
+    says, and stage s keeps ``copies[s]`` copies of its weights.
+    """
+
+    copies: tuple[int, ...] = ()
+
+    @classmethod
+    def of(
+        cls, ranks: int, data: int, *, samples: float, schedule: str, prediction: Prediction
+    ) -> ContinuousShape:
+        """Return the shape of `data` rows of `ranks` ranks; `prediction` is the rule of weights."""
+        lag, stages = CONTINUOUS_SCHEDULES[schedule], range(ranks)
+        copies = tuple(
+            prediction.weight_copies(stage=s, num_stages=ranks, lag_per_hop=lag) for s in stages
+        )
+        return cls(ranks, data, schedule, 1, 1, samples, copies=copies)
+
+    @classmethod
+    def of_plan(cls, plan: ParallelPlan) -> ContinuousShape:
+        """Return the shape of the pipeline of a plan that never flushes."""
+        assert (
+            plan.batch_size is not None
+            and plan.schedule is not None
+            and plan.weight_prediction is not None
+        ), "plans that are found have both"
+        sizes = plan.mesh.pipeline_size, plan.mesh.data_parallel_size
+        samples = float(plan.batch_size)
+        return cls.of(
+            *sizes, samples=samples, schedule=plan.schedule, prediction=plan.weight_prediction
+        )
+
+    @property
+    def lag_per_hop(self) -> int:
+        """Minibatches per hop by which backward passes are behind forward passes."""
+        return CONTINUOUS_SCHEDULES[self.schedule]
+
+    @override
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(range(self.pipeline))
+
+    @property
+    @override
+    def splits_backward(self) -> bool:
+        return False
+
+    @property
+    @override
+    def rates(self) -> ScheduleRates:
+        held = tuple(self._lag(stage) + 1 for stage in range(self.pipeline))
+        # With the fewest minibatches in flight stages wait for gradients: those of a round share
+        # the transfers.
+        waits = (self.pipeline - 1) / self.pipeline if self.lag_per_hop == 1 else 0.0
+        return ScheduleRates(0.0, 1.0, 0.0, waits, 0.5, held, ((),) * self.pipeline, 1)
+
+    @property
+    def missing_updates(self) -> tuple[int, ...]:
+        """Updates that a forward pass of each stage does not see, once the pipeline is filled.
+
+        They are those before the minibatch's own one.
+        """
+        return tuple(each.forward[-1].missing for each in staleness(self.schedule_to_draw))
+
+    @property
+    def schedule_to_draw(self) -> Schedule:
+        """The schedule of enough minibatches to see it filled."""
+        count = _DRAWN * max(self._lag(0), 1)
+        return continuous_schedule(
+            num_ranks=self.pipeline, num_minibatches=count, lag_per_hop=self.lag_per_hop
+        )
+
+    def pace(self, passes: Array, updates: Array, transfers: Array) -> Array:
+        """Return the seconds of a minibatch (n,) of n plans, as `seconds_per_minibatch`."""
+        return seconds_per_minibatch(
+            passes + 2 * PASS_SECONDS, updates, transfers, lag_per_hop=self.lag_per_hop
+        )
+
+    def copied_bytes(self, blocks: StageBlocks, *, stage: int, first: int, end: int) -> float:
+        """Return the bytes of weight copies of a stage with blocks `first` to `end` - 1."""
+        return self.copies[stage] * sum(trained_bytes(blocks, place) for place in range(first, end))
+
+    def _lag(self, stage: int) -> int:
+        return lag_of(stage, num_ranks=self.pipeline, lag_per_hop=self.lag_per_hop)
+
+
+def trained_bytes(blocks: StageBlocks, place: int) -> float:
+    """Return the bytes of the parameters of a block that are trained."""
+    return float(
+        sum(parameter_bytes(parameter) for parameter in blocks.owned[place] if parameter.trainable)
+    )
+
+
+def shape_of_plan(plan: ParallelPlan) -> PipelineShape:
+    """Return the shape of the pipeline of a plan with stages."""
+    assert plan.schedule is not None and plan.batch_size is not None
+    if plan.schedule in CONTINUOUS_SCHEDULES:
+        return ContinuousShape.of_plan(plan)
+    level = max(block.config.storage.level for block in plan.blocks)
+    samples = plan.batch_size if plan.own_batches else plan.batch_size / plan.num_microbatches
+    mesh, tensor = plan.mesh, plan.mesh.ranks_along(plan.mesh.tensor_axes)
+    schedule = plan.schedule, plan.stages_per_rank, plan.num_microbatches
+    return PipelineShape(
+        mesh.pipeline_size, mesh.data_parallel_size, *schedule, samples, level, tensor
+    )
+
+
+# ---- the costs of all cuts
+
+
 def stage_table(
     blocks: StageBlocks, shape: PipelineShape, *, recomputes: Sequence[bool] = (False, True)
 ) -> StageTable:
-    """Return the costs of all ways to cut `blocks` into the stages of `shape`; blocks that can
-    recompute choose one of `recomputes`.
+    """Return the costs of all ways to cut `blocks` into the stages of `shape`.
 
-    Raises ValueError for fewer blocks than stages, and for microbatches that the graph says nothing
-    about.
+    Blocks that can recompute choose one of `recomputes`.
+
+    Raises:
+        ValueError: there are fewer blocks than stages, or the graph says nothing about microbatches
+            of this size.
     """
     cluster, rates, count = blocks.step.cluster, shape.rates, shape.num_stages
+    # the devices that stages run on, and the links that they receive through
     on = [shape.kinds_of([s], cluster) for s in range(count)]
     several = [*dict.fromkeys(on)]
     into = links_of(shape, cluster)
@@ -177,10 +320,74 @@ def stage_table(
     )
 
 
-def fixed_costs(blocks: StageBlocks, shape: PipelineShape) -> tuple[float, float]:
-    """Return the seconds and bytes that all plans of `shape` pay: Python, what each rank has
-    once.
+def continuous_table(blocks: StageBlocks, shape: ContinuousShape) -> StageTable:
+    """Return the costs of all ways to cut `blocks` into the stages of a pipeline without flushes.
+
+    They are those of any pipeline, with copies of weights, and with minibatches in flight while a
+    stage updates.
     """
+    table, variants, stages = stage_table(blocks, shape), list[StageVariant](), list[StageKind]()
+    # bytes that one copy of the weights of each distinct block takes
+    copied = np.array(
+        [trained_bytes(blocks, blocks.kinds.index(kind)) for kind in range(max(blocks.kinds) + 1)]
+    )
+    for stage, copies in zip(table.stages, shape.copies, strict=True):
+        own = tuple(range(len(variants), len(variants) + len(stage.variants)))
+        for variant in (table.variants[index] for index in stage.variants):
+            variants.append(replace(variant, static=variant.static + copies * copied))
+        stages.append(replace(stage, variants=own, in_update=stage.in_flight - 1))
+    return replace(table, variants=tuple(variants), stages=tuple(stages))
+
+
+def _variant(
+    blocks: StageBlocks, shape: PipelineShape, recomputes: tuple[bool, ...]
+) -> StageVariant:
+    """Return the costs of stages on the devices of `blocks`."""
+    chain, weights, own = parts_of(blocks, shape, recomputes, parts=1 + shape.splits_backward)
+    least = [shape.rates.lead * block.seconds.min() for block in chain.blocks]
+    weights, own = np.minimum(shape.rates.weights * weights, least), own * shape.stages_per_rank
+    waiting = np.round(
+        blocks.passes(shape.samples).waiting[
+            [blocks.kinds.index(k) for k in range(len(chain.blocks))]
+        ]
+    )
+    return StageVariant(
+        chain, -weights, weights + np.round(own[0], 9), np.round(own[1]), np.round(own[2]), waiting
+    )
+
+
+def parts_of(
+    blocks: StageBlocks, shape: PipelineShape, recomputes: tuple[bool, ...], *, parts: int = 1
+) -> tuple[StageChain, Array, Array]:
+    """Return what stages of `shape` take on the devices of `blocks`, without schedule rates.
+
+    Backward in two `parts` takes longer, but for that of the first stage, whatever its blocks are.
+    With 1 the chain takes no longer than any stage.
+
+    Returns:
+        The chain; seconds of gradients of parameters (distinct block,) where these have passes of
+        their own; and per step ([seconds, static bytes, bytes of the update], distinct block).
+    """
+    kinds = [blocks.kinds.index(kind) for kind in range(max(blocks.kinds) + 1)]
+    once, splits = shape.once(blocks), shape.splits_backward
+    # A recomputed block would recompute in either half of its backward.
+    chain = blocks.chain(shape.samples, recomputes=(False,) if splits else recomputes, parts=parts)
+    weights = blocks.passes(shape.samples).weights[kinds] if splits else np.zeros(len(kinds))
+    return chain, weights, np.stack([once.seconds, once.static, once.update])[:, kinds]
+
+
+def _link(rates: ScheduleRates, round_trip: Array, received: Array) -> StageLink:
+    round_trip = np.round(round_trip, 9)
+    return StageLink(
+        rates.lead * round_trip,
+        rates.sent_load * round_trip,
+        rates.sent_floor * round_trip,
+        received,
+    )
+
+
+def fixed_costs(blocks: StageBlocks, shape: PipelineShape) -> tuple[float, float]:
+    """Return the seconds and bytes that all plans of `shape` pay: Python, what a rank has once."""
     rates, graph, rank_samples = (
         shape.rates,
         blocks.step.graph,
@@ -195,8 +402,59 @@ def fixed_costs(blocks: StageBlocks, shape: PipelineShape) -> tuple[float, float
     return seconds, graph.buffer_bytes + graph.input_bytes.at(rank_samples) + process
 
 
+# ---- messages between stages
+
+
+def transfer_seconds(blocks: StageBlocks, shape: PipelineShape) -> dict[str, Array]:
+    """Return the seconds (2, block) to send a microbatch over each boundary, by link.
+
+    The second row is for its gradient, back. Both include the gathering of slices.
+    """
+    if (known := blocks.transfers.get((shape.samples, shape.width))) is not None:
+        return known
+    cluster, sizes = blocks.step.cluster, blocks.crossing_bytes(shape.samples)
+    found = {"none": np.zeros(sizes.shape)}
+    for link in ("intra", "inter"):
+        distinct = {
+            float(size): _send_seconds(cluster, float(size), shape, link)
+            for size in np.unique(sizes)
+        }
+        found[link] = np.array([[distinct[float(size)] for size in row] for row in sizes])
+    if blocks.tensor > 1:
+        slices, axes = blocks.gathered_bytes(shape.samples), blocks.step.mesh.tensor_axes
+        for n in np.flatnonzero(slices):
+            gather = blocks.step.collective_seconds("all_gather", float(slices[n]), axes=axes)
+            for seconds in found.values():
+                seconds[0, n] += gather
+    blocks.transfers[shape.samples, shape.width] = found
+    return found
+
+
+def _send_seconds(cluster: Cluster, size: float, shape: PipelineShape, link: str) -> float:
+    """Return the seconds of a message.
+
+    Where all ranks of a node send to another node at once they share its network.
+    """
+    if size <= 0 or (link == "inter" and cluster.inter is None):
+        return 0.0
+    group, per_node = Group(2, shape.width), cluster.devices_per_node
+    measured = ("send_recv", group.size, group.stride) in cluster.collectives
+    if group.span <= cluster.num_devices and (
+        measured or group.is_inside(per_node) == (link == "intra")
+    ):
+        return estimate_collective_seconds(cluster, op="send_recv", size=size, group=group)
+    if link == "intra":
+        return cluster.intra.latency_seconds + size / cluster.intra.bandwidth
+    assert cluster.inter is not None
+    share = per_node / min(shape.width, per_node)
+    fast = Link(
+        cluster.inter.latency_seconds, min(cluster.intra.bandwidth, cluster.inter.bandwidth * share)
+    )
+    return fast.latency_seconds + size / fast.bandwidth
+
+
 def links_of(shape: PipelineShape, cluster: Cluster) -> list[tuple[tuple[int, ...], str]]:
-    """Return through what each stage receives: the kinds of nodes at both ends, and one of `LINKS`.
+    """Return through what each stage receives: the kinds of nodes at both ends, one of `LINKS`.
 
     The first stage receives nothing, through whatever link.
     """
@@ -229,95 +487,5 @@ _Links = tuple[list[tuple[tuple[int, ...], str]], Mapping[tuple[tuple[int, ...],
 
 @once_per_object
 def _links_by_ranks(cluster: Cluster) -> dict[tuple[tuple[int, ...], int], _Links]:
-    """The links that were worked out for this cluster."""
+    """Return the links of this cluster that are known, an empty dictionary at first."""
     return {}
-
-
-def _variant(
-    blocks: StageBlocks, shape: PipelineShape, recomputes: tuple[bool, ...]
-) -> StageVariant:
-    """Stages on the devices of `blocks`."""
-    chain, weights, own = parts_of(blocks, shape, recomputes, parts=1 + shape.splits_backward)
-    least = [shape.rates.lead * block.seconds.min() for block in chain.blocks]
-    weights, own = np.minimum(shape.rates.weights * weights, least), own * shape.stages_per_rank
-    waiting = np.round(
-        blocks.passes(shape.samples).waiting[
-            [blocks.kinds.index(k) for k in range(len(chain.blocks))]
-        ]
-    )
-    return StageVariant(
-        chain, -weights, weights + np.round(own[0], 9), np.round(own[1]), np.round(own[2]), waiting
-    )
-
-
-def parts_of(
-    blocks: StageBlocks, shape: PipelineShape, recomputes: tuple[bool, ...], *, parts: int = 1
-) -> tuple[StageChain, Array, Array]:
-    """Return what stages of `shape` take on the devices of `blocks`, whatever its schedule's rates
-    are: the chain; seconds of gradients of parameters (distinct block,) where these have passes of
-    their own; and seconds, static bytes and those of the update once per step ([seconds, static,
-    update], distinct block). Backwards in two `parts` take longer, but for those of the first
-    stage, whatever its blocks are; with 1 the chain takes no longer than any stage.
-    """
-    kinds = [blocks.kinds.index(kind) for kind in range(max(blocks.kinds) + 1)]
-    once, splits = shape.once(blocks), shape.splits_backward
-    # A recomputed block would recompute in either half of its backward.
-    chain = blocks.chain(shape.samples, recomputes=(False,) if splits else recomputes, parts=parts)
-    weights = blocks.passes(shape.samples).weights[kinds] if splits else np.zeros(len(kinds))
-    return chain, weights, np.stack([once.seconds, once.static, once.update])[:, kinds]
-
-
-def transfer_seconds(blocks: StageBlocks, shape: PipelineShape) -> dict[str, Array]:
-    """Return the seconds (2, block) to send a microbatch over the boundary before each block, and
-    to send its gradient back, by link; with those to make whole tensors of slices.
-    """
-    if (known := blocks.transfers.get((shape.samples, shape.width))) is not None:
-        return known
-    cluster, sizes = blocks.step.cluster, blocks.crossing_bytes(shape.samples)
-    found = {"none": np.zeros(sizes.shape)}
-    for link in ("intra", "inter"):
-        distinct = {
-            float(size): _send_seconds(cluster, float(size), shape, link)
-            for size in np.unique(sizes)
-        }
-        found[link] = np.array([[distinct[float(size)] for size in row] for row in sizes])
-    if blocks.tensor > 1:
-        slices, axes = blocks.gathered_bytes(shape.samples), blocks.step.mesh.tensor_axes
-        for n in np.flatnonzero(slices):
-            gather = blocks.step.collective_seconds("all_gather", float(slices[n]), axes=axes)
-            for seconds in found.values():
-                seconds[0, n] += gather
-    blocks.transfers[shape.samples, shape.width] = found
-    return found
-
-
-def _send_seconds(cluster: Cluster, size: float, shape: PipelineShape, link: str) -> float:
-    """Seconds of a message; where all ranks of a node send to another node at once they share its
-    network.
-    """
-    if size <= 0 or (link == "inter" and cluster.inter is None):
-        return 0.0
-    group, per_node = Group(2, shape.width), cluster.devices_per_node
-    measured = ("send_recv", group.size, group.stride) in cluster.collectives
-    if group.span <= cluster.num_devices and (
-        measured or group.is_inside(per_node) == (link == "intra")
-    ):
-        return estimate_collective_seconds(cluster, op="send_recv", size=size, group=group)
-    if link == "intra":
-        return cluster.intra.latency_seconds + size / cluster.intra.bandwidth
-    assert cluster.inter is not None
-    share = per_node / min(shape.width, per_node)
-    fast = Link(
-        cluster.inter.latency_seconds, min(cluster.intra.bandwidth, cluster.inter.bandwidth * share)
-    )
-    return fast.latency_seconds + size / fast.bandwidth
-
-
-def _link(rates: ScheduleRates, round_trip: Array, received: Array) -> StageLink:
-    round_trip = np.round(round_trip, 9)
-    return StageLink(
-        rates.lead * round_trip,
-        rates.sent_load * round_trip,
-        rates.sent_floor * round_trip,
-        received,
-    )

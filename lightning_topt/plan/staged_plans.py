@@ -1,18 +1,40 @@
-"""Cuts of a pipeline become plans, with the seconds that a simulation of their schedule gives."""
+"""Plans with stages for a number of ranks: pipelines are searched, their cuts become plans.
+
+    search_pipelines_for        all of these
+        search_stages_for       pipelines that flush, unsplit and on slices of parameters
+        search_continuous       pipelines that never flush, where stale weights are allowed
+
+A pipeline that flushes is searched by formulas (`plan.pipeline_search`); what is kept gets the
+seconds of a simulation and better cuts by moves (`plan.stage_simulation`).
+
+A step of a pipeline that never flushes is one minibatch, which every stage updates its weights
+with. Its seconds are those of the slowest stage, forward, backward, exchange between replicas and
+update, unless transfers take too long for the minibatches in flight (`seconds_per_minibatch`). A
+stage holds activations of its minibatches in flight, and copies of its weights as the rule of
+prediction has it.
+
+Stages on slices have the splits of meshes with a tensor axis of as many ranks, so a step on slices
+is captured once for both.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.cost_table import Array
-from lightning_topt.frontier.stage_search import StagePoint
+from lightning_topt.costs.crossings import chain_of
+from lightning_topt.costs.sizes import ROOT
+from lightning_topt.frontier.stage_search import StagePoint, search_stages
+from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import OpConfig
-from lightning_topt.plan.continuous_shape import ContinuousShape
+from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.plan.known_plans import KnownPlans
 from lightning_topt.plan.parallel_plan import (
     BlockPlan,
@@ -25,21 +47,72 @@ from lightning_topt.plan.pipeline_search import (
     PLAIN,
     FoundPipelines,
     PipelineRequest,
+    StaleWeights,
+    continuous_shapes,
     hopeful_shapes,
     pipeline_shapes,
     search_pipelines,
     why_no_pipeline,
 )
 from lightning_topt.plan.plan_frontier import PlanPoint
-from lightning_topt.plan.split_stages import splits_of_stages
 from lightning_topt.plan.stage_blocks import StageBlocks
-from lightning_topt.plan.stage_moves import with_moves
-from lightning_topt.plan.stage_peaks import peak_bytes_of, stage_bytes
-from lightning_topt.plan.stage_tables import PipelineShape
-from lightning_topt.plan.stage_times import stage_seconds, step_seconds_of
-from lightning_topt.plan.tensor_meshes import placed_tensors
+from lightning_topt.plan.stage_simulation import (
+    peak_bytes_of,
+    stage_bytes,
+    stage_seconds,
+    step_seconds_of,
+    with_moves,
+)
+from lightning_topt.plan.stage_tables import ContinuousShape, PipelineShape, continuous_table
+from lightning_topt.plan.tensor_meshes import (
+    placed_tensors,
+    prices_on,
+    split_of,
+    step_of,
+    tensor_sizes,
+)
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
+from lightning_topt.techniques.tensor_parallel.model_splits import ModelSplit
 from lightning_topt.techniques.tensor_parallel.split_candidates import SplitModel
+from lightning_topt.techniques.tensor_parallel.split_prices import SplitPrices
+
+
+def search_pipelines_for(
+    blocks: StageBlocks,
+    count: int,
+    wanted: PipelineRequest,
+    known: Sequence[PlanPoint],
+    *,
+    stale: StaleWeights | None,
+    global_batch_size: int,
+    split: SplitModel | None = None,
+    epsilon: float = 0.0,
+    max_seconds: float = 10.0,
+) -> tuple[list[PlanPoint], list[PlanPoint], float]:
+    """Return what `search_stages_for` does; with `stale`, pipelines that never flush as well."""
+    points, plain, error = list[PlanPoint](), list[PlanPoint](), 0.0
+    limits: dict[str, Any] = {
+        "global_batch_size": global_batch_size,
+        "epsilon": epsilon,
+        "max_seconds": max_seconds,
+    }
+    if stale is None or wanted.schedule not in CONTINUOUS_SCHEDULES:
+        points, plain, error = search_stages_for(
+            blocks, count, wanted, known, split=split, **limits
+        )
+    if stale is not None:
+        more, bound = search_continuous(blocks, count, wanted, stale, [*known, *points], **limits)
+        fewest = min(
+            CONTINUOUS_SCHEDULES.values()
+        )  # missed updates: preferred where others gain little
+        plain = plain + [
+            point for point in more if CONTINUOUS_SCHEDULES[point.plan.schedule or ""] == fewest
+        ]
+        points, error = points + more, max(error, bound)
+    return points, plain, error
+
+
+# ---- pipelines that flush
 
 
 def search_stages_for(
@@ -53,18 +126,21 @@ def search_stages_for(
     epsilon: float = 0.0,
     max_seconds: float = 10.0,
 ) -> tuple[list[PlanPoint], list[PlanPoint], float]:
-    """Return plans with stages for `count` ranks that none of those `known` for as many beats;
-    plainer ones that only others with stages beat; and the search's error bound. With `split`,
-    stages may run on slices of parameters.
+    """Return plans with stages for `count` ranks.
 
-    Raises PlanError where something is wanted that no pipeline of `count` ranks has.
+    With `split`, stages may run on slices of parameters.
+
+    Returns:
+        Plans that none of those `known` for as many ranks beats; plainer ones that only others with
+        stages beat; and the search's error bound.
+
+    Raises:
+        PlanError: something is wanted that no pipeline of `count` ranks has.
     """
-    costs = np.array([(p.step_seconds, p.peak_bytes) for p in known if p.devices == count]).reshape(
-        -1, 2
-    )
-    deadline, best = time.thread_time() + max_seconds, KnownPlans.best([costs])
+    deadline, best = time.thread_time() + max_seconds, KnownPlans.best([_costs_for(known, count)])
     search = _Search(wanted, global_batch_size, epsilon, deadline, best, error=epsilon)
     shapes = [*pipeline_shapes(blocks, count, global_batch_size, wanted)] if wanted.takes(1) else []
+    # stages of unsplit blocks, then on slices under each split
     if shapes:
         search.add(blocks, shapes)
     is_any = bool(shapes)
@@ -73,7 +149,7 @@ def search_stages_for(
         if split is not None
         else ()
     ):
-        if not blocks.step.kernel_seconds:  # of kernels that are measured no formula is a bound
+        if not blocks.step.kernel_seconds:  # formulas bound no measured kernels
             of_size = hopeful_shapes(chain.bound, of_size, search.known.scaled(1 / (1 + epsilon)))
         if of_size:
             is_any |= chain.blocks is not None
@@ -123,9 +199,7 @@ class _Search:
         self.error = max(self.error, found.error_bound)
 
     def priced(self) -> tuple[list[PlanPoint], list[PlanPoint]]:
-        """Return the plans that none that is known beats, and those under 1F1B that only others
-        with stages beat.
-        """
+        """Return the plans that no known one beats, and those under 1F1B that only stages beat."""
         best, plain = (
             {tuple(row) for row in each.costs.tolist()}
             for each in (self.known, KnownPlans.best(self.plain))
@@ -153,6 +227,12 @@ def _costs(plans: Sequence[tuple[PipelineShape, StagePoint]]) -> Array:
     return np.array([(point.step_seconds, point.peak_bytes) for _, point in plans]).reshape(-1, 2)
 
 
+def _costs_for(points: Sequence[PlanPoint], count: int) -> Array:
+    """Return the costs (n, [seconds, bytes]) of the points for `count` ranks."""
+    rows = [(p.step_seconds, p.peak_bytes) for p in points if p.devices == count]
+    return np.array(rows).reshape(-1, 2)
+
+
 def _points(
     blocks: StageBlocks,
     plans: Sequence[tuple[PipelineShape, StagePoint]],
@@ -165,12 +245,85 @@ def _points(
         by_shape.setdefault(shape, []).append(point)
     found: list[PlanPoint] = []
     for shape, several in by_shape.items():
-        given: dict[str, Any] = {
-            "batch_size": global_batch_size // shape.data,
-            "own_batches": own_batches,
-        }
-        found += staged_points(blocks, shape, with_moves(blocks, shape, several), **given)
+        moved, samples = with_moves(blocks, shape, several), global_batch_size // shape.data
+        found += staged_points(blocks, shape, moved, batch_size=samples, own_batches=own_batches)
     return found
+
+
+# ---- pipelines that never flush
+
+
+def search_continuous(
+    blocks: StageBlocks,
+    count: int,
+    wanted: PipelineRequest,
+    stale: StaleWeights,
+    known: Sequence[PlanPoint],
+    *,
+    global_batch_size: int,
+    epsilon: float = 0.0,
+    max_seconds: float = 10.0,
+) -> tuple[list[PlanPoint], float]:
+    """Return plans that never flush for `count` ranks, and the search's error bound.
+
+    Those that one of `known` beats are left out.
+
+    Raises:
+        PlanError: such a plan is asked for by name, and none of `count` ranks is as wanted.
+    """
+    shapes = [*continuous_shapes(blocks, count, global_batch_size, wanted, stale)]
+    if not shapes and wanted.schedule in CONTINUOUS_SCHEDULES:
+        raise PlanError(_why_none(blocks, count, wanted, global_batch_size=global_batch_size))
+    costs, found, error = _costs_for(known, count), list[PlanPoint](), 0.0
+    for shape in shapes:
+        result = search_stages(
+            continuous_table(blocks, shape),
+            known=costs,
+            epsilon=epsilon,
+            max_seconds=max_seconds / len(shapes),
+        )
+        points = continuous_points(
+            blocks, shape, result.points, stale=stale, batch_size=global_batch_size // shape.data
+        )
+        found, error = found + points, max(error, result.error_bound)
+        costs = KnownPlans.best([costs, _costs_for(points, count)]).costs
+    return found, error
+
+
+def continuous_points(
+    blocks: StageBlocks,
+    shape: ContinuousShape,
+    points: Sequence[StagePoint],
+    *,
+    stale: StaleWeights,
+    batch_size: int,
+) -> list[PlanPoint]:
+    """Return plans of one shape with their expected costs."""
+    found = staged_points(blocks, shape, points, batch_size=batch_size) if points else []
+    return [
+        replace(point, plan=replace(point.plan, prediction=stale.prediction)) for point in found
+    ]
+
+
+def _why_none(
+    blocks: StageBlocks, count: int, wanted: PipelineRequest, *, global_batch_size: int
+) -> str:
+    if wanted.microbatches not in (None, 1):
+        return (
+            f"the schedule {wanted.schedule!r} takes whole minibatches one after the other: leave "
+            "out microbatches"
+        )
+    row = "" if wanted.ranks is None else f", {wanted.ranks} in a row,"
+    named = "stages" if wanted.stages is None else f"{wanted.stages} stages"
+    return (
+        f"no pipeline of {count} ranks{row} has {named} and schedule {wanted.schedule!r}: it runs "
+        f"one stage on each rank, the model has {len(blocks.names)} blocks that can be stages, the "
+        f"ranks in a row divide {count}, and the {global_batch_size} sample(s) of a step are "
+        "shared equally by the rows"
+    )
+
+
+# ---- cuts as plans
 
 
 def staged_points(
@@ -181,8 +334,10 @@ def staged_points(
     batch_size: int,
     own_batches: bool = False,
 ) -> list[PlanPoint]:
-    """Return plans of one shape with what they are predicted to cost; `batch_size` samples are
-    those of a row of ranks, each of which brings its part with `own_batches`.
+    """Return plans of one shape with their expected costs.
+
+    `batch_size` are the samples of a row of ranks. With `own_batches` each rank of it brings its
+    part.
     """
     seconds = stage_seconds(blocks, shape, points)
     simulated = step_seconds_of(seconds, shape)
@@ -190,6 +345,7 @@ def staged_points(
     peaks = [point.peak_bytes for point in points]
     if simulated is not None and (shape.stages_per_rank > 1 or shape.splits_backward):
         peaks = peak_bytes_of(blocks, shape, stage_bytes(blocks, shape, points)).tolist()
+    # computation of the rank that works longest
     busy = np.zeros((shape.pipeline, len(points)))
     work = shape.num_microbatches * (seconds.forward + seconds.backward) + seconds.once
     np.add.at(busy, list(shape.ranks), work)
@@ -255,15 +411,117 @@ class _Plans:
         )
 
 
-def shape_of_plan(plan: ParallelPlan) -> PipelineShape:
-    """Return the shape of the pipeline of a plan with stages."""
-    assert plan.schedule is not None and plan.batch_size is not None
-    if plan.schedule in CONTINUOUS_SCHEDULES:
-        return ContinuousShape.of_plan(plan)
-    level = max(block.config.storage.level for block in plan.blocks)
-    samples = plan.batch_size if plan.own_batches else plan.batch_size / plan.num_microbatches
-    mesh, tensor = plan.mesh, plan.mesh.ranks_along(plan.mesh.tensor_axes)
-    schedule = plan.schedule, plan.stages_per_rank, plan.num_microbatches
-    return PipelineShape(
-        mesh.pipeline_size, mesh.data_parallel_size, *schedule, samples, level, tensor
-    )
+# ---- stages on slices
+
+
+def splits_of_stages(
+    whole: StageBlocks,
+    split: SplitModel,
+    count: int,
+    wanted: PipelineRequest,
+    global_batch_size: int,
+) -> Iterator[tuple[SplitStages, list[PipelineShape]]]:
+    """Yield the chain under each split that is a candidate, with the wanted pipelines of its size.
+
+    Candidates are those for meshes of `count` ranks.
+    """
+    for size in filter(wanted.takes, stage_tensor_sizes(whole.step.cluster, count)):
+        shapes = [*pipeline_shapes(whole, count, global_batch_size, wanted, tensor=size)]
+        if shapes:
+            mesh = Mesh((Axis("data", count // size), Axis("tensor", size)))
+            # the step on the samples of one data rank
+            step = whole.step.with_batch_size(
+                max(global_batch_size // (count // size), 1)
+                if whole.step.graph.batch_scaling
+                else whole.step.graph.batch_size
+            )
+            prices = prices_on(step, split, mesh=mesh)
+            for chosen in split.candidates(prices):
+                yield SplitStages(whole, split, chosen, size, prices), shapes
+
+
+def stage_tensor_sizes(cluster: Cluster, count: int) -> list[int]:
+    """Return the sizes that the tensor axis of a pipeline of `count` ranks may have.
+
+    They leave several stages.
+    """
+    return [size for size in tensor_sizes(cluster, count) if size < count]
+
+
+@dataclass(frozen=True, eq=False)
+class SplitStages:
+    """The chain `whole` under the split `chosen` of `split`, over `size` ranks.
+
+    `prices` are those that it was found with.
+    """
+
+    whole: StageBlocks
+    split: SplitModel
+    chosen: ModelSplit
+    size: int
+    prices: SplitPrices
+
+    @cached_property
+    def bound(self) -> StageBlocks:
+        """A chain that takes at most as much, without a capture."""
+        return self._on(self.split.bound_graph(self.chosen, self.prices), same_operators=True)
+
+    @cached_property
+    def blocks(self) -> StageBlocks | None:
+        """The chain, whose step is captured once; None where it cannot be, or runs other blocks."""
+        local = self.local
+        return None if local is None or chain_of(local) != self.whole.names else self._on(local)
+
+    @property
+    def local(self) -> OpGraph | None:
+        """The step of one of these ranks; None where it cannot be captured."""
+        return self.split.local_graph(self.chosen, self.size)
+
+    def _on(self, local: OpGraph, *, same_operators: bool = False) -> StageBlocks:
+        return blocks_on_slices(
+            self.whole,
+            local,
+            self.chosen,
+            size=self.size,
+            calls=self.split.calls(self.chosen),
+            same_operators=same_operators,
+        )
+
+
+def blocks_of_plan(whole: StageBlocks, split: SplitModel | None, plan: ParallelPlan) -> StageBlocks:
+    """Return the chain of a rank under a plan with stages.
+
+    Raises:
+        PlanError: the plan has other splits than those of the search.
+    """
+    if not plan.mesh.tensor_axes:
+        return whole
+    if split is None:
+        raise PlanError(
+            "a plan with a tensor axis is explained by the model that can be split: give it in the "
+            "request"
+        )
+    chosen, size = split_of(plan), plan.mesh.ranks_along(plan.mesh.tensor_axes)
+    local = split.local_graph(chosen, size)
+    if local is None:
+        raise PlanError(f"the plan's step on slices is not known: {split.why_whole(size)}")
+    return blocks_on_slices(whole, local, chosen, size=size, calls=split.calls(chosen))
+
+
+def blocks_on_slices(
+    whole: StageBlocks,
+    local: OpGraph,
+    chosen: ModelSplit,
+    *,
+    size: int,
+    calls: Mapping[str, int],
+    same_operators: bool = False,
+) -> StageBlocks:
+    """Return the chain of the step `local` of one of `size` ranks.
+
+    `calls` as in `SplitModel.calls`, `same_operators` as in `StageBlocks.of_slices`.
+    """
+    mesh = Mesh((Axis("data", 1), Axis("tensor", size)))
+    step = step_of(whole.step, local, mesh=mesh, split=chosen)
+    once = {whole.names[0]: calls[ROOT]} if ROOT in calls else {}
+    return whole.of_slices(step, calls={**calls, **once}, same_operators=same_operators)

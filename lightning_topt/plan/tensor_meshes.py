@@ -1,5 +1,13 @@
-"""Meshes with a tensor axis, innermost and inside nodes, and the step of one rank on each under
-every split worth a look.
+"""Meshes with a tensor axis, and the step of one rank on its slices.
+
+The tensor axis is the innermost one, inside nodes. `tensor_steps` yields the step of one rank on a
+mesh under every split worth pricing; `step` below is always a `TrainingStep`:
+
+    whole      the step of a data rank, with nothing split
+    split      the model whose parameters can be split (`SplitModel`)
+    a split    which parameters are split, the tensors between layers unsharded: `step_under`
+    a layout   tensors between layers are split too: `layout_step`, `step_in`
+    joint      modules that run the batches of all ranks of the tensor axis at once: `joint_step`
 """
 
 from __future__ import annotations
@@ -24,10 +32,13 @@ from lightning_topt.techniques.tensor_parallel.split_candidates import SplitMode
 from lightning_topt.techniques.tensor_parallel.split_layouts import SplitLayout, layout_named_by
 from lightning_topt.techniques.tensor_parallel.split_prices import SplitPrices
 
+# ---- meshes
+
 
 def tensor_sizes(cluster: Cluster, count: int) -> list[int]:
-    """Return the sizes that a tensor axis of `count` ranks may have: those that divide the ranks
-    and a node, above 1.
+    """Return the sizes that a tensor axis of `count` ranks may have.
+
+    They divide the ranks and a node, and are above 1.
     """
     per_node = min(cluster.devices_per_node, count)
     return [
@@ -38,12 +49,14 @@ def tensor_sizes(cluster: Cluster, count: int) -> list[int]:
 
 
 def tensor_meshes(cluster: Cluster, count: int, size: int) -> Iterator[Mesh]:
-    """Yield the meshes of `count` ranks with a tensor axis of `size`: one data axis, then copies
-    times shards.
+    """Yield the meshes of `count` ranks with a tensor axis of `size`.
+
+    One data axis first, then copies times shards.
     """
     per_node, data = cluster.devices_per_node, count // size
     whole, tensor = "intra" if count <= per_node else "inter", Axis("tensor", size)
     yield Mesh((Axis("data", data, whole), tensor))
+    # copies times shards
     for shard in range(2, data // 2 + 1):
         if data % shard == 0:
             inside = (
@@ -58,6 +71,26 @@ def tensor_meshes(cluster: Cluster, count: int, size: int) -> Iterator[Mesh]:
             )
 
 
+def least_seconds(whole: TrainingStep, size: int) -> float:
+    """Return a lower bound of all steps in which tensor groups of `size` run their ranks' batches.
+
+    `whole` is the step of a data rank. At best all of the computation and the update is split,
+    which takes a collective in forward and one in backward, and the exchange along data axes is
+    hidden.
+    """
+    (mesh, *_) = tensor_meshes(whole.cluster, whole.mesh.size, size)
+    step = replace(whole, mesh=mesh)  # joint modules may run all batches at once
+    compute = float(sum(times.sum() for times in step.compute.values()))
+    update = sum(
+        step.update_seconds(parameter, share=1 / size) for parameter in step.graph.parameters
+    )
+    collectives = 2 * step.collective_seconds("all_reduce", 1.0, axes=mesh.tensor_axes)
+    return compute + update + collectives + step.sent_seconds
+
+
+# ---- steps on slices
+
+
 def tensor_steps(
     whole: TrainingStep,
     split: SplitModel,
@@ -66,14 +99,21 @@ def tensor_steps(
     layout: str = "",
     is_needed: Callable[[TrainingStep], bool] | None = None,
 ) -> Iterator[TrainingStep]:
-    """Yield the steps of one rank on `mesh`, which has tensor axes; `whole` is that of a data rank
-    with nothing split.
+    """Yield the steps of one rank on `mesh`, which has tensor axes.
 
-    `is_needed` is asked before a step is captured, with one that costs at most as much. In the
-    `layout` "tensor" tensors are whole between layers; without one, the last step has them split by
-    step, where another one was needed. In another layout, which others axes than ``tensor`` have by
-    their names, there is one step. Raises ValueError for axes that have none, and where the model
-    cannot run in it.
+    In the `layout` "tensor" tensors are unsharded between layers. Without a layout, the last step
+    has them split too (`tensor_sequence`), where another step was found. In any other layout, which
+    other axes than ``tensor`` have by their names, there is one step.
+
+    Args:
+        whole: the step of a data rank with nothing split.
+        split: the model.
+        mesh: with the tensor axes.
+        layout: one of `LAYOUTS`; "" for any.
+        is_needed: asked before a step is captured, with one that costs at most as much.
+
+    Raises:
+        ValueError: the axes have no layout, or the model cannot run in it.
     """
     layout = layout or layout_named_by([mesh.names[axis] for axis in mesh.tensor_axes])
     if layout not in ("", "tensor"):
@@ -82,61 +122,43 @@ def tensor_steps(
     prices, found = prices_on(whole, split, mesh=mesh), False
     for candidate in split.candidates(prices):
         if is_needed is not None:
+            # the same operators with the costs and parameters of slices, without a capture
             bound = split.bound_graph(candidate, prices)
-            if not is_needed(
-                step_of(
-                    whole,
-                    bound,
-                    mesh=mesh,
-                    split=candidate,
-                    calls=sum(split.calls(candidate).values()),
-                )
-            ):
+            calls = sum(split.calls(candidate).values())
+            if not is_needed(step_of(whole, bound, mesh=mesh, split=candidate, calls=calls)):
                 continue
-        step = step_under(candidate, whole, split, mesh=mesh)
-        if step is not None:
+        if (step := step_under(candidate, whole, split, mesh=mesh)) is not None:
             yield step
             found = True
-        if (
-            whole.num_microbatches > 1
-            and (step := joint_step(candidate, whole, split, mesh=mesh)) is not None
-        ):
-            yield step
+        # where each rank brings a batch, modules may run them all at once
+        if whole.num_microbatches == 1:
+            continue
+        if (joint := joint_step(candidate, whole, split, mesh=mesh)) is not None:
+            yield joint
     if found and not layout:
         with suppress(ValueError):
             yield layout_step(whole, split, mesh=mesh, layout="tensor_sequence")
 
 
-def prices_on(whole: TrainingStep, split: SplitModel, *, mesh: Mesh) -> SplitPrices:
-    """Return the prices of traced calls along the tensor axis of `mesh`, that of columns among
-    several; `whole` as in `tensor_steps`.
-    """
-    axis = mesh.tensor_axes[-2:][0]
-    group = Group(mesh.shape[axis], mesh.stride([axis]))
-    return split.prices(whole.cluster, whole.optimizer, group, whole.batch_size / split.samples)
-
-
 def step_under(
     chosen: ModelSplit, whole: TrainingStep, split: SplitModel, *, mesh: Mesh
 ) -> TrainingStep | None:
-    """Return the step of one rank on `mesh`, as `tensor_steps` does for each of its candidates;
-    None where it cannot be captured.
-    """
+    """Return the step of one rank on `mesh` under a split; None where it cannot be captured."""
     (axis,) = mesh.tensor_axes
     local = split.local_graph(chosen, mesh.shape[axis])
-    return (
-        None
-        if local is None
-        else step_of(whole, local, mesh=mesh, split=chosen, calls=sum(split.calls(chosen).values()))
-    )
+    if local is None:
+        return None
+    calls = sum(split.calls(chosen).values())
+    return step_of(whole, local, mesh=mesh, split=chosen, calls=calls)
 
 
 def joint_step(
     chosen: ModelSplit, whole: TrainingStep, split: SplitModel, *, mesh: Mesh
 ) -> TrainingStep | None:
-    """Return the step of one rank of `mesh` whose modules run the batches of all ranks of the
-    tensor axis where `chosen` splits their parameters; None where no module can. `whole` is that in
-    turns.
+    """Return the step of one rank with joint modules; None where no module can be one.
+
+    Joint modules run the batches of all ranks of the tensor axis where `chosen` splits their
+    parameters. `whole` is the step that runs them one after the other.
     """
     prices, before = prices_on(whole, split, mesh=mesh), None
     while (layout := split.joint_layout(chosen, prices)) is not None and layout != before:
@@ -149,9 +171,7 @@ def joint_step(
 def joint_step_in(
     layout: SplitLayout, whole: TrainingStep, split: SplitModel, *, mesh: Mesh
 ) -> TrainingStep | None:
-    """Return the step of one rank of `mesh` with joint modules as in `layout`; None where it cannot
-    be captured.
-    """
+    """Return the step with joint modules as in `layout`; None where it cannot be captured."""
     local = split.local_graph_of(layout, _along(mesh))
     if local is None:
         return None
@@ -162,78 +182,11 @@ def joint_step_in(
     return replace(step, num_microbatches=1, joint=layout.joint)
 
 
-def step_of(
-    whole: TrainingStep, local: OpGraph, *, mesh: Mesh, split: ModelSplit, calls: int = 0
-) -> TrainingStep:
-    """Return the step `local` of one rank on `mesh` under `split`, which splits so many `calls`;
-    `whole` as in `tensor_steps`.
-    """
-    placed = split.by_block([block.name for block in whole.graph.blocks])
-    return replace(_on_slices(whole, local, mesh=mesh), split=placed, split_calls=calls)
-
-
-def _on_slices(whole: TrainingStep, local: OpGraph, *, mesh: Mesh) -> TrainingStep:
-    return replace(
-        whole,
-        graph=local,
-        mesh=mesh,
-        optimizer=whole.optimizer.of_slices(_shares(local, whole.graph)),
-        exchange=None,
-        joined_bytes=_whole_bytes(whole.graph) - _whole_bytes(local)
-        if whole.num_microbatches > 1
-        else 0.0,
-    )
-
-
-def split_of(plan: ParallelPlan) -> ModelSplit:
-    """Return where `plan` has parameters along its one tensor axis, as a split; what it takes is
-    left at 0.
-    """
-    (axis,) = plan.mesh.tensor_axes
-    placed = (
-        (f"{block.block}.{name}" if block.block else name, placements[axis])
-        for block in plan.blocks
-        for name, placements in block.config.parameters
-    )
-    return ModelSplit({name: p for name, p in placed if isinstance(p, Shard)}, 0.0, 0.0, 0.0)
-
-
-def saving_no_computation(step: TrainingStep, whole: TrainingStep) -> TrainingStep:
-    """Return `step`, whose microbatches take `whole`'s computation together, or more; kernels of
-    both that were measured at different times may say otherwise.
-    """
-    own, least = (
-        sum(float(times.sum()) for times in each.compute.values()) for each in (step, whole)
-    )
-    if 0 < own < least / step.num_microbatches:
-        factor = least / step.num_microbatches / own
-        step = replace(step)
-        step.__dict__["compute"] = {block: factor * times for block, times in step.compute.items()}
-    return step
-
-
-def least_seconds(whole: TrainingStep, size: int) -> float:
-    """Return seconds that no step is below in which tensor groups of `size` ranks run the batches
-    of their ranks.
-
-    `whole` is the step of a data rank. All of the computation and the update is split at best,
-    which takes a collective in forward and one in backward; the exchange along data axes is hidden.
-    """
-    (mesh, *_) = tensor_meshes(whole.cluster, whole.mesh.size, size)
-    step = replace(whole, mesh=mesh)  # joint modules may run all batches at once
-    compute = float(sum(times.sum() for times in step.compute.values()))
-    update = sum(
-        step.update_seconds(parameter, share=1 / size) for parameter in step.graph.parameters
-    )
-    collectives = 2 * step.collective_seconds("all_reduce", 1.0, axes=mesh.tensor_axes)
-    return compute + update + collectives + step.sent_seconds
-
-
 def layout_step(whole: TrainingStep, split: SplitModel, *, mesh: Mesh, layout: str) -> TrainingStep:
-    """Return the step of one rank on `mesh` in a layout (`LAYOUTS`) along its tensor axes; `whole`
-    as in `tensor_steps`.
+    """Return the step of one rank on `mesh` in a layout (`LAYOUTS`) along its tensor axes.
 
-    Raises ValueError where the model cannot run so.
+    Raises:
+        ValueError: the model cannot run so.
     """
     found = split.layout(layout, prices_on(whole, split, mesh=mesh), _along(mesh))
     step = step_in(found, whole, split, mesh=mesh)
@@ -249,18 +202,18 @@ def layout_step(whole: TrainingStep, split: SplitModel, *, mesh: Mesh, layout: s
 def step_in(
     found: SplitLayout, whole: TrainingStep, split: SplitModel, *, mesh: Mesh
 ) -> TrainingStep | None:
-    """Return the step of one rank on `mesh` with its tensors as in `found`; None where it cannot be
-    captured.
-    """
+    """Return the step with its tensors as in `found`; None where it cannot be captured."""
     along = _along(mesh)
     local = split.local_graph_of(found, along)
     if local is None:
         return None
     blocks = [block.name for block in whole.graph.blocks]
+    # parameters by block, with their placements along the tensor axes
     placed: dict[str, list[tuple[str, Placements]]] = {block: [] for block in blocks}
     for name, placements in found.placements.items():
         block = block_of(name, blocks)
         placed[block].append((name.removeprefix(f"{block}."), placements))
+    # tensors between layers by block
     computes = {
         block: {
             "inputs": rule.inputs,
@@ -277,6 +230,78 @@ def step_in(
     return replace(_on_slices(whole, local, mesh=mesh), split=split_by_block, computes=computes)
 
 
+def step_of(
+    whole: TrainingStep, local: OpGraph, *, mesh: Mesh, split: ModelSplit, calls: int = 0
+) -> TrainingStep:
+    """Return the step `local` of one rank on `mesh` under `split`, which splits so many `calls`."""
+    placed = split.by_block([block.name for block in whole.graph.blocks])
+    return replace(_on_slices(whole, local, mesh=mesh), split=placed, split_calls=calls)
+
+
+def _on_slices(whole: TrainingStep, local: OpGraph, *, mesh: Mesh) -> TrainingStep:
+    sizes = {p.name: p.numel for p in whole.graph.parameters}
+    shares = {p.name: p.numel / sizes[p.name] for p in local.parameters if p.numel != sizes[p.name]}
+    return replace(
+        whole,
+        graph=local,
+        mesh=mesh,
+        optimizer=whole.optimizer.of_slices(shares),
+        exchange=None,
+        # what an evaluation gathers, in which each rank runs the unsplit model on its batch
+        joined_bytes=_parameter_bytes(whole.graph) - _parameter_bytes(local)
+        if whole.num_microbatches > 1
+        else 0.0,
+    )
+
+
+def _parameter_bytes(graph: OpGraph) -> float:
+    return float(sum(map(parameter_bytes, graph.parameters)))
+
+
+def _along(mesh: Mesh) -> tuple[Axis, ...]:
+    """Return the tensor axes of a mesh."""
+    return tuple(mesh.axes[axis] for axis in mesh.tensor_axes)
+
+
+def prices_on(whole: TrainingStep, split: SplitModel, *, mesh: Mesh) -> SplitPrices:
+    """Return the prices of traced calls along the tensor axis of `mesh`.
+
+    Of several axes that of columns.
+    """
+    axis = mesh.tensor_axes[-2:][0]
+    group = Group(mesh.shape[axis], mesh.stride([axis]))
+    return split.prices(whole.cluster, whole.optimizer, group, whole.batch_size / split.samples)
+
+
+def saving_no_computation(step: TrainingStep, whole: TrainingStep) -> TrainingStep:
+    """Return `step` with no less computation of its microbatches together than `whole` has.
+
+    Kernels of both that were measured at different times may say otherwise.
+    """
+    own, least = (
+        sum(float(times.sum()) for times in each.compute.values()) for each in (step, whole)
+    )
+    if 0 < own < least / step.num_microbatches:
+        factor = least / step.num_microbatches / own
+        step = replace(step)
+        step.__dict__["compute"] = {block: factor * times for block, times in step.compute.items()}
+    return step
+
+
+# ---- splits of plans
+
+
+def split_of(plan: ParallelPlan) -> ModelSplit:
+    """Return where `plan` has parameters along its one tensor axis, as a split; its costs are 0."""
+    (axis,) = plan.mesh.tensor_axes
+    placed = (
+        (f"{block.block}.{name}" if block.block else name, placements[axis])
+        for block in plan.blocks
+        for name, placements in block.config.parameters
+    )
+    return ModelSplit({name: p for name, p in placed if isinstance(p, Shard)}, 0.0, 0.0, 0.0)
+
+
 def layout_of_plan(plan: ParallelPlan) -> SplitLayout:
     """Return where `plan` has tensors along its tensor axes."""
     configs = {block.block: block.config for block in plan.blocks}
@@ -288,17 +313,15 @@ def layout_of_plan(plan: ParallelPlan) -> SplitLayout:
     return SplitLayout(dict(placed), rules_of(configs, plan.mesh))
 
 
-def _along(mesh: Mesh) -> tuple[Axis, ...]:
-    return tuple(mesh.axes[axis] for axis in mesh.tensor_axes)
-
-
 def placed_tensors(step: TrainingStep) -> dict[str, dict[str, Any]]:
-    """Return the entries of the configuration of each block that `step` splits, along all axes of
-    its mesh.
+    """Return the entries of the `OpConfig` of each block that `step` splits.
+
+    They are along all axes of its mesh.
     """
     axes, count = step.mesh.tensor_axes, len(step.mesh.axes)
 
     def placed(along: Placements) -> Placements:
+        # from the tensor axes to all axes of the mesh
         of_axis = dict(zip(axes, along, strict=True))
         return tuple(of_axis.get(axis, Replicate()) for axis in range(count)) if along else ()
 
@@ -311,13 +334,3 @@ def placed_tensors(step: TrainingStep) -> dict[str, dict[str, Any]]:
         of_block |= {name: tuple(map(placed, entries[name])) for name in ("inputs", "outputs")}
         of_block |= {"sums": placed(entries["sums"]), "gathers": entries["gathers"]}
     return found
-
-
-def _whole_bytes(graph: OpGraph) -> float:
-    return float(sum(map(parameter_bytes, graph.parameters)))
-
-
-def _shares(local: OpGraph, whole: OpGraph) -> dict[str, float]:
-    """The share of every parameter that is local, where that is not all of it."""
-    sizes = {parameter.name: parameter.numel for parameter in whole.parameters}
-    return {p.name: p.numel / sizes[p.name] for p in local.parameters if p.numel != sizes[p.name]}

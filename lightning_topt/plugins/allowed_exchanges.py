@@ -18,8 +18,8 @@ from lightning_topt.communication.methods.top_k import TopK
 from lightning_topt.communication.selection.vector_top_k import DTYPES
 from lightning_topt.communication.topology import Topology
 from lightning_topt.costs.optimizer import OptimizerProfile
-from lightning_topt.plan.gradient_exchange import read_exchange
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
+from lightning_topt.plan.plan_values import read_exchange
 
 Allow = (
     bool

@@ -12,9 +12,8 @@ import lightning.pytorch as pl
 from torch.optim import Optimizer
 
 from lightning_topt.costs.plain_values import shown
-from lightning_topt.plan.continuous_plans import StaleWeights
-from lightning_topt.plan.legal_stages import rule_from_value
-from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
+from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError, rule_from_value
+from lightning_topt.plan.pipeline_search import StaleWeights
 from lightning_topt.plugins.given_plans import GivenPlan, MeshPlan, PipelinePlan
 from lightning_topt.prediction import Prediction, TwoVersions, default_prediction, make_prediction
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES

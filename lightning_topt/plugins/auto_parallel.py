@@ -29,7 +29,7 @@ from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.memory_meter import MemoryMeter, release_free_memory
 from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.plan.parallel_plan import ParallelPlan, preset_plan
-from lightning_topt.plan.presets import PRESETS
+from lightning_topt.plan.plan_values import PRESETS
 from lightning_topt.plugins.allowed_exchanges import Allow, AllowedExchanges
 from lightning_topt.plugins.allowed_staleness import AllowedStaleness, AllowStaleness
 from lightning_topt.plugins.data_ranks import DataRanks

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from lightning_topt.plan.choose import TIME_ERROR, TIME_ERROR_SECONDS, fitting_points
 from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
-from lightning_topt.plan.search_request import SearchRequest
+from lightning_topt.plan.plan_search import SearchRequest
 from lightning_topt.plugins.plan_request import PlanRequest
 
 

@@ -11,7 +11,7 @@ from lightning_topt.graph.mesh_axes import Axis, Mesh, data_mesh, hybrid_mesh
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError, preset_plan
 from lightning_topt.plan.pipeline_search import PipelineRequest
-from lightning_topt.plan.presets import Preset
+from lightning_topt.plan.plan_values import Preset
 from lightning_topt.prediction import Prediction
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES, SCHEDULES
 from lightning_topt.techniques.tensor_parallel.split_layouts import layout_axes

@@ -54,11 +54,11 @@ from lightning_topt.graph.step_purity import PurityWatch
 from lightning_topt.graph.step_timer import StepTimer
 from lightning_topt.graph.structures import map_tensors
 from lightning_topt.plan.choose import TIME_ERROR, TIME_ERROR_SECONDS
+from lightning_topt.plan.explanation import price_plan
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError, preset_plan
 from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
-from lightning_topt.plan.presets import PRESETS
-from lightning_topt.plan.priced_plan import price_plan
-from lightning_topt.plan.search_request import SearchRequest
+from lightning_topt.plan.plan_search import SearchRequest
+from lightning_topt.plan.plan_values import PRESETS
 from lightning_topt.plugins.given_plans import UniformPlan
 from lightning_topt.plugins.joint_batches import are_alike
 from lightning_topt.plugins.own_batches import digest_of_values

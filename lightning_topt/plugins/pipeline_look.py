@@ -19,10 +19,10 @@ from lightning_topt.execution.pipeline.stage_layout import written_buffers
 from lightning_topt.execution.pipeline.step_flows import StepFlows
 from lightning_topt.graph.errors import one_line
 from lightning_topt.plan.choose import NoPlanFitsError
-from lightning_topt.plan.member_pipelines import least_member_seconds, search_member_pipelines
+from lightning_topt.plan.own_batches import least_own_batch_seconds, search_own_batches
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plan.plan_frontier import PlanFrontier
-from lightning_topt.plan.search_request import SearchRequest
+from lightning_topt.plan.plan_search import SearchRequest
 from lightning_topt.plugins.found_plans import fastest, seconds_that_pay, together
 from lightning_topt.plugins.own_batches import TracedStep, why_no_members, why_steps_may_differ
 from lightning_topt.plugins.pipeline_members import takes_index
@@ -68,7 +68,7 @@ def _why_no_look(
     if (
         search.optimizer.by_parameter
         and limit is not None
-        and least_member_seconds(search) >= limit
+        and least_own_batch_seconds(search) >= limit
     ):
         return "computation alone takes so long that the rest is not worth it"
     return why_left_out(
@@ -112,7 +112,7 @@ def _search(request: PlanRequest, search: SearchRequest, found: list[PlanFrontie
     if limit is not None:
         # Whatever memory the others take: a plan that is not faster by so much is not chosen.
         known = [dataclasses.replace(known[0], step_seconds=limit, peak_bytes=0.0)]
-    frontier = search_member_pipelines(search, known)
+    frontier = search_own_batches(search, known)
     if limit is None or not frontier.points:
         return frontier
     best = fastest(request, search, [frontier])

@@ -13,8 +13,7 @@ from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, PlanError, StagePlan
 from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
-from lightning_topt.plan.plan_search import search_plans
-from lightning_topt.plan.search_request import SearchRequest
+from lightning_topt.plan.plan_search import SearchRequest, search_plans
 from lightning_topt.plugins.batch_parts import count_samples, split_batch
 from lightning_topt.plugins.given_plans import PipelinePlan
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES

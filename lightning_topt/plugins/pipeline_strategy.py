@@ -11,7 +11,7 @@ from typing import Any
 from typing_extensions import override
 
 from lightning_topt.costs.cluster import Cluster
-from lightning_topt.plan.legal_stages import rule_from_value
+from lightning_topt.plan.parallel_plan import rule_from_value
 from lightning_topt.plugins.auto_parallel import AutoParallelStrategy
 from lightning_topt.plugins.ddp_parts import register_names
 from lightning_topt.plugins.given_plans import PipelinePlan

@@ -15,7 +15,7 @@ from lightning_topt.costs.plain_values import shown
 from lightning_topt.graph.mesh_axes import DATA_AXES, PIPELINE_AXES, TENSOR_AXES
 from lightning_topt.plan.choose import check_objective
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
-from lightning_topt.plan.presets import PRESETS
+from lightning_topt.plan.plan_values import PRESETS
 from lightning_topt.plugins.given_plans import GivenPlan, MeshPlan, PipelinePlan, UniformPlan
 from lightning_topt.techniques.tensor_parallel.split_layouts import LAYOUTS, layout_named_by
 

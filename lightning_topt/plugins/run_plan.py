@@ -18,10 +18,10 @@ from lightning_topt.graph.blocks import block_of
 from lightning_topt.graph.errors import may_need_values, one_line
 from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.graph.op_graph import OpGraph, model_fingerprint
-from lightning_topt.plan.continuous_plans import StaleWeights
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError, preset_plan, uniform_plan
+from lightning_topt.plan.pipeline_search import StaleWeights
 from lightning_topt.plan.plan_search import local_graphs
-from lightning_topt.plan.presets import PRESETS
+from lightning_topt.plan.plan_values import PRESETS
 from lightning_topt.plugins.allowed_exchanges import check_exchange_of_run
 from lightning_topt.plugins.allowed_staleness import check_flight, why_not_continuous, with_rule
 from lightning_topt.plugins.batch_parts import count_samples

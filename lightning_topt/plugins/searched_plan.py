@@ -33,8 +33,7 @@ from lightning_topt.graph.step_observer import observe_step
 from lightning_topt.plan.choose import choose
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
-from lightning_topt.plan.plan_search import local_graphs, search_plans
-from lightning_topt.plan.search_request import SearchRequest
+from lightning_topt.plan.plan_search import SearchRequest, local_graphs, search_plans
 from lightning_topt.plugins.allowed_exchanges import exchanges_of_run
 from lightning_topt.plugins.given_plans import MeshPlan
 from lightning_topt.plugins.plan_request import PlanRequest

@@ -29,8 +29,7 @@ from lightning_topt.graph.structures import map_tensors
 from lightning_topt.plan.choose import NoPlanFitsError
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plan.plan_frontier import PlanFrontier
-from lightning_topt.plan.plan_search import local_graphs, search_plans
-from lightning_topt.plan.search_request import SearchRequest
+from lightning_topt.plan.plan_search import SearchRequest, local_graphs, search_plans
 from lightning_topt.plan.tensor_meshes import least_seconds, tensor_sizes
 from lightning_topt.plugins.found_plans import fastest, pays, together
 from lightning_topt.plugins.joint_batches import are_alike

@@ -19,7 +19,7 @@ from lightning_topt.costs.optimizer import read_optimizer
 from lightning_topt.graph.capture import capture
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from lightning_topt.plan.pipeline_search import PipelineRequest
-from lightning_topt.plan.search_request import SearchRequest
+from lightning_topt.plan.plan_search import SearchRequest
 from lightning_topt.plugins.auto_parallel import AutoParallelStrategy
 from lightning_topt.plugins.given_plans import PipelinePlan
 from lightning_topt.plugins.read_options import read_mesh, read_plan_option

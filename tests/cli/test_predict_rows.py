@@ -23,11 +23,14 @@ from lightning_topt.cli.predict_rows import fit_rows
 from lightning_topt.costs.cluster import Cluster, NodeType
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.frontier.stage_search import StagePoint
-from lightning_topt.plan.repeated_blocks import repeat_blocks
-from lightning_topt.plan.stage_blocks import StageBlocks
-from lightning_topt.plan.stage_peaks import peak_bytes_of, stage_bytes
+from lightning_topt.plan.stage_blocks import StageBlocks, repeat_blocks
+from lightning_topt.plan.stage_simulation import (
+    peak_bytes_of,
+    stage_bytes,
+    stage_seconds,
+    step_seconds_of,
+)
 from lightning_topt.plan.stage_tables import PipelineShape
-from lightning_topt.plan.stage_times import stage_seconds, step_seconds_of
 
 HEADER = [*COLUMNS.values(), TIME]
 # Iterations of github VIA-Research/vTrain, data/ground_truth_single.csv (MIT, Copyright (c) 2024

@@ -23,8 +23,7 @@ from lightning_topt.costs.exchange_model import make_exchange_model
 from lightning_topt.costs.groups import Group
 from lightning_topt.costs.measured_datagrams import measure_datagrams
 from lightning_topt.costs.node_types import DatagramPath, slowest_link
-from lightning_topt.plan.plan_search import search_plans
-from lightning_topt.plan.search_request import SearchRequest
+from lightning_topt.plan.plan_search import SearchRequest, search_plans
 from tests.costs.graphs import profile_of, random_graph
 from tests.launch import run_ranks
 

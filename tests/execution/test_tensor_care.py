@@ -17,7 +17,7 @@ from lightning_topt.execution.engine import Engine
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import OpConfig, Shard
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan
-from lightning_topt.plan.presets import PRESETS
+from lightning_topt.plan.plan_values import PRESETS
 from tests.launch import run_ranks
 
 MESH = Mesh((Axis("tensor", 2),))

@@ -24,7 +24,7 @@ from lightning_topt.execution.tensor_chunks import TensorChunks
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import OpConfig, Placement, Replicate, Shard
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, PlanError, uniform_plan
-from lightning_topt.plan.presets import PRESETS
+from lightning_topt.plan.plan_values import PRESETS
 from lightning_topt.techniques.tensor_parallel.layout import layout_of
 from tests.launch import run_ranks
 from tests.models import GPT, MEGATRON_BLOCK

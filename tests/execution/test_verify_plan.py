@@ -39,7 +39,7 @@ from lightning_topt.graph.mesh_axes import Axis, Mesh, data_mesh, hybrid_mesh
 from lightning_topt.graph.op_config import OpConfig, Replicate, Shard, Storage
 from lightning_topt.optim import LAMB
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, StagePlan, preset_plan
-from lightning_topt.plan.presets import PRESETS
+from lightning_topt.plan.plan_values import PRESETS
 from lightning_topt.techniques.block_parameters import parameters_by_block
 from lightning_topt.techniques.tensor_parallel.split_parameters import split_parameters
 from lightning_topt.techniques.tensor_parallel.tensor_axes import TensorAxes

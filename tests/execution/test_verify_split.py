@@ -15,7 +15,7 @@ from lightning_topt.execution.verify_plan import verify_plan
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import OpConfig, Replicate
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan
-from lightning_topt.plan.presets import PRESETS
+from lightning_topt.plan.plan_values import PRESETS
 from tests.models import GPT, MEGATRON_BLOCK, batch_for
 
 LAYERS, WIDTH, SAMPLES, CONTEXT = 3, 64, 4, 8

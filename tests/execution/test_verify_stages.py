@@ -16,7 +16,7 @@ from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.graph.step_run import call_training_step
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, StagePlan
-from lightning_topt.plan.presets import PRESETS
+from lightning_topt.plan.plan_values import PRESETS
 from tests.launch import run_ranks
 from tests.models import GPT, batch_for
 

@@ -8,8 +8,7 @@ import pytest
 
 from lightning_topt.costs.cluster import Cluster, Link
 from lightning_topt.plan.known_plans import KnownPlans
-from lightning_topt.plan.plan_search import search_plans
-from lightning_topt.plan.search_request import SearchRequest
+from lightning_topt.plan.plan_search import SearchRequest, search_plans
 
 
 def check_that_none_is_dropped(

@@ -15,28 +15,33 @@ from lightning_topt.costs.node_types import NodeType
 from lightning_topt.costs.optimizer import read_optimizer
 from lightning_topt.data.stalls.model import SetUp, StallCosts
 from lightning_topt.graph.capture import capture
-from lightning_topt.plan.advice_bottleneck import RESOURCES, advise_bottleneck, gains, seconds_on
-from lightning_topt.plan.advice_data import MeasuredStalls, advise_data, least_share
-from lightning_topt.plan.advice_exchange import (
+from lightning_topt.plan.advice import (
+    Advice,
+    advise_batch,
     advise_bounded_loss,
     advise_compression,
-    advise_servers,
-    parameter_servers,
-)
-from lightning_topt.plan.advice_page import Advice, save_advice, to_markdown
-from lightning_topt.plan.advice_scale import (
-    advise_batch,
     advise_devices,
+    advise_servers,
     efficiency,
     largest_overhead,
     most_devices,
     overhead_ratio,
+    parameter_servers,
+    save_advice,
+    to_markdown,
+)
+from lightning_topt.plan.advice_bottlenecks import (
+    RESOURCES,
+    MeasuredStalls,
+    advise_bottleneck,
+    advise_data,
+    gains,
+    least_share,
+    seconds_on,
 )
 from lightning_topt.plan.pipeline_search import PipelineRequest
-from lightning_topt.plan.plan_search import search_plans
-from lightning_topt.plan.scenario_search import Found, search_scenario
-from lightning_topt.plan.scenarios import Scenario
-from lightning_topt.plan.search_request import SearchRequest
+from lightning_topt.plan.plan_search import SearchRequest, search_plans
+from lightning_topt.plan.scenarios import Found, Scenario, search_scenario
 from tests.models import GPT
 from tests.plan.test_scenarios import cluster, of
 

@@ -76,7 +76,8 @@ def test_reason_names_the_neighbours() -> None:
     assert "saves 200.00 MiB and is 33.3 % slower" in reason
 
 
-# ---- the simplest of those that are as good ------------------------------------------------------
+# ---- the simplest of those that are as good
+# ---------------------------------------------------------------------------
 
 
 def mixed(

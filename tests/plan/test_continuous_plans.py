@@ -12,21 +12,14 @@ from lightning_topt.costs.cluster import Link
 from lightning_topt.costs.sizes import parameter_bytes
 from lightning_topt.frontier.stage_search import StagePoint, search_stages
 from lightning_topt.plan.choose import choose
-from lightning_topt.plan.continuous_plans import (
-    StaleWeights,
-    continuous_shapes,
-    continuous_table,
-    search_continuous,
-)
-from lightning_topt.plan.continuous_shape import ContinuousShape
+from lightning_topt.plan.explanation import explain_stages
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
-from lightning_topt.plan.pipeline_search import PipelineRequest
-from lightning_topt.plan.plan_search import search_plans
-from lightning_topt.plan.search_request import SearchRequest, stage_blocks
+from lightning_topt.plan.pipeline_search import PipelineRequest, StaleWeights, continuous_shapes
+from lightning_topt.plan.plan_search import SearchRequest, search_plans, stage_blocks
 from lightning_topt.plan.stage_blocks import StageBlocks
-from lightning_topt.plan.stage_explanation import explain_stages
-from lightning_topt.plan.staged_plans import stage_seconds, step_seconds_of
-from lightning_topt.plan.staged_step import step_of_plan
+from lightning_topt.plan.stage_simulation import stage_seconds, step_of_plan, step_seconds_of
+from lightning_topt.plan.stage_tables import ContinuousShape, continuous_table
+from lightning_topt.plan.staged_plans import search_continuous
 from lightning_topt.prediction import make_prediction
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
 from tests.frontier.brute_force import brute_force_stages

@@ -13,10 +13,9 @@ from lightning_topt.costs.sizes import gradient_bytes
 from lightning_topt.graph.joint_module import JointModule
 from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.plan.choose import choose
+from lightning_topt.plan.explanation import explain_plan, step_of
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
-from lightning_topt.plan.plan_explanation import explain_plan, step_of
-from lightning_topt.plan.plan_search import search_plans
-from lightning_topt.plan.search_request import SearchRequest, step_on
+from lightning_topt.plan.plan_search import SearchRequest, search_plans, step_on
 from lightning_topt.plan.tensor_meshes import least_seconds
 from lightning_topt.techniques.data_parallel import whole_gradient_collectives
 from tests.plan.test_tensor_meshes import request_of_gpt  # noqa: F401  # a fixture

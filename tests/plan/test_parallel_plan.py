@@ -20,8 +20,7 @@ from lightning_topt.plan.parallel_plan import (
     preset_plan,
     uniform_plan,
 )
-from lightning_topt.plan.plan_values import mesh_to_list
-from lightning_topt.plan.presets import PRESETS, describe_config
+from lightning_topt.plan.plan_values import PRESETS, describe_config, mesh_to_list
 from lightning_topt.prediction import make_prediction
 
 HAND_WRITTEN = """
@@ -195,7 +194,7 @@ def test_uniform_plan_never_recomputes_the_rest() -> None:
     ]
 
 
-# ---- gradient exchange ---------------------------------------------------------------------------
+# ---- gradient exchange
 
 WITH_EXCHANGE = """
 version: 1
@@ -354,7 +353,7 @@ def test_borders_sums_and_gathered_parameters_are_written_and_read() -> None:
             )
 
 
-# ---- stages --------------------------------------------------------------------------------------
+# ---- stages
 
 WITH_STAGES = """
 version: 2
@@ -398,8 +397,8 @@ def test_a_summary_says_what_is_split_along_which_axes(
         f"on data 1 x {axis} 2"
     )
     alone = ParallelPlan.from_yaml(
-        f"version: 2\nmesh: [{{name: {axis}, size: 2}}]\nstages:\n"
-        "- blocks: [{block: '', storage: ddp}]\n"
+        f"version: 2\nmesh: [{{name: {axis}, size: 2}}]\n"
+        "stages:\n- blocks: [{block: '', storage: ddp}]\n"
     )
     assert alone.summary() == f"1 x DDP on {axis} 2"
 

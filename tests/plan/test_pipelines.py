@@ -17,20 +17,25 @@ from lightning_topt.frontier.stage_search import StagePoint, search_stages
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.op_graph import Block
 from lightning_topt.plan.choose import choose
+from lightning_topt.plan.explanation import explain_plan, explain_stages
 from lightning_topt.plan.known_plans import KnownPlans
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
-from lightning_topt.plan.pipeline_search import PipelineRequest, pipeline_shapes, search_pipelines
-from lightning_topt.plan.plan_explanation import explain_plan
+from lightning_topt.plan.pipeline_search import (
+    PipelineRequest,
+    bounds_of,
+    pipeline_shapes,
+    search_pipelines,
+)
 from lightning_topt.plan.plan_frontier import PlanPoint
-from lightning_topt.plan.plan_search import search_plans
-from lightning_topt.plan.search_request import SearchRequest, stage_blocks
+from lightning_topt.plan.plan_search import SearchRequest, search_plans, stage_blocks
 from lightning_topt.plan.stage_blocks import StageBlocks
-from lightning_topt.plan.stage_bounds import bounds_of
-from lightning_topt.plan.stage_explanation import explain_stages
-from lightning_topt.plan.stage_peaks import stage_bytes
-from lightning_topt.plan.stage_tables import PASS_SECONDS, PipelineShape, stage_table
-from lightning_topt.plan.stage_times import formula_step_seconds, stage_seconds, step_seconds_of
-from lightning_topt.plan.staged_plans import shape_of_plan
+from lightning_topt.plan.stage_simulation import (
+    formula_step_seconds,
+    stage_bytes,
+    stage_seconds,
+    step_seconds_of,
+)
+from lightning_topt.plan.stage_tables import PASS_SECONDS, PipelineShape, shape_of_plan, stage_table
 from lightning_topt.schedules.schedules import SCHEDULES
 from lightning_topt.techniques.registry import check_runs
 from tests.frontier.brute_force import brute_force_stages

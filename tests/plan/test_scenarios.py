@@ -14,24 +14,22 @@ from lightning_topt.graph.capture import capture
 from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.plan.choose import NoPlanFitsError
-from lightning_topt.plan.choose_scenario import (
-    Limits,
-    check_asked,
-    choose_estimate,
-    default_objective,
-)
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, Prediction
 from lightning_topt.plan.plan_frontier import PlanPoint
-from lightning_topt.plan.scenario_search import search_scenario
+from lightning_topt.plan.plan_search import SearchRequest
 from lightning_topt.plan.scenarios import (
     Estimate,
+    Limits,
     ModelFacts,
     Scenario,
     Work,
     accumulated_seconds,
+    check_asked,
+    choose_estimate,
+    default_objective,
     estimate,
+    search_scenario,
 )
-from lightning_topt.plan.search_request import SearchRequest
 from tests.models import GPT
 
 FACTS = ModelFacts(checkpoint_bytes=1e10, update_seconds={"": 0.0, "a": 0.2})

@@ -13,9 +13,8 @@ from lightning_topt.communication import BF16, Dense, TopK
 from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.graph.mesh_axes import data_mesh, hybrid_mesh
 from lightning_topt.plan.chains import Chain, Choices
-from lightning_topt.plan.plan_explanation import explain_plan
-from lightning_topt.plan.plan_search import _spaces, meshes, search_plans
-from lightning_topt.plan.search_request import SearchRequest
+from lightning_topt.plan.explanation import explain_plan
+from lightning_topt.plan.plan_search import SearchRequest, _spaces, meshes, search_plans
 from tests.costs.graphs import cluster_of, profile_of, random_graph
 
 EXCHANGES = (

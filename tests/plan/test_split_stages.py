@@ -15,18 +15,30 @@ from lightning_topt.costs.training_step import SPLIT_CALL_SECONDS
 from lightning_topt.frontier.stage_search import search_stages
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.op_config import Replicate, Shard
+from lightning_topt.plan.explanation import explain_stages, unsplit_operators
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
-from lightning_topt.plan.pipeline_search import PipelineRequest, pipeline_shapes
-from lightning_topt.plan.plan_explanation import unsplit_operators
+from lightning_topt.plan.pipeline_search import PipelineRequest, bounds_of, pipeline_shapes
 from lightning_topt.plan.plan_frontier import PlanPoint
-from lightning_topt.plan.plan_search import local_graphs, search_plans, why_unsplit
-from lightning_topt.plan.search_request import SearchRequest, stage_blocks
-from lightning_topt.plan.split_stages import SplitStages, splits_of_stages, stage_tensor_sizes
+from lightning_topt.plan.plan_search import (
+    SearchRequest,
+    local_graphs,
+    search_plans,
+    stage_blocks,
+    why_unsplit,
+)
 from lightning_topt.plan.stage_blocks import StageBlocks
-from lightning_topt.plan.stage_bounds import bounds_of
-from lightning_topt.plan.stage_explanation import explain_stages
-from lightning_topt.plan.stage_tables import PipelineShape, stage_table, transfer_seconds
-from lightning_topt.plan.staged_plans import search_stages_for, shape_of_plan
+from lightning_topt.plan.stage_tables import (
+    PipelineShape,
+    shape_of_plan,
+    stage_table,
+    transfer_seconds,
+)
+from lightning_topt.plan.staged_plans import (
+    SplitStages,
+    search_stages_for,
+    splits_of_stages,
+    stage_tensor_sizes,
+)
 from lightning_topt.techniques.registry import check_runs
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 from lightning_topt.techniques.tensor_parallel.split_candidates import SplitModel

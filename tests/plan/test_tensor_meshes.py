@@ -20,13 +20,12 @@ from lightning_topt.graph.capture import capture
 from lightning_topt.graph.mesh_axes import Axis, Mesh, data_mesh
 from lightning_topt.graph.op_config import OpConfig, Replicate, Shard
 from lightning_topt.graph.op_graph import OpGraph
-from lightning_topt.plan.explanation_report import whole_sentences
+from lightning_topt.plan.explanation import explain_plan
 from lightning_topt.plan.known_plans import KnownPlans
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
-from lightning_topt.plan.plan_explanation import explain_plan
 from lightning_topt.plan.plan_frontier import PlanFrontier
-from lightning_topt.plan.plan_search import _spaces, local_graphs, search_plans
-from lightning_topt.plan.search_request import SearchRequest
+from lightning_topt.plan.plan_report import whole_sentences
+from lightning_topt.plan.plan_search import SearchRequest, _spaces, local_graphs, search_plans
 from lightning_topt.plan.tensor_meshes import (
     least_seconds,
     placed_tensors,
@@ -164,7 +163,8 @@ def test_links_in_nodes_decide_on_tensor_axes(request_of_gpt: SearchRequest) -> 
         assert len({tuple(each) for each in placed}) == 1
 
 
-# ---- ranks with batches of their own -------------------------------------------------------------
+# ---- ranks with batches of their own
+# ----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,7 @@ from lightning_topt.communication.method_registry import gradient_methods
 from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.costs.optimizer import read_optimizer
 from lightning_topt.plan.parallel_plan import PlanError, uniform_plan
-from lightning_topt.plan.plan_search import search_plans
-from lightning_topt.plan.search_request import SearchRequest
+from lightning_topt.plan.plan_search import SearchRequest, search_plans
 from lightning_topt.plugins import allowed_exchanges
 from lightning_topt.plugins.allowed_exchanges import (
     DEFAULT_CANDIDATES,

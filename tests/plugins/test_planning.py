@@ -17,9 +17,8 @@ from lightning_topt.costs.optimizer import read_optimizer
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.plan.choose import choose
-from lightning_topt.plan.plan_search import search_plans
-from lightning_topt.plan.presets import Preset
-from lightning_topt.plan.search_request import SearchRequest
+from lightning_topt.plan.plan_search import SearchRequest, search_plans
+from lightning_topt.plan.plan_values import Preset
 from lightning_topt.plugins.example_batch import batches_of
 from lightning_topt.plugins.given_plans import UniformPlan
 from lightning_topt.plugins.planning import make_fake_optimizers

@@ -19,7 +19,7 @@ from lightning_topt.execution.sharded_checkpoint import holds_shards
 from lightning_topt.graph.mesh_axes import hybrid_mesh
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan
-from lightning_topt.plan.presets import PRESETS
+from lightning_topt.plan.plan_values import PRESETS
 from tests.plugins.trainer_ranks import (
     OwnShare,
     RecordingGPT,

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from lightning_topt import AutoParallelStrategy
 from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.plan.parallel_plan import preset_plan
-from lightning_topt.plan.presets import PRESETS
+from lightning_topt.plan.plan_values import PRESETS
 from lightning_topt.plugins import step_monitor
 from lightning_topt.plugins.step_monitor import StepMonitor
 from tests.clock import Clock

@@ -15,7 +15,7 @@ from lightning_topt.communication import BF16, GradientMethod
 from lightning_topt.graph.blocks import block_of
 from lightning_topt.graph.mesh_axes import Axis, Mesh, data_mesh, hybrid_mesh
 from lightning_topt.graph.op_config import OpConfig, Partial, Replicate, Shard, Storage
-from lightning_topt.plan.presets import PRESETS
+from lightning_topt.plan.plan_values import PRESETS
 from lightning_topt.techniques.block_parameters import check_tied, parameters_by_block
 from lightning_topt.techniques.registry import TECHNIQUES, check_runs, technique_of
 

@@ -1,5 +1,5 @@
 """Seconds and bytes of Megatron rows, by the model that the search prices pipelines with
-(`plan.stage_times`).
+(`plan.stage_simulation`).
 
 A row is a chain of equal layers on stages of equally many (the first have one more where that is
 not possible), under 1F1B, on a mesh pipeline x data x tensor whose tensor groups are neighbours.
@@ -28,16 +28,16 @@ from lightning_topt.graph.capture import capture
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.meta_build import build_on_meta
 from lightning_topt.graph.op_graph import Block, OpGraph
-from lightning_topt.plan.repeated_blocks import RepeatedBlocks, repeat_blocks
-from lightning_topt.plan.stage_blocks import StageBlocks
-from lightning_topt.plan.stage_peaks import peak_bytes_of, stage_bytes
-from lightning_topt.plan.stage_tables import PASS_SECONDS, PipelineShape
-from lightning_topt.plan.stage_times import (
+from lightning_topt.plan.stage_blocks import RepeatedBlocks, StageBlocks, repeat_blocks
+from lightning_topt.plan.stage_simulation import (
     StageSeconds,
     formula_step_seconds,
+    peak_bytes_of,
+    stage_bytes,
     stage_seconds,
     step_seconds_of,
 )
+from lightning_topt.plan.stage_tables import PASS_SECONDS, PipelineShape
 
 # Adam in mixed precision (Micikevicius et al., arXiv 1710.03740; Rajbhandari et al., arXiv
 # 1910.02054, section 3.1): a float32 copy, momentum and variance; read and written with the

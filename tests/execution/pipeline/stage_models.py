@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import OpConfig, Replicate, Shard
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, StagePlan
-from lightning_topt.plan.presets import PRESETS
+from lightning_topt.plan.plan_values import PRESETS
 
 
 class Plain(nn.Module):

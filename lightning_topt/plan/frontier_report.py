@@ -1,21 +1,21 @@
-"""Frontier and plan for people: a table, a picture, and a self-contained HTML page that shows the
-plan of any point.
+"""A frontier for people: a table, a picture, and a page that shows the plan of any point.
 
-All three mark the chosen plan. The points are those that `PlanFrontier.shown_with` gives for it.
+    points = frontier.shown_with(chosen)
+    print_table(points, chosen, console=Console())
+    save_png("frontier.png", points, chosen, memory_limit=2**30)
+    save_html("frontier.html", points, chosen, memory_limit=2**30)
+
+All three mark the chosen plan.
 """
 
 from __future__ import annotations
 
-import html
 import itertools
-import json
 import math
-import re
 import textwrap
 from collections.abc import Sequence
-from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -29,44 +29,58 @@ from lightning_topt.basics.units import format_bytes, format_seconds
 from lightning_topt.costs.plain_values import dump_yaml
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan
 from lightning_topt.plan.plan_frontier import PlanPoint
-from lightning_topt.plan.presets import describe_config
-from lightning_topt.plan.report_axes import DrawnAxis, drawn_axes
-from lightning_topt.plan.schedule_report import schedule_svg
+from lightning_topt.plan.plan_report import schedule_svg
+from lightning_topt.plan.plan_values import describe_config
+from lightning_topt.plan.report_page import COLOURS, FAINT, INK, RED, STAR, save_page
 from lightning_topt.schedules.simulate import Simulation
 
 Points = Sequence[PlanPoint]
 _MANY = 150  # more points than this are drawn small
-# Okabe and Ito's colours, told apart by colour-blind readers, the ones that are dark enough for a
-# white page first
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # 7 markers and 6 colours: 42 different series
-_INK, _FAINT, _LINE, _RED = "#1f2430", "#5b6472", "#c3c8d0", "#a3262a"
-_HEADING: dict[str, Any] = {"color": _INK, "weight": "bold", "fontsize": 13, "parse_math": False}
-_LEGEND: dict[str, Any] = {"frameon": False, "labelcolor": _INK, "handletextpad": 0.3}
+_LINE = "#c3c8d0"
+_HEADING: dict[str, Any] = {"color": INK, "weight": "bold", "fontsize": 13, "parse_math": False}
+_LEGEND: dict[str, Any] = {"frameon": False, "labelcolor": INK, "handletextpad": 0.3}
 _EDGE: dict[str, Any] = {"linestyle": "none", "markeredgecolor": "white"}
 _BOX = {"boxstyle": "round,pad=0.5", "facecolor": "white", "edgecolor": _LINE, "alpha": 0.94}
-_POINTER = {"arrowstyle": "-", "color": _INK, "linewidth": 0.9, "shrinkB": 9}
+_POINTER = {"arrowstyle": "-", "color": INK, "linewidth": 0.9, "shrinkB": 9}
 _NOTE: dict[str, Any] = {
     "textcoords": "offset pixels",
-    "color": _INK,
+    "color": INK,
     "linespacing": 1.5,
     "bbox": _BOX,
     "zorder": 6,
+    "fontsize": 10,
+    "va": "bottom",
+    "arrowprops": _POINTER,
 }
 _SCHEDULE = (
     '<section class="card schedule" aria-label="Schedule"><h3>Schedule of the chosen '
     "plan</h3>{}</section>"
 )
-_NOTE |= {"fontsize": 10, "va": "bottom", "arrowprops": _POINTER}
+Units = tuple[tuple[str, float, tuple[int, ...]], ...]  # name, factor, marks of a logarithmic axis
+_POWERS = tuple(2**k for k in range(10))
+_BYTES: Units = tuple(
+    (name, 1024.0**k, _POWERS) for k, name in enumerate(("B", "KiB", "MiB", "GiB", "TiB"))
+)
+_ROUND = (1, 2, 5, 10, 20, 50, 100, 200, 500)
+_SECONDS: Units = (
+    ("us", 1e-6, _ROUND),
+    ("ms", 1e-3, _ROUND),
+    ("s", 1.0, (*_ROUND, 1000, 2000, 5000, 10000)),
+)
+# an axis becomes logarithmic when its largest value is this many times its smallest
+_LOG_FROM = 20.0
 
 
 def print_table(points: Points, chosen: PlanPoint, *, console: Console, limit: int = 20) -> None:
     """Print plans by devices and memory, the chosen one marked with a star.
 
-    Of more than `limit` points it shows an evenly spread selection, always with the chosen plan and
-    with the fastest and the smallest for each number of devices (these even when they alone are
-    more than `limit`), and says how many are left out. Raises ValueError when `chosen` is not one
-    of the points.
+    Of more than `limit` points it shows an evenly spread selection. The chosen plan is always
+    there, and the fastest and the smallest for each number of devices, even when these alone are
+    more than `limit`. The caption says how many are left out.
+
+    Raises:
+        ValueError: `chosen` is not one of the points.
     """
     ordered, index = _ordered(points, chosen)
     shown = _selection(ordered, index, limit=limit)
@@ -89,6 +103,19 @@ def print_table(points: Points, chosen: PlanPoint, *, console: Console, limit: i
     console.print(table)
 
 
+def _selection(points: Points, chosen: int, *, limit: int) -> list[int]:
+    """Return the positions to show of `points`, which are ordered by devices and memory."""
+    if len(points) <= limit:
+        return list(range(len(points)))
+    kept = {chosen}
+    for _, group in itertools.groupby(range(len(points)), key=lambda i: points[i].devices):
+        members = list(group)
+        kept |= {members[0], min(members, key=lambda i: points[i].step_seconds)}
+    rest = [i for i in range(len(points)) if i not in kept]
+    free = max(0, limit - len(kept))
+    return sorted(kept | {rest[(2 * k + 1) * len(rest) // (2 * free)] for k in range(free)})
+
+
 def save_png(
     path: str | Path,
     points: Points,
@@ -97,10 +124,12 @@ def save_png(
     memory_limit: float | None = None,
     title: str = "",
 ) -> None:
-    """Draw the frontier: peak bytes to the right, seconds per step upwards, one series per number
-    of devices.
+    """Draw the frontier: peak bytes to the right, seconds per step upwards.
 
-    `memory_limit` is in bytes per device. Raises ValueError when `chosen` is not one of the points.
+    There is one series per number of devices. `memory_limit` is in bytes per device.
+
+    Raises:
+        ValueError: `chosen` is not one of the points.
     """
     ordered, _ = _ordered(points, chosen)
     figure = Figure(figsize=(9, 5.2), dpi=160, facecolor="white", layout="constrained")
@@ -136,12 +165,20 @@ def save_html(
     notes: Sequence[str] = (),
     step: Simulation | None = None,
 ) -> None:
-    """Write one page that loads nothing from elsewhere: the frontier, and the plan of the point
-    clicked on.
+    """Write a page that loads nothing from elsewhere: the frontier, and the plan clicked on.
 
-    `memory_limit` is in bytes per device; `exact` says whether the search proves that the frontier
-    is complete; `notes` are lines on the chosen plan, and `step`, where that has stages, is drawn
-    as its schedule. Raises ValueError when `chosen` is not one of the points.
+    Args:
+        path: of the page.
+        points: of the frontier.
+        chosen: one of them.
+        memory_limit: bytes per device.
+        title: of the page.
+        exact: whether the search proves that the frontier is complete.
+        notes: lines on the chosen plan.
+        step: of a chosen plan with stages, drawn as its schedule.
+
+    Raises:
+        ValueError: `chosen` is not one of the points.
     """
     ordered, index = _ordered(points, chosen)
     blocks, entries = _embedded(ordered)
@@ -157,21 +194,17 @@ def save_html(
         "notes": [*notes],
         "exact": exact,
         "limit": limit,
+        "axes": {"x": x._asdict(), "y": y._asdict()},
+        "blocks": blocks,
+        "points": entries,
     }
-    data |= {"axes": {"x": x._asdict(), "y": y._asdict()}, "blocks": blocks, "points": entries}
-    # no "<" in the data: neither "</script>" nor "<!--" can end the element early
-    embedded = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    filled = {"title": html.escape(_title(title, chosen.plan)), "data": embedded}
-    filled["schedule"] = "" if step is None else _SCHEDULE.format(schedule_svg(step))
-    template = (resources.files("lightning_topt.plan") / "report.html").read_text(encoding="utf-8")
-    page = re.sub(r"\{\{ (title|data|schedule) \}\}", lambda match: filled[match[1]], template)
-    Path(path).write_text(page, encoding="utf-8")
+    schedule = "" if step is None else _SCHEDULE.format(schedule_svg(step))
+    heading = _title(title, chosen.plan)
+    save_page(path, "frontier_report.html", title=heading, data=data, schedule=schedule)
 
 
 def _ordered(points: Points, chosen: PlanPoint) -> tuple[list[PlanPoint], int]:
-    """The points by devices and memory, the chosen one (with its reason) in its place; and that
-    place.
-    """
+    """Return the points by devices and memory, and where the chosen one is (with its reason)."""
     ordered = sorted(
         points, key=lambda point: (point.devices, point.peak_bytes, point.step_seconds)
     )
@@ -188,17 +221,73 @@ def _title(title: str, plan: ParallelPlan) -> str:
     return title or (f"Plans for {plan.model}" if plan.model else "Parallel plans")
 
 
-def _selection(points: Points, chosen: int, *, limit: int) -> list[int]:
-    """Positions in `points` (ordered by devices and memory) of those to show."""
-    if len(points) <= limit:
-        return list(range(len(points)))
-    kept = {chosen}
-    for _, group in itertools.groupby(range(len(points)), key=lambda i: points[i].devices):
-        members = list(group)
-        kept |= {members[0], min(members, key=lambda i: points[i].step_seconds)}
-    rest = [i for i in range(len(points)) if i not in kept]
-    free = max(0, limit - len(kept))
-    return sorted(kept | {rest[(2 * k + 1) * len(rest) // (2 * free)] for k in range(free)})
+def _devices(count: int) -> str:
+    return "1 device" if count == 1 else f"{count} devices"
+
+
+# ---- axes: ranges, and round marks in units that people read
+
+
+class DrawnAxis(NamedTuple):
+    """The range of an axis in seconds or bytes, and where its marks are."""
+
+    title: str
+    low: float
+    high: float
+    log: bool
+    ticks: tuple[tuple[float, str], ...]
+
+
+def drawn_axes(
+    points: Sequence[PlanPoint], memory_limit: float | None
+) -> tuple[DrawnAxis, DrawnAxis]:
+    """Return the axes of memory and of time that show all points.
+
+    And `memory_limit` where it is not far from them.
+    """
+    sizes = [point.peak_bytes for point in points]
+    reach = (max(sizes) - min(sizes)) or 0.5 * max(sizes)
+    # farther, it would squeeze the points
+    if memory_limit is not None and memory_limit <= max(sizes) + reach:
+        sizes.append(memory_limit)
+    times = [point.step_seconds for point in points]
+    return _axis("Peak memory per device", sizes, units=_BYTES), _axis(
+        "Time per step", times, units=_SECONDS
+    )
+
+
+def _axis(title: str, values: Sequence[float], *, units: Units) -> DrawnAxis:
+    low, high = min(values), max(values)
+    log = 0 < _LOG_FROM * low < high
+    if log:
+        pad = (high / low) ** 0.06
+        low, high = low / pad, high * pad
+        ticks = _log_ticks(low, high, units=units)
+    else:
+        margin = 0.08 * (high - low) or 0.25 * high or 1.0
+        low, high = max(0.0, low - margin), high + margin
+        ticks = _linear_ticks(low, high, units=units)
+    return DrawnAxis(title, low, high, log, tuple(ticks))
+
+
+def _linear_ticks(low: float, high: float, *, units: Units) -> list[tuple[float, str]]:
+    """Return about five round values, in the largest unit that is not above `high`."""
+    name, factor, _ = next((unit for unit in reversed(units) if unit[1] <= high), units[0])
+    rough = (high - low) / factor / 5
+    exponent = math.floor(math.log10(rough))
+    step = next(m for m in (1, 2, 5, 10) if m * 10.0**exponent >= rough * 0.999) * 10.0**exponent
+    decimals = max(0, -math.floor(math.log10(step) + 1e-9))
+    first, last = math.ceil(low / factor / step - 1e-9), math.floor(high / factor / step + 1e-9)
+    return [(k * step * factor, f"{k * step:.{decimals}f} {name}") for k in range(first, last + 1)]
+
+
+def _log_ticks(low: float, high: float, *, units: Units) -> list[tuple[float, str]]:
+    ticks = [(mark * factor, f"{mark} {name}") for name, factor, marks in units for mark in marks]
+    inside = [tick for tick in ticks if low <= tick[0] <= high]
+    return inside[:: max(1, math.ceil(len(inside) / 7))]
+
+
+# ---- the picture
 
 
 def _draw_axes(axes: Axes, x: DrawnAxis, y: DrawnAxis) -> None:
@@ -207,10 +296,10 @@ def _draw_axes(axes: Axes, x: DrawnAxis, y: DrawnAxis) -> None:
     for axis, drawn in ((x, axes.xaxis), (y, axes.yaxis)):
         drawn.set_ticks([value for value, _ in axis.ticks], labels=[text for _, text in axis.ticks])
         drawn.set_ticks([], minor=True)
-        drawn.set_label_text(axis.title, color=_INK, fontsize=11)
+        drawn.set_label_text(axis.title, color=INK, fontsize=11)
     axes.grid(color="#e6e8ec", linewidth=0.8)
     axes.set_axisbelow(True)
-    axes.tick_params(colors=_FAINT, labelsize=10, length=0, pad=6)
+    axes.tick_params(colors=FAINT, labelsize=10, length=0, pad=6)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(_LINE)
 
@@ -223,7 +312,7 @@ def _draw_series(axes: Axes, points: Points) -> None:
         x, y = zip(*((point.peak_bytes, point.step_seconds) for point in group), strict=True)
         # a chosen plan may be beaten
         best = [k for k in range(len(y)) if y[k] < min(y[:k], default=math.inf)]
-        colour, marker = _COLOURS[number % len(_COLOURS)], _MARKERS[number % len(_MARKERS)]
+        colour, marker = COLOURS[number % len(COLOURS)], _MARKERS[number % len(_MARKERS)]
         # a step: with memory between two plans, the smaller one is what runs
         line: dict[str, Any] = {"alpha": 0.45, "linewidth": 1.6, "drawstyle": "steps-post"}
         axes.plot([x[k] for k in best], [y[k] for k in best], color=colour, **line)
@@ -245,8 +334,8 @@ def _draw_limit(axes: Axes, x: DrawnAxis, memory_limit: float) -> None:
         min(max(memory_limit, x.low), x.high),
     )
     if place == memory_limit:
-        axes.axvline(memory_limit, color=_RED, linewidth=1.4, linestyle=(0, (5, 3)))
-        axes.axvspan(memory_limit, x.high, color=_RED, alpha=0.06, linewidth=0)
+        axes.axvline(memory_limit, color=RED, linewidth=1.4, linestyle=(0, (5, 3)))
+        axes.axvspan(memory_limit, x.high, color=RED, alpha=0.06, linewidth=0)
     else:
         text = f"{text} →" if memory_limit > x.high else f"← {text}"
     side, shift = ("right", -5) if place > (x.low + x.high) / 2 else ("left", 5)
@@ -255,7 +344,7 @@ def _draw_limit(axes: Axes, x: DrawnAxis, memory_limit: float) -> None:
         "textcoords": "offset points",
         "va": "top",
     }
-    axes.annotate(text, (place, 1.0), xytext=(shift, -3), ha=side, color=_RED, fontsize=10, **where)
+    axes.annotate(text, (place, 1.0), xytext=(shift, -3), ha=side, color=RED, fontsize=10, **where)
 
 
 def _annotate(figure: Figure, axes: Axes, points: Points, chosen: PlanPoint) -> None:
@@ -265,8 +354,8 @@ def _annotate(figure: Figure, axes: Axes, points: Points, chosen: PlanPoint) -> 
         *place,
         marker="*",
         markersize=21,
-        color="#F0C419",
-        markeredgecolor=_INK,
+        color=STAR,
+        markeredgecolor=INK,
         markeredgewidth=1.1,
         zorder=5,
     )
@@ -277,6 +366,7 @@ def _annotate(figure: Figure, axes: Axes, points: Points, chosen: PlanPoint) -> 
     figure.draw_without_rendering()  # the layout decides where the points are
     star = axes.transData.transform(place)
     size, frame = np.array(Text.get_window_extent(note).size), axes.get_window_extent()
+    # points and corners of their lines, in pixels; places for the note, on a grid
     ends = [
         (b.peak_bytes, a.step_seconds)
         for a, b in itertools.pairwise(points)
@@ -299,13 +389,11 @@ def _annotate(figure: Figure, axes: Axes, points: Points, chosen: PlanPoint) -> 
     note.set_position(tuple(min(corners, key=cost) - star))
 
 
-def _devices(count: int) -> str:
-    return "1 device" if count == 1 else f"{count} devices"
+# ---- the data of the page
 
 
 def _embedded(points: Points) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The different blocks of all plans, each once; and the points, whose blocks are positions in
-    that list.
+    """Return the different blocks of all plans, each once, and the points with indices of these.
 
     The YAML of a plan is its `header` and the `yaml` of its blocks, one after the other, `stages`
     of them in each stage.
@@ -315,10 +403,8 @@ def _embedded(points: Points) -> tuple[list[dict[str, Any]], list[dict[str, Any]
     entries: list[dict[str, Any]] = []
     for point in points:
         fields, mesh = point.plan.to_dict(), point.plan.mesh
-        stages, of_stages = (
-            fields.pop("stages"),
-            [block for stage in point.plan.stages for block in stage.blocks],
-        )
+        stages = fields.pop("stages")
+        of_stages = [block for stage in point.plan.stages for block in stage.blocks]
         for block, values in zip(
             of_stages, (each for stage in stages for each in stage["blocks"]), strict=True
         ):
@@ -341,11 +427,12 @@ def _embedded(points: Points) -> tuple[list[dict[str, Any]], list[dict[str, Any]
             "x": point.peak_bytes,
             "y": point.step_seconds,
             "devices": point.devices,
+            "summary": point.plan.summary(),
+            "numbers": _numbers(point),
+            "header": dump_yaml(fields) + "stages:\n",
+            "blocks": [positions[block, mesh.names] for block in of_stages],
+            "stages": [len(stage.blocks) for stage in point.plan.stages],
         }
-        entry |= {"summary": point.plan.summary(), "numbers": _numbers(point)}
-        entry["header"] = dump_yaml(fields) + "stages:\n"
-        entry["blocks"] = [positions[block, mesh.names] for block in of_stages]
-        entry["stages"] = [len(stage.blocks) for stage in point.plan.stages]
         entries.append(entry)
     return blocks, entries
 
@@ -360,8 +447,8 @@ def _in_words(placed: str | dict[str, str]) -> str:
 
 def _numbers(point: PlanPoint) -> dict[str, str]:
     plan = point.plan
-    numbers = {"Time per step": format_seconds(point.step_seconds)}
-    numbers |= {
+    numbers = {
+        "Time per step": format_seconds(point.step_seconds),
         "Peak memory per device": format_bytes(point.peak_bytes),
         "Devices": str(point.devices),
     }

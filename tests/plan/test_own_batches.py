@@ -13,14 +13,13 @@ from lightning_topt.costs.sizes import parameter_bytes
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import OpConfig
-from lightning_topt.plan.member_pipelines import (
+from lightning_topt.plan.own_batches import (
     evaluation_bytes,
-    least_member_seconds,
-    search_member_pipelines,
+    least_own_batch_seconds,
+    search_own_batches,
 )
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, PlanError, StagePlan
-from lightning_topt.plan.plan_search import search_plans
-from lightning_topt.plan.search_request import SearchRequest, stage_blocks
+from lightning_topt.plan.plan_search import SearchRequest, search_plans, stage_blocks
 from tests.models import GPT
 
 DEVICE = Device(
@@ -45,9 +44,9 @@ def request_of_ranks() -> SearchRequest:
 
 def test_the_batch_of_each_rank_is_a_microbatch(request_of_ranks: SearchRequest) -> None:
     request = request_of_ranks
-    least, data = least_member_seconds(request), search_plans(request)
+    least, data = least_own_batch_seconds(request), search_plans(request)
     assert least < min(point.step_seconds for point in data.points)
-    found = search_member_pipelines(request, data.candidates)
+    found = search_own_batches(request, data.candidates)
     assert {point.plan.mesh.pipeline_size for point in found.points} <= {2, 4} and found.points
     for point in found.points:
         plan = point.plan
@@ -69,10 +68,10 @@ def test_the_batch_of_each_rank_is_a_microbatch(request_of_ranks: SearchRequest)
 def test_evaluations_need_all_parameters(request_of_ranks: SearchRequest) -> None:
     whole = sum(map(parameter_bytes, request_of_ranks.graph.parameters))
     blocks = stage_blocks(request_of_ranks)
-    trains = search_member_pipelines(replace(request_of_ranks, evaluates=False), ())
+    trains = search_own_batches(replace(request_of_ranks, evaluates=False), ())
     for point in trains.points:
         assert evaluation_bytes(blocks, point.plan) > whole
-    evaluates = search_member_pipelines(request_of_ranks, ())
+    evaluates = search_own_batches(request_of_ranks, ())
     smallest = [min(point.peak_bytes for point in each.points) for each in (trains, evaluates)]
     assert smallest[0] <= smallest[1] and smallest[1] > whole
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from lightning_topt.plan.report import save_html
-from lightning_topt.plan.schedule_report import (
+from lightning_topt.plan.frontier_report import save_html
+from lightning_topt.plan.plan_report import (
     print_schedule,
     rank_rows,
     save_schedule_png,
@@ -21,7 +21,7 @@ from lightning_topt.plan.schedule_report import (
 from lightning_topt.schedules.schedules import continuous_schedule, make_schedule
 from lightning_topt.schedules.simulate import Simulation, simulate
 from lightning_topt.schedules.timing import StageCosts
-from tests.plan.test_report import frontier
+from tests.plan.test_frontier_report import frontier
 
 
 def simulated(

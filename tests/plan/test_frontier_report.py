@@ -23,9 +23,9 @@ from lightning_topt.communication import TopK
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.plan.choose import choose
+from lightning_topt.plan.frontier_report import print_table, save_html, save_png
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, Prediction, StagePlan
 from lightning_topt.plan.plan_frontier import PlanPoint
-from lightning_topt.plan.report import print_table, save_html, save_png
 
 GIB = 2.0**30
 HOSTILE = "</script><b>&\u2028 'x' <!-- {{ data }}"

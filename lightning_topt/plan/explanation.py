@@ -1,0 +1,322 @@
+"""What a given plan costs, and where: in all, by block, by stage. Nothing is searched.
+
+    chosen = choose(search_plans(request).candidates)
+    explain_plan(request, chosen.plan).blocks["blocks.0"].collectives
+    explain_stages(request, chosen.plan)[0].seconds["forward"]    # a plan with stages
+    price_plan(request, ParallelPlan.load("mine.yaml")).predicted # any plan of this model
+
+Costs are those that the search compares plans with. Plans with a tensor axis are explained by the
+step of one rank on its slices, which the search has captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from lightning_topt.costs.communication import check_world_size
+from lightning_topt.costs.training_step import TrainingStep
+from lightning_topt.frontier.stage_search import StagePoint
+from lightning_topt.graph.op_graph import Block
+from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError, Prediction
+from lightning_topt.plan.plan_search import SearchRequest, stage_blocks, step_on
+from lightning_topt.plan.stage_blocks import StageBlocks
+from lightning_topt.plan.stage_simulation import (
+    cut_of_plan,
+    formula_step_seconds,
+    peak_bytes_of,
+    stage_bytes,
+    stage_seconds,
+    step_seconds_of,
+    worst_activations,
+)
+from lightning_topt.plan.stage_tables import PASS_SECONDS, ContinuousShape, shape_of_plan
+from lightning_topt.plan.staged_plans import staged_points
+from lightning_topt.plan.tensor_meshes import (
+    joint_step_in,
+    layout_of_plan,
+    prices_on,
+    split_of,
+    step_in,
+    step_under,
+)
+from lightning_topt.techniques.explain import BlockExplanation, Explanation, explain, explain_blocks
+from lightning_topt.techniques.plan_costs import PlanCosts
+from lightning_topt.techniques.tensor_parallel.whole_operators import WholeOperator, whole_operators
+
+# ---- any plan of a model
+
+
+@dataclass(frozen=True)
+class PricedPlan:
+    """A plan with its expected costs, and what these are made of.
+
+    Args:
+        plan: with `predicted`.
+        predicted: its costs.
+        seconds: the work of a step by kind, on the rank that works longest, whether or not anything
+            waits for it.
+        blocks: of a plan without stages.
+        stages: of a plan with stages.
+    """
+
+    plan: ParallelPlan
+    predicted: Prediction
+    seconds: Mapping[str, float]
+    blocks: PlanExplanation | None = None
+    stages: tuple[StageExplanation, ...] = ()
+
+
+def price_plan(request: SearchRequest, plan: ParallelPlan) -> PricedPlan:
+    """Return what `plan` costs on the cluster of `request`, whose batch is that of the plan.
+
+    Raises:
+        PlanError: the plan is of another model or other blocks.
+        ValueError: the cluster has too few devices.
+    """
+    check_world_size(request.cluster, world_size=plan.mesh.size)
+    request = _cut_as(request, plan)
+    if plan.schedule is not None:
+        return _price_stages(request, plan)
+    explained = explain_plan(request, plan)
+    total = explained.total
+    predicted = Prediction(
+        total.step_seconds,
+        total.peak_bytes,
+        total.compute_seconds,
+        total.exposed_communication_seconds,
+    )
+    return PricedPlan(replace(plan, predicted=predicted), predicted, total.seconds, explained)
+
+
+def _price_stages(request: SearchRequest, plan: ParallelPlan) -> PricedPlan:
+    blocks, shape = stage_blocks(request, plan), shape_of_plan(plan)
+    # by formulas first, which stay where the schedule is too long to be simulated
+    point = _cut_in_order(blocks, plan)
+    formula = float(formula_step_seconds(stage_seconds(blocks, shape, [point]), shape)[0])
+    peak = float(peak_bytes_of(blocks, shape, stage_bytes(blocks, shape, [point]))[0])
+    point = replace(point, step_seconds=formula, peak_bytes=peak)
+    (priced,) = staged_points(blocks, shape, [point], batch_size=plan.batch_size or 1)
+    assert priced.plan.predicted is not None
+    predicted = priced.plan.predicted
+    plan = replace(plan, predicted=predicted)
+    stages = explain_stages(request, plan)
+    # the work of the rank that works longest
+    of_rank: dict[int, dict[str, float]] = {}
+    for stage in stages:
+        sums = of_rank.setdefault(stage.rank, dict.fromkeys(stage.seconds, 0.0))
+        for kind, seconds in stage.seconds.items():
+            sums[kind] += seconds
+    longest = max(of_rank.values(), key=lambda sums: sum(sums.values()))
+    work = sum(seconds for kind, seconds in longest.items() if kind != "receive")
+    return PricedPlan(
+        plan,
+        predicted,
+        {**longest, "waiting": max(predicted.step_seconds - work, 0.0)},
+        stages=stages,
+    )
+
+
+def _cut_as(request: SearchRequest, plan: ParallelPlan) -> SearchRequest:
+    """Return the request with a graph that has the blocks of the plan."""
+    graph = request.graph
+    if plan.fingerprint is not None and plan.fingerprint != graph.fingerprint:
+        raise PlanError(
+            f"the plan was made for another model ({plan.model or 'of another kind'}): class name, "
+            f"parameter names, shapes or dtypes of this {graph.model} differ; give the model that "
+            "it is for, or remove 'fingerprint' from the plan"
+        )
+    known = {block.name: block for block in graph.blocks}
+    if set(known) == set(plan.configs):
+        return request
+    if plan.mesh.tensor_axes:
+        unknown = sorted(set(known) ^ set(plan.configs))[0]
+        raise PlanError(
+            f"{unknown!r} is a block of the plan or of this {graph.model}, not of both: search the "
+            "plan again"
+        )
+    others = len(known)
+    blocks = [
+        known.get(name, Block(name, others + n, recomputable=True))
+        for n, name in enumerate(plan.configs)
+    ]
+    try:
+        return replace(request, graph=graph.with_blocks(blocks))
+    except ValueError as error:
+        raise PlanError(f"{error}; give the plan of this model") from error
+
+
+# ---- block by block
+
+
+@dataclass(frozen=True)
+class PlanExplanation:
+    """The expected costs of `plan` on each rank: in all, and by block.
+
+    `whole` are the functions that run unsplit on every rank of its tensor axis. There are none
+    without one; they are not known where tensors between layers are split too, and beside joint
+    modules.
+    """
+
+    plan: ParallelPlan
+    total: Explanation
+    blocks: Mapping[str, BlockExplanation]
+    whole: tuple[WholeOperator, ...] = ()
+
+
+def explain_plan(request: SearchRequest, plan: ParallelPlan) -> PlanExplanation:
+    """Return what `plan`, one that `search_plans(request)` found, costs.
+
+    Raises:
+        PlanError: the plan has other splits than those of the search, or stages.
+    """
+    if plan.schedule is not None:
+        raise PlanError(
+            "blocks of a plan with stages are not explained one by one: explain_stages says what "
+            "each stage takes"
+        )
+    step = step_of(request, plan)
+    # the placements of computation are in the step already
+    plain: dict[str, Any] = dict.fromkeys(
+        ("parameters", "inputs", "outputs", "sums", "gathers"), ()
+    )
+    configs = {block.block: replace(block.config, **plain) for block in plan.blocks}
+    costs = PlanCosts(step)
+    total, blocks = explain(costs, configs), explain_blocks(costs, configs)
+    if plan.joint or not plan.mesh.tensor_axes or layout_of_plan(plan).rules:
+        return PlanExplanation(plan, total, blocks)
+    return PlanExplanation(plan, total, blocks, unsplit_operators(request, plan))
+
+
+def unsplit_operators(request: SearchRequest, plan: ParallelPlan) -> tuple[WholeOperator, ...]:
+    """Return the functions that run unsplit on every rank of the one tensor axis of `plan`.
+
+    There are none without one.
+    """
+    if not plan.mesh.tensor_axes or request.split is None:
+        return ()
+    prices = prices_on(step_on(request, plan.mesh), request.split, mesh=plan.mesh)
+    return tuple(whole_operators(request.split.priced_calls(split_of(plan), prices)))
+
+
+def step_of(request: SearchRequest, plan: ParallelPlan) -> TrainingStep:
+    """Return the step of one rank under `plan`, as the search priced it.
+
+    Raises:
+        PlanError: as `explain_plan`.
+    """
+    shards = any(block.config.storage.sharded_axes("gradients") for block in plan.blocks)
+    whole = replace(
+        step_on(request, plan.mesh),
+        exchange=plan.gradient_exchange,
+        returns_memory=request.returns_memory or shards,
+        gradient_views=plan.gradient_views,
+    )
+    if not plan.mesh.tensor_axes:
+        return whole
+    if request.split is None:
+        raise PlanError(
+            "a plan with a tensor axis is explained by the model that can be split: give it in the "
+            "request"
+        )
+    layout = layout_of_plan(plan)
+    if plan.joint:
+        step = joint_step_in(
+            replace(layout, joint=plan.joint), whole, request.split, mesh=plan.mesh
+        )
+    elif layout.rules:
+        step = step_in(layout, whole, request.split, mesh=plan.mesh)
+    else:
+        step = step_under(split_of(plan), whole, request.split, mesh=plan.mesh)
+    if step is None:
+        ranks = plan.mesh.ranks_along(plan.mesh.tensor_axes)
+        raise PlanError(f"the plan's step on slices is not known: {request.split.why_whole(ranks)}")
+    return step
+
+
+# ---- stage by stage
+
+
+@dataclass(frozen=True)
+class StageExplanation:
+    """One stage of a plan, on `rank` of the pipeline.
+
+    Sums of its blocks, one after the other; a rank of several stages waits for what none of them
+    runs.
+
+    Args:
+        rank: of the pipeline.
+        blocks: its blocks in the order of forward.
+        seconds: of a step, all microbatches: "forward", "backward" (with recomputation), "receive"
+            (activations from the stage before, and their gradients back), "once" (exchange of
+            gradients and update).
+        bubble: the share of the step in which its rank runs no pass and no exchange or update of
+            any of its stages.
+        peak_parts: bytes: "static" (parameters, gradients, states, copies of weights),
+            "activations" (of all microbatches in flight when its rank holds the most, received
+            tensors and gradients that wait for a later part of backward too), "running" (the most
+            beside these while a block runs), "update" (while the optimizer steps). What is on every
+            rank (buffers, batch) is in none of them.
+        missing_updates: of the stage, before a minibatch's own one, that its forward pass is too
+            early for.
+    """
+
+    rank: int
+    blocks: tuple[str, ...]
+    seconds: Mapping[str, float]
+    bubble: float
+    peak_parts: Mapping[str, float]
+    missing_updates: int = 0
+
+
+def explain_stages(request: SearchRequest, plan: ParallelPlan) -> tuple[StageExplanation, ...]:
+    """Return what each stage of `plan` costs, one that `search_plans(request)` found.
+
+    Raises:
+        PlanError: the plan has no stages, or other blocks than those of the step.
+    """
+    if plan.schedule is None:
+        raise PlanError("a plan without stages is explained by its blocks: use explain_plan")
+    blocks, shape = stage_blocks(request, plan), shape_of_plan(plan)
+    point = _cut_in_order(blocks, plan)
+    seconds, sizes = stage_seconds(blocks, shape, [point]), stage_bytes(blocks, shape, [point])
+    simulated = step_seconds_of(seconds, shape)
+    step = point.step_seconds if simulated is None else float(simulated[0])
+    count, activations = shape.num_microbatches, worst_activations(shape, sizes)
+    busy = np.zeros(shape.pipeline)
+    passes_seconds = count * (seconds.forward + seconds.backward + 2 * PASS_SECONDS) + seconds.once
+    np.add.at(busy, list(shape.ranks), passes_seconds[:, 0])
+    missing = (
+        shape.missing_updates if isinstance(shape, ContinuousShape) else (0,) * shape.num_stages
+    )
+    found = []
+    for s, rank in enumerate(shape.ranks):
+        times = {
+            "forward": count * float(seconds.forward[s, 0]),
+            "backward": count * float(seconds.backward[s, 0]),
+            "receive": count * float(seconds.transfers[:, s, 0].sum()) if s else 0.0,
+            "once": float(seconds.once[s, 0]),
+        }
+        held = {
+            "static": float(sizes.static[s, 0]),
+            "activations": float(activations[s]),
+            "running": float(sizes.hump[s, 0]),
+            "update": float(sizes.update[s, 0]),
+        }
+        bubble = max(1 - float(busy[rank]) / step, 0.0)
+        names = tuple(b.block for b in plan.stages[s].blocks if b.block in blocks.names)
+        found.append(StageExplanation(rank, names, times, bubble, held, missing[s]))
+    return tuple(found)
+
+
+def _cut_in_order(blocks: StageBlocks, plan: ParallelPlan) -> StagePoint:
+    """Return where the stages of `plan` end. Raises PlanError for other blocks or another order."""
+    names = [b.block for stage in plan.stages for b in stage.blocks if b.block in blocks.names]
+    if names != [*blocks.names]:
+        raise PlanError(
+            "the stages of the plan do not have the blocks of this step in order: search it again"
+        )
+    return cut_of_plan(blocks, plan)

@@ -23,7 +23,7 @@ from benchmarks.optimizer_decision_run import SIZES, blocks, make, slowest
 from benchmarks.optimizer_models import count
 from benchmarks.optimizer_ours import SETTLING_STEPS, Adaptive
 from lightning_topt.optim import adaptive_step
-from lightning_topt.optim.decision import GatherCost
+from lightning_topt.optim.adaptive_step import GatherCost
 
 ROUNDS, ROUND_SECONDS, MOST_PAIRS = 5, 2.0, 400
 OPTIMIZERS = ("SGD", "AdamW, fused", "AdamW", "LAMB")

@@ -26,9 +26,9 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.common import RESULTS, machine
 from lightning_topt.optim import LAMB, LARS
-from lightning_topt.optim.assignment import assign_pieces
 from lightning_topt.optim.full_state import parameters_of
 from lightning_topt.optim.parallel_step import install_parallel_step
+from lightning_topt.optim.pieces import assign_pieces
 from lightning_topt.optim.step_costs import estimate_seconds, make_shares
 from lightning_topt.optim.update_rule import update_rule
 

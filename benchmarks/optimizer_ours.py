@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from lightning_topt.communication.node.rows import NodeRows, node_rows
 from lightning_topt.optim.adaptive_step import TRIAL_STEPS, AdaptiveStep, Sharing
-from lightning_topt.optim.scattered_step import ScatteredStep
-from lightning_topt.optim.update_costs import MEASURED_STEPS, WARMUP_STEPS
+from lightning_topt.optim.reduce_scatter import ScatteredStep
+from lightning_topt.optim.step_costs import MEASURED_STEPS, WARMUP_STEPS
 from lightning_topt.optim.update_rule import update_rule
 
 # then an adaptive step has decided

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_topt.costs.cluster import Cluster, Device, Link
-from lightning_topt.costs.groups import Group
+from lightning_topt.costs.communication import Group
 from lightning_topt.costs.optimizer import read_optimizer
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.mesh_axes import Axis, Mesh

@@ -24,8 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.common import RESULTS, machine
-from lightning_topt.optim.lars import LARS, layer_norms
-from lightning_topt.optim.trust_ratios import TrustRatios, share_trust_ratios
+from lightning_topt.optim.lars import LARS, TrustRatios, layer_norms, share_trust_ratios
 
 RATIOS, STEP = "trust ratios", "whole step"
 LOOP, WHOLE, SHARED = "one tensor after the other, plain torch", "not split", "split"

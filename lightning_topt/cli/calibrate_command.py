@@ -14,8 +14,12 @@ from omegaconf import DictConfig
 
 from lightning_topt.cli.calibration_report import print_calibration, save_calibration
 from lightning_topt.cli.local_ranks import run_on_ranks
-from lightning_topt.costs.calibration_changes import Change, changes_between
-from lightning_topt.costs.calibration_check import CheckedPoint, check_calibration
+from lightning_topt.costs.calibration_check import (
+    Change,
+    CheckedPoint,
+    changes_between,
+    check_calibration,
+)
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.measurements import Measurements
 

@@ -12,8 +12,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from lightning_topt.costs.calibration_changes import Change, largest_and_median
-from lightning_topt.costs.calibration_check import CheckedPoint, summarize
+from lightning_topt.costs.calibration_check import (
+    Change,
+    CheckedPoint,
+    largest_and_median,
+    summarize,
+)
 
 SCHEMA_VERSION = 1
 

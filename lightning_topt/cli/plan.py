@@ -15,7 +15,7 @@ from lightning_topt.cli import what_if
 from lightning_topt.cli.plan_report import report_plan
 from lightning_topt.cli.plan_setup import Asked, PlanSetup
 from lightning_topt.cli.searched_meshes import SearchedMeshes
-from lightning_topt.costs.accuracy import sentence_of
+from lightning_topt.costs.cluster import sentence_of
 from lightning_topt.plan.choose import check_objective
 from lightning_topt.plan.plan_search import search_plans
 from lightning_topt.plugins.planning import Planning

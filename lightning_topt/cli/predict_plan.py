@@ -17,8 +17,7 @@ from rich.table import Table
 from lightning_topt.basics.argument_checks import check_whole
 from lightning_topt.basics.units import format_bytes, format_seconds
 from lightning_topt.cli.example_step import ExampleStep, NeedsValues, capture_example
-from lightning_topt.costs.accuracy import sentence_of
-from lightning_topt.costs.cluster import Cluster
+from lightning_topt.costs.cluster import Cluster, sentence_of
 from lightning_topt.costs.optimizer import OptimizerProfile, read_optimizer
 from lightning_topt.graph.meta_build import build_on_meta
 from lightning_topt.plan.explanation import PricedPlan, price_plan

@@ -13,8 +13,7 @@ from rich.table import Table
 
 from lightning_topt.cli.megatron.megatron_costs import MegatronCosts, RowCosts, cluster_for
 from lightning_topt.cli.megatron.megatron_rows import MegatronRow, RowFile, read_rows
-from lightning_topt.costs.accuracy import Accuracy, ErrorFigure, sentence_of
-from lightning_topt.costs.cluster import Cluster
+from lightning_topt.costs.cluster import Accuracy, Cluster, ErrorFigure, sentence_of
 from lightning_topt.costs.fitted_constants import CONSTANTS, FittedConstants, fit_constants
 
 _PARTS = ("forward", "backward", "once", "pipeline")

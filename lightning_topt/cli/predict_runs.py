@@ -19,11 +19,15 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_topt.basics.units import format_bytes, format_seconds
-from lightning_topt.costs.accuracy import Accuracy, ErrorFigure
-from lightning_topt.costs.cluster import Cluster
-from lightning_topt.costs.collective_curves import CollectiveCurve
+from lightning_topt.costs.cluster import (
+    Accuracy,
+    Cluster,
+    CollectiveCurve,
+    Device,
+    ErrorFigure,
+    Link,
+)
 from lightning_topt.costs.fitted_constants import least_factors
-from lightning_topt.costs.node_types import Device, Link
 from lightning_topt.costs.plain_values import number, parse_json, read_text
 
 # of files that are read, rows of the table, runs to fit two factors to

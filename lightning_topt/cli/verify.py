@@ -36,8 +36,8 @@ from lightning_topt.cli.example_step import (
 )
 from lightning_topt.cli.local_ranks import run_on_ranks
 from lightning_topt.costs.cluster import Cluster
-from lightning_topt.costs.measured_device import device_memory_bytes
-from lightning_topt.costs.ranks import gather
+from lightning_topt.costs.measuring import gather
+from lightning_topt.costs.timers import device_memory_bytes
 from lightning_topt.execution.compare_observed import with_observations
 from lightning_topt.execution.observed_step import (
     CannotRehearseError,

@@ -1,3 +1,9 @@
-"""OpGraph and Cluster to CostTable: what every configuration of every block costs, in seconds and
-bytes.
+"""OpGraph and Cluster to tables: what every configuration of every block costs.
+
+In seconds and bytes. The way through this folder:
+
+    the machines    cluster, failures; measured by calibrate, timers, measurements
+    one operator    compute (kernels), communication (collectives), exchange_model (compressed)
+    one step        training_step, with segments, lifetimes, sizes and optimizer
+    the search      chain_table, stage_table, cost_table
 """

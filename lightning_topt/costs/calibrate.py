@@ -1,10 +1,11 @@
-"""Measure the machine this process runs on: a Cluster whose curves and rates are what programs get
-here, now.
+"""Measure the machine this process runs on: a Cluster with the rates that programs get here, now.
 
-Every rank of the default process group calls these functions at the same time: ranks of one machine
-share its memory bandwidth and cores, so their rates are those of all of them working together.
-Results are averaged over ranks and equal on all of them. Without a process group one process
-measures itself. Random generators stay as they are.
+Every rank of the default process group calls these functions at the same time. Results are averaged
+over ranks and equal on all of them. Without a process group one process measures itself. Random
+generators stay as they are.
+
+A busy moment of the machine must not decide about a plan: each part is measured in two halves, with
+all others between them, and again while the two fastest differ (`repeat_parts`).
 """
 
 from __future__ import annotations
@@ -12,33 +13,42 @@ from __future__ import annotations
 import platform
 import statistics
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from lightning_topt.costs.cluster import Cluster, Device
-from lightning_topt.costs.collective_curves import COLLECTIVES, CollectiveCurve, CurveKey
+from lightning_topt.costs.cluster import (
+    COLLECTIVES,
+    Cluster,
+    CollectiveCurve,
+    CurveKey,
+    Device,
+    Link,
+)
+from lightning_topt.costs.communication import Group, mesh_groups
 from lightning_topt.costs.compute import KernelKey, kernel_key, roofline_seconds
-from lightning_topt.costs.global_state import kept_global_state
-from lightning_topt.costs.groups import Group, mesh_groups
-from lightning_topt.costs.measured_datagrams import measure_datagrams
-from lightning_topt.costs.measured_device import device_timers, measured_device
-from lightning_topt.costs.measured_links import (
+from lightning_topt.costs.measuring import (
+    average,
+    kept_global_state,
+    synchronize,
+    time_call,
+    world_size,
+)
+from lightning_topt.costs.timers import (
     WaitTimer,
     collective_timers,
     curve,
+    device_timers,
     fit_link,
+    measure_datagrams,
     measure_overlap,
+    measure_page_faults,
+    measured_device,
     process_groups,
 )
-from lightning_topt.costs.node_types import Link
-from lightning_topt.costs.page_faults import measure_page_faults
-from lightning_topt.costs.ranks import average, world_size
-from lightning_topt.costs.repetition import fastest, repeat_parts, usual
-from lightning_topt.costs.timing import synchronize, time_call
 from lightning_topt.graph.kernels import make_call
 from lightning_topt.graph.op_graph import Kernel, OpGraph
 
@@ -46,6 +56,10 @@ USUAL_COLLECTIVES = COLLECTIVES[:4]  # of data parallelism
 _GROUP_SHARE = 0.15  # of the time, for each kind of group beside that of all ranks
 _OVERLAPS_AGREE = 0.2
 _SMALL_SHARE, _LATEST = 0.1, 3  # of the kernels' expected seconds; of the time to measure them in
+_AGREE = 1.2  # two times are the same within this factor
+_MAX_ROUNDS = 5
+Part = TypeVar("Part", bound=Hashable)
+Times = Mapping[Any, float]  # seconds by what was measured
 
 
 @kept_global_state()
@@ -58,7 +72,9 @@ def calibrate(
     datagrams: bool = False,
 ) -> Cluster:
     """Measure device and links, in about `budget_seconds` altogether, 2 s on a busy machine.
-    Collective: every rank calls it.
+
+    Collective: every rank calls it. The least that is measured takes longer than that over slow
+    links.
 
     Half of the time goes to `collectives` of 4 KiB to 64 MiB over all ranks, as many sizes as it
     allows; the rest to matrix products per dtype, memory bandwidth, the cost of a small operator,
@@ -66,12 +82,18 @@ def calibrate(
     these ranks can have (`mesh_groups`; two ranks have none) takes a sixth of the time more, all
     groups of a kind at once. Each part is measured in two halves, with all the others between them.
     Where a time of the halves differs by more than 20 %, that part is measured again, until 1.4
-    times the time is over; of all rounds the fastest counts, of waits the median (`repetition`).
-    `num_nodes` is how many machines the ranks are on. The least that is measured takes longer than
-    that over slow links. With `datagrams` loss, round trip and rate of these are measured too,
-    which takes a third of the time more.
+    times the time is over; of all rounds the fastest counts, of waits the median.
 
-    Raises ValueError unless the ranks can be spread evenly over that many nodes.
+    Args:
+        device: what ranks train on.
+        num_nodes: how many machines the ranks are on.
+        budget_seconds: as above.
+        collectives: those that are measured, all_reduce among them.
+        datagrams: measure loss, round trip and rate of these too, which takes a third of the time
+            more.
+
+    Raises:
+        ValueError: unless the ranks can be spread evenly over that many nodes.
     """
     assert "all_reduce" in collectives and set(collectives) <= set(COLLECTIVES)
     device, ranks, start = torch.device(device), world_size(), time.perf_counter()
@@ -85,6 +107,7 @@ def calibrate(
     parts: dict[Any, Callable[[], Mapping[Any, float]]] = dict(
         device_timers(device, budget_seconds=0.35 * half)
     )
+    # rounds of every part: device, collectives, waits
     with process_groups(groups) as made:
         timers = collective_timers(made, ops=collectives, device=device, budgets=budgets)
         waits = {
@@ -95,6 +118,7 @@ def calibrate(
             parts | timers | waits,
             seconds_left=lambda: average([deadline - time.perf_counter()])[0],
         )
+    # from times to curves, links and rates
     times = {name: fastest(found) for name, found in rounds.items()}
     curves = {key: curve(times[key], wait_seconds=_wait(rounds, key)) for key in timers}
     inter = fit_link(curves, Group(num_nodes, local))
@@ -103,11 +127,9 @@ def calibrate(
         inter, intra = _with_datagrams(
             inter, intra, num_nodes=num_nodes, local=local, budget_seconds=budget_seconds / 3
         )
-    average(
-        [0.0]
-        # all ranks begin together: that they take memory at the same time costs each a third more,
-        # as in a step
-    )
+    # All ranks begin together: that they take memory at the same time costs each a third more, as
+    # in a step.
+    average([0.0])
     faults = average([measure_page_faults(device)])[0]
     measured = measured_device(device, times, page_fault_seconds_per_byte=faults)
     return Cluster(
@@ -126,6 +148,107 @@ def calibrate(
     )
 
 
+def _with_datagrams(
+    inter: Link, intra: Link, *, num_nodes: int, local: int, budget_seconds: float
+) -> tuple[Link, Link]:
+    """Return the links with what was measured of datagrams.
+
+    In one node, whose ranks have one link, both.
+    """
+    if num_nodes * local == 1:
+        return inter, intra
+    if num_nodes == 1 or local == 1:
+        path = measure_datagrams(Group(num_nodes * local), budget_seconds=budget_seconds)
+        return replace(inter, datagrams=path), replace(intra, datagrams=path)
+    between = measure_datagrams(Group(num_nodes, local), budget_seconds=budget_seconds / 2)
+    inside = measure_datagrams(Group(local), budget_seconds=budget_seconds / 2)
+    return replace(inter, datagrams=between), replace(intra, datagrams=inside)
+
+
+def _wait(rounds: Mapping[Any, Sequence[Mapping[Any, float]]], key: CurveKey) -> float:
+    """Return what ranks wait for one another before a collective.
+
+    Of messages between two ranks, schedules say it.
+    """
+    op, *group = key
+    return 0.0 if op == "send_recv" else next(iter(usual(rounds["wait", Group(*group)]).values()))
+
+
+def _overlap(
+    device: torch.device, all_reduce: CollectiveCurve | None, *, budget_seconds: float
+) -> float:
+    """Return the mean of two halves; where they disagree, the median of three."""
+    half = 0.5 * budget_seconds
+    shares = [measure_overlap(device, all_reduce=all_reduce, budget_seconds=half) for _ in range(2)]
+    if abs(shares[0] - shares[1]) > _OVERLAPS_AGREE:
+        shares.append(measure_overlap(device, all_reduce=all_reduce, budget_seconds=half))
+    return statistics.median(shares)
+
+
+# ---- Repeat measurements until they agree
+
+
+def repeat_parts(
+    parts: Mapping[Part, Callable[[], Times]], *, seconds_left: Callable[[], float]
+) -> dict[Part, list[Times]]:
+    """Return the rounds of every part, repeated while they differ.
+
+    Every part is measured in two halves, one after all others, and again while the two fastest
+    differ: when a time in one is more than 20 % above the same time in the other. There are at most
+    five rounds, and no more when `seconds_left` returns less than 0. `fastest` and `usual` make one
+    time of them.
+
+    All ranks must get the same times and seconds (`measuring.average`), as they then repeat the
+    same parts.
+    """
+    rounds: dict[Part, list[Times]] = {name: [] for name in parts}
+    for _ in range(2):
+        for name, measure in parts.items():
+            rounds[name].append(measure())
+    for _ in range(_MAX_ROUNDS - 2):
+        again = [name for name, times in rounds.items() if not agree(times)]
+        if not again or seconds_left() < 0:
+            break
+        for name in again:
+            rounds[name].append(parts[name]())
+    return rounds
+
+
+def agree(rounds: Sequence[Times]) -> bool:
+    """Return whether of every time the two least are within 20 %."""
+    by_key = (sorted(times[key] for times in rounds if key in times) for key in fastest(rounds))
+    return all(len(times) > 1 and times[1] <= _AGREE * times[0] for times in by_key)
+
+
+def fastest(rounds: Sequence[Times]) -> dict[Hashable, float]:
+    """Return the least of every time.
+
+    For work on one device, which other programs can only make slower.
+    """
+    return _of_each(rounds, min)
+
+
+def usual(rounds: Sequence[Times]) -> dict[Hashable, float]:
+    """Return the median of every time.
+
+    For what varies by itself, such as how long ranks wait for one another.
+    """
+    return _of_each(rounds, statistics.median)
+
+
+def _of_each(
+    rounds: Sequence[Times], choose: Callable[[list[float]], float]
+) -> dict[Hashable, float]:
+    found: dict[Hashable, list[float]] = {}
+    for times in rounds:
+        for key, seconds in times.items():
+            found.setdefault(key, []).append(seconds)
+    return {key: choose(seconds) for key, seconds in found.items()}
+
+
+# ---- Kernels of a graph
+
+
 @kept_global_state()
 def measure_kernels(
     graph: OpGraph,
@@ -134,13 +257,12 @@ def measure_kernels(
     budget_seconds: float = 2.0,
     known: Collection[KernelKey] = (),
 ) -> dict[KernelKey, float]:
-    """Return the seconds of the graph's kernels on `device` at ``graph.batch_size``, those expected
-    to cost most first.
+    """Return the seconds of the graph's kernels on `device` at ``graph.batch_size``.
 
-    Collective: all ranks measure the same kernels at the same time. It ends when `budget_seconds`
-    are over, or up to twice that later, once what is left is expected to be less than a tenth of
-    the step. Left out are kernels that cannot be made outside the model, for which formulas stand
-    in (`estimate_kernel_seconds`), and those that are `known`.
+    Collective: all ranks measure the same kernels at the same time, those expected to cost most
+    first. It ends when `budget_seconds` are over, or up to twice that later, once what is left is
+    expected to be less than a tenth of the step. Left out are kernels that cannot be made outside
+    the model, for which formulas stand in (`estimate_kernel_seconds`), and those that are `known`.
     """
     device = torch.device(device)
     start = time.perf_counter()
@@ -161,46 +283,11 @@ def measure_kernels(
     return dict(zip(seconds, average([*seconds.values()]), strict=True))
 
 
-def _with_datagrams(
-    inter: Link, intra: Link, *, num_nodes: int, local: int, budget_seconds: float
-) -> tuple[Link, Link]:
-    """The links with what was measured of datagrams; in one node, whose ranks have one link,
-    both.
-    """
-    if num_nodes * local == 1:
-        return inter, intra
-    if num_nodes == 1 or local == 1:
-        path = measure_datagrams(Group(num_nodes * local), budget_seconds=budget_seconds)
-        return replace(inter, datagrams=path), replace(intra, datagrams=path)
-    between = measure_datagrams(Group(num_nodes, local), budget_seconds=budget_seconds / 2)
-    inside = measure_datagrams(Group(local), budget_seconds=budget_seconds / 2)
-    return replace(inter, datagrams=between), replace(intra, datagrams=inside)
-
-
-# ---- parts ---------------------------------------------------------------------------------------
-
-
-def _wait(rounds: Mapping[Any, Sequence[Mapping[Any, float]]], key: CurveKey) -> float:
-    """Return what ranks wait for one another before a collective; of messages between two,
-    schedules say it.
-    """
-    op, *group = key
-    return 0.0 if op == "send_recv" else next(iter(usual(rounds["wait", Group(*group)]).values()))
-
-
-def _overlap(
-    device: torch.device, all_reduce: CollectiveCurve | None, *, budget_seconds: float
-) -> float:
-    """The mean of two halves; where they disagree, the median of three."""
-    half = 0.5 * budget_seconds
-    shares = [measure_overlap(device, all_reduce=all_reduce, budget_seconds=half) for _ in range(2)]
-    if abs(shares[0] - shares[1]) > _OVERLAPS_AGREE:
-        shares.append(measure_overlap(device, all_reduce=all_reduce, budget_seconds=half))
-    return statistics.median(shares)
-
-
 def _by_cost(graph: OpGraph) -> dict[KernelKey, tuple[Kernel, float]]:
-    """Distinct kernels, the ones that a rough roofline expects to cost most altogether first."""
+    """Return distinct kernels and their expected seconds, most seconds altogether first.
+
+    Expected by a rough roofline.
+    """
     rough = Device("any", 1, {"float32": 5e10}, 1e10, 2e-6)
     totals: dict[KernelKey, float] = {}
     kernels: dict[KernelKey, Kernel] = {}
@@ -218,6 +305,7 @@ def _by_cost(graph: OpGraph) -> dict[KernelKey, tuple[Kernel, float]]:
 
 
 def _try_call(kernel: Kernel, device: torch.device) -> Callable[[], None] | None:
+    """Return a call of the kernel that has worked once; None where it cannot be made."""
     try:
         call = make_call(kernel, device)
         call()

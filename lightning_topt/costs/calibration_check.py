@@ -1,16 +1,22 @@
-"""A calibration is checked against itself: what its table says beside what is measured, once more
-and in other places.
+"""How far a calibration can be trusted: against itself, and against an earlier one.
 
-    constant                  points
-    a rate of products        each size that was measured; the table has one rate for all
-    memory, kernels, faults   the same measurement once more
-    a collective              the sizes of its curve once more, and the means between them, where
-                              the table interpolates
-    a link                    the curves of groups that it joins; the table has the ring formulas of
-                              `communication`
+`check_calibration` puts what the table says beside what is measured once more, and in other places:
 
-error of a point = |table / measured - 1|, of seconds. Links are asked for groups without a curve
+    constant                    points
+    a rate of products          each size that was measured; the table has one rate for all
+    memory, kernels, faults     the same measurement once more
+    a collective                the sizes of its curve once more, and the means between them,
+                                where the table interpolates
+    a link                      the curves of groups that it joins; the table has the ring
+                                formulas of `communication`
+
+error of a point = |table / measured - 1|, of seconds. Links are used for groups without a curve
 alone.
+
+`changes_between` compares two calibrations of one machine:
+
+    change of a constant   now / before - 1; of shares (`overlap`, loss) now - before
+    change of a curve      the same at each size that both have
 """
 
 from __future__ import annotations
@@ -24,16 +30,17 @@ from typing import Any
 import torch
 
 from lightning_topt.basics.units import format_bytes
-from lightning_topt.costs.cluster import Cluster, Link
-from lightning_topt.costs.collective_curves import CollectiveCurve, CurveKey
-from lightning_topt.costs.communication import ring_seconds
-from lightning_topt.costs.global_state import kept_global_state
-from lightning_topt.costs.groups import Group, mesh_groups
-from lightning_topt.costs.measured_device import device_timers, product_flops
-from lightning_topt.costs.measured_links import collective_timers, process_groups
-from lightning_topt.costs.page_faults import measure_page_faults
-from lightning_topt.costs.ranks import average
-from lightning_topt.costs.repetition import fastest
+from lightning_topt.costs.calibrate import fastest
+from lightning_topt.costs.cluster import Cluster, CollectiveCurve, CurveKey, Device, Link
+from lightning_topt.costs.communication import Group, mesh_groups, ring_seconds
+from lightning_topt.costs.measuring import average, kept_global_state
+from lightning_topt.costs.timers import (
+    collective_timers,
+    device_timers,
+    measure_page_faults,
+    process_groups,
+    product_flops,
+)
 
 DEVICE_CONSTANTS = {  # fields of `Device`
     "memory_bandwidth": "memory bandwidth",
@@ -46,57 +53,17 @@ _ROUNDS = 2  # of which the fastest counts, as in a calibration
 _GROUP_SHARE = 0.15  # of the time, for each kind of group
 
 
-@dataclass(frozen=True)
-class CheckedPoint:
-    """Seconds of one point `at` which a constant was looked at, as the table has them and as they
-    were measured.
-    """
-
-    constant: str
-    at: str
-    table: float
-    measured: float
-
-    @property
-    def error(self) -> float:
-        """By how much the table is off, as a share of what was measured; below 0 where it has
-        less.
-        """
-        return self.table / self.measured - 1
-
-
-@dataclass(frozen=True)
-class CheckedConstant:
-    """The errors of a constant at its points: shares, and where the largest is."""
-
-    constant: str
-    points: int
-    median: float
-    largest: float
-    at: str
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values."""
-        return asdict(self)
-
-
-def summarize(points: Sequence[CheckedPoint]) -> list[CheckedConstant]:
-    """Return the errors of each constant, in the order in which they come first."""
-    found = []
-    for constant in dict.fromkeys(point.constant for point in points):
-        own = [point for point in points if point.constant == constant]
-        worst = max(own, key=lambda point: abs(point.error))
-        median = statistics.median(abs(point.error) for point in own)
-        found.append(CheckedConstant(constant, len(own), median, abs(worst.error), worst.at))
-    return found
+# ---- Against itself
 
 
 @kept_global_state()
 def check_calibration(
     cluster: Cluster, *, device: torch.device | str = "cpu", budget_seconds: float = 1.5
 ) -> list[CheckedPoint]:
-    """Return what `cluster`, which `calibrate` has measured with these ranks, says beside what is
-    measured now, in about `budget_seconds`. Collective: every rank calls it, and gets the same.
+    """Return what `cluster` says beside what is measured now, in about `budget_seconds`.
+
+    `calibrate` has measured it with these ranks. Collective: every rank calls it, and gets the
+    same.
     """
     device, half = torch.device(device), budget_seconds / _ROUNDS
     devices = device_timers(device, budget_seconds=0.5 * half)
@@ -109,6 +76,7 @@ def check_calibration(
     with process_groups(groups) as made:
         timers = collective_timers(made, ops=ops, device=device, budgets=budgets)
         timers = {key: timer for key, timer in timers.items() if key in cluster.collectives}
+        # at the sizes of the curves and between them
         for key, timer in timers.items():
             timer.sizes = sizes_between(cluster.collectives[key])
         parts: dict[Any, Callable[[], Mapping[Any, float]]] = {**devices, **timers}
@@ -124,6 +92,53 @@ def check_calibration(
         ),
         *_link_points(cluster),
     ]
+
+
+@dataclass(frozen=True)
+class CheckedPoint:
+    """Seconds at one point of a constant, as the table has them and as they were measured.
+
+    `at` says where the constant was looked at.
+    """
+
+    constant: str
+    at: str
+    table: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        """By how much the table is off, as a share of what was measured.
+
+        Below 0 where it has less.
+        """
+        return self.table / self.measured - 1
+
+
+def summarize(points: Sequence[CheckedPoint]) -> list[CheckedConstant]:
+    """Return the errors of each constant, in the order in which they come first."""
+    found = []
+    for constant in dict.fromkeys(point.constant for point in points):
+        own = [point for point in points if point.constant == constant]
+        worst = max(own, key=lambda point: abs(point.error))
+        median = statistics.median(abs(point.error) for point in own)
+        found.append(CheckedConstant(constant, len(own), median, abs(worst.error), worst.at))
+    return found
+
+
+@dataclass(frozen=True)
+class CheckedConstant:
+    """The errors of a constant at its points: shares, and where the largest is."""
+
+    constant: str
+    points: int
+    median: float
+    largest: float
+    at: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values."""
+        return asdict(self)
 
 
 def sizes_between(curve: CollectiveCurve) -> list[int]:
@@ -162,7 +177,7 @@ def _curve_points(
 
 
 def _link_points(cluster: Cluster) -> Iterator[CheckedPoint]:
-    """The formula of a link at the points of the curves in groups that it alone joins."""
+    """Yield the formula of a link at the points of the curves in groups that it alone joins."""
     local = cluster.devices_per_node
     links: list[tuple[str, Link | None, Group]] = [
         ("link inside nodes, as rings", cluster.intra, Group(local)),
@@ -181,3 +196,113 @@ def name_of(key: CurveKey) -> str:
     """Return a curve's name for people."""
     op, size, stride = key
     return f"{op} of {size} ranks" + (f", every {stride}th" if stride > 1 else "")
+
+
+# ---- Against an earlier one
+
+
+def changes_between(before: Cluster, now: Cluster) -> list[Change]:
+    """Return what differs between two calibrations of the same ranks.
+
+    Constants that one of them lacks are left out.
+    """
+    return [
+        *_device_changes(before.device, now.device),
+        *_link_changes("inside nodes", before.intra, now.intra),
+        *_link_changes("between nodes", before.inter, now.inter),
+        *_share("overlap of exchanges", before.overlap, now.overlap),
+        *_curve_changes(before, now),
+    ]
+
+
+def largest_and_median(changes: Sequence[Change]) -> tuple[Change, float] | None:
+    """Return the largest change, and the median over constants of their largest ones.
+
+    Without differences of shares; None where nothing is left.
+    """
+    ratios = [each for each in changes if not each.is_share]
+    if not ratios:
+        return None
+    return max(ratios, key=lambda each: each.largest), statistics.median(
+        each.largest for each in ratios
+    )
+
+
+@dataclass(frozen=True)
+class Change:
+    """A constant before and now, and how much its points have changed.
+
+    Attributes:
+        constant: its name for people.
+        before: its value then; of a curve: seconds at the size that changed most.
+        now: the same now.
+        largest: the largest change of its points, without signs.
+        median: the median change.
+        points: how many there are.
+        at: the size that changed most.
+        is_share: changes are differences of shares, else shares of the value before.
+    """
+
+    constant: str
+    before: float
+    now: float
+    largest: float
+    median: float
+    points: int = 1
+    at: str = ""
+    is_share: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values."""
+        return asdict(self)
+
+
+def _device_changes(before: Device, now: Device) -> Iterator[Change]:
+    for dtype in before.flops:
+        if dtype in now.flops:
+            yield from _ratio(f"rate of {dtype} products", before.flops[dtype], now.flops[dtype])
+    for name, title in DEVICE_CONSTANTS.items():
+        yield from _ratio(title, getattr(before, name), getattr(now, name))
+
+
+def _link_changes(where: str, before: Link | None, now: Link | None) -> Iterator[Change]:
+    if before is None or now is None:
+        return
+    yield from _ratio(f"latency {where}", before.latency_seconds, now.latency_seconds)
+    yield from _ratio(f"bandwidth {where}", before.bandwidth, now.bandwidth)
+    first, second = before.datagrams, now.datagrams
+    if first is not None and second is not None:
+        yield from _ratio(f"rate of datagrams {where}", first.bandwidth, second.bandwidth)
+        yield from _ratio(
+            f"round trip {where}", first.round_trip_seconds, second.round_trip_seconds
+        )
+        yield from _share(f"loss of datagrams {where}", first.loss, second.loss)
+
+
+def _curve_changes(before: Cluster, now: Cluster) -> Iterator[Change]:
+    for key, curve in now.collectives.items():
+        known = before.collectives.get(key)
+        shared = [size for size in curve.sizes if known is not None and size in known.sizes]
+        if known is None or not shared:
+            continue
+        ratios = {size: curve.seconds_at(size) / known.seconds_at(size) - 1 for size in shared}
+        worst = max(shared, key=lambda size: abs(ratios[size]))
+        yield Change(
+            name_of(key),
+            known.seconds_at(worst),
+            curve.seconds_at(worst),
+            abs(ratios[worst]),
+            statistics.median(map(abs, ratios.values())),
+            points=len(shared),
+            at=f"{worst:.0f} bytes",
+        )
+
+
+def _ratio(name: str, before: float, now: float) -> Iterator[Change]:
+    if before > 0 and now > 0 and math.isfinite(before) and math.isfinite(now):
+        change = abs(now / before - 1)
+        yield Change(name, before, now, change, change)
+
+
+def _share(name: str, before: float, now: float) -> Iterator[Change]:
+    yield Change(name, before, now, abs(now - before), abs(now - before), is_share=True)

@@ -1,18 +1,17 @@
-"""Costs of a chain of blocks, each under several configurations, in seconds and bytes: what a whole
-step is made of.
+"""Costs of a chain of blocks, each under several configurations: what a step is made of.
 
 Blocks run forward in order and backward in reverse. Computation does not wait for the network;
 exchanges of gradients run on one network in the order in which they become ready, beside the
 backward of earlier blocks. For blocks n = 0 ... N-1
 
-    step_seconds   when both are done:   computation takes  sum of seconds;  an exchange starts when
-                   its block's backward is over and the one before it has finished; backward passes
-                   are the last part of computation, in reverse
+    step_seconds   when both are done: computation takes the sum of seconds; an exchange starts
+                   when its block's backward is over and the one before it has finished; backward
+                   passes are the last part of computation, in reverse
     peak_bytes     sum of static + the largest of
-                     held of j < n + forward_hump of n + late of j > n    forward of n
-                     held of all                                          forward is over
-                     kept of j < n + hump of n + late of j > n            backward of n
-                     late of all + update_bytes                           the optimizer step
+                   held of j < n + forward_hump of n + late of j > n     forward of n
+                   held of all                                           forward is over
+                   kept of j < n + hump of n + late of j > n             backward of n
+                   late of all + update_bytes                            the optimizer step
 
 `evaluate` says the same in arrays. The search folds blocks from the last to the first with five
 numbers (`search_chain`).
@@ -35,8 +34,7 @@ _FORWARD = {"held": "kept", "forward_hump": "hump"}  # what they are where they 
 
 @dataclass(frozen=True, eq=False)
 class BlockCosts:
-    """Costs of one block under each of its `configs`, arrays (config,); plus infinity in `seconds`
-    or `static` forbids.
+    """Costs of one block under each of its `configs`, arrays (config,); inf forbids.
 
     Args:
         configs: names of the configurations.
@@ -91,8 +89,9 @@ class BlockCosts:
             raise ValueError("backward is a part of seconds and cannot be more")
 
     def cost(self, name: str) -> Array:
-        """Return the costs (config,) of this name; of `held` and `forward_hump` what stands for
-        them.
+        """Return the costs (config,) of this name.
+
+        Where `held` and `forward_hump` are not given, what stands for them.
         """
         given: Array | None = getattr(self, name)
         return self.cost(_FORWARD[name]) if given is None else given
@@ -121,12 +120,12 @@ class BlockEdge:
 
 @dataclass(frozen=True, eq=False)
 class ChainTable:
-    """A chain: `blocks` are the distinct ones, ``order[n]`` says which of them block n is, in the
-    order of forward.
+    """A chain of blocks, in the order of forward.
 
-    ``edges[n]`` joins blocks n and n + 1, None costs nothing; no edges at all may be left out.
-    Every plan also pays `fixed_seconds` and `fixed_bytes`, and `update_bytes` while the optimizer
-    steps. `names` of the blocks of the chain are for the answer; left out, they are numbers.
+    `blocks` are the distinct ones, ``order[n]`` says which of them block n is. ``edges[n]`` joins
+    blocks n and n + 1, None costs nothing; no edges at all may be left out. Every plan also pays
+    `fixed_seconds` and `fixed_bytes`, and `update_bytes` while the optimizer steps. `names` of the
+    blocks of the chain are for the answer; left out, they are numbers.
     """
 
     blocks: tuple[BlockCosts, ...]
@@ -172,8 +171,9 @@ class ChainTable:
         return self.edges[n] if self.edges else None
 
     def evaluate(self, plans: NDArray[np.intp]) -> tuple[Array, Array]:
-        """Return (step_seconds, peak_bytes) (n,) of `plans` (n, block): indices of
-        configurations.
+        """Return (step_seconds, peak_bytes) (n,) of `plans` (n, block).
+
+        Plans are indices of configurations.
         """
         shape = len(self.order), len(plans)
         chosen = {
@@ -191,7 +191,7 @@ class ChainTable:
         step = np.maximum(
             seconds, self._network_seconds(seconds, chosen["backward"], chosen["exchange"])
         )
-        moving = [
+        moving = [  # backward, forward, the ends of both, the update
             self._moving_bytes(chosen["kept"], chosen["late"], chosen["hump"]),
             self._moving_bytes(chosen["held"], chosen["late"], chosen["forward_hump"]),
             chosen["kept"].sum(axis=0),
@@ -204,7 +204,7 @@ class ChainTable:
     def _network_seconds(seconds: Array, backward: Array, exchange: Array) -> Array:
         """Return the seconds (n,) when the last exchange is over."""
         finished = np.full_like(seconds, -np.inf)
-        for n in range(len(backward) - 1, -1, -1):
+        for n in range(len(backward) - 1, -1, -1):  # in the order of backward
             ready = seconds - backward[:n].sum(axis=0)
             finished = np.maximum(finished, ready) + exchange[n]
         return finished

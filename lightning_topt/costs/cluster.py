@@ -1,44 +1,44 @@
-"""Cluster, Device, Link: what the cost model knows of the machines, from a data sheet or measured
-(`calibrate`).
+"""Cluster, Device, Link: what the cost model knows of the machines, from a data sheet or measured.
+
+    cluster = Cluster.load("conf/cluster/a100_8x8.yaml")     # or calibrate.calibrate()
+    cluster.num_devices, cluster.device.flops_of("bfloat16"), cluster.intra.bandwidth
 
 YAML is a plain mapping, so the files in ``conf/cluster`` are a Hydra config group as well. Sizes
 may be text with units (see `units`). Every rate is what a program achieves, not the peak of the
 data sheet; each file says how it got there.
+
+    Cluster           nodes of devices; several kinds of nodes (`NodeType`) or one
+    Device            rates and memory of one accelerator, or of a rank's share of a CPU
+    Link              latency and bandwidth that one rank gets; `DatagramPath` of datagrams
+    CollectiveCurve   measured seconds of a collective by message size
+    Accuracy          errors of predictions with these numbers
+
+Errors of predictions against what was measured stand beside new predictions:
+
+    error of a run    |predicted / measured - 1|
+    median, p90       the error that half of the runs, and nine of ten, stay below; of runs that
+                      constants were fitted to, times sqrt(n / (n - k)) for n runs and k constants
+                      (the residuals of a fit are that much too small)
 """
 
 from __future__ import annotations
 
-import dataclasses
+import bisect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightning_topt.costs.accuracy import Accuracy
-from lightning_topt.costs.cluster_entries import (
-    Entries,
-    read_accuracy,
-    read_collectives,
-    read_device,
-    read_failures,
-    read_link,
-    read_nodes,
-)
-from lightning_topt.costs.collective_curves import COLLECTIVES, CollectiveCurve, CurveKey
+import numpy as np
+
+from lightning_topt.basics.units import parse_bandwidth, parse_bytes, parse_flops, parse_seconds
 from lightning_topt.costs.failures import Failures
-from lightning_topt.costs.node_types import (
-    ClusterError,
-    Device,
-    Link,
-    NodeType,
-    slowest_device,
-    slowest_link,
-)
 from lightning_topt.costs.plain_values import (
     check_plain,
     dump_yaml,
+    names,
     number,
     one_line,
     parse_yaml,
@@ -48,21 +48,44 @@ from lightning_topt.costs.plain_values import (
     whole,
 )
 
-__all__ = ["Cluster", "ClusterError", "Device", "Link", "NodeType"]
+COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "send_recv")
+CurveKey = tuple[str, int, int]  # collective, size and stride of the group
+_REQUIRED = object()
+UNKNOWN = (
+    "How far predictions for this cluster are from the truth is not known: no run on it was "
+    "compared (`topt predict runs=...` "
+    "with calibrate_on=... or a folder of run.json files does)."
+)
+
+
+class ClusterError(ValueError):
+    """A cluster description that cannot be read; says which entry and what to write instead."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes of equal devices; or of several kinds, `nodes` (see `of_nodes`), of which the entries
-    here are the slowest.
+    """Nodes of equal devices; or of several kinds, `nodes` (see `of_nodes`).
 
-    `intra` joins the devices of a node, `inter` the nodes (None with a single node), both per rank:
-    a node's network is shared by its devices. `collectives` are measured curves by (collective,
-    size, stride) of the group, of all groups like it at the same time (`groups.Group`). `overlap`
-    is the share of a gradient exchange that really runs beside computation (0 none, 1 all).
-    `backend` is torch.distributed's (``"nccl"``, ``"gloo"``). `source` says where the numbers are
-    from, `failures` how often devices are lost and what that costs (None: nothing is known of it),
-    `accuracy` how far predictions with them were from what was measured (None: nothing was).
+    Of several kinds, the other entries here are the slowest.
+
+    Attributes:
+        name: for people.
+        device: one of the devices.
+        devices_per_node: of each node.
+        num_nodes: of the cluster.
+        intra: the link between devices of a node, per rank.
+        inter: the link between nodes, per rank: a node's network is shared by its devices; None
+            with a single node.
+        collectives: measured curves by (collective, size, stride) of the group, of all groups like
+            it at the same time (`communication.Group`).
+        overlap: the share of a gradient exchange that really runs beside computation (0 none, 1
+            all).
+        backend: torch.distributed's (``"nccl"``, ``"gloo"``).
+        source: where the numbers are from.
+        nodes: the kinds of nodes.
+        failures: how often devices are lost and what that costs; None: nothing is known of it.
+        accuracy: how far predictions with these numbers were from what was measured; None: nothing
+            was.
     """
 
     name: str
@@ -81,16 +104,13 @@ class Cluster:
 
     @classmethod
     def of_nodes(cls, nodes: Sequence[NodeType], *, intra: Link, **entries: Any) -> Cluster:
-        """Return a cluster of several kinds of nodes, whose ranks are in the order of `nodes`;
-        `entries` are the others of a cluster.
+        """Return a cluster of several kinds of nodes, whose ranks are in the order of `nodes`.
 
-        Stages of a pipeline run on the devices of their ranks. All else is as if every device was
-        like the slowest, joined as by the slowest `intra`, and as many on a node as divide the
-        devices of each.
+        `entries` are the others of a cluster. Stages of a pipeline run on the devices of their
+        ranks. All else is as if every device was like the slowest, joined as by the slowest
+        `intra`, and as many on a node as divide the devices of each.
         """
-        nodes = tuple(
-            node if node.intra else dataclasses.replace(node, intra=intra) for node in nodes
-        )
+        nodes = tuple(node if node.intra else replace(node, intra=intra) for node in nodes)
         return cls(**_common(nodes, intra), nodes=nodes, **entries)
 
     def __post_init__(self) -> None:
@@ -106,7 +126,7 @@ class Cluster:
             raise ClusterError(f"overlap is a share between 0 and 1, got {self.overlap}")
         if self.backend not in ("nccl", "gloo"):
             raise ClusterError(f"backend must be 'nccl' or 'gloo', got {shown(self.backend)}")
-        for op, size, stride in self.collectives:
+        for op, size, stride in self.collectives:  # keys of the curves
             if op not in COLLECTIVES or size < 2 or stride < 1:
                 raise ClusterError(
                     f"collectives: ({shown(op)}, {size}, {stride}) must be one of {COLLECTIVES}, "
@@ -120,8 +140,9 @@ class Cluster:
         return self.devices_per_node * self.num_nodes
 
     def node_of(self, rank: int) -> tuple[int, int]:
-        """Return the kind of the node of a rank, its place in `nodes` (0 without), and the number
-        of the node.
+        """Return the kind of the node of a rank, and the number of the node.
+
+        The kind is its place in `nodes` (0 without).
         """
         before = 0
         for kind, node in enumerate(self.nodes):
@@ -131,17 +152,15 @@ class Cluster:
         return 0, before + rank // self.devices_per_node
 
     def of_kinds(self, kinds: Sequence[int]) -> Cluster:
-        """Return a cluster as slow as the slowest of these kinds of nodes, as one of equal
-        devices.
-        """
+        """Return a cluster of equal devices, as slow as the slowest of these kinds of nodes."""
         if not self.nodes:
             return self
         common = _common([self.nodes[kind] for kind in kinds], self.intra)
-        return dataclasses.replace(self, nodes=(), device=common["device"], intra=common["intra"])
+        return replace(self, nodes=(), device=common["device"], intra=common["intra"])
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values in base units, as `save` writes them."""
-        data = dataclasses.asdict(dataclasses.replace(self, collectives={}))
+        data = asdict(replace(self, collectives={}))
         for name in ("device", "devices_per_node", "num_nodes") if self.nodes else ("nodes",):
             del data[name]
         if self.accuracy is None:
@@ -161,8 +180,9 @@ class Cluster:
 
     @classmethod
     def from_dict(cls, data: Any) -> Cluster:
-        """Read a mapping such as the files in ``conf/cluster``. Raises ClusterError that names the
-        wrong entry.
+        """Read a mapping such as the files in ``conf/cluster``.
+
+        Raises ClusterError that names the wrong entry.
         """
         try:
             check_plain(data)
@@ -188,7 +208,7 @@ class Cluster:
 
 
 def _common(nodes: Sequence[NodeType], intra: Link) -> dict[str, Any]:
-    """The entries of a cluster that all `nodes` can be said to have."""
+    """Return the entries of a cluster that all `nodes` can be said to have."""
     per_node = math.gcd(*(node.devices_per_node for node in nodes))
     counts = [node.count * node.devices_per_node for node in nodes]
     return {
@@ -199,30 +219,473 @@ def _common(nodes: Sequence[NodeType], intra: Link) -> dict[str, Any]:
     }
 
 
+# ---- Devices, links and nodes
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator, or the share of a CPU that one rank gets.
+
+    Attributes:
+        name: for people.
+        memory_bytes: of one rank.
+        flops: achieved FLOP/s of matrix products by dtype (``"float32"``); a dtype that is not
+            listed runs at the rate of ``"float32"``.
+        memory_bandwidth: bytes/s.
+        op_overhead_seconds: what one kernel costs at least.
+        price_per_hour: in any currency.
+        process_bytes: what a training rank keeps beside tensors (on CPUs: objects, buffers of
+            libraries).
+        page_fault_seconds_per_byte: what a byte costs that is taken anew from the operating system,
+            which plans under a memory limit do for every tensor on CPUs (`execution.allocator`).
+        spot_price_per_hour: where its owner may take it back.
+        framework_seconds: what a kernel of a step costs beyond itself where the host does not run
+            ahead of the device: modules, autograd, Python (CPUs).
+        launch_seconds: what the host takes for a kernel of a step where it does (accelerators).
+        half_rate_flops: FLOPs of a matrix product that runs at half of the rate in `flops`: smaller
+            ones do not fill the device.
+    """
+
+    name: str
+    memory_bytes: int
+    flops: Mapping[str, float]
+    memory_bandwidth: float
+    op_overhead_seconds: float = 0.0
+    price_per_hour: float | None = None
+    process_bytes: int = 0
+    page_fault_seconds_per_byte: float = 0.0
+    spot_price_per_hour: float | None = None
+    framework_seconds: float = 0.0
+    launch_seconds: float = 0.0
+    half_rate_flops: float = 0.0
+
+    def __post_init__(self) -> None:
+        if "float32" not in self.flops:
+            raise ClusterError("device.flops needs a rate for float32")
+        if not all(
+            value > 0 for value in (self.memory_bytes, self.memory_bandwidth, *self.flops.values())
+        ):
+            raise ClusterError(
+                "device: memory_bytes, memory_bandwidth and every rate in flops must be positive"
+            )
+
+    def flops_of(self, dtype: str) -> float:
+        """Return the FLOP/s of matrix products of `dtype`."""
+        return self.flops.get(dtype, self.flops["float32"])
+
+
+@dataclass(frozen=True)
+class Link:
+    """What one rank gets of a network: seconds before the first byte, then bytes per second.
+
+    `datagrams` are measured beside that, for gradient exchanges that lose some (`BoundedLoss`).
+    """
+
+    latency_seconds: float
+    bandwidth: float
+    datagrams: DatagramPath | None = None
+
+    def __post_init__(self) -> None:
+        if not (self.bandwidth > 0 and self.latency_seconds >= 0):
+            raise ClusterError(
+                "a link's bandwidth must be positive, and its latency at least 0 seconds"
+            )
+
+
+@dataclass(frozen=True)
+class DatagramPath:
+    """A path of datagrams: `bandwidth` bytes/s per rank, of which the share `loss` is lost.
+
+    An answer takes a round trip.
+    """
+
+    round_trip_seconds: float
+    loss: float
+    bandwidth: float
+
+    def __post_init__(self) -> None:
+        if not (self.bandwidth > 0 and self.round_trip_seconds >= 0 and 0 <= self.loss < 1):
+            raise ClusterError(
+                "datagrams of a link: the bandwidth must be positive, round_trip_seconds at least "
+                "0, and loss a share below 1"
+            )
+
+
+@dataclass(frozen=True)
+class NodeType:
+    """So many nodes (`count`) of equal devices, joined by `intra` (None: that of the cluster)."""
+
+    device: Device
+    devices_per_node: int
+    count: int = 1
+    intra: Link | None = None
+
+    def __post_init__(self) -> None:
+        if self.devices_per_node < 1 or self.count < 1:
+            raise ClusterError("nodes: devices_per_node and count must be at least 1")
+
+
+def slowest_device(devices: Sequence[Device], counts: Sequence[int]) -> Device:
+    """Return a device that is as slow and as small as the slowest and smallest of `devices`.
+
+    Its price is the mean of so many (`counts`) of each, unknown where one is.
+    """
+    first, *others = devices
+    if not others:
+        return first
+    dtypes = dict.fromkeys(dtype for device in devices for dtype in device.flops)
+    return replace(
+        first,
+        name=" and ".join(dict.fromkeys(device.name for device in devices)),
+        memory_bytes=min(device.memory_bytes for device in devices),
+        flops={dtype: min(device.flops_of(dtype) for device in devices) for dtype in dtypes},
+        memory_bandwidth=min(device.memory_bandwidth for device in devices),
+        op_overhead_seconds=max(device.op_overhead_seconds for device in devices),
+        price_per_hour=_mean([device.price_per_hour for device in devices], counts),
+        spot_price_per_hour=_mean([device.spot_price_per_hour for device in devices], counts),
+        process_bytes=max(device.process_bytes for device in devices),
+        page_fault_seconds_per_byte=max(device.page_fault_seconds_per_byte for device in devices),
+        framework_seconds=max(device.framework_seconds for device in devices),
+        launch_seconds=max(device.launch_seconds for device in devices),
+        half_rate_flops=max(device.half_rate_flops for device in devices),
+    )
+
+
+def _mean(prices: Sequence[float | None], counts: Sequence[int]) -> float | None:
+    paid = [price * count for price, count in zip(prices, counts, strict=True) if price is not None]
+    return None if None in prices else sum(paid) / sum(counts)
+
+
+def slowest_link(links: Sequence[Link]) -> Link:
+    """Return a link with the worst of each of `links`: latency, bandwidth, loss, round trip."""
+    latency, bandwidth = (
+        max(link.latency_seconds for link in links),
+        min(link.bandwidth for link in links),
+    )
+    paths = [link.datagrams for link in links if link.datagrams is not None]
+    slowest = None
+    if len(paths) == len(links):
+        slowest = DatagramPath(
+            max(path.round_trip_seconds for path in paths),
+            max(path.loss for path in paths),
+            min(path.bandwidth for path in paths),
+        )
+    return Link(latency, bandwidth, slowest)
+
+
+@dataclass(frozen=True)
+class CollectiveCurve:
+    """Seconds of one collective by size of the whole tensor in bytes, both ascending.
+
+    Back to back and undisturbed. `wait_seconds` is what it takes more, at any size, after ranks
+    have computed: they come one after another, and threads wait for cores. Raises ValueError for
+    other values.
+    """
+
+    sizes: tuple[float, ...]
+    seconds: tuple[float, ...]
+    wait_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.sizes or len(self.sizes) != len(self.seconds):
+            raise ValueError("a measured collective needs as many bytes as seconds, at least one")
+        if list(self.sizes) != sorted(set(self.sizes)) or min(*self.sizes, *self.seconds) <= 0:
+            raise ValueError(
+                "a measured collective needs positive seconds and strictly ascending positive bytes"
+            )
+        if not 0 <= self.wait_seconds < math.inf:
+            raise ValueError("the seconds that a collective waits for ranks must be at least 0")
+
+    def seconds_at(self, size: float) -> float:
+        """Interpolate log-log, without the wait.
+
+        Below the smallest size take its time, above the largest its bandwidth.
+        """
+        if size <= self.sizes[0]:
+            return self.seconds[0]
+        if size >= self.sizes[-1]:
+            return self.seconds[-1] * size / self.sizes[-1]
+        right = bisect.bisect_right(self.sizes, size)
+        (x0, x1), (y0, y1) = self.sizes[right - 1 : right + 1], self.seconds[right - 1 : right + 1]
+        share = math.log(size / x0) / math.log(x1 / x0)
+        return float(y0 * (y1 / y0) ** share)  # a straight line on logarithmic axes
+
+
+# ---- How far predictions are from what was measured
+
+
+@dataclass(frozen=True)
+class ErrorFigure:
+    """Shares of what was measured: `median` and `p90` of the errors of `runs` predictions."""
+
+    median: float
+    p90: float
+    runs: int
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.median <= self.p90 and self.runs >= 1):
+            raise ValueError(
+                f"an error figure has 0 <= median <= p90 of at least 1 run, got {self.median}, "
+                f"{self.p90}, {self.runs}"
+            )
+
+    @classmethod
+    def of(
+        cls, predicted: Sequence[float], measured: Sequence[float], *, fitted: int = 0
+    ) -> ErrorFigure:
+        """Return the figure of predictions by a model.
+
+        `fitted` of its constants are from the same runs.
+        """
+        errors = np.abs(np.asarray(predicted, float) / np.asarray(measured, float) - 1)
+        left = max(len(errors) - fitted, 1)
+        median, p90 = np.quantile(errors, (0.5, 0.9)) * math.sqrt(len(errors) / left)
+        return cls(float(median), float(p90), len(errors))
+
+    def __str__(self) -> str:
+        return (
+            f"half of {self.runs} runs within {_percent(self.median)}, nine of ten within "
+            f"{_percent(self.p90)}"
+        )
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Errors of predictions with the constants of a cluster.
+
+    `seconds` of a step, `bytes` at its peak (None: not known), and the `source` of the runs.
+    """
+
+    seconds: ErrorFigure
+    bytes: ErrorFigure | None = None
+    source: str = ""
+
+    def sentence(self) -> str:
+        """Return a line for people."""
+        memory = "" if self.bytes is None else f"; peak memory: {self.bytes}"
+        return (
+            "Measured before: step times "
+            f"{self.seconds}{memory}{f' ({self.source})' if self.source else ''}."
+        )
+
+
+def sentence_of(accuracy: Accuracy | None) -> str:
+    """Return what is known about the error of predictions, as a line for people."""
+    return UNKNOWN if accuracy is None else accuracy.sentence()
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %" if share < 0.0995 else f"{100 * share:.0f} %"
+
+
+# ---- Read the entries of a YAML file; errors name the entry that is wrong
+
+
 def _cluster(data: Any) -> Cluster:
-    entries = Entries(data, "cluster")
-    name, intra = entries.take("name", text), entries.take("intra", read_link)
-    nodes = entries.take("nodes", read_nodes, ())
+    """Read the mapping of a cluster."""
+    entries = _Entries(data, "cluster")
+    name, intra = entries.take("name", text), entries.take("intra", _link)
+    nodes = entries.take("nodes", _nodes, ())
     if nodes:
         common = _common(nodes, intra)
         make: Callable[..., Cluster] = partial(Cluster.of_nodes, nodes, intra=intra)
     else:
         common = {
-            "device": entries.take("device", read_device),
+            "device": entries.take("device", _device),
             "devices_per_node": entries.take("devices_per_node", whole),
             "num_nodes": entries.take("num_nodes", whole, 1),
         }
         make = partial(Cluster, **common, intra=intra)
-    curves = partial(read_collectives, devices_per_node=common["devices_per_node"])
+    curves = partial(_collectives, devices_per_node=common["devices_per_node"])
     cluster = make(
         name=name,
-        inter=entries.take("inter", read_link, None),
+        inter=entries.take("inter", _link, None),
         collectives=entries.take("collectives", curves, {}),
         overlap=entries.take("overlap", number, 0.0),
         backend=entries.take("backend", text, "nccl"),
         source=entries.take("source", text, ""),
-        failures=entries.take("failures", read_failures, None),
-        accuracy=entries.take("accuracy", read_accuracy, None),
+        failures=entries.take("failures", _failures, None),
+        accuracy=entries.take("accuracy", _accuracy, None),
     )
     entries.finish()
     return cluster
+
+
+class _Entries:
+    """Entries that are taken out of a mapping by name; what is left at the end is unknown.
+
+    `where` is how errors name the mapping. Raises ClusterError for what is no mapping.
+    """
+
+    def __init__(self, data: Any, where: str) -> None:
+        if not isinstance(data, Mapping):
+            raise ClusterError(f"{where} must be a mapping, got {shown(data)}")
+        self.data, self.where, self.known = dict(data), where, set[str]()
+
+    def take(self, key: str, parse: Callable[..., Any], default: Any = _REQUIRED) -> Any:
+        """Return the entry `key` as ``parse(value, name=...)`` reads it.
+
+        `default` where it is left out or null. Raises ClusterError where an entry without a default
+        is missing.
+        """
+        self.known.add(key)
+        if self.data.get(key) is None:
+            if default is _REQUIRED:
+                raise ClusterError(f"{self.where}: the entry {key!r} is missing")
+            return default
+        return parse(self.data[key], name=f"{self.where}.{key}")
+
+    def finish(self) -> None:
+        """Raise ClusterError for entries that nobody took."""
+        if unknown := set(self.data) - self.known:
+            raise ClusterError(
+                f"{self.where}: unknown entries {names(unknown)}; known are {sorted(self.known)}"
+            )
+
+
+def _nodes(data: Any, *, name: str) -> tuple[NodeType, ...]:
+    """Return the kinds of nodes that the list `data` has, at least one."""
+    found = []
+    for index, entry in enumerate(_list(data, name=name)):
+        entries = _Entries(entry, f"{name}[{index}]")
+        sizes = entries.take("devices_per_node", whole), entries.take("count", whole, 1)
+        found.append(
+            NodeType(entries.take("device", _device), *sizes, entries.take("intra", _link, None))
+        )
+        entries.finish()
+    if not found:
+        raise ClusterError(
+            f"{name} must list at least one kind of nodes; leave it out where all nodes are equal"
+        )
+    return tuple(found)
+
+
+def _device(data: Any, *, name: str) -> Device:
+    """Return the device that the mapping `data` describes."""
+    entries = _Entries(data, name)
+    device = Device(
+        name=entries.take("name", text),
+        memory_bytes=entries.take("memory_bytes", parse_bytes),
+        flops=entries.take("flops", _rates),
+        memory_bandwidth=entries.take("memory_bandwidth", parse_bandwidth),
+        op_overhead_seconds=entries.take("op_overhead_seconds", parse_seconds, 0.0),
+        process_bytes=entries.take("process_bytes", parse_bytes, 0),
+        page_fault_seconds_per_byte=entries.take("page_fault_seconds_per_byte", number, 0.0),
+        framework_seconds=entries.take("framework_seconds", parse_seconds, 0.0),
+        launch_seconds=entries.take("launch_seconds", parse_seconds, 0.0),
+        half_rate_flops=entries.take("half_rate_flops", number, 0.0),
+        price_per_hour=entries.take("price_per_hour", number, None),
+        spot_price_per_hour=entries.take("spot_price_per_hour", number, None),
+    )
+    entries.finish()
+    return device
+
+
+def _rates(data: Any, *, name: str) -> dict[str, float]:
+    if not isinstance(data, Mapping):
+        raise ClusterError(
+            f"{name} must map dtypes to rates, such as float32: 19.5TFLOP/s; got {shown(data)}"
+        )
+    return {
+        text(dtype, name=name): parse_flops(rate, name=f"{name}.{dtype}")
+        for dtype, rate in data.items()
+    }
+
+
+def _link(data: Any, *, name: str) -> Link:
+    """Return the link that the mapping `data` describes."""
+    entries = _Entries(data, name)
+    latency, bandwidth = (
+        entries.take("latency_seconds", parse_seconds),
+        entries.take("bandwidth", parse_bandwidth),
+    )
+    link = Link(latency, bandwidth, entries.take("datagrams", _datagrams, None))
+    entries.finish()
+    return link
+
+
+def _datagrams(data: Any, *, name: str) -> DatagramPath:
+    entries = _Entries(data, name)
+    path = DatagramPath(
+        entries.take("round_trip_seconds", parse_seconds),
+        entries.take("loss", number, 0.0),
+        entries.take("bandwidth", parse_bandwidth),
+    )
+    entries.finish()
+    return path
+
+
+def _failures(data: Any, *, name: str) -> Failures:
+    """Return the failures that the mapping `data` describes."""
+    entries = _Entries(data, name)
+    failures = Failures(
+        entries.take("per_device_hour", number, 0.0),
+        entries.take("spot_per_device_hour", number, None),
+        entries.take("restart_seconds", parse_seconds, 0.0),
+        entries.take("checkpoint_bandwidth", parse_bandwidth, None),
+    )
+    entries.finish()
+    return failures
+
+
+def _accuracy(data: Any, *, name: str) -> Accuracy:
+    """Return the accuracy that the mapping `data` describes."""
+    entries = _Entries(data, name)
+    figures = entries.take("seconds", _error_figure), entries.take("bytes", _error_figure, None)
+    accuracy = Accuracy(*figures, source=entries.take("source", text, ""))
+    entries.finish()
+    return accuracy
+
+
+def _error_figure(data: Any, *, name: str) -> ErrorFigure:
+    entries = _Entries(data, name)
+    figure = ErrorFigure(
+        entries.take("median", number), entries.take("p90", number), entries.take("runs", whole)
+    )
+    entries.finish()
+    return figure
+
+
+def _collectives(data: Any, *, name: str, devices_per_node: int) -> dict[CurveKey, CollectiveCurve]:
+    """Return the measured curves that the list `data` has, by group."""
+    curves: dict[CurveKey, CollectiveCurve] = {}
+    for index, entry in enumerate(_list(data, name=name)):
+        entries = _Entries(entry, f"{name}[{index}]")
+        key = _curve_key(entries, devices_per_node=devices_per_node)
+        sizes = [
+            float(parse_bytes(size, name=entries.where)) for size in entries.take("bytes", _list)
+        ]
+        seconds = [
+            parse_seconds(value, name=entries.where) for value in entries.take("seconds", _list)
+        ]
+        wait = entries.take("wait_seconds", parse_seconds, 0.0)
+        entries.finish()
+        curves[key] = CollectiveCurve(tuple(sizes), tuple(seconds), wait)
+    return curves
+
+
+def _curve_key(entries: _Entries, *, devices_per_node: int) -> CurveKey:
+    """Return the group of a curve.
+
+    Older files have `world_size` ranks packed node by node, and `scope` says where they end.
+    """
+    op = entries.take("op", text)
+    if "world_size" not in entries.data:
+        return op, entries.take("group_size", whole), entries.take("stride", whole, 1)
+    size, scope = entries.take("world_size", whole), entries.take("scope", text)
+    expected = "intra" if size <= devices_per_node else "inter"
+    if scope != expected:
+        raise ClusterError(
+            f"{entries.where}: {size} ranks packed on nodes of {devices_per_node} have the scope "
+            f"{expected!r}, not "
+            f"{shown(scope)}; write group_size and stride instead of world_size and scope for "
+            "other groups"
+        )
+    return op, size, 1
+
+
+def _list(data: Any, *, name: str) -> list[Any]:
+    # Hydra's lists are no `list`
+    if not isinstance(data, Sequence) or isinstance(data, str | bytes):
+        raise ClusterError(f"{name} must be a list, got {shown(data)}")
+    return list(data)

@@ -1,14 +1,14 @@
 """Seconds of kernels on one device: a measurement where there is one, else the roofline.
 
-    equation                                             function                 source
-    t = max((flops + f) / F, bytes / M) + o              roofline_seconds         [1]; f: [2]
-    t(B) = measured(B0) * roofline(B) / roofline(B0)     estimate_kernel_seconds
+    equation                                                function
+    t = max((flops + f) / F, bytes / M) + o                 roofline_seconds [1]
+    t(B) = measured(B0) * roofline(B) / roofline(B0)        estimate_kernel_seconds
     device T = sum of t and of collectives, host H = h n
-    T = T + H             where host and device are one  estimate_pass_seconds    `framework` (CPUs)
-    T = (T^q + H^q)^(1/q) where the host runs ahead      host_bound_seconds       [3]
+    T = T + H             where host and device are one     estimate_pass_seconds (CPUs: `timers`)
+    T = (T^q + H^q)^(1/q) where the host runs ahead         host_bound_seconds [2]
 
-[1] Williams, Waterman & Patterson, CACM 52(4), 2009 (roofline); [2] Hockney's half-performance
-length, 1988; [3] benchmarks/gpu_cost_model.py
+[1] Williams, Waterman & Patterson, CACM 52(4), 2009 (roofline); f is Hockney's half-performance
+length, 1988. [2] benchmarks/gpu_cost_model.py.
 
 The host issues kernels while the device runs earlier ones: a pass takes as long as the slower of
 the two, and a little more where they are close (q). h is `Device.launch_seconds` on accelerators,
@@ -39,8 +39,9 @@ def kernel_key(kernel: Kernel) -> KernelKey:
 
 
 def roofline_seconds(kernel: Kernel, *, batch_size: float, device: Device) -> float:
-    """Return the seconds of one call at `batch_size` samples: bound by arithmetic or by memory,
-    whichever takes longer.
+    """Return the seconds of one call at `batch_size` samples.
+
+    Bound by arithmetic or by memory, whichever takes longer.
     """
     flops = max(kernel.flops.at(batch_size), 0.0)
     arithmetic = (flops + device.half_rate_flops * (flops > 0)) / device.flops_of(
@@ -110,11 +111,11 @@ def estimate_pass_seconds(
     measured_batch_size: float | None = None,
     collectives: Sequence[float] = (),
 ) -> float:
-    """Return the seconds of the forward or the backward pass of a block whose kernels are
-    `kernels`, with the host that issues them; `collectives` are the seconds of each of those in the
-    pass, which later kernels wait for.
+    """Return the seconds of one pass of a block whose kernels are `kernels`.
 
-    Give whole blocks: a host that is late for one operator may be ahead again at the next.
+    Forward or backward, with the host that issues them; `collectives` are the seconds of each of
+    those in the pass, which later kernels wait for. Give whole blocks: a host that is late for one
+    operator may be ahead again at the next.
     """
     kernels = list(kernels)
     seconds = estimate_kernels_seconds(
@@ -133,8 +134,9 @@ def estimate_pass_seconds(
 def host_bound_seconds(
     device_seconds: float, *, host_seconds: float, sharpness: float = SHARPNESS
 ) -> float:
-    """Return the seconds of work that takes a device `device_seconds`, and a host that runs ahead
-    of it `host_seconds` to issue.
+    """Return the seconds of work that a host issues ahead of a device.
+
+    It takes the device `device_seconds`, and the host `host_seconds` to issue.
     """
     longer = max(device_seconds, host_seconds)
     if longer <= 0:

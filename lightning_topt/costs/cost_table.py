@@ -1,14 +1,16 @@
-"""Every cost the search may ask for, as arrays. Knows neither models nor clusters: the narrow waist
-before the search.
+"""Every cost the search may ask for, as arrays: the narrow waist before the search.
+
+It knows neither models nor clusters. `chain_table` and `stage_table` are the forms for a chain of
+blocks and for a pipeline.
 
 A plan gives every operator one of its configurations. Its costs are vectors that add up over
 operators and edges:
 
     step_seconds(plan) = max over paths   p of  sum of seconds[.][config, p]
-                         a path is one chain of work that may be the slowest (compute, or the
-                         network)
     peak_bytes(plan)   = max over moments m of  sum of bytes[.][config, m]
-                         a moment is one point of the step's memory timeline
+
+A path is one chain of work that may be the slowest (compute, or the network). A moment is one point
+of the step's memory timeline.
 """
 
 from __future__ import annotations
@@ -25,8 +27,9 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class OperatorCosts:
-    """Costs of one operator: `seconds` (config, path) and `bytes` (config, moment); `configs` name
-    the rows.
+    """Costs of one operator: `seconds` (config, path) and `bytes` (config, moment).
+
+    `configs` name the rows.
     """
 
     name: str
@@ -37,8 +40,9 @@ class OperatorCosts:
 
 @dataclass(frozen=True)
 class EdgeCosts:
-    """Costs between two operators: `seconds` (source config, target config, path), `bytes` (…,
-    moment); inf forbids.
+    """Costs between two operators; inf forbids.
+
+    `seconds` (source config, target config, path), `bytes` (source config, target config, moment).
     """
 
     source: str
@@ -49,8 +53,9 @@ class EdgeCosts:
 
 @dataclass(frozen=True)
 class CostTable:
-    """All operators and edges, plus what every plan pays: `fixed_seconds` (path,), `fixed_bytes`
-    (moment,).
+    """All operators and edges, plus what every plan pays.
+
+    That is `fixed_seconds` (path,) and `fixed_bytes` (moment,).
     """
 
     operators: tuple[OperatorCosts, ...]
@@ -85,8 +90,9 @@ class CostTable:
             )
 
     def evaluate(self, choice: Mapping[str, int] | Sequence[int]) -> tuple[float, float]:
-        """Return (step_seconds, peak_bytes) of the plan that gives each operator the configuration
-        index in `choice`.
+        """Return (step_seconds, peak_bytes) of one plan.
+
+        `choice` gives each operator the index of its configuration.
         """
         if not isinstance(choice, Mapping):
             choice = {

@@ -1,20 +1,36 @@
-"""Seconds and bytes of a compressed exchange of whole gradients on a cluster; what it does is in
-the `work` of its method.
+"""Seconds and bytes of a compressed exchange of full gradients on a cluster.
+
+What the exchange does is in the `work` of its method. The first steps, which are dense, are not
+predicted.
 
     equation                                                            function
-    device    max(moved / M, flops / F)                                 ExchangeModel.device_seconds
-    worker    calls o + sum of the collectives; the exempt gradients'   ExchangeModel.worker_seconds
+    device    max(moved / M, flops / F)                                 device_seconds
+    worker    calls o + sum of the collectives; the exempt gradients'   worker_seconds
               all-reduce beside the first: latencies at the same time,
               bytes after one another where they share a network
 
 M memory bandwidth, F FLOP/s, o seconds a kernel costs at least. Passes over memory compete with the
 backward pass: they are in its way. Of what the worker's thread does
 (`communication.exchange_worker`: it waits for the network and starts kernels) the share `overlap`
-runs beside it. The first steps, which are dense, are not predicted.
+runs beside it.
+
+Datagrams, of which a share may be lost (`communication.bounded_loss`): N ranks, V bytes of the
+whole tensor, of which each rank sends S = V (N-1) / N twice: as contributions, of which the share t
+may be lost, and as sums, of which nothing may. q loss, R round trip and b bandwidth of the path; d
+bytes of a datagram.
+
+    equation                                                             function
+    (t)        S / b (1 + max(q - t, 0) / (1 - q)) + R (1/2 + rounds(t))  phase_seconds
+    rounds(t)  the least r >= 0 with q^(1 + r) <= max(t, d / S)           resent_rounds
+    exchange   (t) + (0)                                                  bounded_loss_seconds
+
+A receiver that has enough says so; otherwise the sender asks what is missing and sends it again:
+one more round trip.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -31,24 +47,55 @@ from lightning_topt.communication.exchange_method import (
     Work,
 )
 from lightning_topt.communication.topology import Topology
-from lightning_topt.costs.cluster import Cluster
+from lightning_topt.costs.cluster import Cluster, DatagramPath, Link
 from lightning_topt.costs.communication import (
     Collective,
+    Group,
+    bottleneck_link,
+    check_world_size,
     estimate_collective_seconds,
     estimate_wait_seconds,
 )
-from lightning_topt.costs.datagrams import estimate_bounded_loss_seconds
-from lightning_topt.costs.groups import Group
 from lightning_topt.costs.sizes import gradient_bytes
 from lightning_topt.graph.op_graph import OpGraph, Parameter
+
+DATAGRAM_BYTES = 1400
+
+
+def make_exchange_model(
+    method: GradientMethod, *, graph: OpGraph, cluster: Cluster, world_size: int, stride: int = 1
+) -> ExchangeModel:
+    """Return the model of `method` on `world_size` ranks.
+
+    Every `stride`-th of those that are packed node by node. Raises ValueError for what is not among
+    `legal_exchanges`.
+    """
+    if method not in legal_exchanges(method, cluster=cluster, world_size=world_size, stride=stride):
+        raise ValueError(
+            f"{world_size} ranks on nodes of {cluster.devices_per_node} devices cannot exchange "
+            f"gradients by {method}: one "
+            "rank exchanges none, hierarchical needs several nodes with several ranks each, all "
+            "equally many, and "
+            "method='dense' without it is no exchange of its own"
+        )
+    return ExchangeModel(method, graph, cluster, _topology(cluster, world_size, stride), stride)
+
+
+def legal_exchanges(
+    method: GradientMethod, *, cluster: Cluster, world_size: int, stride: int = 1
+) -> tuple[GradientMethod, ...]:
+    """Return `method` with everything decided that it leaves open on `world_size` ranks.
+
+    () where it cannot run on them.
+    """
+    return method.choices(_topology(cluster, world_size, stride)) if world_size > 1 else ()
 
 
 @dataclass(frozen=True)
 class ExchangeModel:
-    """The exchange by `method` of the gradients of `graph`, on ranks laid out as `topology` (of
-    rank 0) says.
+    """The exchange by `method` of the gradients of `graph`; a block counts as one bucket.
 
-    A block counts as one bucket.
+    Ranks are laid out as `topology` (of rank 0) says.
     """
 
     method: GradientMethod
@@ -72,8 +119,9 @@ class ExchangeModel:
 
     @property
     def process_bytes(self) -> int:
-        """Bytes beside tensors: of compiled kernels, on the devices that count such bytes
-        (CPUs).
+        """Bytes of compiled kernels, beside tensors.
+
+        On the devices that count such bytes (CPUs).
         """
         return self.method.process_bytes if self.cluster.device.process_bytes else 0
 
@@ -84,17 +132,16 @@ class ExchangeModel:
 
     def worker_seconds(self, block: str) -> float:
         """Return the seconds of starting kernels and on the network."""
-        return self.work[
-            block
-        ].calls * self.cluster.device.op_overhead_seconds + self._network_seconds(block)
+        starting = self.work[block].calls * self.cluster.device.op_overhead_seconds
+        return starting + self._network_seconds(block)
 
     def wait_seconds(self, block: str) -> float:
         """Return the part of `worker_seconds` that is waiting for other ranks."""
         work = self.work[block]
         # The exempt gradients' all-reduce, beside the first, is waited for with that.
-        calls = [(where, op) for where, op, _ in work.collectives] or [
-            ("world", "all_reduce")
-        ] * bool(work.exempt_bytes)
+        calls = [(where, op) for where, op, _ in work.collectives]
+        if not calls and work.exempt_bytes:
+            calls = [("world", "all_reduce")]
         return sum(
             estimate_wait_seconds(self.cluster, op=op, group=self._group(where))
             for where, op in calls
@@ -115,6 +162,7 @@ class ExchangeModel:
         )
         if not work.exempt_bytes:
             return seconds
+        # the exempt gradients' all-reduce runs beside the first collective
         exempt = self._seconds("world", "all_reduce", work.exempt_bytes)
         if not work.collectives:
             return exempt
@@ -122,12 +170,9 @@ class ExchangeModel:
         first = self._seconds(*work.collectives[0])
         if where == "node":  # inside the node, while the exempt gradients are between nodes
             return seconds + max(exempt - first, 0.0)
-        # What one byte takes is all latency.
-        return (
-            seconds
-            + exempt
-            - min(self._seconds(where, op, 1), self._seconds("world", "all_reduce", 1))
-        )
+        # What one byte takes is all latency, which both have at the same time.
+        latency = min(self._seconds(where, op, 1), self._seconds("world", "all_reduce", 1))
+        return seconds + exempt - latency
 
     def _seconds(self, where: str, op: str, size: float, *, tolerance: float = 0.0) -> float:
         if op == "bounded_loss":
@@ -146,36 +191,11 @@ class ExchangeModel:
         return groups[where]
 
 
-def make_exchange_model(
-    method: GradientMethod, *, graph: OpGraph, cluster: Cluster, world_size: int, stride: int = 1
-) -> ExchangeModel:
-    """Return the model of `method` on `world_size` ranks, every `stride`-th of those that are
-    packed node by node.
-
-    Raises ValueError for what is not among `legal_exchanges`.
-    """
-    if method not in legal_exchanges(method, cluster=cluster, world_size=world_size, stride=stride):
-        raise ValueError(
-            f"{world_size} ranks on nodes of {cluster.devices_per_node} devices cannot exchange "
-            f"gradients by {method}: one "
-            "rank exchanges none, hierarchical needs several nodes with several ranks each, all "
-            "equally many, and "
-            "method='dense' without it is no exchange of its own"
-        )
-    return ExchangeModel(method, graph, cluster, _topology(cluster, world_size, stride), stride)
-
-
-def legal_exchanges(
-    method: GradientMethod, *, cluster: Cluster, world_size: int, stride: int = 1
-) -> tuple[GradientMethod, ...]:
-    """Return `method` with everything decided that it leaves open on `world_size` ranks; () where
-    it cannot run on them.
-    """
-    return method.choices(_topology(cluster, world_size, stride)) if world_size > 1 else ()
-
-
 def bucket_of(parameters: Sequence[Parameter], *, exempt: frozenset[str]) -> BucketGradients:
-    """Return the gradients of `parameters`, those named in `exempt` sent whole, as one bucket."""
+    """Return the gradients of `parameters` as one bucket.
+
+    Those named in `exempt` are sent uncompressed.
+    """
     numels = tuple(p.numel for p in parameters)
     layout = BucketLayout(
         names=tuple(p.name for p in parameters),
@@ -187,20 +207,10 @@ def bucket_of(parameters: Sequence[Parameter], *, exempt: frozenset[str]) -> Buc
     return BucketGradients(layout, tuple(map(gradient_bytes, parameters)))
 
 
-def _topology(cluster: Cluster, world_size: int, stride: int) -> Topology:
-    local = _ranks_per_node(cluster, world_size, stride)
-    return Topology(world_size // local, local, 0)
-
-
-def _ranks_per_node(cluster: Cluster, world_size: int, stride: int) -> int:
-    """1 where nodes do not have equally many ranks: then only the number of ranks counts."""
-    local = min(world_size, max(cluster.devices_per_node // stride, 1))
-    return local if world_size % local == 0 else 1
-
-
 def exempt_parameters(graph: OpGraph, rules: Sequence[str]) -> frozenset[str]:
-    """Return the names of the parameters that `rules` exempt, as
-    `communication.exchange_method.exempt_names` finds them in a module.
+    """Return the names of the parameters that `rules` exempt.
+
+    As `communication.exchange_method.exempt_names` finds them in a module.
     """
     kinds: dict[str, set[str]] = {}
     for op in graph.ops:
@@ -221,3 +231,79 @@ def exempt_parameters(graph: OpGraph, rules: Sequence[str]) -> frozenset[str]:
         return fnmatchcase(parameter.name, rule)
 
     return frozenset(p.name for p in graph.parameters if any(is_exempt(p, rule) for rule in rules))
+
+
+def _topology(cluster: Cluster, world_size: int, stride: int) -> Topology:
+    local = min(world_size, max(cluster.devices_per_node // stride, 1))
+    if world_size % local:  # nodes have not equally many ranks: only the number of ranks counts
+        local = 1
+    return Topology(world_size // local, local, 0)
+
+
+# ---- Datagrams of which a share may be lost
+
+
+def estimate_bounded_loss_seconds(
+    cluster: Cluster, *, size: float, group: Group, tolerance: float
+) -> float:
+    """Return the seconds of an exchange in every group like `group` at the same time.
+
+    Of `size` bytes; 0 for one rank. Raises ValueError for groups that need more ranks than the
+    cluster has devices.
+    """
+    check_world_size(cluster, world_size=group.span)
+    if group.size == 1 or size <= 0:
+        return 0.0
+    return bounded_loss_seconds(
+        path_of(cluster, group=group), size=size, ranks=group.size, tolerance=tolerance
+    )
+
+
+def bounded_loss_seconds(path: DatagramPath, *, size: float, ranks: int, tolerance: float) -> float:
+    """Return the seconds of contributions with loss and of sums without; see the table above."""
+    sent = size * (ranks - 1) / ranks
+    return phase_seconds(path, sent=sent, tolerance=tolerance) + phase_seconds(
+        path, sent=sent, tolerance=0.0
+    )
+
+
+def phase_seconds(path: DatagramPath, *, sent: float, tolerance: float) -> float:
+    """Return the seconds until enough has arrived of what each rank sends.
+
+    That is all but the share `tolerance`.
+    """
+    again = max(path.loss - tolerance, 0.0) / (1 - path.loss)
+    rounds = resent_rounds(path, sent=sent, tolerance=tolerance)
+    return sent / path.bandwidth * (1 + again) + path.round_trip_seconds * (0.5 + rounds)
+
+
+def resent_rounds(path: DatagramPath, *, sent: float, tolerance: float) -> int:
+    """Return how often what is missing is sent again."""
+    enough = max(tolerance, min(1.0, DATAGRAM_BYTES / sent))
+    if path.loss <= enough:
+        return 0
+    return math.ceil(math.log(enough) / math.log(path.loss) - 1e-9) - 1
+
+
+def path_of(cluster: Cluster, *, group: Group) -> DatagramPath:
+    """Return what one rank gets of the network for datagrams to all others of `group`.
+
+    As measured, else as the links are. Of several ranks on a node each sends the same to all: what
+    goes to others on its node does not use the node's network.
+    """
+    devices = cluster.devices_per_node
+    near = group.ranks_on_node(devices)
+    if group.is_inside(devices) or near == 1:
+        return _measured(bottleneck_link(cluster, group=group))
+    assert cluster.inter is not None
+    inside, between = _measured(cluster.intra), _measured(cluster.inter)
+    far = (group.size - near) / (group.size - 1)
+    return DatagramPath(
+        max(inside.round_trip_seconds, between.round_trip_seconds),
+        max(inside.loss, between.loss),
+        min(inside.bandwidth, between.bandwidth / far),
+    )
+
+
+def _measured(link: Link) -> DatagramPath:
+    return link.datagrams or DatagramPath(2 * link.latency_seconds, 0.0, link.bandwidth)

@@ -1,14 +1,14 @@
 """Failures, checkpoints and restarts: how much longer a run takes than its steps.
 
-    equation                                                function
-    M = 1 / (r * devices)                                   Failures.seconds_between  [1]
-    C = checkpoint bytes / B                                checkpoint_seconds
-    tau = sqrt(2 C M)                                       young_interval            [2]
-    tau = sqrt(2 C M) (1 + sqrt(C / 2M) / 3 + C / 2M / 9)   daly_interval             [3]
-          - C for C < 2M, else M
-    T = M exp(R / M) (exp((tau + C) / M) - 1) T_s / tau     expected_seconds          [3]
+    equation                                                       function
+    M = 1 / (r * devices)                                          Failures.seconds_between
+    C = checkpoint bytes / B                                       checkpoint_seconds
+    tau = sqrt(2 C M)                                              young_interval [1]
+    tau = sqrt(2 C M) (1 + sqrt(C / 2M) / 3 + C / 2M / 9) - C      daly_interval [2]
+          for C < 2M, else M
+    T = M exp(R / M) (exp((tau + C) / M) - 1) T_s / tau            expected_seconds [2]
 
-[1] independent failures; [2] Young, CACM 17(9), 1974; [3] Daly, FGCS 22(3), 2006
+[1] Young, CACM 17(9), 1974. [2] Daly, FGCS 22(3), 2006. Failures are independent.
 
 r failures per device and second, M mean seconds between failures of any device, C seconds to write
 a checkpoint (training waits), R seconds from a failure to training again, B bytes/s of the store
@@ -27,7 +27,7 @@ _MOST = 700.0  # exponents that a float takes
 
 @dataclass(frozen=True)
 class Failures:
-    """`Failures` say how often devices of a cluster are lost, and what that costs.
+    """How often devices of a cluster are lost, and what that costs.
 
     Args:
         per_device_hour: failures of a device per hour; 0: none.
@@ -60,8 +60,9 @@ class Failures:
         )
 
     def seconds_between(self, devices: int, *, spot: bool = False) -> float:
-        """Return the mean seconds between failures of any of `devices` devices; infinite without
-        failures.
+        """Return the mean seconds between failures of any of `devices` devices.
+
+        Infinite without failures.
         """
         rate = self.rate(spot=spot) * devices
         return 3600.0 / rate if rate > 0 else math.inf
@@ -69,9 +70,14 @@ class Failures:
 
 @dataclass(frozen=True)
 class RunTime:
-    """The seconds of a run: `step_seconds` of its steps alone, `seconds` with checkpoints, failures
-    and restarts; the interval between checkpoints (seconds of training, infinite: none is written),
-    and how many failures are expected.
+    """The seconds of a run.
+
+    Attributes:
+        step_seconds: of its steps alone.
+        seconds: with checkpoints, failures and restarts.
+        interval_seconds: of training between checkpoints; infinite: none is written.
+        checkpoint_seconds: to write one.
+        failures: how many are expected.
     """
 
     step_seconds: float
@@ -110,8 +116,9 @@ def expected_seconds(
     restart_seconds: float,
     seconds_between: float,
 ) -> float:
-    """Return the expected seconds of a run of `step_seconds`; infinite where it would hardly ever
-    reach a checkpoint.
+    """Return the expected seconds of a run of `step_seconds`.
+
+    Infinite where it would hardly ever reach a checkpoint.
     """
     if math.isinf(seconds_between):
         return step_seconds
@@ -130,11 +137,10 @@ def run_time(
     checkpoint_bytes: float,
     spot: bool = False,
 ) -> RunTime:
-    """Return what a run of `step_seconds` seconds of steps takes on `devices` devices, with
-    checkpoints at Daly's interval.
+    """Return what a run of `step_seconds` seconds of steps takes on `devices` devices.
 
-    `checkpoint_bytes` are those of one checkpoint of all ranks. Without `failures`, or their rate,
-    nothing is added.
+    With checkpoints at Daly's interval. `checkpoint_bytes` are those of one checkpoint of all
+    ranks. Without `failures`, or their rate, nothing is added.
     """
     if failures is None or failures.rate(spot=spot) == 0:
         return RunTime(step_seconds, step_seconds)

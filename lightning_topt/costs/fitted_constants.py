@@ -1,13 +1,14 @@
-"""The few physical constants of a cluster, fitted to measured steps: rates, latencies and launch
-times, never a step itself.
+"""Fit the few physical constants of a cluster to measured steps.
 
-    minimize over x    sum of rho((log(predicted(c exp x) / measured)) / s)      `fit_constants`
-                       + sum of (x_k / w_k)^2
+These are rates, latencies and launch times, never a step itself.
+
+    minimize over x    sum of rho((log(predicted(c exp x) / measured)) / s) + sum of (x_k / w_k)^2
 
 c are the cluster's own constants, from its data sheet or measured, x logarithms of factors, s the
 error that a right model has, w_k how far a constant of this kind strays from where it is
 (CONSTANTS), rho Huber's loss, so that a few odd steps do not decide. What the steps say nothing
-about stays where it is. Gauss-Newton with Levenberg's damping; derivatives are differences.
+about stays where it is (`fit_constants`). Gauss-Newton with Levenberg's damping; derivatives are
+differences.
 """
 
 from __future__ import annotations
@@ -20,24 +21,26 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_topt.costs.accuracy import ErrorFigure
-from lightning_topt.costs.cluster import Cluster
+from lightning_topt.costs.cluster import Cluster, ErrorFigure
 
 Array = NDArray[np.float64]
 Predict = Callable[[Cluster], Sequence[float]]  # seconds of each step
 EXPECTED_ERROR = 0.05  # s
 HUBER = 1.5  # of s: larger residuals count by their size, not its square
-_STEPS, _DIFFERENCE, _FAR = (
-    40,
-    1e-4,
-    4.0,
-)  # Gauss-Newton steps; of a factor's logarithm; no constant moves by more than e^4
+_STEPS = 40  # of Gauss-Newton
+_DIFFERENCE = 1e-4  # of a factor's logarithm
+_FAR = 4.0  # no constant moves by more than e^4
 
 
 @dataclass(frozen=True)
 class Constant:
-    """One constant: where it is (`part` of a cluster, `entry` of the part), the `width` w, and the
-    value that is `usual` where a file has none.
+    """One constant of a cluster.
+
+    Attributes:
+        part: of the cluster.
+        entry: of the part.
+        width: w, how far it strays.
+        usual: the value where a file has none.
     """
 
     part: str
@@ -46,8 +49,9 @@ class Constant:
     usual: float = 0.0
 
     def of(self, cluster: Cluster) -> float:
-        """Return its value, of rates by dtype the highest; NaN where the cluster has no such
-        part.
+        """Return its value, of rates by dtype the highest.
+
+        NaN where the cluster has no such part.
         """
         part = getattr(cluster, self.part)
         if part is None:
@@ -56,8 +60,9 @@ class Constant:
         return float(max(value.values()) if isinstance(value, Mapping) else value)
 
     def scaled(self, cluster: Cluster, factor: float) -> Cluster:
-        """Return the cluster with `factor` times the constant, all dtypes alike; with the usual
-        value for 0.
+        """Return the cluster with `factor` times the constant, all dtypes alike.
+
+        With the usual value for 0.
         """
         part: Any = getattr(cluster, self.part)
         value = getattr(part, self.entry)
@@ -83,8 +88,9 @@ CONSTANTS = (
 
 @dataclass(frozen=True)
 class FittedConstants:
-    """A cluster with fitted constants, by what `factors` each has changed, and the errors on the
-    steps they were fitted to.
+    """A cluster with fitted constants.
+
+    By what `factors` each has changed, and the `error` on the steps they were fitted to.
     """
 
     cluster: Cluster
@@ -137,8 +143,9 @@ def least_factors(
     *,
     widths: Sequence[float],
 ) -> Array:
-    """Return the factors (constant,) with which `predict` comes closest to `measured`, each near 1
-    by its width.
+    """Return the factors (constant,) with which `predict` comes closest to `measured`.
+
+    Each near 1 by its width.
     """
     target, scale = np.log(np.asarray(measured, float)), np.asarray(widths, float)
 
@@ -151,7 +158,7 @@ def least_factors(
 
 
 def _minimum(residuals: Callable[[Array], Array], widths: Array) -> Array:
-    """The logarithms of factors at the least loss, from 0 on."""
+    """Return the logarithms of factors at the least loss, from 0 on."""
     x, damping = np.zeros(len(widths)), 1e-2
     known = residuals(x)
     loss = _loss(known, x, widths)

@@ -5,16 +5,17 @@ gradients are alive in forward. Everything in memory is a lifetime: some bytes f
 another. Lifetimes add, so those of a block under each configuration are all that a search needs to
 know of memory.
 
-    phase                     segments           what happens
-    rebuild_buckets           -                  once, before the second forward: DDP makes new
-                                                 buckets
-    gather_forward, forward   0, 1, ..., K - 1   parameters are gathered; the segment's forward
-    forward_over              -                  the loss is there, and all that backward needs
-    gather_backward,          K - 1, ..., 1, 0   parameters are gathered; those of the next block
-    prefetch_backward,                           asked for; the segment's backward; gradients
-    backward, reduce                             reduced
-    reduce_last               -                  what is reduced when all backwards are over
-    update                    -                  the optimizer's step
+    phase                segments            what happens
+    rebuild_buckets      -                   once, before the second forward: DDP makes new buckets
+    gather_forward       0, 1, ..., K - 1    parameters are gathered
+    forward              (the same)          the segment's forward
+    forward_over         -                   the loss is there, and all that backward needs
+    gather_backward      K - 1, ..., 1, 0    parameters are gathered
+    prefetch_backward    (the same)          those of the next block are asked for
+    backward             (the same)          the segment's backward
+    reduce               (the same)          gradients are reduced
+    reduce_last          -                   what is reduced when all backwards are over
+    update               -                   the optimizer's step
 
 A plan uses the phases that its techniques name; in the others nothing begins or ends.
 """
@@ -42,8 +43,9 @@ BACKWARD = ("gather_backward", "prefetch_backward", "backward", "reduce")
 
 @dataclass(frozen=True)
 class Lifetime:
-    """A `Lifetime` is `bytes` of `kind`, alive from the phase `first` to `last`, both included;
-    never when `last` is earlier.
+    """`bytes` of `kind`, alive from the phase `first` to `last`, both included.
+
+    Never alive when `last` is earlier.
     """
 
     kind: str
@@ -54,10 +56,10 @@ class Lifetime:
 
 @dataclass(frozen=True, eq=False)
 class Changes:
-    """Lifetimes as arrays (n,): `sizes` that come (below 0: go) at the phases with the indices
-    `places`.
+    """Lifetimes as arrays (n,).
 
-    These move by `moves` for each segment that their block stands later.
+    `sizes` come (below 0: go) at the phases with the indices `places`. These move by `moves` for
+    each segment that their block stands later.
     """
 
     sizes: Array
@@ -136,8 +138,9 @@ class Phases:
         return Changes(np.array(sizes, float), np.array(places, np.intp), np.array(moves, np.intp))
 
     def add_up_moved(self, changes: Changes, by: int) -> Array:
-        """Return the live bytes in each phase (phase,) of a block that stands `by` segments
-        later.
+        """Return the live bytes in each phase (phase,) of a block that stands later.
+
+        `by` segments later.
         """
         count = len(self.order) + 1
         steps = np.bincount(changes.places + by * changes.moves, changes.sizes, minlength=count)
@@ -162,8 +165,9 @@ def _shifted(phase: Phase, by: int) -> Phase:
 
 
 def _indices_per_segment(phase: Phase) -> int:
-    """By how many indices the phase of the next segment is later; backward runs from the last
-    segment to the first.
+    """Return by how many indices the phase of the next segment is later.
+
+    Backward runs from the last segment to the first.
     """
     if phase in ONCE:
         return 0

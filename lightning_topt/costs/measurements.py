@@ -1,54 +1,108 @@
-"""Measurements of this machine that later starts read instead of measuring again, for all ranks the
-same.
+"""Measurements of this machine that later starts read instead of measuring again.
 
-measurements = Measurements.open(device=torch.device("cpu")) cluster = measurements.cluster()
-kernel_seconds = measurements.kernel_seconds(graph) seconds_per_element =
-measurements.update_seconds([optimizer], named_parameters=module.named_parameters())
+    measurements = Measurements.open(device=torch.device("cpu"))
+    cluster = measurements.cluster()
+    kernel_seconds = measurements.kernel_seconds(graph)
+    seconds_per_element = measurements.update_seconds(
+        [optimizer], named_parameters=module.named_parameters()
+    )
 
-Rank 0 reads and writes one file per set-up (`describe_setup`) in the user's cache directory. It
-holds rates, curves and times by hashes; no names.
+All ranks get the same. Rank 0 reads and writes one file per set-up (`describe_setup`) in the user's
+cache directory. The file holds rates, curves and times by hashes; no names:
+
+    {"version": 7, "setup": {...}, "refreshed": t, "entries": {name: {"time": t, "value": ...}}}
+
+`t` are seconds since 1970. It is read only as this user's own, written whole, and merged with other
+jobs'. Measuring again is always possible: what goes wrong with the file costs a warning, never
+more.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import math
+import os
+import platform
+import secrets
+import socket
+import stat
+import sys
 import time
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_topt.costs import measurement_store
+from lightning_topt.basics.own_files import not_own_reason
 from lightning_topt.costs.calibrate import USUAL_COLLECTIVES, calibrate, measure_kernels
-from lightning_topt.costs.cluster import Cluster, ClusterError
-from lightning_topt.costs.collective_curves import COLLECTIVES
+from lightning_topt.costs.cluster import COLLECTIVES, Cluster, ClusterError
+from lightning_topt.costs.communication import mesh_groups
 from lightning_topt.costs.compute import KernelKey, kernel_key
-from lightning_topt.costs.groups import mesh_groups
-from lightning_topt.costs.machine_setup import describe_setup
-from lightning_topt.costs.measurement_store import Entries, Entry, default_directory
+from lightning_topt.costs.measuring import (
+    average,
+    from_rank_0,
+    gather,
+    on_all_ranks,
+    own_rank,
+    time_once,
+    world_size,
+)
 from lightning_topt.costs.optimizer import UpdateKind, measure_kind, update_kinds
-from lightning_topt.costs.ranks import average, from_rank_0, on_all_ranks, own_rank, world_size
-from lightning_topt.costs.timing import time_once
 from lightning_topt.graph.op_graph import OpGraph
 
 _CHANGED = 6.0  # a link that is so many times faster or slower than measured is another one
 _CHECK_BYTES, _CHECK_SECONDS, _CHECK_REPEATS = 1 << 18, 0.02, 4
 _PATIENCE_SECONDS = 0.5  # with a machine that is busy for a moment
 _KERNELS_SECONDS, _UPDATES_SECONDS = 2.0, 0.5
-
-
+VERSION = 7
+MAX_AGE_SECONDS = 30 * 24 * 3600.0
+_MAX_BYTES, _MAX_ENTRIES = 1 << 25, 50_000
+_LOCK_SECONDS = 2.0
+_SUFFIX = ".json"
+# Of the environment, what libraries read that compute, allocate or communicate. The number of
+# threads is known as such.
+_PREFIXES = (
+    "MKL_",
+    "KMP_",
+    "GOMP_",
+    "ONEDNN_",
+    "DNNL_",
+    "MALLOC_",
+    "NCCL_",
+    "GLOO_",
+    "UCX_",
+    "CUDA_",
+    "PYTORCH_",
+)
+_NAMES = ("GLIBC_TUNABLES", "LD_PRELOAD", "ATEN_CPU_CAPABILITY", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
+_NETNS_COOKIE = 71  # SO_NETNS_COOKIE, which Python has no name for
+_WITHOUT_EFFECT = ("CUDA_VISIBLE_DEVICES", "MKL_NUM_THREADS")
 Progress = Callable[[str], None]
 
 
+class Entry(NamedTuple):
+    """A measured value, as JSON has it, and when it was measured."""
+
+    time: float
+    value: Any
+
+
+Entries = dict[str, Entry]
+
+
 class Measurements:
-    """`Measurements` are what was measured in one set-up; every method but `save` is collective
-    over the default process group.
+    """What was measured in one set-up.
+
+    Every method but `save` is collective over the default process group.
     """
 
     def __init__(
@@ -77,6 +131,8 @@ class Measurements:
     ) -> Measurements:
         """Read what is stored for this set-up, not older than 30 days. Collective.
 
+        A file that is damaged or belongs to another user is not used, with a warning on rank 0.
+
         Args:
             device: what ranks train on.
             num_nodes: how many machines the ranks are on.
@@ -85,19 +141,17 @@ class Measurements:
                 cache directory.
             progress: called on rank 0 with a short line before anything that takes longer than a
                 blink.
-
-        A file that is damaged or belongs to another user is not used, with a warning on rank 0.
         """
+        folder: Path | None
         device = torch.device(device)
         setup = describe_setup(device, num_nodes=num_nodes)
-        folder = _directory(directory)
+        try:
+            folder = default_directory() if directory is None else Path(directory)
+        except RuntimeError:  # a user without a home
+            folder = None
 
         def read() -> Entries:
-            return (
-                measurement_store.load(folder, setup)
-                if own_rank() == 0 and folder is not None
-                else {}
-            )
+            return load_entries(folder, setup) if own_rank() == 0 and folder is not None else {}
 
         stored = from_rank_0(on_all_ranks(read))
         options: dict[str, Any] = {"device": device, "directory": folder, "progress": progress}
@@ -108,18 +162,13 @@ class Measurements:
     @property
     def path(self) -> Path | None:
         """The file of this set-up; None where the user has no directory for it."""
-        return (
-            None
-            if self.directory is None
-            else self.directory / measurement_store.file_name(self.setup)
-        )
+        return None if self.directory is None else self.directory / file_name(self.setup)
 
     def cluster(self) -> Cluster:
-        """Return the cluster as stored, else as `calibrate` measures it now (about 2 s); with
-        `refresh` all collectives and datagrams (about 4 s).
+        """Return the cluster as stored, else as `calibrate` measures it now (about 2 s).
 
-        What is stored is measured again where one exchange now takes six times as long as it
-        should, or a sixth.
+        With `refresh` all collectives and datagrams are measured (about 4 s). What is stored is
+        measured again where one exchange now takes six times as long as it should, or a sixth.
         """
         stored = self._cluster_in(self.entries)
         if stored is not None and _links_are_as_in(stored, self.device):
@@ -143,19 +192,17 @@ class Measurements:
 
     @property
     def cluster_before(self) -> Cluster | None:
-        """The cluster that was stored, which a `refresh` does not use; None where there was
-        none.
-        """
+        """The cluster that was stored, which a `refresh` does not use; None without one."""
         return self._cluster_in(self._dropped)
 
     def kernel_seconds(
         self, graph: OpGraph, *, budget_seconds: float = _KERNELS_SECONDS
     ) -> dict[KernelKey, float]:
-        """Return the seconds of the graph's kernels by `kernel_key`, as stored, else as
-        `measure_kernels` measures them now.
+        """Return the seconds of the graph's kernels by `kernel_key`.
 
-        A graph is measured once: kernels that could not be made, or for which there was no time,
-        are left out afterwards too, so that two starts of one program plan with the same numbers.
+        As stored, else as `measure_kernels` measures them now. A graph is measured once: kernels
+        that could not be made, or for which there was no time, are left out afterwards too, so that
+        two starts of one program plan with the same numbers.
         """
         names = {kernel_key(k): "" for op in graph.ops for k in (*op.forward, *op.backward)}
         names = {key: self._name("kernel", *key) for key in names}
@@ -183,12 +230,11 @@ class Measurements:
         *,
         named_parameters: Iterable[tuple[str, nn.Parameter]],
     ) -> dict[str, float]:
-        """Return the seconds per element of each parameter's update by name, as stored, else
-        measured now (`measure_update_seconds`).
+        """Return the seconds per element of each parameter's update by name.
 
-        The optimizers may be those of the training: they stay as they are. Raises OptimizerError
-        for a parameter that is not among `named_parameters`, and for an optimizer that cannot be
-        tried on a copy.
+        As stored, else measured now (`measure_update_seconds`). The optimizers may be those of the
+        training: they stay as they are. Raises OptimizerError for a parameter that is not among
+        `named_parameters`, and for an optimizer that cannot be tried on a copy.
         """
         kinds = on_all_ranks(lambda: update_kinds(optimizers, named_parameters=named_parameters))
         found = [
@@ -202,13 +248,12 @@ class Measurements:
         return updates
 
     def save(self) -> None:
-        """Write what was measured, on rank 0, merged with what other jobs have written; a failure
-        costs a warning.
+        """Write what was measured, on rank 0, merged with what other jobs have written.
+
+        A failure costs a warning.
         """
         if own_rank() == 0 and self.directory is not None:
-            measurement_store.save(
-                self.directory, self.setup, self.entries, refreshed=self._refreshed
-            )
+            save_entries(self.directory, self.setup, self.entries, refreshed=self._refreshed)
 
     def _measure_updates(self, kinds: list[UpdateKind]) -> list[float]:
         if not kinds:
@@ -267,16 +312,10 @@ class Measurements:
             self._progress(line)
 
 
-def _directory(directory: Path | str | None) -> Path | None:
-    try:
-        return default_directory() if directory is None else Path(directory)
-    except RuntimeError:  # a user without a home
-        return None
-
-
 def _links_are_as_in(cluster: Cluster, device: torch.device) -> bool:
-    """Whether one small all_reduce takes about as long as `cluster` says: the same answer on all
-    ranks. Collective.
+    """Return whether one small all_reduce takes about as long as `cluster` says.
+
+    Collective: the same answer on all ranks.
     """
     ranks = world_size()
     curve = cluster.collectives.get(("all_reduce", ranks, 1))
@@ -299,3 +338,275 @@ def _links_are_as_in(cluster: Cluster, device: torch.device) -> bool:
         least = min(least, seconds)
         if least <= _CHANGED * expected or waited > _PATIENCE_SECONDS:
             return expected / _CHANGED <= least <= _CHANGED * expected
+
+
+# ---- The set-up: equal set-ups may share measurements
+
+
+def describe_setup(device: torch.device, *, num_nodes: int) -> dict[str, Any]:
+    """Return the set-up as JSON values, the same on all ranks. Collective.
+
+    Machines with their processors, devices and threads per rank; ranks and nodes; backend; versions
+    of torch and of this package; a hash of the environment variables that matter; settings of
+    torch.
+    """
+    machines: list[Any] = []
+    for machine in gather(_machine(device)):
+        if machine not in machines:
+            machines.append(machine)
+    setup = {
+        "machines": machines,
+        "world_size": world_size(),
+        "num_nodes": num_nodes,
+        "backend": dist.get_backend() if world_size() > 1 else "",
+        "torch": torch.__version__,
+        # complete by now, not when this file is imported
+        "package": sys.modules["lightning_topt"].__version__,
+        "environment": _environment(),
+        "settings": {
+            "matmul_precision": torch.get_float32_matmul_precision(),
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+            "cudnn": [torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic],
+        },
+    }
+    found: dict[str, Any] = from_rank_0(setup)
+    return found
+
+
+def _machine(device: torch.device) -> dict[str, Any]:
+    return {
+        "host": platform.node(),
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
+        "memory": psutil.virtual_memory().total,
+        "network": _network(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+    except OSError:
+        lines = []
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+        platform.machine(),
+    )
+
+
+def _network() -> str:
+    """Return the network namespace: containers on one machine have links of their own.
+
+    Its number is given to another one when it ends, its cookie (Linux 5.14) never before the next
+    boot.
+    """
+    try:
+        number = os.readlink("/proc/self/ns/net")
+    except OSError:  # no Linux
+        return ""
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as any_socket:
+            cookie = any_socket.getsockopt(socket.SOL_SOCKET, _NETNS_COOKIE, 8)
+    except OSError:
+        return number
+    return f"{number} {int.from_bytes(cookie, sys.byteorder)}"
+
+
+def _environment() -> str:
+    """Return a hash of the environment variables that matter."""
+    chosen = {
+        name: value
+        for name, value in os.environ.items()
+        if (name.startswith(_PREFIXES) or name in _NAMES) and name not in _WITHOUT_EFFECT
+    }
+    return hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()[:16]
+
+
+# ---- The file
+
+
+def default_directory() -> Path:
+    """Return where measurements of this user are kept.
+
+    ``lightning_topt/measurements`` in the user's cache directory.
+    """
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    caches = Path(given) if os.path.isabs(given) else Path.home() / ".cache"
+    return caches / "lightning_topt" / "measurements"
+
+
+def file_name(setup: Mapping[str, Any]) -> str:
+    """Return the name of the file for a set-up (of JSON values)."""
+    return hashlib.sha256(json.dumps(setup, sort_keys=True).encode()).hexdigest()[:32] + _SUFFIX
+
+
+def load_entries(directory: Path, setup: Mapping[str, Any]) -> Entries:
+    """Return the entries for `setup` that are not older than 30 days.
+
+    None, with a warning, where they cannot be read or trusted.
+    """
+    try:
+        with _opened(directory) as folder:
+            return _read(folder, setup)[0]
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        _warn(
+            f"measurements in {directory} are not used, so this machine is measured again: {error}"
+        )
+        return {}
+
+
+def save_entries(
+    directory: Path, setup: Mapping[str, Any], entries: Entries, *, refreshed: float | None = None
+) -> None:
+    """Merge `entries` with those in the file for `setup`, of each the newer one.
+
+    All from before `refreshed` are dropped. Other jobs may do the same at the same time. A
+    directory that cannot be written costs a warning.
+    """
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with _opened(directory) as folder, _locked(folder):
+            try:
+                stored, limit = _read(folder, setup)
+            except (OSError, ValueError, RecursionError):
+                stored, limit = {}, 0.0
+            limit = max(limit, refreshed or 0.0)
+            merged = {name: entry for name, entry in stored.items() if entry.time >= limit}
+            for name, entry in entries.items():
+                if entry.time >= limit and (name not in merged or merged[name].time < entry.time):
+                    merged[name] = entry
+            newest = sorted(merged, key=lambda name: -merged[name].time)[:_MAX_ENTRIES]
+            _replace(folder, setup, {name: merged[name] for name in newest}, limit)
+            _remove_old(folder)
+    except (OSError, ValueError) as error:
+        _warn(
+            f"measurements cannot be kept in {directory}, so the next start measures again: {error}"
+        )
+
+
+@contextlib.contextmanager
+def _opened(directory: Path) -> Iterator[int]:
+    """Yield a descriptor of the folder, which is this user's and nobody else's to write."""
+    folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        _check_own(folder, str(directory))
+        yield folder
+    finally:
+        os.close(folder)
+
+
+def _check_own(descriptor: int, name: str) -> os.stat_result:
+    """Return the status of a file or folder; raise PermissionError where it is not our own."""
+    status = os.fstat(descriptor)
+    if reason := not_own_reason(status, also_root=False):
+        raise PermissionError(f"{name}: {reason}")
+    return status
+
+
+def _read(folder: int, setup: Mapping[str, Any]) -> tuple[Entries, float]:
+    """Return the entries of the file, and before when everything was dropped.
+
+    Raises ValueError, OSError for a file that is not ours.
+    """
+    name = file_name(setup)
+    descriptor = os.open(
+        name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder
+    )
+    with open(descriptor, "rb") as file:
+        status = _check_own(descriptor, name)
+        if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_BYTES:
+            raise ValueError(f"{name} is no file of measurements")
+        text = file.read(_MAX_BYTES + 1)
+    try:
+        data = json.loads(text)
+        if data["version"] != VERSION or data["setup"] != dict(setup):
+            raise ValueError("it is of another version or set-up")
+        oldest = max(_time(data["refreshed"]), time.time() - MAX_AGE_SECONDS)
+        entries = {
+            str(key): Entry(_time(entry["time"]), entry["value"])
+            for key, entry in data["entries"].items()
+        }
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{name} cannot be read ({type(error).__name__}: {error})") from None
+    latest = time.time() + 60  # a clock that was wrong must not keep entries for ever
+    return {key: entry for key, entry in entries.items() if oldest <= entry.time <= latest}, _time(
+        data["refreshed"]
+    )
+
+
+def _time(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{value!r} is no time")
+    return float(value)
+
+
+def _replace(folder: int, setup: Mapping[str, Any], entries: Entries, refreshed: float) -> None:
+    """Write a new file beside the old one and give it its name.
+
+    Readers see one or the other, never a part.
+    """
+    data = {"version": VERSION, "setup": dict(setup), "refreshed": refreshed}
+    data["entries"] = {name: entry._asdict() for name, entry in entries.items()}
+    name = file_name(setup)
+    temporary = f"{name}.{secrets.token_hex(8)}.tmp"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(temporary, flags, 0o600, dir_fd=folder)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(json.dumps(data).encode())
+            file.flush()
+            os.fsync(descriptor)
+        os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary, dir_fd=folder)
+        raise
+
+
+@contextlib.contextmanager
+def _locked(folder: int) -> Iterator[None]:
+    """Wait for other writers, but not for ever.
+
+    Without the lock the last writer wins, with a whole file all the same.
+    """
+    descriptor = os.open(
+        ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder
+    )
+    try:
+        deadline = time.monotonic() + _LOCK_SECONDS
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.01)
+            except OSError:  # a file system without locks
+                break
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _remove_old(folder: int) -> None:
+    """Remove files that nobody has written for twice the age of their entries.
+
+    Such as those of containers that are gone.
+    """
+    for name in os.listdir(folder):
+        if name.endswith((_SUFFIX, ".tmp")):
+            with contextlib.suppress(OSError):
+                if (
+                    time.time() - os.stat(name, dir_fd=folder, follow_symlinks=False).st_mtime
+                    > 2 * MAX_AGE_SECONDS
+                ):
+                    os.unlink(name, dir_fd=folder)
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, stacklevel=4)

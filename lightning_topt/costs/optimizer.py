@@ -1,34 +1,39 @@
-"""Profiles say what the user's optimizers keep, move and allocate per parameter, read from the
-optimizers themselves.
+"""Profiles of the user's optimizers: what they keep, move and allocate per parameter.
+
+    profile = read_optimizer([optimizer], named_parameters=module.named_parameters())
+    profile.state_bytes("layers.0.weight")
+    seconds = measure_update_seconds([optimizer], named_parameters=..., device=device)
 
 Nothing is looked up in a table of optimizers: the same optimizer object is copied onto small real
-tensors, stepped, and watched, so that every option (fused, foreach, momentum, amsgrad, several
-groups) counts as it is. Only whether the update treats elements one by one cannot be seen from
-outside; see `optim.update_rule`.
+tensors (`optimizer_copy`), stepped, and watched: its state, traffic, operator calls, temporaries.
+So every option (fused, foreach, momentum, amsgrad, several groups) counts as it is. Only whether
+the update treats elements one by one cannot be seen from outside; see `optim.update_rule`. Where
+the training takes its steps anyway, `observed_optimizer` watches those instead.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
+import math
+import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn, optim
+from torch import Tensor, nn, optim
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_topt.costs.cluster import Device
-from lightning_topt.costs.global_state import kept_global_state
-from lightning_topt.costs.optimizer_copy import OptimizerError, no_global_hooks
-from lightning_topt.costs.optimizer_probe import ParameterUpdate, Probe, make_step, probe_group
-from lightning_topt.costs.timing import time_call
+from lightning_topt.costs.measuring import kept_global_state, time_call
+from lightning_topt.costs.optimizer_copy import OptimizerCopy, OptimizerError, no_global_hooks
 from lightning_topt.graph.no_trace import kept_objects
 from lightning_topt.optim.update_rule import (
     BY_PARAMETER,
@@ -39,18 +44,28 @@ from lightning_topt.optim.update_rule import (
 
 # Options of Adam and its kin, Adafactor, Adagrad, Adadelta, RMSprop.
 _ADAPTIVE = {"betas", "beta2_decay", "initial_accumulator_value", "rho", "centered"}
+# Distinct, so that a dim of a state tensor tells which dim of the parameter it follows (torch's
+# limit is 64 dims).
+_PRIMES = tuple(n for n in range(5, 320) if all(n % d for d in range(2, math.isqrt(n) + 1)))
+_PROBE_NUMEL, _PROBE_COUNT = 4096, 4
+_MAX_DIMS = 6  # of a parameter; the product of seven primes is too many elements for a trial
+_SEED = 20131
 
 
 @dataclass(frozen=True)
 class OptimizerProfile:
-    """All optimizers of a module together; `updates` by parameter name (none for a frozen
-    parameter).
+    """All optimizers of a module together.
 
-    `elementwise`: slices of parameters may be updated by different ranks (ZeRO 2 and 3 are exact).
-    `by_parameter`: whole parameters may (ZeRO 1). `seconds_per_element` holds measurements by
-    parameter name, if there are any (`measure_update_seconds`). `probes` are what trial steps have
-    shown, by the name of each trained parameter. `adaptive`: one of them divides by running means
-    of squares, as Adam does.
+    Attributes:
+        name: of all of them.
+        elementwise: slices of parameters may be updated by different ranks (ZeRO 2 and 3 are
+            exact).
+        by_parameter: whole parameters may (ZeRO 1).
+        updates: by parameter name; none for a frozen parameter.
+        seconds_per_element: measurements by parameter name, if there are any
+            (`measure_update_seconds`).
+        probes: what trial steps have shown, by the name of each trained parameter.
+        adaptive: one of them divides by running means of squares, as Adam does.
     """
 
     name: str
@@ -63,8 +78,9 @@ class OptimizerProfile:
 
     @cached_property
     def kinds(self) -> dict[str, int]:
-        """A number for each parameter by name, equal where updates are; those that are not here
-        have none.
+        """A number for each parameter by name, equal where updates are.
+
+        Those that are not here have none.
         """
         numbers: dict[tuple[ParameterUpdate | None, float | None], int] = {}
         names = {**self.updates, **self.seconds_per_element}
@@ -74,16 +90,18 @@ class OptimizerProfile:
         return {name: numbers.setdefault(key, len(numbers)) for name, key in every}
 
     def state_bytes_of(self, name: str, shape: Sequence[int]) -> int:
-        """Return the bytes of the state of a part of parameter `name`, of `shape`, with as many
-        dims; 0 without updates.
+        """Return the bytes of the state of a part of parameter `name`; 0 without updates.
+
+        The part has `shape`, with as many dims as the parameter.
         """
         if name not in self.probes:
             return self.state_bytes(name)  # of a frozen parameter, as it is
         return self.probes[name].state_bytes(shape)
 
     def of_slices(self, shares: Mapping[str, float]) -> OptimizerProfile:
-        """Return the profile of an optimizer over slices of parameters: `shares` of the whole ones,
-        by name.
+        """Return the profile of an optimizer over slices of parameters.
+
+        `shares` of the full ones, by name.
         """
         known: dict[tuple[ParameterUpdate, float], ParameterUpdate] = {}
         updates = {}
@@ -101,17 +119,15 @@ class OptimizerProfile:
         return replace(self, updates=updates)
 
     def state_bytes(self, name: str) -> int:
-        """Return the bytes of the state of parameter `name`; 0 for one that no optimizer
-        updates.
-        """
+        """Return the bytes of the state of parameter `name`; 0 where no optimizer updates it."""
         update = self.updates.get(name)
         return 0 if update is None else update.state_bytes
 
     def update_seconds(self, name: str, *, numel: int, device: Device, share: float = 1.0) -> float:
-        """Return the seconds to update the given share of parameter `name`, which has `numel`
-        elements in all.
+        """Return the seconds to update the given share of parameter `name`.
 
-        As measured, else bytes moved over bandwidth; 0 for a parameter that no optimizer updates.
+        It has `numel` elements in all. As measured, else bytes moved over bandwidth; 0 for a
+        parameter that no optimizer updates.
         """
         update = self.updates.get(name)
         if update is None:
@@ -130,13 +146,15 @@ def read_optimizer(
     named_parameters: Iterable[tuple[str, nn.Parameter]],
     device_type: str = "cpu",
 ) -> OptimizerProfile:
-    """Profile optimizers that were built over `named_parameters` (fake tensors will do: only shapes
-    are read).
+    """Profile optimizers that were built over `named_parameters`.
 
-    The optimizers may be those of the training: they, their state and parameters and all random
-    generators stay as they are. `device_type` is where they will run; it decides torch's default
-    between the for-loop and the foreach step. Raises OptimizerError for a parameter that is not
-    among `named_parameters`, and for an optimizer that cannot be tried on a copy.
+    Fake tensors will do: only shapes are read. The optimizers may be those of the training: they,
+    their state and parameters and all random generators stay as they are. `device_type` is where
+    they will run; it decides torch's default between the for-loop and the foreach step.
+
+    Raises:
+        OptimizerError: for a parameter that is not among `named_parameters`, and for an optimizer
+            that cannot be tried on a copy.
     """
     optimizers = list(optimizers)
     updates: dict[str, ParameterUpdate] = {}
@@ -166,8 +184,9 @@ def read_optimizer(
 
 
 def frozen_update(optimizer: Optimizer, parameter: nn.Parameter) -> ParameterUpdate:
-    """Return the update of a frozen parameter: it is never stepped, but some optimizers (Adagrad)
-    make its state when built.
+    """Return the update of a frozen parameter.
+
+    It is never stepped, but some optimizers (Adagrad) make its state when built.
     """
     existing = tree_leaves(optimizer.state.get(parameter, {}))
     nbytes = sum(value.nbytes for value in existing if torch.is_tensor(value))
@@ -175,86 +194,14 @@ def frozen_update(optimizer: Optimizer, parameter: nn.Parameter) -> ParameterUpd
 
 
 def is_adaptive(optimizer: Optimizer) -> bool:
-    """Return whether the optimizer divides by running means of squares, as Adam does; known by the
-    options of its groups.
+    """Return whether the optimizer divides by running means of squares, as Adam does.
+
+    Known by the options of its groups.
     """
     return any(not _ADAPTIVE.isdisjoint(group) for group in optimizer.param_groups)
 
 
-@dataclass(frozen=True)
-class UpdateKind:
-    """Parameters, by `names`, whose updates cost the same per element: one measurement stands for
-    all of them.
-
-    It is taken with the options of `group` on a parameter of `numel` elements. `key` names the kind
-    in any process: it is made of the optimizer's class and code, the options and `numel`; empty
-    where the code is in no file.
-    """
-
-    key: str
-    optimizer: Optimizer
-    group: Mapping[str, Any]
-    ndim: int
-    dtype: torch.dtype
-    numel: int
-    names: tuple[str, ...]
-
-
-def update_kinds(
-    optimizers: Iterable[Optimizer],
-    *,
-    named_parameters: Iterable[tuple[str, nn.Parameter]],
-    max_numel: int = 1 << 22,
-) -> list[UpdateKind]:
-    """Sort the trained parameters into kinds; `numel` is that of a kind's largest parameter, at
-    most `max_numel`.
-
-    Left out are those of LBFGS, whose step runs the model several times, and those of optimizers
-    that communicate in their step: ranks measure for a time, and may do so with different numbers
-    of steps. Raises OptimizerError as `read_optimizer` does.
-    """
-    optimizers = list(optimizers)
-    untimed = {
-        id(each) for each in optimizers if isinstance(each, optim.LBFGS) or _communicates(each)
-    }
-    members: dict[Any, list[tuple[str, nn.Parameter]]] = defaultdict(list)
-    first: dict[Any, tuple[Optimizer, Mapping[str, Any]]] = {}
-    for optimizer, group, parameter, name in updated_parameters(optimizers, named_parameters):
-        if parameter.requires_grad and id(optimizer) not in untimed:
-            key = (id(optimizer), options_key(group), min(parameter.ndim, 2), parameter.dtype)
-            members[key].append((name, parameter))
-            first.setdefault(key, (optimizer, group))
-    kinds = []
-    for key, named in members.items():
-        (optimizer, group), (_, options, ndim, dtype) = first[key], key
-        numel = max(1, min(max_numel, max(parameter.numel() for _, parameter in named)))
-        code = code_key(type(optimizer))
-        text = json.dumps([code, options, ndim, str(dtype), numel]) if code else ""
-        kinds.append(
-            UpdateKind(text, optimizer, group, ndim, dtype, numel, tuple(name for name, _ in named))
-        )
-    return kinds
-
-
-@kept_global_state()
-def _communicates(optimizer: Optimizer) -> bool:
-    with kept_objects(optimizer, type(optimizer)), no_global_hooks():
-        return collective_in_step(optimizer) is not None
-
-
-@kept_global_state()
-def measure_kind(kind: UpdateKind, *, device: torch.device, budget_seconds: float) -> float:
-    """Return the seconds per element of the update of `kind`, timed in about `budget_seconds`, but
-    in at least five steps.
-
-    A copy is stepped. Raises OptimizerError when its step fails.
-    """
-    ndim, dtype, numel = kind.ndim, kind.dtype, kind.numel
-    with kept_objects(kind.optimizer, type(kind.optimizer)):
-        step = make_step(
-            kind.optimizer, kind.group, ndim=ndim, dtype=dtype, device=device, numel=numel
-        )
-        return time_call(step, device=device, budget_seconds=budget_seconds) / kind.numel
+# ---- Seconds of updates, timed on copies
 
 
 def measure_update_seconds(
@@ -279,11 +226,90 @@ def measure_update_seconds(
     return seconds
 
 
+def update_kinds(
+    optimizers: Iterable[Optimizer],
+    *,
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    max_numel: int = 1 << 22,
+) -> list[UpdateKind]:
+    """Sort the trained parameters into kinds.
+
+    `numel` is that of a kind's largest parameter, at most `max_numel`. Left out are those of LBFGS,
+    whose step runs the model several times, and those of optimizers that communicate in their step:
+    ranks measure for a time, and may do so with different numbers of steps. Raises OptimizerError
+    as `read_optimizer` does.
+    """
+    optimizers = list(optimizers)
+    untimed = {
+        id(each) for each in optimizers if isinstance(each, optim.LBFGS) or _communicates(each)
+    }
+    by_kind: dict[Any, list[tuple[str, nn.Parameter]]] = defaultdict(list)
+    first: dict[Any, tuple[Optimizer, Mapping[str, Any]]] = {}
+    for optimizer, group, parameter, name in updated_parameters(optimizers, named_parameters):
+        if parameter.requires_grad and id(optimizer) not in untimed:
+            key = (id(optimizer), options_key(group), min(parameter.ndim, 2), parameter.dtype)
+            by_kind[key].append((name, parameter))
+            first.setdefault(key, (optimizer, group))
+    kinds = []
+    for key, named in by_kind.items():
+        (optimizer, group), (_, options, ndim, dtype) = first[key], key
+        numel = max(1, min(max_numel, max(parameter.numel() for _, parameter in named)))
+        code = code_key(type(optimizer))
+        text = json.dumps([code, options, ndim, str(dtype), numel]) if code else ""
+        kinds.append(
+            UpdateKind(text, optimizer, group, ndim, dtype, numel, tuple(name for name, _ in named))
+        )
+    return kinds
+
+
+@kept_global_state()
+def measure_kind(kind: UpdateKind, *, device: torch.device, budget_seconds: float) -> float:
+    """Return the seconds per element of the update of `kind`.
+
+    Timed on a copy in about `budget_seconds`, but in at least five steps. Raises OptimizerError
+    when its step fails.
+    """
+    ndim, dtype, numel = kind.ndim, kind.dtype, kind.numel
+    with kept_objects(kind.optimizer, type(kind.optimizer)):
+        step = make_step(
+            kind.optimizer, kind.group, ndim=ndim, dtype=dtype, device=device, numel=numel
+        )
+        return time_call(step, device=device, budget_seconds=budget_seconds) / kind.numel
+
+
+@dataclass(frozen=True)
+class UpdateKind:
+    """Parameters, by `names`, whose updates cost the same per element.
+
+    One measurement stands for all of them, taken with the options of `group` on a parameter of
+    `numel` elements. `key` names the kind in any process: it is made of the optimizer's class and
+    code, the options and `numel`; empty where the code is in no file.
+    """
+
+    key: str
+    optimizer: Optimizer
+    group: Mapping[str, Any]
+    ndim: int
+    dtype: torch.dtype
+    numel: int
+    names: tuple[str, ...]
+
+
+@kept_global_state()
+def _communicates(optimizer: Optimizer) -> bool:
+    with kept_objects(optimizer, type(optimizer)), no_global_hooks():
+        return collective_in_step(optimizer) is not None
+
+
+# ---- Parameters and what their updates have in common
+
+
 def updated_parameters(
     optimizers: Iterable[Optimizer], named_parameters: Iterable[tuple[str, nn.Parameter]]
 ) -> Iterator[tuple[Optimizer, Mapping[str, Any], nn.Parameter, str]]:
-    """Yield every parameter of every group with its name. Raises OptimizerError for one that has
-    none, or no shape yet.
+    """Yield every parameter of every group with its name.
+
+    Raises OptimizerError for one that has none, or no shape yet.
     """
     names = {parameter: name for name, parameter in named_parameters}
     for optimizer in optimizers:
@@ -305,8 +331,9 @@ def updated_parameters(
 
 
 def options_key(group: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
-    """Return the options of a group as far as they decide what a step costs: of rates, whether they
-    are zero.
+    """Return the options of a group as far as they decide what a step costs.
+
+    Of rates, whether they are zero.
     """
     options = (
         (name, value)
@@ -327,8 +354,9 @@ def _option_key(value: Any) -> str:
 
 
 def code_key(cls: type) -> str:
-    """Return a text that changes when the file in which `cls` is defined does; empty where there is
-    no such file.
+    """Return a text that changes when the file in which `cls` is defined does.
+
+    Empty where there is no such file.
     """
     for base in cls.__mro__:
         if base.__module__ == "builtins":
@@ -340,3 +368,276 @@ def code_key(cls: type) -> str:
     except (TypeError, OSError):
         return ""
     return f"{cls.__module__}.{cls.__qualname__} {status.st_size} {status.st_mtime_ns}"
+
+
+# ---- Trial steps that are watched
+
+
+@dataclass(frozen=True)
+class ParameterUpdate:
+    """The optimizer's share of one parameter.
+
+    Attributes:
+        state_bytes: of its state.
+        moved_bytes: read and written in a step.
+        calls: of operators in a step.
+        temporary_bytes: of temporaries.
+        temporaries_add: temporaries of different parameters are alive together (foreach).
+    """
+
+    state_bytes: int
+    moved_bytes: float
+    calls: float
+    temporary_bytes: float
+    temporaries_add: bool
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What one group's step does to a parameter of one number of dims and dtype."""
+
+    dims: tuple[int, ...]
+    # (shape, bytes per element) of each state tensor
+    states: tuple[tuple[tuple[int, ...], float], ...]
+    moved_bytes: float  # per element of the parameter
+    calls: float
+    temporaries: float  # in bytes per element
+    temporaries_add: bool
+
+    def state_bytes(self, shape: Sequence[int]) -> int:
+        """Return the bytes of the state of a parameter of `shape`, with as many dims."""
+        real = dict(zip(self.dims, shape, strict=True))
+        return round(
+            sum(
+                math.prod(real.get(dim, dim) for dim in dims) * itemsize
+                for dims, itemsize in self.states
+            )
+        )
+
+    def update(self, parameter: Tensor) -> ParameterUpdate:
+        """Return what the step does to `parameter`, of the probe's number of dims and dtype."""
+        state = self.state_bytes(parameter.shape)
+        numel = parameter.numel()
+        moved, temporaries = self.moved_bytes * numel, self.temporaries * numel
+        return ParameterUpdate(state, moved, self.calls, temporaries, self.temporaries_add)
+
+
+@kept_global_state()
+def probe_group(
+    optimizer: Optimizer,
+    group: Mapping[str, Any],
+    *,
+    ndim: int,
+    dtype: torch.dtype,
+    device_type: str,
+) -> Probe:
+    """Step copies of `optimizer` with the options of `group` and watch.
+
+    The optimizer and what it refers to stay as they are. Raises OptimizerError when the step fails,
+    needs a closure or sparse gradients, or cannot be tried on a copy.
+    """
+    if isinstance(optimizer, optim.LBFGS):
+        return lbfgs_probe(group, ndim, dtype)
+    _check_can_be_tried(optimizer, ndim=ndim)
+    dims = _PRIMES[:ndim]
+    # the first step on a parameter of distinct dims shows the shapes of its state
+    copy = _copy(optimizer, group, shapes=[dims], dtype=dtype, device_type=device_type)
+    states = copy.first_states()
+    shape = (64, _PROBE_NUMEL // 64) if ndim >= 2 else (_PROBE_NUMEL,)
+    # the second step on one and on several parameters shows traffic, calls and temporaries
+    watched = []
+    for count in (1, _PROBE_COUNT):
+        copy = _copy(optimizer, group, shapes=[shape] * count, dtype=dtype, device_type=device_type)
+        copy.step()
+        with _Watch() as watch:
+            copy.step()
+        watched.append(watch)
+    one, many = watched
+    adds = many.peak_bytes >= _PROBE_COUNT * one.peak_bytes
+    return Probe(
+        dims,
+        states,
+        moved_bytes=many.moved_bytes / (_PROBE_COUNT * _PROBE_NUMEL),
+        calls=max(many.calls - one.calls, 0) / (_PROBE_COUNT - 1),
+        temporaries=many.peak_bytes / (_PROBE_NUMEL * (_PROBE_COUNT if adds else 1)),
+        temporaries_add=adds,
+    )
+
+
+def lbfgs_probe(group: Mapping[str, Any], ndim: int, dtype: torch.dtype) -> Probe:
+    """Return what one step of LBFGS does, by formula: the step runs the model as it likes."""
+    # torch.optim.LBFGS, once its history is full: `old_dirs` and `old_stps` of history_size vectors
+    # each, `d`, `prev_flat_grad`; an inner iteration reads the history twice; flat copies of
+    # gradients and direction come and go.
+    vectors, itemsize = 2 * group["history_size"] + 2, torch.empty(0, dtype=dtype).element_size()
+    dims = _PRIMES[:ndim]
+    moved = 2 * vectors * itemsize * group["max_iter"]
+    return Probe(
+        dims, ((dims, itemsize),) * vectors, moved, 4.0 * group["max_iter"], 3.0 * itemsize, True
+    )
+
+
+def make_step(
+    optimizer: Optimizer,
+    group: Mapping[str, Any],
+    *,
+    ndim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    numel: int,
+) -> Callable[[], None]:
+    """Return a call that steps a copy of `optimizer`, its state made.
+
+    On a tensor of about `numel` elements in 1 or 2 dims. Raises OptimizerError when the step fails.
+    """
+    shape = (math.isqrt(numel), numel // math.isqrt(numel)) if ndim == 2 else (numel,)
+    _check_can_be_tried(optimizer, ndim=ndim)
+    copy = _copy(
+        optimizer, group, shapes=[shape], dtype=dtype, device_type=device.type, device=device
+    )
+    copy.step()
+    return copy.step
+
+
+def _check_can_be_tried(optimizer: Optimizer, *, ndim: int) -> None:
+    name, way_out = type(optimizer).__name__, "Give the plan explicitly, for instance plan='ddp'"
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise OptimizerError(
+            f"the step of {name} needs a closure: it runs the model itself, as often as it wants, "
+            "so the cost of a step is "
+            f"not known. {way_out}"
+        )
+    check_dense(optimizer)
+    if ndim > _MAX_DIMS:
+        raise OptimizerError(
+            f"{name} updates a parameter of {ndim} dims; trial steps are made with at most "
+            f"{_MAX_DIMS}. {way_out}"
+        )
+
+
+def check_dense(optimizer: Optimizer) -> None:
+    """Raise OptimizerError for an optimizer that is made for sparse gradients."""
+    if isinstance(optimizer, optim.SparseAdam):
+        raise OptimizerError(
+            f"{type(optimizer).__name__} updates the rows of one batch from sparse gradients, so "
+            "the cost of a step is not "
+            "known. Give the plan explicitly, for instance plan='ddp'"
+        )
+
+
+def _copy(
+    optimizer: Optimizer,
+    group: Mapping[str, Any],
+    *,
+    shapes: Sequence[tuple[int, ...]],
+    dtype: torch.dtype,
+    device_type: str,
+    device: torch.device | None = None,
+) -> _Steps:
+    """Return `optimizer` over fresh parameters of `shapes`, not yet stepped.
+
+    With the options of `group`.
+    """
+    device = device or torch.device("cpu")
+    try:
+        parameters = [nn.Parameter(_random(shape, dtype, device)) for shape in shapes]
+        for parameter in parameters:
+            parameter.grad = _random(parameter.shape, dtype, device)
+    except RuntimeError as error:
+        raise OptimizerError(
+            f"a trial step of {type(optimizer).__name__} on parameters of {dtype} is not possible: "
+            f"{error}. Give the plan "
+            "explicitly, for instance plan='ddp'"
+        ) from error
+    copy = OptimizerCopy(optimizer, group, parameters=parameters)
+    for options in copy.optimizer.param_groups:
+        if options.get("capturable"):
+            # needs an accelerator; changes where `step` lives, not what is kept
+            options["capturable"] = False
+        if (
+            device_type != "cpu"
+            and "foreach" in options
+            and options["foreach"] is None
+            and not options.get("fused")
+        ):
+            options["foreach"] = True  # torch's default there
+    return _Steps(copy)
+
+
+def _random(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    drawn = dtype if dtype.is_complex else torch.float32
+    generator = torch.Generator(device).manual_seed(_SEED)
+    return torch.rand(tuple(shape), dtype=drawn, device=device, generator=generator).to(dtype)
+
+
+class _Steps:
+    """A copied optimizer whose failures name it."""
+
+    def __init__(self, copy: OptimizerCopy) -> None:
+        self.optimizer, self.states = copy.optimizer, copy.states
+
+    def kept(self) -> list[Tensor]:
+        """Return the tensors of the states, and those that the optimizer has beside them."""
+        own = [
+            value
+            for name, value in vars(self.optimizer).items()
+            if name not in ("state", "param_groups")
+        ]
+        leaves = tree_leaves([*map(dict, self.states), own])
+        return [
+            leaf
+            for leaf in leaves
+            if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter)
+        ]
+
+    def first_states(self) -> tuple[tuple[tuple[int, ...], int], ...]:
+        """Take the first step; return shape and bytes per element of what it makes and keeps."""
+        before = {id(leaf) for leaf in self.kept()}
+        self.step()
+        leaves = {id(leaf): leaf for leaf in self.kept() if id(leaf) not in before}
+        return tuple((tuple(leaf.shape), leaf.element_size()) for leaf in leaves.values())
+
+    def step(self) -> None:
+        """Take a step, without the hooks of the real run."""
+        try:
+            with no_global_hooks():
+                self.optimizer.step()
+        except Exception as error:
+            raise OptimizerError(
+                f"a trial step of {type(self.optimizer).__name__} failed, so its memory is not "
+                f"known: {error}. Give "
+                "the plan explicitly, for instance plan='ddp'"
+            ) from error
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts operator calls, the bytes they read and write, and the peak of what they allocate."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls, self.moved_bytes, self.peak_bytes = 0, 0, 0
+        self._live: dict[int, int] = {}  # storages allocated here
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        inputs = {id(t): t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
+        written = [
+            t
+            for argument, value in zip(func._schema.arguments, args, strict=False)
+            if argument.alias_info is not None and argument.alias_info.is_write
+            for t in tree_leaves(value)
+        ]
+        new = [t for t in outputs if id(t) not in inputs]
+        if inputs or new:
+            self.calls += 1
+            self.moved_bytes += sum(t.nbytes for t in (*inputs.values(), *written, *new))
+        known = {t.untyped_storage()._cdata for t in inputs.values()} | set(self._live)
+        for tensor in new:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in known:
+                self._live[storage._cdata] = storage.nbytes()
+                weakref.finalize(storage, self._live.pop, storage._cdata, None)
+        self.peak_bytes = max(self.peak_bytes, sum(self._live.values()))
+        return output

@@ -1,10 +1,16 @@
-"""A copy of the user's optimizer over other parameters, made so that stepping it cannot reach the
-original.
+"""A copy of the user's optimizer over other parameters; stepping it cannot reach the original.
+
+    copy = OptimizerCopy(optimizer, group, parameters=small)
+    with no_global_hooks():
+        copy.optimizer.step()
 
 What the optimizer refers to is copied with it: numbers, lists, objects, optimizers that it wraps,
 what its functions have closed over. Its parameters become those of the trial, its state is empty. A
 module or a large tensor beside the state cannot be copied cheaply and cannot be shared safely: such
 an optimizer is refused.
+
+The trials of `optim.update_rule` make copies of their own. Those have all groups, step some
+parameters at a time, and also try optimizers that are refused here.
 """
 
 from __future__ import annotations
@@ -33,8 +39,9 @@ class OptimizerError(ValueError):
 
 
 class OptimizerCopy:
-    """An `OptimizerCopy` has `optimizer`, not yet stepped, and the `states` of it and of all
-    optimizers that it wraps.
+    """A copy, `optimizer`, not yet stepped.
+
+    `states` are those of it and of all optimizers that it wraps.
     """
 
     def __init__(
@@ -137,8 +144,9 @@ class _Copier:
         return value.detach().clone()
 
     def _function(self, function: types.FunctionType) -> types.FunctionType:
-        """The same code; what it has closed over is copied, so that it counts and collects in the
-        copy.
+        """Return the same code over copies of what it has closed over.
+
+        It then counts and collects in the copy.
         """
         if not function.__closure__:
             return function
@@ -164,8 +172,9 @@ class _Copier:
         return copy
 
     def _optimizer(self, original: Any) -> Any:
-        """The optimizer itself or one that it wraps. `state` and `param_groups` may be those of
-        another, or properties.
+        """Copy the optimizer itself or one that it wraps.
+
+        `state` and `param_groups` may be those of another, or properties.
         """
         cls: Any = type(original)
         copy = self._know(original, cls.__new__(cls))
@@ -191,8 +200,9 @@ class _Copier:
         return copy
 
     def _groups(self, groups: list[Any]) -> list[Any]:
-        """One group over the parameters of the trial, with the options of the group that has
-        theirs.
+        """Return one group over the parameters of the trial.
+
+        With the options of the group that has the trial's parameters.
         """
         if id(groups) in self.known:
             return self.known[id(groups)]  # type: ignore[no-any-return]
@@ -222,7 +232,7 @@ class _Copier:
 
 
 class _Writer(pickle.Pickler):
-    """Pickles the frame of a value; what is special is kept aside."""
+    """Pickles the frame of a value; special values are replaced by numbers and kept in a list."""
 
     def __init__(self, copier: _Copier, buffer: io.BytesIO) -> None:
         super().__init__(buffer, protocol=pickle.HIGHEST_PROTOCOL)

@@ -1,6 +1,6 @@
-"""Plain values from YAML and JSON files that people wrote or changed: bounded in size and depth,
-and checked by type.
+"""Plain values from files that people wrote or changed: bounded in size, checked by type.
 
+YAML and JSON; the depth is bounded too.
 Everything raises ValueError with one sentence. Values in messages are cut (`shown`): a file of a
 few hundred bytes can stand for gigabytes once aliases are followed, so aliases are refused and
 nothing is printed whole.
@@ -94,8 +94,12 @@ def dump_yaml(data: Any) -> str:
 
 def parse_json(text: str) -> Any:
     """Return the plain values of JSON `text`. NaN and infinities are refused."""
+
+    def refuse(name: str) -> Any:
+        raise ValueError(f"{name} is not a number")
+
     try:
-        return json.loads(text, parse_constant=_refuse_constant)
+        return json.loads(text, parse_constant=refuse)
     except RecursionError as error:
         raise ValueError("not JSON that is read here: its values are nested too deeply") from error
     except ValueError as error:
@@ -103,8 +107,9 @@ def parse_json(text: str) -> Any:
 
 
 def check_plain(data: Any) -> None:
-    """Raise ValueError unless `data` is made of mappings, lists and scalars, of bounded size and
-    depth.
+    """Raise ValueError unless `data` is made of mappings, lists and scalars.
+
+    Of bounded size and depth.
     """
     nodes, waiting = 0, [(data, 0)]
     while waiting:
@@ -169,7 +174,3 @@ def _check_size(nodes: int, depth: int) -> None:
 def _check_text(value: str) -> None:
     if len(value) > MAX_TEXT:
         raise ValueError(f"it has a text of more than {MAX_TEXT} characters")
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not a number")

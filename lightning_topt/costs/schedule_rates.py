@@ -4,17 +4,17 @@ P ranks run V stages each, S = P V, with M microbatches. A rank counts as V time
 t are the seconds of a microbatch in a stage, w those of them that are gradients of parameters, in
 passes of their own; c those of a transfer into it.
 
-    step = sum of lead + largest load; it equals the simulation of equal stages
+    step = sum of lead + largest load
 
-    gpipe, 1f1b, 1f1b_overlapped          lead t              load (M - 1) t     always
-    interleaved, looped_bfs               lead k t            load M V t - lead  if M >= P
-    zero_bubble, interleaved_zero_bubble  lead k (t - 2 w)    load M V t - lead  if M >= P, *
-    zbv                                   lead k (t - w) / 2  load M V t - lead  if M >= 2 P - 1, *
-    * passes take t / 3
+    schedule                                lead             load           exact where
+    gpipe, 1f1b, 1f1b_overlapped            t                (M - 1) t      always
+    interleaved, looped_bfs                 k t              M V t - lead   M >= P
+    zero_bubble, interleaved_zero_bubble    k (t - 2 w)      M V t - lead   M >= P, passes of t / 3
+    zbv                                     k (t - w) / 2    M V t - lead   M >= 2 P - 1, the same
 
-with k = (P - 1) / (S - 1). 1F1B waits for M - 1 - ceil((M - 1) / P) transfers there and back; the
-others hide them behind passes unless links are the bottleneck. For unequal stages these are
-estimates: plans are priced by the simulation.
+with k = (P - 1) / (S - 1). Exact means equal to the simulation of equal stages. 1F1B waits for M -
+1 - ceil((M - 1) / P) transfers there and back; the others hide them behind passes unless links are
+the bottleneck. For unequal stages these are estimates: plans are priced by the simulation.
 """
 
 from __future__ import annotations
@@ -31,11 +31,19 @@ _WAITING = ("1f1b", "zero_bubble", "interleaved_zero_bubble", "zbv")
 
 @dataclass(frozen=True)
 class ScheduleRates:
-    """Rates of a schedule: seconds of `lead` and `load` of a second of t; `weights` of the lead
-    that a second of w saves; `sent_load` and `sent_floor` of a second of transfers there and back.
-    ``held[s]`` are the activations that the rank of stage s holds at most, counted in those of this
-    stage; ``waits[s]`` pairs of activations that it holds, and how many of them are there for
-    gradients of parameters alone: no other time is worse than all of these.
+    """Rates of a schedule.
+
+    Attributes:
+        lead: seconds of lead of a second of t.
+        load: seconds of load of a second of t.
+        weights: of the lead, what a second of w saves.
+        sent_load: of a second of transfers there and back.
+        sent_floor: the same, for what a link is busy at least.
+        held: ``held[s]`` are the activations that the rank of stage s holds at most, counted in
+            those of this stage.
+        waits: ``waits[s]`` are pairs of activations that it holds, and how many of them are there
+            for gradients of parameters alone; no other time is worse than all of these.
+        stages_per_rank: V.
     """
 
     lead: float
@@ -49,8 +57,9 @@ class ScheduleRates:
 
 
 def fits(name: str, *, num_ranks: int, num_microbatches: int) -> bool:
-    """Return whether there are microbatches enough for the rates of `name` to hold; with fewer the
-    schedule does not pay.
+    """Return whether there are microbatches enough for the rates of `name` to hold.
+
+    With fewer the schedule does not pay.
     """
     least = 2 * num_ranks - 1 if name == "zbv" else num_ranks
     return name in ("gpipe", "1f1b", "1f1b_overlapped") or num_microbatches >= least

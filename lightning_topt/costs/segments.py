@@ -1,5 +1,10 @@
-"""Segments say where on the memory timeline things happen: the segment of every operator, and the
-segments that use a parameter.
+"""Where on the memory timeline of a captured step things happen, and what crosses between blocks.
+
+`locate` gives the segment of every operator and the segments that use a parameter. `find_crossings`
+gives the tensors that cross each boundary between blocks, as in a run (`graph.step_flow`): units
+are the blocks, and outside of them the outermost modules that contain none. What units return
+crosses to later units that need it, also through functional operators, which every stage runs by
+itself.
 """
 
 from __future__ import annotations
@@ -9,18 +14,22 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_topt.basics.once import once_per_object
+from lightning_topt.costs.sizes import ITEM_BYTES, ROOT
 from lightning_topt.graph.blocks import block_of
-from lightning_topt.graph.op_graph import Kernel, OpGraph, Parameter
+from lightning_topt.graph.op_graph import Amount, Kernel, Op, OpGraph, Parameter, TensorSpec
 
 
 @dataclass(frozen=True)
 class Segments:
     """Positions on ``graph.timeline``, from 0.
 
-    `of_op` gives the segment of an operator by name, `of_parameter` the first and last segment that
-    use a parameter (its gradient begins in the backward of the last one and is complete after that
-    of the first one), `of_block` the first and last segment of a block that has any, `every` all of
-    them in order.
+    Attributes:
+        count: of all segments.
+        of_op: the segment of an operator by name.
+        of_parameter: the first and last segment that use a parameter; its gradient begins in the
+            backward of the last one and is complete after that of the first one.
+        of_block: the first and last segment of a block that has any.
+        every: all segments of a block, in order.
     """
 
     count: int
@@ -56,6 +65,7 @@ def locate(graph: OpGraph) -> Segments:
         of_op[op.name] = position
         for name in op.parameters:
             uses.setdefault(name, []).append(position)
+    # a tied parameter is used under each of its names
     of_parameter = {
         parameter.name: _span(
             parameter, uses, of_block.get(parameter.block, (0, max(len(graph.timeline) - 1, 0)))
@@ -65,11 +75,21 @@ def locate(graph: OpGraph) -> Segments:
     return Segments(len(graph.timeline), of_op, of_parameter, of_block, every)
 
 
+def _span(
+    parameter: Parameter, uses: Mapping[str, list[int]], default: tuple[int, int]
+) -> tuple[int, int]:
+    indices = [
+        index for name in (parameter.name, *parameter.aliases) for index in uses.get(name, ())
+    ]
+    return (min(indices), max(indices)) if indices else default
+
+
 @dataclass(frozen=True, eq=False)
 class BlockPasses:
-    """`BlockPasses` say where kernels run: ``kernels[i]`` in the direction (0 forward, 1 backward)
-    and segment of each of ``places[i]``, (block, direction, segment): repeated blocks share their
-    kernels.
+    """Where kernels run; repeated blocks share their kernels.
+
+    ``kernels[i]`` run in the direction (0 forward, 1 backward) and segment of each of
+    ``places[i]``, (block, direction, segment).
     """
 
     kernels: tuple[tuple[Kernel, ...], ...]
@@ -83,6 +103,7 @@ def passes_of(graph: OpGraph) -> BlockPasses:
     for op in graph.ops:
         for direction, kernels in enumerate((op.forward, op.backward)):
             passes.setdefault((op.block, direction, of_op[op.name]), []).extend(kernels)
+    # repeated blocks have the same kernel objects
     alike: dict[tuple[int, ...], tuple[list[Kernel], list[tuple[str, int, int]]]] = {}
     for place, found in passes.items():
         alike.setdefault(tuple(map(id, found)), (found, []))[1].append(place)
@@ -118,8 +139,9 @@ def blocks_reduced_last(graph: OpGraph) -> frozenset[str]:
 
 @once_per_object
 def structures_of(graph: OpGraph) -> dict[str, int]:
-    """Return a number for each named block with one segment; equal where their parameters, the uses
-    of these, and their activations are.
+    """Return a number for each named block with one segment.
+
+    Equal where their parameters, the uses of these, and their activations are.
     """
     segments, parameters = locate(graph), dict[str, list[Parameter]]()
     for parameter in graph.parameters:
@@ -154,10 +176,130 @@ def tied_blocks(graph: OpGraph) -> frozenset[str]:
     return frozenset(shared)
 
 
-def _span(
-    parameter: Parameter, uses: Mapping[str, list[int]], default: tuple[int, int]
-) -> tuple[int, int]:
-    indices = [
-        index for name in (parameter.name, *parameter.aliases) for index in uses.get(name, ())
-    ]
-    return (min(indices), max(indices)) if indices else default
+# ---- What crosses the boundaries between blocks
+
+
+_Source = tuple[str, TensorSpec]  # what an operator returned
+
+
+@dataclass(frozen=True)
+class Crossings:
+    """Bytes at the boundary before each block but the first (block,).
+
+    Attributes:
+        forward: bytes that are sent.
+        backward: of these, what gradients come back for.
+        places: the block of each segment, that before it where it is outside of all.
+    """
+
+    forward: tuple[Amount, ...]
+    backward: tuple[Amount, ...]
+    places: tuple[int, ...]
+
+
+def find_crossings(graph: OpGraph, segments: Segments) -> Crossings:
+    """Return what crosses the boundaries between the blocks of `graph`."""
+    blocks = chain_of(graph)
+    # the block of each segment; what is outside of all belongs to the block before
+    places, place = [], -1
+    for segment in graph.timeline:
+        place += segment.block != ROOT
+        places.append(max(place, 0))
+    spans = _spans(
+        graph, {op.name: places[segments.of_op[op.name]] for op in graph.ops}, last=len(blocks) - 1
+    )
+    forward, backward = [[Amount()] * len(blocks) for _ in range(2)]
+    for (_, spec), (made, needed) in spans.items():
+        size = spec_bytes(spec, graph.batch_size)
+        for boundary in range(made + 1, needed + 1):  # each one between maker and last reader
+            forward[boundary] += size
+            if spec.dtype.startswith(("float", "bfloat", "complex")):
+                backward[boundary] += size
+    return Crossings(tuple(forward), tuple(backward), tuple(places))
+
+
+def chain_of(graph: OpGraph) -> tuple[str, ...]:
+    """Return the blocks that run in the forward pass, in order.
+
+    All that is outside of them belongs to those before.
+    """
+    return tuple(segment.block for segment in graph.timeline if segment.block != ROOT)
+
+
+def _spans(
+    graph: OpGraph, place_of: Mapping[str, int], *, last: int
+) -> dict[_Source, tuple[int, int]]:
+    """Return the first and the last block that need what units return.
+
+    The first makes it. What the end of the step needs, the last block does.
+    """
+    ops = {op.name: op for op in graph.ops}
+    inside = _inside_units(graph)
+    incoming: dict[str, list[tuple[str, TensorSpec]]] = {}
+    read = set()
+    for edge in graph.edges:
+        incoming.setdefault(edge.target, []).append((edge.source, edge.tensor))
+        read.add(edge.source)
+    through: dict[str, frozenset[_Source]] = {}
+    spans: dict[_Source, tuple[int, int]] = {}
+    for op in ops:  # in execution order
+        sources: set[_Source] = set()
+        for source, spec in incoming.get(op, ()):
+            sources |= {(source, spec)} if inside[source] else through.get(source, frozenset())
+        if not inside[op]:
+            through[op] = frozenset(sources)
+        needed = place_of[op] if inside[op] else last if op not in read else -1
+        for each in sources:
+            made = place_of[each[0]]
+            spans[each] = made, max(needed, spans.get(each, (made, made))[1])
+    return spans
+
+
+def _inside_units(graph: OpGraph) -> dict[str, bool]:
+    """Return whether each operator runs inside of a unit.
+
+    Then a module around it is a block, or contains none.
+    """
+    blocks = {block.name for block in graph.blocks} - {ROOT}
+    around = {
+        ".".join(parts[:n])
+        for parts in (block.split(".") for block in blocks)
+        for n in range(1, len(parts))
+    }
+
+    def is_inside(op: Op) -> bool:
+        return any(path in blocks or path not in around for path in op.stack if path)
+
+    return {op.name: is_inside(op) for op in graph.ops}
+
+
+def spec_bytes(spec: TensorSpec, batch_size: int) -> Amount:
+    """Return the bytes of a tensor that was captured at this batch size."""
+    size = float(ITEM_BYTES.get(spec.dtype, 4))
+    for dim in spec.shape:
+        size *= dim
+    return Amount(size) if spec.batch_dim is None else Amount(0.0, size / batch_size)
+
+
+def uses_of_parameters(
+    graph: OpGraph, segments: Segments, places: Sequence[int]
+) -> dict[str, tuple[int, ...]]:
+    """Return the blocks (places in the chain) whose stage runs an operator with a parameter.
+
+    In order; the first of a parameter's names counts. Those that none uses are at the place of
+    their block, or at the first.
+    """
+    names = {
+        alias: parameter.name
+        for parameter in graph.parameters
+        for alias in (parameter.name, *parameter.aliases)
+    }
+    found: dict[str, set[int]] = {}
+    for op in graph.ops:
+        for name in op.parameters:
+            found.setdefault(names.get(name, name), set()).add(places[segments.of_op[op.name]])
+    for parameter in graph.parameters:
+        if parameter.name not in found:
+            first = segments.of_block.get(parameter.block, (0, 0))[0]
+            found[parameter.name] = {places[first] if places else 0}
+    return {name: tuple(sorted(used)) for name, used in found.items()}

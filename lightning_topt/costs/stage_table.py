@@ -1,5 +1,4 @@
-"""Costs of a chain of blocks whose runs of neighbours are the stages of a pipeline, each under
-several configurations.
+"""Costs of a chain of blocks whose runs of neighbours are the stages of a pipeline.
 
 A stage takes one of its variants (a device, a level of sharding), a block one configuration. With M
 microbatches, w how many of them a stage holds activations of at most (its schedule says how many),
@@ -7,16 +6,15 @@ everything else sums over the blocks of a stage:
 
     step_seconds   sum over stages of lead  +  the largest load of a stage
                    lead = lead_rate * seconds + constants
-                          what the first microbatch takes on its way through
                    load = load_rate * seconds + once_rate * once + constants
-                          what the slowest stage takes besides
     peak_bytes     the largest of
-                     static + w * kept + the largest hump                  while passes run
-                     static + h * kept + g * waiting + the largest hump
-                     static + v * kept + update                            while the optimizer steps
+                   static + w * kept + the largest hump                   while passes run
+                   static + h * kept + g * waiting + the largest hump     while passes run
+                   static + v * kept + update                             while the optimizer steps
 
-A backward pass in two parts leaves `waiting` bytes between them: of h microbatches that are held, g
-are there for these alone.
+The lead is what the first microbatch takes on its way through, the load what the slowest stage
+takes besides. A backward pass in two parts leaves `waiting` bytes between them: of h microbatches
+that are held, g are there for these alone.
 
 1F1B and GPipe have lead_rate 1, load_rate M - 1; v is 0 but in a pipeline that never flushes (w -
 1), which has lead_rate 0, load_rate 1. A stage that begins with block n pays for what it receives
@@ -41,8 +39,7 @@ COLUMNS = ("seconds", "once", "static", "kept", "hump")
 
 @dataclass(frozen=True, eq=False)
 class StageBlock:
-    """Costs of one block under each of its `configs`, arrays (config,); plus infinity in `seconds`
-    forbids.
+    """Costs of one block under each of its `configs`, arrays (config,).
 
     Args:
         configs: names of the configurations.
@@ -81,8 +78,9 @@ class StageBlock:
 
 @dataclass(frozen=True, eq=False)
 class StageChain:
-    """A chain: `blocks` are the distinct ones, ``order[n]`` says which of them block n is. Several
-    tables may share one.
+    """A chain of blocks; several tables may share one.
+
+    `blocks` are the distinct ones, ``order[n]`` says which of them block n is.
     """
 
     blocks: tuple[StageBlock, ...]
@@ -90,8 +88,9 @@ class StageChain:
 
     @cached_property
     def costs(self) -> tuple[tuple[tuple[float, ...], ...], ...]:
-        """The costs of each block under each configuration, in the order of `COLUMNS`, as plain
-        numbers.
+        """The costs of each block under each configuration, as plain numbers.
+
+        In the order of `COLUMNS`.
         """
         columns = ([getattr(block, name).tolist() for name in COLUMNS] for block in self.blocks)
         return tuple(tuple(zip(*each, strict=True)) for each in columns)
@@ -105,9 +104,11 @@ class StageChain:
 
 @dataclass(frozen=True, eq=False)
 class StageVariant:
-    """One way for all blocks of a stage: `lead`, `load` and `static` (distinct block,) come on top
-    of those of `chain`; `update` are bytes that the optimizer takes while it steps, `waiting` those
-    of a microbatch between the two parts of its backward.
+    """One way for all blocks of a stage.
+
+    `lead`, `load` and `static` (distinct block,) come on top of those of `chain`; `update` are
+    bytes that the optimizer takes while it steps, `waiting` those of a microbatch between the two
+    parts of its backward.
     """
 
     chain: StageChain
@@ -126,8 +127,7 @@ class StageVariant:
 
 @dataclass(frozen=True, eq=False)
 class StageLink:
-    """A link is what a stage pays that begins with block n, arrays (block,); the first stage pays
-    nothing.
+    """What a stage pays that begins with block n, arrays (block,); the first stage pays nothing.
 
     `lead` and `load` are seconds as in the table; its load is at least `floor`, what the link is
     busy; `kept` are the bytes that it receives, for each microbatch in flight.
@@ -146,9 +146,14 @@ class StageLink:
 
 @dataclass(frozen=True)
 class StageKind:
-    """A `StageKind` may take one of the `variants` (indices); it receives through a `link` and
-    holds at most `in_flight` microbatches, `in_update` while its optimizer steps; or (h, g), the
-    `waits`: h of them, g of which between the two parts of their backward.
+    """What one stage may be.
+
+    Attributes:
+        variants: indices of those that it may take.
+        in_flight: microbatches that it holds at most.
+        link: what it receives through.
+        waits: (h, g): h microbatches held, g of which between the two parts of their backward.
+        in_update: microbatches that it holds while its optimizer steps.
     """
 
     variants: tuple[int, ...]
@@ -165,10 +170,11 @@ class StageKind:
 
 @dataclass(frozen=True, eq=False)
 class StageTable:
-    """A pipeline to be cut: its `stages` in order, each of at least one block. `shared` (2, first
-    block, end): seconds of load and static bytes that a stage of these blocks pays besides, None:
-    none. Every plan also pays `fixed_seconds` and `fixed_bytes`. Raises ValueError for fewer blocks
-    than stages.
+    """A pipeline to be cut: its `stages` in order, each of at least one block.
+
+    `shared` (2, first block, end): seconds of load and static bytes that a stage of these blocks
+    pays besides, None: none. Every plan also pays `fixed_seconds` and `fixed_bytes`. Raises
+    ValueError for fewer blocks than stages.
     """
 
     variants: tuple[StageVariant, ...]
@@ -198,8 +204,10 @@ class StageTable:
     def evaluate(
         self, ends: Sequence[int], variants: Sequence[int], configs: Sequence[int]
     ) -> tuple[float, float]:
-        """Return (step_seconds, peak_bytes) of one plan: `ends` (stage,) say before which block
-        each stage ends, `variants` (stage,) and `configs` (block,) are indices.
+        """Return (step_seconds, peak_bytes) of one plan.
+
+        `ends` (stage,) say before which block each stage ends, `variants` (stage,) and `configs`
+        (block,) are indices.
         """
         lead, load, size, first = 0.0, 0.0, 0.0, 0
         for stage, end, variant in zip(self.stages, ends, variants, strict=True):
@@ -224,9 +232,9 @@ class StageTable:
             + sum(float(variant.load[kind]) for kind in kinds)
         )
         static += sum(float(variant.static[kind]) for kind in kinds)
-        if self.shared is not None:
+        if self.shared is not None:  # what blocks of the stage pay together
             load, static = np.array([load, static]) + self.shared[:, first, first + len(kinds)]
-        if first:
+        if first:  # what the stage receives
             link = self.links[stage.link]
             lead, kept = lead + float(link.lead[first]), kept + float(link.kept[first])
             load = max(load + float(link.load[first]), float(link.floor[first]))

@@ -1,10 +1,15 @@
-"""TrainingStep: one step of one rank on given machines, all that the costs of a plan depend on
-besides the plan.
+"""One step of one rank on given machines: all that the costs of a plan depend on besides the plan.
+
+step = TrainingStep(graph, cluster, optimizer, mesh, batch_size=8)
+step.compute["layers.0"]                                  # seconds (direction, segment)
+step.collective_seconds("all_reduce", nbytes, axes=[0])
+activation_lifetimes(step, "layers.0", recompute=False)   # bytes over the phases of the step
+temporary_bytes(step, shares)                             # of the optimizer's update
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -15,6 +20,7 @@ from lightning_topt.communication.exchange_method import GradientMethod
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.communication import (
     Collective,
+    Group,
     check_world_size,
     estimate_collective_seconds,
     estimate_wait_seconds,
@@ -22,10 +28,8 @@ from lightning_topt.costs.communication import (
 from lightning_topt.costs.compute import KernelKey, estimate_pass_seconds, kernel_key
 from lightning_topt.costs.cost_table import Array
 from lightning_topt.costs.exchange_model import ExchangeModel, make_exchange_model
-from lightning_topt.costs.groups import Group
-from lightning_topt.costs.lifetimes import Phases, phases_of
+from lightning_topt.costs.lifetimes import Lifetime, Phases, phases_of
 from lightning_topt.costs.optimizer import OptimizerProfile
-from lightning_topt.costs.page_faults import kernels_bytes
 from lightning_topt.costs.segments import (
     Segments,
     blocks_reduced_last,
@@ -34,7 +38,7 @@ from lightning_topt.costs.segments import (
     structures_of,
     tied_blocks,
 )
-from lightning_topt.costs.sizes import ROOT, gradient_bytes
+from lightning_topt.costs.sizes import ROOT, SMALLEST_BYTES, gradient_bytes, kernels_bytes
 from lightning_topt.graph.collective_ops import shown_collective
 from lightning_topt.graph.joint_module import JointModule
 from lightning_topt.graph.mesh_axes import Mesh
@@ -47,6 +51,7 @@ from lightning_topt.graph.op_graph import Kernel, OpGraph, Parameter
 SPLIT_CALL_SECONDS = 5e-5
 # that the ranks of a tensor group exchange of each: random states, what is in a batch
 MICROBATCH_NOTE_BYTES = 12_000
+Shares = Mapping[Parameter, float]  # of a parameter that one rank updates
 
 
 @dataclass(frozen=True)
@@ -145,8 +150,9 @@ class TrainingStep:
 
     @cached_property
     def reduced_last(self) -> frozenset[str]:
-        """Blocks, beside the root, whose inputs need no gradient: what waits for that waits until
-        backward is over.
+        """Blocks, beside the root, whose inputs need no gradient.
+
+        What waits for that gradient waits until backward is over.
         """
         return blocks_reduced_last(self.graph) - {ROOT}
 
@@ -157,9 +163,7 @@ class TrainingStep:
 
     @cached_property
     def alike(self) -> dict[str, int]:
-        """A number for each block; equal for blocks that cost the same wherever they stand in the
-        chain.
-        """
+        """A number for each block; equal for blocks that cost the same wherever they stand."""
         return number_alike_blocks(self)
 
     @cached_property
@@ -168,8 +172,9 @@ class TrainingStep:
         return phases_of(self.segments.count)
 
     def on(self, mesh: Mesh) -> TrainingStep:
-        """Return the same step on another mesh of as many ranks; what does not depend on the mesh
-        is not worked out again.
+        """Return the same step on another mesh of as many ranks.
+
+        What does not depend on the mesh is not worked out again.
         """
         other = replace(self, mesh=mesh)
         for name in (
@@ -185,8 +190,9 @@ class TrainingStep:
         return other
 
     def with_batch_size(self, samples: float) -> TrainingStep:
-        """Return the same step with so many samples per rank; what does not depend on them is not
-        worked out again.
+        """Return the same step with so many samples per rank.
+
+        What does not depend on them is not worked out again.
         """
         other = replace(self, batch_size=samples)
         for name in ("segments", "reduced_last", "tied", "phases", "_parameters"):
@@ -198,13 +204,14 @@ class TrainingStep:
         """Whether ranks communicate through gloo."""
         return self.cluster.backend == "gloo"
 
-    # ---- seconds ---------------------------------------------------------------------------------
+    # ---- seconds
 
     @cached_property
     def compute(self) -> dict[str, Array]:
         """Seconds of each block's kernels (direction, segment): forward, backward."""
         times = {block.name: np.zeros((2, self.segments.count)) for block in self.graph.blocks}
         passes = passes_of(self.graph)
+        # repeated blocks share their kernels: each set is estimated once
         for kernels, places in zip(passes.kernels, passes.places, strict=True):
             seconds = self._pass_seconds(kernels)
             for block, direction, segment in places:
@@ -212,36 +219,37 @@ class TrainingStep:
         return times
 
     def _pass_seconds(self, kernels: Sequence[Kernel]) -> float:
+        # collectives along tensor axes are kernels of the graph too
         communication = [kernel for kernel in kernels if shown_collective(kernel) is not None]
         computation = (
             [kernel for kernel in kernels if shown_collective(kernel) is None]
             if communication
             else kernels
         )
+        calls: list[float] = []  # seconds of each call of a collective
+        for kernel in communication:
+            shown = self.shown(kernel)
+            assert shown is not None
+            op, size, axis = shown
+            calls += [self.collective_seconds(op, size, axes=[axis])] * kernel.count
         seconds = estimate_pass_seconds(
             computation,
             batch_size=self.batch_size,
             device=self.cluster.device,
             measured=self.kernel_seconds,
             measured_batch_size=self.graph.batch_size,
-            collectives=[each for kernel in communication for each in self._shown_seconds(kernel)],
+            collectives=calls,
         )
-        if self.in_place:
+        if self.in_place:  # measured kernels contain the taking of memory
             kernels = [
                 kernel for kernel in kernels if kernel_key(kernel) not in self.kernel_seconds
             ]
         return seconds + self.taken_seconds(kernels_bytes(kernels, batch_size=self.batch_size))
 
-    def _shown_seconds(self, kernel: Kernel) -> list[float]:
-        """Seconds of each call of a collective along a tensor axis."""
-        shown = self.shown(kernel)
-        assert shown is not None
-        op, whole, axis = shown
-        return [self.collective_seconds(op, whole, axes=[axis])] * kernel.count
-
     def shown(self, kernel: Kernel) -> tuple[str, float, int] | None:
-        """Return the op, the bytes of the whole tensor and the axis of the mesh of one call along a
-        tensor axis; None for other kernels.
+        """Return the op, the bytes of the whole tensor and the mesh axis of one call.
+
+        Of a collective along a tensor axis; None for other kernels.
         """
         found = shown_collective(kernel)
         if found is None:
@@ -251,8 +259,9 @@ class TrainingStep:
         return op, size * self.mesh.shape[axis] if op == "all_to_all" else size, axis
 
     def taken_seconds(self, size: float) -> float:
-        """Return the seconds to take `size` bytes anew from the operating system; 0 where freed
-        memory is kept.
+        """Return the seconds to take `size` bytes anew from the operating system.
+
+        0 where freed memory is kept.
         """
         return (
             size * self.cluster.device.page_fault_seconds_per_byte if self.returns_memory else 0.0
@@ -263,8 +272,9 @@ class TrainingStep:
         return 2 * size / self.cluster.device.memory_bandwidth
 
     def collective_seconds(self, op: str, size: float, *, axes: Iterable[int]) -> float:
-        """Return the seconds of `op` on a tensor of `size` bytes by the groups along `axes`
-        (indices) of the mesh.
+        """Return the seconds of `op` on a tensor of `size` bytes.
+
+        By the groups along `axes` (indices) of the mesh.
         """
         axes = tuple(axes)
         if self.mesh.ranks_along(axes) == 1:
@@ -275,8 +285,9 @@ class TrainingStep:
     def collective(
         self, during: str, op: str, size: float, *, axes: Iterable[int], packed: bool = False
     ) -> Collective:
-        """Return `op` on a tensor of `size` bytes by the groups along `axes` (indices) of the mesh;
-        see `Collective`.
+        """Return `op` on a tensor of `size` bytes by the groups along `axes` (indices) of the mesh.
+
+        See `Collective`.
         """
         axes = tuple(axes)
         group = Group(self.mesh.ranks_along(axes), self.mesh.stride(axes)) if axes else Group(1)
@@ -305,16 +316,18 @@ class TrainingStep:
 
     @cached_property
     def sent_seconds(self) -> float:
-        """Seconds to send what a step needs: rank 0's buffers to all ranks, microbatches to the
-        ranks of a tensor group.
+        """Seconds to send what a step needs.
+
+        Rank 0's buffers to all ranks, microbatches to the ranks of a tensor group.
         """
         count, buffers = self.num_microbatches, self.graph.buffer_bytes
         everyone = range(len(self.mesh.axes))
-        if self.joint:
+        if self.joint:  # no batch is sent: every rank has its own
             agree = self.collective_seconds("all_gather", 8.0, axes=self.mesh.tensor_axes)
             return agree + self.collective_seconds("broadcast", buffers, axes=everyone)
-        if count == 1:
+        if count == 1:  # only buffers
             return self.collective_seconds("broadcast", buffers, axes=self.mesh.data_axes)
+        # microbatches: the batches themselves, and notes about them in two exchanges
         along, batch = self.mesh.tensor_axes, self.graph.input_bytes.at(self.batch_size)
         batches = count * self.collective_seconds("broadcast", batch, axes=along)
         notes = 2 * self.collective_seconds("all_gather", count * MICROBATCH_NOTE_BYTES, axes=along)
@@ -322,11 +335,10 @@ class TrainingStep:
 
     @cached_property
     def host_seconds(self) -> float:
-        """Seconds that microbatches wait for Python, which splits every call, beside their kernels
-        on CPUs.
+        """Seconds that microbatches wait for Python, which splits every call.
 
-        Elsewhere kernels run at the same time. Counted for microbatches, which pay it several
-        times, and for joint modules.
+        Beside their kernels on CPUs; elsewhere kernels run at the same time. Counted for
+        microbatches, which pay it several times, and for joint modules.
         """
         if self.num_microbatches == 1 and not self.joint:
             return 0.0
@@ -337,8 +349,10 @@ class TrainingStep:
 
     @cached_property
     def accumulation_seconds(self) -> float:
-        """Seconds to add up the gradients of microbatches: read twice and written for each but the
-        first, scaled once. Each takes the memory of its own anew.
+        """Seconds to add up the gradients of microbatches.
+
+        Read twice and written for each but the first, scaled once. Each takes the memory of its own
+        anew.
         """
         if self.num_microbatches == 1:
             return 0.0
@@ -348,8 +362,9 @@ class TrainingStep:
 
 
 def number_alike_blocks(step: TrainingStep) -> dict[str, int]:
-    """Return equal numbers for blocks with one segment each whose parameters, updates, activations
-    and kernels are equal.
+    """Return equal numbers for blocks that cost the same.
+
+    They have one segment each, and equal parameters, updates, activations and kernels.
     """
     numbers: dict[Hashable, int] = {}
     return {
@@ -367,3 +382,56 @@ def _signature(step: TrainingStep, block: str) -> Hashable:
     seconds = tuple(round(float(direction[first]), 9) for direction in step.compute[block])
     work = step.exchange_model.work[block] if step.exchange_model is not None else None
     return structure, updates, seconds, work, block in step.reduced_last
+
+
+# ---- Memory of a block and of the update
+
+
+def activation_lifetimes(step: TrainingStep, block: str, *, recompute: bool) -> Iterator[Lifetime]:
+    """Yield the activations of every segment of `block`.
+
+    Recomputed ones keep their output only and are made again in backward (Chen et al., arXiv
+    1604.06174).
+    """
+    phases, batch_size = step.phases, step.batch_size
+    for k in step.segments.every.get(block, ()):
+        segment = step.graph.timeline[k]
+        kept, output = segment.kept_bytes.at(batch_size), segment.output_bytes.at(batch_size)
+        forward, backward = (
+            segment.forward_peak_bytes.at(batch_size),
+            segment.backward_peak_bytes.at(batch_size),
+        )
+        during = kept + backward
+        # while it recomputes, the gradient of its output is alive, which is as large as the output
+        if recompute:
+            during = max(during, output + forward)
+        between = output if recompute else kept
+        yield Lifetime("activations", forward, ("forward", k), ("forward", k))
+        yield Lifetime(
+            "activations", between, phases.after(("forward", k)), phases.before(("backward", k))
+        )
+        yield Lifetime("activations", during, ("backward", k), ("backward", k))
+
+
+def temporary_bytes(step: TrainingStep, shares: Shares) -> tuple[float, float]:
+    """Return the bytes of the optimizer's temporaries for these parameters.
+
+    Of the largest of them, for a for-loop; and of all, for foreach.
+    """
+    largest, together = 0.0, 0.0
+    for parameter, share in shares.items():
+        update = step.optimizer.updates.get(parameter.name)
+        if update is not None and update.temporaries_add:
+            together += update.temporary_bytes * share
+        elif update is not None:
+            largest = max(largest, update.temporary_bytes * share)
+    return largest, together
+
+
+def temporaries_seconds(step: TrainingStep, shares: Shares) -> float:
+    """Return the seconds to take the temporaries of these parameters anew."""
+    updates = (
+        (step.optimizer.updates.get(parameter.name), share) for parameter, share in shares.items()
+    )
+    sizes = [update.temporary_bytes * share for update, share in updates if update is not None]
+    return step.taken_seconds(sum(size for size in sizes if size >= SMALLEST_BYTES))

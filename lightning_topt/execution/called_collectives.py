@@ -19,8 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from lightning_topt.communication.collectives import AllGather, ReduceScatter
-from lightning_topt.costs.communication import Collective
-from lightning_topt.costs.groups import Group
+from lightning_topt.costs.communication import Collective, Group
 from lightning_topt.graph.structures import tensors_in
 from lightning_topt.techniques.tensor_parallel import moves
 

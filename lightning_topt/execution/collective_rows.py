@@ -9,8 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from lightning_topt.costs.communication import Collective
-from lightning_topt.costs.groups import Group
+from lightning_topt.costs.communication import Collective, Group
 from lightning_topt.graph.mesh_axes import Mesh
 
 PASSES = ("forward", "backward", "update")

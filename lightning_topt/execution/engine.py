@@ -43,7 +43,7 @@ from lightning_topt.execution.pipeline.pipeline_run import Example, PipelineRun
 from lightning_topt.execution.pipeline.stage_compression import compress_gradients
 from lightning_topt.execution.pipeline.stage_optimizer import StageOptimizer
 from lightning_topt.execution.plan_problems import checked_parameters
-from lightning_topt.optim import sharded_gradients
+from lightning_topt.optim import clipping as sharded_gradients
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from lightning_topt.techniques.recomputation import apply_recomputation, remove_recomputation
 from lightning_topt.techniques.registry import TECHNIQUES

@@ -6,7 +6,7 @@ They follow from the placements of the plan alone, for any number of ranks:
     a tensor of R rows sharded over N ranks   rank i has rows [i c, min((i + 1) c, R)),
                                               c = ceil(R / N): torch.chunk
     optimizer state at ZeRO level 1           rows of the pieces that the rank updates
-                                              (`optim.assignment`)
+                                              (`optim.pieces`)
 
 Shards are numbered along their axes, the last axis fastest. FSDP2 allocates c rows on every rank:
 those of them that are no rows of the tensor are `padding`. Parameters that are split along tensor

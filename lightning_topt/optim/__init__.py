@@ -1,15 +1,20 @@
-"""The parallel optimizer step: work that is the same on all ranks is split, and its results are
-gathered.
+"""The parallel optimizer step: work that is the same on all ranks is split, results are gathered.
 
-optimizer -> update_rule, make_shares -> choose_pieces (does it pay?) -> install_parallel_step ->
-checkpoints as before
+    may it be split?     update_rule
+    what does it cost?   step_costs
+    who updates what?    pieces
+    does it pay?         adaptive_step, which drives all of this over a fit
+    the step             parallel_step, with gather and full_state (checkpoints as before)
+    fused with DDP       reduce_scatter
+    sharded parameters   local_step, clipping
+
+`lars` and `lamb` are optimizers for large batches.
 """
 
 from lightning_topt.optim.lamb import LAMB
-from lightning_topt.optim.lars import LARS
+from lightning_topt.optim.lars import LARS, share_trust_ratios, unshare_trust_ratios
 from lightning_topt.optim.parallel_step import ParallelStep, install_parallel_step
 from lightning_topt.optim.pieces import Piece
-from lightning_topt.optim.trust_ratios import share_trust_ratios, unshare_trust_ratios
 from lightning_topt.optim.update_rule import UnsplittableOptimizer
 
 __all__ = [

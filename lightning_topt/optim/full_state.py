@@ -1,9 +1,8 @@
-"""Optimizer state that is spread over ranks: its full form, and the part of a full form that a rank
-keeps.
+"""Optimizer state that is spread over ranks: its full form, and the part that one rank keeps.
 
 A rank keeps the state of an own piece under a tensor that stands for the piece in the optimizer,
 its *key*: the parameter itself where the piece is all of it. What a piece of several rows has in
-the shape of its rows is cut with the rows; anything else (a step count) is equal on all owners of
+the shape of its rows is cut with the rows. Anything else (a step count) is equal on all owners of
 the parameter.
 """
 
@@ -26,60 +25,9 @@ State = dict[Any, Any]
 Keys = Mapping[Piece, Tensor]
 
 
-@dataclass(frozen=True)
-class _Outline:
-    """A tensor that is on another rank."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    on_host: bool  # also where parameters are on a device (step counts)
-
-
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """Return the parameters in the order in which pieces and ``Optimizer.state_dict`` count
-    them.
-    """
+    """Return the parameters in the order in which pieces and ``state_dict`` count them."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-@torch.no_grad()
-def keep_own_state(optimizer: Optimizer, pieces: Sequence[Piece], *, keys: Keys) -> None:
-    """Cut whole state, kept under the parameters, down to this rank's pieces; state that is cut
-    already stays.
-
-    `keys` has the tensor that stands for each own piece. Parameters without pieces keep their
-    state.
-    """
-    parameters = parameters_of(optimizer)
-    by_index = _by_index(pieces)
-    for index, of_parameter in by_index.items():
-        parameter = parameters[index]
-        if parameter not in optimizer.state:
-            continue
-        whole = optimizer.state.pop(parameter)
-        for piece in of_parameter:
-            if piece in keys:
-                optimizer.state[keys[piece]] = _part(whole, parameter, piece=piece, key=keys[piece])
-
-
-def check_cut_state(optimizer: Optimizer, *, keys: Keys) -> None:
-    """Raise ValueError where state of rows is neither of their shape nor a single value: its rule
-    may not be cut.
-    """
-    parameters = parameters_of(optimizer)
-    cut = {
-        piece: key for piece, key in keys.items() if not is_whole(piece, parameters[piece.index])
-    }
-    for piece, key in cut.items():
-        for leaf in tree_leaves(dict(optimizer.state.get(key, {}))):
-            if isinstance(leaf, Tensor) and leaf.numel() > 1 and leaf.shape != key.shape:
-                raise ValueError(
-                    f"{type(optimizer).__name__} keeps state of shape {tuple(leaf.shape)} for rows "
-                    "of shape "
-                    f"{tuple(key.shape)} of parameter {piece.index}: it is not an update of single "
-                    "elements; split it by "
-                    'whole parameters (declare the rule "parameters")'
-                )
 
 
 def gather_state_dict(
@@ -89,23 +37,24 @@ def gather_state_dict(
     keys: Keys,
     group: dist.ProcessGroup | None = None,
 ) -> State:
-    """Return the full state, as the optimizer's own ``state_dict`` writes it, on rank 0 of `group`;
-    elsewhere {}.
+    """Return the full state on rank 0 of `group`, as the optimizer's own ``state_dict`` writes it.
 
-    Collective call. Tensors travel one by one and arrive on the CPU, so that no device holds more
-    than one extra tensor.
+    Collective call; {} on other ranks. Tensors travel one by one and arrive on the CPU, so that no
+    device holds more than one extra tensor.
     """
-    whole = dict(whole_states(optimizer, pieces, keys=keys, group=group, to=0))
+    whole = dict(full_states(optimizer, pieces, keys=keys, group=group, to=0))
     return state_dict_of(optimizer, pieces, whole) if dist.get_rank(group) == 0 else {}
 
 
 def state_dict_of(
     optimizer: Optimizer, pieces: Sequence[Piece], whole: Mapping[int, State]
 ) -> State:
-    """Return what the ``state_dict`` of the optimizer's class returns with `whole` states of
-    parameters that have pieces.
+    """Return what the ``state_dict`` of the optimizer's class returns with the states in `whole`.
+
+    `whole` has the full states of parameters that have pieces, by index.
     """
     parameters, spread = parameters_of(optimizer), {piece.index for piece in pieces}
+    # the class writes what it finds in `state`: the full one stands in for the time of the call
     state = optimizer.state
     full = copy.copy(state)
     full.clear()
@@ -123,7 +72,7 @@ def state_dict_of(
 
 
 @torch.no_grad()
-def whole_states(
+def full_states(
     optimizer: Optimizer,
     pieces: Sequence[Piece],
     *,
@@ -131,16 +80,17 @@ def whole_states(
     group: dist.ProcessGroup | None = None,
     to: int | None = None,
 ) -> Iterator[tuple[int, State]]:
-    """Yield (index of a parameter with pieces, its whole state) on rank `to` in CPU memory, or on
-    all ranks where it lives.
+    """Yield (index of a parameter with pieces, its full state).
 
-    Collective: all ranks exhaust the iterator; ranks that receive nothing get nothing. Parameters
-    that no owner has state of are left out.
+    On rank `to` in CPU memory, or for None on all ranks where the parameter lives. Collective: all
+    ranks exhaust the iterator; ranks that receive nothing get nothing. Parameters that no owner has
+    state of are left out.
     """
     parameters, rank = parameters_of(optimizer), dist.get_rank(group)
     own = {
         piece: dict(optimizer.state[key]) for piece, key in keys.items() if key in optimizer.state
     }
+    # first what there is, as outlines; then the tensors, parameter by parameter
     outlines: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(
         outlines, {piece: tree_map(_outline, state) for piece, state in own.items()}, group=group
@@ -154,45 +104,34 @@ def whole_states(
             continue
         assert all(known), f"state of some rows of parameter {index} only"
         move = _Move(group, to, parameters[index].device)
-        parts = [
-            [
-                move(outline, leaf, piece.owner)
-                for outline, leaf in _leaf_pairs(everyone[piece], own.get(piece))
-            ]
-            for piece in of_parameter
-        ]
+        parts = []  # leaves of each piece, as they have arrived
+        for piece in of_parameter:
+            expected = tree_leaves(everyone[piece])
+            leaves = tree_leaves(own[piece]) if piece in own else [None] * len(expected)
+            pairs = zip(expected, leaves, strict=True)
+            parts.append([move(outline, leaf, piece.owner) for outline, leaf in pairs])
         if to is None or rank == to:
             yield index, _joined(parts, everyone, of_parameter, parameters[index])
 
 
-@torch.no_grad()
-def exact_parameters(
-    parameters: Sequence[Tensor],
-    rounded: Sequence[Piece],
-    *,
-    exact: Mapping[Piece, Tensor],
-    group: dist.ProcessGroup | None = None,
-) -> dict[int, Tensor]:
-    """Return the parameters whose `rounded` pieces have exact values at their owners (`exact`), by
-    index, on rank 0 in CPU memory.
+@dataclass(frozen=True)
+class _Outline:
+    """Shape and dtype of a tensor that is on another rank."""
 
-    Collective call; {} elsewhere.
-    """
-    rank, whole = dist.get_rank(group), dict[int, Tensor]()
-    for piece in sorted(rounded):
-        parameter = parameters[piece.index].detach()
-        rows = rows_of(parameter, piece)
-        outline = _Outline(tuple(rows.shape), rows.dtype, False)
-        values = _Move(group, 0, parameter.device)(outline, exact.get(piece), piece.owner)
-        if rank == 0:
-            copy_of = whole.setdefault(piece.index, parameter.to("cpu", copy=True))
-            rows_of(copy_of, piece).copy_(values)
-    return whole
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    on_host: bool  # also where parameters are on a device (step counts)
+
+
+def _outline(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return _Outline(tuple(leaf.shape), leaf.dtype, leaf.device.type == "cpu")
+    return leaf
 
 
 @dataclass(frozen=True)
 class _Move:
-    """Brings a leaf from its owner to rank `to`, or to all; None where it does not come to."""
+    """Brings a leaf from its owner to rank `to`, or to all; returns None on other ranks."""
 
     group: dist.ProcessGroup | None
     to: int | None
@@ -206,6 +145,7 @@ class _Move:
             return leaf.detach().to("cpu", copy=True) if rank == owner else None
         if self.to is not None and rank not in (self.to, owner):
             return None
+        # gloo sends host memory, nccl that of the device
         travels_on = "cpu" if dist.get_backend(self.group) == "gloo" else self.device
         buffer = (
             torch.empty(outline.shape, dtype=outline.dtype, device=travels_on)
@@ -213,6 +153,7 @@ class _Move:
             else leaf
         )
         buffer = buffer.detach().to(travels_on).contiguous()
+        # an owner that sends has the leaf, the others an empty buffer
         if self.to is None:
             dist.broadcast(buffer, group=self.group, group_src=owner)
         elif rank == owner:
@@ -229,36 +170,88 @@ def _joined(
     pieces: Sequence[Piece],
     like: Tensor,
 ) -> State:
-    """The state of a whole parameter from the leaves of its pieces."""
+    """Join the leaves of a parameter's pieces to its full state."""
     outlines = [tree_leaves(everyone[piece]) for piece in pieces]
     leaves, spec = tree_flatten(everyone[pieces[0]])
     for position in range(len(leaves)):
         of_pieces = [leaves_of_piece[position] for leaves_of_piece in parts]
         shapes = [getattr(leaves_of_piece[position], "shape", None) for leaves_of_piece in outlines]
+        # rows are state_leaf; what has another shape is equal on all owners
         cut = [(piece.stop - piece.start, *like.shape[1:]) for piece in pieces]
-        joined = torch.cat(of_pieces) if len(pieces) > 1 and shapes == cut else of_pieces[0]
-        leaves[position] = laid_out(joined, like)
+        state_leaf = torch.cat(of_pieces) if len(pieces) > 1 and shapes == cut else of_pieces[0]
+        leaves[position] = laid_out(state_leaf, like)
     state = tree_unflatten(leaves, spec)
     assert isinstance(state, dict)
     return state
 
 
-def _leaf_pairs(outline: Any, state: State | None) -> list[tuple[Any, Any]]:
-    outlines = tree_leaves(outline)
-    leaves = [None] * len(outlines) if state is None else tree_leaves(state)
-    return list(zip(outlines, leaves, strict=True))
+@torch.no_grad()
+def exact_parameters(
+    parameters: Sequence[Tensor],
+    rounded: Sequence[Piece],
+    *,
+    exact: Mapping[Piece, Tensor],
+    group: dist.ProcessGroup | None = None,
+) -> dict[int, Tensor]:
+    """Return the parameters whose `rounded` pieces have exact values at their owners.
+
+    Collective call. By index, on rank 0 in CPU memory; {} elsewhere. `exact` has the values of this
+    rank's pieces.
+    """
+    rank, whole = dist.get_rank(group), dict[int, Tensor]()
+    for piece in sorted(rounded):  # all ranks in the same order
+        parameter = parameters[piece.index].detach()
+        rows = rows_of(parameter, piece)
+        outline = _Outline(tuple(rows.shape), rows.dtype, False)
+        values = _Move(group, 0, parameter.device)(outline, exact.get(piece), piece.owner)
+        if rank == 0:
+            copy_of = whole.setdefault(piece.index, parameter.to("cpu", copy=True))
+            rows_of(copy_of, piece).copy_(values)
+    return whole
 
 
-def _outline(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return _Outline(tuple(leaf.shape), leaf.dtype, leaf.device.type == "cpu")
-    return leaf
+@torch.no_grad()
+def keep_own_state(optimizer: Optimizer, pieces: Sequence[Piece], *, keys: Keys) -> None:
+    """Cut full state, kept under the parameters, down to this rank's pieces.
+
+    `keys` has the tensor that stands for each own piece. State that is cut already stays, and so
+    does that of parameters without pieces.
+    """
+    parameters = parameters_of(optimizer)
+    by_index = _by_index(pieces)
+    for index, of_parameter in by_index.items():
+        parameter = parameters[index]
+        if parameter not in optimizer.state:
+            continue
+        full = optimizer.state.pop(parameter)
+        for piece in of_parameter:
+            if piece in keys:
+                optimizer.state[keys[piece]] = _part(full, parameter, piece=piece, key=keys[piece])
+
+
+def check_cut_state(optimizer: Optimizer, *, keys: Keys) -> None:
+    """Raise ValueError where state of rows is neither of their shape nor a single value.
+
+    Such a rule may not be cut into rows.
+    """
+    parameters = parameters_of(optimizer)
+    cut = {
+        piece: key for piece, key in keys.items() if not is_whole(piece, parameters[piece.index])
+    }
+    for piece, key in cut.items():
+        for leaf in tree_leaves(dict(optimizer.state.get(key, {}))):
+            if isinstance(leaf, Tensor) and leaf.numel() > 1 and leaf.shape != key.shape:
+                raise ValueError(
+                    f"{type(optimizer).__name__} keeps state of shape {tuple(leaf.shape)} for rows "
+                    "of shape "
+                    f"{tuple(key.shape)} of parameter {piece.index}: it is not an update of single "
+                    "elements; split it by "
+                    'whole parameters (declare the rule "parameters")'
+                )
 
 
 def _part(state: Mapping[Any, Any], parameter: Tensor, *, piece: Piece, key: Tensor) -> State:
-    """The state of `piece`, apart from the memory of the `state` of the whole parameter where rows
-    are cut.
-    """
+    """Return the state of `piece`, in memory apart from the full `state` where rows are cut."""
 
     def cut(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -274,8 +267,9 @@ def _part(state: Mapping[Any, Any], parameter: Tensor, *, piece: Piece, key: Ten
 
 
 def laid_out(leaf: Any, like: Tensor) -> Any:
-    """Return `leaf` with the strides of the parameter that it belongs to: fused kernels take equal
-    ones for granted.
+    """Return `leaf` with the strides of the parameter that it belongs to.
+
+    Fused kernels take equal ones for granted.
     """
     if not isinstance(leaf, Tensor) or leaf.shape != like.shape or leaf.stride() == like.stride():
         return leaf

@@ -7,7 +7,7 @@ their bias-corrected m̂, v̂:
     r = m̂ / (√v̂ + ε)        u = r + λ w        w ← w - η (‖w‖ / ‖u‖) u
 
 The trust ratio ‖w‖ / ‖u‖ needs the update itself, so sharing ratios alone would save little (see
-`trust_ratios`); each parameter by itself may go to another rank (`parallel_step`).
+`lars.share_trust_ratios`); each parameter by itself may go to another rank (`parallel_step`).
 """
 
 from __future__ import annotations
@@ -20,15 +20,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_topt.optim.lars import Adapt, check_options, is_adapted, tensor_norms, with_gradients
-
-
-def update_ratios(norms: Tensor, *, trust_clip: float | None) -> Tensor:
-    """Return ‖w‖ / ‖u‖ (layers,), at most `trust_clip`, from `norms` (2, layers); 1 where either
-    norm is zero.
-    """
-    weights, updates = norms
-    ratios = torch.where((weights > 0) & (updates > 0), weights / updates, 1.0)
-    return ratios if trust_clip is None else ratios.clamp(max=trust_clip)
 
 
 class LAMB(Optimizer):
@@ -109,6 +100,7 @@ class LAMB(Optimizer):
         if not adapted:
             torch._foreach_add_(parameters, updates, alpha=lr)
             return
+        # w ← w - η ratio u
         ratios = update_ratios(
             tensor_norms([*parameters, *updates]).view(2, -1), trust_clip=group["trust_clip"]
         )
@@ -119,8 +111,18 @@ class LAMB(Optimizer):
             add_scaled(parameters, updates, rates=lr * ratios)
 
 
+def update_ratios(norms: Tensor, *, trust_clip: float | None) -> Tensor:
+    """Return ‖w‖ / ‖u‖ (layers,), at most `trust_clip`; 1 where either norm is zero.
+
+    `norms` are (2, layers).
+    """
+    weights, updates = norms
+    ratios = torch.where((weights > 0) & (updates > 0), weights / updates, 1.0)
+    return ratios if trust_clip is None else ratios.clamp(max=trust_clip)
+
+
 def add_scaled(parameters: list[Tensor], updates: list[Tensor], *, rates: Tensor) -> None:
-    """Compute w ← w + rate * update with one rate (parameters,) each; `updates` are overwritten."""
+    """Compute w ← w + rate * update, `rates` (parameters,); `updates` are overwritten."""
     torch._foreach_mul_(updates, list(rates.unbind()))
     torch._foreach_add_(parameters, updates)
 
@@ -134,11 +136,11 @@ def negative_updates(
     weight_decay: float,
     bias_correction: bool,
 ) -> list[Tensor]:
-    """Advance `states` (made where they are empty) by one step; -u of every parameter, in new
-    memory.
+    """Advance `states` by one step; return -u of every parameter, in new memory.
 
-    torch's fused Adam takes its step from the tensor it is given; started at -λ w, with rate 1,
-    that becomes -u: one pass over g, m and v in place of eight.
+    States are made where they are empty. torch's fused Adam takes its step from the tensor it is
+    given; started at -λ w, with rate 1, that becomes -u: one pass over g, m and v in place of
+    eight.
     """
     updates = [torch.empty_like(parameter) for parameter in parameters]
     gradients: list[Tensor] = []
@@ -166,9 +168,7 @@ def negative_updates(
 
 
 def _prepare(state: dict[str, Any], like: Tensor) -> None:
-    """Make the state of a parameter, or give a loaded one the device and order in memory of
-    `like`.
-    """
+    """Make the state of a parameter, or give a loaded one the device and strides of `like`."""
     step = state.get("step", 0.0)
     if not isinstance(step, Tensor) or step.device != like.device:
         state["step"] = torch.as_tensor(step, dtype=torch.float32, device=like.device).clone()
@@ -177,7 +177,8 @@ def _prepare(state: dict[str, Any], like: Tensor) -> None:
 
 
 def _in_order_of(like: Tensor, tensor: Tensor) -> Tensor:
-    """Return `tensor`, copied if its elements lie in another order than `like`'s: the fused kernel
-    walks through memory.
+    """Return `tensor`, copied if its elements lie in another order than `like`'s.
+
+    The fused kernel walks through memory.
     """
     return tensor if tensor.stride() == like.stride() else torch.empty_like(like).copy_(tensor)

@@ -2,37 +2,48 @@
 
 The update of a shard is the shard of the update where every element is updated by itself. The
 optimizer then needs no DTensor at work: it is spared their dispatch (about 40 us per call on a
-CPU), and parameters that are whole, or sharded on different meshes, may be in one group, also for
+CPU). Parameters that are replicated, or sharded on different meshes, may be in one group, also for
 its fused and foreach forms, which take tensors of one kind only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_topt.optim.full_state import parameters_of
-from lightning_topt.optim.step_hooks import inside_hooks
+from lightning_topt.optim.step_hooks import begin_step, inside_hooks
 from lightning_topt.optim.update_rule import ELEMENTWISE, is_one_of
 
 State = dict[str, Any]
 
 
+def install_local_step(optimizer: Optimizer) -> LocalStep | None:
+    """Make ``optimizer.step`` update local tensors, where that is known to be the same.
+
+    That needs DTensors among its parameters, and an optimizer known to update each element by
+    itself. Any other optimizer is left as it is, and None returned. `LocalStep.detach` undoes it.
+    """
+    sharded = any(isinstance(parameter, DTensor) for parameter in parameters_of(optimizer))
+    if not sharded or not is_one_of(optimizer, ELEMENTWISE):
+        return None
+    step = LocalStep(optimizer)
+    optimizer.step = step  # type: ignore[method-assign]
+    return step
+
+
 class LocalStep:
-    """Replaces ``optimizer.step`` by one that sees local tensors and their state in the place of
-    DTensors.
+    """Replaces ``optimizer.step`` by one that sees local tensors in place of DTensors.
 
     Outside of the update, parameters and their state are DTensors: for users, hooks of the
     optimizer and checkpoints.
     """
 
-    # What learning-rate schedulers leave on a step that they have wrapped, to see that it is
-    # called.
+    # Learning-rate schedulers leave this mark on a step that they have wrapped.
     _wrapped_by_lr_sched = True
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -45,14 +56,8 @@ class LocalStep:
         self._groups: list[tuple[dict[str, Any], list[Tensor]]] = []
 
     def __call__(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """One step. `closure` runs the forward and backward pass (and clipping) on DTensors
-        first.
-        """
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # as a scheduler's wrapper would
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        """Take one step; `closure` first runs forward, backward and clipping on DTensors."""
+        loss = begin_step(self.optimizer, closure)
         try:
             with inside_hooks(self.optimizer, enter=self._enter, leave=self._leave):
                 output = self.step(**kwargs)
@@ -61,6 +66,7 @@ class LocalStep:
         return output if closure is None else loss
 
     def _enter(self) -> None:
+        """Put the local tensors and their state in place of the DTensors."""
         state = self.optimizer.state
         for group in self.optimizer.param_groups:
             self._groups.append((group, group["params"]))
@@ -68,6 +74,7 @@ class LocalStep:
                 self._stand_in(p) if isinstance(p, DTensor) else p for p in group["params"]
             ]
         for parameter, key in self._stand_ins.items():
+            # state follows its parameter: under the stand-in while the optimizer is at work
             self._outside[parameter] = state.pop(parameter, {})
             if self._outside[parameter]:
                 state[key] = {
@@ -75,20 +82,22 @@ class LocalStep:
                 }
 
     def _stand_in(self, parameter: DTensor) -> nn.Parameter:
+        """Return the parameter over the local tensor, with the local gradient."""
         local = _local(parameter)
         key = self._stand_ins.get(parameter)
         if key is None:
             key = self._stand_ins[parameter] = nn.Parameter(
                 local, requires_grad=parameter.requires_grad
             )
-        elif key.data_ptr() != local.data_ptr():
+        elif key.data_ptr() != local.data_ptr():  # the parameter has got other memory
             key.data = local
         key.requires_grad_(parameter.requires_grad)
         key.grad = None if parameter.grad is None else _local(parameter.grad)
         return key
 
     def _leave(self) -> None:
-        if not self._groups:
+        """Put the DTensors back, with what the update has made of their state."""
+        if not self._groups:  # the hooks have done it already
             return
         for group, parameters in self._groups:
             group["params"] = parameters
@@ -110,8 +119,9 @@ class LocalStep:
             }
 
     def detach(self) -> None:
-        """Give the optimizer its own step again; whoever wrapped this one since calls through to
-        it.
+        """Give the optimizer its own step again.
+
+        Whoever wrapped this one since calls through to it.
         """
         self._stand_ins.clear()
         if self.optimizer.__dict__.get("step") is self:
@@ -120,43 +130,15 @@ class LocalStep:
                 self.optimizer.step = self._original
 
 
-def install_local_step(optimizer: Optimizer) -> LocalStep | None:
-    """Make ``optimizer.step`` update local tensors, if it has DTensors and is known to update each
-    element by itself.
-
-    `LocalStep.detach` undoes it. None for any other optimizer, which is left as it is.
-    """
-    sharded = any(isinstance(parameter, DTensor) for parameter in parameters_of(optimizer))
-    if not sharded or not is_one_of(optimizer, ELEMENTWISE):
-        return None
-    step = LocalStep(optimizer)
-    optimizer.step = step  # type: ignore[method-assign]
-    return step
-
-
 def _local(value: Any) -> Any:
-    """This rank's shard of a DTensor, its own object, and anything else as it is."""
+    """Return this rank's shard of a DTensor, the same object each time; anything else as it is."""
     return value._local_tensor if isinstance(value, DTensor) else value
 
 
-def local_parameters(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Return, for each of `parameters` with a gradient, a tensor in the same memory whose gradient
-    is the local one.
-    """
-    found = []
-    for parameter in parameters:
-        if isinstance(parameter, DTensor) and parameter.grad is not None:
-            local = parameter._local_tensor.detach()
-            local.grad = _local(parameter.grad)
-            found.append(local)
-        elif parameter.grad is not None:
-            found.append(parameter)
-    return found
-
-
 def _as_shards(local: State, before: State, parameter: Tensor, key: Tensor) -> State:
-    """The `local` state of a shard as DTensors; those of `before` where their memory is still in
-    use.
+    """Return the `local` state of a shard as DTensors.
+
+    Those of `before` where their memory is still in use.
     """
     assert isinstance(parameter, DTensor)
 

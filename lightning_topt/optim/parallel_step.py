@@ -1,10 +1,17 @@
-"""The parallel step: every rank updates its pieces of the parameters and receives the others from
-their owners.
+"""The parallel step: every rank updates its pieces of the parameters and receives the others.
 
 Gradients are equal on all ranks (DDP), so an optimizer that sees this rank's pieces only does
 exactly its share of the work and makes state for that share alone (Rajbhandari et al., arXiv
-1910.02054, section 5.1, P_os; Xu et al., arXiv 2004.13336). Equal to the plain step for every
-optimizer that treats each parameter by itself (whole pieces), or each element (rows).
+1910.02054, section 5.1, P_os; Xu et al., arXiv 2004.13336). The result equals the plain step for
+every optimizer that treats each parameter by itself (uncut pieces), or each element (rows).
+
+    step = install_parallel_step(optimizer, pieces=pieces, group=group)
+    optimizer.step()                      # own pieces are updated, all are gathered
+    optimizer.consolidate_state_dict()    # on all ranks; rank 0 then has the full state_dict
+    step.remove()                         # the full state on every rank, the optimizer as it was
+
+In a step, `PieceKeys` stand for the own pieces in the optimizer's groups; hooks of the user run
+outside of that.
 """
 
 from __future__ import annotations
@@ -15,40 +22,73 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_topt.communication.node.rows import NodeRows
-from lightning_topt.optim.checks import check_agreement, check_can_be_split
 from lightning_topt.optim.full_state import (
     State,
     check_cut_state,
     exact_parameters,
+    full_states,
     gather_state_dict,
     keep_own_state,
+    laid_out,
     parameters_of,
-    whole_states,
 )
-from lightning_topt.optim.gather import PendingGather, PieceGather
-from lightning_topt.optim.piece_keys import PieceKeys
-from lightning_topt.optim.pieces import Piece, check_pieces
-from lightning_topt.optim.step_hooks import asked_once, inside_hooks
+from lightning_topt.optim.gather import PendingGather, PieceGather, sent_dtype
+from lightning_topt.optim.pieces import Piece, check_pieces, is_whole, rows_of
+from lightning_topt.optim.step_hooks import begin_step, inside_hooks
 
 # on the optimizer, while installed
 _REPLACED = ("step", "state_dict", "load_state_dict", "consolidate_state_dict")
+_COMPARED = 1 << 14  # elements at a time
+
+
+def install_parallel_step(
+    optimizer: Optimizer,
+    *,
+    pieces: Sequence[Piece],
+    group: dist.ProcessGroup | None = None,
+    gather_dtype: torch.dtype | None = None,
+    node: NodeRows | None = None,
+) -> ParallelStep:
+    """Make ``optimizer.step`` update this rank's `pieces` and gather all of them.
+
+    Collective call on `group`; `ParallelStep.remove` undoes it. State that the optimizer has is cut
+    to the pieces. Saving needs ``optimizer.consolidate_state_dict()`` on all ranks first.
+
+    Args:
+        optimizer: the one whose step is split.
+        pieces: of all ranks.
+        group: the ranks; None: all.
+        gather_dtype: with ``torch.bfloat16``, wider parameters hold rounded values on all ranks,
+            and owners keep the exact values that they update.
+        node: the ranks of `group` where they share a machine: parameters on the CPU are then
+            gathered through its memory.
+
+    Raises:
+        ValueError: for pieces that do not cover their parameters, when ranks disagree, and for an
+            optimizer that is sharded already.
+    """
+    step = ParallelStep(optimizer, pieces=pieces, group=group, gather_dtype=gather_dtype, node=node)
+    optimizer.step = step  # type: ignore[method-assign]
+    optimizer.state_dict = step.state_dict  # type: ignore[method-assign]
+    optimizer.load_state_dict = step.load_state_dict  # type: ignore[method-assign]
+    optimizer.consolidate_state_dict = step.consolidate_state_dict  # type: ignore[attr-defined]
+    return step
 
 
 class ParallelStep:
     """Replaces ``optimizer.step`` by one that updates this rank's pieces and gathers all of them.
 
-    Parameters without a piece are updated on every rank; parameters without a gradient are not
-    sent. Hooks of the optimizer see whole groups and, after the step, gathered parameters.
+    Parameters without a piece are updated on every rank. Parameters without a gradient are not
+    sent. Hooks of the optimizer see full groups and, after the step, gathered parameters.
     `exchange` is called once the own pieces are updated; whoever replaces it gathers in another
     way.
     """
 
-    # What learning-rate schedulers leave on a step that they have wrapped, to see that it is
-    # called.
+    # Learning-rate schedulers leave this mark on a step that they have wrapped.
     _wrapped_by_lr_sched = True
 
     def __init__(
@@ -77,7 +117,7 @@ class ParallelStep:
         self._use(pieces)
 
     def _use(self, pieces: Sequence[Piece]) -> None:
-        """Make the keys of own pieces and drop what other ranks keep."""
+        """Make the keys of own pieces and drop the state that other ranks keep."""
         parameters = parameters_of(self.optimizer)
         check_agreement(parameters, pieces, group=self.group)
         check_pieces(pieces, parameters, world_size=dist.get_world_size(self.group))
@@ -98,20 +138,17 @@ class ParallelStep:
         self._consolidated, self._checked_state = None, False
 
     def __call__(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """One step. `closure` runs the forward and backward pass (and clipping) on whole gradients
-        first.
+        """Take one step; `closure` first runs forward, backward and clipping on full gradients.
 
-        Raises PeerLostError when a rank is gone or late beyond the timeout of the group, and
-        ValueError for sparse gradients of parameters that are cut into rows.
+        Raises:
+            PeerLostError: when a rank is gone or late beyond the timeout of the group.
+            ValueError: for sparse gradients of parameters that are cut into rows.
         """
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # as a scheduler's wrapper would
-        loss = None
+        loss = begin_step(self.optimizer, closure)
         if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-            kwargs["closure"] = asked_once(loss, name=type(self.optimizer).__name__)
+            kwargs["closure"] = _closure_for_one_call(loss, name=type(self.optimizer).__name__)
         self._consolidated = None
-        try:
+        try:  # hooks of the user, then narrow groups, update, full groups, gather, hooks again
             with inside_hooks(self.optimizer, enter=self._narrow, leave=self._leave):
                 output = self.step(**kwargs)
         finally:
@@ -120,10 +157,13 @@ class ParallelStep:
 
     def _leave(self) -> None:
         self._widen()
-        self._after_update()
+        if not self._checked_state:  # after the first step there is state to look at
+            check_cut_state(self.optimizer, keys=self._current_keys())
+            self._checked_state = True
+        self.exchange()
 
     def _narrow(self) -> None:
-        """Leave the own pieces alone in the groups, with their rows of the gradients."""
+        """Leave only the own pieces in the groups, with their rows of the gradients."""
         self.active = [
             index for index, parameter in enumerate(self.parameters) if parameter.grad is not None
         ]
@@ -143,8 +183,9 @@ class ParallelStep:
                 ]
 
     def exact_parameters(self) -> dict[Tensor, Tensor]:
-        """Collective call: what stands behind parameters that are gathered rounded, in CPU memory
-        on rank 0, elsewhere {}.
+        """Return the exact values of the parameters that are gathered rounded.
+
+        Collective call. In CPU memory on rank 0, {} elsewhere.
         """
         rounded = [piece for piece in self.pieces if self.own.is_rounded(piece)]
         for piece in rounded:
@@ -153,29 +194,25 @@ class ParallelStep:
         return {self.parameters[index]: value for index, value in whole.items()}
 
     def _widen(self) -> None:
+        """Give the groups all their parameters again; does nothing the second time."""
         for group, entries in self._narrowed:
             group.update(entries)
         if self._narrowed:
             self.own.drop_gradients()
         self._narrowed = []
 
-    def _after_update(self) -> None:
-        if not self._checked_state:
-            check_cut_state(self.optimizer, keys=self._current_keys())
-            self._checked_state = True
-        self.exchange()
-
     def start_gather(self) -> PendingGather:
         """Begin to send the pieces of the parameters that had a gradient in the last step."""
         return self._gather.start(self.active)
 
     def gather(self) -> None:
-        """Do `start_gather` and wait."""
+        """Send the pieces and wait until all have arrived."""
         self.start_gather().wait()
 
     def current_pieces(self) -> list[Piece]:
-        """Return the pieces, counted as the optimizer counts its parameters now (groups may have
-        grown since).
+        """Return the pieces, counted as the optimizer counts its parameters now.
+
+        Groups may have grown since the pieces were made.
         """
         return list(self._counted_now().values())
 
@@ -184,16 +221,16 @@ class ParallelStep:
         return {now[piece]: key for piece, key in self.own.keys.items() if piece in now}
 
     def _counted_now(self) -> dict[Piece, Piece]:
+        """Map each piece to itself with the index that its parameter has now."""
         now = {parameter: index for index, parameter in enumerate(parameters_of(self.optimizer))}
         kept = [piece for piece in self.pieces if self.parameters[piece.index] in now]
         return {piece: replace(piece, index=now[self.parameters[piece.index]]) for piece in kept}
 
     def update_pieces(self, pieces: Sequence[Piece]) -> None:
-        """Move the state to the owners of `pieces`, which count the parameters of the groups as
-        they are now.
+        """Move the state to the owners of `pieces`, which count the parameters as they are now.
 
         Collective call. Exact values behind rounded rows are not moved: owners go on from the
-        rounded ones. Raises ValueError as `check_pieces` and when ranks disagree.
+        rounded ones. Raises ValueError as `check_pieces` does, and when ranks disagree.
         """
         check_pieces(
             pieces, parameters_of(self.optimizer), world_size=dist.get_world_size(self.group)
@@ -203,18 +240,20 @@ class ParallelStep:
             self._current_keys(),
             parameters_of(self.optimizer),
         )
-        for index, state in whole_states(self.optimizer, old, keys=keys, group=self.group):
+        for index, state in full_states(self.optimizer, old, keys=keys, group=self.group):
             for piece, key in keys.items():
                 if piece.index == index:
                     self.optimizer.state.pop(key, None)
             mine = any(piece.index == index and piece.owner == self.rank for piece in pieces)
+            # owners, and everybody where the parameter is not split any more
             if mine or all(piece.index != index for piece in pieces):
                 self.optimizer.state[parameters[index]] = state
         self._use(pieces)
 
     def own_states(self) -> dict[Piece, State]:
-        """Return the states of this rank's pieces, which count parameters as the groups do now; in
-        the optimizer's memory.
+        """Return the states of this rank's pieces, in the optimizer's memory.
+
+        The pieces count parameters as the groups do now.
         """
         state = self.optimizer.state
         return {
@@ -222,16 +261,18 @@ class ParallelStep:
         }
 
     def consolidate_state_dict(self) -> None:
-        """Collective call: bring the whole state to rank 0 of the group, for its next
-        `state_dict`.
+        """Bring the full state to rank 0 of the group, for its next `state_dict`.
+
+        Collective call.
         """
         self._consolidated = gather_state_dict(
             self.optimizer, self.current_pieces(), keys=self._current_keys(), group=self.group
         )
 
     def state_dict(self) -> State:
-        """Return the unsharded optimizer's ``state_dict``, in CPU memory, on rank 0 after
-        `consolidate_state_dict`.
+        """Return the unsharded optimizer's ``state_dict``, in CPU memory.
+
+        Only on rank 0, and only after `consolidate_state_dict`. Raises RuntimeError elsewhere.
         """
         if self._removed and not self.pieces:
             return type(self.optimizer).state_dict(self.optimizer)
@@ -244,13 +285,13 @@ class ParallelStep:
         return self._consolidated
 
     def load_state_dict(self, state_dict: State) -> None:
-        """Load a whole state, the same on all ranks; each keeps its part."""
+        """Load a full state, the same on all ranks; each keeps its part."""
         self._consolidated = None
         pieces, keys = self.current_pieces(), self._current_keys()
         own = {piece.index for piece in keys}
-        foreign = {piece.index for piece in pieces} - own
+        of_others = {piece.index for piece in pieces} - own
         indices = [index for group in state_dict["param_groups"] for index in group["params"]]
-        dropped = {saved for index, saved in enumerate(indices) if index in foreign}
+        dropped = {saved for index, saved in enumerate(indices) if index in of_others}
         kept = {
             index: state for index, state in state_dict["state"].items() if index not in dropped
         }
@@ -258,12 +299,16 @@ class ParallelStep:
         keep_own_state(self.optimizer, pieces, keys=keys)
 
     def remove(self) -> None:
-        """Collective call: the whole state on every rank, and the optimizer's own methods again."""
+        """Give every rank the full state, and the optimizer its own methods again.
+
+        Collective call.
+        """
         self.update_pieces([])
         self.detach()
 
     def detach(self) -> None:
-        """Give the optimizer its own methods again, its state left in pieces:
+        """Give the optimizer its own methods again and leave its state in pieces.
+
         `consolidate_state_dict` still gathers it.
         """
         self._removed = True  # whoever wrapped a method since calls through to the original
@@ -284,27 +329,179 @@ class ParallelStep:
         )
 
 
-def install_parallel_step(
-    optimizer: Optimizer,
-    *,
-    pieces: Sequence[Piece],
-    group: dist.ProcessGroup | None = None,
-    gather_dtype: torch.dtype | None = None,
-    node: NodeRows | None = None,
-) -> ParallelStep:
-    """Make ``optimizer.step`` update this rank's `pieces` and gather all of them;
-    `ParallelStep.remove` undoes it.
+# ---- What stands for own pieces in the optimizer
 
-    Collective call on `group`. With `gather_dtype` (``torch.bfloat16``) wider parameters hold
-    rounded values on all ranks, and owners keep the exact values that they update. State that the
-    optimizer has is cut to the pieces. Saving needs ``optimizer.consolidate_state_dict()`` on all
-    ranks first. `node` has the ranks of `group` where they share a machine: parameters on the CPU
-    are then gathered through its memory. Raises ValueError for pieces that do not cover their
-    parameters, when ranks disagree, and for an optimizer that is sharded already.
+
+class PieceKeys:
+    """The tensors that stand for a rank's own pieces in its optimizer, by piece: `keys`.
+
+    A key is a view of the rows, or an exact copy of them. The copy, the *master* of its piece, is
+    what the optimizer updates where the rows themselves will not do: where they are gathered
+    rounded, or scattered in memory (transposed weights).
+
+    `of_parameter` has, for each parameter with pieces, the keys that stand for it on this rank:
+    none where others own it all. `masters` has the exact copies. `gather_dtype` is as for
+    `PieceGather`.
     """
-    step = ParallelStep(optimizer, pieces=pieces, group=group, gather_dtype=gather_dtype, node=node)
-    optimizer.step = step  # type: ignore[method-assign]
-    optimizer.state_dict = step.state_dict  # type: ignore[method-assign]
-    optimizer.load_state_dict = step.load_state_dict  # type: ignore[method-assign]
-    optimizer.consolidate_state_dict = step.consolidate_state_dict  # type: ignore[attr-defined]
-    return step
+
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        pieces: Sequence[Piece],
+        *,
+        rank: int,
+        gather_dtype: torch.dtype | None,
+    ) -> None:
+        self.parameters, self.gather_dtype = parameters, gather_dtype
+        self.keys: dict[Piece, Tensor] = {}
+        self.masters: dict[Piece, Tensor] = {}
+        self.of_parameter: dict[Tensor, list[Tensor]] = {
+            parameters[piece.index]: [] for piece in pieces
+        }
+        for piece in pieces:
+            if piece.owner == rank:
+                key = self.keys[piece] = self._key(piece)
+                self.of_parameter[parameters[piece.index]].append(key)
+
+    def _key(self, piece: Piece) -> Tensor:
+        parameter = self.parameters[piece.index]
+        rows = rows_of(parameter, piece)
+        scattered = torch.empty_like(rows, device="meta").stride() != rows.stride()
+        if scattered or self.is_rounded(piece):
+            rows = self.masters[piece] = torch.empty_like(rows).copy_(rows)
+        elif is_whole(piece, parameter):
+            return parameter
+        return nn.Parameter(rows, requires_grad=parameter.requires_grad)
+
+    def is_rounded(self, piece: Piece) -> bool:
+        """Return whether the rows of `piece`, of any rank, are rounded as they are gathered."""
+        parameter = self.parameters[piece.index]
+        return sent_dtype(parameter, self.gather_dtype) != parameter.dtype
+
+    def refresh(self) -> None:
+        """Follow what others did to the parameters since the last step.
+
+        They may have new memory, new values and new gradients. Raises ValueError for the sparse
+        gradient of a parameter that is cut into rows.
+        """
+        for piece, key in self.keys.items():
+            if key is not self.parameters[piece.index]:
+                self._refresh(piece, key)
+
+    def _refresh(self, piece: Piece, key: Tensor) -> None:
+        parameter = self.parameters[piece.index]
+        rows = rows_of(parameter, piece)
+        if piece in self.masters:
+            self.follow(piece)
+        elif key.data_ptr() != rows.data_ptr():
+            key.data = rows
+        key.requires_grad_(parameter.requires_grad)
+        if (
+            parameter.grad is not None
+            and parameter.grad.is_sparse
+            and not is_whole(piece, parameter)
+        ):
+            raise ValueError(
+                f"parameter {piece.index} is cut into rows and has a sparse gradient; update it "
+                "whole"
+            )
+        key.grad = None if parameter.grad is None else laid_out(rows_of(parameter.grad, piece), key)
+
+    def follow(self, piece: Piece) -> None:
+        """Copy the rows of `piece` into its master, if it has one and others have changed them."""
+        if piece not in self.masters:
+            return
+        parameter, master = self.parameters[piece.index], self.masters[piece]
+        rows = rows_of(parameter, piece)
+        if not _equal_when_sent(rows, master, sent_dtype(parameter, self.gather_dtype)):
+            master.copy_(rows)  # loaded, averaged, swapped: not what was gathered
+
+    def drop_gradients(self) -> None:
+        """Let go of the gradients that `refresh` has given the keys."""
+        for piece, key in self.keys.items():
+            if key is not self.parameters[piece.index]:
+                key.grad = None
+
+
+def _equal_when_sent(rows: Tensor, exact: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether `rows` hold what `exact` is in `dtype`.
+
+    On a CPU in parts, whose memory is used again.
+    """
+    if rows.dim() == 0:
+        rows, exact = rows.view(1), exact.view(1)
+    at_once = (
+        max(1, _COMPARED * len(rows) // max(1, rows.numel()))
+        if rows.device.type == "cpu"
+        else len(rows)
+    )
+    parts = zip(rows.split(at_once), exact.split(at_once), strict=True)  # type: ignore[no-untyped-call]
+    return all(torch.equal(part, own.to(dtype).to(part.dtype)) for part, own in parts)
+
+
+# ---- Checks before a step is split
+
+
+def check_can_be_split(optimizer: Optimizer) -> None:
+    """Raise ValueError for an optimizer whose step cannot be split between ranks.
+
+    That is one that is sharded already, moves parameters outside of its step, has no hooks around
+    its step, or has a parameter twice.
+    """
+    name = type(optimizer).__name__
+    if hasattr(optimizer, "consolidate_state_dict"):
+        raise ValueError(f"{name} shards its state already; use one way of sharding")
+    if not getattr(type(optimizer).step, "hooked", False) or not hasattr(
+        optimizer, "_optimizer_step_pre_hooks"
+    ):
+        raise ValueError(
+            f"{name} does not call torch.optim.Optimizer.__init__; a parallel step needs its step "
+            "hooks"
+        )
+    # schedule-free ones
+    if callable(getattr(optimizer, "eval", None)) and callable(getattr(optimizer, "train", None)):
+        raise ValueError(
+            f"{name} moves parameters in train() and eval() by states that only one rank would "
+            "have: keep its state whole "
+            "(plan='ddp', no ParallelOptimizerStep)"
+        )
+    parameters = parameters_of(optimizer)
+    if len(set(parameters)) != len(parameters):
+        raise ValueError(f"{name} has a parameter twice; leave the second one out of its groups")
+
+
+def check_agreement(
+    parameters: Sequence[Tensor], pieces: Sequence[Piece], *, group: dist.ProcessGroup | None = None
+) -> None:
+    """Raise ValueError, on all ranks, that names the first difference from rank 0.
+
+    Collective call.
+    """
+    own = [f"parameter {i}: {p.dtype} {tuple(p.shape)}" for i, p in enumerate(parameters)]
+    own = [f"{len(own)} parameters", *own, f"{len(pieces)} pieces", *map(str, sorted(pieces))]
+    everyone: list[list[str]] = [[]] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, own, group=group)
+    for rank, theirs in enumerate(everyone):
+        for first, other in zip(everyone[0], theirs, strict=False):
+            if first != other:
+                raise ValueError(
+                    f"ranks disagree on what is split: rank 0 has {first}, rank {rank} has {other}"
+                )
+
+
+def _closure_for_one_call(loss: Any, *, name: str) -> Callable[[], Any]:
+    """Return a closure that gives `loss`; it raises ValueError when it is called again."""
+    was_called = False
+
+    def closure() -> Any:
+        nonlocal was_called
+        if was_called:
+            raise ValueError(
+                f"{name} asks its closure again in one step, and this step is shared between "
+                "ranks: keep it whole "
+                "(plan='ddp', no ParallelOptimizerStep)"
+            )
+        was_called = True
+        return loss
+
+    return closure

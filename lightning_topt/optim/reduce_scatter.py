@@ -1,93 +1,145 @@
-"""Gradients of `DistributedDataParallel` reduce-scattered: each rank has the average of its slice
-of every bucket only.
+"""Gradients of `DistributedDataParallel` reduce-scattered, and the steps on them: ZeRO 1, fused.
 
-A rank that updates a share of the parameters needs no other gradients. Per rank, P ranks and n
-bytes of gradient, an all-reduce sends 2 n (P - 1) / P and this half of it; the other half are the
-updated parameters, which a parallel step sends anyway (Rajbhandari et al., arXiv 1910.02054,
-section 7.1; Xu et al., arXiv 2004.13336). Slices are cut between rows (`bucket_slices`), so that
-they are `Piece`s of a parallel step whose rule treats every element by itself.
+Each rank gets the average of its slice of every bucket only, updates the parameters of that slice,
+and gathers the others:
 
-[Note: foreign gradients] Outside of this rank's slices a gradient is of no use after the backward
-pass: this rank's own, with a NaN in every piece, so that what reads whole gradients (torch's
+    ScatteredStep           reduce-scatter, update of the own rows, gather of the parameters
+    ReduceScatterExchange   the reduce-scatter: DDP's communication hook
+    ScatteredGradients      norms, clipping and overflow of the own rows
+
+Per rank, P ranks and n bytes of gradient, an all-reduce sends 2 n (P - 1) / P and a reduce-scatter
+half of it. The other half are the updated parameters, which a parallel step sends anyway: sharing
+the update sends nothing more (Rajbhandari et al., arXiv 1910.02054, section 7.1; Xu et al., arXiv
+2004.13336). Slices are cut between rows (`cut_buckets`), so that they are `Piece`s of a parallel
+step whose rule treats every element by itself.
+
+[Note: slices of other ranks] Outside of this rank's slices a gradient is of no use after the
+backward pass: it is this rank's own, with a NaN in every piece. What reads full gradients (torch's
 ``clip_grad_norm_``, an optimizer without `ParallelStep`, a second backward pass on top of an
-exchanged gradient) does not go on with one rank's part of the sum unseen. Clip with
+exchanged gradient) then does not go on with one rank's part of the sum unseen. Clip with
 `ScatteredGradients`, use a GradScaler with `install_overflow_agreement`, accumulate under
 ``DistributedDataParallel.no_sync``.
 """
 
-# No `from __future__ import annotations`: DDP compares the annotations of a hook with classes.
 import itertools
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from math import nan
+from itertools import pairwise
+from math import inf, nan
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
+from torch.amp import GradScaler
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from lightning_topt.communication.exchange_worker import make_streams
 from lightning_topt.communication.node.rows import NodeRows
 from lightning_topt.communication.rank_watch import PeerMonitor
-from lightning_topt.optim.bucket_slices import (
-    Segment,
-    cut_buckets,
-    offsets_of,
-    pieces_of_segment,
-    segment_of,
-)
-from lightning_topt.optim.pieces import Piece, num_rows
-from lightning_topt.optim.slice_terms import average_into, exchange_parts
+from lightning_topt.optim.clipping import check_finite, partial_norm, unscale_local
+from lightning_topt.optim.full_state import parameters_of
+from lightning_topt.optim.parallel_step import ParallelStep, install_parallel_step
+from lightning_topt.optim.pieces import Piece, num_rows, rows_of
+from lightning_topt.optim.update_rule import UpdateRule
+
+# No `from __future__ import annotations`: DDP compares the annotations of a hook with classes.
+
 
 # buckets that are received at a time: bounds the extra memory to about that many buckets
 IN_FLIGHT = 4
-
 _made = itertools.count()  # exchanges are made in the same order on all ranks
 
 
-@dataclass(frozen=True)
-class _Layout:
-    """A `_Layout` says what a bucket holds."""
+class ScatteredStep:
+    """Shares the steps of `optimizers`, which update all trained parameters of `ddp`.
 
-    identities: tuple[int, ...]
-    segments: tuple[Segment, ...]
-
-
-@dataclass
-class _Flight:
-    """A bucket under way; `received` are the other ranks' terms of this rank's slice, in the order
-    of ranks.
-
-    `foreign` has the first element of every piece of another rank. Through memory nothing is
-    received: the works average.
+    From its third backward pass or so on. Made on all ranks before the first backward pass (a
+    collective call); `begin_when_ready` between steps. Arguments are as for `ReduceScatterExchange`
+    and `install_parallel_step`; `rules` has the `update_rule` of every optimizer.
     """
 
-    buffer: Tensor
-    cuts: tuple[int, ...]
-    foreign: Tensor
-    received: list[Tensor]
-    scratch: Tensor | None
-    works: list[Any]
-    future: torch.futures.Future[Tensor]
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        *,
+        optimizers: Sequence[Optimizer],
+        rules: Sequence[UpdateRule],
+        timeout_seconds: float,
+        gather_dtype: torch.dtype | None = None,
+        node: NodeRows | None = None,
+    ) -> None:
+        by_parameter = [
+            o for o, rule in zip(optimizers, rules, strict=True) if rule == "parameters"
+        ]
+        uncut = [parameter for optimizer in by_parameter for parameter in parameters_of(optimizer)]
+        self.optimizers, self.gather_dtype, self.node = list(optimizers), gather_dtype, node
+        self.exchange = ReduceScatterExchange(
+            ddp, uncut=uncut, timeout_seconds=timeout_seconds, node=node
+        )
+        self.steps: list[ParallelStep] = []
+
+    def gradients(self, optimizer: Optimizer) -> "ScatteredGradients":
+        """Return the gradients of one of the optimizers, to clip them or for their norm."""
+        return ScatteredGradients(self.exchange, optimizers=[optimizer])
+
+    def begin_when_ready(self) -> bool:
+        """Share what comes, once DDP's buckets are final; return whether that was now.
+
+        A collective call then. Not inside of a step, whose closure runs the backward pass: state is
+        cut to pieces here.
+        """
+        if self.steps or not self.exchange.ready:
+            return False
+        self.exchange.begin(self.optimizers)
+        self.steps = [
+            install_parallel_step(
+                optimizer,
+                pieces=self.exchange.pieces_of(optimizer),
+                group=self.exchange.group,
+                gather_dtype=self.gather_dtype,
+                node=self.node,
+            )
+            for optimizer in self.optimizers
+        ]
+        return True
+
+    def finish(self) -> None:
+        """End the sharing: gradients are all-reduced again, and every rank has the full state.
+
+        Collective call. The optimizers have their own steps again.
+        """
+        self.exchange.end()
+        for step in self.steps:
+            step.remove()
+        self.steps = []
+        dist.barrier(group=self.exchange.group)
+
+
+# ---- The exchange
 
 
 class ReduceScatterExchange:
-    """Takes over the gradients of `ddp`; made alike on all ranks, before the first backward pass. A
-    collective call.
+    """Takes over the gradients of `ddp`; made on all ranks before the first backward pass.
 
-    Gradients are all-reduced, as without it, until `begin`, which needs `ready`: DDP arranges its
-    buckets anew after the first backward pass. Parameters in `uncut` get one owner each (rules that
-    read whole parameters). Errors of the exchange are `PeerLostError`, within `timeout_seconds`.
-    `node`: all ranks through the memory of their one machine, for float32 gradients on the CPU.
-    Raises TypeError for a wrapper that is not DistributedDataParallel.
+    A collective call. Gradients are all-reduced, as without it, until `begin`, which needs `ready`:
+    DDP arranges its buckets anew after the first backward pass. Errors of the exchange are
+    `PeerLostError`, within `timeout_seconds`.
+
+    Args:
+        ddp: the wrapped module. Raises TypeError for another wrapper.
+        uncut: parameters that get one owner each (rules that read whole parameters).
+        timeout_seconds: of every wait.
+        node: all ranks through the memory of their one machine, for float32 gradients on the CPU.
     """
 
     def __init__(
@@ -115,12 +167,12 @@ class ReduceScatterExchange:
         self.device = next(ddp.parameters()).device
         self.scattered = False  # the gradients of the last backward pass
         self._uncut = {id(parameter) for parameter in uncut}
-        self._begun, self._passes = False, 0
+        self._begun, self._passes = False, 0  # exchanged backward passes
         self._layouts: list[_Layout] = []  # of the pass before
         self._seen: list[_Layout] = []  # of this pass, so far
         self._parameters: dict[int, Tensor] = {}
         self._cuts: list[tuple[int, ...]] = []
-        self._foreign: list[Tensor] = []
+        self._unowned: list[Tensor] = []
         # by id of the parameter, once the layout is final
         self._pieces: dict[int, list[Piece]] = {}
         self._flights: list[_Flight] = []
@@ -130,8 +182,9 @@ class ReduceScatterExchange:
 
     @property
     def ready(self) -> bool:
-        """Whether the buckets are final: two exchanged backward passes in a row have had the same
-        ones. Alike on all ranks.
+        """Whether the buckets are final; alike on all ranks.
+
+        They are when two exchanged backward passes in a row have had the same ones.
         """
         return bool(self._pieces)
 
@@ -144,20 +197,23 @@ class ReduceScatterExchange:
         self._check_ready()
         return [
             replace(piece, index=index)
-            for index, parameter in enumerate(_parameters_of([optimizer]))
+            for index, parameter in enumerate(parameters_of(optimizer))
             for piece in self._pieces.get(id(parameter), ())
         ]
 
     def begin(self, optimizers: Sequence[Optimizer]) -> None:
-        """Collective call: from the next backward pass on gradients are scattered.
+        """Scatter gradients from the next backward pass on.
 
-        `optimizers` update only their own pieces from then on (a `ParallelStep` with `pieces_of` is
-        installed). Raises ValueError unless `ready`, where an exchanged parameter is in none of
-        them (nobody would have its whole gradient), and when ranks begin after different backward
-        passes.
+        Collective call. `optimizers` update only their own pieces from then on (a `ParallelStep`
+        with `pieces_of` is installed).
+
+        Raises:
+            ValueError: unless `ready`; where an exchanged parameter is in none of the optimizers
+                (nobody would have its full gradient); and when ranks begin after different
+                backward passes.
         """
         self._check_ready()
-        updated = {id(parameter) for parameter in _parameters_of(optimizers)}
+        updated = {id(p) for optimizer in optimizers for p in parameters_of(optimizer)}
         missing = [tuple(p.shape) for key, p in self._parameters.items() if key not in updated]
         if missing:
             raise ValueError(
@@ -167,6 +223,7 @@ class ReduceScatterExchange:
                 "and freeze "
                 "(requires_grad_(False), before DDP wraps the module) what none of them updates"
             )
+        # the largest and the smallest number of passes of any rank
         passes = torch.tensor([self._passes, -self._passes], device=self.device)
         dist.all_reduce(passes, dist.ReduceOp.MAX, group=self.group)
         if passes[0] != -passes[1]:
@@ -178,14 +235,16 @@ class ReduceScatterExchange:
         self._begun = True
 
     def end(self) -> None:
-        """From the next backward pass on gradients are all-reduced again; on all ranks after the
-        same step.
+        """All-reduce gradients again from the next backward pass on.
+
+        On all ranks after the same step.
         """
         self._begun = False
 
     def own_pieces(self, parameter: Tensor) -> list[Piece] | None:
-        """Return this rank's pieces of `parameter` (`index` is the bucket's); None if its gradient
-        is whole on every rank.
+        """Return this rank's pieces of `parameter`; `index` is the bucket's.
+
+        None if its gradient is full on every rank.
         """
         if not self.scattered or id(parameter) not in self._pieces:
             return None
@@ -200,16 +259,16 @@ class ReduceScatterExchange:
                 "true"
             )
 
-    def _take(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    def _exchange_bucket(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Start the exchange of one bucket; the last one of a pass waits for all."""
         if self._error:
             raise self._error
         if bucket.index() == 0:
             assert not self._flights
             self._seen, self.scattered = [], self._begun
-        layout = self._layout(bucket)
+        layout = self._layout_of(bucket)
         self._seen.append(layout)
-        if not self.scattered:
+        if not self.scattered:  # before `begin`, or after `end`
             future = allreduce_hook(self.group, bucket)
         else:
             if bucket.index() >= len(self._layouts) or layout != self._layouts[bucket.index()]:
@@ -219,16 +278,16 @@ class ReduceScatterExchange:
                     "need buckets that stay: make a new ReduceScatterExchange with a new "
                     "DistributedDataParallel"
                 )
-            future = self._scatter(bucket)
+            future = self._start_scatter(bucket)
         if bucket.is_last():
             self._passes += 1
             while self._flights:
-                self._land()
+                self._finish_oldest()
             if not self.ready:
-                self._settle()
+                self._cut_when_final()
         return future
 
-    def _settle(self) -> None:
+    def _cut_when_final(self) -> None:
         """Cut the buckets once they are the same twice."""
         if self._seen != self._layouts:
             self._layouts = self._seen
@@ -237,25 +296,27 @@ class ReduceScatterExchange:
             [layout.segments for layout in self._layouts], world_size=self.world_size
         )
         for index, (layout, cuts) in enumerate(zip(self._layouts, self._cuts, strict=True)):
+            # the first element of every piece that others own gets a NaN after each pass
             firsts = {segment.offset for segment in layout.segments if segment.numel} | {*cuts} - {
                 cuts[-1]
             }
-            foreign = sorted(
+            unowned = sorted(
                 first for first in firsts if not cuts[self.rank] <= first < cuts[self.rank + 1]
             )
-            self._foreign.append(torch.tensor(foreign, dtype=torch.int64, device=self.device))
+            self._unowned.append(torch.tensor(unowned, dtype=torch.int64, device=self.device))
             for identity, segment in zip(layout.identities, layout.segments, strict=True):
                 rows = num_rows(self._parameters[identity])
                 self._pieces[identity] = pieces_of_segment(segment, cuts, rows=rows, index=index)
 
-    def _layout(self, bucket: GradBucket) -> _Layout:
+    def _layout_of(self, bucket: GradBucket) -> "_Layout":
         if bucket.buffer().is_sparse:
             raise ValueError(
                 "sparse gradients cannot be reduce-scattered by rows: use dense ones (sparse=False)"
             )
         parameters, gradients = bucket.parameters(), bucket.gradients()
         identities = tuple(map(id, parameters))
-        offsets = offsets_of([gradient.numel() for gradient in gradients])
+        # the first element of each gradient in the bucket
+        offsets = itertools.accumulate([0, *(gradient.numel() for gradient in gradients[:-1])])
         segments = (
             segment_of(gradient, offset=offset, splittable=identity not in self._uncut)
             for identity, gradient, offset in zip(identities, gradients, offsets, strict=True)
@@ -263,18 +324,20 @@ class ReduceScatterExchange:
         self._parameters.update(zip(identities, parameters, strict=True))
         return _Layout(identities, tuple(segments))
 
-    def _scatter(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    def _start_scatter(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Send every rank its slice and receive the terms of one's own."""
         while len(self._flights) >= IN_FLIGHT:
-            self._land()
+            self._finish_oldest()
         buffer, cuts = bucket.buffer(), self._cuts[bucket.index()]
         if self.node is not None and buffer.dtype == torch.float32:
+            # all ranks share a machine: the works average in memory
             with self._diagnosed():
                 works: list[Any] = [self.node.average_slices(buffer, cuts)]
             self._flights.append(
-                _Flight(buffer, cuts, self._foreign[bucket.index()], [], None, works, Future())
+                _Flight(buffer, cuts, self._unowned[bucket.index()], [], None, works, Future())
             )
             return self._flights[-1].future
+        # messages: receive the own slice from each other rank, send it theirs
         numel = cuts[self.rank + 1] - cuts[self.rank]
         others = [(self.rank + k) % self.world_size for k in range(1, self.world_size)]
         scratch = self._take_scratch(buffer, len(others) * numel)
@@ -291,25 +354,26 @@ class ReduceScatterExchange:
         in_order = [received[other] for other in sorted(received)]
         future = make_streams(buffer.device).future()
         self._flights.append(
-            _Flight(buffer, cuts, self._foreign[bucket.index()], in_order, scratch, works, future)
+            _Flight(buffer, cuts, self._unowned[bucket.index()], in_order, scratch, works, future)
         )
         return self._flights[-1].future
 
-    def _land(self) -> None:
-        """Wait for the oldest bucket under way and make its slice the average over ranks."""
-        flight = self._flights.pop(0)
+    def _finish_oldest(self) -> None:
+        """Wait for the oldest bucket under way and average its slice over ranks."""
+        flight = self._flights.pop(0)  # in the order in which they were started
         with self._diagnosed():
             for work in flight.works:
                 work.wait() if flight.scratch is None else work.wait(self.timeout)
         if flight.scratch is not None:
+            # received terms are averaged into the own slice, in place
             begin, end = flight.cuts[self.rank], flight.cuts[self.rank + 1]
             average_into(flight.buffer[begin:end], flight.received)
             self._scratch.append(flight.scratch)
-        flight.buffer.index_fill_(0, flight.foreign, nan)  # [Note: foreign gradients]
+        flight.buffer.index_fill_(0, flight.unowned, nan)  # [Note: slices of other ranks]
         flight.future.set_result(flight.buffer)
 
     def _take_scratch(self, buffer: Tensor, numel: int) -> Tensor:
-        """Memory for received terms, used again where it is large enough."""
+        """Return memory for received terms, used again where it is large enough."""
         for index, known in enumerate(self._scratch):
             if (
                 known.numel() >= numel
@@ -323,7 +387,7 @@ class ReduceScatterExchange:
 
     @contextmanager
     def _diagnosed(self) -> Iterator[None]:
-        """Errors of collectives name the ranks that are gone."""
+        """Make errors of collectives name the ranks that are gone."""
         try:
             yield
         except RuntimeError as error:
@@ -331,14 +395,240 @@ class ReduceScatterExchange:
             raise self._error from error
 
 
-def _parameters_of(optimizers: Iterable[Optimizer]) -> list[Tensor]:
-    return [
-        parameter
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    ]
+@dataclass(frozen=True)
+class _Layout:
+    """What a bucket holds: ids of parameters and where their gradients lie."""
+
+    identities: tuple[int, ...]
+    segments: "tuple[Segment, ...]"
+
+
+@dataclass
+class _Flight:
+    """A bucket under way.
+
+    Attributes:
+        buffer: the bucket's memory.
+        cuts: offsets of the ranks' slices.
+        unowned: the first element of every piece of another rank.
+        received: the other ranks' terms of this rank's slice, in the order of ranks; none through
+            memory, where the works average.
+        scratch: the memory of `received`.
+        works: what is waited for.
+        future: DDP waits for it.
+    """
+
+    buffer: Tensor
+    cuts: tuple[int, ...]
+    unowned: Tensor
+    received: list[Tensor]
+    scratch: Tensor | None
+    works: list[Any]
+    future: torch.futures.Future[Tensor]
 
 
 def _hook(exchange: ReduceScatterExchange, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    return exchange._take(bucket)
+    return exchange._exchange_bucket(bucket)
+
+
+def exchange_parts(
+    received: dict[int, Tensor], sent: dict[int, Tensor], *, group: dist.ProcessGroup
+) -> list[Any]:
+    """Start to receive one tensor from, and to send one to, each rank of `group` that is a key.
+
+    Returns works to `wait` for. Medians for 40 MB of gradient on gloo, one machine, with the
+    averaging: two ranks 22 ms, four 46 ms; an all-reduce 31 and 76, `dist.reduce` per slice 21 and
+    74, gloo's all-to-all 60 and 94.
+    """
+    if dist.get_backend(group) == "gloo":
+        works: list[Any] = [
+            dist.irecv(part, group=group, group_src=rank) for rank, part in received.items()
+        ]
+        return works + [
+            dist.isend(part, group=group, group_dst=rank) for rank, part in sent.items()
+        ]
+    operations = [
+        dist.P2POp(dist.irecv, part, group=group, group_peer=rank)
+        for rank, part in received.items()
+    ]
+    operations += [
+        dist.P2POp(dist.isend, part, group=group, group_peer=rank) for rank, part in sent.items()
+    ]
+    return dist.batch_isend_irecv(operations) if operations else []
+
+
+def average_into(own: Tensor, others: Sequence[Tensor]) -> None:
+    """Make `own` (n,) the average of itself and `others` (n,), added up in this order.
+
+    Scaled before it is summed, as DDP does, so that sums of half-precision gradients do not
+    overflow.
+    """
+    scale = 1 / (len(others) + 1)
+    own.mul_(scale)
+    for other in others:
+        own.add_(other, alpha=scale)
+
+
+# ---- Slices of buckets
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A parameter in a bucket: `numel` elements from `offset` on, cut every `row_numel` at most."""
+
+    offset: int
+    numel: int
+    row_numel: int
+
+
+def segment_of(gradient: Tensor, *, offset: int, splittable: bool) -> Segment:
+    """Return the segment of a parameter whose `gradient` lies in its bucket from `offset` on.
+
+    Cuts are allowed between rows where these are contiguous in memory (also channels-last; not in a
+    transposed matrix).
+    """
+    rows, numel = num_rows(gradient), gradient.numel()
+    by_rows = splittable and rows > 1 and numel > 0 and gradient.stride(0) * rows == numel
+    return Segment(offset, numel, numel // rows if by_rows else max(1, numel))
+
+
+def cut_buckets(buckets: Sequence[Sequence[Segment]], *, world_size: int) -> list[tuple[int, ...]]:
+    """Return the `world_size` + 1 offsets of every bucket between which the ranks' slices lie.
+
+    Ranks' sums over all buckets are equal to within a row (of the last bucket); a slice may be
+    empty.
+    """
+    given = [0] * (world_size + 1)  # elements of earlier buckets that belong to the first k ranks
+    cuts = []
+    for segments in buckets:
+        size = segments[-1].offset + segments[-1].numel
+        offsets = [0]
+        for k in range(1, world_size):
+            # what the first k ranks should have of all buckets so far, less what they have
+            wanted = (given[-1] + size) * k // world_size - given[k]
+            offsets.append(min(size, max(offsets[-1], _nearest_cut(segments, wanted))))
+        offsets.append(size)
+        cuts.append(tuple(offsets))
+        given = [before + offset for before, offset in zip(given, offsets, strict=True)]
+    return cuts
+
+
+def _nearest_cut(segments: Sequence[Segment], wanted: int) -> int:
+    index = bisect_right(segments, wanted, key=lambda segment: segment.offset) - 1
+    if index < 0:
+        return 0
+    segment = segments[index]
+    row = min(
+        round((wanted - segment.offset) / segment.row_numel), segment.numel // segment.row_numel
+    )
+    return segment.offset + row * segment.row_numel
+
+
+def pieces_of_segment(
+    segment: Segment, cuts: Sequence[int], *, rows: int, index: int
+) -> list[Piece]:
+    """Return the pieces of a parameter with `rows` rows in a bucket with `cuts`, in order.
+
+    None for one without elements.
+    """
+    pieces = []
+    for owner, cut in enumerate(pairwise(cuts)):
+        begin, end = max(cut[0], segment.offset), min(cut[1], segment.offset + segment.numel)
+        if begin < end:
+            whole = end - begin == segment.numel
+            start, stop = ((at - segment.offset) // segment.row_numel for at in (begin, end))
+            pieces.append(
+                Piece(index, 0, rows, owner) if whole else Piece(index, start, stop, owner)
+            )
+    return pieces
+
+
+# ---- Norms, clipping and overflow on slices
+
+
+class ScatteredGradients:
+    """The gradients of `optimizers` after a backward pass with `exchange`.
+
+    Also while that still all-reduces. All methods are called on all ranks, on the gradients as the
+    last backward pass left them.
+    """
+
+    def __init__(self, exchange: ReduceScatterExchange, *, optimizers: Sequence[Optimizer]) -> None:
+        self.exchange, self.optimizers = exchange, optimizers
+
+    def own(self) -> list[Tensor]:
+        """Return the parameters that alias this rank's rows, each with its gradient.
+
+        Full parameters where the gradient is full.
+        """
+        return [*self._split(), *self._full()]
+
+    def norm(self, *, norm_type: float = 2.0) -> Tensor:
+        """Return the norm of all gradients together, equal on all ranks; 0 without any.
+
+        Without dims. A collective call. As ``torch.nn.utils.get_total_norm`` of the full
+        gradients, in another order of summation.
+        """
+        power = float(norm_type)
+        split = partial_norm(self._split(), power, device=self.exchange.device)
+        if self.exchange.scattered:
+            dist.all_reduce(
+                split,
+                dist.ReduceOp.MAX if power == inf else dist.ReduceOp.SUM,
+                group=self.exchange.group,
+            )
+        full = partial_norm(self._full(), power, device=self.exchange.device)
+        return torch.maximum(split, full) if power == inf else (split + full) ** (1 / power)
+
+    def clip_norm_(
+        self, max_norm: float, *, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Scale the gradients to a norm of at most `max_norm`; return the norm before.
+
+        A collective call, as ``torch.nn.utils.clip_grad_norm_``. Raises RuntimeError, on all ranks,
+        for a norm that is not finite with `error_if_nonfinite`.
+        """
+        total = self.norm(norm_type=norm_type)
+        if error_if_nonfinite:
+            check_finite(total, norm_type=norm_type)
+        clip_grads_with_norm_(self.own(), max_norm, total)
+        return total
+
+    def clip_value_(self, clip_value: float) -> None:
+        """Clamp every gradient to [-`clip_value`, `clip_value`], as ``clip_grad_value_``."""
+        torch.nn.utils.clip_grad_value_(self.own(), clip_value)
+
+    def _parameters(self) -> Iterator[Tensor]:
+        for optimizer in self.optimizers:
+            yield from (p for p in parameters_of(optimizer) if p.grad is not None)
+
+    def _split(self) -> list[Tensor]:
+        views = []
+        for parameter in self._parameters():
+            for piece in self.exchange.own_pieces(parameter) or ():
+                view = rows_of(parameter, piece)
+                assert parameter.grad is not None
+                view.grad = rows_of(parameter.grad, piece)
+                views.append(view)
+        return views
+
+    def _full(self) -> list[Tensor]:
+        return [
+            parameter
+            for parameter in self._parameters()
+            if self.exchange.own_pieces(parameter) is None
+        ]
+
+
+def install_overflow_agreement(scaler: GradScaler, exchange: ReduceScatterExchange) -> None:
+    """Make `scaler` unscale this rank's rows only, and skip a step where any rank overflows.
+
+    It then works as with full gradients, for every optimizer.
+    """
+
+    def own_rows(optimizer: Optimizer) -> list[Tensor] | None:
+        if not exchange.scattered:
+            return None
+        return ScatteredGradients(exchange, optimizers=[optimizer]).own()
+
+    unscale_local(scaler, own_rows, device=exchange.device, group=exchange.group)

@@ -1,5 +1,8 @@
-"""Work done between an optimizer's hooks and its update, so that hooks see the groups as their user
-made them.
+"""What the classes that replace ``optimizer.step`` have in common.
+
+`AdaptiveStep`, `LocalStep` and `ParallelStep` each stand on the instance in place of the
+optimizer's own step. They run the closure first, and do their work between the hooks of the user
+and the update, so that hooks see the groups as their user made them.
 """
 
 from __future__ import annotations
@@ -8,15 +11,27 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
+
+
+def begin_step(optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
+    """Begin a step as a scheduler's wrapper and torch's optimizers do; return the closure's loss.
+
+    Schedulers read ``_opt_called`` to warn about a step that was never called.
+    """
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 @contextmanager
 def inside_hooks(
     optimizer: Optimizer, *, enter: Callable[[], None], leave: Callable[[], None]
 ) -> Generator[None, None, None]:
-    """Within it, `enter` runs after the optimizer's other hooks before a step, and `leave` before
-    its hooks after it.
+    """Run `enter` after the other hooks before a step, and `leave` before the hooks after it.
 
     Once each: a step that calls the step of its base class runs the hooks once more inside.
     """
@@ -43,23 +58,3 @@ def inside_hooks(
     finally:
         before.remove()
         after.remove()
-
-
-def asked_once(loss: Any, *, name: str) -> Callable[[], Any]:
-    """Return the closure of a step whose forward and backward pass are over. It raises ValueError
-    when it is asked again.
-    """
-    asked = False
-
-    def closure() -> Any:
-        nonlocal asked
-        if asked:
-            raise ValueError(
-                f"{name} asks its closure again in one step, and this step is shared between "
-                "ranks: keep it whole "
-                "(plan='ddp', no ParallelOptimizerStep)"
-            )
-        asked = True
-        return loss
-
-    return closure

@@ -24,10 +24,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_topt.basics.units import format_bytes
-from lightning_topt.costs.cluster import Cluster
-from lightning_topt.costs.collective_curves import CollectiveCurve
-from lightning_topt.costs.groups import Group
-from lightning_topt.costs.node_types import Device, Link
+from lightning_topt.costs.cluster import Cluster, CollectiveCurve, Device, Link
+from lightning_topt.costs.communication import Group
 from lightning_topt.data.stalls.model import NEARLY, SetUp, StallCosts, batch_seconds, least_cache
 from lightning_topt.plan.advice import MODEL, Advice
 from lightning_topt.plan.choose import NoPlanFitsError, choose

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from lightning_topt.basics.once import once_per_object
 from lightning_topt.costs.communication import ring_seconds
 from lightning_topt.costs.cost_table import Array
-from lightning_topt.costs.crossings import (
+from lightning_topt.costs.segments import (
     Crossings,
     chain_of,
     find_crossings,
@@ -39,8 +39,7 @@ from lightning_topt.costs.crossings import (
 )
 from lightning_topt.costs.sizes import ROOT, gradient_bytes, parameter_bytes
 from lightning_topt.costs.stage_table import StageBlock, StageChain
-from lightning_topt.costs.training_step import SPLIT_CALL_SECONDS, TrainingStep
-from lightning_topt.costs.update import temporaries_seconds
+from lightning_topt.costs.training_step import SPLIT_CALL_SECONDS, TrainingStep, temporaries_seconds
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.op_graph import Amount, OpGraph, Parameter
 

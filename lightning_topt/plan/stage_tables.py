@@ -28,9 +28,8 @@ from typing_extensions import override
 
 from lightning_topt.basics.once import once_per_object
 from lightning_topt.costs.cluster import Cluster, Link
-from lightning_topt.costs.communication import estimate_collective_seconds
+from lightning_topt.costs.communication import Group, estimate_collective_seconds
 from lightning_topt.costs.cost_table import Array
-from lightning_topt.costs.groups import Group
 from lightning_topt.costs.schedule_rates import ScheduleRates, rates_of
 from lightning_topt.costs.sizes import parameter_bytes
 from lightning_topt.costs.stage_table import (

@@ -29,7 +29,7 @@ import numpy as np
 
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.cost_table import Array
-from lightning_topt.costs.crossings import chain_of
+from lightning_topt.costs.segments import chain_of
 from lightning_topt.costs.sizes import ROOT
 from lightning_topt.frontier.stage_search import StagePoint, search_stages
 from lightning_topt.graph.mesh_axes import Axis, Mesh

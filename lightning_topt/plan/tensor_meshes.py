@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_topt.costs.cluster import Cluster
-from lightning_topt.costs.groups import Group
+from lightning_topt.costs.communication import Group
 from lightning_topt.costs.sizes import parameter_bytes
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.graph.blocks import block_of

@@ -40,10 +40,9 @@ from typing_extensions import override
 
 from lightning_topt.basics.forked_call import ForkedCall
 from lightning_topt.communication.rank_watch import is_of_collective
-from lightning_topt.costs.cluster import Cluster, Device
+from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.costs.compute import KernelKey, kernel_key
 from lightning_topt.costs.measurements import Measurements
-from lightning_topt.costs.node_types import Link
 from lightning_topt.costs.observed_optimizer import OptimizerObserver
 from lightning_topt.graph.errors import CaptureError, one_line
 from lightning_topt.graph.mesh_axes import data_mesh

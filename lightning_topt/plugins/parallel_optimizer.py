@@ -22,9 +22,8 @@ from typing_extensions import override
 from lightning_topt.basics.argument_checks import check_flag, check_real
 from lightning_topt.communication.node.rows import NodeRows, node_rows
 from lightning_topt.communication.rank_watch import RankWatch, watch_ranks, within_limit
-from lightning_topt.optim.adaptive_step import AdaptiveStep, Sharing
-from lightning_topt.optim.decision import Decision
-from lightning_topt.optim.scattered_step import ScatteredStep
+from lightning_topt.optim.adaptive_step import AdaptiveStep, Decision, Sharing
+from lightning_topt.optim.reduce_scatter import ScatteredStep
 from lightning_topt.optim.update_rule import UpdateRule, update_rule
 from lightning_topt.plugins.lost_ranks import NamesLostRanks, name_lost
 from lightning_topt.plugins.optimizer_checks import (

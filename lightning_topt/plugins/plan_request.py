@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_topt.costs.cluster import Cluster
-from lightning_topt.costs.measured_device import device_memory_bytes
+from lightning_topt.costs.timers import device_memory_bytes
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plugins.allowed_exchanges import AllowedExchanges
 from lightning_topt.plugins.allowed_staleness import AllowedStaleness

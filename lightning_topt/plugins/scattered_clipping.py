@@ -9,8 +9,7 @@ from collections.abc import Callable
 from lightning.pytorch.plugins.precision import Precision
 from torch.optim import Optimizer
 
-from lightning_topt.optim.scattered_gradients import install_overflow_agreement
-from lightning_topt.optim.scattered_step import ScatteredStep
+from lightning_topt.optim.reduce_scatter import ScatteredStep, install_overflow_agreement
 
 
 def clip_scattered(precision: Precision, step: ScatteredStep) -> Callable[[], None]:

@@ -12,8 +12,8 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_topt.optim.clipping import agree_on_overflow
 from lightning_topt.optim.full_state import parameters_of
-from lightning_topt.optim.sharded_gradients import agree_on_overflow
 
 
 class Clips(Protocol):

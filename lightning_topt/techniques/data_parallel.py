@@ -30,8 +30,7 @@ from typing_extensions import override
 from lightning_topt.costs.communication import Collective
 from lightning_topt.costs.lifetimes import FORWARD_OVER, REBUILD, UPDATE, Lifetime
 from lightning_topt.costs.sizes import gradient_bytes, parameter_bytes
-from lightning_topt.costs.training_step import TrainingStep
-from lightning_topt.costs.update import temporaries_seconds
+from lightning_topt.costs.training_step import TrainingStep, temporaries_seconds
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.op_config import OpConfig, Storage
 from lightning_topt.graph.op_graph import Block, Parameter

@@ -31,18 +31,18 @@ from lightning_topt.costs.lifetimes import (
     Lifetime,
     Phase,
 )
-from lightning_topt.costs.page_faults import gathered_bytes, reduced_bytes
 from lightning_topt.costs.sizes import (
     ROOT,
+    gathered_bytes,
     gloo_workspace,
     gradient_bytes,
     padded_bytes,
     parameter_bytes,
+    reduced_bytes,
     shard_bytes,
     shard_share,
 )
-from lightning_topt.costs.training_step import TrainingStep
-from lightning_topt.costs.update import temporaries_seconds
+from lightning_topt.costs.training_step import TrainingStep, temporaries_seconds
 from lightning_topt.graph.op_graph import Block, OpGraph, Parameter
 from lightning_topt.techniques.technique import ALONE, BlockSeconds, Neighbours
 

@@ -3,7 +3,7 @@ rank updates its share.
 
 A rank's step updates its pieces and sends them to the others (`optim.ParallelStep`). Where the
 update treats elements one by one, pieces are rows, and every rank has an even share; else
-parameters stay whole (`optim.assignment`). A block counts an even share of its state and update;
+parameters stay whole (`optim.pieces`). A block counts an even share of its state and update;
 what the busiest rank of a plan has above that is the plan's.
 """
 
@@ -20,16 +20,17 @@ from lightning_topt.communication.hook import equal_parameters
 from lightning_topt.costs.communication import Collective
 from lightning_topt.costs.lifetimes import Lifetime
 from lightning_topt.costs.sizes import parameter_bytes
-from lightning_topt.costs.training_step import TrainingStep
-from lightning_topt.costs.update import temporaries_seconds
+from lightning_topt.costs.training_step import TrainingStep, temporaries_seconds
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.op_config import OpConfig, Storage
 from lightning_topt.graph.op_graph import Block, Parameter
-from lightning_topt.optim.assignment import Share, assign_pieces
-from lightning_topt.optim.checks import check_can_be_split
 from lightning_topt.optim.full_state import parameters_of
-from lightning_topt.optim.parallel_step import ParallelStep, install_parallel_step
-from lightning_topt.optim.pieces import Piece, num_rows
+from lightning_topt.optim.parallel_step import (
+    ParallelStep,
+    check_can_be_split,
+    install_parallel_step,
+)
+from lightning_topt.optim.pieces import Piece, Share, assign_pieces, num_rows
 from lightning_topt.optim.update_rule import (
     ELEMENTWISE,
     UnsplittableOptimizer,

@@ -19,12 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from lightning_topt.costs.activations import activation_lifetimes
 from lightning_topt.costs.cost_table import Array
 from lightning_topt.costs.lifetimes import UPDATE, Changes, Lifetime
 from lightning_topt.costs.sizes import ROOT
-from lightning_topt.costs.training_step import TrainingStep
-from lightning_topt.costs.update import temporary_bytes
+from lightning_topt.costs.training_step import TrainingStep, activation_lifetimes, temporary_bytes
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.graph.op_graph import Block
 from lightning_topt.techniques.registry import TECHNIQUES, technique_of

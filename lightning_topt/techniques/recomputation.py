@@ -14,10 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
 from lightning_topt.communication.exchange_method import GradientMethod
-from lightning_topt.costs.activations import activation_lifetimes
 from lightning_topt.costs.lifetimes import Lifetime
 from lightning_topt.costs.sizes import ROOT
-from lightning_topt.costs.training_step import TrainingStep
+from lightning_topt.costs.training_step import TrainingStep, activation_lifetimes
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.graph.op_graph import Block

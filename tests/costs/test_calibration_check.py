@@ -10,17 +10,17 @@ import torch
 
 from lightning_topt.costs import calibration_check
 from lightning_topt.costs.calibrate import calibrate
-from lightning_topt.costs.calibration_changes import changes_between, largest_and_median
 from lightning_topt.costs.calibration_check import (
     CheckedPoint,
+    changes_between,
     check_calibration,
+    largest_and_median,
     sizes_between,
     summarize,
 )
-from lightning_topt.costs.cluster import Cluster, Link
-from lightning_topt.costs.collective_curves import CollectiveCurve
+from lightning_topt.costs.cluster import Cluster, CollectiveCurve, Link
 from lightning_topt.costs.communication import ring_seconds
-from lightning_topt.costs.measured_device import ProductTimer
+from lightning_topt.costs.timers import ProductTimer
 from tests.costs.graphs import cluster_of
 from tests.launch import run_ranks
 

@@ -13,8 +13,14 @@ from lightning_topt.basics.units import (
     parse_flops,
     parse_seconds,
 )
-from lightning_topt.costs.cluster import Cluster, ClusterError, Device, Link, NodeType
-from lightning_topt.costs.collective_curves import CollectiveCurve
+from lightning_topt.costs.cluster import (
+    Cluster,
+    ClusterError,
+    CollectiveCurve,
+    Device,
+    Link,
+    NodeType,
+)
 
 CONF = Path(__file__).parents[2] / "conf" / "cluster"
 CURVE = {"op": "all_reduce", "group_size": 2, "stride": 4, "bytes": [1], "seconds": [1]}

@@ -10,19 +10,25 @@ import numpy as np
 import pytest
 
 from lightning_topt.communication import BoundedLoss, Topology
-from lightning_topt.costs.cluster import Cluster, ClusterError, Device, Link
-from lightning_topt.costs.collective_curves import CollectiveCurve
-from lightning_topt.costs.datagrams import (
+from lightning_topt.costs.cluster import (
+    Cluster,
+    ClusterError,
+    CollectiveCurve,
+    DatagramPath,
+    Device,
+    Link,
+    slowest_link,
+)
+from lightning_topt.costs.communication import Group
+from lightning_topt.costs.exchange_model import (
     DATAGRAM_BYTES,
     bounded_loss_seconds,
+    make_exchange_model,
     path_of,
     phase_seconds,
     resent_rounds,
 )
-from lightning_topt.costs.exchange_model import make_exchange_model
-from lightning_topt.costs.groups import Group
-from lightning_topt.costs.measured_datagrams import measure_datagrams
-from lightning_topt.costs.node_types import DatagramPath, slowest_link
+from lightning_topt.costs.timers import measure_datagrams
 from lightning_topt.plan.plan_search import SearchRequest, search_plans
 from tests.costs.graphs import profile_of, random_graph
 from tests.launch import run_ranks

@@ -19,13 +19,13 @@ from lightning_topt.communication.hook import CompressedExchange
 from lightning_topt.communication.topology import Topology
 from lightning_topt.communication.wire import LevelMessage, MessageFormat
 from lightning_topt.costs.cluster import Cluster, Device, Link
+from lightning_topt.costs.communication import Group
 from lightning_topt.costs.exchange_model import (
     ExchangeModel,
     exempt_parameters,
     legal_exchanges,
     make_exchange_model,
 )
-from lightning_topt.costs.groups import Group
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.mesh_axes import data_mesh
@@ -72,7 +72,8 @@ def model_of(options: GradientMethod, *, world_size: int = 6) -> ExchangeModel:
     return make_exchange_model(options, graph=one_block(), cluster=CLUSTER, world_size=world_size)
 
 
-# ---- seconds -------------------------------------------------------------------------------------
+# ---- seconds
+# --------------------------------------------------------------------------------------------------
 
 
 def ring_pass(sizes: list[float], links: list[Link]) -> float:
@@ -188,7 +189,8 @@ def test_work_on_the_device_is_never_hidden() -> None:
         assert result.exposed_communication_seconds == pytest.approx(whole)
 
 
-# ---- bytes ---------------------------------------------------------------------------------------
+# ---- bytes
+# --------------------------------------------------------------------------------------------------
 
 
 def test_memory_of_an_exchange() -> None:
@@ -300,7 +302,8 @@ def test_messages_are_as_large_as_in_a_real_exchange(options: GradientMethod) ->
     assert work.kept_bytes >= held
 
 
-# ---- what is exempt, what is legal ---------------------------------------------------------------
+# ---- what is exempt, what is legal
+# ----------------------------------------------------------------------------------
 
 
 class Norms(GPT):

@@ -7,8 +7,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lightning_topt.costs.accuracy import UNKNOWN, Accuracy, ErrorFigure, sentence_of
-from lightning_topt.costs.cluster import Cluster, ClusterError, Device, Link, NodeType
+from lightning_topt.costs.cluster import (
+    UNKNOWN,
+    Accuracy,
+    Cluster,
+    ClusterError,
+    Device,
+    ErrorFigure,
+    Link,
+    NodeType,
+    sentence_of,
+)
 from lightning_topt.costs.compute import host_bound_seconds
 from lightning_topt.costs.fitted_constants import CONSTANTS, fit_constants, least_factors
 

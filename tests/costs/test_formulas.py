@@ -4,10 +4,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_topt.costs import framework
-from lightning_topt.costs.cluster import Cluster, Device, Link
-from lightning_topt.costs.collective_curves import CollectiveCurve
-from lightning_topt.costs.communication import estimate_collective_seconds
+from lightning_topt.costs import timers
+from lightning_topt.costs.cluster import Cluster, CollectiveCurve, Device, Link
+from lightning_topt.costs.communication import Group, estimate_collective_seconds, ranks_of_groups
 from lightning_topt.costs.compute import (
     estimate_kernel_seconds,
     estimate_kernels_seconds,
@@ -16,8 +15,7 @@ from lightning_topt.costs.compute import (
     kernel_dtype,
     kernel_key,
 )
-from lightning_topt.costs.groups import Group, ranks_of_groups
-from lightning_topt.costs.page_faults import kernels_bytes
+from lightning_topt.costs.sizes import kernels_bytes
 from lightning_topt.graph.op_graph import Amount, Kernel
 
 NOTHING = Amount()
@@ -224,11 +222,9 @@ def test_the_time_of_a_launch_is_that_of_small_layers(monkeypatch):
         called.append(kernels.count)
         return 1.92
 
-    monkeypatch.setattr(framework, "time_call", timed)
-    assert framework.measure_launch(torch.device("cpu")) == 0.0 and called == []
-    assert framework.measure_launch(torch.device("meta")) == pytest.approx(
-        1.92 / called[0], rel=0.02
-    )
+    monkeypatch.setattr(timers, "time_call", timed)
+    assert timers.measure_launch(torch.device("cpu")) == 0.0 and called == []
+    assert timers.measure_launch(torch.device("meta")) == pytest.approx(1.92 / called[0], rel=0.02)
 
 
 class CountKernels(TorchDispatchMode):

@@ -1,6 +1,11 @@
 import pytest
 
-from lightning_topt.costs.groups import Group, group_along, mesh_groups, ranks_of_groups
+from lightning_topt.costs.communication import (
+    Group,
+    group_along,
+    mesh_groups,
+    ranks_of_groups,
+)
 from lightning_topt.graph.mesh_axes import Axis, Mesh, hybrid_mesh
 
 

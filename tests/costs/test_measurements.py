@@ -17,10 +17,15 @@ import pytest
 import torch
 from torch import nn, optim
 
-from lightning_topt.costs import machine_setup, measurement_store, measurements
+from lightning_topt.costs import measurements
 from lightning_topt.costs.cluster import Cluster
-from lightning_topt.costs.measurement_store import Entry, default_directory, load, save
-from lightning_topt.costs.measurements import Measurements
+from lightning_topt.costs.measurements import (
+    Entry,
+    Measurements,
+    default_directory,
+    load_entries,
+    save_entries,
+)
 from lightning_topt.costs.optimizer import OptimizerError
 from tests.costs.graphs import cluster_of
 from tests.costs.test_calibrate import graph, states
@@ -105,7 +110,7 @@ def test_a_start_measures_what_data_parallelism_uses_and_topt_calibrate_everythi
 
 def _tell_network_of_a_new_namespace(end):
     new_network = 0x40000000  # CLONE_NEWNET
-    end.send(machine_setup._network() if ctypes.CDLL(None).unshare(new_network) == 0 else None)
+    end.send(measurements._network() if ctypes.CDLL(None).unshare(new_network) == 0 else None)
 
 
 def test_a_network_namespace_is_told_from_one_before_that_had_its_number():
@@ -120,7 +125,7 @@ def test_a_network_namespace_is_told_from_one_before_that_had_its_number():
         pytest.skip("a network namespace needs root")
     assert (
         len(set(networks)) == 4
-        and machine_setup._network() == machine_setup._network() not in networks
+        and measurements._network() == measurements._network() not in networks
     )
 
 
@@ -188,10 +193,11 @@ def test_a_link_that_has_changed_is_measured_again(tmp_path, factor):
 
 def stored_cluster(directory, value, *, ranks, monkeypatch):
     """What a start of so many ranks makes of a stored cluster."""
-    monkeypatch.setattr(measurements, "world_size", lambda: ranks)
     found = Measurements.open(directory=directory)
     found.entries[found._name("cluster")] = Entry(time.time(), value)
-    return found._cluster_in(found.entries)
+    with monkeypatch.context() as several:
+        several.setattr(measurements, "world_size", lambda: ranks)
+        return found._cluster_in(found.entries)
 
 
 def test_measurements_by_scope_of_older_versions_are_read_where_they_have_all_groups(
@@ -244,27 +250,27 @@ SPOILED = {
 @pytest.mark.parametrize("how", SPOILED)
 def test_a_file_that_cannot_be_trusted_costs_a_warning(tmp_path, how):
     entries = {"kernel a": Entry(time.time(), 1.0)}
-    save(tmp_path, SETUP, entries)
-    assert load(tmp_path, SETUP) == entries
+    save_entries(tmp_path, SETUP, entries)
+    assert load_entries(tmp_path, SETUP) == entries
     (file,) = tmp_path.glob("*.json")
     SPOILED[how](file)
     with pytest.warns(UserWarning, match="not used, so this machine is measured again"):
-        assert load(tmp_path, SETUP) == {}
+        assert load_entries(tmp_path, SETUP) == {}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        save(tmp_path, SETUP, entries)
+        save_entries(tmp_path, SETUP, entries)
     if how in ("a folder", "folder writable by others"):
         assert "cannot be kept" in str(caught[0].message)
     else:
-        assert not caught and load(tmp_path, SETUP) == entries and not file.is_symlink()
+        assert not caught and load_entries(tmp_path, SETUP) == entries and not file.is_symlink()
 
 
 def test_a_file_of_another_user_is_not_used(tmp_path, monkeypatch):
-    save(tmp_path, SETUP, {"kernel a": Entry(time.time(), 1.0)})
+    save_entries(tmp_path, SETUP, {"kernel a": Entry(time.time(), 1.0)})
     own = os.geteuid()
-    monkeypatch.setattr(measurement_store.os, "geteuid", lambda: own + 1)
+    monkeypatch.setattr(measurements.os, "geteuid", lambda: own + 1)
     with pytest.warns(UserWarning, match=f"belongs to user {own}, this process to user {own + 1}"):
-        assert load(tmp_path, SETUP) == {}
+        assert load_entries(tmp_path, SETUP) == {}
 
 
 def test_values_that_are_no_measurements_are_measured_again(tmp_path, counted):
@@ -290,38 +296,38 @@ def test_old_entries_and_those_of_the_future_are_not_used(tmp_path):
         "new": Entry(now, 2.0),
         "future": Entry(now + 1e6, 3.0),
     }
-    save(tmp_path, SETUP, entries)
-    assert load(tmp_path, SETUP) == {"new": entries["new"]}
+    save_entries(tmp_path, SETUP, entries)
+    assert load_entries(tmp_path, SETUP) == {"new": entries["new"]}
     (file,) = tmp_path.glob("*.json")
     os.utime(file, (0, 0))
-    save(tmp_path, {**SETUP, "world_size": 3}, {})
+    save_entries(tmp_path, {**SETUP, "world_size": 3}, {})
     assert not file.exists() and len(list(tmp_path.glob("*.json"))) == 1
 
 
 def test_a_directory_that_cannot_be_used_costs_a_warning(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.warns(UserWarning, match="cannot be kept"):
-        save(tmp_path / "file" / "cache", SETUP, {})
-    assert load(tmp_path / "none", SETUP) == {}
+        save_entries(tmp_path / "file" / "cache", SETUP, {})
+    assert load_entries(tmp_path / "none", SETUP) == {}
 
 
 def test_a_full_disk_costs_a_warning_and_leaves_the_old_file(tmp_path, monkeypatch):
     entries = {"kernel a": Entry(time.time(), 1.0)}
-    save(tmp_path, SETUP, entries)
+    save_entries(tmp_path, SETUP, entries)
 
     def full(descriptor):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(measurement_store.os, "fsync", full)
+    monkeypatch.setattr(measurements.os, "fsync", full)
     with pytest.warns(UserWarning, match="No space left"):
-        save(tmp_path, SETUP, {"kernel b": Entry(time.time(), 1.0)})
+        save_entries(tmp_path, SETUP, {"kernel b": Entry(time.time(), 1.0)})
     # the file and the lock
-    assert load(tmp_path, SETUP) == entries and len(list(tmp_path.iterdir())) == 2
+    assert load_entries(tmp_path, SETUP) == entries and len(list(tmp_path.iterdir())) == 2
 
 
 def write(directory, number):
     for index in range(10):
-        save(directory, SETUP, {f"kernel {number} {index}": Entry(time.time(), 1.0)})
+        save_entries(directory, SETUP, {f"kernel {number} {index}": Entry(time.time(), 1.0)})
 
 
 def test_jobs_that_write_at_the_same_time_keep_all_entries(tmp_path):
@@ -331,7 +337,7 @@ def test_jobs_that_write_at_the_same_time_keep_all_entries(tmp_path):
         job.start()
     for job in jobs:
         job.join()
-    assert len(load(tmp_path, SETUP)) == 40
+    assert len(load_entries(tmp_path, SETUP)) == 40
 
 
 def test_where_files_are(monkeypatch, tmp_path):

@@ -530,7 +530,7 @@ def test_errors_of_watching_reach_the_profile_only(monkeypatch):
     def broken(*_):
         raise RuntimeError("an operator nobody knows")
 
-    monkeypatch.setattr("lightning_topt.costs.observed_optimizer._makers", broken)
+    monkeypatch.setattr("lightning_topt.costs.optimizer_recording._makers", broken)
     model = Model()
     differentiate(model)
     optimizer = optim.AdamW(model.parameters(), foreach=True)

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_topt.communication.collectives import reduce_scatter_into
-from lightning_topt.costs.page_faults import measure_page_faults, reduced_bytes
-from lightning_topt.costs.sizes import gloo_workspace
+from lightning_topt.costs.sizes import gloo_workspace, reduced_bytes
+from lightning_topt.costs.timers import measure_page_faults
 from lightning_topt.execution.allocator import return_freed_memory
 from tests.preloaded import preloaded_python
 

@@ -24,8 +24,8 @@ from lightning_topt.execution.sharded_checkpoint import (
     save_sharded,
 )
 from lightning_topt.execution.tensor_chunks import TensorChunks
-from lightning_topt.optim.assignment import Share, assign_pieces
 from lightning_topt.optim.parallel_step import install_parallel_step
+from lightning_topt.optim.pieces import Share, assign_pieces
 from lightning_topt.plan.parallel_plan import ParallelPlan, uniform_plan
 from tests.execution.test_mixed_plans import CPU, LAYOUTS, OPTIMIZERS, Net, data, loss_of, plan_of
 from tests.launch import run_ranks

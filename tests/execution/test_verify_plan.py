@@ -22,7 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_topt.communication import BF16, TopK
 from lightning_topt.costs.cluster import Cluster, Device, Link
-from lightning_topt.costs.groups import Group
+from lightning_topt.costs.communication import Group
 from lightning_topt.execution.collective_rows import CollectiveRow, axis_name, differences_of_rows
 from lightning_topt.execution.compare_observed import with_observations
 from lightning_topt.execution.held_bytes import KINDS, held_bytes

@@ -14,8 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_topt.communication.node.rows import NodeRows
 from lightning_topt.optim.parallel_step import install_parallel_step
-from lightning_topt.optim.reduce_scatter import ReduceScatterExchange
-from lightning_topt.optim.scattered_gradients import ScatteredGradients
+from lightning_topt.optim.reduce_scatter import ReduceScatterExchange, ScatteredGradients
 
 
 class Net(nn.Module):

@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_topt.optim import adaptive_step
 from lightning_topt.optim.adaptive_step import AdaptiveStep, Sharing
-from lightning_topt.optim.update_costs import MEASURED_STEPS, WARMUP_STEPS
+from lightning_topt.optim.step_costs import MEASURED_STEPS, WARMUP_STEPS
 from lightning_topt.optim.update_rule import update_rule
 
 FIRST_STEPS = WARMUP_STEPS + len(MEASURED_STEPS)

@@ -10,9 +10,8 @@ import random
 import pytest
 import torch
 
-from lightning_topt.optim import decision
-from lightning_topt.optim.assignment import Share, assign_pieces
-from lightning_topt.optim.decision import (
+from lightning_topt.optim import adaptive_step
+from lightning_topt.optim.adaptive_step import (
     GatherCost,
     GroupCost,
     choose_pieces,
@@ -20,7 +19,7 @@ from lightning_topt.optim.decision import (
     group_costs,
     measure_gather,
 )
-from lightning_topt.optim.pieces import Piece
+from lightning_topt.optim.pieces import Piece, Share, assign_pieces
 from tests.launch import run_ranks
 
 FREE, SLOW = GatherCost(0.0, 0.0), GatherCost(1.0, 1e-3)
@@ -193,9 +192,9 @@ def test_a_measured_gather_is_the_same_on_all_ranks():
 
 def test_the_fit(monkeypatch):
     """A gather that takes 2 s and 3 ns per byte is found out."""
-    monkeypatch.setattr(decision.dist, "get_world_size", lambda group: 4)
+    monkeypatch.setattr(adaptive_step.dist, "get_world_size", lambda group: 4)
     monkeypatch.setattr(
-        decision, "slowest_of_ranks", lambda values, **_: [2 * value for value in values]
+        adaptive_step, "slowest_of_ranks", lambda values, **_: [2 * value for value in values]
     )
     times = []
 
@@ -203,7 +202,7 @@ def test_the_fit(monkeypatch):
         times.append(sum(parameters[i].nbytes for i in {piece.index for piece in pieces}))
         return 1.0 + (1.5e-9 * times[-1] if len(times) > 1 else 0.0)
 
-    monkeypatch.setattr(decision, "_time_gather", timed)
+    monkeypatch.setattr(adaptive_step, "_time_gather", timed)
     assert measure_gather(device=torch.device("cpu")) == GatherCost(2.0, pytest.approx(3e-9))
     assert times == [4 * 4 * 256, 16 << 20]
 
@@ -211,7 +210,7 @@ def test_the_fit(monkeypatch):
 def test_the_sample_of_real_parameters():
     parameters = [torch.empty(8 << 20, device="meta") for _ in range(20)]  # 32 MiB each
     pieces = [Piece(i, 0, 8 << 20, i % 2) for i in range(1, 20)]
-    _, sample = decision._sample(parameters, pieces)
+    _, sample = adaptive_step._sample(parameters, pieces)
     assert [piece.index for piece in sample] == [1, 11]
-    assert decision._sample(parameters[:2], pieces[:1])[1] == pieces[:1]
-    assert decision._sample(parameters, []) is None
+    assert adaptive_step._sample(parameters[:2], pieces[:1])[1] == pieces[:1]
+    assert adaptive_step._sample(parameters, []) is None

@@ -13,9 +13,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_topt.communication import rank_watch as peers
-from lightning_topt.optim.bucket_slices import Segment, cut_buckets, pieces_of_segment, segment_of
 from lightning_topt.optim.pieces import check_pieces
-from lightning_topt.optim.reduce_scatter import ReduceScatterExchange
+from lightning_topt.optim.reduce_scatter import (
+    ReduceScatterExchange,
+    Segment,
+    cut_buckets,
+    pieces_of_segment,
+    segment_of,
+)
 from tests.launch import run_ranks
 from tests.optim.fused_ranks import Fused, Net, backward, loss_of, make_optimizer, wrap
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_topt.optim.scattered_gradients import install_overflow_agreement
+from lightning_topt.optim.reduce_scatter import install_overflow_agreement
 from tests.launch import run_ranks
 from tests.optim.fused_ranks import Fused, backward, loss_of, make_optimizer, wrap
 

@@ -11,7 +11,6 @@ import torch
 from torch import nn, optim
 
 from lightning_topt.optim import step_costs
-from lightning_topt.optim.counters import Counters
 from lightning_topt.optim.step_costs import (
     combine,
     estimate_seconds,
@@ -21,6 +20,7 @@ from lightning_topt.optim.step_costs import (
     slowest_of_ranks,
     time_step,
 )
+from lightning_topt.optim.update_rule import Counters
 from tests.launch import run_ranks
 
 

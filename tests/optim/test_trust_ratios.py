@@ -10,10 +10,9 @@ import torch
 import torch.distributed as dist
 
 from lightning_topt.optim.lamb import LAMB
-from lightning_topt.optim.lars import LARS
+from lightning_topt.optim.lars import LARS, share_trust_ratios, unshare_trust_ratios
 from lightning_topt.optim.parallel_step import install_parallel_step
 from lightning_topt.optim.pieces import Piece, num_rows
-from lightning_topt.optim.trust_ratios import share_trust_ratios, unshare_trust_ratios
 from tests.launch import run_ranks
 from tests.optim.test_lars import SHAPES, make_parameters, set_gradients
 

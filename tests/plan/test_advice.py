@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from lightning_topt.communication import BF16, TopK
-from lightning_topt.costs.cluster import Cluster, Device, Link
-from lightning_topt.costs.node_types import NodeType
+from lightning_topt.costs.cluster import Cluster, Device, Link, NodeType
 from lightning_topt.costs.optimizer import read_optimizer
 from lightning_topt.data.stalls.model import SetUp, StallCosts
 from lightning_topt.graph.capture import capture

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_topt.costs.cluster import Cluster, Device, Link
+from lightning_topt.costs.communication import Group
 from lightning_topt.costs.compute import kernel_key
-from lightning_topt.costs.groups import Group
 from lightning_topt.costs.optimizer import read_optimizer
 from lightning_topt.costs.training_step import SPLIT_CALL_SECONDS, TrainingStep
 from lightning_topt.graph.capture import capture

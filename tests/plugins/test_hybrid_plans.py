@@ -14,7 +14,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 
 from lightning_topt.execution.engine import Engine
-from lightning_topt.optim.sharded_gradients import total_norm
+from lightning_topt.optim.clipping import total_norm
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from tests.plugins.trainer_ranks import (
     OwnShare,

@@ -31,7 +31,7 @@ from lightning_topt import (
 )
 from lightning_topt.communication.rank_watch import PeerLostError
 from lightning_topt.optim import adaptive_step
-from lightning_topt.optim.decision import GatherCost
+from lightning_topt.optim.adaptive_step import GatherCost
 from lightning_topt.optim.lars import LARS
 from lightning_topt.optim.update_rule import UnsplittableOptimizer
 from lightning_topt.plugins.optimizer_checks import check_strategy

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
-from lightning_topt.costs.node_types import Link
+from lightning_topt.costs.cluster import Link
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from lightning_topt.plugins.own_batches import why_steps_may_differ
 from lightning_topt.plugins.pipeline_look import why_not_cut

@@ -29,7 +29,7 @@ from lightning_topt.graph.op_graph import (
     TensorEdge,
     TensorSpec,
 )
-from lightning_topt.optim.assignment import Share, assign_pieces
+from lightning_topt.optim.pieces import Share, assign_pieces
 from lightning_topt.techniques.explain import Explanation, explain
 from lightning_topt.techniques.plan_costs import PlanCosts
 from tests.costs.graphs import cluster_of, graph_of, profile_of, random_graph

@@ -20,8 +20,7 @@ import torch
 from lightning_topt.cli.megatron.megatron_gpt import GPTSizes, MegatronGPT, takes_fused_softmax
 from lightning_topt.cli.megatron.megatron_rows import MegatronRow
 from lightning_topt.costs.cluster import Cluster, Device, Link
-from lightning_topt.costs.optimizer import OptimizerProfile
-from lightning_topt.costs.optimizer_probe import ParameterUpdate
+from lightning_topt.costs.optimizer import OptimizerProfile, ParameterUpdate
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.frontier.stage_search import StagePoint
 from lightning_topt.graph.capture import capture

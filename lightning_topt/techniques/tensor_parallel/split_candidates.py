@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from lightning_topt.costs.cluster import Cluster
-from lightning_topt.costs.groups import Group
+from lightning_topt.costs.communication import Group
 from lightning_topt.costs.optimizer import OptimizerProfile
 from lightning_topt.graph.blocks import block_of
 from lightning_topt.graph.capture import is_told_by_one

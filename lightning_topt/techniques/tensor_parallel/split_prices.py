@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import conv_flop_count, sdpa_flop_count
 
 from lightning_topt.costs.cluster import Cluster
-from lightning_topt.costs.communication import estimate_collective_seconds
-from lightning_topt.costs.groups import Group
+from lightning_topt.costs.communication import Group, estimate_collective_seconds
 from lightning_topt.costs.optimizer import OptimizerProfile
 from lightning_topt.graph.op_config import Partial, Placement, Shard
 from lightning_topt.techniques.tensor_parallel.decisions import Decision, Known, decide

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_topt.costs.cluster import Cluster, Link
-from lightning_topt.costs.groups import Group
+from lightning_topt.costs.communication import Group
 from lightning_topt.costs.optimizer import read_optimizer
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.graph.mesh_axes import Axis, Mesh, data_mesh

@@ -10,9 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_topt.costs.communication import estimate_collective_seconds
+from lightning_topt.costs.communication import Group, estimate_collective_seconds
 from lightning_topt.costs.compute import estimate_pass_seconds
-from lightning_topt.costs.groups import Group
 from lightning_topt.costs.optimizer import read_optimizer
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.graph import step_run

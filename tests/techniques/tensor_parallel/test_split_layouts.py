@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_topt.cli.tasks.byte_lm import ByteGPT
 from lightning_topt.costs.cluster import Cluster
-from lightning_topt.costs.groups import Group
+from lightning_topt.costs.communication import Group
 from lightning_topt.costs.optimizer import read_optimizer
 from lightning_topt.graph import step_run
 from lightning_topt.graph.capture import capture

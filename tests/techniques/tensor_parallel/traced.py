@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_topt.costs.cluster import Cluster, Device, Link
-from lightning_topt.costs.groups import Group
+from lightning_topt.costs.communication import Group
 from lightning_topt.costs.optimizer import read_optimizer
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.fake import fake_copy

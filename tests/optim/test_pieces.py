@@ -9,8 +9,13 @@ from collections import Counter
 import pytest
 import torch
 
-from lightning_topt.optim.assignment import Loads, Share, assign_pieces, fill_up
-from lightning_topt.optim.pieces import check_pieces
+from lightning_topt.optim.pieces import (
+    Loads,
+    Share,
+    assign_pieces,
+    check_pieces,
+    fill_up,
+)
 
 # torch's order: embedding, 12 layers of attention and two linear maps, norms and biases between
 # them

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_topt.costs.crossings import chain_of, find_crossings, uses_of_parameters
-from lightning_topt.costs.segments import locate
+from lightning_topt.costs.segments import chain_of, find_crossings, locate, uses_of_parameters
 from lightning_topt.graph.blocks import choose_blocks
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.flow_stages import assign_calls

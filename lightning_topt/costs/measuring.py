@@ -1,0 +1,166 @@
+"""How things are measured here: time a call, agree between ranks, leave no trace.
+
+Without a process group one process is alone, and every collective function returns at once.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+_SHORT_SECONDS, _MIN_REPEATS = 1e-4, 3
+T = TypeVar("T")
+
+
+# ---- Time on any device: the one place that knows how devices report time
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has finished its work; nothing to wait for on CPU."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def time_once(call: Callable[[], Any], *, device: torch.device) -> float:
+    """Return the wall-clock seconds of one call, with the device idle before and after."""
+    synchronize(device)
+    start = time.perf_counter()
+    call()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+def time_call(
+    call: Callable[[], Any], *, device: torch.device, budget_seconds: float, max_repeats: int = 100
+) -> float:
+    """Return the median seconds of a call after one unmeasured one.
+
+    Repeated for about `budget_seconds`, at least three times. Where one call is much shorter than a
+    synchronization, several run between two of them.
+    """
+    call()
+    first = time_once(call, device=device)
+    inner = max(1, round(_SHORT_SECONDS / max(first, 1e-7)))
+
+    def batch() -> None:
+        for _ in range(inner):
+            call()
+
+    possible = int((budget_seconds - 2 * first) / max(first * inner, 1e-7))
+    repeats = min(max(possible, _MIN_REPEATS), max_repeats)
+    return statistics.median(time_once(batch, device=device) / inner for _ in range(repeats))
+
+
+# ---- Numbers and texts that all ranks of the default process group agree on
+
+
+class MeasuringError(RuntimeError):
+    """A measurement failed on another rank; the message says on which one and why."""
+
+
+def world_size() -> int:
+    """Return the number of ranks; 1 without a process group."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def own_rank() -> int:
+    """Return this process's rank; 0 without a process group."""
+    return dist.get_rank() if world_size() > 1 else 0
+
+
+def average(values: Sequence[float]) -> list[float]:
+    """Return the mean over ranks, bit for bit the same on all of them. Collective."""
+    if world_size() == 1 or not values:
+        return list(values)
+    device = "cpu" if dist.get_backend() == "gloo" else "cuda"
+    tensor = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(tensor)
+    dist.broadcast(tensor, 0)  # an all_reduce need not give all ranks the same last bit
+    return [float(value) / world_size() for value in tensor.tolist()]
+
+
+def gather(value: T) -> list[T]:
+    """Return every rank's `value`, which must pickle, in rank order. Collective."""
+    if world_size() == 1:
+        return [value]
+    everyone: list[Any] = [None] * world_size()
+    dist.all_gather_object(everyone, value)
+    return everyone
+
+
+def from_rank_0(value: T) -> T:
+    """Return rank 0's `value`, which must pickle. Collective."""
+    if world_size() == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, 0)
+    return box[0]
+
+
+def on_all_ranks(function: Callable[[], T]) -> T:
+    """Return this rank's result of `function`, which calls no collective; collective itself.
+
+    Where it fails on one rank, all raise: the error itself where it happened, MeasuringError with
+    its text elsewhere.
+    """
+    result: Any = None
+    error: Exception | None = None
+    try:
+        result = function()
+    except Exception as caught:
+        error = caught
+    messages = gather(None if error is None else f"{type(error).__name__}: {error}")
+    if error is not None:
+        raise error
+    for rank, message in enumerate(messages):
+        if message is not None:
+            raise MeasuringError(f"measuring failed on rank {rank}: {message}")
+    return result  # type: ignore[no-any-return]
+
+
+# ---- Generators and modes of the whole process
+
+
+@contextmanager
+def kept_global_state() -> Iterator[None]:
+    """Set plain training modes inside; all generators and modes are as before afterwards.
+
+    The states of Python's, NumPy's and torch's default generators (of CUDA: all devices, if it is
+    in use) are put back. Inside, gradients are enabled, inference mode and autocast are off and the
+    default dtype is float32: what is measured does not depend on where it is measured from. Also
+    usable as a decorator.
+    """
+    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    # Asking for the state would start CUDA in a process that does not use it.
+    in_use = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    cuda = torch.cuda.get_rng_state_all() if in_use else []
+    dtype = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float32)
+        with torch.inference_mode(False), torch.enable_grad(), _no_autocast():
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(cpu)
+        if cuda:
+            torch.cuda.set_rng_state_all(cuda)
+
+
+@contextmanager
+def _no_autocast() -> Iterator[None]:
+    with torch.autocast("cpu", enabled=False):
+        if not torch.cuda.is_available():
+            yield
+            return
+        with torch.autocast("cuda", enabled=False):
+            yield

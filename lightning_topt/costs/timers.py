@@ -1,0 +1,627 @@
+"""Timers of devices and links: what `calibrate` and its check run, several times each.
+
+    timer                 what it times                             what it becomes
+    ProductTimer          products of square matrices by size       Device.flops
+    device_timers         copies, a small kernel, the host          other fields of Device
+    measure_page_faults   memory taken anew                         page_fault_seconds_per_byte
+    CollectiveTimer       a collective by size, back to back        CollectiveCurve
+    WaitTimer             ranks that wait for one another before    CollectiveCurve.wait_seconds
+    measure_overlap       what computation hides of an all_reduce   Cluster.overlap
+    measure_datagrams     loss, round trip, rate of datagrams       DatagramPath
+
+All ranks call each timer at the same time; its results are the same on all of them. Ranks of one
+machine share its memory bandwidth and cores, so their rates are those of all working together.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import mmap
+import platform
+import statistics
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+from lightning_topt.communication.bounded_loss import BoundedLossExchange, ConnectionFailedError
+from lightning_topt.communication.bounded_loss.over_store import connect_over_store
+from lightning_topt.communication.collectives import all_gather_into, reduce_scatter_into
+from lightning_topt.costs.cluster import CollectiveCurve, CurveKey, DatagramPath, Device, Link
+from lightning_topt.costs.communication import Group, ranks_of_groups
+from lightning_topt.costs.measuring import average, own_rank, time_call, time_once, world_size
+
+# one device
+_MATRIX_SIZES = {"cpu": (256, 512, 1024), "cuda": (2048, 4096, 8192)}
+_BYTES_MOVED = 1 << 26  # of the memory bandwidth measurement: far more than a cache holds
+# Beside their tensors, training ranks of GPTs of 3 to 50 M parameters kept 4 to 14 MiB: objects of
+# DDP and the optimizer, buffers of gloo, small blocks on the C heap
+# (benchmarks/results/memory_limits.md). torch counts no such bytes on CUDA.
+_CPU_PROCESS_BYTES = 9 << 20
+# the step of small layers; kernels of each: product, norm, activation, in backward two products, a
+# sum, and those of norm and activation
+_LAYERS, _WIDTH, _ROWS, _KERNELS = 24, 8, 4, 8
+_LEAST = 1e-6  # seconds of the framework around a layer
+_BLOCK_BYTES, _BLOCKS, _FAULT_ROUNDS = 1 << 20, 16, 9  # of page faults
+# links
+SIZES = tuple(4 << shift for shift in (10, 13, 16, 19, 22, 24))  # 4 KiB to 64 MiB
+_MIN_SIZES, _MIN_REPEATS = 4, 2  # of collectives, however short the time is
+# of the time of the other collectives, which steps have more of
+_SHARES = {"broadcast": 0.5, "all_to_all": 0.25, "send_recv": 0.25}
+_OVERLAP_BYTES, _OVERLAP_SECONDS = 4 << 20, 0.05  # at most, of one exchange beside computation
+_MATRIX = {"cpu": 256, "cuda": 2048}
+# what ranks compute between the exchanges of a step; the bytes of an activation
+_WORK_SECONDS, _WAIT_BYTES, _WAIT_PARTS = 0.02, 1 << 18, 4
+# datagrams
+_SMALL_DATAGRAMS, _LARGE_DATAGRAMS = 4 << 10, 4 << 20  # bytes of an exchange
+_LOSS_TOLERANCE = 0.01
+_CONNECT_SECONDS = 20.0  # a firewall that drops datagrams in silence is found out after that
+_SMALL_REPEATS, _LEAST_REPEATS, _MOST_REPEATS = 8, 3, 50
+_made = itertools.count()  # made in the same order on all ranks
+
+Timer = Callable[[], dict[Any, float]]
+Call = Callable[[], Any]
+Points = dict[float, float]  # seconds by bytes of the whole tensor
+ProcessGroups = Mapping[Group, dist.ProcessGroup]  # this rank's, of each kind of group
+
+
+# ---- One device, while all ranks are at work
+
+
+def device_timers(device: torch.device, *, budget_seconds: float) -> dict[str, Timer]:
+    """Return timers of `device`, each of which every rank calls at the same time.
+
+    Seconds of products by dtype and size, per byte moved, per small operator, and what the host
+    takes around a kernel.
+    """
+
+    def copies() -> dict[Any, float]:
+        source = torch.ones(_BYTES_MOVED // 8, device=device)
+        target = torch.empty_like(source)
+        copying = time_call(
+            lambda: target.copy_(source), device=device, budget_seconds=0.2 * budget_seconds
+        )
+        return {"byte": average([copying / (2 * source.nbytes)])[0]}
+
+    def small() -> dict[Any, float]:
+        tiny = torch.zeros(1, device=device)
+        overhead = time_call(
+            lambda: tiny.add_(1), device=device, budget_seconds=0.2 * budget_seconds
+        )
+        return {"call": average([overhead])[0]}
+
+    def host() -> dict[Any, float]:
+        budget = 0.2 * budget_seconds
+        if device.type != "cpu":
+            return {"launch": average([measure_launch(device, budget_seconds=budget)])[0]}
+        return {"kernel": average([measure_framework(device, budget_seconds=budget)])[0]}
+
+    products = ProductTimer(device, budget_seconds=0.6 * budget_seconds)
+    return {"products": products, "copies": copies, "small": small, "host": host}
+
+
+def measured_device(
+    device: torch.device,
+    times: Mapping[Any, Mapping[Any, float]],
+    *,
+    page_fault_seconds_per_byte: float,
+) -> Device:
+    """Return the device with the rates that `times`, of `device_timers`, say.
+
+    The rate of a dtype is that of its best size.
+    """
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    else:
+        name = f"{platform.machine()} CPU, {torch.get_num_threads()} thread(s) per rank"
+    rates: dict[str, float] = {}
+    for (dtype, size), seconds in times["products"].items():
+        rates[dtype] = max(rates.get(dtype, 0.0), product_flops(size) / seconds)
+    return Device(
+        name=name,
+        memory_bytes=device_memory_bytes(device),
+        flops=rates,
+        memory_bandwidth=1 / times["copies"]["byte"],
+        op_overhead_seconds=times["small"]["call"],
+        page_fault_seconds_per_byte=page_fault_seconds_per_byte,
+        framework_seconds=times["host"].get("kernel", 0.0),
+        launch_seconds=times["host"].get("launch", 0.0),
+        process_bytes=_CPU_PROCESS_BYTES if device.type == "cpu" else 0,
+    )
+
+
+class ProductTimer:
+    """Times products of square matrices by dtype and size.
+
+    Of as many sizes as five calls each take less than five times the budget. The first call finds
+    out which.
+    """
+
+    def __init__(self, device: torch.device, *, budget_seconds: float) -> None:
+        self.device = device
+        self.dtypes = [
+            torch.float32,
+            torch.bfloat16,
+            *((torch.float16,) if device.type == "cuda" else ()),
+        ]
+        self._each = budget_seconds / len(self.dtypes)
+        self._sizes: dict[torch.dtype, list[int]] = {}
+
+    def __call__(self) -> dict[Any, float]:
+        """Return the seconds by dtype and size, the same on every rank. Collective."""
+        found: dict[Any, float] = {}
+        possible = _MATRIX_SIZES["cpu" if self.device.type == "cpu" else "cuda"]
+        for dtype in self.dtypes:
+            name = str(dtype).removeprefix("torch.")
+            for size in self._sizes.get(dtype, possible):
+                found[name, size] = seconds = self._seconds(dtype, size)
+                # the next size has twice the rows and columns
+                if dtype not in self._sizes and seconds * 8 > self._each:
+                    break
+            self._sizes.setdefault(dtype, [n for found_name, n in found if found_name == name])
+        return found
+
+    def _seconds(self, dtype: torch.dtype, size: int) -> float:
+        left, right = (torch.rand(size, size, device=self.device).to(dtype) for _ in range(2))
+        product = partial(torch.mm, left, right, out=torch.empty_like(left))
+        budget = self._each / len(_MATRIX_SIZES["cpu"])
+        return average([time_call(product, device=self.device, budget_seconds=budget)])[0]
+
+
+def product_flops(size: int) -> float:
+    """Return the FLOPs of a product of two square matrices."""
+    return 2.0 * size**3
+
+
+def device_memory_bytes(device: torch.device) -> int:
+    """Return the bytes that one rank may use.
+
+    The device's memory, or an equal share of the machine's.
+    """
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return int(psutil.virtual_memory().total // world_size())
+
+
+# ---- What the host takes for a kernel of a training step
+#
+# t = (step of small layers - their kernels alone) / kernels    CPUs: beside the kernel itself
+# h = step of small layers / kernels                            accelerators: ahead of the kernel
+#
+# A kernel that is measured alone (`calibrate.measure_kernels`) is called without a module around it
+# and without a graph. On accelerators the host does this ahead of the device, and it costs nothing
+# while the device is busy (`compute`): layers so small that the device waits for the host show how
+# long it takes.
+
+
+def measure_framework(device: torch.device, *, budget_seconds: float = 0.05) -> float:
+    """Return the seconds per kernel, from a step of small layers; 0 on devices other than CPUs."""
+    if device.type != "cpu":
+        return 0.0
+    linear, step = _small_layers(device)
+    x = torch.ones(_ROWS, _WIDTH)
+    whole = time_call(step, device=device, budget_seconds=0.7 * budget_seconds)
+    alone = time_call(_kernels_of(linear, x), device=device, budget_seconds=0.3 * budget_seconds)
+    return max(whole / _LAYERS - alone, _LEAST) / _KERNELS
+
+
+def measure_launch(device: torch.device, *, budget_seconds: float = 0.05) -> float:
+    """Return the host's seconds per kernel, from a step of small layers; 0 on CPUs."""
+    if device.type == "cpu":
+        return 0.0
+    _, step = _small_layers(device)
+    return time_call(step, device=device, budget_seconds=budget_seconds) / (_LAYERS * _KERNELS)
+
+
+def _small_layers(device: torch.device) -> tuple[nn.Linear, Callable[[], None]]:
+    """Return one of the layers, and a forward and backward pass through all of them."""
+    linears = [nn.Linear(_WIDTH, _WIDTH, device=device) for _ in range(_LAYERS)]
+    norms = [nn.LayerNorm(_WIDTH, device=device) for _ in range(_LAYERS)]
+    pairs = zip(linears, norms, strict=True)
+    model = nn.Sequential(
+        *(module for linear, norm in pairs for module in (linear, norm, nn.GELU()))
+    )
+    x = torch.ones(_ROWS, _WIDTH, device=device)
+
+    def step() -> None:
+        with torch.inference_mode(False), torch.enable_grad():
+            torch.autograd.backward(model(x).sum())
+        model.zero_grad()
+
+    return linears[0], step
+
+
+def _kernels_of(linear: nn.Linear, x: Tensor) -> Callable[[], None]:
+    aten, weight, bias = torch.ops.aten, linear.weight.detach(), linear.bias.detach()
+    ones = torch.ones(_WIDTH)
+    _, mean, deviation = aten.native_layer_norm(x, [_WIDTH], ones, ones, 1e-5)
+
+    def call() -> None:
+        with torch.no_grad():
+            aten.addmm(bias, x, weight)
+            aten.native_layer_norm(x, [_WIDTH], ones, ones, 1e-5)
+            aten.gelu(x)
+            aten.gelu_backward(x, x)
+            aten.native_layer_norm_backward(
+                x, x, [_WIDTH], mean, deviation, ones, ones, [True, True, True]
+            )
+            aten.mm(x, weight)
+            aten.mm(x.t(), x)
+            aten.sum(x, [0])
+
+    return call
+
+
+# ---- Memory that is taken anew
+
+
+def measure_page_faults(device: torch.device) -> float:
+    """Return the seconds that a byte costs which is taken anew, above writing it again.
+
+    It is written once and given back. In blocks of 1 MiB, a tenth of a second in all. They are
+    taken one after another before they are given back, as in a step: a block that has just been
+    given back is still in the processor's cache and takes a fifth less. 0 on devices other than
+    CPUs, whose allocator keeps what it has, and where the platform cannot map private memory.
+    """
+    if device.type != "cpu" or not hasattr(mmap, "MAP_PRIVATE"):
+        return 0.0
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    costs = []
+    for _ in range(_FAULT_ROUNDS):
+        start = time.perf_counter()
+        taken = [
+            torch.frombuffer(mmap.mmap(-1, _BLOCK_BYTES, flags=flags), dtype=torch.uint8).fill_(1)
+            for _ in range(_BLOCKS)
+        ]
+        middle = time.perf_counter()
+        for block in taken:
+            block.fill_(1)
+        again = time.perf_counter()
+        del taken, block
+        costs.append((middle - start) + (time.perf_counter() - again) - (again - middle))
+    return max(statistics.median(costs), 0.0) / (_BLOCKS * _BLOCK_BYTES)
+
+
+# ---- Links: collectives in the groups that meshes of these ranks have
+#
+# Curves are of calls back to back. In a step ranks compute before they exchange, so they come one
+# after another, to threads that wait for busy cores. An all_reduce of 1.5 MiB by two ranks of two
+# shared cores took 0.7 ms at best, on average 2.7 ms after 3 ms of products, 4.4 ms after 6 to 25
+# ms and 5.1 ms after 50 to 100 ms; by four ranks 2.3 ms at best, 11 ms after 3 ms, 14 to 17 ms
+# after 10 to 50 ms. But ranks that share cores compute faster while one of them waits, so
+# `WaitTimer` times whole rounds. What it measures does not grow with the size.
+
+
+@contextmanager
+def process_groups(groups: Sequence[Group]) -> Iterator[ProcessGroups]:
+    """Yield this rank's process group of each kind in `groups`, as long as the context lasts.
+
+    Collective. All ranks make all groups of a kind, those beside their own too, as torch demands.
+    """
+    made: dict[Group, dist.ProcessGroup] = {}
+    try:
+        for group in groups:
+            for ranks in ranks_of_groups(group, world_size()):
+                found: Any = (
+                    dist.group.WORLD if len(ranks) == world_size() else dist.new_group(ranks)
+                )
+                if own_rank() in ranks:
+                    made[group] = found
+        yield made
+    finally:
+        for group, found in made.items():
+            if group.size != world_size():
+                dist.destroy_process_group(found)
+
+
+def collective_timers(
+    groups: ProcessGroups,
+    *,
+    ops: Collection[str],
+    device: torch.device,
+    budgets: Mapping[Group, float],
+) -> dict[CurveKey, CollectiveTimer]:
+    """Return a timer of each of `ops` in each kind of group.
+
+    All timers of a group together have the seconds in `budgets`. all_gather and reduce_scatter are
+    those that sharded plans run (`communication.collectives`).
+    """
+    timers = {}
+    for group, process_group in groups.items():
+        calls = {
+            op: make
+            for op, make in _collective_calls(group.size, process_group).items()
+            if op in ops
+        }
+        each = budgets[group] / sum(_SHARES.get(op, 1.0) for op in calls)
+        for op, make in calls.items():
+            # of an all_to_all every rank sends a part of its part to every other
+            elements = group.size ** (2 if op == "all_to_all" else 1)
+            seconds = each * _SHARES.get(op, 1.0)
+            timers[op, group.size, group.stride] = CollectiveTimer(
+                make, elements=elements, device=device, budget_seconds=seconds
+            )
+    return timers
+
+
+class CollectiveTimer:
+    """Times one collective by size of the whole tensor, in all groups of one kind at once.
+
+    That is how they train. `make` is given a tensor of a multiple of `elements` elements. The first
+    call finds out how many sizes the time allows.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[Tensor], Call],
+        *,
+        elements: int,
+        device: torch.device,
+        budget_seconds: float,
+    ) -> None:
+        self.make, self.elements = make, elements
+        self.device, self.budget_seconds = device, budget_seconds
+        self.sizes: Sequence[int] = ()
+
+    def __call__(self) -> Points:
+        """Return the seconds by size, the same on every rank. Collective."""
+        points: Points = {}
+        deadline = time.perf_counter() + self.budget_seconds
+        sizes = self.sizes or SIZES
+        for size, larger in zip(sizes, (*sizes[1:], 0), strict=True):
+            numel = max(size // 4 // self.elements, 1) * self.elements  # float32
+            whole = torch.ones(numel, device=self.device)
+            seconds = _time_together(self.make(whole), device=self.device, deadline=deadline)
+            points[float(whole.nbytes)] = seconds
+            expected = seconds * larger / size * (_MIN_REPEATS + 1)
+            if (
+                not self.sizes
+                and len(points) >= _MIN_SIZES
+                and average([deadline - time.perf_counter()])[0] < expected
+            ):
+                break
+        self.sizes = [int(size) for size in points]
+        return points
+
+
+class WaitTimer:
+    """Times what 20 ms of products and an all_reduce take more than both apart.
+
+    The mean, for a step takes the sum of all. Where ranks share cores, a rank that waits leaves
+    them to the others, which makes up for much of it. Making one is collective.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, *, device: torch.device, budget_seconds: float
+    ) -> None:
+        self.group, self.device, self.budget_seconds = group, device, budget_seconds
+        self.message = torch.ones(_WAIT_BYTES // 4, device=device)
+        product = average(
+            [time_call(_products(device, 1), device=device, budget_seconds=0.1 * budget_seconds)]
+        )[0]
+        self.work = _products(device, max(1, round(_WORK_SECONDS / product)))
+
+    def __call__(self) -> Points:
+        """Return the seconds at the size of the message, the same on every rank. Collective."""
+
+        def call() -> None:
+            dist.all_reduce(self.message, group=self.group)
+
+        def after_work() -> None:
+            self.work()
+            call()
+
+        def repeat(part: Call, times: int) -> None:
+            for _ in range(times):
+                part()
+
+        first = average([time_once(after_work, device=self.device)])[0]
+        repeats = int(np.clip(self.budget_seconds / max(2 * first, 1e-6), _WAIT_PARTS, 40))
+        of_part, more = repeats // _WAIT_PARTS, 0.0
+        for _ in range(_WAIT_PARTS):  # alternately: a machine may change its speed meanwhile
+            for sign, part in ((1, after_work), (-1, self.work)):
+                call()
+                more += sign * time_once(partial(repeat, part, of_part), device=self.device)
+        alone = min(time_once(call, device=self.device) for _ in range(repeats))
+        return {float(_WAIT_BYTES): max(average([more / (_WAIT_PARTS * of_part) - alone])[0], 0.0)}
+
+
+def curve(points: Mapping[Any, float], *, wait_seconds: float = 0.0) -> CollectiveCurve:
+    """Return the curve through seconds by size.
+
+    A larger message never takes less time: neighbours that say otherwise get their geometric mean
+    (pool adjacent violators; Ayer et al., Ann. Math. Statist. 26(4), 1955).
+    """
+    sizes = sorted(points)
+    pools: list[list[float]] = []
+    for size in sizes:
+        pools.append([math.log(points[size])])
+        while len(pools) > 1 and statistics.mean(pools[-2]) > statistics.mean(pools[-1]):
+            last = pools.pop()
+            pools[-1] += last
+    seconds = tuple(math.exp(statistics.mean(pool)) for pool in pools for _ in pool)
+    return CollectiveCurve(tuple(sizes), seconds, wait_seconds)
+
+
+def fit_link(curves: Mapping[CurveKey, CollectiveCurve], group: Group) -> Link:
+    """Return the link whose ring formula gives the smallest and the largest all_reduce.
+
+    Those that were measured in groups like `group`.
+    """
+    found = curves.get(("all_reduce", group.size, group.stride))
+    if found is None:  # one rank: no exchange will ever be estimated
+        return Link(latency_seconds=0.0, bandwidth=1.0)
+    steps = 2 * (group.size - 1)
+    size, seconds = found.sizes[-1] - found.sizes[0], found.seconds[-1] - found.seconds[0]
+    if seconds <= 0:  # a single size, or no difference to be seen
+        size, seconds = found.sizes[-1], found.seconds[-1]
+    return Link(found.seconds[0] / steps, size * steps / (group.size * seconds))
+
+
+def measure_overlap(
+    device: torch.device, *, all_reduce: CollectiveCurve | None, budget_seconds: float
+) -> float:
+    """Return the share of an all_reduce that runs beside matrix products of about its length.
+
+    The least of several rounds; collective. The message has 4 MiB, less where `all_reduce`, the
+    measured curve, says that this takes more than 50 ms; 0 for a single rank, which has no curve.
+    """
+    if all_reduce is None:
+        return 0.0
+    short = [size for size in all_reduce.sizes if all_reduce.seconds_at(size) <= _OVERLAP_SECONDS]
+    message = torch.ones(
+        int(min(_OVERLAP_BYTES, max(short, default=all_reduce.sizes[0]))) // 4, device=device
+    )
+
+    def exchange() -> None:
+        dist.all_reduce(message)
+
+    seconds = _time_together(exchange, device=device, deadline=time.perf_counter())
+    product = average(
+        [time_call(_products(device, 1), device=device, budget_seconds=0.1 * budget_seconds)]
+    )[0]
+    compute = _products(device, max(1, round(seconds / product)))
+
+    def both() -> None:
+        work: Any = dist.all_reduce(message, async_op=True)
+        compute()
+        work.wait()
+
+    repeats = int(np.clip(budget_seconds / (6 * seconds), 3, 10))
+    times = [
+        [time_once(call, device=device) for call in (exchange, compute, both)]
+        for _ in range(repeats)
+    ]
+    hidden = min(
+        (alone + computing - together) / min(alone, computing)
+        for alone, computing, together in times
+    )
+    return float(np.clip(average([hidden])[0], 0.0, 1.0))
+
+
+def _collective_calls(ranks: int, group: dist.ProcessGroup) -> dict[str, Callable[[Tensor], Call]]:
+    def part(whole: Tensor) -> Tensor:
+        return torch.ones(whole.numel() // ranks, device=whole.device)
+
+    def gather(whole: Tensor) -> Call:
+        local = part(whole)
+        # FSDP2 allocates the result each time
+        return lambda: all_gather_into(torch.empty_like(whole), local, group=group)
+
+    def reduce(whole: Tensor) -> Call:
+        local = part(whole)
+        return lambda: reduce_scatter_into(local, whole, group=group)
+
+    def exchange(whole: Tensor) -> Call:
+        sent, received = part(whole), part(whole)
+        return lambda: dist.all_to_all_single(received, sent, group=group)
+
+    def pass_on(whole: Tensor) -> Call:
+        """Return a call that sends from every rank to the next one of its group."""
+        received, rank = torch.empty_like(whole), dist.get_rank(group)
+        send = dist.P2POp(dist.isend, whole, group=group, group_peer=(rank + 1) % ranks)
+        receive = dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % ranks)
+
+        def call() -> None:
+            for work in dist.batch_isend_irecv([send, receive]):
+                work.wait()
+
+        return call
+
+    return {
+        "all_reduce": lambda whole: lambda: dist.all_reduce(whole, group=group),
+        "reduce_scatter": reduce,
+        "all_gather": gather,
+        "broadcast": lambda whole: lambda: dist.broadcast(whole, group=group, group_src=0),
+        "all_to_all": exchange,
+        "send_recv": pass_on,
+    }
+
+
+def _products(device: torch.device, count: int) -> Call:
+    n = _MATRIX["cpu" if device.type == "cpu" else "cuda"]
+    left, right = torch.rand(2, n, n, device=device)
+
+    def compute() -> None:
+        for _ in range(count):
+            left @ right
+
+    return compute
+
+
+def _time_together(call: Call, *, device: torch.device, deadline: float) -> float:
+    """Return the median seconds of a collective call, the same result on every rank.
+
+    Every rank makes the same number of calls.
+    """
+    first = time_once(call, device=device)
+    first, left = average([first, deadline - time.perf_counter()])
+    repeats = int(np.clip(left / 4 / max(first, 1e-6), _MIN_REPEATS, 20))
+    return float(
+        average([float(np.median([time_once(call, device=device) for _ in range(repeats)]))])[0]
+    )
+
+
+# ---- Datagrams between ranks, measured by the exchange that uses them
+
+
+def measure_datagrams(group: Group, *, budget_seconds: float) -> DatagramPath | None:
+    """Return what one rank gets in groups like `group`, all at the same time.
+
+    Collective; the same on all ranks, None where datagrams do not get through. The loss is that of
+    the measurement's own traffic, at the rate it found.
+    """
+    store = _get_default_store()
+    number = next(_made)
+    ranks = next(ranks for ranks in ranks_of_groups(group, world_size()) if own_rank() in ranks)
+    exchange = None
+    # a rank that cannot connect says so to the others below
+    with suppress(ConnectionFailedError, OSError, RuntimeError, ValueError):
+        exchange = connect_over_store(
+            PrefixStore(f"lightning_topt/datagrams/{number}/{ranks[0]}", store),
+            rank=ranks.index(own_rank()),
+            world_size=group.size,
+            timeout_seconds=_CONNECT_SECONDS,
+        )
+    try:
+        if average([float(exchange is not None)])[0] < 1 or exchange is None:
+            return None
+        return _measured_path(exchange, budget_seconds=budget_seconds)
+    finally:
+        if exchange is not None:
+            exchange.close()
+
+
+def _measured_path(exchange: BoundedLossExchange, *, budget_seconds: float) -> DatagramPath:
+    small = [_exchange_seconds(exchange, 0, _SMALL_DATAGRAMS) for _ in range(_SMALL_REPEATS)]
+    first = average([_exchange_seconds(exchange, 1, _LARGE_DATAGRAMS)])[0]  # finds the rate
+    exchange.statistics()
+    repeats = int(np.clip(budget_seconds / max(first, 1e-6), _LEAST_REPEATS, _MOST_REPEATS))
+    large = [_exchange_seconds(exchange, 1, _LARGE_DATAGRAMS) for _ in range(repeats)]
+    found = exchange.statistics()
+    assert found is not None
+    shortest = float(np.median(small))
+    sent = 2 * _LARGE_DATAGRAMS * (exchange.world_size - 1) / exchange.world_size
+    moving = max(float(np.median(large)) - shortest, 0.1 * min(large))
+    round_trip, loss, bandwidth = average(
+        [found.round_trip_seconds, found.path_loss, sent / moving]
+    )
+    return DatagramPath(max(round_trip, 0.0), min(max(loss, 0.0), 0.9), bandwidth)
+
+
+def _exchange_seconds(exchange: BoundedLossExchange, bucket: int, nbytes: int) -> float:
+    values = np.ones(nbytes // 4, np.float32)
+    start = time.perf_counter()
+    exchange.start(bucket, values, out=np.empty_like(values), tolerance=_LOSS_TOLERANCE).wait(
+        _CONNECT_SECONDS
+    )
+    return time.perf_counter() - start

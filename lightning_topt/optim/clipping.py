@@ -1,0 +1,178 @@
+"""Norms, clipping and overflow of gradients that no rank has in full.
+
+What reads full gradients elsewhere (``clip_grad_norm_``, a GradScaler) works here on local parts:
+shards of DTensors on one mesh or several, and slices along axes that DTensors do not know. A norm
+is made of partial sums (or maxima) over ranks. The same parts serve gradients that are
+reduce-scattered (`reduce_scatter.ScatteredGradients`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from math import inf
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim import Optimizer
+
+from lightning_topt.optim.full_state import parameters_of
+
+# into how many slices, along axes that DTensors do not know, a parameter is cut
+Slices = Callable[[Tensor], int]
+
+
+def _one_slice(_: Tensor) -> int:
+    return 1
+
+
+def total_norm(
+    parameters: Iterable[Tensor], *, norm_type: float = 2.0, slices: Slices = _one_slice
+) -> Tensor:
+    """Return the norm of all gradients together, equal on all ranks, without dims; 0 without any.
+
+    A collective call of all ranks. As ``torch.nn.utils.get_total_norm`` of the full gradients, in
+    another order of summation.
+    """
+    power = float(norm_type)
+    given = [parameter for parameter in parameters if parameter.grad is not None]
+    device = given[0].device if given else torch.device("cpu")
+    replicated: list[Tensor] = []
+    by_copies: dict[int, list[Tensor]] = {}  # sharded ones, by how many ranks hold the same shard
+    for parameter in given:
+        shards = slices(parameter)
+        if isinstance(parameter, DTensor) or shards > 1:
+            if isinstance(parameter, DTensor):
+                sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+                shards *= math.prod(size for size, placement in sizes if placement.is_shard())
+            by_copies.setdefault(dist.get_world_size() // shards, []).append(parameter)
+        else:
+            replicated.append(parameter)
+    total = partial_norm(local_parameters(replicated), power, device=device)
+    if by_copies:
+        # every copy of a shard is in the sum over ranks
+        parts = [
+            partial_norm(local_parameters(p), power, device=device) / (1 if power == inf else n)
+            for n, p in sorted(by_copies.items())
+        ]
+        sharded = torch.stack(parts).amax() if power == inf else torch.stack(parts).sum()
+        dist.all_reduce(sharded, dist.ReduceOp.MAX if power == inf else dist.ReduceOp.SUM)
+        total = torch.maximum(total, sharded) if power == inf else total + sharded
+    return total if power == inf else total ** (1 / power)
+
+
+def clip_norm_(
+    parameters: Iterable[Tensor],
+    max_norm: float,
+    *,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    slices: Slices = _one_slice,
+) -> Tensor:
+    """Scale the gradients to a norm of at most `max_norm`; return the norm before.
+
+    A collective call, as ``torch.nn.utils.clip_grad_norm_``. Raises RuntimeError, on all ranks, for
+    a norm that is not finite with `error_if_nonfinite`.
+    """
+    given = list(parameters)
+    total = total_norm(given, norm_type=norm_type, slices=slices)
+    if error_if_nonfinite:
+        check_finite(total, norm_type=norm_type)
+    clip_grads_with_norm_(local_parameters(given), max_norm, total)
+    return total
+
+
+def clip_value_(parameters: Iterable[Tensor], clip_value: float) -> None:
+    """Clamp every gradient to [-`clip_value`, `clip_value`], as torch's ``clip_grad_value_``."""
+    torch.nn.utils.clip_grad_value_(local_parameters(parameters), clip_value)
+
+
+def agree_on_overflow(scaler: GradScaler, device: torch.device) -> Callable[[], None]:
+    """Make `scaler` unscale and look at local gradients, and skip a step where any rank overflows.
+
+    On the instance; the result undoes it. Its calls are collective from then on.
+    """
+    return unscale_local(
+        scaler, lambda optimizer: local_parameters(parameters_of(optimizer)), device=device
+    )
+
+
+# ---- Parts that other kinds of split gradients use
+
+
+def local_parameters(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Return, for each parameter with a gradient, a tensor in the same memory with the local one.
+
+    That is the parameter itself where it is no DTensor.
+    """
+    found = []
+    for parameter in parameters:
+        gradient = parameter.grad
+        if isinstance(parameter, DTensor) and gradient is not None:
+            local = parameter._local_tensor.detach()
+            local.grad = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
+            found.append(local)
+        elif gradient is not None:
+            found.append(parameter)
+    return found
+
+
+def partial_norm(parameters: Sequence[Tensor], power: float, *, device: torch.device) -> Tensor:
+    """Return the norm of their gradients, to the `power` unless that is infinite.
+
+    Sums (or maxima) over ranks are made of these. float32, without dims.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None and p.grad.numel()]
+    if not gradients:
+        return torch.zeros((), device=device)
+    norm = get_total_norm(gradients, power).to(device, torch.float32)
+    return norm if power == inf else norm**power
+
+
+def check_finite(total: Tensor, *, norm_type: float) -> None:
+    """Raise RuntimeError for a norm that is not finite."""
+    if not bool(total.isfinite()):
+        raise RuntimeError(
+            f"the norm of order {norm_type} of the gradients is {float(total)}, so they cannot be "
+            "clipped; to scale them all the same, set error_if_nonfinite=False"
+        )
+
+
+def unscale_local(
+    scaler: GradScaler,
+    local: Callable[[Optimizer], list[Tensor] | None],
+    *,
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+) -> Callable[[], None]:
+    """Make `scaler` unscale the parameters that `local` returns, and agree on overflow in `group`.
+
+    Where `local` returns None, gradients are full and the scaler does as ever. On the instance, as
+    torch's own ``ShardedGradScaler`` does it; the result undoes it.
+    """
+    unscale = scaler._unscale_grads_
+
+    def unscale_and_agree(
+        optimizer: Optimizer, *args: Any, **kwargs: Any
+    ) -> dict[torch.device, Tensor]:
+        own = local(optimizer)
+        if own is None:
+            return unscale(optimizer, *args, **kwargs)
+        found = unscale(SimpleNamespace(param_groups=[{"params": own}]), *args, **kwargs)  # type: ignore[arg-type]
+        flag = found.setdefault(device, torch.zeros((), device=device))
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
+        return found
+
+    scaler._unscale_grads_ = unscale_and_agree  # type: ignore[method-assign]
+
+    def restore() -> None:
+        if vars(scaler).get("_unscale_grads_") is unscale_and_agree:
+            del vars(scaler)["_unscale_grads_"]
+
+    return restore

@@ -62,16 +62,15 @@ class AllowedStaleness:
         if isinstance(plan, PipelinePlan) and schedule in (None, *CONTINUOUS_SCHEDULES):
             if dict(plan.sizes or ()).get("tensor", 1) > 1:
                 raise ValueError(
-                    f"the search takes the schedules {' and '.join(CONTINUOUS_SCHEDULES)} beside an axis 'data' "
-                    "alone: leave out the axis "
-                    "'tensor', or allow_staleness"
+                    f"the search takes the schedules {' and '.join(CONTINUOUS_SCHEDULES)} "
+                    "beside an axis 'data' alone: leave out the axis 'tensor', or allow_staleness"
                 )
             return
         if not isinstance(plan, ParallelPlan) or schedule not in CONTINUOUS_SCHEDULES:
             named = "the mesh" if isinstance(plan, MeshPlan) else "the plan"
             raise ValueError(
-                f"allow_staleness is for the schedules {' and '.join(CONTINUOUS_SCHEDULES)}, which {named} "
-                "excludes: leave out one of them"
+                f"allow_staleness is for the schedules {' and '.join(CONTINUOUS_SCHEDULES)}, "
+                f"which {named} excludes: leave out one of them"
             )
         own = plan.weight_prediction
         if self.prediction is not None and own is not None and own != self.prediction:

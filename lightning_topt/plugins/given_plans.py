@@ -142,8 +142,8 @@ class PipelinePlan:
             return
         if self.prediction is not None:
             raise ValueError(
-                f"prediction is for the schedules {' and '.join(CONTINUOUS_SCHEDULES)}, and this one is "
-                f"{self.schedule!r}: leave it out"
+                f"prediction is for the schedules {' and '.join(CONTINUOUS_SCHEDULES)}, "
+                f"and this one is {self.schedule!r}: leave it out"
             )
         sizes = {
             "num_ranks": ranks or max(1, (self.stages or per_rank) // per_rank),

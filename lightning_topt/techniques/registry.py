@@ -70,8 +70,8 @@ def check_runs(
     if mesh.pipeline_axes and exchange is not None and schedule not in CONTINUOUS_SCHEDULES:
         raise ValueError(
             "gradient_exchange: this release averages gradients of stages as they are, but for the "
-            "schedules "
-            f"{', '.join(CONTINUOUS_SCHEDULES)}; leave it out, or make a plan without a pipeline axis"
+            f"schedules {', '.join(CONTINUOUS_SCHEDULES)}; "
+            "leave it out, or make a plan without a pipeline axis"
         )
     if mesh.pipeline_axes and exchange is not None and mesh.tensor_axes:
         raise ValueError(

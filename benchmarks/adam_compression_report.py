@@ -35,14 +35,11 @@ def _introduction() -> str:
     model = Model()
     return (
         f"A byte-level GPT of {model.numel} parameters ({model.layers} layers, hidden "
-        f"{model.hidden}), AdamW, 8 sequences of "
-        f"{model.seq_len} bytes in all per step, 5 seeds: bits per byte on validation text. Ranks "
-        "are simulated (each has "
-        "its own samples and its own gradient). Traffic: bytes sent by a rank, as a share of what "
-        "float32 all-reduces in every "
-        "step send. Each method at its best learning rate of those below, after equally many "
-        "steps; a star: at another, of "
-        "short trials."
+        f"{model.hidden}), AdamW, 8 sequences of {model.seq_len} bytes in all per step, 5 seeds: "
+        "bits per byte on validation text. Ranks are simulated (each has its own samples and its "
+        "own gradient). Traffic: bytes sent by a rank, as a share of what float32 all-reduces in "
+        "every step send. Each method at its best learning rate of those below, after equally many "
+        "steps; a star: at another, of short trials."
     )
 
 

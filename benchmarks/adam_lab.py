@@ -183,11 +183,9 @@ def _introduction(found: dict[str, Any], target: float) -> list[str]:
     rounds = ", ".join(f"at least {number} over {link}" for link, number in ROUNDS.items())
     return [
         f"A GPT of {size / 1e6:.1f} M parameters, 4 sequences of 32 bytes per rank, two nodes of "
-        "one rank. The dense run has "
-        f"{STEPS} steps and ends at {target:.3f} nats per byte of validation text. Seconds: steps "
-        "to that loss (mean of two "
-        "validations), times the step's time over that link, median (range) of interleaved rounds "
-        f"({rounds}). A row is the "
+        f"one rank. The dense run has {STEPS} steps and ends at {target:.3f} nats per byte of "
+        "validation text. Seconds: steps to that loss (mean of two validations), times the step's "
+        f"time over that link, median (range) of interleaved rounds ({rounds}). A row is the "
         "learning rate with the fewest steps.",
     ]
 

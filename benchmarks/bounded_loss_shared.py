@@ -135,8 +135,7 @@ def main() -> None:
             seconds = statistics.median(second for each in found for second in each["seconds"])
             lines.append(
                 f"| {queue} | {congestion} | {statistics.median(shares):.0%} ({min(shares):.0%} to "
-                f"{max(shares):.0%}) | "
-                f"{together:.0%} | {seconds:.3f} |"
+                f"{max(shares):.0%}) | {together:.0%} | {seconds:.3f} |"
             )
             print(lines[-1], flush=True)
     if options.out:

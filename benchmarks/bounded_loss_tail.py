@@ -29,8 +29,8 @@ from benchmarks.lab_nodes import allow_in_namespaces, check_root
 RATE = {"1gbit": 125e6, "100mbit": 12.5e6, "unlimited": float("nan")}  # bytes per second
 WIRE_SHARE = 1432 / 1514  # elements of a datagram of ours in a frame
 COLUMNS = (
-    "nodes | queue | loss | method | median s | p99 s | p99 / median | / ideal | / gloo | "
-    "lost | resent | CPU s | steps"
+    "nodes | queue | loss | method | median s | p99 s | p99 / median | / ideal | / gloo | lost | "
+    "resent | CPU s | steps"
 )
 
 

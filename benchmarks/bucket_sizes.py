@@ -111,9 +111,8 @@ def report(found: dict[str, dict[str, list[float]]]) -> str:
         machine(),
         "",
         "A GPT of 14 M parameters (58 MB of gradients), 4 sequences of 128 bytes per rank, gloo, a "
-        "thread per rank. Seconds of "
-        f"a step: median (range) of {ROUNDS} interleaved rounds of {STEPS} steps. Plans on several "
-        "nodes have sixteenths.",
+        f"thread per rank. Seconds of a step: median (range) of {ROUNDS} interleaved rounds of "
+        f"{STEPS} steps. Plans on several nodes have sixteenths.",
         "",
         "| | " + " | ".join(names) + " | torch's / ours |",
         "|---" * (len(names) + 2) + "|",

@@ -63,10 +63,10 @@ def measure_at(
     with the output of errors.
     """
     code = (
-        "import importlib, json, sys, types; benchmarks = types.ModuleType('benchmarks');"
-        "benchmarks.__path__ = [sys.argv[1]]; sys.modules['benchmarks'] = benchmarks;"
-        "measure = importlib.import_module('benchmarks.' + sys.argv[2]).measure;"
-        "print(json.dumps(measure(*json.loads(sys.argv[3]))))"
+        "import importlib, json, sys, types; benchmarks = "
+        "types.ModuleType('benchmarks');benchmarks.__path__ = [sys.argv[1]]; "
+        "sys.modules['benchmarks'] = benchmarks;measure = importlib.import_module('benchmarks.' + "
+        "sys.argv[2]).measure;print(json.dumps(measure(*json.loads(sys.argv[3]))))"
     )
     command = [
         sys.executable,

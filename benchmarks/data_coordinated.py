@@ -227,8 +227,8 @@ def row(name: str, results: list[dict[str, Any]], baseline: float) -> str:
     peak = max(report["peak_bytes"] for result in results for report in result["reports"])
     return (
         f"| {name} | {median:.2f} ({min(seconds):.2f} to {max(seconds):.2f}) | "
-        f"{'-' if name == KILLED else f'{baseline / median:.2f}'} | {cpu:.1f} | "
-        f"{total:.3f} | {min(shares):.3f} to {max(shares):.3f} | {mib(peak)} |"
+        f"{'-' if name == KILLED else f'{baseline / median:.2f}'} | {cpu:.1f} | {total:.3f} | "
+        f"{min(shares):.3f} to {max(shares):.3f} | {mib(peak)} |"
     )
 
 
@@ -252,17 +252,14 @@ def write(results: dict[str, list[dict[str, Any]]], *, samples: int, epochs: int
         machine(),
         "",
         "| | seconds until the last job is done | speed-up | CPU seconds of all jobs | "
-        "preparations per sample |"
-        " share of each job | peak MiB of a job |",
+        "preparations per sample | share of each job | peak MiB of a job |",
         "|---|---|---|---|---|---|---|",
         *(row(kind, results[kind], baseline) for kind in results),
         "",
         f"Speed-up per round: {statistics.median(ratios):.2f} ({min(ratios):.2f} to "
-        f"{max(ratios):.2f}). "
-        f"All {jobs} coordinated jobs got the same batches, bit for bit; each sample once per job "
-        "and epoch. So did the "
-        f"{jobs - 1} that went on after one was killed, in the midst of its first epoch: its part "
-        "was prepared by them.",
+        f"{max(ratios):.2f}). All {jobs} coordinated jobs got the same batches, bit for bit; each "
+        f"sample once per job and epoch. So did the {jobs - 1} that went on after one was killed, "
+        "in the midst of its first epoch: its part was prepared by them.",
         "",
     ]
     return "\n".join(lines)

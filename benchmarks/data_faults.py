@@ -102,8 +102,8 @@ def killed_writers(folder: Path, *, kills: int = 200) -> str:
     assert epoch(cache, list(range(ITEMS))) == 0, "places were lost"
     assert found
     return (
-        f"{kills} killed: no wrong sample among {found} found in the cache in between; all "
-        f"{ITEMS} stored afterwards"
+        f"{kills} killed: no wrong sample among {found} found in the cache in between; all {ITEMS} "
+        "stored afterwards"
     )
 
 

@@ -72,8 +72,7 @@ def main() -> None:
         f"- {os.getloadavg()[0]:.0f} processes were running on average: times are upper bounds",
         "",
         f"{len(outcomes)} programs: {counts['captured']} captured, {counts['fallback']} run as "
-        f"ddp, {refused}. "
-        f"Planning: median {middle:.2f} s, longest {longest:.2f} s.",
+        f"ddp, {refused}. Planning: median {middle:.2f} s, longest {longest:.2f} s.",
         "",
         "| program | planned by | plan | result | planning (s) | fit under ddp (s) | under topt "
         "(s) | reason |",

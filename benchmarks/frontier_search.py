@@ -151,8 +151,7 @@ def growth() -> list[str]:
             error = "0 (exact)" if union.exact else f"{100 * union.error_bound:.2g} %"
             lines.append(
                 f"| {len(meshes)} | {depth} | {count} | {len(union.searched)} | "
-                f"{len(union.points)} | {error} "
-                f"| {times[-1]:.2g} |"
+                f"{len(union.points)} | {error} | {times[-1]:.2g} |"
             )
             print(lines[-1], flush=True)
         axes[1].plot(distinct[:4], times, "o-", label=f"{depth} layers")

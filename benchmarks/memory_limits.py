@@ -25,10 +25,9 @@ def row(limit: int, result: dict[str, Any]) -> str:
     kept = "yes" if result["peak_bytes"] <= limit * 2**20 else "NO"
     return (
         f"| {limit} | {result['summary']} | {predicted['step_seconds']:.2f} | "
-        f"{result['step_seconds']:.2f} | "
-        f"{100 * time_error:+.1f} % | {mib(predicted['peak_bytes'])} | {mib(result['peak_bytes'])} "
-        "| "
-        f"{100 * memory_error:+.1f} % | {kept} |"
+        f"{result['step_seconds']:.2f} | {100 * time_error:+.1f} % | "
+        f"{mib(predicted['peak_bytes'])} | {mib(result['peak_bytes'])} | {100 * memory_error:+.1f} "
+        f"% | {kept} |"
     )
 
 

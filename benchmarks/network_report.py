@@ -191,8 +191,8 @@ def _to_loss(done: dict[str, Results]) -> list[str]:
     if not rows:
         return []
     title = (
-        f"## Time to a training loss of {LOSS} nats per byte (1x 1gbit, GPT, 8 sequences per "
-        "rank, AdamW)"
+        f"## Time to a training loss of {LOSS} nats per byte (1x 1gbit, GPT, 8 sequences per rank, "
+        "AdamW)"
     )
     return [
         "",

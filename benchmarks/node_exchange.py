@@ -182,11 +182,9 @@ def main() -> None:
         "",
         machine(),
         "",
-        "Milliseconds per call on the slowest rank, float32, one thread per rank: median "
-        f"(minimum) of {options.rounds} "
-        "interleaved rounds. MB is the size of the whole bucket. The last column: ratio of the "
-        "two, median (range) over "
-        "rounds.",
+        "Milliseconds per call on the slowest rank, float32, one thread per rank: median (minimum) "
+        f"of {options.rounds} interleaved rounds. MB is the size of the whole bucket. The last "
+        "column: ratio of the two, median (range) over rounds.",
     ]
     for ranks in options.ranks:
         lines += ["", f"## {ranks} ranks", "", *table(run(ranks, rounds=options.rounds))]

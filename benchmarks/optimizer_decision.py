@@ -161,11 +161,10 @@ def summary(results: dict[str, Any]) -> list[str]:
     declined = [loss(case) for _, case in everything if not case["pays"]]
     lines = [
         f"**{right} of {len(everything)} decisions right ({100 * right / len(everything):.1f} "
-        f"%)**, {ties} of them ties. "
-        "Where it declined, the step that decided takes "
+        f"%)**, {ties} of them ties. Where it declined, the step that decided takes "
         f"{1 + statistics.median(declined):.3f} times as long as the plain step (median of "
-        f"{len(declined)} cases; the work is "
-        f"the same, so the range of {1 + min(declined):.2f} to {1 + max(declined):.2f} is noise).",
+        f"{len(declined)} cases; the work is the same, so the range of {1 + min(declined):.2f} to "
+        f"{1 + max(declined):.2f} is noise).",
         "",
     ]
     for name, case in everything:
@@ -186,17 +185,12 @@ def report(results: dict[str, Any], where: str) -> str:
         where,
         "",
         "`python -m benchmarks.optimizer_decision`: 2 ranks on this machine, one thread each, "
-        "gloo, float32, blocks of "
-        "language models (Muon: their matrices). The link of 1gbit is a lab's (network namespaces "
-        "with a token bucket), "
-        "unlimited is loopback. "
-        "Milliseconds of `optimizer.step()` on the slowest rank, plain / shared; median of "
-        f"{rounds} interleaved "
+        "gloo, float32, blocks of language models (Muon: their matrices). The link of 1gbit is a "
+        "lab's (network namespaces with a token bucket), unlimited is loopback. Milliseconds of "
+        f"`optimizer.step()` on the slowest rank, plain / shared; median of {rounds} interleaved "
         "rounds; then how many times faster sharing is (geometric mean over the two orders of the "
-        "medians of the rounds' "
-        "ratios) and what was decided in the first "
-        "steps. A decision counts as right if the faster way was chosen or they differ by at most "
-        f"{100 * TIE:.0f} %.",
+        "medians of the rounds' ratios) and what was decided in the first steps. A decision counts "
+        f"as right if the faster way was chosen or they differ by at most {100 * TIE:.0f} %.",
         "",
         *summary(results),
     ]

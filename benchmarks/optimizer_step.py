@@ -105,28 +105,23 @@ def report(results: dict[str, dict[str, Any]], where: str) -> str:
         where,
         "",
         f"`python -m benchmarks.optimizer_step`: {RANKS} ranks on this machine, one thread each, "
-        "gloo, float32. Step: "
-        "backward with the exchange of gradients, and the update, on the slowest rank; forward and "
-        "backward compute nothing. "
-        "Median (range) of interleaved rounds; ratios are of the same round.",
+        "gloo, float32. Step: backward with the exchange of gradients, and the update, on the "
+        "slowest rank; forward and backward compute nothing. Median (range) of interleaved rounds; "
+        "ratios are of the same round.",
         "",
         f"Parameters of a language model: {depth} blocks of width {width}, vocabulary "
-        f"{vocabulary}. Muon has the blocks' "
-        f"matrices, fused AdamW the rest. {' and '.join(SHAMPOO)} (of pytorch-optimizer) have "
-        f"{SQUARE[1]} matrices of "
-        f"{SQUARE[0]} x {SQUARE[0]}: the roots for the sides of 2560 would take minutes per step. "
-        "Shampoo renews its roots "
-        "in every step, SOAP its bases in every 10th.",
+        f"{vocabulary}. Muon has the blocks' matrices, fused AdamW the rest. "
+        f"{' and '.join(SHAMPOO)} (of pytorch-optimizer) have {SQUARE[1]} matrices of {SQUARE[0]} "
+        f"x {SQUARE[0]}: the roots for the sides of 2560 would take minutes per step. Shampoo "
+        "renews its roots in every step, SOAP its bases in every 10th.",
         "",
         f"{ZERO}: `parameters_as_bucket_view=True` and the same optimizer; its overlap with DDP "
-        "does not run on gloo. FSDP2: "
-        "`fully_shard` of every block and the whole with `reshard_after_forward=False`, torch's "
-        "own collectives; its step has "
-        "the gathering of parameters before forward in it. The plain step and ours run under "
-        "DistributedDataParallel with "
-        "`gradient_as_bucket_view=True`. The largest difference is of any parameter from the plain "
-        "step's after the same "
-        "steps, relative to that parameter's largest value.",
+        "does not run on gloo. FSDP2: `fully_shard` of every block and the whole with "
+        "`reshard_after_forward=False`, torch's own collectives; its step has the gathering of "
+        "parameters before forward in it. The plain step and ours run under "
+        "DistributedDataParallel with `gradient_as_bucket_view=True`. The largest difference is of "
+        "any parameter from the plain step's after the same steps, relative to that parameter's "
+        "largest value.",
         "",
     ]
     for optimizer, result in results.items():

@@ -63,10 +63,9 @@ def main() -> None:
     times = [result["planning_seconds"] for result in seconds]
     lines.append(
         f"Planning a 12-layer GPT of {seconds[0]['parameters'] / 1e6:.0f} M parameters on 2 ranks "
-        "(capture, calibration, "
-        f"search of {seconds[0]['points']} plans on the frontier, choice): median "
-        f"**{statistics.median(times):.2f} s** "
-        f"({min(times):.2f} to {max(times):.2f}) over 3 runs."
+        f"(capture, calibration, search of {seconds[0]['points']} plans on the frontier, choice): "
+        f"median **{statistics.median(times):.2f} s** ({min(times):.2f} to {max(times):.2f}) over "
+        "3 runs."
     )
     print("\n".join(lines))
     (RESULTS / "overhead.md").write_text("\n".join(lines) + "\n")

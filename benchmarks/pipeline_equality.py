@@ -147,8 +147,8 @@ def row(plan: PipelinePlan, names: Sequence[str], found: Mapping[tuple[str, str]
     """Return the row of `plan`."""
     cells = " | ".join(cell(found.get((plan.name, name))) for name in names)
     return (
-        f"| {plan.name} | {plan.num_stages} | {plan.mesh.size} | {plan.microbatches} | {cells} "
-        f"| {commit()} |"
+        f"| {plan.name} | {plan.num_stages} | {plan.mesh.size} | {plan.microbatches} | {cells} | "
+        f"{commit()} |"
     )
 
 

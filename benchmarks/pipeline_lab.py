@@ -140,8 +140,8 @@ def main() -> None:
         "update, and how many times as",
         "long the others take: median (range) over jobs.",
         "",
-        f"| model | parameters | samples | {names} | ddp / {options.schedule} | ddp / continuous "
-        f"| {options.schedule} / continuous |",
+        f"| model | parameters | samples | {names} | ddp / {options.schedule} | ddp / continuous | "
+        f"{options.schedule} / continuous |",
         "|---" * 9 + "|",
         *seconds,
         "",

@@ -284,8 +284,7 @@ def summary(rows: Sequence[Row], found_regrets: Sequence[float]) -> list[str]:
     )
     lines.append(
         f"- regret at {len(found_regrets)} limits: median "
-        f"{100 * statistics.median(found_regrets):.1f} %, largest "
-        f"{100 * max(found_regrets):.1f} %"
+        f"{100 * statistics.median(found_regrets):.1f} %, largest {100 * max(found_regrets):.1f} %"
     )
     return lines
 

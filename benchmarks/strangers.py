@@ -64,8 +64,7 @@ def line(row: dict[str, Any]) -> str:
     memory = f"{mib(row['predicted_bytes'])} | {mib(row['bytes'])} | {100 * memory_error:+.1f} %"
     return (
         f"| {row['family']} | {row['plan']} | {row['predicted_seconds']:.3f} | "
-        f"{row['seconds']:.3f} | "
-        f"{100 * time_error:+.0f} % | {memory} | {kept} |"
+        f"{row['seconds']:.3f} | {100 * time_error:+.0f} % | {memory} | {kept} |"
     )
 
 
@@ -89,9 +88,9 @@ def summary(rows: list[dict[str, Any]]) -> list[str]:
                 [row[f"predicted_{what}"] for row in chosen], [row[what] for row in chosen]
             )
             lines.append(
-                f"- {title}, {unit}: median |error| {100 * np.median(abs(errors)):.1f} %, "
-                f"90th percentile {100 * np.quantile(abs(errors), 0.9):.1f} %, "
-                f"median error {100 * np.median(errors):+.1f} %, Spearman {rank_correlation:.3f}"
+                f"- {title}, {unit}: median |error| {100 * np.median(abs(errors)):.1f} %, 90th "
+                f"percentile {100 * np.quantile(abs(errors), 0.9):.1f} %, median error "
+                f"{100 * np.median(errors):+.1f} %, Spearman {rank_correlation:.3f}"
             )
         if limited:
             kept = sum(is_kept(row) for row in chosen)

@@ -57,9 +57,8 @@ def row(lab: Lab, rate: str, case: tuple[int, int, dict[str, Any]], rounds: int)
     by_formula = (16 * tokens * width + 12 * width**2) / 4 / (7 * tokens * width)
     return (
         f"| {rate} | {tokens} | {width} | {by_formula:.2f} | {spread(seconds['tensor'])} | "
-        f"{spread(seconds['tensor_3d'])} "
-        f"| {spread(ratios)} | {expected['tensor']:.3f} | {expected['tensor_3d']:.3f} "
-        f"| {min(expected, key=lambda plan: expected[plan])} |"
+        f"{spread(seconds['tensor_3d'])} | {spread(ratios)} | {expected['tensor']:.3f} | "
+        f"{expected['tensor_3d']:.3f} | {min(expected, key=lambda plan: expected[plan])} |"
     )
 
 
@@ -88,8 +87,7 @@ def main() -> None:
         "(range).",
         "",
         "| link | tokens T | width h | bytes by formula, cube / axis | one axis | cube | cube / "
-        "axis | one axis, expected "
-        "| cube, expected | expected to be faster |",
+        "axis | one axis, expected | cube, expected | expected to be faster |",
         "|---|---|---|---|---|---|---|---|---|---|",
         *rows,
     ]

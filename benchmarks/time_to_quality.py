@@ -80,9 +80,8 @@ def report(
         f"# Seconds until a validation loss on {NODES} nodes of one rank",
         "",
         f"`sudo python -m benchmarks.time_to_quality --rounds {len(found['ddp'])} --rate "
-        f"{options.rate} "
-        f"--steps {options.steps} --width {options.width} --microbatches {options.microbatches} "
-        f"--predictions {' '.join(options.predictions)}`",
+        f"{options.rate} --steps {options.steps} --width {options.width} --microbatches "
+        f"{options.microbatches} --predictions {' '.join(options.predictions)}`",
         "",
         machine(),
         "",

@@ -86,8 +86,8 @@ def line(name: str, found: dict[str, Any]) -> str:
     """Return the row of a case."""
     size = f"{found['bytes'] / 2**30:.2f}"
     return (
-        f"| {name} | {found['cpu']:.1f} | {found['seconds']:.1f} | {size} | "
-        f"{found['scenarios']} | {found['chosen']} |"
+        f"| {name} | {found['cpu']:.1f} | {found['seconds']:.1f} | {size} | {found['scenarios']} | "
+        f"{found['chosen']} |"
     )
 
 

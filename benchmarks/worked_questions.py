@@ -142,8 +142,7 @@ def answer(question: Question) -> list[str]:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     lines.append(
         f"Captured, searched and chosen in {seconds[0]:.0f} s of CPU ({seconds[1]:.0f} s), "
-        f"{len(searches)} scenario(s); peak "
-        f"of the process so far {format_bytes(peak)}."
+        f"{len(searches)} scenario(s); peak of the process so far {format_bytes(peak)}."
     )
     return [*lines, ""]
 

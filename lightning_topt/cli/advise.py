@@ -102,8 +102,8 @@ def read_noise_scale(path: str, *, column: str) -> float:
     if column not in columns:
         raise ValueError(
             f"log: {path!r} has no column {column!r}, the gradient noise scale in samples, but "
-            f"{', '.join(columns[:8])}: name "
-            "another with noise_column=, give noise_scale=, or leave out log"
+            f"{', '.join(columns[:8])}: name another with noise_column=, give noise_scale=, or "
+            "leave out log"
         )
     values = [float(row[column]) for row in rows if row[column]]
     values = [value for value in values[len(values) // 2 :] if value > 0]
@@ -122,8 +122,7 @@ def run(config: DictConfig) -> None:
     if len(searches) > 1:
         raise ValueError(
             "topt advise is about one batch_size, seq_len and number of devices, and looks at "
-            "other batches and fewer devices "
-            "by itself; topt plan compares several"
+            "other batches and fewer devices by itself; topt plan compares several"
         )
     (at, *_), notes = search_all(searches, request, asked)
     ((_, search),) = searches

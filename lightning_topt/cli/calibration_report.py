@@ -87,8 +87,7 @@ def print_calibration(points: Sequence[CheckedPoint], changes: Sequence[Change] 
         where = f" ({worst.at})" if worst.at else ""
         console.print(
             f"Half of the constants changed by at most {_percent(median)}; the most, "
-            f"{worst.constant}{where}, by "
-            f"{_percent(worst.largest)}.",
+            f"{worst.constant}{where}, by {_percent(worst.largest)}.",
             highlight=False,
         )
 

@@ -106,8 +106,8 @@ def _sentence(error: BaseException) -> str | None:
         return f"{place[1]}: {inner}" if inner and place else inner
     if isinstance(error, InterpolationKeyError):
         return (
-            f"{_one_line(str(error))}; a value that `--cfg job` shows refers to it, as data "
-            "made for another model does"
+            f"{_one_line(str(error))}; a value that `--cfg job` shows refers to it, as data made "
+            "for another model does"
         )
     if isinstance(error, HydraException | OmegaConfBaseException):
         return _one_line(str(error))

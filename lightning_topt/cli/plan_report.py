@@ -57,8 +57,8 @@ def report_plan(
     if plan.mesh.size > plan.mesh.data_parallel_size:
         console.print(
             f"Ranks of its {'pipelines' if plan.schedule else 'tensor axis'} get the same samples: "
-            "with batches of "
-            f"{plan.batch_size} in the loader a step has {search.global_batch_size}.",
+            f"with batches of {plan.batch_size} in the loader a step has "
+            f"{search.global_batch_size}.",
             highlight=False,
         )
     if step is not None:

@@ -103,10 +103,9 @@ class PlanSetup:
         if 2 * size > free:  # parameters and their gradients
             raise ValueError(
                 f"the step reads values of tensors ({reason.__cause__}), so it runs on real "
-                "weights to be planned; these take "
-                f"{format_bytes(2 * size)} with their gradients, of which this machine has "
-                f"{format_bytes(free)} free: plan a "
-                "smaller model of the same kind"
+                f"weights to be planned; these take {format_bytes(2 * size)} with their gradients, "
+                f"of which this machine has {format_bytes(free)} free: plan a smaller model of the "
+                "same kind"
             )
 
     def with_costs(self, asked: AskedFor, request: PlanRequest) -> SearchRequest | None:

@@ -66,8 +66,7 @@ def _known(cluster: Cluster | None) -> Cluster:
     if cluster is None:
         raise ValueError(
             "say for which machines: cluster=NAME of the group (topt predict --help lists them), "
-            "or cluster_file=FILE, such as "
-            "topt calibrate writes"
+            "or cluster_file=FILE, such as topt calibrate writes"
         )
     return cluster
 

@@ -43,8 +43,7 @@ def predict_plan(config: DictConfig, cluster: Cluster, *, console: Console) -> N
     if given is None or isinstance(given, MeshPlan | PipelinePlan):
         raise ValueError(
             "the splits of a mesh and the stages of a pipeline are found by a search: give a plan "
-            "file, such as topt plan "
-            "writes, or a name such as plan=zero3"
+            "file, such as topt plan writes, or a name such as plan=zero3"
         )
     example, profile = _example(
         config, splits=isinstance(given, ParallelPlan) and bool(given.mesh.tensor_axes)
@@ -107,8 +106,8 @@ def print_priced(priced: PricedPlan, cluster: Cluster, *, console: Console) -> N
 
 
 _CAPTION = (
-    "work of the rank that works longest; exchanges run beside other work, so shares may "
-    "add up to more than 100 %"
+    "work of the rank that works longest; exchanges run beside other work, so shares may add up to "
+    "more than 100 %"
 )
 
 

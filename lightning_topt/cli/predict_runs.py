@@ -237,8 +237,7 @@ def _print_runs(machine: str, runs: Sequence[RecordedRun], folder: Path, console
         a, b = correction_factors(runs)
         console.print(
             f"Computing took {a:.2f} times, communication {b:.2f} times what was predicted; with "
-            "constants corrected so, each "
-            f"run predicted from the others: {better}.",
+            f"constants corrected so, each run predicted from the others: {better}.",
             highlight=False,
         )
 

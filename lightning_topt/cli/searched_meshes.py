@@ -55,8 +55,8 @@ class SearchedMeshes:
         if config.tensor and not some:
             raise ValueError(
                 "tensor=true, but a tensor axis lies inside a node, and no size above 1 divides "
-                f"both the {per_node} device(s) "
-                f"of a node and {' or '.join(map(str, counts))} rank(s); give a mesh, or {_WAY_OUT}"
+                f"both the {per_node} device(s) of a node and {' or '.join(map(str, counts))} "
+                f"rank(s); give a mesh, or {_WAY_OUT}"
             )
         tensor = some and config.tensor is not False
         return cls(counts, tensor=tensor, insists=bool(config.tensor), pipelines=pipelines)
@@ -161,13 +161,13 @@ def _why_not(
 ) -> str | None:
     if example.split is None:
         return (
-            "the step depends on values of tensors, so that its calls cannot be looked at one "
-            "by one"
+            "the step depends on values of tensors, so that its calls cannot be looked at one by "
+            "one"
         )
     if any_batch and not example.graph.batch_scaling:
         return (
-            "how the step grows with the batch is unknown, and ranks with fewer parts of the "
-            "batch get larger ones"
+            "how the step grows with the batch is unknown, and ranks with fewer parts of the batch "
+            "get larger ones"
         )
     if example.graph.unused:
         return f"the step gives {example.graph.unused[0]!r} no gradient"

@@ -86,8 +86,8 @@ class SearchedPipelines:
         )
         if reason is None and example.reads_values and not self.insists:
             reason = (
-                "the step reads values of tensors, which stages can do after the last block "
-                "alone (pipeline=true insists)"
+                "the step reads values of tensors, which stages can do after the last block alone "
+                "(pipeline=true insists)"
             )
         if reason is not None and self.insists:
             raise PlanError(
@@ -139,9 +139,8 @@ def stale_weights(
         if wanted is not None and wanted.schedule in CONTINUOUS_SCHEDULES:
             raise ValueError(
                 f"the schedule {wanted.schedule!r} changes the training: stages compute with "
-                "weights that miss updates. To "
-                "search it, add strategy.allow_staleness=true, or the rule that predicts them, "
-                "such as spectrain"
+                "weights that miss updates. To search it, add strategy.allow_staleness=true, or "
+                "the rule that predicts them, such as spectrain"
             )
         return None
     if (

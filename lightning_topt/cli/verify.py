@@ -172,8 +172,7 @@ def _plan(config: DictConfig, subject: Subject, cluster: Cluster | None) -> Para
     if config.devices is not None and config.devices != plan.mesh.size:
         raise ValueError(
             f"devices={config.devices}, but the plan is for {plan.mesh.size} ranks: start "
-            f"{plan.mesh.size}, or verify a plan "
-            f"by its name (plan=zero3 devices={config.devices})"
+            f"{plan.mesh.size}, or verify a plan by its name (plan=zero3 devices={config.devices})"
         )
     check_whole(config.rank, name="rank", least=0)
     if config.rank >= plan.mesh.size:

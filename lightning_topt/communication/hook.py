@@ -136,8 +136,7 @@ class CompressedExchange:
             raise TypeError(
                 f"gradients of a {type(ddp).__name__} cannot be exchanged compressed: this needs "
                 "torch.nn.parallel.DistributedDataParallel (FSDP shards its gradients by "
-                "reduce-scatter and has no such hook); "
-                "wrap the module in DistributedDataParallel"
+                "reduce-scatter and has no such hook); wrap the module in DistributedDataParallel"
             )
         if self._module is not None:
             raise ValueError(
@@ -492,8 +491,8 @@ class ModuleExchange:
             names = bucket.layout.names
             raise FloatingPointError(
                 f"the gradient on rank {', '.join(map(str, ranks))} has NaN or infinities in a "
-                f"bucket of {len(names)} "
-                f"parameters, {names[0]} to {names[-1]}; with a GradScaler use nonfinite='skip'"
+                f"bucket of {len(names)} parameters, {names[0]} to {names[-1]}; with a GradScaler "
+                "use nonfinite='skip'"
             ) from None
 
     def _layout(self, given: GradBucket | OwnBucket) -> BucketLayout:
@@ -601,8 +600,7 @@ def check_equal_options(
             if value != everyone[0].get(name):
                 raise ValueError(
                     f"all ranks exchange gradients with the same options: {name} is {value!r} on "
-                    f"rank {rank} and "
-                    f"{everyone[0].get(name)!r} on rank 0"
+                    f"rank {rank} and {everyone[0].get(name)!r} on rank 0"
                 )
 
 
@@ -624,9 +622,8 @@ def check_equal_parameters(
             if not torch.equal(sums, everyone[0, index]):
                 raise RuntimeError(
                     f"parameter {name} differs between rank 0 and rank {rank} after {step} "
-                    "exchanged steps: "
-                    "something other than the averaged gradient changes it, or a rank steps when "
-                    "others do not"
+                    "exchanged steps: something other than the averaged gradient changes it, or a "
+                    "rank steps when others do not"
                 )
 
 

@@ -221,8 +221,8 @@ class OuterSteps:
         if ranks:
             raise FloatingPointError(
                 f"the parameters of rank {', '.join(map(str, ranks))} have NaN or infinities after "
-                f"{self.local_steps} local "
-                "steps: lower the learning rate, clip gradients, or return to a checkpoint"
+                f"{self.local_steps} local steps: lower the learning rate, clip gradients, or "
+                "return to a checkpoint"
             )
 
     def _wait(self, work: Waitable | None) -> None:
@@ -306,8 +306,7 @@ def _check_equal(options: Mapping[str, Any], *, group: dist.ProcessGroup | None)
             if value != everyone[0][name]:
                 raise ValueError(
                     f"all ranks make the same local steps: {name} is {value!r} on rank {rank} and "
-                    f"{everyone[0][name]!r} "
-                    "on rank 0"
+                    f"{everyone[0][name]!r} on rank 0"
                 )
 
 

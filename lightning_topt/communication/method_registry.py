@@ -58,8 +58,7 @@ def read_gradient_method(given: ExchangeMethod | str | Mapping[str, Any]) -> Gra
     if not isinstance(method, GradientMethod):
         raise ValueError(
             f"{type(method).__name__} averages parameters that ranks train alone, not gradients: "
-            "give it to "
-            f"LocalStepsStrategy, or choose one of {', '.join(gradient_methods())}"
+            f"give it to LocalStepsStrategy, or choose one of {', '.join(gradient_methods())}"
         )
     return method
 

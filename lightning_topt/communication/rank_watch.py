@@ -282,8 +282,8 @@ class _Answering:
         """Say who is gone with the store."""
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             return (
-                "the job's store does not answer: torchrun, which hosts it, is gone or stopped "
-                "on the first node"
+                "the job's store does not answer: torchrun, which hosts it, is gone or stopped on "
+                "the first node"
             )
         fate, waited = fate_of(self.host_identity), 0.0
         while not fate and waited < _END_SECONDS:  # its sockets close before it has ended
@@ -391,8 +391,8 @@ def describe_lost(found: Survivors, *, rank: int, cause: str) -> str:
     )
     return (
         "a collective call failed although all ranks are alive: one of them is slow, hangs, or "
-        "makes other calls"
-        f"{f' ({places})' if places else ''}; if one is slow, raise the strategy's timeout; {seen}"
+        f"makes other calls{f' ({places})' if places else ''}; if one is slow, raise the "
+        f"strategy's timeout; {seen}"
     )
 
 

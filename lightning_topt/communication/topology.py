@@ -33,8 +33,8 @@ class Topology:
         if not 0 <= self.rank < self.world_size:
             raise ValueError(
                 f"rank {self.rank} is not in a topology of {self.num_nodes} nodes x "
-                f"{self.ranks_per_node} ranks: the world "
-                f"size is nodes x ranks per node ({self.world_size})"
+                f"{self.ranks_per_node} ranks: the world size is nodes x ranks per node "
+                f"({self.world_size})"
             )
 
     @classmethod
@@ -63,8 +63,7 @@ class Topology:
         if world_size % ranks_per_node:
             raise ValueError(
                 f"a world size of {world_size} is not nodes x {ranks_per_node} ranks per node: "
-                "start equally many ranks on "
-                f"every node, or give the exchange its Topology"
+                "start equally many ranks on every node, or give the exchange its Topology"
             )
         return cls(world_size // ranks_per_node, ranks_per_node, rank)
 
@@ -107,8 +106,7 @@ class Topology:
         if world_size != self.world_size * max(1, len(self.parts)):
             raise ValueError(
                 f"the world size is {world_size}, but the topology has {self.num_nodes} nodes x "
-                f"{self.ranks_per_node} ranks "
-                f"= {self.world_size}"
+                f"{self.ranks_per_node} ranks = {self.world_size}"
             )
 
 

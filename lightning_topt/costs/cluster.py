@@ -53,8 +53,7 @@ CurveKey = tuple[str, int, int]  # collective, size and stride of the group
 _REQUIRED = object()
 UNKNOWN = (
     "How far predictions for this cluster are from the truth is not known: no run on it was "
-    "compared (`topt predict runs=...` "
-    "with calibrate_on=... or a folder of run.json files does)."
+    "compared (`topt predict runs=...` with calibrate_on=... or a folder of run.json files does)."
 )
 
 
@@ -130,8 +129,7 @@ class Cluster:
             if op not in COLLECTIVES or size < 2 or stride < 1:
                 raise ClusterError(
                     f"collectives: ({shown(op)}, {size}, {stride}) must be one of {COLLECTIVES}, "
-                    "at least 2 ranks, and a "
-                    "stride of at least 1"
+                    "at least 2 ranks, and a stride of at least 1"
                 )
 
     @property
@@ -677,9 +675,8 @@ def _curve_key(entries: _Entries, *, devices_per_node: int) -> CurveKey:
     if scope != expected:
         raise ClusterError(
             f"{entries.where}: {size} ranks packed on nodes of {devices_per_node} have the scope "
-            f"{expected!r}, not "
-            f"{shown(scope)}; write group_size and stride instead of world_size and scope for "
-            "other groups"
+            f"{expected!r}, not {shown(scope)}; write group_size and stride instead of world_size "
+            "and scope for other groups"
         )
     return op, size, 1
 

@@ -148,8 +148,7 @@ def check_world_size(cluster: Cluster, *, world_size: int) -> None:
     if not 1 <= world_size <= cluster.num_devices:
         raise ValueError(
             f"{world_size} ranks do not fit the cluster {cluster.name!r} with "
-            f"{cluster.num_devices} devices; "
-            "describe a larger cluster or ask for fewer devices"
+            f"{cluster.num_devices} devices; describe a larger cluster or ask for fewer devices"
         )
 
 

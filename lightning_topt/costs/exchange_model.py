@@ -73,10 +73,9 @@ def make_exchange_model(
     if method not in legal_exchanges(method, cluster=cluster, world_size=world_size, stride=stride):
         raise ValueError(
             f"{world_size} ranks on nodes of {cluster.devices_per_node} devices cannot exchange "
-            f"gradients by {method}: one "
-            "rank exchanges none, hierarchical needs several nodes with several ranks each, all "
-            "equally many, and "
-            "method='dense' without it is no exchange of its own"
+            f"gradients by {method}: one rank exchanges none, hierarchical needs several nodes "
+            "with several ranks each, all equally many, and method='dense' without it is no "
+            "exchange of its own"
         )
     return ExchangeModel(method, graph, cluster, _topology(cluster, world_size, stride), stride)
 

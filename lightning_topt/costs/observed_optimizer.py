@@ -333,8 +333,7 @@ def _probes(optimizer: Optimizer, seen: _Seen, parameters: Sequence[_Trained]) -
     if seen.failure is not None:
         raise OptimizerError(
             f"a step of {name} could not be watched, so its costs are not known: {seen.failure}. "
-            "Give the plan explicitly, "
-            "for instance plan='ddp'"
+            "Give the plan explicitly, for instance plan='ddp'"
         ) from seen.failure
     if parameters and not seen.recorded:
         raise OptimizerError(f"no step of {name} has been recorded yet, so its costs are not known")

@@ -318,14 +318,13 @@ def updated_parameters(
                 if isinstance(parameter, UninitializedParameter):
                     raise OptimizerError(
                         f"{type(optimizer).__name__} updates a parameter of a lazy module that has "
-                        "no shape yet; run the "
-                        "module once on a batch before training"
+                        "no shape yet; run the module once on a batch before training"
                     )
                 if parameter not in names:
                     raise OptimizerError(
                         f"{type(optimizer).__name__} updates a parameter of shape "
-                        f"{tuple(parameter.shape)} that is not "
-                        "a parameter of the module; build optimizers from module.parameters()"
+                        f"{tuple(parameter.shape)} that is not a parameter of the module; build "
+                        "optimizers from module.parameters()"
                     )
                 yield optimizer, group, parameter, names[parameter]
 
@@ -505,8 +504,7 @@ def _check_can_be_tried(optimizer: Optimizer, *, ndim: int) -> None:
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise OptimizerError(
             f"the step of {name} needs a closure: it runs the model itself, as often as it wants, "
-            "so the cost of a step is "
-            f"not known. {way_out}"
+            f"so the cost of a step is not known. {way_out}"
         )
     check_dense(optimizer)
     if ndim > _MAX_DIMS:
@@ -521,8 +519,7 @@ def check_dense(optimizer: Optimizer) -> None:
     if isinstance(optimizer, optim.SparseAdam):
         raise OptimizerError(
             f"{type(optimizer).__name__} updates the rows of one batch from sparse gradients, so "
-            "the cost of a step is not "
-            "known. Give the plan explicitly, for instance plan='ddp'"
+            "the cost of a step is not known. Give the plan explicitly, for instance plan='ddp'"
         )
 
 
@@ -547,8 +544,7 @@ def _copy(
     except RuntimeError as error:
         raise OptimizerError(
             f"a trial step of {type(optimizer).__name__} on parameters of {dtype} is not possible: "
-            f"{error}. Give the plan "
-            "explicitly, for instance plan='ddp'"
+            f"{error}. Give the plan explicitly, for instance plan='ddp'"
         ) from error
     copy = OptimizerCopy(optimizer, group, parameters=parameters)
     for options in copy.optimizer.param_groups:
@@ -606,8 +602,7 @@ class _Steps:
         except Exception as error:
             raise OptimizerError(
                 f"a trial step of {type(self.optimizer).__name__} failed, so its memory is not "
-                f"known: {error}. Give "
-                "the plan explicitly, for instance plan='ddp'"
+                f"known: {error}. Give the plan explicitly, for instance plan='ddp'"
             ) from error
 
 

@@ -55,8 +55,7 @@ class OptimizerCopy:
         except Exception as error:
             raise OptimizerError(
                 f"{type(original).__name__} cannot be copied for a trial step, so what it needs is "
-                f"not known: {error}. "
-                "Give the plan explicitly, for instance plan='ddp'"
+                f"not known: {error}. Give the plan explicitly, for instance plan='ddp'"
             ) from error
         self.states: list[Any] = copier.states
 
@@ -108,8 +107,8 @@ class _Copier:
         if isinstance(value, nn.Module):
             raise OptimizerError(
                 f"the optimizer refers to a module ({type(value).__name__}), which a trial step "
-                "could change, so what it "
-                "needs is not known. Give the plan explicitly, for instance plan='ddp'"
+                "could change, so what it needs is not known. Give the plan explicitly, for "
+                "instance plan='ddp'"
             )
         if isinstance(value, Tensor | np.ndarray):
             return self._know(value, self._array(value))
@@ -133,9 +132,8 @@ class _Copier:
         if value.nbytes > _MAX_BYTES:
             raise OptimizerError(
                 f"the optimizer keeps {value.nbytes} bytes beside its state, in a tensor or array "
-                "of shape "
-                f"{tuple(value.shape)}, so what it needs is not known. Give the plan explicitly, "
-                "for instance plan='ddp'"
+                f"of shape {tuple(value.shape)}, so what it needs is not known. Give the plan "
+                "explicitly, for instance plan='ddp'"
             )
         if not isinstance(value, Tensor):
             return value.copy()

@@ -116,9 +116,8 @@ class TrainingStep:
         if not self.graph.batch_scaling and self.batch_size != self.graph.batch_size:
             raise ValueError(
                 f"the step was captured for batches of {self.graph.batch_size} sample(s) and how "
-                "it grows with them is "
-                f"unknown, so {self.batch_size} per rank cannot be estimated; capture it with "
-                "batch_scaling=True"
+                f"it grows with them is unknown, so {self.batch_size} per rank cannot be "
+                "estimated; capture it with batch_scaling=True"
             )
         _ = self.exchange_model  # raises
 

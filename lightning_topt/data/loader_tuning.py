@@ -116,8 +116,8 @@ def tune_loader(
     """
     if num_workers == 0 and isinstance(prefetch_factor, int):
         raise ValueError(
-            "prefetch_factor is of workers, and the loader has none: give num_workers, or leave "
-            "it out"
+            "prefetch_factor is of workers, and the loader has none: give num_workers, or leave it "
+            "out"
         )
     if num_workers == 0:
         return LoaderChoice(0, None, "0 workers, as given")

@@ -249,8 +249,8 @@ class _Epoch:
             warnings.warn(
                 "the order of the interrupted epoch could not be drawn again (another data set, "
                 f"batch size or seed, or a sampler with a state of its own): after {self.batches} "
-                "batches that were used, samples of this epoch may come twice or not at all. "
-                "Give the sampler a generator, set_epoch or state_dict",
+                "batches that were used, samples of this epoch may come twice or not at all. Give "
+                "the sampler a generator, set_epoch or state_dict",
                 stacklevel=2,
             )
         return iterator

@@ -66,10 +66,9 @@ class AttachedOptimizer:
         if self._split and not is_one_of(optimizer, ELEMENTWISE):
             raise ValueError(
                 f"{type(optimizer).__name__} looks at whole parameters (their norms, or rows and "
-                "columns together), and this "
-                "plan cuts them along tensor axes: use an optimizer that updates elements one by "
-                "one, such as AdamW or SGD, or "
-                "a plan without tensor axes"
+                "columns together), and this plan cuts them along tensor axes: use an optimizer "
+                "that updates elements one by one, such as AdamW or SGD, or a plan without tensor "
+                "axes"
             )
         if replaced.keys() & set(parameters_of(optimizer)):
             _check_runs_on_shards(optimizer)
@@ -280,10 +279,8 @@ class _PartOfState:
     def __call__(self) -> State:
         raise RuntimeError(
             f"the state of this {self.name} is spread over ranks since its plan was taken back: "
-            "save a checkpoint "
-            "(trainer.save_checkpoint, on all ranks), which has it whole; an optimizer that is an "
-            "attribute of the module is "
-            "given all of it after a fit"
+            "save a checkpoint (trainer.save_checkpoint, on all ranks), which has it whole; an "
+            "optimizer that is an attribute of the module is given all of it after a fit"
         )
 
 

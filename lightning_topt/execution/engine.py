@@ -43,7 +43,7 @@ from lightning_topt.execution.pipeline.pipeline_run import Example, PipelineRun
 from lightning_topt.execution.pipeline.stage_compression import compress_gradients
 from lightning_topt.execution.pipeline.stage_optimizer import StageOptimizer
 from lightning_topt.execution.plan_problems import checked_parameters
-from lightning_topt.optim import clipping as sharded_gradients
+from lightning_topt.optim import clipping
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from lightning_topt.techniques.recomputation import apply_recomputation, remove_recomputation
 from lightning_topt.techniques.registry import TECHNIQUES
@@ -271,9 +271,7 @@ class Engine:
         """
         if self._stages is not None:
             return self._stages.clip_norm(parameters, max_norm, norm_type=norm_type)
-        return sharded_gradients.clip_norm_(
-            parameters, max_norm, norm_type=norm_type, slices=self.slices_of
-        )
+        return clipping.clip_norm_(parameters, max_norm, norm_type=norm_type, slices=self.slices_of)
 
     def slices_of(self, parameter: Tensor) -> int:
         """Return into how many slices along tensor axes `parameter`, one that the module has now,
@@ -283,7 +281,7 @@ class Engine:
 
     def clip_value(self, parameters: Sequence[Tensor], clip_value: float) -> None:
         """Clamp every gradient to [-`clip_value`, `clip_value`]."""
-        sharded_gradients.clip_value_(parameters, clip_value)
+        clipping.clip_value_(parameters, clip_value)
 
     # ---- states ----------------------------------------------------------------------------------
 

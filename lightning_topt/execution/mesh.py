@@ -41,8 +41,8 @@ def layout_difference(mesh: Mesh, *, ranks_per_node: int) -> str | None:
             )
             return (
                 f"the plan has its axis {axis.name} {made}, and in this run (nodes of "
-                f"{ranks_per_node} ranks) it lies {here}: "
-                "the plan runs as it is, and another may be faster here"
+                f"{ranks_per_node} ranks) it lies {here}: the plan runs as it is, and another may "
+                "be faster here"
             )
     return None
 

@@ -266,8 +266,7 @@ def rehearse_rank(
         if needed > memory_limit:
             raise CannotRehearseError(
                 "torch's DistributedDataParallel reads the memory of its tensors, and whole "
-                "parameters, gradients and "
-                f"optimizer state take about {needed / 2**30:.1f} GiB"
+                f"parameters, gradients and optimizer state take about {needed / 2**30:.1f} GiB"
             )
         options = RunOptions(hook=_note_bucket, hook_state=calls)
         run = ObservedRun(plan, filled_copy(module), copied_batch(batch), options=options, **given)

@@ -57,8 +57,8 @@ def model_problems(plan: ParallelPlan, module: nn.Module) -> Iterator[str]:
     if plan.fingerprint is not None and plan.fingerprint != model_fingerprint(name, parameters):
         yield (
             f"the plan was made for another model ({plan.model or 'of another kind'}): class name, "
-            "parameter names, shapes or "
-            f"dtypes of this {name} differ; make a new plan, or remove 'fingerprint' from the plan"
+            f"parameter names, shapes or dtypes of this {name} differ; make a new plan, or remove "
+            "'fingerprint' from the plan"
         )
     if not any(parameter.requires_grad for parameter in module.parameters()):
         yield f"{name} has no trainable parameters, so there is nothing to train"
@@ -102,16 +102,15 @@ def shard_problems(
         if scalars:
             yield (
                 f"the parameter {scalars[0]!r} is a single number, which has no rows to shard: "
-                "give it one dim, or keep the "
-                f"gradients of block {block!r} whole (ZeRO level 0 or 1)"
+                f"give it one dim, or keep the gradients of block {block!r} whole (ZeRO level 0 or "
+                "1)"
             )
         dtypes = sorted({str(parameter.dtype) for _, parameter in once(blocks[block])})
         if len(dtypes) > 1:
             yield (
                 f"block {block!r} has parameters of {' and '.join(dtypes)}, and torch's FSDP2 "
-                "shards one dtype together: name "
-                "the modules of each as blocks of their own, or keep their gradients whole (ZeRO "
-                "level 0 or 1)"
+                "shards one dtype together: name the modules of each as blocks of their own, or "
+                "keep their gradients whole (ZeRO level 0 or 1)"
             )
     shared = [block for block, config in configs.items() if shares_updates(config)]
     if plan.mesh.data_parallel_size == 1:
@@ -127,15 +126,13 @@ def _optimizer_problems(
     if sharded and not is_one_of(optimizer, ELEMENTWISE):
         yield (
             f"{name} looks at whole parameters, so it cannot update shards: choose ZeRO level 0 or "
-            "1 for block "
-            f"{sharded[0]!r}, or an optimizer that updates elements one by one, such as AdamW or "
-            "SGD"
+            f"1 for block {sharded[0]!r}, or an optimizer that updates elements one by one, such "
+            "as AdamW or SGD"
         )
     if shared and not is_one_of(optimizer, BY_PARAMETER):
         yield (
             f"{name} is not known to update each parameter by itself, so ranks cannot share its "
-            "step: choose ZeRO "
-            f"level 0 for block {shared[0]!r}"
+            f"step: choose ZeRO level 0 for block {shared[0]!r}"
         )
 
 
@@ -156,8 +153,7 @@ def batch_problems(
         choose = f"{low} or {high}" if low else f"{high}"
         yield (
             f"a batch of {global_batch_size} samples cannot be divided evenly over {parts} "
-            "data-parallel ranks: choose "
-            f"{choose} samples, or a plan for another number of ranks"
+            f"data-parallel ranks: choose {choose} samples, or a plan for another number of ranks"
         )
     elif (
         global_batch_size is not None
@@ -166,9 +162,8 @@ def batch_problems(
     ):
         yield (
             f"a step of {global_batch_size} samples takes {global_batch_size // parts} on each of "
-            f"{parts} ranks, and the data "
-            f"have batches of {batch_size}: set the batch size of the data to "
-            f"{global_batch_size // parts}"
+            f"{parts} ranks, and the data have batches of {batch_size}: set the batch size of the "
+            f"data to {global_batch_size // parts}"
         )
 
 
@@ -182,9 +177,8 @@ def cluster_problems(
     if needed > cluster.device.memory_bytes:
         yield (
             f"the fullest rank needs {format_bytes(needed)} for {what}, and {cluster.device.name} "
-            "of the cluster "
-            f"{cluster.name!r} has {format_bytes(cluster.device.memory_bytes)}: shard more, "
-            "recompute, or use more ranks"
+            f"of the cluster {cluster.name!r} has {format_bytes(cluster.device.memory_bytes)}: "
+            "shard more, recompute, or use more ranks"
         )
 
 
@@ -223,8 +217,7 @@ def find_notes(plan: ParallelPlan, blocks: Blocks, cluster: Cluster | None) -> I
         others = f" ({len(few) - 1} more parameters likewise)" if len(few) > 1 else ""
         yield (
             f"{name!r} has {rows} rows for {count} ranks: {count - rows} of them hold none of it, "
-            "and all of them "
-            f"allocate a row{others}"
+            f"and all of them allocate a row{others}"
         )
     if cluster is not None and mesh.size <= cluster.num_devices:
         difference = layout_difference(

@@ -86,8 +86,8 @@ def _check_equal(recordings: tuple[Recording, Recording], sizes: Sizes) -> None:
         if a != b:
             raise CaptureError(
                 f"training_step runs other operators on {sizes[0]} samples than on {sizes[1]}, "
-                f"first at {a[0]!r} "
-                f"against {b[0]!r}: the graph must not depend on the batch size. {WAY_OUT}"
+                f"first at {a[0]!r} against {b[0]!r}: the graph must not depend on the batch size. "
+                f"{WAY_OUT}"
             )
     if (
         len(first) != len(second)
@@ -97,8 +97,8 @@ def _check_equal(recordings: tuple[Recording, Recording], sizes: Sizes) -> None:
     ):
         raise CaptureError(
             f"training_step runs {len(first)} operators on {sizes[0]} samples and {len(second)} on "
-            f"{sizes[1]}, or "
-            f"connects them otherwise: the graph must not depend on the batch size. {WAY_OUT}"
+            f"{sizes[1]}, or connects them otherwise: the graph must not depend on the batch size. "
+            f"{WAY_OUT}"
         )
 
 

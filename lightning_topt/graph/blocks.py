@@ -61,8 +61,7 @@ def choose_blocks(
 _CHANGES_BUFFERS = "change tensors that are older than their call, such as statistics of batch norm"
 _DIFFERS = (
     "do not do the same when they are called again: they count, are called several times, or "
-    "append to a cache "
-    "(models of transformers do not with use_cache=False)"
+    "append to a cache (models of transformers do not with use_cache=False)"
 )
 
 

@@ -203,8 +203,8 @@ def _check(module: nn.Module) -> None:
     if not getattr(module, "automatic_optimization", True):
         raise CaptureError(
             f"{type(module).__name__} optimizes manually (automatic_optimization=False): its "
-            "training_step decides "
-            f"when backward passes and optimizer steps run, and a plan cannot. {WAY_OUT}"
+            "training_step decides when backward passes and optimizer steps run, and a plan "
+            f"cannot. {WAY_OUT}"
         )
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise CaptureError(

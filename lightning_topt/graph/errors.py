@@ -144,8 +144,8 @@ def check_no_reentrant_checkpoint(unit: str) -> None:
         if frame.f_code is checkpoint.CheckpointFunction.forward.__code__:
             raise CaptureError(
                 f"torch.utils.checkpoint(use_reentrant=True) holds block {unit!r}, and hides from "
-                "a pipeline which gradients "
-                "it needs; pass use_reentrant=False, or let the plan recompute"
+                "a pipeline which gradients it needs; pass use_reentrant=False, or let the plan "
+                "recompute"
             )
 
 

@@ -64,8 +64,7 @@ def leaf_spec(unit: str, tensor: Tensor, same_as: int | None) -> LeafSpec:
     if not is_strided(tensor):
         raise CaptureError(
             f"block {unit!r} returns a tensor with layout {tensor.layout}, which cannot pass from "
-            "stage to stage; give a "
-            "plan without a pipeline, or a block that contains what reads it"
+            "stage to stage; give a plan without a pipeline, or a block that contains what reads it"
         )
     stride = tensor.stride()
     if not torch._prims_common.is_non_overlapping_and_dense_or_false(tensor):

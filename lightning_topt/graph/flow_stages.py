@@ -32,8 +32,8 @@ def assign_calls(flow: StepFlow, stages: Sequence[Collection[str]]) -> tuple[int
     if missing := stage_of_block.keys() - {call.module for call in flow.calls}:
         raise CaptureError(
             f"the step does not call {', '.join(map(repr, sorted(missing)))} as modules, so no "
-            "stage can begin there; "
-            "name blocks that the step calls, or give a plan without a pipeline"
+            "stage can begin there; name blocks that the step calls, or give a plan without a "
+            "pipeline"
         )
     assigned: list[int] = []
     for call in flow.calls:
@@ -42,9 +42,8 @@ def assign_calls(flow: StepFlow, stages: Sequence[Collection[str]]) -> tuple[int
         if stage < before:
             raise CaptureError(
                 f"call {call.index} of the step, block {call.module!r} of stage {stage}, comes "
-                f"after a call of stage {before} "
-                f"({flow.calls[call.index - 1].module!r}); blocks have to be in stages in the "
-                "order of their calls"
+                f"after a call of stage {before} ({flow.calls[call.index - 1].module!r}); blocks "
+                "have to be in stages in the order of their calls"
             )
         assigned.append(stage)
     if len(stages) > 1:
@@ -64,10 +63,8 @@ def _check_bonds(flow: StepFlow, stage_of_call: Sequence[int]) -> None:
             )
             raise CaptureError(
                 f"no cut may lie between block {flow.calls[bond.first].module!r} (stage "
-                f"{stage_of_call[bond.first]}) and what "
-                f"follows it up to stage {second}: it {bond.reason} {reader}. Put both in one "
-                "stage, or give a plan without a "
-                "pipeline"
+                f"{stage_of_call[bond.first]}) and what follows it up to stage {second}: it "
+                f"{bond.reason} {reader}. Put both in one stage, or give a plan without a pipeline"
             )
 
 
@@ -77,8 +74,7 @@ def _check_draws(flow: StepFlow) -> None:
             if draw.problem:
                 raise CaptureError(
                     f"{place} draws {draw.problem}, and stages that do not run it could not draw "
-                    "the same; give a plan without "
-                    "a pipeline"
+                    "the same; give a plan without a pipeline"
                 )
 
     for call in flow.calls:

@@ -84,8 +84,7 @@ def copy_module(module: T, copies: TensorCopies, *, fake: bool) -> T:
             if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
                 raise CaptureError(
                     f"{type(submodule).__name__} has a lazy parameter {name!r} without a shape; "
-                    "run one batch through "
-                    "the module before it is planned"
+                    "run one batch through the module before it is planned"
                 )
             if tensor is not None and id(tensor) not in memo:
                 memo[id(tensor)] = copies.convert(tensor)

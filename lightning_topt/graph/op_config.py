@@ -97,8 +97,7 @@ class Storage:
             if sharded != sorted(sharded) or Partial() in along:
                 raise ValueError(
                     "sharded parameters need sharded gradients, and those a sharded optimizer "
-                    "state, along each axis, and "
-                    f"none of them may be partial; got {self}"
+                    f"state, along each axis, and none of them may be partial; got {self}"
                 )
 
     def __str__(self) -> str:

@@ -28,9 +28,8 @@ def batch_sizes(batch: Any, second_batch: Any | None) -> tuple[int, int]:
         if len(sizes) != 1 or 0 in sizes:
             raise CaptureError(
                 "the tensors of the batch have no common size in dimension 0 (they are "
-                f"{_shapes(leaves)}), so the "
-                "batch size is unknown. Pass a second batch of another size: capture(..., "
-                f"second_batch=...). {WAY_OUT}"
+                f"{_shapes(leaves)}), so the batch size is unknown. Pass a second batch of another "
+                f"size: capture(..., second_batch=...). {WAY_OUT}"
             )
         size = sizes.pop()
         return size, 2 * size

@@ -174,13 +174,11 @@ def loss_of(output: Any) -> Tensor:
     if not isinstance(loss, Tensor):
         raise CaptureError(
             f"training_step returned {type(output).__name__} without a loss; for a capture it has "
-            "to return the loss "
-            f"tensor, or a dict with it under 'loss'. {WAY_OUT}"
+            f"to return the loss tensor, or a dict with it under 'loss'. {WAY_OUT}"
         )
     if not loss.requires_grad or loss.numel() != 1:
         raise CaptureError(
             "the loss that training_step returned must be one number that depends on trainable "
-            "parameters; it has "
-            f"shape {tuple(loss.shape)} and requires_grad={loss.requires_grad}"
+            f"parameters; it has shape {tuple(loss.shape)} and requires_grad={loss.requires_grad}"
         )
     return loss

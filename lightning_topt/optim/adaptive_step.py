@@ -446,11 +446,10 @@ def _reason(
     gain = cost.update_seconds - cost.shared_seconds - gather_seconds
     effect = "saves" if pays else "costs" if shared else "would cost"
     return (
-        f"group {cost.group}: {verdict}; its update takes {ms(cost.update_seconds)} on every "
-        "rank, "
+        f"group {cost.group}: {verdict}; its update takes {ms(cost.update_seconds)} on every rank, "
         f"{ms(cost.shared_seconds)} on the busiest of {world_size} when shared, and gathering "
-        f"{cost.sent_bytes / 1e6:.1f} MB "
-        f"takes {ms(gather_seconds)}: {effect} {ms(abs(gain))} per step"
+        f"{cost.sent_bytes / 1e6:.1f} MB takes {ms(gather_seconds)}: {effect} {ms(abs(gain))} per "
+        "step"
     )
 
 

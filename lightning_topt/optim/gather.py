@@ -153,10 +153,8 @@ class PendingGather:
             except RuntimeError as error:
                 raise PeerLostError(
                     f"rank {self._rank} did not receive what rank {message.owner} of its group "
-                    "updated: a rank is gone, or "
-                    "slower than the timeout of the process group; parameters are half updated, "
-                    "go back to a checkpoint: "
-                    f"{error}"
+                    "updated: a rank is gone, or slower than the timeout of the process group; "
+                    f"parameters are half updated, go back to a checkpoint: {error}"
                 ) from error
             message.unpack(self._rank)
 

@@ -343,10 +343,9 @@ def share_trust_ratios(
     if not isinstance(optimizer, LARS):
         raise ValueError(
             f"trust ratios of {type(optimizer).__name__} cannot be shared by themselves: only "
-            "those of LARS depend on "
-            "parameters and gradients alone. The ratios of LAMB need the update itself, so that "
-            "computing them is the work "
-            "of a step: split whole parameters instead (parallel_step)"
+            "those of LARS depend on parameters and gradients alone. The ratios of LAMB need the "
+            "update itself, so that computing them is the work of a step: split whole parameters "
+            "instead (parallel_step)"
         )
     if "layer_norms" in optimizer.__dict__:
         raise ValueError(
@@ -407,8 +406,8 @@ class TrustRatios:
         if len(everything) < self.present.shape[1]:
             raise ValueError(
                 f"the optimizer had {self.present.shape[1]} parameters and steps with "
-                f"{len(everything)}: a step that is split "
-                "by parameters computes each norm once already; call unshare_trust_ratios"
+                f"{len(everything)}: a step that is split by parameters computes each norm once "
+                "already; call unshare_trust_ratios"
             )
         number = {parameter: index for index, parameter in enumerate(everything)}
         layers = [number[parameter] for parameter in parameters]
@@ -452,10 +451,8 @@ class TrustRatios:
         index = next(i for i, count in enumerate(ranks) if count not in (0, self.world_size))
         raise ValueError(
             f"parameter {index} of shape {tuple(parameters_of(self.optimizer)[index].shape)} has a "
-            "gradient on "
-            f"{ranks[index]:.0f} of {self.world_size} ranks; shared trust ratios need the same "
-            "gradients on all of them "
-            "(DistributedDataParallel gives that)"
+            f"gradient on {ranks[index]:.0f} of {self.world_size} ranks; shared trust ratios need "
+            "the same gradients on all of them (DistributedDataParallel gives that)"
         )
 
 
@@ -483,6 +480,5 @@ def _check_equal_parameters(optimizer: Optimizer, group: dist.ProcessGroup | Non
             if here != there:
                 raise ValueError(
                     f"parameter {index} of the optimizer is {text(there)} on rank {rank} and "
-                    f"{text(here)} on rank 0; "
-                    "build the same optimizer on all ranks"
+                    f"{text(here)} on rank 0; build the same optimizer on all ranks"
                 )

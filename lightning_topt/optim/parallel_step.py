@@ -279,8 +279,8 @@ class ParallelStep:
         if not self._consolidated:
             raise RuntimeError(
                 "the state of this optimizer is spread over ranks: call "
-                "optimizer.consolidate_state_dict() on all ranks "
-                "after the last step, then optimizer.state_dict() on rank 0"
+                "optimizer.consolidate_state_dict() on all ranks after the last step, then "
+                "optimizer.state_dict() on rank 0"
             )
         return self._consolidated
 
@@ -462,8 +462,7 @@ def check_can_be_split(optimizer: Optimizer) -> None:
     if callable(getattr(optimizer, "eval", None)) and callable(getattr(optimizer, "train", None)):
         raise ValueError(
             f"{name} moves parameters in train() and eval() by states that only one rank would "
-            "have: keep its state whole "
-            "(plan='ddp', no ParallelOptimizerStep)"
+            "have: keep its state whole (plan='ddp', no ParallelOptimizerStep)"
         )
     parameters = parameters_of(optimizer)
     if len(set(parameters)) != len(parameters):
@@ -498,8 +497,7 @@ def _closure_for_one_call(loss: Any, *, name: str) -> Callable[[], Any]:
         if was_called:
             raise ValueError(
                 f"{name} asks its closure again in one step, and this step is shared between "
-                "ranks: keep it whole "
-                "(plan='ddp', no ParallelOptimizerStep)"
+                "ranks: keep it whole (plan='ddp', no ParallelOptimizerStep)"
             )
         was_called = True
         return loss

@@ -218,10 +218,9 @@ class ReduceScatterExchange:
         if missing:
             raise ValueError(
                 f"{len(missing)} parameters whose gradients DDP exchanges are in none of the "
-                f"{len(optimizers)} optimizers, "
-                f"the first of shape {missing[0]}: give all optimizers of the module to `begin`, "
-                "and freeze "
-                "(requires_grad_(False), before DDP wraps the module) what none of them updates"
+                f"{len(optimizers)} optimizers, the first of shape {missing[0]}: give all "
+                "optimizers of the module to `begin`, and freeze (requires_grad_(False), before "
+                "DDP wraps the module) what none of them updates"
             )
         # the largest and the smallest number of passes of any rank
         passes = torch.tensor([self._passes, -self._passes], device=self.device)
@@ -229,8 +228,7 @@ class ReduceScatterExchange:
         if passes[0] != -passes[1]:
             raise ValueError(
                 f"ranks call `begin` after {-int(passes[1])} to {int(passes[0])} exchanged "
-                "backward passes: call it on all "
-                "ranks after the same one"
+                "backward passes: call it on all ranks after the same one"
             )
         self._begun = True
 
@@ -254,9 +252,8 @@ class ReduceScatterExchange:
         if not self.ready:
             raise ValueError(
                 "the buckets are not final: DDP arranges them after the first backward pass; ask "
-                "for `ready` after each "
-                "exchanged backward pass (it comes with the second or third) and go on when it is "
-                "true"
+                "for `ready` after each exchanged backward pass (it comes with the second or "
+                "third) and go on when it is true"
             )
 
     def _exchange_bucket(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -274,9 +271,8 @@ class ReduceScatterExchange:
             if bucket.index() >= len(self._layouts) or layout != self._layouts[bucket.index()]:
                 raise RuntimeError(
                     f"DDP changed its bucket {bucket.index()} after the slices were published; "
-                    "reduce-scattered gradients "
-                    "need buckets that stay: make a new ReduceScatterExchange with a new "
-                    "DistributedDataParallel"
+                    "reduce-scattered gradients need buckets that stay: make a new "
+                    "ReduceScatterExchange with a new DistributedDataParallel"
                 )
             future = self._start_scatter(bucket)
         if bucket.is_last():

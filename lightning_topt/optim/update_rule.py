@@ -212,11 +212,9 @@ def _tried_rule(optimizer: Optimizer, *, asks_once: bool = True) -> UpdateRule:
             if difference is not None:
                 raise UnsplittableOptimizer(
                     f"the step of {name} cannot be split: its result for some parameters depends "
-                    "on which others are "
-                    f"updated with them, or on random numbers ({difference})",
+                    f"on which others are updated with them, or on random numbers ({difference})",
                     "Leave the parallel optimizer step out; if you know better, declare its update "
-                    "rule ('parameters' or "
-                    "'elements')",
+                    "rule ('parameters' or 'elements')",
                 )
     except CollectiveInStep as error:
         raise UnsplittableOptimizer(
@@ -227,8 +225,7 @@ def _tried_rule(optimizer: Optimizer, *, asks_once: bool = True) -> UpdateRule:
         raise UnsplittableOptimizer(
             f"it is not known how the step of {name} may be split: {error}",
             "Declare its update rule: 'elements' if every element is updated by itself, "
-            "'parameters' if every parameter is; "
-            "if neither, leave the parallel optimizer step out",
+            "'parameters' if every parameter is; if neither, leave the parallel optimizer step out",
         ) from error
     return "elements" if _rows_are_independent(optimizer, sketch, whole) else "parameters"
 

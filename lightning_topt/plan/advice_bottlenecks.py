@@ -39,8 +39,8 @@ FASTER = 2.0
 _LITTLE = 0.02  # gain: no bottleneck
 _FORMULA = "gain = T / T(resource twice as fast) - 1"
 _SOURCE = (
-    "Mohan et al., Analyzing and Mitigating Data Stalls in DNN Training, arXiv 2007.06775, "
-    "section 3"
+    "Mohan et al., Analyzing and Mitigating Data Stalls in DNN Training, arXiv 2007.06775, section "
+    "3"
 )
 _RUN = "run `topt stalls` with the same model and data, and give its stalls.json as stalls="
 

@@ -99,9 +99,8 @@ class AllowedExchanges:
             return
         raise PlanError(
             f"this plan sends gradients compressed ({exchange.words}), which changes the training. "
-            "To run it, "
-            f"say allow_compression=True, or {[exchange.name]}; or remove gradient_exchange from "
-            "the plan"
+            f"To run it, say allow_compression=True, or {[exchange.name]}; or remove "
+            "gradient_exchange from the plan"
         )
 
 
@@ -140,16 +139,14 @@ def check_exchange_of_run(plan: ParallelPlan, trainer: pl.Trainer) -> None:
     if isinstance(exchange, ByNodes) and exchange.hierarchical and trainer.num_nodes == 1:
         raise PlanError(
             "this plan exchanges gradients between nodes (hierarchical), and this Trainer has one: "
-            "set num_nodes, or "
-            "hierarchical: false"
+            "set num_nodes, or hierarchical: false"
         )
     for name, parameter in trainer.lightning_module.named_parameters():
         if parameter.requires_grad and parameter.dtype not in DTYPES:
             raise PlanError(
-                "this plan has a gradient exchange, which takes float32, bfloat16 and float16, "
-                f"and {name} is "
-                f"{parameter.dtype}: choose another precision, or remove gradient_exchange from "
-                "the plan"
+                "this plan has a gradient exchange, which takes float32, bfloat16 and float16, and "
+                f"{name} is {parameter.dtype}: choose another precision, or remove "
+                "gradient_exchange from the plan"
             )
 
 
@@ -158,8 +155,7 @@ def _left_out(method: GradientMethod, optimizer: str) -> str:
     which = "training" if least is None else f"fewer than {least} steps"
     return (
         f"topt: {method.words} was not searched: {which} with {optimizer} may end worse under it "
-        "than with whole gradients "
-        "(docs/compression.md). To search it all the same, say "
+        "than with whole gradients (docs/compression.md). To search it all the same, say "
         f"allow_compression=[{_written(method)}]"
     )
 

@@ -53,31 +53,29 @@ class AllowedStaleness:
         if schedule in CONTINUOUS_SCHEDULES and not self.allowed:
             raise PlanError(
                 f"this plan's stages never wait for an update (schedule {schedule!r}), and compute "
-                "with weights that miss "
-                "some, which changes the training. To run it, say allow_staleness=True; or choose "
-                "another schedule"
+                "with weights that miss some, which changes the training. To run it, say "
+                "allow_staleness=True; or choose another schedule"
             )
         if not self.allowed or plan is None:
             return
         if isinstance(plan, PipelinePlan) and schedule in (None, *CONTINUOUS_SCHEDULES):
             if dict(plan.sizes or ()).get("tensor", 1) > 1:
                 raise ValueError(
-                    f"the search takes the schedules {' and '.join(CONTINUOUS_SCHEDULES)} "
-                    "beside an axis 'data' alone: leave out the axis 'tensor', or allow_staleness"
+                    f"the search takes the schedules {' and '.join(CONTINUOUS_SCHEDULES)} beside "
+                    "an axis 'data' alone: leave out the axis 'tensor', or allow_staleness"
                 )
             return
         if not isinstance(plan, ParallelPlan) or schedule not in CONTINUOUS_SCHEDULES:
             named = "the mesh" if isinstance(plan, MeshPlan) else "the plan"
             raise ValueError(
-                f"allow_staleness is for the schedules {' and '.join(CONTINUOUS_SCHEDULES)}, "
-                f"which {named} excludes: leave out one of them"
+                f"allow_staleness is for the schedules {' and '.join(CONTINUOUS_SCHEDULES)}, which "
+                f"{named} excludes: leave out one of them"
             )
         own = plan.weight_prediction
         if self.prediction is not None and own is not None and own != self.prediction:
             raise ValueError(
                 f"the plan predicts weights by {own.name!r}, and allow_staleness names another "
-                "rule: say "
-                "allow_staleness=True, or change the plan's prediction"
+                "rule: say allow_staleness=True, or change the plan's prediction"
             )
 
     def weights(self, optimizer: Optimizer) -> StaleWeights | None:
@@ -95,8 +93,7 @@ def rule_for(optimizer: Optimizer, prediction: Prediction | None = None) -> Pred
     if type(optimizer).__name__ == "LBFGS":
         raise ValueError(
             "LBFGS runs the training step several times per update, which stages that never wait "
-            "cannot do: choose another "
-            "optimizer, or another schedule"
+            "cannot do: choose another optimizer, or another schedule"
         )
     if prediction is not None:
         prediction.on(optimizer, stage=0, num_stages=2)
@@ -121,15 +118,14 @@ def why_not_continuous(trainer: pl.Trainer) -> str | None:
         )
     if getattr(trainer, "_val_check_time_interval", None) is not None:
         return (
-            "each rank's clock would decide when to validate (val_check_interval is a number "
-            "of "
+            "each rank's clock would decide when to validate (val_check_interval is a number of "
             "batches, or a share of them)"
         )
     for config in strategy.lr_scheduler_configs:
         if config.reduce_on_plateau and config.interval == "step":
             return (
-                "ReduceLROnPlateau in each step sees other values on each stage "
-                "(interval='epoch' sees the same)"
+                "ReduceLROnPlateau in each step sees other values on each stage (interval='epoch' "
+                "sees the same)"
             )
     return None
 
@@ -143,8 +139,7 @@ def check_flight(plan: ParallelPlan, trainer: pl.Trainer) -> None:
     if isinstance(rule, TwoVersions) and trainer.accumulate_grad_batches < flight:
         raise PlanError(
             f"prediction {rule.name!r} needs as many minibatches in an update as are in flight, "
-            f"{flight}: set "
-            f"accumulate_grad_batches={flight}, or use prediction 'stash'"
+            f"{flight}: set accumulate_grad_batches={flight}, or use prediction 'stash'"
         )
 
 

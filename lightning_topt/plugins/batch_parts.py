@@ -101,8 +101,7 @@ class _Samples:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors[:8]) or "missing"
         raise ValueError(
             "a batch cannot be split into microbatches: its tensors have no common size in "
-            f"dimension 0 (they are {shapes}); "
-            f"{_WAY_OUT}"
+            f"dimension 0 (they are {shapes}); {_WAY_OUT}"
         )
 
     def map(self, batch: Any, along: Along) -> Any:

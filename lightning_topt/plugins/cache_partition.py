@@ -104,8 +104,7 @@ def open_partitioned(
         raise ValueError(
             f"a cache partitioned over {trainer.num_nodes} nodes needs torch.distributed, which "
             f"{type(trainer.strategy).__name__} has not initialized when the loaders are made: use "
-            "a DDP or topt strategy, "
-            "or leave the partition out"
+            "a DDP or topt strategy, or leave the partition out"
         )
     cache, offer = _opened(make, partition, trainer)
     try:
@@ -233,14 +232,13 @@ def _check(offers: list[dict[str, Any]], *, num_nodes: int) -> None:
         if not offer["address"]:
             raise ValueError(
                 f"node {offer['node']} has no network interface to the other nodes as it is "
-                "wanted: give CachePartition the "
-                "interface's name, or its address"
+                "wanted: give CachePartition the interface's name, or its address"
             )
         if offer["fingerprint"] != offers[0]["fingerprint"]:
             raise ValueError(
                 f"nodes {offers[0]['node']} and {offer['node']} have other data or transforms, or "
-                "the same under other paths: "
-                "a partitioned cache needs equal data sets (see data_version)"
+                "the same under other paths: a partitioned cache needs equal data sets (see "
+                "data_version)"
             )
 
 

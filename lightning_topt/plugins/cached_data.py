@@ -137,8 +137,8 @@ class CachedDataModule(WrappedDataModule):
         if isinstance(loader.dataset, IterableDataset):
             raise ValueError(
                 f"{type(loader.dataset).__name__} is an IterableDataset: its samples have no "
-                "numbers to be found again by. "
-                "Give it __getitem__ and __len__, or leave its DataModule without a cache"
+                "numbers to be found again by. Give it __getitem__ and __len__, or leave its "
+                "DataModule without a cache"
             )
         stacks = (
             type(loader) is DataLoader
@@ -224,8 +224,7 @@ class CachedDataModule(WrappedDataModule):
         if self.trainer is None:
             raise ValueError(
                 "a partitioned cache learns from the Trainer which nodes there are: pass this "
-                "DataModule to fit, or leave "
-                "the partition out to read its loaders alone"
+                "DataModule to fit, or leave the partition out to read its loaders alone"
             )
         number = len(self._caches)
         joined = open_partitioned(

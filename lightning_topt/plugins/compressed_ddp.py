@@ -103,8 +103,8 @@ class CompressedDDPStrategy(ExchangeSteps):
             if parameter.requires_grad and parameter.dtype not in DTYPES:
                 raise ValueError(
                     "gradients of float32, bfloat16 and float16 parameters can be exchanged "
-                    f"compressed, and {name} is "
-                    f"{parameter.dtype}: choose another precision, or Lightning's own ddp"
+                    f"compressed, and {name} is {parameter.dtype}: choose another precision, or "
+                    "Lightning's own ddp"
                 )
         return super()._setup_model(model)
 
@@ -146,17 +146,15 @@ class CompressedDDPStrategy(ExchangeSteps):
         if self.method.gives_signs and trainer.gradient_clip_val:
             raise ValueError(
                 f"{type(self.method).__name__} gives the optimizer signs, of which clipping would "
-                "only make smaller steps: "
-                "leave gradient_clip_val out"
+                "only make smaller steps: leave gradient_clip_val out"
             )
         if self.method.has_momentum:
             refuse_momentum(self.optimizers)
         if len(self.optimizers) > 1 and self.method.has_residual:
             rank_zero_warn(
                 "gradients of several optimizers are exchanged together in every backward pass: "
-                "what it sends for parameters "
-                "whose gradients are then zeroed and not applied is lost (error_feedback=False "
-                "holds nothing back)"
+                "what it sends for parameters whose gradients are then zeroed and not applied is "
+                "lost (error_feedback=False holds nothing back)"
             )
 
     # ---- checkpoints -----------------------------------------------------------------------------
@@ -215,7 +213,6 @@ def make_topology(
     if nodes * ranks_per_node != world_size:
         raise ValueError(
             f"the world size is {world_size}, which is not nodes x ranks_per_node: {given}; give "
-            "numbers that fit, or "
-            "neither, for those of the Trainer"
+            "numbers that fit, or neither, for those of the Trainer"
         )
     return Topology(nodes, ranks_per_node, rank)

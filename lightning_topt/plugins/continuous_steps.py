@@ -108,9 +108,8 @@ class ContinuousSteps(PipelineSteps):
         if self._turn is not None:
             raise RuntimeError(
                 f"{type(self._module).__name__}.optimizer_step did not step, and the stages of "
-                "this pipeline update as they "
-                "go: call optimizer.step(closure=optimizer_closure) in it, or choose another "
-                "schedule"
+                "this pipeline update as they go: call optimizer.step(closure=optimizer_closure) "
+                "in it, or choose another schedule"
             )
         trainer, each = self._module.trainer, self._module.trainer.accumulate_grad_batches
         batch = (
@@ -178,8 +177,7 @@ class ContinuousSteps(PipelineSteps):
         if self._module.trainer.interrupted:
             raise RuntimeError(
                 "minibatches were under way in the pipeline when the fit was interrupted, so that "
-                "stages have updates of "
-                "different batches: go on from the last checkpoint"
+                "stages have updates of different batches: go on from the last checkpoint"
             )
         (optimizer,) = self._module.trainer.optimizers
         with self._as_in_training(), torch.inference_mode(False), torch.enable_grad():

@@ -111,8 +111,7 @@ class CoordinatedDataModule(WrappedDataModule):
         if isinstance(loader.dataset, IterableDataset):
             raise ValueError(
                 f"{type(loader.dataset).__name__} is an IterableDataset: jobs cannot agree on "
-                "batches without numbers. "
-                "Give it __getitem__ and __len__"
+                "batches without numbers. Give it __getitem__ and __len__"
             )
         if loader.batch_sampler is None:
             raise ValueError(
@@ -162,8 +161,8 @@ class CoordinatedDataModule(WrappedDataModule):
         ):
             raise ValueError(
                 f"{ranks} ranks share the data, and a {type(inner or sampler).__name__} cannot be "
-                "divided among them: give the "
-                "loader a DistributedSampler, or the Trainer use_distributed_sampler=False"
+                "divided among them: give the loader a DistributedSampler, or the Trainer "
+                "use_distributed_sampler=False"
             )
         part: DistributedSampler[Any] = DistributedSampler(
             loader.dataset,

@@ -41,8 +41,7 @@ def checked_ddp_options(
         if options.get(name) is not None:
             raise ValueError(
                 f"{strategy} exchanges gradients in its own way, which {name} would replace: leave "
-                f"{name} out, or use "
-                "Lightning's DDPStrategy with it"
+                f"{name} out, or use Lightning's DDPStrategy with it"
             )
     owners = (DDPStrategy, DistributedDataParallel) if wraps else (DDPStrategy,)
     return known_options(options, strategy=strategy, owners=owners, without=HOOK_OPTIONS)
@@ -118,10 +117,9 @@ def refuse_momentum(optimizers: Sequence[Optimizer]) -> None:
                 if own:
                     raise ValueError(
                         f"what the exchange gives has momentum, and {type(optimizer).__name__} has "
-                        "its own "
-                        f"({name}={group[name]}), which would be applied twice: set that to 0 in "
-                        "configure_optimizers "
-                        "(Adam: betas=(0, ...)), or choose an exchange without (TopK(momentum=0))"
+                        f"its own ({name}={group[name]}), which would be applied twice: set that "
+                        "to 0 in configure_optimizers (Adam: betas=(0, ...)), or choose an "
+                        "exchange without (TopK(momentum=0))"
                     )
 
 

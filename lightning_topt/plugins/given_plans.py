@@ -40,10 +40,9 @@ class UniformPlan:
             return data_mesh(world_size, scope="intra" if num_nodes == 1 else "inter")
         if num_nodes == 1 or per_node == 1:
             raise PlanError(
-                "a hybrid plan shards inside nodes and copies between them: it needs several "
-                "nodes of several ranks, and "
-                f"here are {num_nodes} node(s) with {per_node}. Use 'zero3', or give a plan with a "
-                "mesh of its own"
+                "a hybrid plan shards inside nodes and copies between them: it needs several nodes "
+                f"of several ranks, and here are {num_nodes} node(s) with {per_node}. Use 'zero3', "
+                "or give a plan with a mesh of its own"
             )
         return hybrid_mesh(num_nodes, per_node)
 
@@ -130,8 +129,7 @@ class PipelinePlan:
         if self.stages is not None and ranks is None and self.stages % per_rank:
             raise ValueError(
                 f"schedule {self.schedule!r} runs {per_rank} stages on each rank, so stages is a "
-                "multiple of that; got "
-                f"{self.stages}"
+                f"multiple of that; got {self.stages}"
             )
         if self.schedule is None:
             assert self.sizes is not None, "a schedule is searched on a given mesh"
@@ -142,8 +140,8 @@ class PipelinePlan:
             return
         if self.prediction is not None:
             raise ValueError(
-                f"prediction is for the schedules {' and '.join(CONTINUOUS_SCHEDULES)}, "
-                f"and this one is {self.schedule!r}: leave it out"
+                f"prediction is for the schedules {' and '.join(CONTINUOUS_SCHEDULES)}, and this "
+                f"one is {self.schedule!r}: leave it out"
             )
         sizes = {
             "num_ranks": ranks or max(1, (self.stages or per_rank) // per_rank),
@@ -196,8 +194,8 @@ class PipelinePlan:
         if world_size % ranks:
             raise PlanError(
                 f"{self.stages} stages, {self.per_rank} on each rank, need {ranks} ranks or a "
-                "multiple of that, and this run "
-                f"has {world_size}: choose another number of stages or of devices"
+                f"multiple of that, and this run has {world_size}: choose another number of stages "
+                "or of devices"
             )
         return MeshPlan((("pipeline", ranks), ("data", world_size // ranks))).mesh(
             world_size, num_nodes=num_nodes

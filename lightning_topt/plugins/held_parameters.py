@@ -163,8 +163,8 @@ def _shares_memory(module: nn.Module) -> str | None:
                     parameter is not None and parameter != f"{where}_orig"
                 ):  # torch.nn.utils.spectral_norm, before it runs
                     return (
-                        f"tensor {where!r} of {type(module).__name__} shares memory with "
-                        f"parameter {parameter!r}"
+                        f"tensor {where!r} of {type(module).__name__} shares memory with parameter "
+                        f"{parameter!r}"
                     )
     return None
 

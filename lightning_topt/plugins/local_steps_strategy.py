@@ -180,8 +180,7 @@ class LocalStepsStrategy(NamesLostRanks):
             if name not in known:
                 raise ValueError(
                     f"{name} was frozen when the fit began and is trained now, so ranks would "
-                    "never exchange it: begin with it "
-                    "trainable, or start another fit"
+                    "never exchange it: begin with it trainable, or start another fit"
                 )
         self.outer.after_step()
         return output
@@ -244,8 +243,7 @@ class LocalStepsStrategy(NamesLostRanks):
         if state["method"] != self.method.name:
             rank_zero_warn(
                 f"the checkpoint's gradients were exchanged by method={state['method']!r}; local "
-                "steps start without what "
-                "that held back"
+                "steps start without what that held back"
             )
             return
         parameters = self.outer.parameters.tensors
@@ -270,7 +268,6 @@ def _read_local_method(given: ExchangeMethod | str | Mapping[str, Any]) -> Local
     if not isinstance(method, LocalMethod):
         raise ValueError(
             f"{type(method).__name__} averages gradients in every step: give it to "
-            "CompressedDDPStrategy, or choose a method "
-            "such as LocalSteps(every=50)"
+            "CompressedDDPStrategy, or choose a method such as LocalSteps(every=50)"
         )
     return method

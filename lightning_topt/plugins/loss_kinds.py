@@ -90,8 +90,7 @@ def compare_steps(
     if any(loss is None for loss in losses):
         raise ValueError(
             "training_step returned no loss for a microbatch, which a pipeline cannot leave out; "
-            "return one, or use another "
-            "strategy"
+            "return one, or use another strategy"
         )
     loops = len({len(step.summands) for step in (*parts, whole)}) > 1
     sizes = [float(step.size) for step in parts]
@@ -103,10 +102,8 @@ def compare_steps(
         first, second, both = (f"{float(loss):.6g}" for loss in losses if loss is not None)
         raise ValueError(
             "the loss is neither a mean nor a sum over samples: for the first two microbatches it "
-            f"is {first} and {second}, "
-            f"and for both together {both}. A loss that depends on the batch as a whole is another "
-            "one in microbatches; use "
-            "microbatches=1"
+            f"is {first} and {second}, and for both together {both}. A loss that depends on the "
+            "batch as a whole is another one in microbatches; use microbatches=1"
         )
     if known:
         _check_whole(kind, known, whole.summands, relative=_RELATIVE_HALF if half else _RELATIVE)
@@ -141,11 +138,9 @@ def _check_whole(
         if kind and summands[0].factor and not is_one:
             raise ValueError(
                 f"the loss looks like a {kind} over samples, but a summand of it is divided by "
-                f"{first:.6g} and {second:.6g} "
-                f"for the first two microbatches, and by {both:.6g} for both together: another "
-                "batch may show that it depends "
-                "on the batch as a whole. Write it as a sum over samples, divided by how much they "
-                "have, such as "
+                f"{first:.6g} and {second:.6g} for the first two microbatches, and by {both:.6g} "
+                "for both together: another batch may show that it depends on the batch as a "
+                "whole. Write it as a sum over samples, divided by how much they have, such as "
                 "(losses * mask).sum() / mask.sum(); or use microbatches=1"
             )
 
@@ -216,8 +211,8 @@ def loss_weights(parts: Sequence[Summands], *, kind: str | None) -> list[float]:
         if not all(_close(each.factor, summands[0].factor) for each in summands):
             raise ValueError(
                 "the loss is multiplied by a number that microbatches differ in, which tells "
-                "nothing about the whole batch: "
-                "multiply what is summed, divide by what it is a mean over, or use microbatches=1"
+                "nothing about the whole batch: multiply what is summed, divide by what it is a "
+                "mean over, or use microbatches=1"
             )
         if summands[0].factor:
             total = sum(each.divisor for each in summands) or math.nan
@@ -225,10 +220,9 @@ def loss_weights(parts: Sequence[Summands], *, kind: str | None) -> list[float]:
     if not all(_close(*pair) for other in found[1:] for pair in zip(found[0], other, strict=True)):
         raise ValueError(
             "the loss has summands that microbatches have different shares of, such as a mean over "
-            "tokens that are not padding "
-            "beside one over samples: no weights of microbatches make it the loss of the whole "
-            "batch. Use microbatches=1, or "
-            "batches whose samples are equally long"
+            "tokens that are not padding beside one over samples: no weights of microbatches make "
+            "it the loss of the whole batch. Use microbatches=1, or batches whose samples are "
+            "equally long"
         )
     return [1.0] * count if kind == "sum" and found else [*found[0]] if found else []
 

@@ -273,9 +273,8 @@ class ObservedFit:
             name = min(name for name, _ in changed)
             raise CaptureError(
                 f"since the fit began other parameters are trained ({name!r} was frozen, unfrozen, "
-                "added or replaced); DDP "
-                "goes on exchanging those that it began with; for a plan freeze before the fit, in "
-                "configure_model or __init__"
+                "added or replaced); DDP goes on exchanging those that it began with; for a plan "
+                "freeze before the fit, in configure_model or __init__"
             )
 
     def result(self) -> Observed:
@@ -516,8 +515,8 @@ class ObservedPlanning:
         plan = ParallelPlan.from_dict(found)
         if plan.brings_batches and self._why_not is None and not self._ranks_are_alike():
             self._why_not = (
-                "training_step may not run for other ranks: their modules hold other "
-                "values than rank 0's"
+                "training_step may not run for other ranks: their modules hold other values than "
+                "rank 0's"
             )
             return self._begin_search({})
         return plan
@@ -593,8 +592,7 @@ def refine_observed(request: PlanRequest, trainer: pl.Trainer, fit: ObservedFit)
         if graph.unused and not plan.keeps_gradients_whole:
             raise PlanError(
                 f"this plan shards parameters, but the step gives {graph.unused[0]} no gradient, "
-                "which only "
-                "DistributedDataParallel sees and answers; choose ZeRO level 0 or 1"
+                "which only DistributedDataParallel sees and answers; choose ZeRO level 0 or 1"
             )
         if given.recompute:
             say_what_stays(graph)
@@ -615,8 +613,7 @@ def _why_ddp_stays(request: PlanRequest, step: float | None, compute: float | No
         return None
     return (
         f"Nothing to gain: of a step of {1e3 * step:.1f} ms, {1e3 * compute:.1f} ms are forward "
-        "and backward, which take as "
-        "long under any plan on data axes"
+        "and backward, which take as long under any plan on data axes"
     )
 
 

@@ -38,21 +38,19 @@ def check_strategy(strategy: Strategy) -> None:
     if isinstance(strategy, LocalStepsStrategy):
         raise ValueError(
             f"under {name} ranks train alone, each with its own gradients, so there is no common "
-            "step to share: leave "
-            f"ParallelOptimizerStep out; {where}"
+            f"step to share: leave ParallelOptimizerStep out; {where}"
         )
     if not isinstance(strategy, DDPStrategy):
         raise ValueError(
-            "ParallelOptimizerStep shares the step of whole parameters that have the same "
-            "gradient on all ranks, which "
-            f"{name} does not keep: leave it out (a strategy that shards parameters shards their "
-            f"step too); {where}"
+            "ParallelOptimizerStep shares the step of whole parameters that have the same gradient "
+            f"on all ranks, which {name} does not keep: leave it out (a strategy that shards "
+            f"parameters shards their step too); {where}"
         )
     if getattr(strategy, "_model_averager", None) is not None:
         raise ValueError(
             "under post-local SGD (ddp_comm_state=PostLocalSGDState) gradients differ between "
-            "ranks, so there is no common "
-            "step to share: leave ParallelOptimizerStep or that communication hook out"
+            "ranks, so there is no common step to share: leave ParallelOptimizerStep or that "
+            "communication hook out"
         )
 
 
@@ -65,8 +63,8 @@ def check_reduce_scatter(strategy: Strategy) -> None:
     ):
         raise ValueError(
             "reduce_scatter=True exchanges gradients in place of DDP's all-reduce, and "
-            f"{type(strategy).__name__} has its own "
-            "exchange (a communication hook): leave one of them out"
+            f"{type(strategy).__name__} has its own exchange (a communication hook): leave one of "
+            "them out"
         )
 
 
@@ -83,14 +81,12 @@ def optimizers_of(trainer: pl.Trainer) -> list[Optimizer]:
         if isinstance(optimizer.__dict__.get("step"), AdaptiveStep):
             raise ValueError(
                 f"the state of {name} is spread over the ranks since a fit that ended with an "
-                "exception: build a new one in "
-                "configure_optimizers, and go on from a checkpoint"
+                "exception: build a new one in configure_optimizers, and go on from a checkpoint"
             )
         if hasattr(optimizer, "consolidate_state_dict"):
             raise ValueError(
                 f"{name} shards its state over the ranks by itself: leave ParallelOptimizerStep "
-                "out, or give it the "
-                "optimizer that is inside"
+                "out, or give it the optimizer that is inside"
             )
         if any(isinstance(parameter, DTensor) for parameter in parameters_of(optimizer)):
             raise ValueError(
@@ -134,9 +130,8 @@ def check_equal_optimizers(
                     else (f"{place} {value}", f"{first_place} {first}")
                 )
                 raise ValueError(
-                    "ranks can share the step of equal optimizers only: "
-                    f"{place or first_place} is {value.strip()} on rank {rank} and {first.strip()} "
-                    "on rank 0; make "
+                    f"ranks can share the step of equal optimizers only: {place or first_place} is "
+                    f"{value.strip()} on rank {rank} and {first.strip()} on rank 0; make "
                     "configure_optimizers do the same on all ranks"
                 )
 

@@ -93,8 +93,8 @@ def why_left_out(
         return "the optimizer does not update each parameter by itself"
     if _has_words(batch):
         return (
-            "batches hold texts or whole numbers, on which a step may depend, so that each "
-            "would be traced"
+            "batches hold texts or whole numbers, on which a step may depend, so that each would "
+            "be traced"
         )
     return (
         needs_whole_parameters(request, trainer, search.graph, would_shard=would_shard)

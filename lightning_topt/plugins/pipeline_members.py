@@ -102,10 +102,8 @@ class PipelineMembers(PipelineSteps):
         if changed := self._engine.stages.changed_buffers:
             raise PlanError(
                 f"training steps change the buffer {changed[0]!r}, of which ddp keeps what rank "
-                "0's batches make; in a "
-                "pipeline whose ranks bring a batch each they would all count: leave out "
-                "own_batches, or choose a plan without "
-                "stages"
+                "0's batches make; in a pipeline whose ranks bring a batch each they would all "
+                "count: leave out own_batches, or choose a plan without stages"
             )
 
     # ---- training --------------------------------------------------------------------------------

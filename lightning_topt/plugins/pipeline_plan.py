@@ -64,10 +64,9 @@ def choose_pipeline(
     if len(names) < num_stages:
         raise PlanError(
             f"{graph.model} has {len(names)} block(s) that can be stages of a pipeline "
-            f"({', '.join(names) or 'none'}), and "
-            f"{num_stages} stages are wanted: choose fewer stages, or let the model consist of "
-            "more submodules that are called "
-            "one after the other"
+            f"({', '.join(names) or 'none'}), and {num_stages} stages are wanted: choose fewer "
+            "stages, or let the model consist of more submodules that are called one after the "
+            "other"
         )
     plan = choose(search_plans(search)).plan
     return _recomputed(plan, graph) if given.recompute else plan

@@ -118,10 +118,9 @@ class PipelineSteps:
         if plan.num_microbatches > 1 and (carried := self._engine.stages.carried_buffers):
             raise PlanError(
                 f"training steps change the buffer {carried[0]!r} and compute with it, as "
-                "spectral_norm does: in microbatches "
-                "that would happen once in each, and another loss be trained than that of the "
-                "batch; use microbatches=1, or "
-                "choose a plan without stages"
+                "spectral_norm does: in microbatches that would happen once in each, and another "
+                "loss be trained than that of the batch; use microbatches=1, or choose a plan "
+                "without stages"
             )
 
     # ---- training --------------------------------------------------------------------------------
@@ -220,10 +219,9 @@ class PipelineSteps:
         if kinds.unlike:
             rank_zero_warn(
                 f"topt: what is logged as {', '.join(map(repr, kinds.unlike))} is averaged over "
-                "microbatches, and the test of "
-                "the first batch found that the whole batch has another value: log a torchmetrics "
-                "Metric, or what adds up, "
-                "or use num_microbatches=1"
+                "microbatches, and the test of the first batch found that the whole batch has "
+                "another value: log a torchmetrics Metric, or what adds up, or use "
+                "num_microbatches=1"
             )
         return kinds
 
@@ -424,8 +422,7 @@ def loss_in(output: Any) -> Tensor:
     if (loss := loss_of(output)) is None:
         raise ValueError(
             f"training_step returned no loss but {type(output).__name__} for a microbatch, which a "
-            "pipeline cannot leave out; "
-            "return a loss, or use another strategy"
+            "pipeline cannot leave out; return a loss, or use another strategy"
         )
     return loss
 

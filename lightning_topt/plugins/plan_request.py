@@ -50,8 +50,8 @@ class PlanRequest:
         if self.own_hook and (exchange is not None or self.allowed.candidates):
             raise ValueError(
                 "a plan's gradient exchange would replace your communication hook: leave out "
-                "ddp_comm_hook and "
-                "mixed_precision, or allow_compression and the plan's gradient_exchange"
+                "ddp_comm_hook and mixed_precision, or allow_compression and the plan's "
+                "gradient_exchange"
             )
 
     @property

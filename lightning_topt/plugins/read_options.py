@@ -48,8 +48,8 @@ def read_mesh(sizes: Any) -> MeshPlan | PipelinePlan:
     if [*sizes] != [name for name in _OF_PIPELINE if name in sizes]:
         raise PlanError(
             "beside an axis 'pipeline', which is the first, the search takes the axes 'data' and "
-            "'tensor' in this order; got "
-            f"{', '.join(sizes)}. Plans with others may be written by hand (docs/schemas.md)"
+            f"'tensor' in this order; got {', '.join(sizes)}. Plans with others may be written by "
+            "hand (docs/schemas.md)"
         )
     return PipelinePlan(schedule=None, sizes=found)
 
@@ -70,8 +70,7 @@ def _read_searched(plan: Mapping[str, Any]) -> MeshPlan | PipelinePlan:
     if not isinstance(found, PipelinePlan) or set(given) - set(_BESIDE_MESH):
         raise PlanError(
             "beside a mesh to search on, one with an axis 'pipeline' takes "
-            f"{', '.join(_BESIDE_MESH)}; got "
-            f"{', '.join(map(str, given))}"
+            f"{', '.join(_BESIDE_MESH)}; got {', '.join(map(str, given))}"
         )
     if isinstance(given.get("stages"), Sequence):
         raise PlanError(
@@ -109,8 +108,7 @@ def read_plan_option(
     if not os.path.lexists(plan):
         raise PlanError(
             f"plan={shown(str(plan))} is neither a file nor one of "
-            f"{sorted([*PRESETS, *LAYOUTS, 'pipeline'])} (or with "
-            "'+recompute')"
+            f"{sorted([*PRESETS, *LAYOUTS, 'pipeline'])} (or with '+recompute')"
         )
     return ParallelPlan.load(plan)
 

@@ -44,9 +44,8 @@ class RowBatches:
             if self._differ:
                 rank_zero_warn(
                     "topt: the ranks of a pipeline got different batches, so each of these is sent "
-                    "from the first rank to the "
-                    "others. That takes time: leave use_distributed_sampler=True, or let loaders "
-                    "shuffle, and transforms draw, "
+                    "from the first rank to the others. That takes time: leave "
+                    "use_distributed_sampler=True, or let loaders shuffle, and transforms draw, "
                     "from a generator with the same seed on all ranks"
                 )
         return (

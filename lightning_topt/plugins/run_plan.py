@@ -107,9 +107,8 @@ def decide_plan(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> Decisi
                 raise
             rank_zero_warn(
                 "topt: this step cannot be followed before it runs, so that the plan is made of "
-                "the first real steps, in which "
-                "parameters and gradients are whole and may take more than memory_limit. The "
-                f"reason: {one_line(error)}"
+                "the first real steps, in which parameters and gradients are whole and may take "
+                f"more than memory_limit. The reason: {one_line(error)}"
             )
             if isinstance(given, UniformPlan):
                 return preset_plan(given.preset, mesh=mesh), None, "given"
@@ -127,8 +126,7 @@ def decide_plan(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> Decisi
         reason = one_line(error)
         rank_zero_warn(
             "topt: this training step cannot be planned, so it runs as strategy='ddp' does: "
-            "nothing is lost but what a plan "
-            f"could have saved. The reason: {reason}"
+            f"nothing is lost but what a plan could have saved. The reason: {reason}"
         )
         return plain, None, f"ddp: {reason}"
 
@@ -136,10 +134,9 @@ def decide_plan(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> Decisi
 def _say_traced() -> None:
     rank_zero_info(
         "topt: this plan is made before the first step, for which training_step runs some more "
-        "times, on copies without "
-        "memory. Code in it that counts, writes files or takes from an iterator may notice; a "
-        "search without memory_limit, and "
-        "plans on data axes by name, watch real steps instead (docs/auto_parallel.md)"
+        "times, on copies without memory. Code in it that counts, writes files or takes from an "
+        "iterator may notice; a search without memory_limit, and plans on data axes by name, watch "
+        "real steps instead (docs/auto_parallel.md)"
     )
 
 
@@ -163,8 +160,7 @@ def _pipeline(
     if samples < count:
         rank_zero_warn(
             f"topt: {count} microbatches were asked for, and the first batch of a rank has "
-            f"{samples} sample(s): batches run in "
-            "as many microbatches as they have samples"
+            f"{samples} sample(s): batches run in as many microbatches as they have samples"
         )
     scales = given.sizes is not None and given.microbatches is None and samples > 1
     trace = FunctionTrace() if mesh.tensor_axes else None
@@ -225,8 +221,7 @@ def _check_features(
     if plan.own_batches and (reason := why_no_members(trainer)):
         raise PlanError(
             f"under this plan ranks run the batches of one another, but {reason}; leave out "
-            "own_batches, or choose a plan "
-            "without stages"
+            "own_batches, or choose a plan without stages"
         )
 
     def would_shard(parameter: str) -> bool:
@@ -246,8 +241,7 @@ def _check_features(
     if plan.brings_batches and plan.schedule is None and (reason := why_no_turns(trainer)):
         raise PlanError(
             f"under this plan ranks run the batches of one another, but {reason}; leave out "
-            "num_microbatches and joint, or "
-            "choose a plan without tensor axes"
+            "num_microbatches and joint, or choose a plan without tensor axes"
         )
     check_exchange_of_run(plan, trainer)
 
@@ -261,9 +255,8 @@ def _check_model(plan: ParallelPlan, module: pl.LightningModule) -> None:
     if plan.fingerprint is not None and plan.fingerprint != model_fingerprint(name, parameters):
         raise PlanError(
             f"the plan was made for another model ({plan.model or 'of another kind'}): class name, "
-            "parameter names, shapes or "
-            f"dtypes of this {name} differ. Make a new plan, or remove 'fingerprint' from the plan "
-            "to run it all the same"
+            f"parameter names, shapes or dtypes of this {name} differ. Make a new plan, or remove "
+            "'fingerprint' from the plan to run it all the same"
         )
 
 
@@ -276,8 +269,8 @@ def _check_manual(request: PlanRequest, plain: ParallelPlan) -> None:
     if request.memory_limit is not None or request.objective != "time":
         raise ValueError(
             "manual optimization cannot be planned (its steps cannot be seen in advance), so "
-            "memory_limit and "
-            "objective='memory' cannot be honoured; remove them, or use automatic optimization"
+            "memory_limit and objective='memory' cannot be honoured; remove them, or use automatic "
+            "optimization"
         )
     if request.allowed.candidates:
         raise ValueError(

@@ -321,8 +321,7 @@ def needs_whole_parameters(
     if ignored := names_to_ignore(trainer.lightning_module):
         return (
             f"each rank keeps a {min(ignored)!r} of its own (_ddp_params_and_buffers_to_ignore), "
-            "which only "
-            "DistributedDataParallel leaves alone"
+            "which only DistributedDataParallel leaves alone"
         )
     averaging = (StochasticWeightAveraging, WeightAveraging)
     if any(isinstance(callback, averaging) for callback in trainer.callbacks):  # type: ignore[attr-defined]
@@ -332,7 +331,7 @@ def needs_whole_parameters(
     unused = [] if graph is None else [name for name in graph.unused if would_shard(name)]
     if unused:
         return (
-            f"the step gives {unused[0]} no gradient, which only DistributedDataParallel sees "
-            "and answers"
+            f"the step gives {unused[0]} no gradient, which only DistributedDataParallel sees and "
+            "answers"
         )
     return why_whole(trainer, would_shard=would_shard)

@@ -198,14 +198,13 @@ def apply_choice(loader: DataLoader[Any], choice: LoaderChoice) -> None:
 
 def _check_loader(loader: DataLoader[Any]) -> None:
     instead = (
-        "set its num_workers, prefetch_factor and pin_memory yourself, and leave "
-        "TunedDataModule out"
+        "set its num_workers, prefetch_factor and pin_memory yourself, and leave TunedDataModule "
+        "out"
     )
     if isinstance(loader.dataset, IterableDataset):
         raise ValueError(
             f"{type(loader.dataset).__name__} is an IterableDataset: the number of workers may "
-            "change what it gives. "
-            f"Give it __getitem__ and __len__, or {instead}"
+            f"change what it gives. Give it __getitem__ and __len__, or {instead}"
         )
     if type(loader) not in (DataLoader, ResumableLoader):
         raise ValueError(

@@ -69,8 +69,8 @@ def why_unshardable(
         (one, first), (other, second) = list(dtypes.items())[:2]
         return (
             f"trained parameters differ in dtype ({first!r}: {_short(one)}, {second!r}: "
-            f"{_short(other)}); keep them in one "
-            "dtype, and compute in another with the Trainer's precision"
+            f"{_short(other)}); keep them in one dtype, and compute in another with the Trainer's "
+            "precision"
         )
     return None
 

@@ -29,9 +29,8 @@ class WrappedDataModule(pl.LightningDataModule):
         if not isinstance(datamodule, pl.LightningDataModule):
             raise TypeError(
                 f"{type(self).__name__} wraps a LightningDataModule of `lightning`, not a "
-                f"{type(datamodule).__module__}."
-                f"{type(datamodule).__qualname__}: give it an instance of a subclass of "
-                "lightning.pytorch.LightningDataModule"
+                f"{type(datamodule).__module__}.{type(datamodule).__qualname__}: give it an "
+                "instance of a subclass of lightning.pytorch.LightningDataModule"
             )
         self.prepare_data_per_node = datamodule.prepare_data_per_node
         self.allow_zero_length_dataloader_with_multiple_devices = (
@@ -141,8 +140,7 @@ class WrappedDataModule(pl.LightningDataModule):
             )
         raise ValueError(
             f"{type(self.datamodule).__name__} gives a {type(loaders).__name__} as loader; "
-            f"{type(self).__name__} wraps "
-            "torch.utils.data.DataLoader"
+            f"{type(self).__name__} wraps torch.utils.data.DataLoader"
         )
 
     def _changed_loader(self, loader: DataLoader[Any], path: str) -> Any:

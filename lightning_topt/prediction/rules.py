@@ -365,8 +365,8 @@ class TwoVersions(Prediction):
             if version > position.now:
                 raise ValueError(
                     f"prediction {self.name!r} needs at least as many minibatches in an update as "
-                    f"are in flight, {behind}; "
-                    f"set accumulate_grad_batches={behind}, or use prediction 'stash'"
+                    f"are in flight, {behind}; set accumulate_grad_batches={behind}, or use "
+                    "prediction 'stash'"
                 )
             return version
 

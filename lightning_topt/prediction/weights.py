@@ -138,15 +138,14 @@ def method_of(optimizer: Optimizer, *, rule: str) -> Method:
     if not found:
         raise ValueError(
             f"prediction {rule!r} knows the optimizers {', '.join(KNOWN)} of torch.optim, got "
-            f"{type(optimizer).__name__}; "
-            "use one of them, or prediction 'stash', which serves every optimizer"
+            f"{type(optimizer).__name__}; use one of them, or prediction 'stash', which serves "
+            "every optimizer"
         )
     for group in optimizer.param_groups:
         if found[0] == "SGD" and group["momentum"] == 0:
             raise ValueError(
                 f"prediction {rule!r} follows the momentum of SGD, which is 0 here; give SGD a "
-                "momentum, or use prediction "
-                "'stash'"
+                "momentum, or use prediction 'stash'"
             )
         if group.get("differentiable"):
             raise ValueError(

@@ -95,8 +95,8 @@ class Edges:
         for stage, sources in needs.items():
             if not 0 <= stage < num_stages or any(not 0 <= source < stage for source in sources):
                 raise ValueError(
-                    f"a stage receives from stages before it, of 0 to {num_stages - 1}; "
-                    f"stage {stage} is to receive from {sorted(sources)}"
+                    f"a stage receives from stages before it, of 0 to {num_stages - 1}; stage "
+                    f"{stage} is to receive from {sorted(sources)}"
                 )
         self.sources = tuple(tuple(sorted(needs.get(stage, ()))) for stage in range(num_stages))
         self.readers = tuple(

@@ -19,8 +19,7 @@ def check_blocks(configs: Mapping[str, OpConfig], module: nn.Module, *, made_for
     if missing := [name for name in names if name not in modules]:
         raise ValueError(
             f"the plan names modules that {type(module).__name__} does not have: {missing[:5]}; it "
-            "was made for "
-            f"{made_for or 'another model'}: make a new plan"
+            f"was made for {made_for or 'another model'}: make a new plan"
         )
     for name in names:
         # Scripted modules have a `forward` of their own, which their class does not give.
@@ -33,9 +32,8 @@ def check_blocks(configs: Mapping[str, OpConfig], module: nn.Module, *, made_for
             first = next((child for child, _ in modules[name].named_children()), "...")
             raise ValueError(
                 f"block {name!r} of the plan is a {type(modules[name]).__name__}, which is never "
-                "called itself: to recompute "
-                "it, to shard its gradients or to split what enters it, name the modules in it "
-                f"({name}.{first}, ...)"
+                "called itself: to recompute it, to shard its gradients or to split what enters "
+                f"it, name the modules in it ({name}.{first}, ...)"
             )
     inside = [(a, b) for a in names for b in names if b.startswith(a + ".")]
     if inside:
@@ -70,8 +68,7 @@ def check_tied(
             ):
                 raise ValueError(
                     f"the parameter {name!r} of block {second!r} is tied to one of block "
-                    f"{first!r}, and torch's FSDP2 shards a "
-                    "parameter in one block only: keep the gradients of both whole (ZeRO level 0 "
-                    "or 1), or leave block "
+                    f"{first!r}, and torch's FSDP2 shards a parameter in one block only: keep the "
+                    "gradients of both whole (ZeRO level 0 or 1), or leave block "
                     f"{second or first!r} out of the plan, so that both are part of the block ''"
                 )

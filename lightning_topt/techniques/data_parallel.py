@@ -151,8 +151,7 @@ def _apply_beside_joint(model: ParallelModel) -> Applied:
         if model.options.hook is not None:
             raise ValueError(
                 "a communication hook averages over all ranks, and slices of parameters are "
-                "averaged over some of them: leave "
-                "out the hook, or the plan's joint modules"
+                "averaged over some of them: leave out the hook, or the plan's joint modules"
             )
         # What is used is not seen from a forward that does nothing.
         alone = {

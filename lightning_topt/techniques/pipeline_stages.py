@@ -43,9 +43,8 @@ class PipelineStages(Technique):
             if config.storage.level > 1:
                 raise ValueError(
                     f"block {block!r} has ZeRO level {config.storage.level}, which does not go "
-                    "together with stages: its "
-                    "parameters or gradients would be exchanged for every microbatch. Choose level "
-                    "0 or 1 (ddp, zero1)"
+                    "together with stages: its parameters or gradients would be exchanged for "
+                    "every microbatch. Choose level 0 or 1 (ddp, zero1)"
                 )
 
     # ---- how it is applied -----------------------------------------------------------------------

@@ -43,8 +43,7 @@ def technique_of(config: OpConfig, mesh: Mesh) -> Technique:
     axes = " x ".join(f"{axis.name} {axis.size}" for axis in mesh.axes)
     raise ValueError(
         f"no technique of this release keeps {config.storage} on the mesh {axes}; ZeRO levels 0 to "
-        "3 over all data axes, and "
-        "levels 2 and 3 over the last one (hybrid), can be run"
+        "3 over all data axes, and levels 2 and 3 over the last one (hybrid), can be run"
     )
 
 
@@ -62,16 +61,15 @@ def check_runs(
     if unknown := [axis.name for index, axis in enumerate(mesh.axes) if index not in known]:
         raise ValueError(
             f"the mesh has an axis {unknown[0]!r}, and nothing runs along it; axes are named "
-            f"{', '.join(DATA_AXES)}, "
-            f"{', '.join(TENSOR_AXES)}, {', '.join(PIPELINE_AXES)}"
+            f"{', '.join(DATA_AXES)}, {', '.join(TENSOR_AXES)}, {', '.join(PIPELINE_AXES)}"
         )
     # says more of what it cannot do than that no technique does
     PIPELINE.check(mesh, configs, exchange)
     if mesh.pipeline_axes and exchange is not None and schedule not in CONTINUOUS_SCHEDULES:
         raise ValueError(
             "gradient_exchange: this release averages gradients of stages as they are, but for the "
-            f"schedules {', '.join(CONTINUOUS_SCHEDULES)}; "
-            "leave it out, or make a plan without a pipeline axis"
+            f"schedules {', '.join(CONTINUOUS_SCHEDULES)}; leave it out, or make a plan without a "
+            "pipeline axis"
         )
     if mesh.pipeline_axes and exchange is not None and mesh.tensor_axes:
         raise ValueError(

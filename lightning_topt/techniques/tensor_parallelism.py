@@ -72,8 +72,7 @@ class TensorParallelism(Technique):
             if unknown := [name for name in config.gathers if name not in names]:
                 raise ValueError(
                     f"block {block!r} gathers parameters along axis {unknown[0]!r}, which is no "
-                    "tensor axis of the mesh: leave "
-                    "it out; ZeRO levels shard along data axes"
+                    "tensor axis of the mesh: leave it out; ZeRO levels shard along data axes"
                 )
 
     # ---- how it is applied -----------------------------------------------------------------------

@@ -280,8 +280,8 @@ def beyond(rank: int) -> str:
 
 def test_a_border_that_a_tensor_cannot_have_is_named() -> None:
     sentence = (
-        "input 0 of block 'blocks.0' has the shape (8, 8, 16), and the plan splits its dim "
-        "3 along axis 'tensor'"
+        "input 0 of block 'blocks.0' has the shape (8, 8, 16), and the plan splits its dim 3 along "
+        "axis 'tensor'"
     )
     assert sentence in run_ranks(beyond, 4)[0]
 

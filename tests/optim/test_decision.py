@@ -62,8 +62,8 @@ def test_told_to():
     assert told.shared and not told.pays
     assert told.reason == (
         "group 3: shared as told although it does not pay; its update takes 100.00 ms on every "
-        "rank, 50.00 ms on the busiest "
-        "of 2 when shared, and gathering 2.0 MB takes 210.00 ms: costs 160.00 ms per step"
+        "rank, 50.00 ms on the busiest of 2 when shared, and gathering 2.0 MB takes 210.00 ms: "
+        "costs 160.00 ms per step"
     )
     (plain,) = decide([cost], world_size=2, gather=GatherCost(0.01, 1e-7))
     assert plain.reason.startswith("group 3: not shared;") and plain.reason.endswith(

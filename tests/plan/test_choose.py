@@ -163,11 +163,9 @@ def test_reason_of_a_simple_plan_says_what_it_gives_up() -> None:
     whole, sharded = mixed(1.1, 900, (0, False)), mixed(1.0, 500, (3, False))
     assert choose([whole, sharded], memory_limit=1000 * MIB).plan.reason == (
         "As fast as any plan that fits into a limit of 1000.00 MiB per device, within the "
-        "prediction's error of 15 %, and the "
-        "simplest of these: 1.1 s and 900.00 MiB predicted on 2 device(s); the fastest (1 x "
-        "ZeRO-3, 1 x ZeRO-2) saves 9.1 % of "
-        "the time; the next smaller plan (1 x ZeRO-3, 1 x ZeRO-2) saves 400.00 MiB and 9.1 % of "
-        "the time."
+        "prediction's error of 15 %, and the simplest of these: 1.1 s and 900.00 MiB predicted on "
+        "2 device(s); the fastest (1 x ZeRO-3, 1 x ZeRO-2) saves 9.1 % of the time; the next "
+        "smaller plan (1 x ZeRO-3, 1 x ZeRO-2) saves 400.00 MiB and 9.1 % of the time."
     )
     least = choose(
         [mixed(1.0, 100, (3, False), (2, True)), mixed(1.0, 100.5, (3, False))], objective="memory"

@@ -414,8 +414,8 @@ def test_stages_by_hand() -> None:
     assert plan.data_parallel_size == 2 and not plan.keeps_gradients_whole and plan.saves_memory
     assert ParallelPlan.from_yaml(plan.to_yaml()) == plan
     assert plan.summary() == (
-        "3 x ZeRO-1, 1 x ZeRO-1 + recompute, 1 x DDP on pipeline 2 x data 2, 2 stages (1f1b), "
-        "8 microbatches"
+        "3 x ZeRO-1, 1 x ZeRO-1 + recompute, 1 x DDP on pipeline 2 x data 2, 2 stages (1f1b), 8 "
+        "microbatches"
     )
 
 

@@ -203,8 +203,7 @@ def cluster_for(rows: Sequence[MegatronRow], cluster: Cluster) -> Cluster:
         )
         raise ValueError(
             f"{most} GPUs are more than the {cluster.num_devices} of the cluster {cluster.name!r}, "
-            f"which {why}: describe a "
-            "larger one"
+            f"which {why}: describe a larger one"
         )
     return replace(cluster, num_nodes=math.ceil(most / cluster.devices_per_node))
 

@@ -60,8 +60,7 @@ class MegatronRow:
         if product != self.gpus:
             raise ValueError(
                 f"tensor {self.tensor} x data {self.data} x pipeline {self.pipeline} are {product} "
-                f"ranks, not the {self.gpus} "
-                f"of {COLUMNS['gpus']!r}"
+                f"ranks, not the {self.gpus} of {COLUMNS['gpus']!r}"
             )
         for name, parts, over in (
             ("hidden", self.heads, "attention heads"),
@@ -153,8 +152,7 @@ def _places(path: Path, header: Sequence[str], *, need_times: bool) -> dict[str,
     if missing:
         raise ValueError(
             f"{path} lacks the column{'s' * (len(missing) > 1)} {names(missing)}; it has "
-            f"{names(header)}, and needs those of "
-            "vTrain's ground_truth_single.csv"
+            f"{names(header)}, and needs those of vTrain's ground_truth_single.csv"
         )
     return {
         name: known[_plain(column)] for name, column in wanted.items() if _plain(column) in known

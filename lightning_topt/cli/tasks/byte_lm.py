@@ -224,9 +224,8 @@ class StdlibBytesDataModule(pl.LightningDataModule):
         if len(self.train_data) < self.batch_size or not len(self.val_data):
             raise ValueError(
                 f"{self.root} gives {len(self.train_data)} training and {len(self.val_data)} "
-                "validation sequences of "
-                f"{self.seq_len} bytes, less than a batch; raise max_bytes, or lower seq_len or "
-                "batch_size"
+                f"validation sequences of {self.seq_len} bytes, less than a batch; raise "
+                "max_bytes, or lower seq_len or batch_size"
             )
 
     def train_dataloader(self) -> DataLoader[Tensor]:

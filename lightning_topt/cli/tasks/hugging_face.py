@@ -90,8 +90,8 @@ def model_class(config: Any) -> Any:
             return mapping[type(config)]
     raise ValueError(
         f"model.config: {config.model_type!r} is neither a language model nor a classifier of "
-        "pictures; name the class in its "
-        "entry architectures, or write a LightningModule (model=own)"
+        "pictures; name the class in its entry architectures, or write a LightningModule "
+        "(model=own)"
     )
 
 
@@ -123,8 +123,7 @@ def _check_memory(trains: Any, config: Any) -> None:
     if size > (free := psutil.virtual_memory().available):
         raise ValueError(
             f"{trains.__name__} has {format_bytes(size)} of parameters, and this machine "
-            f"{format_bytes(free)} of free memory: "
-            "it can be planned here, not trained"
+            f"{format_bytes(free)} of free memory: it can be planned here, not trained"
         )
 
 
@@ -199,8 +198,7 @@ class HuggingFaceModel(pl.LightningModule):
         if loss is None:
             raise ValueError(
                 f"{type(self.model).__name__} computes no loss: name a class for training in the "
-                "configuration's entry "
-                "architectures, such as LlamaForCausalLM"
+                "configuration's entry architectures, such as LlamaForCausalLM"
             )
         return loss  # type: ignore[no-any-return]
 

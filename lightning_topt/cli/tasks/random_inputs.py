@@ -27,8 +27,7 @@ class RandomSamples(Dataset[dict[str, Tensor]]):
         if self.takes not in ("input_ids", "pixel_values"):
             raise ValueError(
                 f"random inputs are made of tokens or pictures, and {trains.__name__} takes "
-                f"{self.takes}: give data of your "
-                "own (data=own)"
+                f"{self.takes}: give data of your own (data=own)"
             )
         words = trains.__name__
         self.classifies = "Classification" in words and "Token" not in words

@@ -324,8 +324,7 @@ class DecoupledExchange(BucketExchange):
         if other:
             raise ValueError(
                 f"the saved momentum has chunk={other[0].removeprefix('momentum_')}, this exchange "
-                f"has {self.method.chunk}: "
-                "its coefficients mean nothing there, so keep the chunk"
+                f"has {self.method.chunk}: its coefficients mean nothing there, so keep the chunk"
             )
         self._sent.clear()
         self.momentum.coefficients.load_state_dict(state.get(self._kind, {}))

@@ -241,8 +241,8 @@ class Channel:
             if size != expected:
                 raise RuntimeError(
                     f"local rank {rank} sends {size} bytes where local rank {self.page.rank} "
-                    f"expects {expected}: all ranks "
-                    "of a node must exchange the same buckets in the same order"
+                    f"expects {expected}: all ranks of a node must exchange the same buckets in "
+                    "the same order"
                 )
             if rank == self.page.rank:
                 continue

@@ -211,8 +211,7 @@ def _check_state(gradient: Tensor, residual: Tensor, velocity: Tensor | None) ->
         ):
             raise ValueError(
                 f"{name} is a contiguous float32 tensor of the gradient's shape "
-                f"{tuple(gradient.shape)}; "
-                f"got {state.dtype} {tuple(state.shape)}"
+                f"{tuple(gradient.shape)}; got {state.dtype} {tuple(state.shape)}"
             )
         if state.device != gradient.device:
             raise ValueError(f"{name} is on {state.device}, the gradient on {gradient.device}")

@@ -488,8 +488,8 @@ def _warn_without(failed: dict[str, OSError], folder: Path) -> None:
         )
     elif any(isinstance(error, NotOwn) for error in failed.values()):
         advice = (
-            "name a directory of your own, which others may not write to, or remove what is "
-            "there, before the next run"
+            "name a directory of your own, which others may not write to, or remove what is there, "
+            "before the next run"
         )
     else:
         advice = "free room there, or name a directory that can be written, before the next run"

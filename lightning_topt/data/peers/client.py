@@ -393,8 +393,8 @@ class _Pusher:
                 self._condition.notify_all()
         if warn:
             warnings.warn(
-                "samples are read faster than they can be given to the nodes that store them: "
-                "some are not stored and will be read from the source again",
+                "samples are read faster than they can be given to the nodes that store them: some "
+                "are not stored and will be read from the source again",
                 stacklevel=3,
             )
 

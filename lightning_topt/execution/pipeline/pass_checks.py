@@ -18,9 +18,8 @@ def check_real(value: Any, what: str) -> None:
         if isinstance(leaf, FakeTensor):
             raise CaptureError(
                 f"{what} a tensor that this stage did not receive: on this microbatch the step "
-                "computes it from other tensors "
-                "than in its trace; a step whose data flow depends on values needs a plan without "
-                "a pipeline"
+                "computes it from other tensors than in its trace; a step whose data flow depends "
+                "on values needs a plan without a pipeline"
             )
 
 

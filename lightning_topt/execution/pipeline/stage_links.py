@@ -179,8 +179,7 @@ class StageLinks:
         me, other = (f"rank {self._ranks[each]} (stage {each})" for each in (self.stage, stage))
         if is_receiver:
             text = (
-                f"{me} waited for {what}, and {other} did not send them: it is gone, stopped "
-                "or "
+                f"{me} waited for {what}, and {other} did not send them: it is gone, stopped or "
                 "late"
             )
         else:

@@ -117,8 +117,7 @@ class StagePass:
                 if state.is_done:
                     raise CaptureError(
                         "the step catches BaseException (or has a bare except), by which a stage "
-                        "of a pipeline ends its pass; "
-                        "catch Exception"
+                        "of a pipeline ends its pass; catch Exception"
                     )
             except StageDone:
                 if not state.is_done:
@@ -191,9 +190,8 @@ class StagePass:
         if stages and state.stage_index not in stages:  # others are inside of blocks
             raise CaptureError(
                 f"the backward pass of stage {state.stage_index} recomputes a part of the step "
-                f"that calls block {path!r}, "
-                "which other stages run; let torch.utils.checkpoint hold single blocks, or give a "
-                "plan without a pipeline"
+                f"that calls block {path!r}, which other stages run; let torch.utils.checkpoint "
+                "hold single blocks, or give a plan without a pipeline"
             )
         return call(*args, **kwargs)
 
@@ -237,9 +235,8 @@ class StagePass:
         found = f"calls {path!r}, or it returned something else," if path else "ends"
         return CaptureError(
             f"on this microbatch the step {found} where stage {state.stage_index} of the pipeline "
-            f"expected {expected} as in "
-            "its trace; a step whose calls depend on more than the shapes of its batch needs a "
-            "plan without a pipeline"
+            f"expected {expected} as in its trace; a step whose calls depend on more than the "
+            "shapes of its batch needs a plan without a pipeline"
         )
 
     # ---- backward --------------------------------------------------------------------------------

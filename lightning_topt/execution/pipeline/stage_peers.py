@@ -144,13 +144,13 @@ class Peers:
         )
         if sender == me:
             text = (
-                f"rank {me} could not send {message} to rank {receiver}: rank {receiver} is "
-                "gone, stopped or late"
+                f"rank {me} could not send {message} to rank {receiver}: rank {receiver} is gone, "
+                "stopped or late"
             )
         else:
             text = (
-                f"rank {me} waited for {message}, and rank {sender} did not send them: it is "
-                "gone, stopped or late"
+                f"rank {me} waited for {message}, and rank {sender} did not send them: it is gone, "
+                "stopped or late"
             )
         raise PeerLostError(f"{text} ({error})") from error
 

@@ -41,6 +41,6 @@ def share_losses(values: Tensor, groups: PipelineGroups, *, source: int) -> None
     except RuntimeError as error:
         raise PeerLostError(
             f"rank {dist.get_rank()} exchanged the losses of the step with rank "
-            f"{groups.pipeline[source]}, which runs "
-            f"the last stage: a rank is gone, stopped or late ({error})"
+            f"{groups.pipeline[source]}, which runs the last stage: a rank is gone, stopped or "
+            f"late ({error})"
         ) from error

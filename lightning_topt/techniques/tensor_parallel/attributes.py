@@ -43,18 +43,14 @@ ATTRIBUTES: dict[Callable[..., Any], Callable[..., Any]] = {
 
 _GETTERS = (
     "dtype device requires_grad grad_fn is_leaf is_cuda is_cpu is_meta is_sparse is_quantized "
-    "is_mps is_nested layout ndim "
-    "_version names itemsize is_inference output_nr retains_grad is_mkldnn is_xpu is_sparse_csr "
-    "_backward_hooks name _grad_fn"
+    "is_mps is_nested layout ndim _version names itemsize is_inference output_nr retains_grad "
+    "is_mkldnn is_xpu is_sparse_csr _backward_hooks name _grad_fn"
 )
 _METHODS = (
     "dim ndimension is_floating_point is_complex is_contiguous is_signed element_size data_ptr "
-    "get_device "
-    "requires_grad_ retain_grad is_inference storage_offset __hash__ is_conj is_neg is_pinned "
-    "is_shared untyped_storage "
-    "register_hook register_post_accumulate_grad_hook is_set_to has_names detach_ new_zeros "
-    "new_ones new_empty new_full "
-    "new_tensor"
+    "get_device requires_grad_ retain_grad is_inference storage_offset __hash__ is_conj is_neg "
+    "is_pinned is_shared untyped_storage register_hook register_post_accumulate_grad_hook "
+    "is_set_to has_names detach_ new_zeros new_ones new_empty new_full new_tensor"
 )
 
 
@@ -86,9 +82,8 @@ LOCAL = _functions()  # run on the local tensor as they are
 
 _VIEWS = (
     "view select narrow squeeze unsqueeze transpose permute t swapaxes swapdims movedim moveaxis "
-    "adjoint expand expand_as "
-    "view_as unbind split split_with_sizes chunk tensor_split diagonal unfold detach unflatten "
-    "__getitem__ __iter__"
+    "adjoint expand expand_as view_as unbind split split_with_sizes chunk tensor_split diagonal "
+    "unfold detach unflatten __getitem__ __iter__"
 )
 
 

@@ -166,8 +166,7 @@ def at_border(
             side = "input" if wanted is rule.inputs else "output"
             raise ValueError(
                 f"{side} {index} of block {rule.block!r} has the shape {shape}, and the plan "
-                f"splits its dim {placement.dim} "
-                f"along axis {names[axis]!r}; correct the plan"
+                f"splits its dim {placement.dim} along axis {names[axis]!r}; correct the plan"
             )
         placed[axis] = placement
         if not divides_along(shape, placed, sizes):

@@ -36,6 +36,5 @@ def refuse_copies(func: Callable[..., Any], tensor: Tensor) -> None:
     if COPIED in tensor.__dict__:
         raise ValueError(
             f"{func.__name__} changes a view of a split tensor in place, which would not change "
-            "that tensor; "
-            "write it without the in-place call, or keep the tensor's block whole"
+            "that tensor; write it without the in-place call, or keep the tensor's block whole"
         )

@@ -113,9 +113,8 @@ class OutsideMode(TorchFunctionMode):
                 if (layout := layout_of(tensor)) is not None:
                     raise ValueError(
                         f"{getattr(func, '__name__', func)} reads a tensor of shape "
-                        f"{list(layout.shape)} that is split, "
-                        "outside of the joint modules: keep the parameter whole, or the tensor "
-                        "inside"
+                        f"{list(layout.shape)} that is split, outside of the joint modules: keep "
+                        "the parameter whole, or the tensor inside"
                     )
         return func(*args, **(kwargs or {}))
 
@@ -175,8 +174,7 @@ def _arrived(tensor: Tensor, dim: int, axes: TensorAxes, joint: JointModule) -> 
     if dim >= tensor.ndim:
         raise ValueError(
             f"module {joint.module!r} got a tensor of shape {list(tensor.shape)}, and the plan "
-            f"says that its dim {dim} has "
-            "the samples; correct the plan, or make a new one"
+            f"says that its dim {dim} has the samples; correct the plan, or make a new one"
         )
     (ranks,) = axes.sizes
     shape = (*tensor.shape[:dim], tensor.shape[dim] * ranks, *tensor.shape[dim + 1 :])
@@ -199,8 +197,8 @@ def _left_one(tensor: Tensor, dim: int | None, mode: SplitMode, joint: JointModu
         where = "has no samples" if batch is None else f"has samples as {batch}"
         raise ValueError(
             f"a result of module {joint.module!r} of shape {list(mode.mover.shape(tensor))} "
-            f"{where}, and the plan says "
-            f"{'none' if dim is None else f'dim {dim}'}; correct the plan, or make a new one"
+            f"{where}, and the plan says {'none' if dim is None else f'dim {dim}'}; correct the "
+            "plan, or make a new one"
         )
     if layout is None or batch is None:
         whole: Tensor = mode.whole(tensor)
@@ -240,8 +238,7 @@ def _tensor_places(
     if len(places) != len(dims):
         raise ValueError(
             f"module {joint.module!r} has {len(places)} tensors among its {what}, and the plan "
-            f"says {len(dims)}; correct the "
-            "plan, or make a new one"
+            f"says {len(dims)}; correct the plan, or make a new one"
         )
     return places
 
@@ -289,8 +286,7 @@ def check_joint(
         ):
             raise ValueError(
                 f"parameter {f'{path}.{names[0]}'.lstrip('.')!r} is split, and module {path!r} is "
-                "in none of the joint "
-                "modules: keep it whole, or name a module around it"
+                "in none of the joint modules: keep it whole, or name a module around it"
             )
 
 

@@ -60,21 +60,17 @@ def _like_rows(call: Call, ranks: int) -> Iterator[Row]:
 
 _UNARY = (
     "abs absolute acos acosh asin asinh atan atanh ceil clamp clamp_max clamp_min clip clone "
-    "contiguous cos cosh deg2rad "
-    "detach digamma erf erfc erfinv exp exp2 expm1 fix floor frac i0 isfinite isinf isnan lgamma "
-    "log log10 log1p log2 "
-    "logical_not logit nan_to_num neg negative positive rad2deg reciprocal relu round rsqrt sgn "
-    "sigmoid sign signbit sin sinc "
-    "sinh sqrt square tan tanh trunc bitwise_not selu celu hardshrink softshrink alias"
+    "contiguous cos cosh deg2rad detach digamma erf erfc erfinv exp exp2 expm1 fix floor frac i0 "
+    "isfinite isinf isnan lgamma log log10 log1p log2 logical_not logit nan_to_num neg negative "
+    "positive rad2deg reciprocal relu round rsqrt sgn sigmoid sign signbit sin sinc sinh sqrt "
+    "square tan tanh trunc bitwise_not selu celu hardshrink softshrink alias"
 )
 _SEVERAL = (
     "add addcdiv addcmul atan2 bitwise_and bitwise_or bitwise_xor copysign div divide eq "
-    "float_power floor_divide fmax fmin "
-    "fmod ge greater greater_equal gt heaviside hypot isclose le less less_equal lerp logaddexp "
-    "logaddexp2 logical_and "
-    "logical_or logical_xor lt masked_fill maximum minimum mul multiply ne nextafter not_equal pow "
-    "remainder rsub sub subtract "
-    "true_divide where xlogy copysign prelu"
+    "float_power floor_divide fmax fmin fmod ge greater greater_equal gt heaviside hypot isclose "
+    "le less less_equal lerp logaddexp logaddexp2 logical_and logical_or logical_xor lt "
+    "masked_fill maximum minimum mul multiply ne nextafter not_equal pow remainder rsub sub "
+    "subtract true_divide where xlogy copysign prelu"
 )
 _CONVERSIONS = (
     "bfloat16 bool cfloat char cpu cuda double float half int long short type zero_ fill_ copy_"
@@ -82,16 +78,13 @@ _CONVERSIONS = (
 _LIKE = "empty_like full_like ones_like zeros_like"
 _FUNCTIONAL = (
     "celu elu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu logsigmoid mish prelu relu "
-    "relu6 selu sigmoid silu "
-    "softplus softshrink softsign tanh tanhshrink threshold"
+    "relu6 selu sigmoid silu softplus softshrink softsign tanh tanhshrink threshold"
 )
 _DUNDER = (
     "__abs__ __add__ __and__ __div__ __eq__ __floordiv__ __ge__ __gt__ __iadd__ __iand__ __idiv__ "
-    "__imul__ __invert__ __ior__ "
-    "__isub__ __itruediv__ __le__ __lt__ __mod__ __mul__ __ne__ __neg__ __or__ __pos__ __pow__ "
-    "__radd__ __rand__ __rdiv__ "
-    "__rfloordiv__ __rmod__ __rmul__ __ror__ __rpow__ __rsub__ __rtruediv__ __rxor__ __sub__ "
-    "__truediv__ __xor__ __ipow__"
+    "__imul__ __invert__ __ior__ __isub__ __itruediv__ __le__ __lt__ __mod__ __mul__ __ne__ "
+    "__neg__ __or__ __pos__ __pow__ __radd__ __rand__ __rdiv__ __rfloordiv__ __rmod__ __rmul__ "
+    "__ror__ __rpow__ __rsub__ __rtruediv__ __rxor__ __sub__ __truediv__ __xor__ __ipow__"
 )
 
 ELEMENTWISE = Kind("elementwise", elementwise_rows)

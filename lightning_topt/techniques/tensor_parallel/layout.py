@@ -95,8 +95,7 @@ def check_divides(size: int, parts: int, ranks: int, *, what: str) -> None:
         pieces = f"{parts} parts for {ranks} ranks" if parts > 1 else f"{ranks} ranks"
         raise ValueError(
             f"{what} has size {size}, which does not divide into {pieces}; choose a number of "
-            "ranks that divides it, or keep "
-            "it whole"
+            "ranks that divides it, or keep it whole"
         )
 
 

@@ -209,8 +209,7 @@ def refuse_graph() -> None:
     if torch.is_grad_enabled():
         raise ValueError(
             "gradients of gradients do not pass a module that runs the batches of several ranks: "
-            "leave it out of the joint "
-            "modules"
+            "leave it out of the joint modules"
         )
 
 

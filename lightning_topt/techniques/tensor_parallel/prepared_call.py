@@ -107,6 +107,6 @@ def refusal(func: Callable[..., Any], placements: Sequence[Placement]) -> ValueE
     """Return the error for a call that changes a tensor in place that is at `placements`."""
     return ValueError(
         f"{func.__name__} changes a tensor in place that is split "
-        f"{' x '.join(map(str, placements))}, which is not known for "
-        "such a tensor; write it without the in-place call, or keep the tensor's block whole"
+        f"{' x '.join(map(str, placements))}, which is not known for such a tensor; write it "
+        "without the in-place call, or keep the tensor's block whole"
     )

@@ -43,9 +43,8 @@ from lightning_topt.techniques.tensor_parallel.split_parameters import check_spl
 from lightning_topt.techniques.tensor_parallel.tensor_axes import TensorAxes
 
 _ADVICE = (
-    "some code works on tensors beside torch's functions; keep the parameters of this "
-    "module "
-    "and of those around it whole"
+    "some code works on tensors beside torch's functions; keep the parameters of this module and "
+    "of those around it whole"
 )
 _RULE = "_topt_rule"
 Results = list[tuple[str, tuple[tuple[int, ...], ...]]]
@@ -239,6 +238,5 @@ def _check_results(split: Results, whole: Results) -> None:
         if expected.get(path) and not _fit(shapes, known := expected[path].pop(0)):
             raise ValueError(
                 f"module {path!r} returns tensors of the shapes {list(shapes)} where its "
-                "parameters are split, and "
-                f"{list(known)} where they are whole; {_ADVICE}"
+                f"parameters are split, and {list(known)} where they are whole; {_ADVICE}"
             )

@@ -75,8 +75,7 @@ def layout_named_by(axes: Sequence[str]) -> str:
     known = "; ".join(", ".join(names) for names in _BY_AXES)
     raise ValueError(
         f"no layout is known for the tensor axes {', '.join(axes)}; a mesh to search has one of "
-        f"these: {known}. Others need a "
-        "plan that places tensors along them"
+        f"these: {known}. Others need a plan that places tensors along them"
     )
 
 
@@ -97,8 +96,8 @@ def layout_axes(layout: str, ranks: int) -> tuple[Axis, ...]:
         near = sorted(others, key=lambda text: abs(int(text) - ranks))[:3]
         raise ValueError(
             f"{layout} needs a number of ranks that is a product of {count} numbers above 1, and "
-            f"{ranks} is not: start "
-            f"{', '.join(sorted(near, key=int))} ranks, or choose plan='tensor'"
+            f"{ranks} is not: start {', '.join(sorted(near, key=int))} ranks, or choose "
+            "plan='tensor'"
         )
     names = ("tensor_tokens", "tensor_rows", "tensor_columns")[-count:]
     return tuple(Axis(name, size) for name, size in zip(names, sizes, strict=True))
@@ -266,10 +265,9 @@ def _rows(layout: str, shape: tuple[int, ...], sizes: Sequence[int]) -> Placemen
             return rows
     cut = " or ".join(sorted({str(dim) for dims in choices for dim in dims}))
     raise ValueError(
-        f"plan={layout!r} splits dim {cut} of tensors between "
-        f"layers, and that of the shape {shape} does not divide for {' x '.join(map(str, sizes))} "
-        "ranks: choose a size that "
-        "does (samples are dim 0, the steps of a sequence dim 1), another number of ranks, or "
+        f"plan={layout!r} splits dim {cut} of tensors between layers, and that of the shape "
+        f"{shape} does not divide for {' x '.join(map(str, sizes))} ranks: choose a size that does "
+        "(samples are dim 0, the steps of a sequence dim 1), another number of ranks, or "
         "plan='tensor'"
     )
 

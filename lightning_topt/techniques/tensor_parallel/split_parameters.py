@@ -99,8 +99,8 @@ def check_split(
     if pieces(placements, axes.sizes) is None:
         raise ValueError(
             f"parameter {name!r} is cut along one dim by several of the axes "
-            f"{', '.join(axes.names)}, and the parts of one are "
-            "not pieces of the parts of another; choose other parts, or another dim"
+            f"{', '.join(axes.names)}, and the parts of one are not pieces of the parts of "
+            "another; choose other parts, or another dim"
         )
     left = [*shape]
     for axis, (placement, named, size) in enumerate(
@@ -169,8 +169,7 @@ def _check_hooks(name: str, parameter: nn.Parameter) -> None:
     if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
         raise ValueError(
             f"parameter {name!r} has a hook for its gradient, and the plan splits it: the hook "
-            "would not see the whole "
-            "gradient; remove the hook, or keep the parameter whole"
+            "would not see the whole gradient; remove the hook, or keep the parameter whole"
         )
 
 

@@ -55,8 +55,8 @@ def set_data(tensor: Tensor, value: Tensor, axes: TensorAxes) -> None:
     if shape != layout.shape:
         raise ValueError(
             f"the data of a tensor of shape {layout.shape}, which is split "
-            f"{' x '.join(map(str, layout.placements))}, are set "
-            f"to those of one of shape {shape}; keep the shape, or keep the tensor's block whole"
+            f"{' x '.join(map(str, layout.placements))}, are set to those of one of shape {shape}; "
+            "keep the shape, or keep the tensor's block whole"
         )
     source = (REPLICATE,) * len(axes) if given is None else given.placements
     with torch._C.DisableTorchFunction(), torch.no_grad():
@@ -119,8 +119,8 @@ def refuse_transforms(tensors: Iterable[Tensor]) -> None:
             if layout_of(tensor) is not None:
                 raise ValueError(
                     "a transform of torch.func (vmap, grad, ...) is applied to a tensor that is "
-                    "split, of which it would see "
-                    "one slice; keep the parameters of this module and of those around it whole"
+                    "split, of which it would see one slice; keep the parameters of this module "
+                    "and of those around it whole"
                 )
 
 

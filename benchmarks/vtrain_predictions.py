@@ -6,7 +6,7 @@ with fitted constants.
 The rows are those of github VIA-Research/vTrain (MIT), `data/ground_truth_single.csv`. Constants
 are fitted to 40 of them and tested on all others, six times; `--other` rows are never fitted to,
 and predicted with constants that are fitted to all of the first file. Nothing here is a model of
-its own: `lightning_topt.cli.megatron` prices rows with the code of the search.
+its own: `lightning_topt.cli.megatron_rows` prices rows with the code of the search.
 """
 
 from __future__ import annotations
@@ -21,9 +21,13 @@ from pathlib import Path
 
 from benchmarks.common import RESULTS, machine
 from benchmarks.gpu_cost_model import FITTED, SPLITS, judge
-from lightning_topt.cli.megatron.megatron_costs import MegatronCosts, cluster_for
-from lightning_topt.cli.megatron.megatron_rows import MegatronRow
-from lightning_topt.cli.predict_rows import fit_rows, measured_rows
+from lightning_topt.cli.megatron_rows import (
+    MegatronCosts,
+    MegatronRow,
+    cluster_for,
+    fit_rows,
+    measured_rows,
+)
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.fitted_constants import CONSTANTS, FittedConstants
 

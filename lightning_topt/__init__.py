@@ -3,98 +3,86 @@
     LightningModule + batch -> graph -> costs -> techniques -> frontier -> plan -> execution ->
     plugins -> cli
 
-A stage may import what earlier stages produce, never what later ones do; `communication` (the
-exchange of gradients), `optim` (the shared optimizer step), `data` (caches of samples), `schedules`
-(of pipelines) and `prediction` (of weights in continuous ones) stand beside them, `basics` below
-all. Importing this package registers the strategy names ``"topt"``, ``"topt_compressed"`` and
+A stage may import what earlier stages produce, never what later ones do. Beside them stand
+`communication` (the exchange of gradients), `optim` (the shared optimizer step), `data` (caches of
+samples), `schedules` (of pipelines) and `prediction` (of weights in continuous ones); `basics` is
+below all.
+
+Importing this package registers the strategy names ``"topt"``, ``"topt_compressed"`` and
 ``"topt_pipeline"`` with Lightning, with the endings that its ``"ddp"`` has (``"_spawn"``,
-``"_find_unused_parameters_true"``); the classes themselves are imported when they are first used.
+``"_find_unused_parameters_true"``). The classes are imported when they are first used.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from lightning_topt.plugins.register import register_strategies
+from lightning_topt.plugins.register import register_strategies as register_strategies
 from topt_console import __version__ as __version__
 
-if TYPE_CHECKING:
-    from lightning_topt.communication.methods.bounded_loss import BoundedLoss
-    from lightning_topt.communication.methods.demo import DeMo
-    from lightning_topt.communication.methods.dense import Dense
-    from lightning_topt.communication.methods.half import BF16, FP16
-    from lightning_topt.communication.methods.local_steps import LocalSteps
-    from lightning_topt.communication.methods.power_sgd import PowerSGD
-    from lightning_topt.communication.methods.quantized_steps import QuantizedSteps
-    from lightning_topt.communication.methods.sign import Sign
-    from lightning_topt.communication.methods.sparse_loco import SparseLoCo
-    from lightning_topt.communication.methods.top_k import TopK
-    from lightning_topt.execution.sharded_checkpoint import read_sharded_checkpoint
-    from lightning_topt.plan.parallel_plan import ParallelPlan
-    from lightning_topt.plugins.auto_parallel import AutoParallelStrategy
-    from lightning_topt.plugins.cached_data import CachedDataModule
-    from lightning_topt.plugins.compressed_ddp import CompressedDDPStrategy
-    from lightning_topt.plugins.coordinated_data import CoordinatedDataModule
-    from lightning_topt.plugins.local_steps_strategy import LocalStepsStrategy
-    from lightning_topt.plugins.parallel_optimizer import ParallelOptimizerStep
-    from lightning_topt.plugins.pipeline_strategy import PipelineStrategy
-    from lightning_topt.plugins.stall_monitor import StallMonitor
-    from lightning_topt.plugins.tuned_data import TunedDataModule
-
-__all__ = [
-    "BF16",
-    "FP16",
-    "AutoParallelStrategy",
-    "BoundedLoss",
-    "CachedDataModule",
-    "CompressedDDPStrategy",
-    "CoordinatedDataModule",
-    "DeMo",
-    "Dense",
-    "LocalSteps",
-    "LocalStepsStrategy",
-    "ParallelOptimizerStep",
-    "ParallelPlan",
-    "PipelineStrategy",
-    "PowerSGD",
-    "QuantizedSteps",
-    "Sign",
-    "SparseLoCo",
-    "StallMonitor",
-    "TopK",
-    "TunedDataModule",
-    "read_sharded_checkpoint",
-    "register_strategies",
-]
+# Public names, and the module that each is imported from at its first use.
 _HOMES = {
-    "AutoParallelStrategy": "plugins.auto_parallel",
-    "BF16": "communication.methods.half",
-    "BoundedLoss": "communication.methods.bounded_loss",
-    "CachedDataModule": "plugins.cached_data",
-    "CompressedDDPStrategy": "plugins.compressed_ddp",
-    "CoordinatedDataModule": "plugins.coordinated_data",
-    "DeMo": "communication.methods.demo",
-    "Dense": "communication.methods.dense",
-    "FP16": "communication.methods.half",
-    "LocalSteps": "communication.methods.local_steps",
-    "LocalStepsStrategy": "plugins.local_steps_strategy",
-    "ParallelOptimizerStep": "plugins.parallel_optimizer",
-    "ParallelPlan": "plan.parallel_plan",
-    "PipelineStrategy": "plugins.pipeline_strategy",
-    "PowerSGD": "communication.methods.power_sgd",
-    "QuantizedSteps": "communication.methods.quantized_steps",
-    "Sign": "communication.methods.sign",
-    "SparseLoCo": "communication.methods.sparse_loco",
-    "StallMonitor": "plugins.stall_monitor",
-    "TopK": "communication.methods.top_k",
-    "TunedDataModule": "plugins.tuned_data",
-    "read_sharded_checkpoint": "execution.sharded_checkpoint",
+    "BoundedLoss": "lightning_topt.communication.methods.bounded_loss",
+    "DeMo": "lightning_topt.communication.methods.demo",
+    "Dense": "lightning_topt.communication.methods.dense",
+    "BF16": "lightning_topt.communication.methods.half",
+    "FP16": "lightning_topt.communication.methods.half",
+    "LocalSteps": "lightning_topt.communication.methods.local_steps",
+    "PowerSGD": "lightning_topt.communication.methods.power_sgd",
+    "QuantizedSteps": "lightning_topt.communication.methods.quantized_steps",
+    "Sign": "lightning_topt.communication.methods.sign",
+    "SparseLoCo": "lightning_topt.communication.methods.sparse_loco",
+    "TopK": "lightning_topt.communication.methods.top_k",
+    "read_sharded_checkpoint": "lightning_topt.execution.sharded_checkpoint",
+    "ParallelPlan": "lightning_topt.plan.parallel_plan",
+    "AutoParallelStrategy": "lightning_topt.plugins.auto_parallel",
+    "CachedDataModule": "lightning_topt.plugins.cached_data",
+    "CompressedDDPStrategy": "lightning_topt.plugins.compressed_ddp",
+    "CoordinatedDataModule": "lightning_topt.plugins.coordinated_data",
+    "LocalStepsStrategy": "lightning_topt.plugins.local_steps_strategy",
+    "ParallelOptimizerStep": "lightning_topt.plugins.parallel_optimizer",
+    "PipelineStrategy": "lightning_topt.plugins.pipeline_strategy",
+    "StallMonitor": "lightning_topt.plugins.stall_monitor",
+    "TunedDataModule": "lightning_topt.plugins.tuned_data",
 }
+__all__ = [*_HOMES, "register_strategies"]
+
+if TYPE_CHECKING:  # the same for type checkers and editors, which do not run `__getattr__`
+    from lightning_topt.communication.methods.bounded_loss import BoundedLoss as BoundedLoss
+    from lightning_topt.communication.methods.demo import DeMo as DeMo
+    from lightning_topt.communication.methods.dense import Dense as Dense
+    from lightning_topt.communication.methods.half import BF16 as BF16
+    from lightning_topt.communication.methods.half import FP16 as FP16
+    from lightning_topt.communication.methods.local_steps import LocalSteps as LocalSteps
+    from lightning_topt.communication.methods.power_sgd import PowerSGD as PowerSGD
+    from lightning_topt.communication.methods.quantized_steps import (
+        QuantizedSteps as QuantizedSteps,
+    )
+    from lightning_topt.communication.methods.sign import Sign as Sign
+    from lightning_topt.communication.methods.sparse_loco import SparseLoCo as SparseLoCo
+    from lightning_topt.communication.methods.top_k import TopK as TopK
+    from lightning_topt.execution.sharded_checkpoint import (
+        read_sharded_checkpoint as read_sharded_checkpoint,
+    )
+    from lightning_topt.plan.parallel_plan import ParallelPlan as ParallelPlan
+    from lightning_topt.plugins.auto_parallel import AutoParallelStrategy as AutoParallelStrategy
+    from lightning_topt.plugins.cached_data import CachedDataModule as CachedDataModule
+    from lightning_topt.plugins.compressed_ddp import CompressedDDPStrategy as CompressedDDPStrategy
+    from lightning_topt.plugins.coordinated_data import (
+        CoordinatedDataModule as CoordinatedDataModule,
+    )
+    from lightning_topt.plugins.local_steps_strategy import LocalStepsStrategy as LocalStepsStrategy
+    from lightning_topt.plugins.parallel_optimizer import (
+        ParallelOptimizerStep as ParallelOptimizerStep,
+    )
+    from lightning_topt.plugins.pipeline_strategy import PipelineStrategy as PipelineStrategy
+    from lightning_topt.plugins.stall_monitor import StallMonitor as StallMonitor
+    from lightning_topt.plugins.tuned_data import TunedDataModule as TunedDataModule
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value  # the next access does not come here
     return value
 

@@ -1,3 +1,9 @@
-"""This folder holds what every other may import; nothing in it imports anything of this package,
-nor torch.
+"""Helpers that every other folder may import; they import nothing of this package, nor torch.
+
+argument_checks   checks of constructors' arguments
+units             quantities with units, to floats and back
+once              results kept by the identity of an object
+forked_call       a function in a forked copy of this process
+own_files         files that other users cannot have made or changed
+jit               kernels compiled by Numba
 """

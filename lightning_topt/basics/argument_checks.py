@@ -1,5 +1,8 @@
-"""Checks of constructors' arguments: each returns the value, or raises ValueError with one sentence
-that names the argument.
+"""Checks of constructors' arguments.
+
+    self.depth = check_whole(depth, name="depth")     # "depth is at least 1, a whole number; ..."
+
+Each check returns the value, or raises ValueError with one sentence that names the argument.
 """
 
 from __future__ import annotations
@@ -16,9 +19,7 @@ from lightning_topt.basics.units import parse_bytes
 
 
 def check_whole(value: Any, *, name: str, least: int | None = 1, most: int | None = None) -> int:
-    """Return a whole number of at least `least`, if any, and at most `most`; True and 2.0 are
-    none.
-    """
+    """Return a whole number from `least` to `most`, if these are given; True and 2.0 are none."""
     is_whole = isinstance(value, Integral) and not isinstance(value, bool)
     if (
         not is_whole
@@ -82,8 +83,9 @@ def check_text(value: Any, *, name: str) -> str:
 
 
 def check_texts(value: Any, *, name: str) -> tuple[str, ...]:
-    """Return the texts of a list or tuple. A single text is refused: it would be read letter by
-    letter.
+    """Return the texts of a list or tuple.
+
+    A single text is refused: it would be read letter by letter.
     """
     listed = isinstance(value, Sequence) and not isinstance(value, str | bytes)
     if not listed or not all(isinstance(item, str) for item in value):

@@ -35,10 +35,14 @@ _NICENESS = 5  # training goes first
 
 
 class ForkedCall(Generic[T]):
-    """Calls `function` in a copy of this process; what it returns, or raises, is pickled.
+    """A call of `function` in a copy of this process; what it returns, or raises, is pickled.
 
-    `isolated`: what it opens, writes and prints reaches nobody. Raises OSError where no process can
-    be made.
+    Args:
+        function: takes no arguments.
+        isolated: what it opens, writes and prints reaches nobody.
+
+    Raises:
+        OSError: no process can be made.
     """
 
     def __init__(self, function: Callable[[], T], *, isolated: bool = False) -> None:
@@ -72,8 +76,9 @@ class ForkedCall(Generic[T]):
     def result(self, *, timeout_seconds: float = 60.0) -> T:
         """Return what the function returned, or raise what it raised.
 
-        Raises TimeoutError after so many seconds without a word from it, RuntimeError where its
-        process was killed.
+        Raises:
+            TimeoutError: nothing came of it for so many seconds.
+            RuntimeError: its process was killed.
         """
         while not self.is_ready():
             if not select.select([self._read], [], [], timeout_seconds)[0]:
@@ -106,10 +111,9 @@ class ForkedCall(Generic[T]):
 
 
 def _run_as_child(function: Callable[[], Any], write: int, parent: int, *, isolated: bool) -> None:
-    """Call `function`, send what comes of it, and end without cleaning up what belongs to the
-    parent.
-    """
+    """Call `function`, send what comes of it, and end without cleaning up the parent's things."""
     try:
+        # signals as in a new process; the end of the parent is the end of this one
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, signal.SIG_DFL)
         if sys.platform == "linux":
@@ -131,8 +135,9 @@ def _run_as_child(function: Callable[[], Any], write: int, parent: int, *, isola
 
 
 def _isolate(keep: int) -> None:
-    """Replace all open files and sockets but `keep` by the null device, and let every write to a
-    file fail.
+    """Replace all open files and sockets but `keep` by the null device.
+
+    Every write to a file fails from then on: files may have no size.
     """
     nothing = os.open(os.devnull, os.O_RDWR)
     folder = "/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd"
@@ -159,9 +164,10 @@ def writable_files() -> Iterator[None]:
 
 
 def _pickled_error(error: Exception) -> bytes:
+    """Return what is sent for an error; some cannot be made again from their pickle."""
     try:
         answer = pickle.dumps((False, error))
         pickle.loads(answer)
-    except Exception:  # some errors cannot be made again
+    except Exception:
         answer = pickle.dumps((False, RuntimeError(f"{type(error).__name__}: {error}")))
     return answer

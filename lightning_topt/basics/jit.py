@@ -1,8 +1,7 @@
-"""Kernels are compiled by Numba, without the GIL, and kept on disk where that can be written (a few
-seconds, once).
+"""Compile kernels with Numba: without the GIL, and kept on disk where that can be written.
 
-Importing Numba takes 0.4 s, so what imports this is loaded where work is large
-(`importlib.import_module`).
+A compilation takes a few seconds, once. Importing Numba takes 0.4 s, so what imports this module is
+loaded where work is large (`importlib.import_module`).
 """
 
 from __future__ import annotations
@@ -20,9 +19,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def kernel(function: Any) -> Any:
-    """Compile `function` as NumPy computes: without checks of bounds, and division by zero is no
-    error.
-    """
+    """Compile `function` as NumPy computes: no checks of bounds, no error of division by 0."""
     return compiled(function, boundscheck=False, error_model="numpy")
 
 

@@ -1,5 +1,6 @@
-"""`once_per_object`: what follows from an object alone is worked out once, and forgotten with the
-object.
+"""`once_per_object`: keep what follows from an object alone, until the object is gone.
+
+A module of its own since `functools.lru_cache` would hash its arguments, and keep them alive.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ Result = TypeVar("Result")
 
 
 def once_per_object(function: Callable[[Subject], Result]) -> Callable[[Subject], Result]:
-    """Return `function` with its results kept by the identity of their subjects: frozen values that
-    are dear to hash.
+    """Return `function` with its results kept by the identity of their subjects.
 
-    A result must not refer to its subject, which would live for ever then.
+    Subjects are frozen values that take long to hash. A result must not refer to its subject, which
+    would never be freed then.
     """
     known: dict[int, tuple[weakref.ref[Any], Result]] = {}
 
     @wraps(function)
     def found(subject: Subject) -> Result:
-        key = id(subject)
+        key = id(subject)  # given to another object once this one is gone, and forgotten by then
         if key not in known:
             result = function(subject)
             known[key] = weakref.ref(subject, lambda _: known.pop(key, None)), result

@@ -1,5 +1,7 @@
-"""Files and folders that belong to this user: what others may have put in their places is neither
-read nor written.
+"""Files and folders of this user alone; what others put in their places is not read nor written.
+
+Caches are in folders such as /tmp, where another user may make a file first, or a link. `made`
+makes a folder, and `open_own` opens a file, only where nobody else can have made or changed it.
 """
 
 from __future__ import annotations
@@ -18,11 +20,14 @@ class NotOwn(PermissionError):
 
 
 def open_own(path: Path, flags: int = os.O_RDWR | os.O_CREAT) -> int:
-    """Return a descriptor of this user's file at `path`, by default made where there is none, for
-    this user alone.
+    """Return a descriptor of this user's file at `path`.
 
-    Raises NotOwn for a link, a file with a second name, one that is no plain file, belongs to
-    somebody else (but root) or that others may write; OSError where it cannot be opened.
+    By default a file is made where there is none, for this user alone.
+
+    Raises:
+        NotOwn: a link, a file with a second name, one that is no plain file, belongs to somebody
+            else (but root) or that others may write.
+        OSError: it cannot be opened.
     """
     if not is_held(path):
         flags |= os.O_NOFOLLOW
@@ -34,6 +39,7 @@ def open_own(path: Path, flags: int = os.O_RDWR | os.O_CREAT) -> int:
             raise _not_own("it is a symbolic link", path) from None
         raise
     try:
+        # checked by the descriptor: what is at the path may change meanwhile
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise _not_own("it is no plain file", path)
@@ -47,11 +53,14 @@ def open_own(path: Path, flags: int = os.O_RDWR | os.O_CREAT) -> int:
 
 
 def made(folder: Path) -> Path:
-    """Return the folder, which is there now: this user's, and others may not write in it nor put
-    another one in its place.
+    """Make a folder of this user's where there is none, and return it.
 
-    Raises ValueError where a file has its place, NotOwn where it is not this user's alone, OSError
-    where it cannot be made.
+    Others may not write in it, nor put another one in its place.
+
+    Raises:
+        ValueError: a file has its place.
+        NotOwn: it is not this user's alone.
+        OSError: it cannot be made.
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True, mode=0o755)
@@ -77,10 +86,12 @@ def made(folder: Path) -> Path:
 def not_own_reason(
     status: os.stat_result, *, forbidden: int = OTHERS_WRITE, also_root: bool = True
 ) -> str | None:
-    """Return why a file or folder is not this user's alone, None where it is: its owner, or bits of
-    its mode in `forbidden`.
+    """Return why a file or folder is not this user's alone; None where it is.
 
-    Root counts as this user where `also_root`.
+    Args:
+        status: of the file or folder.
+        forbidden: bits of its mode that let others write.
+        also_root: root counts as this user.
     """
     if status.st_uid != os.geteuid() and not (also_root and status.st_uid == 0):
         return f"it belongs to user {status.st_uid}, this process to user {os.geteuid()}"
@@ -90,9 +101,7 @@ def not_own_reason(
 
 
 def is_held(path: Path) -> bool:
-    """Return whether a path is the link by which the system names a file that some process holds
-    open.
-    """
+    """Return whether a path is the system's link to a file that some process holds open."""
     return _HELD in path.parents
 
 

@@ -1,9 +1,11 @@
-"""Quantities with units, as people write them, to plain floats and back: bytes, seconds, bytes/s,
-FLOP/s.
+"""Quantities with units, as people write them, to plain floats and back.
 
-``"80GB"`` 8e10 bytes, ``"2GiB"`` 2 * 2**30 bytes, ``"2TB/s"`` 2e12 bytes/s, ``"25Gb/s"`` 3.125e9
-bytes/s (b is a bit, B a byte), ``"312TFLOP/s"``, ``"5us"``. A bare number is in the base unit.
-Everything raises ValueError on negative or infinite values, unknown units and other types.
+    parse_bytes("80GB")         8e10 bytes             parse_bytes("2GiB")     2 * 2**30 bytes
+    parse_bandwidth("2TB/s")    2e12 bytes/s           parse_flops("312TFLOP/s")
+    parse_bandwidth("25Gb/s")   3.125e9 bytes/s        parse_seconds("5us")
+
+b is a bit, B a byte. A bare number is in the base unit. `parse_*` raise ValueError on negative or
+infinite values, unknown units and other types; `name` is used in the message.
 """
 
 from __future__ import annotations
@@ -37,9 +39,7 @@ _QUANTITY = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([A-Za
 
 
 def parse_bytes(value: int | float | str, *, name: str = "size") -> int:
-    """Convert ``"2GiB"``, ``"80GB"``, ``"512 MB"`` or a number, to bytes (rounded). `name` is used
-    in errors.
-    """
+    """Convert ``"2GiB"``, ``"80GB"``, ``"512 MB"`` or a number, to bytes (rounded)."""
     return round(_parse(value, _BYTES, name=name, example="'80GB' or '2GiB'"))
 
 
@@ -75,8 +75,9 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Format what takes minutes, hours or days for people: ``"3.2 h"``, ``"17.4 d"``; less as
-    `format_seconds` does.
+    """Format minutes, hours or days for people: ``"3.2 h"``, ``"17.4 d"``.
+
+    What is shorter is formatted by `format_seconds`.
     """
     for unit, factor in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
         if seconds >= 2 * factor:
@@ -92,6 +93,7 @@ def format_money(amount: float) -> str:
 def _parse(
     value: int | float | str, units: Mapping[str, float], *, name: str, example: str
 ) -> float:
+    """Return a number, or a text with one of `units`, in the base unit."""
     if isinstance(value, str):
         match = _QUANTITY.fullmatch(value) if len(value) <= _LONGEST else None
         if not match:

@@ -1,5 +1,11 @@
-"""`topt advise`: which batch, how many devices, what is slow, what is worth allowing. Every number
-says where it is from.
+"""`topt advise`: which batch, how many devices, what is slow, what is worth allowing?
+
+    scale       other batches and fewer devices         searched again
+    bottleneck  what the chosen plan's time is made of
+    data        the wait for data                       from ``stalls.json`` of `topt stalls`
+    exchange    servers, compression, bounded loss      uniform plans, searched again
+
+Every number says where it is from. Nothing is trained.
 """
 
 from __future__ import annotations
@@ -43,9 +49,60 @@ _BATCHES = (0.25, 0.5, 1, 2, 4)  # of the given one
 _MOST_COUNTS = 6
 
 
+def run(config: DictConfig) -> None:
+    """Give advice on what `config` describes; files go to Hydra's run folder.
+
+    Raises what searching and reading raise.
+    """
+    pl.seed_everything(config.seed, workers=True)
+    options, asked = AdviceOptions.read(config), WhatIf.read(config)
+    searches, request = read_searches(config, asked)
+    if len(searches) > 1:
+        raise ValueError(
+            "topt advise is about one batch_size, seq_len and number of devices, and looks at "
+            "other batches and fewer devices by itself; topt plan compares several"
+        )
+
+    # the plan that the advice is about: `at` is what was found, `chosen` the search of its batches
+    (at, *_), notes = search_all(searches, request, asked)
+    ((_, search),) = searches
+    chosen = of_microbatches(search, at.chosen.accumulate)
+
+    advice = _advise_scale(at, search, request, asked, options)
+    advice += advise_bottleneck(chosen, at.chosen, at.frontier, limit=_memory_limit(at, request))
+    advice += advise_data(at.chosen, options.stalls)
+    size = float(sum(map(parameter_bytes, search.graph.parameters)))
+    points, why = _compressed_points(at, chosen, request)
+    advice += [
+        advise_servers(at.chosen, parameter_bytes=size),
+        advise_compression(points, at=at.chosen, why_none=why),
+        advise_bounded_loss(at.chosen, tail=options.exchange_tail),
+    ]
+
+    # files and the terminal
+    title = f"Advice on {search.graph.model or 'the model'}: {at.scenario}"
+    notes = [f"The plan: {plan_in_words(at.chosen)}.", at.chosen.point.plan.reason, *notes]
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    text = save_advice(folder, advice, title=title, notes=notes)
+    at.chosen.point.plan.save(folder / "plan.yaml")
+    console = Console()
+    console.print(Markdown(text))
+    console.print(f"run folder: {folder}", highlight=False, soft_wrap=True)
+
+
+# ---- options
+
+
 @dataclass(frozen=True)
 class AdviceOptions:
-    """The options of `topt advise` beside those of `topt plan`."""
+    """The options of `topt advise` beside those of `topt plan`.
+
+    Args:
+        efficiency: the share of linear speed-up that more devices must keep.
+        stalls: what `topt stalls` has measured.
+        noise_scale: of gradients, in samples.
+        exchange_tail: the slowest exchange over the median one.
+    """
 
     efficiency: float
     stalls: MeasuredStalls | None
@@ -54,33 +111,37 @@ class AdviceOptions:
 
     @classmethod
     def read(cls, config: DictConfig) -> AdviceOptions:
-        """Read and check them. Raises ValueError for what they cannot be."""
+        """Read and check them.
+
+        Raises:
+            ValueError: for what they cannot be.
+        """
         wanted = check_real(config.efficiency, name="efficiency", positive=True)
         if wanted >= 1:
             raise ValueError(
                 f"efficiency is a share between 0 and 1, such as 0.8; got {config.efficiency}"
             )
-        tail = (
-            None
-            if config.exchange_tail is None
-            else check_real(config.exchange_tail, name="exchange_tail")
-        )
-        if tail is not None and tail < 1:
+        tail = config.exchange_tail
+        if tail is not None and (tail := check_real(tail, name="exchange_tail")) < 1:
             raise ValueError(
                 f"exchange_tail is at least 1: the slowest exchange over the median one; got {tail}"
             )
+        # given, or read from a log
         noise = config.noise_scale
         if noise is not None:
             noise = check_real(noise, name="noise_scale", positive=True)
         elif config.log is not None:
             noise = read_noise_scale(str(config.log), column=str(config.noise_column))
-        return cls(
-            wanted, None if config.stalls is None else read_stalls(str(config.stalls)), noise, tail
-        )
+        stalls = None if config.stalls is None else read_stalls(str(config.stalls))
+        return cls(wanted, stalls, noise, tail)
 
 
 def read_stalls(path: str) -> MeasuredStalls:
-    """Return what a ``stalls.json`` holds. Raises ValueError for a file that is none."""
+    """Return what a ``stalls.json`` holds.
+
+    Raises:
+        ValueError: the file is none.
+    """
     try:
         return MeasuredStalls.read(parse_json(read_text(path)))
     except OSError as error:
@@ -88,10 +149,12 @@ def read_stalls(path: str) -> MeasuredStalls:
 
 
 def read_noise_scale(path: str, *, column: str) -> float:
-    """Return the median of the second half of `column` in a ``metrics.csv``, the gradient noise
-    scale in samples.
+    """Return the gradient noise scale, in samples, that a ``metrics.csv`` has logged.
 
-    Raises ValueError for a file without that column, or without positive numbers in it.
+    It is the median of the second half of `column`.
+
+    Raises:
+        ValueError: the file has no such column, or no positive numbers in it.
     """
     try:
         with open(path, newline="", encoding="utf-8") as file:
@@ -105,6 +168,7 @@ def read_noise_scale(path: str, *, column: str) -> float:
             f"{', '.join(columns[:8])}: name another with noise_column=, give noise_scale=, or "
             "leave out log"
         )
+    # of the second half: the first steps are not typical
     values = [float(row[column]) for row in rows if row[column]]
     values = [value for value in values[len(values) // 2 :] if value > 0]
     if not values:
@@ -112,55 +176,35 @@ def read_noise_scale(path: str, *, column: str) -> float:
     return statistics.median(values)
 
 
-def run(config: DictConfig) -> None:
-    """Give advice on what `config` describes; files go to Hydra's run folder. Raises what searching
-    and reading raise.
-    """
-    pl.seed_everything(config.seed, workers=True)
-    options, asked = AdviceOptions.read(config), WhatIf.read(config)
-    searches, request = read_searches(config, asked)
-    if len(searches) > 1:
-        raise ValueError(
-            "topt advise is about one batch_size, seq_len and number of devices, and looks at "
-            "other batches and fewer devices by itself; topt plan compares several"
-        )
-    (at, *_), notes = search_all(searches, request, asked)
-    ((_, search),) = searches
-    chosen = of_microbatches(search, at.chosen.accumulate)
-    advice = _scale(at, search, request, asked, options)
-    advice += advise_bottleneck(chosen, at.chosen, at.frontier, limit=_limit(at, request))
-    advice += advise_data(at.chosen, options.stalls)
-    advice += _exchange(at, chosen, request, options)
-    title = f"Advice on {search.graph.model or 'the model'}: {at.scenario}"
-    notes = [f"The plan: {plan_in_words(at.chosen)}.", at.chosen.point.plan.reason, *notes]
-    folder = Path(HydraConfig.get().runtime.output_dir)
-    text = save_advice(folder, advice, title=title, notes=notes)
-    at.chosen.point.plan.save(folder / "plan.yaml")
-    console = Console()
-    console.print(Markdown(text))
-    console.print(f"run folder: {folder}", highlight=False, soft_wrap=True)
+# ---- searches again
 
 
-def _limit(at: Found, request: PlanRequest) -> float:
-    device = at.scenario.cluster.device.memory_bytes
-    return device if request.memory_limit is None else request.memory_limit
-
-
-def _scale(
+def _advise_scale(
     at: Found, search: SearchRequest, request: PlanRequest, asked: WhatIf, options: AdviceOptions
 ) -> list[Advice]:
-    """The search again for other batches, and for fewer devices; tensor axes are looked at where
-    the plan has one.
+    """Search again for other batches, and for fewer devices, and advise on both.
+
+    Tensor axes are searched where the plan has one.
     """
-    others: list[tuple[Scenario, SearchRequest]] = []
-    scenario, sizes = at.scenario, _batches(search)
+    scenario = at.scenario
     search = search if at.chosen.point.plan.mesh.tensor_axes else replace(search, split=None)
-    for batch in sizes:
-        others.append(
-            (replace(scenario, batch_size=batch), replace(search, global_batch_size=batch))
-        )
-    for count in _counts(scenario.devices) if search.mesh is None else []:
+    # other batches, where it is known how a step grows with them
+    others: list[tuple[Scenario, SearchRequest]] = []
+    sizes = {round(search.global_batch_size * factor) for factor in _BATCHES}
+    for batch in sorted(sizes) if search.graph.batch_scaling else []:
+        if 0 < batch != search.global_batch_size:
+            others.append(
+                (replace(scenario, batch_size=batch), replace(search, global_batch_size=batch))
+            )
+    # halves of the number of devices, halves of these, and so on, as long as they are whole
+    count = scenario.devices
+    for _ in range(_MOST_COUNTS if search.mesh is None else 0):
+        if count % 2:
+            break
+        count //= 2
         others.append((replace(scenario, devices=count), replace(search, device_counts=(count,))))
+
+    # they are searched side by side
     found: list[Found] = []
     if others:
         with suppress(ValueError):  # none of them has a plan
@@ -171,38 +215,16 @@ def _scale(
     return advice + advise_devices([at.chosen, *counts], at=at.chosen, wanted=options.efficiency)
 
 
-def _batches(search: SearchRequest) -> list[int]:
-    """Other batches, where it is known how a step grows with them."""
-    if not search.graph.batch_scaling:
-        return []
-    several = {round(search.global_batch_size * factor) for factor in _BATCHES}
-    return sorted(size for size in several if 0 < size != search.global_batch_size)
-
-
-def _counts(devices: int) -> list[int]:
-    """Halves of the number of devices, halves of these, and so on."""
-    counts = [devices >> k for k in range(1, _MOST_COUNTS + 1)]
-    return [count for k, count in enumerate(counts, start=1) if count and count << k == devices]
-
-
-def _exchange(
-    at: Found, search: SearchRequest, request: PlanRequest, options: AdviceOptions
-) -> list[Advice]:
-    size = float(sum(map(parameter_bytes, search.graph.parameters)))
-    points, why = _compressed(at, search, request)
-    return [
-        advise_servers(at.chosen, parameter_bytes=size),
-        advise_compression(points, at=at.chosen, why_none=why),
-        advise_bounded_loss(at.chosen, tail=options.exchange_tail),
-    ]
-
-
-def _compressed(
+def _compressed_points(
     at: Found, search: SearchRequest, request: PlanRequest
 ) -> tuple[list[PlanPoint], str]:
-    """Uniform plans with whole gradients that fit, compressed or not; why there are none."""
+    """Return the uniform plans that fit and keep gradients unsharded, compressed or not.
+
+    The text says why there are none.
+    """
     if search.mesh is not None or at.scenario.devices == 1:
         return [], "it is for gradients that data ranks exchange, on a mesh that is not given"
+    # all methods of compression, in a search of data parallelism alone
     candidates = AllowedExchanges.read(True).held(search.optimizer, steps=math.inf, say=False)
     asked = replace(
         search, exchanges=candidates, split=None, pipelines=None, stale=None, shards=False
@@ -212,11 +234,14 @@ def _compressed(
     except ValueError as error:
         return [], str(error).rstrip(".")
     points = [point for point in found.candidates if point.plan.keeps_gradients_whole]
-    margin = {"memory_limit": _limit(at, request), "memory_margin": request.memory_margin}
-    fits = fitting_points(points, **margin)
-    return (
-        fits,
-        ""
-        if fits
-        else "it is for whole gradients, and no plan that keeps these whole fits into memory",
+    fits = fitting_points(
+        points, memory_limit=_memory_limit(at, request), memory_margin=request.memory_margin
     )
+    why = "it is for whole gradients, and no plan that keeps these whole fits into memory"
+    return fits, "" if fits else why
+
+
+def _memory_limit(at: Found, request: PlanRequest) -> float:
+    """Return the bytes per device that a plan may take."""
+    device = at.scenario.cluster.device.memory_bytes
+    return device if request.memory_limit is None else request.memory_limit

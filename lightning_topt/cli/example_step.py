@@ -1,5 +1,11 @@
-"""The step that commands look at without training: a batch of the user's data, and the graph of
-what the model does with it.
+"""The step that commands reason about without training: a batch of the user's data, and its graph.
+
+    trainer = one_device_trainer(config)
+    example = capture_example(model, datamodule, trainer)     # NeedsValues: the model must be real
+    example.graph, example.samples, example.batch
+
+A model on the meta device is captured without memory. One whose step reads values of tensors
+(`NeedsValues`) is built for real and captured again; the command decides about that.
 """
 
 from __future__ import annotations
@@ -8,7 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
+from hydra.utils import instantiate
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from omegaconf import DictConfig, OmegaConf
 
 from lightning_topt.graph.capture import CaptureError, capture, may_need_values
 from lightning_topt.graph.meta_build import is_on_meta
@@ -26,9 +34,15 @@ class NeedsValues(Exception):
 
 @dataclass(frozen=True)
 class ExampleStep:
-    """The graph of a rank's step on `batch`, its samples, and the same step as one that can be
-    split, where that was asked for and the step does not depend on values; `reads_values` says
-    whether it does.
+    """One rank's step on a batch, captured.
+
+    Args:
+        graph: the step.
+        samples: those of `batch`.
+        split: the same step as one that can be split, where that was asked for and the step does
+            not depend on values.
+        reads_values: the step depends on values of tensors.
+        batch: what the step was captured on.
     """
 
     graph: OpGraph
@@ -38,11 +52,29 @@ class ExampleStep:
     batch: Any = None
 
 
+def capture_example(
+    model: pl.LightningModule,
+    datamodule: pl.LightningDataModule,
+    trainer: pl.Trainer,
+    *,
+    splits: bool = False,
+) -> ExampleStep:
+    """Return the step of `model` on a batch of its data.
+
+    Raises:
+        NeedsValues: for a model on the meta device.
+    """
+    return capture_batches(
+        model, example_batches(model, datamodule, trainer), trainer, splits=splits
+    )
+
+
 def example_batches(
     model: pl.LightningModule, datamodule: pl.LightningDataModule, trainer: pl.Trainer
 ) -> tuple[Any, Any | None]:
-    """Return a training batch and one of twice as many samples (None: there is none); `trainer` is
-    the model's from then on.
+    """Return a training batch, and one of twice as many samples or None.
+
+    `trainer` is the model's from then on.
     """
     # the hooks of a batch's transfer ask for it
     trainer._data_connector.attach_data(model, datamodule=datamodule)
@@ -52,21 +84,6 @@ def example_batches(
     return batches_of(CombinedLoader(datamodule.train_dataloader()), trainer)
 
 
-def capture_example(
-    model: pl.LightningModule,
-    datamodule: pl.LightningDataModule,
-    trainer: pl.Trainer,
-    *,
-    splits: bool = False,
-) -> ExampleStep:
-    """Return the step of `model` on a batch of its data. Raises NeedsValues for a model on the meta
-    device.
-    """
-    return capture_batches(
-        model, example_batches(model, datamodule, trainer), trainer, splits=splits
-    )
-
-
 def capture_batches(
     model: pl.LightningModule,
     batches: tuple[Any, Any | None],
@@ -74,12 +91,19 @@ def capture_batches(
     *,
     splits: bool = False,
 ) -> ExampleStep:
-    """Return the step of `model` on what `example_batches` returned, with `splits` as one that can
-    be split too.
+    """Return the step of `model` on what `example_batches` returned.
 
-    Raises NeedsValues for a model on the meta device.
+    Args:
+        model: the LightningModule.
+        batches: a batch, and one of twice as many samples or None.
+        trainer: that of the model.
+        splits: return it as a step that can be split as well.
+
+    Raises:
+        NeedsValues: for a model on the meta device.
     """
     batch, second_batch = batches
+    # the model computes in the trainer's precision, on its kind of device
     trainer.precision_plugin.convert_module(model)
     given: dict[str, Any] = {
         "forward_context": trainer.precision_plugin.forward_context,
@@ -88,25 +112,43 @@ def capture_batches(
     trace, reads_values = FunctionTrace() if splits else None, False
     traced = {**given, "adapt": None if trace is None else trace.of}
     try:
-        graph, sizes = (
-            capture(model, batch, second_batch=second_batch, **traced),
-            batch_sizes(batch, second_batch),
-        )
+        # two batches tell how the step grows with the batch
+        graph = capture(model, batch, second_batch=second_batch, **traced)
+        sizes = batch_sizes(batch, second_batch)
     except Exception as error:
-        # As it is, for the trainer's own number of ranks: how the step grows with the batch stays
-        # unknown.
         reads_values = may_need_values(error)
         if not reads_values and not isinstance(error, CaptureError):
             raise
         if reads_values and is_on_meta(model):
             raise NeedsValues from error
+        # As it is, for the trainer's own number of ranks: how the step grows with the batch stays
+        # unknown. A step that reads values runs on real tensors, and cannot be split.
         if reads_values:
-            trace, graph = (
-                None,
-                observe_step(model, batch, forward_context=given["forward_context"]),
-            )
+            trace = None
+            graph = observe_step(model, batch, forward_context=given["forward_context"])
         else:
             graph = capture(model, batch, batch_scaling=False, **traced)
         second_batch, sizes = None, (graph.batch_size, graph.batch_size)
     split = None if trace is None else SplitModel(model, batch, graph, trace, second_batch, **given)
     return ExampleStep(graph, sizes[0], split, reads_values=reads_values, batch=batch)
+
+
+# ---- what commands read of a configuration
+
+
+def one_device_trainer(config: DictConfig) -> pl.Trainer:
+    """Return the trainer of `config` on one device, without logs and checkpoints."""
+    given = {
+        "strategy": "auto",
+        "devices": 1,
+        "num_nodes": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+    }
+    trainer: pl.Trainer = instantiate(config.trainer, **given, _convert_="all")
+    return trainer
+
+
+def plain_value(value: Any) -> Any:
+    """Return an entry of a configuration as plain dictionaries, lists and scalars."""
+    return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value

@@ -1,6 +1,8 @@
 """The commands of `topt`, run under Hydra; `topt_console` answers what needs no Lightning.
 
-Wrong use ends with one sentence and exit code 2.
+`run` imports the module of a command (``lightning_topt.cli.<command>``) when it is asked for. Hydra
+composes the command's configuration, with which the module's `run` is called. Wrong use ends with
+one sentence and exit code 2; other errors show their traceback and end with 1.
 """
 
 from __future__ import annotations
@@ -24,31 +26,21 @@ import topt_console
 from hydra_plugins.lightning_topt_searchpath import conf_dir
 from lightning_topt.cli.several_clusters import as_hydra_reads
 
-# Each is imported when it is asked for.
-MODULES = {
-    "plan": "plan",
-    "train": "train",
-    "calibrate": "calibrate_command",
-    "predict": "predict",
-    "verify": "verify",
-    "stalls": "stalls",
-    "advise": "advise",
-}
 FULL_ERROR = "HYDRA_FULL_ERROR"
 
 
 def main() -> None:
-    """Run what `python -m lightning_topt.cli.main` runs: the same as the console script."""
+    """Do what `python -m lightning_topt.cli.main` does: the same as the console script."""
     topt_console.main()
 
 
 def run(command: str) -> None:
-    """Run a subcommand under Hydra; tracebacks only where they say more than the message."""
+    """Run a command under Hydra; tracebacks only where they say more than the message."""
     wants_traceback = os.environ.get(FULL_ERROR) not in (None, "", "0")
     # classes of the user's own (`model._target_=mine.Net`), as `python -m` finds them
     sys.path.append(os.getcwd())
     try:
-        hydra_main(command, importlib.import_module(f"lightning_topt.cli.{MODULES[command]}").run)
+        hydra_main(command, importlib.import_module(f"lightning_topt.cli.{command}").run)
     except Exception as error:
         sentence = None if wants_traceback else _sentence(error)
         if sentence is None:
@@ -60,25 +52,24 @@ def run(command: str) -> None:
 def hydra_main(command: str, run: Callable[[DictConfig], None]) -> None:
     """Compose the configuration of `command` from the command line and pass it to `run`.
 
-    Hydra reads its overrides from `sys.argv` and reports errors in its own way unless an
+    Hydra reads its overrides from `sys.argv`, and reports errors in its own way unless an
     environment variable is set. While `run` works both are as the user left them: Lightning starts
     the other ranks from them.
     """
     arguments, full_error = sys.argv, os.environ.get(FULL_ERROR)
+    words = as_hydra_reads(arguments[2:]) if command == "plan" else arguments[2:]
 
     def task(config: DictConfig) -> None:
         with _process_state(arguments, full_error):
             run(config)
 
-    with _process_state(
-        [arguments[0], *(as_hydra_reads(arguments[2:]) if command == "plan" else arguments[2:])],
-        "1",
-    ):
+    with _process_state([arguments[0], *words], "1"):
         hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=command)(task)()
 
 
 @contextmanager
 def _process_state(arguments: list[str], full_error: str | None) -> Generator[None, None, None]:
+    """Set the command line and Hydra's environment variable, and put them back at the end."""
     before = sys.argv, os.environ.get(FULL_ERROR)
     try:
         _set_process_state(arguments, full_error)
@@ -94,10 +85,15 @@ def _set_process_state(arguments: list[str], full_error: str | None) -> None:
         os.environ[FULL_ERROR] = full_error
 
 
+# ---- errors
+
+
 def _sentence(error: BaseException) -> str | None:
-    """The message of an error that the user can mend; None for all others, whose traceback is
-    needed.
+    """Return the message of an error that the user can mend.
+
+    None for all others, whose traceback is needed.
     """
+    # what a `_target_` raised: its own sentence, after the entry that names the target
     if isinstance(error, InstantiationException) and error.__cause__ is not None:
         place = re.search(r"full_key: (\S+)", str(error))
         inner = _sentence(error.__cause__) or _wrong_target(
@@ -109,17 +105,19 @@ def _sentence(error: BaseException) -> str | None:
             f"{_one_line(str(error))}; a value that `--cfg job` shows refers to it, as data made "
             "for another model does"
         )
-    if isinstance(error, HydraException | OmegaConfBaseException):
-        return _one_line(str(error))
-    for_user = isinstance(error, ValueError) and _is_ours(error.__traceback__)
-    return (
-        _one_line(str(error)) if for_user or isinstance(error, MisconfigurationException) else None
+    # ours are written for the user: a ValueError whose innermost frame is in this package
+    ours = isinstance(error, ValueError) and _innermost(error.__traceback__).startswith(
+        "lightning_topt."
     )
+    if ours or isinstance(error, HydraException | OmegaConfBaseException):
+        return _one_line(str(error))
+    return _one_line(str(error)) if isinstance(error, MisconfigurationException) else None
 
 
 def _wrong_target(error: BaseException, group: str) -> str | None:
-    """Say what is wrong with a `_target_` or its arguments; None where the target's own code
-    failed.
+    """Say what is wrong with a `_target_` or its arguments.
+
+    None where the target's own code failed.
     """
     if isinstance(error, TypeError):  # an argument that the target does not take
         own = (
@@ -131,6 +129,7 @@ def _wrong_target(error: BaseException, group: str) -> str | None:
     missing = error.__cause__
     if isinstance(error, ImportError) and isinstance(missing, ModuleNotFoundError | AttributeError):
         target = re.search(r"'(.*?)'", str(error))
+        # Hydra looked for an attribute, or a part of the target's own path is no module
         looked_for = isinstance(missing, AttributeError) and _innermost(
             missing.__traceback__
         ).startswith("hydra.")
@@ -144,14 +143,8 @@ def _wrong_target(error: BaseException, group: str) -> str | None:
     return None
 
 
-def _is_ours(trace: TracebackType | None) -> bool:
-    """Whether the innermost frame belongs to this package: then the message was written for the
-    user.
-    """
-    return _innermost(trace).startswith("lightning_topt.")
-
-
 def _innermost(trace: TracebackType | None) -> str:
+    """Return the name of the module where an error was raised."""
     module = ""
     for frame, _ in traceback.walk_tb(trace):
         module = frame.f_globals.get("__name__", "")
@@ -159,7 +152,8 @@ def _innermost(trace: TracebackType | None) -> str:
 
 
 def _one_line(message: str) -> str:
-    """Hydra's messages are paragraphs: keep the first ones, without its search path and types."""
+    """Return a message in one line; of Hydra's, without its search path and types."""
+    # Hydra's messages are paragraphs, of which the first ones are kept
     message = re.split(r"Config search path:|\n\s*object_type=|\n\s*full_key:", message)[0]
     return re.sub(r"\s*\n\s*", " ", message.strip())
 

@@ -1,5 +1,7 @@
-"""`topt plan` finds the frontier of step time and peak memory, and the plan that fits the limits
-best. No training.
+"""`topt plan`: find the frontier of step time and peak memory, and the plan that fits best.
+
+Nothing is trained. The frontier and the plan go to Hydra's run folder, and are printed. Choices of
+machines, numbers of devices, batches or lengths, and limits of a run, are for `what_if`.
 """
 
 from __future__ import annotations
@@ -12,9 +14,8 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from lightning_topt.cli import what_if
-from lightning_topt.cli.plan_report import report_plan
-from lightning_topt.cli.plan_setup import Asked, PlanSetup
-from lightning_topt.cli.searched_meshes import SearchedMeshes
+from lightning_topt.cli.plan_steps import PlanSetup, UnpricedSearch, report_plan
+from lightning_topt.cli.search_space import SearchedMeshes
 from lightning_topt.costs.cluster import sentence_of
 from lightning_topt.plan.choose import check_objective
 from lightning_topt.plan.plan_search import search_plans
@@ -25,31 +26,37 @@ from lightning_topt.plugins.searched_plan import choose_for
 def run(config: DictConfig) -> None:
     """Plan what `config` describes; files go to Hydra's run folder.
 
-    Raises ValueError when the strategy is not one that plans, and what capturing and choosing
-    raise.
+    Raises:
+        ValueError: the strategy is not one that plans; and what capturing and choosing raise.
     """
     pl.seed_everything(config.seed, workers=True)
     if what_if.is_asked(config):
         what_if.run(config)
         return
+
+    # what is asked
     setup = PlanSetup.of(config)
     request, trainer = setup.request, setup.trainer
     meshes = SearchedMeshes.read(config, request, trainer)
     objective = config.objective or request.objective
     check_objective(objective)
+
+    # the step, its costs, and the search
     example, capture_seconds = setup.capture(splits=meshes.tensor)
     samples = meshes.global_batch_size(example.samples, world_size=trainer.world_size)
-    asked = Asked.of(
+    unpriced = UnpricedSearch.of(
         setup, meshes, example, request, global_batch_size=samples, capture_seconds=capture_seconds
     )
-    search = setup.with_costs(asked.request, request)
+    search = setup.with_costs(unpriced.request, request)
     if search is None:  # another rank of torchrun goes on
         return
     frontier = search_plans(search)
     folder = Path(HydraConfig.get().runtime.output_dir)
     frontier.save(folder / "frontier.json")  # worth having even when no plan fits
-    notes = meshes.notes(search, frontier, asked.unsplit)
-    notes += meshes.pipelines.notes(search, example, request, trainer, unstaged=asked.unstaged)
+
+    # the choice and the report
+    notes = meshes.notes(search, frontier, unpriced.unsplit)
+    notes += meshes.pipelines.notes(search, example, request, trainer, unstaged=unpriced.unstaged)
     notes.append(sentence_of(search.cluster.accuracy))
     request = dataclasses.replace(request, objective=objective)
     planning = Planning(frontier, choose_for(request, frontier, search.cluster), example.graph)

@@ -1,36 +1,88 @@
-"""`topt predict` says what given plans would cost, without a search: rows of a CSV file, a plan of
-a model, recorded runs.
+"""`topt predict`: what given plans would cost, without a search.
+
+    plan=FILE or a name     `predict_plan`: one plan of a model, and what its time is made of
+    runs=FOLDER             `predict_runs`: recorded runs (`run.json`), predicted and measured
+    runs=FILE.csv           `megatron_rows.predict_rows`: rows of Megatron-LM runs
+
+Recorded runs also tell how wrong the constants of a cluster are:
+
+    t = a compute + b exposed communication   a, b fitted to the runs, as `fitted_constants` does it
+
+A cluster whose computing takes a times as long and whose links b times as long predicts these runs
+better. Each run is predicted from the others to say by how much.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
+import numpy as np
+import torch
 from hydra.core.hydra_config import HydraConfig
+from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
+from rich.table import Table
 
-from lightning_topt.cli.predict_plan import predict_plan
-from lightning_topt.cli.predict_rows import predict_rows
-from lightning_topt.cli.predict_runs import predict_runs
-from lightning_topt.costs.cluster import Cluster
-from lightning_topt.costs.plain_values import shown
-from lightning_topt.plugins.read_options import read_cluster
+from lightning_topt.basics.argument_checks import check_whole
+from lightning_topt.basics.units import format_bytes, format_seconds
+from lightning_topt.cli.example_step import (
+    ExampleStep,
+    NeedsValues,
+    capture_example,
+    one_device_trainer,
+    plain_value,
+)
+from lightning_topt.cli.megatron_rows import predict_rows
+from lightning_topt.costs.cluster import (
+    Accuracy,
+    Cluster,
+    CollectiveCurve,
+    ErrorFigure,
+    Link,
+    sentence_of,
+)
+from lightning_topt.costs.fitted_constants import least_factors
+from lightning_topt.costs.optimizer import OptimizerProfile, read_optimizer
+from lightning_topt.costs.plain_values import number, parse_json, read_text, shown
+from lightning_topt.graph.meta_build import build_on_meta
+from lightning_topt.plan.explanation import PricedPlan, price_plan
+from lightning_topt.plan.parallel_plan import ParallelPlan
+from lightning_topt.plan.plan_report import print_explanation, print_stages
+from lightning_topt.plan.plan_search import SearchRequest
+from lightning_topt.plugins.given_plans import MeshPlan, PipelinePlan, UniformPlan
+from lightning_topt.plugins.planning import make_fake_optimizers
+from lightning_topt.plugins.read_options import read_cluster, read_plan_option
+
+# of files that are read, rows of the table, runs to fit two factors to
+MOST_RUNS, SHOWN, ENOUGH = 10_000, 20, 3
+WIDTHS = 0.3, 0.5  # how far the factors stray, as logarithms
+
+_CAPTION = (
+    "work of the rank that works longest; exchanges run beside other work, so shares may add up to "
+    "more than 100 %"
+)
 
 
 def run(config: DictConfig) -> None:
     """Predict what `config` describes, and print it.
 
-    Raises ValueError for files that cannot be read, options that contradict one another, and plans
-    that cannot be.
+    Raises:
+        ValueError: files that cannot be read, options that contradict one another, and plans that
+            cannot be.
     """
     if (config.runs is None) == (config.plan is None):
         raise ValueError(
             "say what is to be predicted, one of the two: runs=FILE.csv (or a folder with run.json "
             "files), or plan=FILE.yaml"
         )
-    cluster, console = _cluster(config), Console()
+    # options that belong to another kind of prediction are refused, not ignored
+    cluster, console = _read_cluster(config), Console()
     if config.plan is not None:
         _refuse(config, ("calibrate_on", "save_cluster"), why="of runs")
         predict_plan(config, _known(cluster), console=console)
@@ -48,7 +100,8 @@ def run(config: DictConfig) -> None:
         predict_rows(_path(config.runs, "runs"), _known(cluster), **paths, console=console)
 
 
-def _cluster(config: DictConfig) -> Cluster | None:
+def _read_cluster(config: DictConfig) -> Cluster | None:
+    """Return the cluster of ``cluster`` or ``cluster_file``, if any."""
     # a list, of which Hydra keeps the last
     if not isinstance(HydraConfig.get().runtime.choices.get("cluster"), str):
         raise ValueError(
@@ -72,6 +125,7 @@ def _known(cluster: Cluster | None) -> Cluster:
 
 
 def _refuse(config: DictConfig, names: tuple[str, ...], *, why: str) -> None:
+    """Raise ValueError where options are given that belong to another kind of prediction."""
     for name in names:
         if config[name] is not None:
             raise ValueError(f"{name} belongs to the prediction {why}: leave it out")
@@ -81,3 +135,329 @@ def _path(value: Any, name: str) -> Path:
     if not isinstance(value, str | Path):
         raise ValueError(f"{name} is the path of a file, got {shown(value)}")
     return Path(value)
+
+
+# ---- one plan of a model
+
+
+def predict_plan(config: DictConfig, cluster: Cluster, *, console: Console) -> None:
+    """Price the plan that `config` names as the search would, and print it.
+
+    Raises:
+        ValueError: options contradict one another.
+        PlanError: the plan is not one of the model.
+    """
+    pl.seed_everything(config.seed, workers=True)
+    given = read_plan_option(plain_value(config.plan))
+    if given is None or isinstance(given, MeshPlan | PipelinePlan):
+        raise ValueError(
+            "the splits of a mesh and the stages of a pipeline are found by a search: give a plan "
+            "file, such as topt plan writes, or a name such as plan=zero3"
+        )
+    # the step is captured as one that can be split where the plan splits it
+    splits = isinstance(given, ParallelPlan) and bool(given.mesh.tensor_axes)
+    example, profile = _captured(config, splits=splits)
+    plan = _complete_plan(given, config.ranks, example, cluster)
+    priced = price_plan(_request_of(plan, example, cluster, profile), plan)
+    _print_priced(priced, cluster, console=console)
+    if config.out is not None:
+        out = Path(config.out)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        priced.plan.save(out)
+        console.print(f"plan with its prediction: {out}", highlight=False, soft_wrap=True)
+
+
+def _captured(config: DictConfig, *, splits: bool) -> tuple[ExampleStep, OptimizerProfile]:
+    """Return the step of the configuration's model on one device, and its optimizer."""
+    make_model = functools.partial(instantiate, config.model)
+    datamodule: pl.LightningDataModule = instantiate(config.data)
+    model: pl.LightningModule = build_on_meta(make_model)
+    trainer = one_device_trainer(config)
+    try:
+        example = capture_example(model, datamodule, trainer, splits=splits)
+    except NeedsValues:
+        model = make_model()
+        example = capture_example(model, datamodule, trainer)
+    optimizers, named = make_fake_optimizers(model, device=torch.device("cpu"))
+    return example, read_optimizer(optimizers, named_parameters=named)
+
+
+def _complete_plan(
+    given: UniformPlan | ParallelPlan, ranks: int | None, example: ExampleStep, cluster: Cluster
+) -> ParallelPlan:
+    """Return the plan with all that its file or name leaves open: ranks, nodes and the batch."""
+    if isinstance(given, ParallelPlan):
+        if ranks not in (None, given.mesh.size):
+            raise ValueError(
+                f"ranks={ranks}, but the plan is for {given.mesh.size}; leave out ranks"
+            )
+        return given if given.batch_size is not None else replace(given, batch_size=example.samples)
+    # a plan by name is for all devices of the cluster, or for `ranks`, on as few nodes as can be
+    count = cluster.num_devices if ranks is None else ranks
+    check_whole(count, name="ranks")
+    nodes = max(count // cluster.devices_per_node, 1)
+    if count % nodes:
+        raise ValueError(
+            f"{count} ranks cannot be divided over {nodes} nodes: choose numbers that divide"
+        )
+    plan = given.of(example.graph, given.mesh(count, num_nodes=nodes))
+    return replace(plan, batch_size=example.samples)
+
+
+def _request_of(
+    plan: ParallelPlan, example: ExampleStep, cluster: Cluster, profile: OptimizerProfile
+) -> SearchRequest:
+    """Return what a search that finds `plan`, which has a batch, would be asked."""
+    assert plan.batch_size is not None
+    # where ranks of a group bring their own batches, every rank has one
+    batches = plan.mesh.size if plan.brings_batches else plan.data_parallel_size
+    return SearchRequest(
+        example.graph,
+        cluster,
+        profile,
+        device_counts=(plan.mesh.size,),
+        global_batch_size=plan.batch_size * batches,
+        split=example.split,
+        own_batches=plan.schedule is None and plan.num_microbatches > 1,
+    )
+
+
+def _print_priced(priced: PricedPlan, cluster: Cluster, *, console: Console) -> None:
+    """Print what a plan is predicted to cost, the kinds of work, and its blocks or stages."""
+    predicted, plan = priced.predicted, priced.plan
+    console.print(
+        f"{plan.summary()}, batches of {plan.batch_size} on {cluster.name}", highlight=False
+    )
+    console.print(
+        f"step time {format_seconds(predicted.step_seconds)}, peak memory "
+        f"{format_bytes(predicted.peak_bytes)} of each rank",
+        highlight=False,
+    )
+    console.print(sentence_of(cluster.accuracy), highlight=False)
+    # kinds of work, the longest first
+    table = Table("of a step", "seconds", "share", caption=_CAPTION, caption_justify="left")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for kind, seconds in sorted(priced.seconds.items(), key=lambda item: -item[1]):
+        if seconds > 0:
+            share = 100 * seconds / max(predicted.step_seconds, 1e-30)
+            table.add_row(kind, format_seconds(seconds), f"{share:.1f} %")
+    console.print(table)
+    if priced.blocks is not None:
+        print_explanation(priced.blocks, console=console)
+    if priced.stages:
+        print_stages(priced.stages, console=console)
+
+
+# ---- recorded runs
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """One run, predicted and measured: seconds of a step, and bytes at its peak.
+
+    `compute` and `communication` are the seconds that the prediction is made of; `measured_bytes`
+    are those of the fullest rank.
+    """
+
+    path: Path
+    machine: str
+    compute: float
+    communication: float
+    predicted: float
+    measured: float
+    predicted_bytes: float
+    measured_bytes: float | None
+
+
+def predict_runs(
+    folder: Path, cluster: Cluster | None, *, save: Path | None, console: Console
+) -> None:
+    """Print how far predictions of recorded runs were from what was measured.
+
+    Args:
+        folder: the runs are below it; they are shown machine by machine.
+        cluster: where some of them ran.
+        save: a file for `cluster` with the constants that follow from the runs on it.
+        console: where to print.
+
+    Raises:
+        ValueError: there are no such runs, or none on the cluster that is to be saved.
+    """
+    runs = [*read_runs(folder)]
+    if not runs:
+        raise ValueError(
+            f"no run.json below {folder} has both a prediction and a measurement: topt train "
+            "strategy=topt writes such files"
+        )
+    # all runs, by machine
+    by_machine: dict[str, list[RecordedRun]] = {}
+    for run in runs:
+        by_machine.setdefault(run.machine, []).append(run)
+    for machine, those in by_machine.items():
+        _print_runs(machine, those, folder, console)
+
+    # constants from the runs on the given cluster
+    if save is None:
+        return
+    if cluster is None:
+        raise ValueError(
+            "save_cluster is for a cluster with corrected constants: say which, cluster=NAME or "
+            "cluster_file=FILE"
+        )
+    own = [run for run in runs if run.machine.startswith(f"{cluster.name} on ")]
+    if not own:
+        raise ValueError(
+            f"no run below {folder} is on {cluster.name!r}: they are on "
+            f"{', '.join(sorted(by_machine))}"
+        )
+    save.parent.mkdir(parents=True, exist_ok=True)
+    corrected(cluster, own).save(save)
+    console.print(f"cluster: {save}", highlight=False, soft_wrap=True)
+
+
+def read_runs(folder: Path) -> Iterator[RecordedRun]:
+    """Yield the runs of the ``run.json`` files below `folder` that were predicted and measured.
+
+    Other files are passed over.
+    """
+    for path in sorted(folder.rglob("run.json"))[:MOST_RUNS]:
+        try:
+            run = _read_run(path, parse_json(read_text(path)))
+        except (ValueError, OSError, KeyError, TypeError):
+            continue
+        if run is not None:
+            yield run
+
+
+def _read_run(path: Path, record: Mapping[str, Any]) -> RecordedRun | None:
+    predicted, measured, plan = record["predicted"], record["measured"], record["plan"]
+    if not predicted or not measured or not plan:
+        return None
+    names = "compute_seconds", "exposed_communication_seconds", "step_seconds", "peak_bytes"
+    compute, communication, step, size = [number(predicted[name], name=name) for name in names]
+    seconds = number(measured["median_step_seconds"], name="median_step_seconds")
+    # a rank without a measurement has 0 or nothing
+    peaks = [
+        number(value, name="peak_bytes_per_rank")
+        for value in measured["peak_bytes_per_rank"]
+        if value
+    ]
+    if not seconds or not step:
+        return None
+    machine = (
+        f"{plan['cluster'] or 'machines without a name'} on {record['world_size']} "
+        f"{record['device']} rank(s)"
+    )
+    return RecordedRun(
+        path, machine, compute, communication, step, seconds, size, max(peaks, default=None)
+    )
+
+
+def _print_runs(machine: str, runs: Sequence[RecordedRun], folder: Path, console: Console) -> None:
+    """Print the runs on one machine, and what they say of its constants."""
+    columns = "run", "predicted", "measured", "error", "peak predicted", "measured", "error"
+    table = Table(*columns, title=machine)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for run in runs[-SHOWN:]:
+        size = run.measured_bytes
+        table.add_row(
+            str(run.path.parent.relative_to(folder)),
+            format_seconds(run.predicted),
+            format_seconds(run.measured),
+            _error(run.predicted, run.measured),
+            format_bytes(run.predicted_bytes),
+            "-" if size is None else format_bytes(size),
+            "" if size is None else _error(run.predicted_bytes, size),
+        )
+    if len(runs) > SHOWN:
+        table.caption = f"the last {SHOWN} of {len(runs)} runs"
+    console.print(table)
+
+    # errors as predicted, and with corrected constants
+    seconds = ErrorFigure.of([run.predicted for run in runs], [run.measured for run in runs])
+    console.print(f"Step times: {seconds}.", highlight=False)
+    if (size_error := _bytes_error(runs)) is not None:
+        console.print(f"Peak memory: {size_error}.", highlight=False)
+    if (better := corrected_error(runs)) is not None:
+        a, b = correction_factors(runs)
+        console.print(
+            f"Computing took {a:.2f} times, communication {b:.2f} times what was predicted; with "
+            f"constants corrected so, each run predicted from the others: {better}.",
+            highlight=False,
+        )
+
+
+def _error(predicted: float, measured: float) -> str:
+    return f"{100 * (predicted / measured - 1):+.1f} %"
+
+
+# ---- constants that follow from recorded runs
+
+
+def correction_factors(runs: Sequence[RecordedRun]) -> tuple[float, float]:
+    """Return by what factors computing and links take longer than predicted.
+
+    A factor is 1 where the runs say nothing about it.
+    """
+    compute = np.array([run.compute for run in runs])
+    exposed = np.array([run.communication for run in runs])
+    measured = [run.measured for run in runs]
+    found = least_factors(lambda a: a[0] * compute + a[1] * exposed, measured, widths=WIDTHS)
+    return float(found[0]), float(found[1])
+
+
+def corrected_error(runs: Sequence[RecordedRun]) -> ErrorFigure | None:
+    """Return the errors of predictions with factors that are fitted to the other runs.
+
+    None for too few of them.
+    """
+    if len(runs) <= ENOUGH:
+        return None
+    # leave-one-out: a run says nothing about its own prediction
+    predicted = []
+    for index, run in enumerate(runs):
+        a, b = correction_factors([*runs[:index], *runs[index + 1 :]])
+        predicted.append(a * run.compute + b * run.communication)
+    return ErrorFigure.of(predicted, [run.measured for run in runs])
+
+
+def corrected(cluster: Cluster, runs: Sequence[RecordedRun]) -> Cluster:
+    """Return `cluster` with the constants that follow from `runs` on it, and their errors."""
+    # seconds of computing take a times as long, those of links b times
+    a, b = correction_factors(runs) if len(runs) >= ENOUGH else (1.0, 1.0)
+    seconds = corrected_error(runs) or ErrorFigure.of(
+        [r.predicted for r in runs], [r.measured for r in runs]
+    )
+    accuracy = Accuracy(seconds, _bytes_error(runs), f"{len(runs)} runs that were recorded")
+    if cluster.nodes:
+        raise ValueError(
+            f"the cluster {cluster.name!r} has several kinds of nodes: constants are corrected for "
+            "one kind"
+        )
+    device = replace(
+        cluster.device,
+        flops={dtype: rate / a for dtype, rate in cluster.device.flops.items()},
+        memory_bandwidth=cluster.device.memory_bandwidth / a,
+        op_overhead_seconds=cluster.device.op_overhead_seconds * a,
+        framework_seconds=cluster.device.framework_seconds * a,
+        launch_seconds=cluster.device.launch_seconds * a,
+    )
+    links = {
+        name: None if link is None else Link(link.latency_seconds * b, link.bandwidth / b)
+        for name, link in (("intra", cluster.intra), ("inter", cluster.inter))
+    }
+    curves = {
+        key: CollectiveCurve(
+            curve.sizes, tuple(b * value for value in curve.seconds), b * curve.wait_seconds
+        )
+        for key, curve in cluster.collectives.items()
+    }
+    given: dict[str, Any] = {**links, "device": device, "collectives": curves}
+    return replace(cluster, **given, accuracy=accuracy)
+
+
+def _bytes_error(runs: Sequence[RecordedRun]) -> ErrorFigure | None:
+    pairs = [(run.predicted_bytes, run.measured_bytes) for run in runs if run.measured_bytes]
+    return ErrorFigure.of(*zip(*pairs, strict=True)) if pairs else None

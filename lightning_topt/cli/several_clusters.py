@@ -1,5 +1,8 @@
-"""Several clusters at once: each is one choice of the group `cluster`, composed as if it were the
-only one, or a file.
+"""Several clusters in one command: ``topt plan cluster=[a100_8x8,mine.yaml]``.
+
+A group of Hydra has one choice. So `as_hydra_reads` passes the list on as ``clusters=[...]``,
+before Hydra reads the command line. `read_clusters` then composes each cluster as if it were the
+only one. A small module of its own: `main` needs the first half without loading what plans.
 """
 
 from __future__ import annotations
@@ -15,17 +18,17 @@ from lightning_topt.costs.cluster import Cluster, ClusterError
 
 _FILES = (".yaml", ".yml")
 _LIST = re.compile(r"^cluster=(\[.*\])$", re.DOTALL)
-_OWN = re.compile(r"^[+~]*(clusters?)(=|$)")
+_OVERRIDE = re.compile(r"^[+~]*(clusters?)(=|$)")  # of the group itself, not of an entry
 
 
 def as_hydra_reads(arguments: Sequence[str]) -> list[str]:
-    """Return the words of a command line with ``cluster=[a,b]`` as ``clusters=[a,b]``: a group of
-    Hydra has one choice.
+    """Return the words of a command line with ``cluster=[a,b]`` as ``clusters=[a,b]``.
 
-    The first one is that choice, so that entries of clusters can be overridden.
+    The first cluster becomes the group's choice too, so that entries of clusters can be overridden.
     """
     found: list[str] = []
     for word in arguments:
+        # cluster=[a,b] becomes clusters=[a,b] cluster=a; files are no choices of the group
         listed = _LIST.match(word)
         found.append(f"clusters={listed[1]}" if listed else word)
         first = listed[1].strip("[] ").split(",")[0].strip() if listed else ""
@@ -35,11 +38,19 @@ def as_hydra_reads(arguments: Sequence[str]) -> list[str]:
 
 
 def read_clusters(names: Sequence[str] | None, *, default: Cluster | None) -> list[Cluster | None]:
-    """Return the clusters of these names (None: `default` alone), in their order; None is the
-    machine that this runs on.
+    """Return the clusters of these names, in their order.
 
-    Overrides of a cluster's entries (``cluster.device.price_per_hour=2``) hold for each. Raises
-    ClusterError for a file that is none, what Hydra raises for names that are not known.
+    Overrides of a cluster's entries (``cluster.device.price_per_hour=2``) hold for each.
+
+    Args:
+        names: choices of the group `cluster`, or files; None: `default` alone.
+        default: the cluster of the configuration.
+
+    Returns:
+        A cluster for each name; None is the machine that this runs on.
+
+    Raises:
+        ClusterError: a file or choice that is no cluster; what Hydra raises for unknown names.
     """
     if names is None:
         return [default]
@@ -47,8 +58,9 @@ def read_clusters(names: Sequence[str] | None, *, default: Cluster | None) -> li
 
 
 def _composed(name: str) -> Cluster | None:
+    """Compose the configuration of this command once more, with one choice of `cluster`."""
     hydra = HydraConfig.get()
-    given = [word for word in hydra.overrides.task if not _OWN.match(word)]
+    given = [word for word in hydra.overrides.task if not _OVERRIDE.match(word)]
     config = compose(hydra.job.config_name or "plan", overrides=[*given, f"cluster={name}"])
     cluster = config.get("cluster")
     if cluster is None:

@@ -1,5 +1,9 @@
-"""`topt stalls` says what the wait for data is made of, and what would remove it. No training is
-kept.
+"""`topt stalls`: what is the wait for data made of, and what would remove it?
+
+    measure     the training loader of a data module, under the model's own training loop
+    serving     let a data module give other batches, as each run of a measurement does
+
+No training is kept. ``stalls.json`` (docs/schemas.md) and ``stalls.png`` go to Hydra's run folder.
 """
 
 from __future__ import annotations
@@ -45,7 +49,8 @@ QUIET: dict[str, Any] = {  # what the Trainer of a measurement does not do
 def run(config: DictConfig) -> None:
     """Measure what `config` describes; files go to Hydra's run folder.
 
-    Raises ValueError for several devices, and what `measure_stalls` raises.
+    Raises:
+        ValueError: for several devices; and what `measure_stalls` raises.
     """
     pl.seed_everything(config.seed, workers=True)
     datamodule: pl.LightningDataModule = instantiate(config.data)
@@ -65,6 +70,8 @@ def run(config: DictConfig) -> None:
             seed=config.seed,
         ),
     )
+
+    # the report
     folder = Path(HydraConfig.get().runtime.output_dir)
     rows = what_if(measurement.costs, measurement.setup)
     predictions = [row._asdict() | {"setup": vars(row.setup)} for row in rows]
@@ -84,17 +91,25 @@ def measure(
     directory: str,
     options: MeasurementOptions,
 ) -> StallMeasurement:
-    """Return the measurement of the data module's training loader under the model's training loop.
+    """Measure the data module's training loader under the model's training loop.
 
-    `trainer` makes a new Trainer of one device at each call: every run is a fit of one epoch. The
-    model's weights change.
+    Every run is a fit of one epoch. The model's weights change.
+
+    Args:
+        model: the LightningModule.
+        datamodule: gives the loader.
+        trainer: makes a new Trainer of one device at each call.
+        directory: for the cache on disk.
+        options: what is measured, and for how long.
     """
+    # one process: the loader is that of a rank
     first: pl.Trainer = trainer()
     if first.world_size > 1:
         raise ValueError(
             f"topt stalls measures one process, not {first.world_size}: set trainer.devices=1, and "
             "cores to its share"
         )
+    # set up once, as a fit would; the fits below are given the batches
     datamodule.trainer = first
     datamodule.prepare_data()
     datamodule.setup("fit")
@@ -112,9 +127,11 @@ def measure(
 
 @contextmanager
 def serving(datamodule: pl.LightningDataModule, batches: Any) -> Iterator[None]:
-    """Let the data module, set up already, give `batches` as its training loader. Its hooks of a
-    batch's transfer stay.
+    """Let the data module, set up already, give `batches` as its training loader.
+
+    Its hooks of a batch's transfer stay.
     """
+    # attributes of the object, which hide the methods of its class
     given = {
         "prepare_data": lambda: None,
         "setup": lambda stage: None,

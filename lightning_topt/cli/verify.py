@@ -1,7 +1,6 @@
-"""`topt verify` says whether a plan would run, what each rank would hold and exchange; before there
-are any ranks. No training.
+"""`topt verify`: would a plan run, and what would each rank hold and exchange?
 
-Three looks, each closer than the one before:
+Nothing is trained, and no ranks are needed. Three checks, each closer than the one before:
 
     the plan            any number of ranks, nothing is started      verify_plan
     a fake group        the code of one rank, nothing is sent        rehearse_rank (rehearse=true)
@@ -22,7 +21,7 @@ import lightning.pytorch as pl
 import torch
 from hydra.utils import instantiate
 from lightning.pytorch.core.optimizer import _configure_optimizers
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from rich.console import Console
 from torch.multiprocessing.spawn import ProcessRaisedException
 from torch.optim import Optimizer
@@ -33,8 +32,10 @@ from lightning_topt.cli.example_step import (
     NeedsValues,
     capture_batches,
     example_batches,
+    one_device_trainer,
+    plain_value,
 )
-from lightning_topt.cli.local_ranks import run_on_ranks
+from lightning_topt.cli.local_processes import run_on_ranks
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.measuring import gather
 from lightning_topt.costs.timers import device_memory_bytes
@@ -56,56 +57,18 @@ from lightning_topt.plugins.given_plans import MeshPlan, PipelinePlan, UniformPl
 from lightning_topt.plugins.read_options import read_cluster, read_plan_option
 
 
-@dataclass(frozen=True)
-class Subject:
-    """The model that is verified (on the meta device where it can be), a batch, and the captured
-    step where that was asked.
-    """
-
-    make_model: Callable[[], pl.LightningModule]
-    model: pl.LightningModule
-    datamodule: pl.LightningDataModule
-    trainer: pl.Trainer
-    batch: Any
-    example: ExampleStep | None
-
-    @classmethod
-    def of(cls, config: DictConfig) -> Subject:
-        """Read it from a configuration."""
-        make_model = functools.partial(instantiate, config.model)
-        datamodule: pl.LightningDataModule = instantiate(config.data)
-        model: pl.LightningModule = build_on_meta(make_model)
-        given = {
-            "strategy": "auto",
-            "devices": 1,
-            "num_nodes": 1,
-            "logger": False,
-            "enable_checkpointing": False,
-        }
-        trainer: pl.Trainer = instantiate(config.trainer, **given, _convert_="all")
-        batches = example_batches(model, datamodule, trainer)
-        example = None
-        if config.capture:
-            try:
-                example = capture_batches(model, batches, trainer)
-            except NeedsValues:
-                model = make_model()
-                trainer._data_connector.attach_data(model, datamodule=datamodule)
-                example = capture_batches(model, batches, trainer)
-        else:
-            trainer.precision_plugin.convert_module(model)
-        return cls(make_model, model, datamodule, trainer, batches[0], example)
-
-
 def run(config: DictConfig) -> None:
     """Verify what `config` describes, print it, and end with exit code 1 unless it would run.
 
-    Raises ValueError for options that contradict one another, PlanError for a plan that cannot be
-    read.
+    Raises:
+        ValueError: options contradict one another.
+        PlanError: the plan cannot be read.
     """
     pl.seed_everything(config.seed, workers=True)
-    cluster = read_cluster(_plain(config.cluster))
+    cluster = read_cluster(plain_value(config.cluster))
     subject = Subject.of(config)
+
+    # the plan alone
     plan = _plan(config, subject, cluster)
     verification = verify_plan(
         plan,
@@ -115,13 +78,24 @@ def run(config: DictConfig) -> None:
         cluster=cluster,
         global_batch_size=config.global_batch_size,
         batch_size=None if subject.example is None else subject.example.samples,
-        example=_example(plan, subject),
+        example=_stage_example(plan, subject),
     )
+
+    # a fake group, then ranks of this machine
     if verification.would_run and config.rehearse:
         verification = _rehearsed(verification, subject, rank=config.rank)
     if verification.would_run and config.devices is not None:
         try:
-            seen = _observe_here(plan, subject, config)
+            # this process has computed with several threads: a forked rank has one
+            seen = run_on_ranks(
+                _observe_rank,
+                plan,
+                subject,
+                config.seed,
+                accelerator="cpu",
+                devices=config.devices,
+                threads=1,
+            )
         except ProcessRaisedException as error:
             sys.stderr.write(f"{error}\n")
             problem = (
@@ -133,6 +107,8 @@ def run(config: DictConfig) -> None:
             if seen is None:  # another rank of torchrun goes on
                 return
             verification = with_observations(verification, seen, where="of this machine")
+
+    # the report, and the exit code
     print_verification(verification, console=Console())
     if config.json is not None:
         Path(config.json).write_text(json.dumps(verification.to_dict(), indent=1))
@@ -140,8 +116,51 @@ def run(config: DictConfig) -> None:
         sys.exit(1)
 
 
+@dataclass(frozen=True)
+class Subject:
+    """The model that is verified, and a batch.
+
+    Args:
+        make_model: builds the model for real.
+        model: on the meta device where it can be.
+        datamodule: gives the batch.
+        trainer: that of the model, on one device.
+        batch: a training batch.
+        example: the captured step, where that was asked.
+    """
+
+    make_model: Callable[[], pl.LightningModule]
+    model: pl.LightningModule
+    datamodule: pl.LightningDataModule
+    trainer: pl.Trainer
+    batch: Any
+    example: ExampleStep | None
+
+    @classmethod
+    def of(cls, config: DictConfig) -> Subject:
+        """Build what `config` describes."""
+        make_model = functools.partial(instantiate, config.model)
+        datamodule: pl.LightningDataModule = instantiate(config.data)
+        model: pl.LightningModule = build_on_meta(make_model)
+        trainer = one_device_trainer(config)
+        batches = example_batches(model, datamodule, trainer)
+        # without a capture, activations and the batch are not known
+        example = None
+        if config.capture:
+            try:
+                example = capture_batches(model, batches, trainer)
+            except NeedsValues:  # a real model, on the same batches
+                model = make_model()
+                trainer._data_connector.attach_data(model, datamodule=datamodule)
+                example = capture_batches(model, batches, trainer)
+        else:
+            trainer.precision_plugin.convert_module(model)
+        return cls(make_model, model, datamodule, trainer, batches[0], example)
+
+
 def _plan(config: DictConfig, subject: Subject, cluster: Cluster | None) -> ParallelPlan:
-    plan = read_plan_option(_plain(config.plan))
+    """Return the plan that is verified, from its file or its name, with ranks and nodes."""
+    plan = read_plan_option(plain_value(config.plan))
     if plan is None:
         raise ValueError(
             "say which plan is to be verified: plan=<file>, or a name such as plan=zero3 with "
@@ -150,9 +169,11 @@ def _plan(config: DictConfig, subject: Subject, cluster: Cluster | None) -> Para
     if isinstance(plan, MeshPlan | PipelinePlan):
         raise ValueError(
             "the splits of a mesh and the stages of a pipeline are found when a fit begins: give "
-            "the plan that it took, which "
-            "its checkpoints hold, or a plan file, such as topt plan mesh={data:2,tensor:4} writes"
+            "the plan that it took, which its checkpoints hold, or a plan file, such as topt plan "
+            "mesh={data:2,tensor:4} writes"
         )
+
+    # by name: for so many ranks
     if isinstance(plan, UniformPlan):
         ranks, nodes = _ranks(config, cluster)
         mesh = plan.mesh(ranks, num_nodes=nodes)
@@ -169,6 +190,7 @@ def _plan(config: DictConfig, subject: Subject, cluster: Cluster | None) -> Para
         raise ValueError(
             f"ranks={config.ranks}, but the plan is for {plan.mesh.size}; leave out ranks"
         )
+    # ranks that are started here are all ranks of the plan
     if config.devices is not None and config.devices != plan.mesh.size:
         raise ValueError(
             f"devices={config.devices}, but the plan is for {plan.mesh.size} ranks: start "
@@ -182,13 +204,10 @@ def _plan(config: DictConfig, subject: Subject, cluster: Cluster | None) -> Para
     return plan
 
 
-def _plain(value: Any) -> Any:
-    return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
-
-
 def _ranks(config: DictConfig, cluster: Cluster | None) -> tuple[int, int]:
-    """The numbers of ranks and nodes that a plan by name is for: as asked, else those started here,
-    else all of the cluster.
+    """Return the numbers of ranks and nodes that a plan by name is for.
+
+    As asked, else those that are started here, else all of the cluster.
     """
     ranks, nodes = config.ranks, config.nodes
     if config.devices is not None:
@@ -216,8 +235,8 @@ def _optimizers_of(module: pl.LightningModule) -> Sequence[Optimizer]:
     return optimizers
 
 
-def _example(plan: ParallelPlan, subject: Subject) -> Example | None:
-    """A microbatch of a plan with stages, and the step on it; None for other plans."""
+def _stage_example(plan: ParallelPlan, subject: Subject) -> Example | None:
+    """Return a microbatch of a plan with stages, and the step on it; None for other plans."""
     if plan.schedule is None:
         return None
 
@@ -229,22 +248,22 @@ def _example(plan: ParallelPlan, subject: Subject) -> Example | None:
 
 
 def _microbatches(plan: ParallelPlan, batch: Any) -> Sequence[Any]:
-    """The microbatches of a plan with stages: parts of a batch, or a batch of each rank, all alike
-    here; else none.
+    """Return the microbatches of a plan with stages; none for other plans.
+
+    They are parts of a batch, or a batch of each rank, which are all alike here.
     """
     if plan.schedule is None:
         return ()
-    return (
-        (batch,) * plan.num_microbatches
-        if plan.own_batches
-        else split_batch(batch, plan.num_microbatches).batches
-    )
+    if plan.own_batches:
+        return (batch,) * plan.num_microbatches
+    return split_batch(batch, plan.num_microbatches).batches
 
 
-# ---- closer looks --------------------------------------------------------------------------------
+# ---- closer checks
 
 
 def _rehearsed(verification: Verification, subject: Subject, *, rank: int) -> Verification:
+    """Add what the step of one rank does in a fake group."""
     plan, where = verification.plan, f"of a fake group of {verification.plan.mesh.size} ranks"
     try:
         seen = rehearse_rank(
@@ -253,6 +272,7 @@ def _rehearsed(verification: Verification, subject: Subject, *, rank: int) -> Ve
             subject.batch,
             optimizers_of=_optimizers_of,
             rank=rank,
+            # a real step of one rank: it shall not take all memory of this machine
             memory_limit=device_memory_bytes(torch.device("cpu")) / 4,
             forward_context=subject.trainer.precision_plugin.forward_context,
         )
@@ -260,7 +280,7 @@ def _rehearsed(verification: Verification, subject: Subject, *, rank: int) -> Ve
         return replace(
             verification, notes=(*verification.notes, f"not tried on a fake group: {error}")
         )
-    except Exception as error:
+    except Exception as error:  # of the user's model or of the plan: a result, not a failure here
         problem = (
             f"the step of rank {rank} {where} failed: {type(error).__name__}: "
             f"{' '.join(str(error).split())}"
@@ -269,29 +289,22 @@ def _rehearsed(verification: Verification, subject: Subject, *, rank: int) -> Ve
     return with_observations(verification, [seen], where=where)
 
 
-def _observe_here(
-    plan: ParallelPlan, subject: Subject, config: DictConfig
-) -> list[Observation] | None:
-    asked = plan, subject, config.seed
-    return run_on_ranks(_observe_rank, *asked, accelerator="cpu", devices=config.devices, threads=1)
-
-
 def _observe_rank(
     device: torch.device, num_nodes: int, plan: ParallelPlan, subject: Subject, seed: int
 ) -> list[Observation]:
+    """Run steps of the plan on this rank; rank 0 returns what all have observed."""
+    # equal weights on all ranks, as after a broadcast
     pl.seed_everything(seed, workers=True, verbose=False)
     model, trainer = subject.make_model(), subject.trainer
     trainer._data_connector.attach_data(model, datamodule=subject.datamodule)
     trainer.precision_plugin.convert_module(model)
-    context = trainer.precision_plugin.forward_context
-    parts = _microbatches(plan, subject.batch)
     run = ObservedRun(
         plan,
         model,
         subject.batch,
         _optimizers_of,
         device=device,
-        forward_context=context,
-        parts=parts,
+        forward_context=trainer.precision_plugin.forward_context,
+        parts=_microbatches(plan, subject.batch),
     )
     return gather(run.observe())

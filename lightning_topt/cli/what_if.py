@@ -1,5 +1,11 @@
-"""`topt plan` for machines that nobody has yet: clusters, numbers of devices, batches and lengths;
-time, memory, money.
+"""`topt plan` for machines that nobody has yet, over clusters, devices, batches and lengths.
+
+    topt plan cluster=[a100_8x8,h100_2x8] batch_size=[512,1024] work.tokens=3e11 limits.deadline=20d
+
+Every combination of choices is a scenario, and each has a search of its own. `read_searches`
+captures the step once for each length, `search_all` searches several scenarios at a time. One is
+chosen by the objective within the limits, and all are reported. `topt advise` searches in the same
+way.
 """
 
 from __future__ import annotations
@@ -19,10 +25,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from lightning_topt.basics.argument_checks import check_real, check_whole
 from lightning_topt.basics.units import parse_seconds
-from lightning_topt.cli.parallel_search import most_processes, outcomes_of
-from lightning_topt.cli.plan_report import report_plan
-from lightning_topt.cli.plan_setup import Asked, PlanSetup
-from lightning_topt.cli.searched_meshes import SearchedMeshes
+from lightning_topt.cli.local_processes import most_processes, outcomes_of
+from lightning_topt.cli.plan_steps import PlanSetup, UnpricedSearch, report_plan
+from lightning_topt.cli.search_space import SearchedMeshes
 from lightning_topt.cli.several_clusters import read_clusters
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.communication import check_world_size
@@ -46,19 +51,89 @@ from lightning_topt.plan.scenarios import (
 from lightning_topt.plugins.plan_request import PlanRequest
 from lightning_topt.plugins.planning import Planning
 
-_EPSILON = (
-    # plans that others beat by less than this in time and memory may be left out: predictions are
-    # not that good
-    0.01
-)
+# Plans that others beat by less than this in time and memory may be left out: predictions are not
+# that good.
+_EPSILON = 0.01
 _SECONDS = 3.0  # of the search of one scenario with one number of micro-batches
 _CHOICES = ("clusters", "batch_size", "seq_len", "accumulate")
 
 
+def is_asked(config: DictConfig) -> bool:
+    """Return whether a configuration of `topt plan` asks more than which plan is best here."""
+    given = [*(config[name] for name in _CHOICES), *config.work.values(), *config.limits.values()]
+    is_new = config.objective in SCENARIO_OBJECTIVES and config.objective not in OBJECTIVES
+    return any(value is not None for value in given) or config.spot is not False or is_new
+
+
+# No collections but between searches: there are millions of objects, and most stay to the end.
+@no_collection()
+def run(config: DictConfig) -> None:
+    """Search every scenario that `config` describes, choose one, and report all.
+
+    Files go to Hydra's run folder.
+
+    Raises:
+        ValueError: options contradict one another.
+        NoPlanFitsError: no scenario keeps the limits.
+    """
+    asked = WhatIf.read(config)
+    check_asked(asked.objective or "time", asked.limits, has_work=asked.work is not None)
+    searches, request = read_searches(config, asked)
+    found, left_out = search_all(searches, request, asked)
+
+    # the objective, and what it cannot judge
+    estimates = [each.chosen for each in found]
+    objective = asked.objective or default_objective(
+        estimates, asked.limits, given=request.objective
+    )
+    notes = [*left_out]
+    clusters = {str(estimate.scenario.cluster.name) for estimate in estimates}
+    if objective == "money" and (without := unpriced(estimates)) and len(without) < len(clusters):
+        notes.append(f"Without a price, and left out of the choice: {', '.join(without)}.")
+
+    # the choice; where none keeps the limits, the estimates are written all the same
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    shown = [estimate for each in found for estimate in each.estimates]
+    try:
+        chosen, reason = choose_estimate(estimates, objective=objective, limits=asked.limits)
+    except NoPlanFitsError:
+        save_scenarios(folder, shown, estimates, None, limits=asked.limits, reason="", notes=notes)
+        raise
+
+    # the plan of the chosen scenario, then the scenarios
+    best = next(each for each in found if each.chosen is chosen)
+    planned = dataclasses.replace(best.scenario, spot=False)
+    search = next(search for scenario, search in searches if scenario == planned)
+    search = of_microbatches(search, chosen.accumulate)
+    best.frontier.save(folder / "frontier.json")
+    planning = Planning(best.frontier, chosen.point, search.graph)
+    report_plan(
+        planning, search, memory_limit=request.memory_limit, folder=folder, notes=notes, ends=False
+    )
+    console = Console()
+    if chosen.accumulate > 1:
+        console.print(
+            f"A step has {chosen.accumulate} micro-batches: "
+            f"trainer.accumulate_grad_batches={chosen.accumulate}.",
+            highlight=False,
+        )
+    save_scenarios(
+        folder, shown, estimates, chosen, limits=asked.limits, reason=reason, notes=notes
+    )
+    print_scenarios(estimates, chosen, limits=asked.limits, console=console)
+    for line in (reason, *notes, f"run folder: {folder}"):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+# ---- what is asked
+
+
 @dataclass(frozen=True)
 class WhatIf:
-    """A `WhatIf` is what is asked: choices, what a run takes, and limits; None: as it is.
-    `processes` search (None: one on each core).
+    """The choices, what a run takes, and its limits.
+
+    None stands for what the configuration has. `spot` None means both, on spot devices and not.
+    `processes` search; None: one on each core.
     """
 
     batch_sizes: tuple[int, ...] | None = None
@@ -73,7 +148,11 @@ class WhatIf:
 
     @classmethod
     def read(cls, config: DictConfig) -> WhatIf:
-        """Read the options of a configuration. Raises ValueError for what they cannot mean."""
+        """Read the options of a configuration.
+
+        Raises:
+            ValueError: for what they cannot mean.
+        """
         work, limits = (
             {str(name): value for name, value in config.get(group, {}).items() if value is not None}
             for group in ("work", "limits")
@@ -82,113 +161,167 @@ class WhatIf:
         if spot not in (None, True, False):
             raise ValueError(f"spot is true, false or null (both); got {spot!r}")
         return cls(
-            _wholes(config.batch_size, name="batch_size"),
-            _wholes(config.seq_len, name="seq_len"),
-            _texts(config.get("clusters")),
-            _wholes(config.accumulate, name="accumulate"),
-            None if config.processes is None else check_whole(config.processes, name="processes"),
-            spot,
-            Work(**{k: check_real(v, name=f"work.{k}", positive=True) for k, v in work.items()})
+            batch_sizes=_read_numbers(config.batch_size, name="batch_size"),
+            seq_lens=_read_numbers(config.seq_len, name="seq_len"),
+            clusters=_read_names(config.get("clusters")),
+            accumulate=_read_numbers(config.accumulate, name="accumulate"),
+            processes=None
+            if config.processes is None
+            else check_whole(config.processes, name="processes"),
+            spot=spot,
+            work=Work(
+                **{k: check_real(v, name=f"work.{k}", positive=True) for k, v in work.items()}
+            )
             if work
             else None,
-            Limits(**{name: _limit(name, value) for name, value in limits.items()}),
-            config.objective,
+            limits=Limits(**{name: _read_limit(name, value) for name, value in limits.items()}),
+            objective=config.objective,
         )
 
 
-def is_asked(config: DictConfig) -> bool:
-    """Return whether a configuration of `topt plan` asks more than which plan is best here."""
-    given = [*(config[name] for name in _CHOICES), *config.work.values(), *config.limits.values()]
-    is_new = config.objective in SCENARIO_OBJECTIVES and config.objective not in OBJECTIVES
-    return any(value is not None for value in given) or config.spot is not False or is_new
+def _read_numbers(value: Any, *, name: str) -> tuple[int, ...] | None:
+    """Return one number or a list of them, each once."""
+    if value is None:
+        return None
+    several = (
+        list(value) if OmegaConf.is_list(value) or isinstance(value, list | tuple) else [value]
+    )
+    if not several:
+        raise ValueError(f"{name} is a number or a list of numbers; the list is empty")
+    return tuple(dict.fromkeys(check_whole(each, name=name) for each in several))
 
 
-# but between searches: there are millions of objects, and most of them stay to the end
-@no_collection()
-def run(config: DictConfig) -> None:
-    """Search every scenario that `config` describes, choose one and report all; files go to Hydra's
-    run folder.
+def _read_names(value: Any) -> tuple[str, ...] | None:
+    """Return one name of a cluster or a list of them, each once."""
+    if value is None:
+        return None
+    several = (
+        [value] if isinstance(value, str) else list(value) if not isinstance(value, Mapping) else []
+    )
+    if not several or not all(isinstance(each, str) for each in several):
+        raise ValueError("clusters are names of cluster files, such as cluster=[a100_8x8,h100_2x8]")
+    return tuple(dict.fromkeys(several))
 
-    Raises ValueError for options that contradict one another, and NoPlanFitsError where no scenario
-    keeps the limits.
+
+def _read_limit(name: str, value: Any) -> float:
+    if name in ("deadline", "step_seconds"):
+        return parse_seconds(value, name=f"limits.{name}")
+    return check_real(value, name=f"limits.{name}", positive=True)
+
+
+# ---- from a configuration to searches
+
+
+def read_searches(
+    config: DictConfig, asked: WhatIf
+) -> tuple[list[tuple[Scenario, SearchRequest]], PlanRequest]:
+    """Return every scenario with its search, and what the user asked of the planner.
+
+    The step is captured once for each length.
     """
-    asked = WhatIf.read(config)
-    check_asked(asked.objective or "time", asked.limits, has_work=asked.work is not None)
-    searches, request = read_searches(config, asked)
-    found, left_out = search_all(searches, request, asked)
-    estimates = [each.chosen for each in found]
-    objective = asked.objective or default_objective(
-        estimates, asked.limits, given=request.objective
-    )
-    notes = [*left_out]
-    if (
-        objective == "money"
-        and (without := unpriced(estimates))
-        and len(without) < len({*map(_name, estimates)})
-    ):
-        notes.append(f"Without a price, and left out of the choice: {', '.join(without)}.")
-    folder = Path(HydraConfig.get().runtime.output_dir)
-    shown = [estimate for each in found for estimate in each.estimates]
-    try:
-        chosen, reason = choose_estimate(estimates, objective=objective, limits=asked.limits)
-    except NoPlanFitsError:
-        save_scenarios(folder, shown, estimates, None, limits=asked.limits, reason="", notes=notes)
-        raise
-    best = next(each for each in found if each.chosen is chosen)
-    (search, *_) = (
-        search
-        for scenario, search in searches
-        if scenario == dataclasses.replace(best.scenario, spot=False)
-    )
-    console = Console()
-    _report_best(best, of_microbatches(search, chosen.accumulate), request, folder, notes=notes)
-    save_scenarios(
-        folder, shown, estimates, chosen, limits=asked.limits, reason=reason, notes=notes
-    )
-    print_scenarios(estimates, chosen, limits=asked.limits, console=console)
-    for line in (reason, *notes, f"run folder: {folder}"):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    searches: list[tuple[Scenario, SearchRequest]] = []
+    request: PlanRequest | None = None
+    for length in asked.seq_lens or (None,):
+        setup = PlanSetup.of(_of_length(config, length))
+        clusters = read_clusters(asked.clusters, default=setup.request.cluster)
+        # within a scenario the fastest plan is also the cheapest and soonest
+        objective = asked.objective or setup.request.objective
+        if objective not in ("time", "memory", "devices"):
+            objective = "time"
+        request = dataclasses.replace(setup.request, objective=objective)
+        own_length = config.model.get("seq_len")
+        shown_length = length or (own_length if isinstance(own_length, int) else None)
+        searches += _on_clusters(config, asked, setup, clusters, length=shown_length)
+    assert request is not None
+    return searches, request
 
 
-def _name(estimate: Any) -> str:
-    return str(estimate.scenario.cluster.name)
-
-
-def _report_best(
-    best: Found, search: SearchRequest, request: PlanRequest, folder: Path, *, notes: list[str]
-) -> None:
-    best.frontier.save(folder / "frontier.json")
-    planning = Planning(best.frontier, best.chosen.point, search.graph)
-    report_plan(
-        planning, search, memory_limit=request.memory_limit, folder=folder, notes=notes, ends=False
-    )
-    if best.chosen.accumulate > 1:
-        Console().print(
-            f"A step has {best.chosen.accumulate} micro-batches: "
-            f"trainer.accumulate_grad_batches={best.chosen.accumulate}.",
-            highlight=False,
+def _of_length(config: DictConfig, length: int | None) -> DictConfig:
+    """Return the configuration with a model for samples of so many tokens."""
+    if length is None:
+        return config
+    if "seq_len" not in config.model:
+        raise ValueError(
+            "seq_len is that of a model with the entry model.seq_len, which this one does not have"
         )
+    changed: DictConfig = config.copy()
+    with open_dict(changed):
+        changed.model.seq_len = length
+    return changed
+
+
+def _on_clusters(
+    config: DictConfig,
+    asked: WhatIf,
+    setup: PlanSetup,
+    clusters: list[Cluster | None],
+    *,
+    length: int | None,
+) -> Iterator[tuple[Scenario, SearchRequest]]:
+    """Yield the scenarios of one length: clusters, then numbers of devices, then batches."""
+    requests = [dataclasses.replace(setup.request, cluster=cluster) for cluster in clusters]
+    # meshes first: whether any of them has a tensor axis decides how the step is captured
+    meshes = []
+    for request in requests:
+        own = config
+        if request.cluster is not None and config.mesh is None and config.device_counts is None:
+            # all devices of the cluster, where no number is given
+            own = OmegaConf.merge(config, {"device_counts": [request.cluster.num_devices]})  # type: ignore[assignment]
+        meshes.append(SearchedMeshes.read(own, request, setup.trainer))
+    example, capture_seconds = setup.capture(splits=any(each.tensor for each in meshes))
+
+    for request, searched in zip(requests, meshes, strict=True):
+        unpriced = UnpricedSearch.of(
+            setup, searched, example, request, epsilon=_EPSILON, capture_seconds=capture_seconds
+        )
+        search = setup.with_costs(
+            functools.partial(unpriced.request, global_batch_size=example.samples), request
+        )
+        if search is None:  # another rank of torchrun goes on
+            raise SystemExit(0)
+        # the costs of a cluster serve all its scenarios
+        search = dataclasses.replace(search, max_seconds=_SECONDS)
+        for count in searched.device_counts:
+            ranks = searched.data_ranks or count
+            for batch in asked.batch_sizes or (example.samples * ranks,):
+                one = dataclasses.replace(search, device_counts=(count,), global_batch_size=batch)
+                yield Scenario(search.cluster, count, batch, length), one
+
+
+# ---- the searches
 
 
 def search_all(
     searches: Sequence[tuple[Scenario, SearchRequest]], request: PlanRequest, asked: WhatIf
 ) -> tuple[list[Found], list[str]]:
-    """Return what was found for every scenario, and notes on those that are left out; a bar shows
-    how far it is.
+    """Search every scenario, several at a time, behind a progress bar.
 
-    Raises the first error where no scenario has a plan.
+    Returns:
+        What was found, and notes on scenarios without a plan, which are left out.
+
+    Raises:
+        ValueError: the first error, where no scenario has a plan.
     """
     outcomes: dict[int, Found | ValueError] = {}
     processes = asked.processes or most_processes(len(searches))
     search = functools.partial(_search, request, asked)
-    coming = outcomes_of(
-        search, searches, processes=min(processes, len(searches))
-    )  # forks, so before any thread of the bar
-    with _progress(show=len(searches) > 1) as progress:
-        for index, outcome in progress.track(coming, total=len(searches), description="searching"):
+    # helpers are forked here, before the bar starts a thread
+    coming = outcomes_of(search, searches, processes=min(processes, len(searches)))
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    bar = Progress(
+        *columns, disable=len(searches) < 2, transient=True, console=Console(stderr=True)
+    )
+    with bar:
+        for index, outcome in bar.track(coming, total=len(searches), description="searching"):
             outcomes[index] = outcome
+
+    # a scenario alone may have no plan, or none that fits
     each = [(scenario, outcomes[index]) for index, (scenario, _) in enumerate(searches)]
-    # A scenario alone may have no plan, or none that fits.
     errors = [(scenario, outcome) for scenario, outcome in each if isinstance(outcome, ValueError)]
     found = [outcome for _, outcome in each if not isinstance(outcome, ValueError)]
     if not found:
@@ -214,8 +347,9 @@ def _search(request: PlanRequest, asked: WhatIf, of: tuple[Scenario, SearchReque
 
 
 def _with_spot(found: list[Found], asked: WhatIf) -> list[Found]:
-    """The same on spot devices as well, or on these alone: plans do not change, prices and failures
-    do.
+    """Add the scenarios on spot devices, or return these alone, as ``spot`` says.
+
+    Plans do not change there; prices and failures do.
     """
     if asked.spot is False:
         return found
@@ -231,125 +365,3 @@ def _with_spot(found: list[Found], asked: WhatIf) -> list[Found]:
             "one"
         )
     return spot if asked.spot else [*found, *spot]
-
-
-def read_searches(
-    config: DictConfig, asked: WhatIf
-) -> tuple[list[tuple[Scenario, SearchRequest]], PlanRequest]:
-    """Return every scenario with its search, and what the user asked of the planner; each length is
-    captured once.
-    """
-    searches: list[tuple[Scenario, SearchRequest]] = []
-    request: PlanRequest | None = None
-    for length in asked.seq_lens or (None,):
-        setup = PlanSetup.of(_of_length(config, length))
-        clusters = read_clusters(asked.clusters, default=setup.request.cluster)
-        request = dataclasses.replace(
-            setup.request, objective=_plan_objective(setup.request, asked)
-        )
-        searches += _on_clusters(
-            config, asked, setup, clusters, length=length or _length_of(config)
-        )
-    assert request is not None
-    return searches, request
-
-
-def _plan_objective(request: PlanRequest, asked: WhatIf) -> str:
-    """Within a scenario the fastest plan is also the cheapest and soonest."""
-    chosen = asked.objective or request.objective
-    return chosen if chosen in ("time", "memory", "devices") else "time"
-
-
-def _on_clusters(
-    config: DictConfig,
-    asked: WhatIf,
-    setup: PlanSetup,
-    clusters: list[Cluster | None],
-    *,
-    length: int | None,
-) -> Iterator[tuple[Scenario, SearchRequest]]:
-    requests = [dataclasses.replace(setup.request, cluster=cluster) for cluster in clusters]
-    meshes = [
-        SearchedMeshes.read(_counted(config, each.cluster), each, setup.trainer)
-        for each in requests
-    ]
-    example, capture_seconds = setup.capture(splits=any(each.tensor for each in meshes))
-    for request, searched in zip(requests, meshes, strict=True):
-        asked_for = Asked.of(
-            setup, searched, example, request, epsilon=_EPSILON, capture_seconds=capture_seconds
-        )
-        search = setup.with_costs(
-            functools.partial(asked_for.request, global_batch_size=example.samples), request
-        )
-        if search is None:  # another rank of torchrun goes on
-            raise SystemExit(0)
-        search = dataclasses.replace(search, max_seconds=_SECONDS)
-        for count in searched.device_counts:
-            ranks = searched.data_ranks or count
-            for batch in asked.batch_sizes or (example.samples * ranks,):
-                one = dataclasses.replace(search, device_counts=(count,), global_batch_size=batch)
-                yield Scenario(search.cluster, count, batch, length), one
-
-
-def _counted(config: DictConfig, cluster: Cluster | None) -> DictConfig:
-    """The configuration for one cluster: all of its devices where no number is given."""
-    if cluster is None or config.mesh is not None or config.device_counts is not None:
-        return config
-    counts = [cluster.num_devices]
-    return OmegaConf.merge(config, {"device_counts": counts})  # type: ignore[return-value]
-
-
-def _of_length(config: DictConfig, length: int | None) -> DictConfig:
-    if length is None:
-        return config
-    if "seq_len" not in config.model:
-        raise ValueError(
-            "seq_len is that of a model with the entry model.seq_len, which this one does not have"
-        )
-    changed: DictConfig = config.copy()
-    with open_dict(changed):
-        changed.model.seq_len = length
-    return changed
-
-
-def _length_of(config: DictConfig) -> int | None:
-    length = config.model.get("seq_len")
-    return length if isinstance(length, int) else None
-
-
-def _progress(*, show: bool) -> Progress:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    return Progress(*columns, disable=not show, transient=True, console=Console(stderr=True))
-
-
-def _wholes(value: Any, *, name: str) -> tuple[int, ...] | None:
-    if value is None:
-        return None
-    several = (
-        list(value) if OmegaConf.is_list(value) or isinstance(value, list | tuple) else [value]
-    )
-    if not several:
-        raise ValueError(f"{name} is a number or a list of numbers; the list is empty")
-    return tuple(dict.fromkeys(check_whole(each, name=name) for each in several))
-
-
-def _texts(value: Any) -> tuple[str, ...] | None:
-    if value is None:
-        return None
-    several = (
-        [value] if isinstance(value, str) else list(value) if not isinstance(value, Mapping) else []
-    )
-    if not several or not all(isinstance(each, str) for each in several):
-        raise ValueError("clusters are names of cluster files, such as cluster=[a100_8x8,h100_2x8]")
-    return tuple(dict.fromkeys(several))
-
-
-def _limit(name: str, value: Any) -> float:
-    if name in ("deadline", "step_seconds"):
-        return parse_seconds(value, name=f"limits.{name}")
-    return check_real(value, name=f"limits.{name}", positive=True)

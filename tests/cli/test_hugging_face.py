@@ -14,8 +14,12 @@ import torch
 from hydra.utils import instantiate
 
 from lightning_topt.cli.tasks import hugging_face
-from lightning_topt.cli.tasks.hugging_face import HuggingFaceModel, model_class, read_config
-from lightning_topt.cli.tasks.random_inputs import RandomInputs
+from lightning_topt.cli.tasks.hugging_face import (
+    HuggingFaceModel,
+    RandomInputs,
+    model_class,
+    read_config,
+)
 from lightning_topt.graph.meta_build import build_on_meta, is_on_meta
 from tests.test_conf import choices, composed
 

@@ -13,7 +13,7 @@ import torch
 from omegaconf import OmegaConf
 
 from lightning_topt.cli.example_step import ExampleStep
-from lightning_topt.cli.searched_pipelines import SearchedPipelines
+from lightning_topt.cli.search_space import SearchedPipelines
 from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.costs.optimizer import read_optimizer
 from lightning_topt.graph.capture import capture

@@ -1,7 +1,7 @@
 """A byte-level GPT, and the Python standard library's own source to train it on.
 
-Shapes: batch B, sequence S, hidden H, heads N. A batch is bytes (B, S+1): positions 0..S-1 in, 1..S
-to be predicted.
+Shapes: batch B, sequence S, hidden H, heads N. A batch is bytes (B, S+1): positions 0..S-1 go in,
+positions 1..S are predicted.
 """
 
 from __future__ import annotations
@@ -58,12 +58,20 @@ class ByteGPT(pl.LightningModule):
     """GPT over bytes. Logs `train_loss` (nats per byte) and `val_bits_per_byte`.
 
     Args:
+        num_layers: Transformer blocks.
+        hidden: width H.
+        num_heads: N.
+        seq_len: S.
+        dropout: after attention and perceptron, and of attention weights.
         tied_head: use the embedding's weights for the output layer.
+        learning_rate: of AdamW, at its highest.
+        weight_decay: of matrices alone.
         warmup_steps: steps in which the learning rate rises linearly.
         decay_steps: step at which a cosine decay ends, at a tenth of `learning_rate`; None keeps
             the rate.
 
-    Raises ValueError when `hidden` is not divisible by `num_heads`.
+    Raises:
+        ValueError: `hidden` is not divisible by `num_heads`.
     """
 
     def __init__(
@@ -91,12 +99,14 @@ class ByteGPT(pl.LightningModule):
         self.head = nn.Linear(hidden, VOCABULARY, bias=False)
         self.val_bits_per_byte = MeanMetric()
         self._initialise(num_layers)
+        # after the initialisation, so that a tied head has the embedding's values
         if tied_head:
             self.head.weight = self.embedding.weight
 
     def _initialise(self, num_layers: int) -> None:
-        """GPT-2's rule (Radford et al. 2019, section 2.3): layers that end a residual branch start
-        smaller.
+        """Let layers that end a residual branch start smaller.
+
+        It is GPT-2's rule (Radford et al. 2019, section 2.3).
         """
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
@@ -117,7 +127,7 @@ class ByteGPT(pl.LightningModule):
         logits: Tensor = self.head(self.norm(x))
         return logits
 
-    def _loss(self, batch: Tensor) -> Tensor:
+    def _loss(self, batch: Tensor) -> Tensor:  # (B, S+1) -> ()
         tokens = batch.long()
         logits = self(tokens[:, :-1])
         return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
@@ -134,9 +144,8 @@ class ByteGPT(pl.LightningModule):
         self.log("val_bits_per_byte", self.val_bits_per_byte, prog_bar=True)
 
     def configure_optimizers(self) -> Any:
-        """Return AdamW without decay of biases and norms, with warm-up and, with `decay_steps`,
-        cosine decay.
-        """
+        """Return AdamW without decay of biases and norms, and its learning rate schedule."""
+        # weight decay for matrices alone: biases and norms are vectors
         matrices = [p for p in self.parameters() if p.dim() >= 2]
         vectors = [p for p in self.parameters() if p.dim() < 2]
         decayed = {"params": matrices, "weight_decay": self.hparams["weight_decay"]}
@@ -151,6 +160,7 @@ class ByteGPT(pl.LightningModule):
         }
 
     def _rate(self, step: int) -> float:
+        """Return the share of the learning rate: linear warm-up, then cosine decay, if any."""
         warmup: int = self.hparams["warmup_steps"]
         decay: int | None = self.hparams["decay_steps"]
         rise = min(1.0, (step + 1) / max(1, warmup))
@@ -161,15 +171,14 @@ class ByteGPT(pl.LightningModule):
 
 
 class ByteSequences(Dataset[Tensor]):
-    """Windows of `seq_len` + 1 bytes; neighbours share one byte, so that every byte but the first
-    is predicted once.
+    """Windows of `seq_len` + 1 bytes.
+
+    Neighbours share one byte, so that every byte but the first is predicted once.
     """
 
     def __init__(self, data: bytes, seq_len: int) -> None:
-        self.data, self.seq_len = (
-            torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy()),
-            seq_len,
-        )
+        self.data = torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy())
+        self.seq_len = seq_len
 
     def __len__(self) -> int:
         return max(0, (len(self.data) - 1) // self.seq_len)
@@ -182,19 +191,22 @@ class ByteSequences(Dataset[Tensor]):
 
 
 class StdlibBytesDataModule(pl.LightningDataModule):
-    """The source files of the running Python's standard library, split by file into training and
-    validation.
+    """Source files of the running Python's standard library, for training and validation.
 
     Installed packages and test folders are left out. Files are ordered by the SHA-256 of their
-    path, and the first `val_fraction` of that order's range is for validation: the split of a file
-    depends on its path alone.
+    path, and the first `val_fraction` of that order's range is for validation. So the split of a
+    file depends on its path alone.
 
     Args:
+        seq_len: S.
         batch_size: sequences per rank.
+        val_fraction: share of files for validation.
         max_bytes: use only so many bytes of the files; None uses all.
+        num_workers: of each DataLoader.
         root: folder to read instead of the standard library's.
 
-    Raises ValueError when there is too little text for one batch.
+    Raises:
+        ValueError: in `setup`, when there is too little text for one batch.
     """
 
     def __init__(
@@ -217,6 +229,7 @@ class StdlibBytesDataModule(pl.LightningDataModule):
     def setup(self, stage: str | None = None) -> None:
         """Read the files."""
         train_files, val_files = split_files(self.root, val_fraction=self.val_fraction)
+        # validation reads its share of the limit
         limit = self.max_bytes
         self.train_data = ByteSequences(read_files(train_files, limit=limit), self.seq_len)
         val_limit = None if limit is None else int(limit * self.val_fraction)
@@ -244,11 +257,13 @@ class StdlibBytesDataModule(pl.LightningDataModule):
 
 
 def split_files(root: Path, *, val_fraction: float) -> tuple[list[Path], list[Path]]:
-    """Return (training, validation) source files under `root`, each in the order of the hash of its
-    relative path.
+    """Return (training, validation) source files under `root`.
+
+    Both are in the order of the hashes of their relative paths.
     """
     keyed = []
     for folder, subfolders, names in os.walk(root):
+        # in place: `os.walk` does not enter the others
         subfolders[:] = [name for name in subfolders if name not in SKIPPED_FOLDERS]
         relative = Path(folder).relative_to(root).as_posix()
         for name in names:
@@ -256,6 +271,7 @@ def split_files(root: Path, *, val_fraction: float) -> tuple[list[Path], list[Pa
                 key = name if relative == "." else f"{relative}/{name}"
                 keyed.append((hashlib.sha256(key.encode()).digest(), Path(folder) / name))
     keyed.sort()
+    # the first 32 bits of a hash, as a share of their range
     bound = int(val_fraction * 2**32)
     is_val = [int.from_bytes(digest[:4], "big") < bound for digest, _ in keyed]
     train = [path for (_, path), val in zip(keyed, is_val, strict=True) if not val]

@@ -61,7 +61,8 @@ class DigitsCNN(pl.LightningModule):
 class DigitsDataModule(pl.LightningDataModule):
     """The digits in a fixed random order, the last `val_fraction` of them for validation.
 
-    Raises ModuleNotFoundError that says what to install when scikit-learn is missing.
+    Raises:
+        ModuleNotFoundError: in `setup`, when scikit-learn is missing; it says what to install.
     """
 
     def __init__(self, batch_size: int = 32, *, val_fraction: float = 0.2) -> None:

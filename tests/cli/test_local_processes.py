@@ -1,4 +1,4 @@
-"""Searches in several processes: all of them work, and nothing is lost with one that dies."""
+"""Work in other processes: ranks without a Trainer, and searches of which nothing is lost."""
 
 from __future__ import annotations
 
@@ -8,12 +8,51 @@ from multiprocessing import get_context
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from lightning_topt.cli.local_ranks import start_method
-from lightning_topt.cli.parallel_search import most_processes, outcomes_of
+from lightning_topt.cli.local_processes import (
+    most_processes,
+    outcomes_of,
+    run_on_ranks,
+    start_method,
+)
 
 CONTEXT: Any = get_context(start_method("cpu"))
 SECONDS = 60.0  # for the other process to come
+
+
+def sum_of_ranks(device, num_nodes, offset):
+    total = torch.tensor([dist.get_rank() + offset], device=device)
+    dist.all_reduce(total)
+    return total.item(), dist.get_world_size(), num_nodes
+
+
+def fails_on_rank_1(device, num_nodes):
+    dist.barrier()  # else rank 0 may still be connecting, and fail of that first
+    if dist.get_rank() == 1:
+        raise RuntimeError("rank 1 has a problem")
+    return "fine"
+
+
+def test_ranks_work_together_and_rank_0_answers():
+    assert run_on_ranks(sum_of_ranks, 10, accelerator="cpu", devices=3) == (33, 3, 1)
+    assert not dist.is_initialized()
+
+
+def test_an_error_on_any_rank_is_an_error_here():
+    with pytest.raises(Exception, match="rank 1 has a problem"):
+        run_on_ranks(fails_on_rank_1, accelerator="cpu", devices=2)
+
+
+def test_more_devices_than_there_are_is_refused():
+    with pytest.raises(
+        ValueError, match=f"devices=99, but this machine has {torch.cuda.device_count()} CUDA"
+    ):
+        run_on_ranks(sum_of_ranks, 0, accelerator="cuda", devices=99)
+
+
+# ---- helpers
 
 
 def meet(barrier: Any, item: int) -> tuple[int, int]:

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from lightning_topt.cli import main
-from lightning_topt.cli.predict_runs import corrected, correction_factors, read_runs
+from lightning_topt.cli.predict import corrected, correction_factors, read_runs
 from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.plan.parallel_plan import ParallelPlan
 

@@ -11,15 +11,18 @@ import pytest
 
 from hydra_plugins.lightning_topt_searchpath import conf_dir
 from lightning_topt.cli import main
-from lightning_topt.cli.megatron.megatron_costs import (
+from lightning_topt.cli.megatron_gpt import takes_fused_softmax
+from lightning_topt.cli.megatron_rows import (
+    COLUMNS,
+    TIME,
     MegatronCosts,
+    MegatronRow,
     captured_step,
     cluster_for,
+    fit_rows,
+    read_rows,
     sizes_of,
 )
-from lightning_topt.cli.megatron.megatron_gpt import takes_fused_softmax
-from lightning_topt.cli.megatron.megatron_rows import COLUMNS, TIME, MegatronRow, read_rows
-from lightning_topt.cli.predict_rows import fit_rows
 from lightning_topt.costs.cluster import Cluster, NodeType
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.frontier.stage_search import StagePoint

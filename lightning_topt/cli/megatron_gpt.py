@@ -1,10 +1,16 @@
-"""The part of a GPT that one rank of a tensor group runs under Megatron-LM, in plain torch: to
-capture on meta, not to train.
+"""One rank's part of a GPT as Megatron-LM runs it, in plain torch; to be captured, not trained.
 
-Parameters and activations are float16. Column- and row-parallel products (Shoeybi et al., arXiv
-1909.08053, section 3) hold the slices of one rank; their all-reduces are shown to the capture.
+`megatron_rows` captures it on the meta device; a model is a subject of its own. Parameters and
+activations are float16. Column- and row-parallel products (Shoeybi et al., arXiv 1909.08053,
+section 3) hold the slices of one rank; their all-reduces are shown to the capture:
+
+    column-parallel   qkv, up           all-reduce of the input's gradient    (`enter_ranks`)
+    row-parallel      projection, down  all-reduce of the output              (`sum_over_ranks`)
+
 Scale, mask and softmax are one kernel where Megatron's own takes the shape (`takes_fused_softmax`);
 elsewhere, as there, they are five. Dropout is on, as in training.
+
+Shapes: positions S, samples B, hidden H, heads of the rank N.
 """
 
 from __future__ import annotations
@@ -26,9 +32,7 @@ WORDS, MULTIPLE = 50_257, 128
 
 @dataclass(frozen=True)
 class GPTSizes:
-    """The sizes of a GPT, and of the tensor group of which one rank is looked at; `fused` as in
-    `takes_fused_softmax`.
-    """
+    """The sizes of a GPT and of its tensor group; `fused` says what `takes_fused_softmax` says."""
 
     hidden: int
     heads: int
@@ -44,8 +48,9 @@ class GPTSizes:
 
 
 def takes_fused_softmax(*, samples: int, heads: int, sequence: int) -> bool:
-    """Return whether Megatron's kernel for causal softmax takes the scores of a rank
-    (`is_kernel_available` there).
+    """Return whether Megatron's kernel for causal softmax takes the scores of a rank.
+
+    It is `is_kernel_available` there.
     """
     batches = samples * heads
     per_block = (128 // 32) * (1 if sequence > 128 else 2)  # warps of a block, rows of a warp
@@ -58,11 +63,9 @@ def takes_fused_softmax(*, samples: int, heads: int, sequence: int) -> bool:
 
 
 class MegatronGPT(nn.Module):
-    """A rank's slices of a GPT with tied embeddings; `training_step` takes tokens (sample, sequence
-    + 1).
+    """A rank's slices of a GPT with tied embeddings; `training_step` takes tokens (B, S+1).
 
-    Activations are (position, sample, hidden), as Megatron has them: products read heads without a
-    copy.
+    Activations are (S, B, H), as Megatron has them: products read heads without a copy.
     """
 
     def __init__(self, sizes: GPTSizes) -> None:
@@ -77,13 +80,15 @@ class MegatronGPT(nn.Module):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         """Return the loss of the next tokens."""
-        tokens, targets = batch[:, :-1].t(), batch[:, 1:].t()
+        tokens, targets = batch[:, :-1].t(), batch[:, 1:].t()  # (S, B)
+        # the embedding is split by words: each rank looks up its own, the rest are zeros
         x = self.words(tokens)
         if self.sizes.tensor > 1:
             x = sum_over_ranks(x)
         x = _dropped(x + self.positions.weight.unsqueeze(1))
         for layer in self.layers:
             x = layer(x, self.mask)
+        # the head has the embedding's weights, so its logits are split by words too
         x = self.norm(x)
         if self.sizes.tensor > 1:
             x = enter_ranks(x)
@@ -106,9 +111,7 @@ class MegatronLayer(nn.Module):
         self.down = nn.Linear(4 * hidden // tensor, hidden, dtype=torch.float16)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        """Return (position, sample, hidden); `mask` (position, position) is true where nothing is
-        to be seen.
-        """
+        """Map (S, B, H) to (S, B, H); `mask` (S, S) is true where nothing is to be seen."""
         attended = self._attention(self._entered(self.norm1(x)), mask)
         x = x + _dropped(self._summed(self.projection(attended)))
         inner = F.gelu(self.up(self._entered(self.norm2(x))))
@@ -117,11 +120,11 @@ class MegatronLayer(nn.Module):
     def _attention(self, x: Tensor, mask: Tensor) -> Tensor:
         positions, samples, _ = x.shape
         parts = self.qkv(x).view(positions, samples * self.heads, -1).transpose(0, 1)
-        query, key, value = parts.chunk(3, dim=-1)  # (sample x head, position, dim)
-        scores = torch.bmm(query, key.transpose(1, 2))
+        query, key, value = parts.chunk(3, dim=-1)  # 3 x (B x N, S, H/N)
+        scores = torch.bmm(query, key.transpose(1, 2))  # (B x N, S, S)
         if self.fused:
             weights = torch.softmax(scores, dim=-1)
-        else:
+        else:  # scale, mask and softmax, with copies to float32 and back
             weights = torch.softmax(
                 (scores.float() * 0.125).masked_fill(mask, -10_000.0), dim=-1
             ).half()
@@ -137,15 +140,15 @@ class MegatronLayer(nn.Module):
 
 def enter_ranks(x: Tensor) -> Tensor:
     """Return `x`, which all ranks have; its gradient is summed over them."""
-    return _Enter.apply(x)  # type: ignore[no-any-return, no-untyped-call]
+    return _EnterRanks.apply(x)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def sum_over_ranks(x: Tensor) -> Tensor:
     """Return the sum of what the ranks have."""
-    return _Sum.apply(x)  # type: ignore[no-any-return, no-untyped-call]
+    return _SumOverRanks.apply(x)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class _Enter(Function):
+class _EnterRanks(Function):
     """Nothing in forward, an all-reduce of the gradient."""
 
     @staticmethod
@@ -158,7 +161,7 @@ class _Enter(Function):
         return gradient
 
 
-class _Sum(Function):
+class _SumOverRanks(Function):
     """An all-reduce in forward, nothing for the gradient."""
 
     @staticmethod
@@ -172,12 +175,14 @@ class _Sum(Function):
 
 
 class _CrossEntropy(Function):
-    """Megatron's loss of logits that are split by words: three small all-reduces, and the
-    probabilities are kept.
+    """Megatron's loss of logits that are split by words (S, B, words of the rank).
+
+    Three small all-reduces in forward; the probabilities are kept for backward.
     """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, is_split: bool) -> Tensor:
+        # softmax over the words of all ranks: the maximum, then the sum of exponentials
         scores = logits.float()
         highest = scores.amax(dim=-1)
         if is_split:
@@ -195,10 +200,11 @@ class _CrossEntropy(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
+        # probabilities minus one at the target
         weights, targets = ctx.saved_tensors
         weights.scatter_add_(-1, targets.unsqueeze(-1), -torch.ones_like(gradient).unsqueeze(-1))
         weights.mul_(gradient.unsqueeze(-1))
-        return weights.half(), None, None
+        return weights.half(), None, None  # of logits, targets, is_split
 
 
 def _dropped(x: Tensor) -> Tensor:

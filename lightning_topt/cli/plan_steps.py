@@ -1,0 +1,313 @@
+"""The steps that `topt plan` takes from a configuration to a report, for one or many scenarios.
+
+    setup = PlanSetup.of(config)                            # build: the model has no memory
+    meshes = SearchedMeshes.read(config, setup.request, setup.trainer)
+    example, seconds = setup.capture(splits=meshes.tensor)  # capture: the step of one rank
+    unpriced = UnpricedSearch.of(setup, meshes, example, request)     # ask: but for the costs
+    search = setup.with_costs(unpriced.request, request)    # price: costs given, or measured here
+    report_plan(planning, search, ...)                      # report: what a search has found
+
+`plan` searches once, `what_if` for many clusters, numbers of devices, batches and lengths.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import psutil
+import torch
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+from rich.console import Console
+
+from lightning_topt.basics.units import format_bytes
+from lightning_topt.cli.example_step import ExampleStep, NeedsValues, capture_example
+from lightning_topt.cli.local_processes import run_on_ranks
+from lightning_topt.cli.search_space import SearchedMeshes
+from lightning_topt.costs.compute import KernelKey
+from lightning_topt.costs.measurements import Measurements
+from lightning_topt.costs.optimizer import OptimizerProfile, read_optimizer
+from lightning_topt.graph.meta_build import build_on_meta
+from lightning_topt.plan.explanation import explain_plan, explain_stages, unsplit_operators
+from lightning_topt.plan.frontier_report import print_table, save_html, save_png
+from lightning_topt.plan.plan_report import (
+    print_explanation,
+    print_schedule,
+    print_stages,
+    save_schedule_png,
+    whole_sentences,
+)
+from lightning_topt.plan.plan_search import SearchRequest, local_graphs, stage_blocks
+from lightning_topt.plan.stage_simulation import step_of_plan
+from lightning_topt.plugins.allowed_exchanges import steps_of_fit
+from lightning_topt.plugins.auto_parallel import AutoParallelStrategy
+from lightning_topt.plugins.plan_request import PlanRequest
+from lightning_topt.plugins.planning import Planning, make_fake_optimizers
+from lightning_topt.plugins.planning_ranks import on_rank_0
+from lightning_topt.techniques.tensor_parallel.split_candidates import Captured
+
+RequestWithoutCosts = Callable[..., SearchRequest]  # called with the costs
+
+
+@dataclass
+class PlanSetup:
+    """What a configuration builds; `model` has no memory until its values are needed."""
+
+    model: pl.LightningModule
+    make_model: Callable[[], pl.LightningModule]
+    datamodule: pl.LightningDataModule
+    strategy: AutoParallelStrategy
+    trainer: pl.Trainer
+
+    @classmethod
+    def of(cls, config: DictConfig) -> PlanSetup:
+        """Build what `config` describes.
+
+        Raises:
+            ValueError: the strategy is not one that plans.
+        """
+        datamodule: pl.LightningDataModule = instantiate(config.data)
+        make_model: Callable[[], pl.LightningModule] = functools.partial(instantiate, config.model)
+        model: pl.LightningModule = build_on_meta(make_model)
+        strategy = instantiate(config.strategy, _convert_="all")
+        if not isinstance(strategy, AutoParallelStrategy):
+            raise ValueError(
+                "topt plan needs strategy=topt: the other strategies have nothing to plan"
+            )
+        trainer: pl.Trainer = instantiate(
+            config.trainer, strategy=strategy, logger=False, _convert_="all"
+        )
+        return cls(model, make_model, datamodule, strategy, trainer)
+
+    @property
+    def request(self) -> PlanRequest:
+        """The user's request to the planner."""
+        return self.strategy.request
+
+    def capture(self, *, splits: bool) -> tuple[ExampleStep, float]:
+        """Return the captured step, and the seconds that it took.
+
+        Raises:
+            ValueError: the model must be real, and is larger than the memory of this machine.
+        """
+        start = time.perf_counter()
+        try:
+            example = capture_example(self.model, self.datamodule, self.trainer, splits=splits)
+        except NeedsValues as reason:
+            # parameters and their gradients
+            size = 2 * sum(p.nbytes for p in self.model.parameters())
+            free = psutil.virtual_memory().available
+            if size > free:
+                raise ValueError(
+                    f"the step reads values of tensors ({reason.__cause__}), so it runs on real "
+                    f"weights to be planned; these take {format_bytes(size)} with their "
+                    f"gradients, of which this machine has {format_bytes(free)} free: plan a "
+                    "smaller model of the same kind"
+                ) from reason
+            # a real model, whose step cannot be split
+            self.model = self.make_model()
+            example = capture_example(self.model, self.datamodule, self.trainer)
+        return example, time.perf_counter() - start
+
+    def with_costs(
+        self, make_search: RequestWithoutCosts, request: PlanRequest
+    ) -> SearchRequest | None:
+        """Return the search with all that it needs besides the graph.
+
+        Costs are those of the cluster of `request`; without one they are measured here.
+
+        Returns:
+            None on ranks of torchrun that have nothing more to do.
+        """
+        if request.cluster is not None:
+            search = make_search(cluster=request.cluster, optimizer=self._optimizer)
+        else:
+            accelerator = "cpu" if self.strategy.root_device.type == "cpu" else "cuda"
+            measured = run_on_ranks(
+                _measure,
+                make_search,
+                self.model,
+                accelerator=accelerator,
+                devices=self.trainer.num_devices,
+            )
+            if measured is None:
+                return None
+            # the steps on slices were captured where kernels were measured: not captured again
+            search = make_search(**measured.costs)
+            if search.split is not None and measured.captured is not None:
+                search.split.take_over(measured.captured)
+        # compressed exchanges that are allowed, as far as the optimizer permits them
+        allowed = request.allowed.held(search.optimizer, steps=steps_of_fit(self.trainer))
+        return dataclasses.replace(search, exchanges=allowed)
+
+    @functools.cached_property
+    def _optimizer(self) -> OptimizerProfile:
+        optimizers, named = make_fake_optimizers(self.model, device=torch.device("cpu"))
+        return read_optimizer(optimizers, named_parameters=named)
+
+
+@dataclass(frozen=True)
+class UnpricedSearch:
+    """What is searched on one cluster, without the costs of that cluster.
+
+    Args:
+        request: makes the search from its costs.
+        unsplit: why tensor axes are left out; None: they are not.
+        unstaged: why stages are left out; None: they are not.
+    """
+
+    request: RequestWithoutCosts
+    unsplit: str | None
+    unstaged: str | None
+
+    @classmethod
+    def of(
+        cls,
+        setup: PlanSetup,
+        meshes: SearchedMeshes,
+        example: ExampleStep,
+        request: PlanRequest,
+        **given: Any,
+    ) -> UnpricedSearch:
+        """Return what `meshes` and `request` ask of a captured step.
+
+        `given` are more arguments of the `SearchRequest`.
+        """
+        unsplit = meshes.why_not_split(example, request, setup.trainer)
+        unstaged = meshes.pipelines.why_not(example, request, setup.trainer)
+        pipelines, stale = None, None
+        if unstaged is None:
+            pipelines = meshes.pipelines.wanted
+            stale = meshes.pipelines.stale_weights(request, setup.model)
+        make_search = functools.partial(
+            SearchRequest,
+            example.graph,
+            device_counts=meshes.device_counts,
+            returns_memory=request.saves_memory,
+            gradient_views=request.gradient_views,
+            split=example.split if meshes.tensor and unsplit is None else None,
+            mesh=meshes.mesh,
+            pipelines=pipelines,
+            stale=stale,
+            **given,
+        )
+        return cls(make_search, unsplit, unstaged)
+
+
+# ---- costs measured here
+
+
+@dataclass(frozen=True)
+class MeasuredCosts:
+    """What ranks have measured for a search.
+
+    Args:
+        costs: arguments of the `SearchRequest`.
+        captured: the steps on slices that rank 0 has captured for it.
+    """
+
+    costs: Mapping[str, Any]
+    captured: Captured | None
+
+
+def _measure(
+    device: torch.device,
+    num_nodes: int,
+    make_search: RequestWithoutCosts,
+    module: pl.LightningModule,
+) -> MeasuredCosts:
+    """Measure on every rank.
+
+    Steps on slices are captured on one rank, and measured on all as the unsplit one is.
+    """
+    # the update of the optimizer
+    optimizers, named = make_fake_optimizers(module, device=device)
+    optimizer = read_optimizer(optimizers, named_parameters=named, device_type=device.type)
+    measurements = Measurements.open(device=device, num_nodes=num_nodes, progress=print)
+    seconds = measurements.update_seconds(optimizers, named_parameters=named)
+    optimizer = dataclasses.replace(optimizer, seconds_per_element=seconds)
+    costs: dict[str, Any] = {"cluster": measurements.cluster(), "optimizer": optimizer}
+
+    # the kernels of the step, and of the steps of ranks that hold slices
+    search = make_search(**costs)
+    kernels: dict[KernelKey, float] = {}
+    for graph in (search.graph, *on_rank_0(lambda: local_graphs(search))):
+        kernels |= measurements.kernel_seconds(graph)
+    captured = None if search.split is None else search.split.captured
+    return MeasuredCosts({**costs, "kernel_seconds": kernels}, captured)
+
+
+# ---- the report
+
+
+def report_plan(
+    planning: Planning,
+    search: SearchRequest,
+    *,
+    memory_limit: float | None,
+    folder: Path,
+    notes: Sequence[str],
+    ends: bool = True,
+) -> None:
+    """Write the frontier and the chosen plan to `folder`, and print them.
+
+    Args:
+        planning: the frontier, and the point that was chosen.
+        search: what was asked.
+        memory_limit: bytes per device; drawn in the pictures.
+        folder: gets ``frontier.png``, ``frontier.html``, ``plan.yaml`` and, for a plan with
+            stages, ``schedule.png``.
+        notes: sentences for the page and, with `ends`, for the terminal.
+        ends: print the notes and the folder too.
+    """
+    frontier, plan = planning.frontier, planning.chosen.plan
+    # a plan with tensor axes is explained block by block, one with stages stage by stage
+    points, title = frontier.shown_with(planning.chosen), planning.graph.model
+    explained = (
+        explain_plan(search, plan) if plan.mesh.tensor_axes and plan.schedule is None else None
+    )
+    whole = whole_sentences(
+        unsplit_operators(search, plan) if explained is None else explained.whole
+    )
+    # the step of a plan with stages, drawn unless it has too many passes
+    step = None if plan.schedule is None else step_of_plan(stage_blocks(search, plan), plan)
+
+    # files
+    given: dict[str, Any] = {"memory_limit": memory_limit, "title": title}
+    save_png(folder / "frontier.png", points, planning.chosen, **given)
+    page, lines = folder / "frontier.html", [*notes, *whole]
+    save_html(page, points, planning.chosen, **given, exact=frontier.exact, notes=lines, step=step)
+    if step is not None:
+        save_schedule_png(folder / "schedule.png", step)
+    plan.save(folder / "plan.yaml")
+
+    # the terminal
+    console = Console()
+    print_table(points, planning.chosen, console=console)
+    console.print(f"{plan.summary()}\n{plan.reason}", highlight=False)
+    # the loader's batch is that of a data rank, not of each rank
+    if plan.mesh.size > plan.mesh.data_parallel_size:
+        console.print(
+            f"Ranks of its {'pipelines' if plan.schedule else 'tensor axis'} get the same samples: "
+            f"with batches of {plan.batch_size} in the loader a step has "
+            f"{search.global_batch_size}.",
+            highlight=False,
+        )
+    if step is not None:
+        print_schedule(step, console=console)
+        print_stages(explain_stages(search, plan), console=console)
+        for line in whole:
+            console.print(line, highlight=False, markup=False)
+    if explained is not None:
+        print_explanation(explained, console=console)
+    if ends:
+        for note in notes:
+            console.print(note, highlight=False, markup=False)
+        console.print(f"run folder: {folder}", highlight=False, soft_wrap=True)

@@ -8,7 +8,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from lightning_topt.execution.engine import Engine
-from lightning_topt.execution.pipeline.continuous_run import Turn
+from lightning_topt.execution.pipeline.continuous_run import BackwardResult
 
 Iteration = Callable[[], object]
 
@@ -24,7 +24,7 @@ def iterations(
     engine.attach_optimizers([optimizer])
     run = engine.continuous
 
-    def finish(turn: Turn) -> None:
+    def finish(turn: BackwardResult) -> None:
         if turn.minibatch is not None:
             with run.update(turn):
                 optimizer.step()

@@ -5,7 +5,7 @@ what it did cost.
     sudo python -m benchmarks.memory_limits --cgroup  # and: the kernel enforces the limits (root)
 
 A GPT of 50 M parameters on two CPU ranks with one thread each. Memory is resident anonymous bytes
-of a rank above those of the idle rank (see `lightning_topt.execution.memory_meter`).
+of a rank above those of the idle rank (see `lightning_topt.execution.memory`).
 """
 
 from __future__ import annotations

@@ -18,9 +18,13 @@ from benchmarks.continuous_iterations import Iteration, iterations
 from benchmarks.lab import sent_bytes
 from benchmarks.pipeline_cuts import block_seconds, check_blocks, cut, plan_of, weights_of
 from benchmarks.pipeline_lab_models import MODELS, LabModel
-from lightning_topt.execution.allocator import return_freed_memory, warm_up
 from lightning_topt.execution.engine import Engine
-from lightning_topt.execution.memory_meter import MemoryMeter, release_free_memory
+from lightning_topt.execution.memory import (
+    MemoryMeter,
+    release_free_memory,
+    return_freed_memory,
+    warm_up,
+)
 from lightning_topt.execution.pipeline.pipeline_run import Example
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.plan.parallel_plan import ParallelPlan

@@ -27,9 +27,8 @@ from torch import Tensor, nn
 
 from benchmarks.pipeline_cuts import plan_of
 from benchmarks.tensor_overhead import Layer
-from lightning_topt.execution.allocator import return_freed_memory, warm_up
 from lightning_topt.execution.engine import Engine
-from lightning_topt.execution.memory_meter import MemoryMeter
+from lightning_topt.execution.memory import MemoryMeter, return_freed_memory, warm_up
 from lightning_topt.execution.pipeline.pipeline_run import Example
 from lightning_topt.execution.pipeline.stage_pass import StagePass
 from lightning_topt.graph.mesh_axes import Axis, Mesh

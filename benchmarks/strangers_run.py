@@ -19,9 +19,13 @@ from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.compute import KernelKey
 from lightning_topt.costs.optimizer import OptimizerProfile, measure_update_seconds, read_optimizer
 from lightning_topt.costs.training_step import TrainingStep
-from lightning_topt.execution.allocator import return_freed_memory, warm_up
 from lightning_topt.execution.engine import Engine
-from lightning_topt.execution.memory_meter import MemoryMeter, release_free_memory
+from lightning_topt.execution.memory import (
+    MemoryMeter,
+    release_free_memory,
+    return_freed_memory,
+    warm_up,
+)
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.graph.op_graph import OpGraph

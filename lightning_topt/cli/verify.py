@@ -39,16 +39,15 @@ from lightning_topt.cli.local_processes import run_on_ranks
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.measuring import gather
 from lightning_topt.costs.timers import device_memory_bytes
-from lightning_topt.execution.compare_observed import with_observations
 from lightning_topt.execution.observed_step import (
     CannotRehearseError,
     Observation,
     ObservedRun,
     rehearse_rank,
+    with_observations,
 )
 from lightning_topt.execution.pipeline.pipeline_run import Example
-from lightning_topt.execution.verification_report import print_verification
-from lightning_topt.execution.verify_plan import Verification, verify_plan
+from lightning_topt.execution.verify_plan import Verification, print_verification, verify_plan
 from lightning_topt.graph.meta_build import build_on_meta
 from lightning_topt.graph.step_run import call_training_step, loss_of
 from lightning_topt.plan.parallel_plan import ParallelPlan, preset_plan

@@ -235,7 +235,7 @@ class Device:
         process_bytes: what a training rank keeps beside tensors (on CPUs: objects, buffers of
             libraries).
         page_fault_seconds_per_byte: what a byte costs that is taken anew from the operating system,
-            which plans under a memory limit do for every tensor on CPUs (`execution.allocator`).
+            which plans under a memory limit do for every tensor on CPUs (`execution.memory`).
         spot_price_per_hour: where its owner may take it back.
         framework_seconds: what a kernel of a step costs beyond itself where the host does not run
             ahead of the device: modules, autograd, Python (CPUs).

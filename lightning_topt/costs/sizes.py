@@ -44,7 +44,7 @@ ITEM_BYTES = {
     "float8_e4m3fn": 1,
     "float8_e5m2": 1,
 }
-SMALLEST_BYTES = 1 << 16  # what is smaller stays on the C heap (`execution.allocator`)
+SMALLEST_BYTES = 1 << 16  # what is smaller stays on the C heap (`execution.memory`)
 
 
 def parameter_bytes(parameter: Parameter) -> int:

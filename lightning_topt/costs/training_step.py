@@ -68,7 +68,7 @@ class TrainingStep:
             they beat the formulas.
         exchange: how gradients that are whole travel; None: by an all-reduce.
         returns_memory: the run gives freed memory back at once, as under a memory limit on CPUs
-            (`execution.allocator`), and pays `Device.page_fault_seconds_per_byte` for what it takes
+            (`execution.memory`), and pays `Device.page_fault_seconds_per_byte` for what it takes
             anew.
         split: where parameters are along the tensor axes of `mesh`, by block and name in the block;
             `graph` is then the step of a rank that holds slices of them.

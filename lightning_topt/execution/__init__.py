@@ -1,1 +1,12 @@
-"""5. ParallelPlan -> running ranks: one technique per file, put together by an engine."""
+"""ParallelPlan -> running ranks.
+
+engine                 applies a plan on one rank, steps, saves, loads, undoes it
+applied_techniques     what techniques did to the module, as one
+attached_optimizer     optimizers under a plan
+gathered_state         states in full form
+sharded_checkpoint     checkpoints as a folder
+pipeline/              plans with stages
+memory                 the peak of a rank
+plan_problems, held_bytes, planned_collectives, verify_plan, observed_step
+                       what a plan will do, before its ranks exist
+"""

@@ -1,5 +1,7 @@
-"""`AppliedTechniques`: what the techniques of the registry did to one module, taken together, and
-how that is undone.
+"""What the techniques of the registry did to one module, taken together, and how it is undone.
+
+Each technique returns an `Applied`: its contexts, the parameters that it replaced or cut, and how
+to undo all that. The engine, and a `PipelineRun`, see them as one (`AppliedTechniques`).
 """
 
 from __future__ import annotations
@@ -8,47 +10,19 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, final
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_topt.optim.parallel_step import ParallelStep
-from lightning_topt.plan.parallel_plan import ParallelPlan
-from lightning_topt.techniques.technique import Applied, ParallelModel, RunOptions, replaced_by
+from lightning_topt.techniques.technique import Applied, replaced_by
 from lightning_topt.techniques.tensor_parallel.split_parameters import SplitTensor
-
-
-def parallel_model(
-    plan: ParallelPlan,
-    module: nn.Module,
-    parameters: Mapping[str, Mapping[str, nn.Parameter]],
-    *,
-    device: torch.device,
-    root: nn.Module,
-    options: RunOptions,
-) -> ParallelModel:
-    """Return what techniques are to be applied to: `module`, called through `root`, of which the
-    plan places `parameters`.
-    """
-    return ParallelModel(
-        module=module,
-        mesh=plan.mesh,
-        configs=plan.configs,
-        parameters=parameters,
-        device=device,
-        root=root,
-        exchange=plan.gradient_exchange,
-        options=options,
-        num_microbatches=1 if plan.schedule is not None else plan.num_microbatches,
-        joint=plan.joint,
-    )
 
 
 @contextmanager
 def _entered(
     contexts: Iterable[Callable[[], AbstractContextManager[Any]]],
 ) -> Generator[None, None, None]:
-    """A context that is within all that `contexts` make, in their order."""
+    """Enter what `contexts` make, in their order."""
     with ExitStack() as stack:
         for make in contexts:
             stack.enter_context(make())
@@ -57,8 +31,7 @@ def _entered(
 
 @final
 class AppliedTechniques:
-    """An `AppliedTechniques` takes what each technique did in the order of application, and undoes
-    it in the reverse order.
+    """What each technique did, in the order of application; it is undone in the reverse order.
 
     `parameters` are those of the module before, by block and name. Methods are collective calls
     where techniques communicate.
@@ -67,15 +40,16 @@ class AppliedTechniques:
     def __init__(self, parameters: Mapping[str, Mapping[str, nn.Parameter]]) -> None:
         self._parameters = parameters
         self._applied: list[Applied] = []
-        # how parameters of `parameters` are cut along tensor axes
+        # How original parameters are cut along tensor axes, and the slices of present ones.
         self.split: dict[Tensor, SplitTensor] = {}
         self._slices: dict[Tensor, int] = {}
         self._is_joined = False
 
     def add(self, applied: Applied) -> None:
-        """Take up what the next technique did."""
+        """Add what the next technique did."""
         self._applied.append(applied)
         self.split.update(applied.split)
+        # By present parameters, which callers have.
         now = self.replaced
         self._slices = {now[original]: how.slices for original, how in self.split.items()}
 
@@ -103,21 +77,20 @@ class AppliedTechniques:
         return [applied.attach for applied in self._applied]
 
     def slices_of(self, parameter: Tensor) -> int:
-        """Return into how many slices along tensor axes `parameter`, one that the module has now,
-        is cut.
-        """
+        """Return into how many slices along tensor axes a present parameter is cut."""
         return self._slices.get(parameter, 1)
 
     def split_names(self) -> dict[str, SplitTensor]:
         """Return how parameters are cut now, by their names; none are within `joined`."""
         if self._is_joined:
             return {}
+        # Names of original parameters are those of present ones.
         named = (item for of_block in self._parameters.values() for item in of_block.items())
         return {name: self.split[parameter] for name, parameter in named if parameter in self.split}
 
     @contextmanager
     def joined(self) -> Generator[None, None, None]:
-        """Within it parameters in slices are whole."""
+        """Unshard parameters in slices within."""
         with _entered(applied.joined for applied in self._applied):
             self._is_joined = True
             try:
@@ -126,37 +99,37 @@ class AppliedTechniques:
                 self._is_joined = False
 
     def reshard(self) -> None:
-        """Release gathered parameters."""
+        """Free gathered parameters."""
         for applied in self._applied:
             applied.reshard()
 
     # ---- steps -----------------------------------------------------------------------------------
 
     def around_step(self) -> AbstractContextManager[None]:
-        """Forward and backward run within it."""
+        """Return the context required around forward and backward."""
         return _entered(applied.around_step for applied in self._applied)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Within it, backward accumulates gradients and leaves the exchange to a later backward,
-        where that helps.
+        """Return a context in which backward accumulates gradients without their exchange.
+
+        A later backward exchanges them; techniques whose shards that would not help do it at once.
         """
         return _entered(applied.no_sync for applied in self._applied)
 
     @contextmanager
     def around_microbatch(self, is_last: bool) -> Generator[None, None, None]:
-        """Forward and backward of one microbatch of several run within it; the last one's backward
-        exchanges gradients.
-        """
+        """Run forward and backward of one microbatch within; the last one exchanges gradients."""
+        # Gradients of all but the last are only added up.
         with nullcontext() if is_last else self.no_sync(), self.around_step():
             yield
 
     def whole(self, value: Any) -> Any:
-        """Return what a step returned, with whole tensors; within `around_step`."""
+        """Return what a step returned, with unsharded tensors; within `around_step`."""
         for applied in self._applied:
             value = applied.whole(value)
         return value
 
     def take_turns(self, turns: bool) -> None:
-        """From now on all ranks of a tensor group run the same batch, or not."""
+        """Switch to the same batch on all ranks of a tensor group, or back to one each."""
         for applied in self._applied:
             applied.take_turns(turns)

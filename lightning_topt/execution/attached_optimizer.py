@@ -1,5 +1,16 @@
-"""An optimizer that follows a plan: its step, and its state in shards or whole, also once the plan
-is taken back.
+"""Optimizers under a plan: their step, and their state, in shards or full.
+
+    AttachedOptimizer    any plan: parameters may be in shards or slices, and ranks may share a step
+    StageOptimizer       a plan with stages: a rank has state of the parameters that it keeps alone
+
+    attached = AttachedOptimizer(optimizer, replaced=..., split=..., attach=...)
+    attached.full_state()      # the `state_dict` of one process, on rank 0
+    attached.own_state()       # what this rank keeps, to be written by each rank
+    attached.load(state)       # full, or stored in a checkpoint folder
+    attached.release()         # before techniques are undone; both states may still be asked for
+    attached.give_back()       # the optimizer is used again, with its full state
+
+After `release` an optimizer has a part of its state only, so its `state_dict` is refused.
 """
 
 from __future__ import annotations
@@ -7,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 import torch.distributed as dist
@@ -20,8 +31,8 @@ from lightning_topt.execution.gathered_state import (
     gather_parameter_states,
     place_optimizer_state,
 )
-from lightning_topt.execution.stored_states import StoredOptimizer
-from lightning_topt.execution.tensor_chunks import chunks_of, rows_of_tensor
+from lightning_topt.execution.pipeline.pipeline_run import PipelineRun, share_value
+from lightning_topt.execution.sharded_checkpoint import StoredOptimizer, chunks_of, rows_of_tensor
 from lightning_topt.optim.full_state import parameters_of
 from lightning_topt.optim.local_step import install_local_step
 from lightning_topt.optim.parallel_step import ParallelStep
@@ -29,6 +40,7 @@ from lightning_topt.optim.pieces import Piece, num_rows
 from lightning_topt.optim.update_rule import (
     ELEMENTWISE,
     UnsplittableOptimizer,
+    check_by_parameter,
     collective_in_step,
     is_one_of,
 )
@@ -41,9 +53,8 @@ State = dict[str, Any]
 class AttachedOptimizer:
     """An optimizer that was built over the module, before or after the plan was applied to it.
 
-    `replaced` has the parameter in the place of each original one, `split` says how original ones
-    are cut along tensor axes, `attach` has what techniques do to optimizers. Parameters are counted
-    as ``Optimizer.state_dict`` does. Methods are collective calls, but for `load`.
+    Parameters are counted as ``Optimizer.state_dict`` does. Methods are collective calls, but for
+    `load`.
     """
 
     def __init__(
@@ -55,11 +66,20 @@ class AttachedOptimizer:
         attach: Sequence[Callable[[Optimizer], ParallelStep | None]] = (),
         keeps_whole: bool | None = None,
     ) -> None:
-        """`keeps_whole`: this rank gets the whole state; None: rank 0 does."""
+        """Attach the optimizer.
+
+        Args:
+            optimizer: over original or present parameters of the module.
+            replaced: the parameter in the place of each original one.
+            split: how original parameters are cut along tensor axes.
+            attach: what techniques do to optimizers.
+            keeps_whole: this rank gets the full state; None: rank 0 does.
+        """
         self.optimizer, self._replaced = optimizer, replaced
         lift_refusal(optimizer)
         self._state_dict = optimizer.state_dict
         self._keeps_whole = dist.get_rank() == 0 if keeps_whole is None else keeps_whole
+        # By index: the optimizer may have original parameters, or those in their place.
         how = {**split, **{replaced[original]: how for original, how in split.items()}}
         before = enumerate(parameters_of(optimizer))
         self._split = {index: how[parameter] for index, parameter in before if parameter in how}
@@ -70,6 +90,7 @@ class AttachedOptimizer:
                 "that updates elements one by one, such as AdamW or SGD, or a plan without tensor "
                 "axes"
             )
+        # Point it to the present parameters, and let a technique share its step.
         if replaced.keys() & set(parameters_of(optimizer)):
             _check_runs_on_shards(optimizer)
         if replaced or split:
@@ -78,6 +99,7 @@ class AttachedOptimizer:
         assert len(steps) <= 1, "two techniques share the step of one optimizer"
         self.parallel_step = steps[0] if steps else None
         self._local_step = install_local_step(optimizer)
+        # States in shards or slices; a shared step has those of its own pieces.
         shared = (
             {piece.index for piece in self.parallel_step.pieces} if self.parallel_step else set()
         )
@@ -86,9 +108,9 @@ class AttachedOptimizer:
             for index, parameter in enumerate(parameters_of(optimizer))
             if isinstance(parameter, DTensor) or (index in self._split and index not in shared)
         ]
-        # of sharded parameters, once released or on the host
+        # States of sharded parameters, once released or on the host.
         self._kept: dict[int, State] | None = None
-        # of an optimizer whose step is shared over slices, once released
+        # Both states of an optimizer whose step is shared over slices, once released.
         self._last: State | None = None
         self._last_own: State | None = None
 
@@ -96,7 +118,11 @@ class AttachedOptimizer:
         """Return the ``state_dict`` of one process on rank 0; other ranks may return a part."""
         if self._last is not None:
             return self._last
-        whole = gather_parameter_states(self._shards(), self._split, everywhere=self._keeps_whole)
+        # States of sharded parameters are gathered one by one.
+        gathered = gather_parameter_states(
+            self._shards(), self._split, everywhere=self._keeps_whole
+        )
+        # The rest: a shared step gathers its own, else this rank has all of it.
         with self._without_shards():
             if self.parallel_step is not None:
                 self.parallel_step.consolidate_state_dict()
@@ -114,11 +140,12 @@ class AttachedOptimizer:
         others = {
             i: {k: _to_host(v) for k, v in values.items()} for i, values in rest["state"].items()
         }
-        return {**rest, "state": dict(sorted({**others, **whole}.items()))}
+        return {**rest, "state": dict(sorted({**others, **gathered}.items()))}
 
     def own_state(self) -> State:
-        """Return the ``state_dict`` of what this rank keeps: DTensors, whole tensors, and states of
-        its share of parameters.
+        """Return the ``state_dict`` of what this rank keeps.
+
+        That are DTensors, full tensors, and states of its share of parameters.
         """
         if self._last_own is not None:
             return self._last_own
@@ -128,25 +155,23 @@ class AttachedOptimizer:
         for index, parameter in enumerate(parameters_of(self.optimizer)):
             if index not in own and parameter in self.optimizer.state:
                 own[index] = self._chunks(index, self.optimizer.state[parameter])
+        # A shared step: rows of parameters.
         pieces = {} if self.parallel_step is None else self.parallel_step.own_states()
         assert len({piece.index for piece in pieces}) == len(pieces), (
             "a rank has several pieces of one parameter"
         )
         for piece, values in pieces.items():
-            whole, split = (
-                parameters_of(self.optimizer)[piece.index].shape,
-                self._split.get(piece.index),
-            )
+            shape = parameters_of(self.optimizer)[piece.index].shape
+            split = self._split.get(piece.index)
             own[piece.index] = {
-                name: _as_rows(value, piece, whole, split) for name, value in values.items()
+                name: _as_rows(value, piece, shape, split) for name, value in values.items()
             }
         return {"state": own, "param_groups": _groups(self.optimizer)}
 
     def rows_to_read(self, index: int) -> range:
-        """Return which rows of the state of the parameter with this index this rank keeps; all
-        where it keeps a shard.
-        """
+        """Return the rows that this rank keeps of a parameter's state; all of a shard."""
         pieces = [] if self.parallel_step is None else self.parallel_step.current_pieces()
+        # Pieces of one parameter belong to several ranks; one rank's follow each other.
         of_parameter = [piece for piece in pieces if piece.index == index]
         own = [
             p
@@ -158,23 +183,21 @@ class AttachedOptimizer:
         return range(own[0].start, own[-1].stop) if own else range(0)
 
     def load(self, state: Mapping[str, Any] | StoredOptimizer) -> None:
-        """Take over a whole state, each rank its part, or a stored one, of which each rank reads
-        its part.
-        """
+        """Load a full state, each rank its part, or a stored one, of which it reads its part."""
         if isinstance(state, StoredOptimizer):
             state = self.read(state, rows=self.rows_to_read)
         self.optimizer.load_state_dict(place_optimizer_state(self.optimizer, state, self._split))
 
     def read(self, stored: StoredOptimizer, *, rows: Callable[[int], range]) -> State:
-        """Return what a checkpoint folder has of the rows of each parameter's state that
-        ``rows(index)`` says.
-        """
+        """Return ``rows(index)`` of each parameter's state from a checkpoint folder."""
         return stored.read(parameters_of(self.optimizer), rows=rows, split=self._split)
 
     def to_host(self) -> None:
-        """Take the state off the device for good, each rank its own: `full_state` and `own_state`
-        still return it.
+        """Take the state off the device for good, each rank its own.
+
+        `full_state` and `own_state` still return it.
         """
+        # Shards are kept here, everything else stays in the optimizer.
         self._kept = {
             i: {k: _HostShard.of(v) for k, v in values.items()} for i, values in self._shards()
         }
@@ -183,16 +206,15 @@ class AttachedOptimizer:
             values.update({k: v.cpu() for k, v in values.items() if isinstance(v, Tensor)})
 
     def release(self) -> None:
-        """Give the optimizer its own step and parameters back, before techniques are undone; its
-        shards are kept here.
+        """Give the optimizer its own step and parameters back, before techniques are undone.
 
-        What is left to it is a part of the state, so its `state_dict` is refused until `give_back`.
+        Its shards are kept here. What is left to it is a part of the state, so its `state_dict` is
+        refused until `give_back`.
         """
+        # Pieces are rows of slices, which are gone once parameters are whole.
         if self.parallel_step is not None and self._split:
-            self._last, self._last_own = (
-                self.full_state(),
-                self.own_state(),
-            )  # pieces are rows of slices, which are gone once parameters are whole
+            self._last, self._last_own = self.full_state(), self.own_state()
+        # Its own step again, with the original parameters.
         if self._local_step is not None:
             self._local_step.detach()
         if self.parallel_step is not None:
@@ -208,7 +230,7 @@ class AttachedOptimizer:
             refuse_state_dict(self.optimizer)
 
     def give_back(self) -> None:
-        """Give an optimizer that is used again after `release` the whole state, on every rank."""
+        """Give an optimizer that is used again after `release` its full state, on every rank."""
         assert self._kept is not None, "release() comes first"
         lift_refusal(self.optimizer)
         parameters = parameters_of(self.optimizer)
@@ -227,8 +249,9 @@ class AttachedOptimizer:
         self._sharded, self._kept = [], None
 
     def _plain_state(self) -> State:
-        """As Lightning takes it: optimizers such as torch's ZeroRedundancyOptimizer spread their
-        state by themselves.
+        """Return the state as Lightning takes it.
+
+        Optimizers such as torch's ZeroRedundancyOptimizer spread their state by themselves.
         """
         if not hasattr(self.optimizer, "consolidate_state_dict"):
             return self._state_dict()
@@ -236,7 +259,7 @@ class AttachedOptimizer:
         return self._state_dict() if dist.get_rank() == 0 else {}
 
     def _shards(self) -> Iterator[tuple[int, State]]:
-        """The states of sharded parameters by index, as DTensors on the device."""
+        """Yield the states of sharded parameters by index, as DTensors on the device."""
         parameters, state = parameters_of(self.optimizer), self.optimizer.state
         for index in self._sharded:
             if self._kept is None and parameters[index] in state:
@@ -251,48 +274,24 @@ class AttachedOptimizer:
                 )
 
     def _chunks(self, index: int, values: State) -> State:
+        """Return a parameter's state as the chunks of full tensors that it is."""
         return {name: chunks_of(value, self._split.get(index)) for name, value in values.items()}
 
     def _drop_shards(self) -> None:
+        """Take states of sharded parameters from the optimizer."""
         parameters = parameters_of(self.optimizer)
         for index in self._sharded:
             self.optimizer.state.pop(parameters[index], None)
 
     @contextmanager
     def _without_shards(self) -> Generator[None, None, None]:
+        """Take states of sharded parameters from the optimizer within."""
         parameters, state = parameters_of(self.optimizer), self.optimizer.state
         taken = {p: state.pop(p) for p in (parameters[i] for i in self._sharded) if p in state}
         try:
             yield
         finally:
             state.update(taken)
-
-
-class _PartOfState:
-    """Stands in the place of an optimizer's `state_dict`, which would have a part of the state, or
-    mistake it for all.
-    """
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.name = type(optimizer).__name__
-
-    def __call__(self) -> State:
-        raise RuntimeError(
-            f"the state of this {self.name} is spread over ranks since its plan was taken back: "
-            "save a checkpoint (trainer.save_checkpoint, on all ranks), which has it whole; an "
-            "optimizer that is an attribute of the module is given all of it after a fit"
-        )
-
-
-def refuse_state_dict(optimizer: Optimizer) -> None:
-    """Let `state_dict` of an optimizer that has a part of its state say so."""
-    optimizer.state_dict = _PartOfState(optimizer)  # type: ignore[method-assign]
-
-
-def lift_refusal(optimizer: Optimizer) -> None:
-    """Undo `refuse_state_dict`."""
-    if isinstance(optimizer.__dict__.get("state_dict"), _PartOfState):
-        del optimizer.__dict__["state_dict"]
 
 
 def _check_runs_on_shards(optimizer: Optimizer) -> None:
@@ -341,14 +340,15 @@ def _as_dtensor(local: Tensor, like: DTensor) -> DTensor:
     )
 
 
-def _as_rows(value: Any, piece: Piece, whole: torch.Size, split: SplitTensor | None) -> Any:
-    """Return what has the shape of the piece's rows, as these rows of the whole."""
-    of = whole if split is None else torch.Size(split.local_shape)
-    rows = torch.Size((piece.stop - piece.start, *of[1:]))
-    if not isinstance(value, Tensor) or value.shape != rows or (rows == of and split is None):
+def _as_rows(value: Any, piece: Piece, shape: torch.Size, split: SplitTensor | None) -> Any:
+    """Return a value with the shape of the piece's rows as these rows of the full tensor."""
+    local = shape if split is None else torch.Size(split.local_shape)
+    rows = torch.Size((piece.stop - piece.start, *local[1:]))
+    # Numbers such as step counts, and states of all rows, stay as they are.
+    if not isinstance(value, Tensor) or value.shape != rows or (rows == local and split is None):
         return value
-    shape = whole if split is None else split.layout.shape
-    return rows_of_tensor(value, rows=range(piece.start, piece.stop), whole=shape, split=split)
+    full = shape if split is None else split.layout.shape
+    return rows_of_tensor(value, rows=range(piece.start, piece.stop), whole=full, split=split)
 
 
 def _to_host(value: Any) -> Any:
@@ -356,7 +356,7 @@ def _to_host(value: Any) -> Any:
 
 
 def _groups(optimizer: Optimizer) -> list[State]:
-    """As ``Optimizer.state_dict`` writes them: with the indices of parameters."""
+    """Return groups as ``Optimizer.state_dict`` writes them, with indices of parameters."""
     groups, start = [], 0
     for group in optimizer.param_groups:
         indices = list(range(start, start + len(group["params"])))
@@ -365,3 +365,193 @@ def _groups(optimizer: Optimizer) -> list[State]:
             {**{key: value for key, value in group.items() if key != "params"}, "params": indices}
         )
     return groups
+
+
+# ---- plans with stages ---------------------------------------------------------------------------
+
+
+@final
+class StageOptimizer:
+    """The `AttachedOptimizer` of a plan with stages: each rank steps the parameters that it keeps.
+
+    It has state of these alone. Methods are collective calls, but for `load`.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        run: PipelineRun,
+        *,
+        replaced: Mapping[Tensor, Tensor],
+        split: Mapping[Tensor, SplitTensor],
+        attach: Sequence[Callable[[Optimizer], ParallelStep | None]],
+    ) -> None:
+        try:
+            check_by_parameter(optimizer)
+        except UnsplittableOptimizer as error:
+            raise UnsplittableOptimizer(
+                f"ranks of a pipeline update the parameters of their stages, but {error.reason}",
+                "Choose a plan without stages, such as 'ddp'",
+            ) from error
+        owners, kept = run.owners(), set[Tensor](run.updated_parameters())
+        owners |= {
+            replaced[original]: owner for original, owner in owners.items() if original in replaced
+        }
+        kept |= {replaced[original] for original in kept if original in replaced}
+        parameters = parameters_of(optimizer)
+        self._owners = {
+            index: owners.get(parameter, 0) for index, parameter in enumerate(parameters)
+        }
+        # Indices of parameters that other ranks step.
+        self._others = {
+            index for index, p in enumerate(parameters) if p in owners and p not in kept
+        }
+        self._groups, self._device = run.groups, run.device
+        for index in self._others:
+            optimizer.state.pop(parameters[index], None)
+        self._attached = AttachedOptimizer(
+            optimizer,
+            replaced=replaced,
+            split=split,
+            attach=attach,
+            keeps_whole=run.groups.data_rank == 0,
+        )
+        self.optimizer = optimizer
+
+    def full_state(self) -> State:
+        """Return the ``state_dict`` of one process on rank 0, an empty one elsewhere."""
+        own = self._attached.full_state()
+        if not self._groups.saves:
+            return {}
+        # Rank after rank of the pipeline of rank 0 sends it the states that it owns.
+        states: dict[int, State] = {}
+        for place in range(len(self._groups.pipeline)):
+            mine = place == self._groups.rank
+            sent = (
+                {i: values for i, values in own["state"].items() if self._owners[i] == place}
+                if mine
+                else None
+            )
+            if place == 0:
+                states |= sent or {}
+            elif self._groups.rank in (0, place):
+                group, rank = self._groups.pipeline_group, self._groups.rank
+                states |= _sent_states(place, sent, group, rank, self._device)
+        if self._groups.rank != 0:
+            return {}
+        return {"state": dict(sorted(states.items())), "param_groups": own["param_groups"]}
+
+    def own_state(self) -> State:
+        """Return the ``state_dict`` of what this rank keeps."""
+        return self._attached.own_state()
+
+    def load(self, state: Mapping[str, Any] | StoredOptimizer) -> None:
+        """Load a full state, or a stored one, each rank its part."""
+        if isinstance(state, StoredOptimizer):
+            state = self._attached.read(
+                state,
+                rows=lambda index: (
+                    range(0) if index in self._others else self._attached.rows_to_read(index)
+                ),
+            )
+        own = {
+            index: values for index, values in state["state"].items() if index not in self._others
+        }
+        self._attached.load({**state, "state": own})
+
+    def to_host(self) -> None:
+        """Take the state off the device for good, each rank its own."""
+        self._attached.to_host()
+
+    def release(self) -> None:
+        """Give the optimizer its own step back; its state stays where it is."""
+        self._attached.release()
+        if len(self._groups.pipeline) > 1:
+            refuse_state_dict(self.optimizer)
+
+    def give_back(self) -> None:
+        """Give an optimizer that is used again after `release` its full state, on every rank."""
+        everyone = dist.group.WORLD
+        assert everyone is not None
+        lift_refusal(self.optimizer)
+        full = share_value(self.full_state(), group=everyone, source=0, device=self._device)
+        self.optimizer.load_state_dict(full)
+        self._others = set()
+
+
+def _sent_states(
+    place: int,
+    states: Mapping[int, State] | None,
+    group: dist.ProcessGroup,
+    rank: int,
+    device: torch.device,
+) -> dict[int, State]:
+    """Send `states` from the rank `place` of `group` to its first, which returns them.
+
+    They are in host memory there; the sender returns nothing.
+    """
+    if rank == place:
+        assert states is not None
+        # First everything with outlines of tensors, then these, in the same order.
+        head = [
+            {
+                index: {
+                    name: _Outline(v.shape, v.dtype) if isinstance(v, Tensor) else v
+                    for name, v in values.items()
+                }
+                for index, values in states.items()
+            }
+        ]
+        dist.send_object_list(head, group=group, group_dst=0, device=device)
+        for values in states.values():
+            for value in values.values():
+                if isinstance(value, Tensor):
+                    dist.send(value.to(device).contiguous(), group=group, group_dst=0)
+        return {}
+    received: list[Any] = [None]
+    dist.recv_object_list(received, group=group, group_src=place, device=device)
+    return {
+        i: {k: _received(v, place, group, device) for k, v in values.items()}
+        for i, values in received[0].items()
+    }
+
+
+class _Outline(NamedTuple):
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def _received(value: Any, place: int, group: dist.ProcessGroup, device: torch.device) -> Any:
+    if not isinstance(value, _Outline):
+        return value
+    tensor = torch.empty(value.shape, dtype=value.dtype, device=device)
+    dist.recv(tensor, group=group, group_src=place)
+    return tensor.cpu()
+
+
+# ---- refusal -------------------------------------------------------------------------------------
+
+
+class _PartOfState:
+    """Replaces an optimizer's `state_dict`, which would take a part of the state for all."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.name = type(optimizer).__name__
+
+    def __call__(self) -> State:
+        raise RuntimeError(
+            f"the state of this {self.name} is spread over ranks since its plan was taken back: "
+            "save a checkpoint (trainer.save_checkpoint, on all ranks), which has it whole; an "
+            "optimizer that is an attribute of the module is given all of it after a fit"
+        )
+
+
+def refuse_state_dict(optimizer: Optimizer) -> None:
+    """Let `state_dict` of an optimizer that has a part of its state say so."""
+    optimizer.state_dict = _PartOfState(optimizer)  # type: ignore[method-assign]
+
+
+def lift_refusal(optimizer: Optimizer) -> None:
+    """Undo `refuse_state_dict`."""
+    if isinstance(optimizer.__dict__.get("state_dict"), _PartOfState):
+        del optimizer.__dict__["state_dict"]

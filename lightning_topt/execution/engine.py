@@ -1,5 +1,4 @@
-"""The engine runs one plan on one rank: it applies the plan to the module, steps, saves, loads, and
-takes the plan back.
+"""The engine runs one plan on one rank: it applies the plan, steps, saves, loads, and undoes it.
 
 A plain object that knows torch, not Lightning; ten lines of plain PyTorch drive it:
 
@@ -15,7 +14,8 @@ A plain object that knows torch, not Lightning; ten lines of plain PyTorch drive
                                                   # `exchange_state` is saved
 
 How a block is run is the techniques' knowledge: the engine applies them in the order of the
-registry and undoes them in the reverse order.
+registry and undoes them in the reverse order. Stages come first: `PipelineRun` runs those of this
+rank, and techniques are applied to the parameters that it keeps.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, final
 
 import torch
@@ -33,24 +33,26 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_topt.communication.hook import CompressedExchange
-from lightning_topt.execution.applied_techniques import AppliedTechniques, parallel_model
-from lightning_topt.execution.attached_optimizer import AttachedOptimizer
+from lightning_topt.execution.applied_techniques import AppliedTechniques
+from lightning_topt.execution.attached_optimizer import AttachedOptimizer, StageOptimizer
 from lightning_topt.execution.gathered_state import load_module_state, module_state
-from lightning_topt.execution.mesh import check_world_size, say_where_nodes_differ
-from lightning_topt.execution.microbatches import run_in_turn
-from lightning_topt.execution.pipeline.continuous_run import ContinuousRun
+from lightning_topt.execution.pipeline.continuous_run import ContinuousRun, compress_gradients
 from lightning_topt.execution.pipeline.pipeline_run import Example, PipelineRun
-from lightning_topt.execution.pipeline.stage_compression import compress_gradients
-from lightning_topt.execution.pipeline.stage_optimizer import StageOptimizer
-from lightning_topt.execution.plan_problems import checked_parameters
+from lightning_topt.execution.plan_problems import (
+    check_world_size,
+    checked_parameters,
+    warn_where_nodes_differ,
+)
 from lightning_topt.optim import clipping
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
+from lightning_topt.schedules.schedules import Schedule, single_stage_schedule
 from lightning_topt.techniques.recomputation import apply_recomputation, remove_recomputation
 from lightning_topt.techniques.registry import TECHNIQUES
-from lightning_topt.techniques.technique import Applied, RunOptions
+from lightning_topt.techniques.technique import Applied, ParallelModel, RunOptions
 
 State = dict[str, Any]
 LossFunction = Callable[[nn.Module, Any], Tensor]
+_single_stage_schedule: Callable[[int], Schedule] = cache(single_stage_schedule)
 
 
 @final
@@ -85,17 +87,13 @@ class Engine:
 
     @property
     def has_shards(self) -> bool:
-        """Whether parameters are in shards, slices or stages now, so that taking the plan back
-        needs every rank.
-        """
+        """Whether parameters are in shards, slices or stages, so that `release` needs all ranks."""
         return self._stages is not None or self._applied.has_shards
 
     @property
-    def foreign_parameters(self) -> frozenset[nn.Parameter]:
-        """Parameters of the module that this rank does not keep, since only stages of other ranks
-        need them.
-        """
-        names = frozenset[str]() if self._stages is None else self._stages.foreign.names
+    def non_local_parameters(self) -> frozenset[nn.Parameter]:
+        """Parameters of the module that only stages of other ranks need and keep."""
+        names = frozenset[str]() if self._stages is None else self._stages.non_local.names
         return frozenset(
             parameter for name, parameter in self.module.named_parameters() if name in names
         )
@@ -103,12 +101,16 @@ class Engine:
     def apply(
         self, *, wrapped: DistributedDataParallel | None = None, example: Example | None = None
     ) -> nn.Module:
-        """Apply the plan to the module in place; returns what forward must be called through. A
-        collective call.
+        """Apply the plan to the module in place. A collective call.
 
-        `wrapped` is the module in a DistributedDataParallel that exists: it is used where all
-        gradients are whole, and must not be there otherwise. A plan with stages needs an `example`
-        of its steps, and runs in `run_step` and `evaluate` only.
+        Args:
+            wrapped: the module in a DistributedDataParallel that exists. It is used where all
+                gradients are unsharded, and must not be there otherwise.
+            example: of the steps, for a plan with stages, which runs in `run_step` and `evaluate`
+                only.
+
+        Returns:
+            What forward must be called through.
         """
         assert wrapped is None or self.plan.keeps_gradients_whole, (
             "DDP would average gradients that are to be sharded"
@@ -116,42 +118,56 @@ class Engine:
         parameters: dict[str, dict[str, nn.Parameter]] = {
             block: {**named} for block, named in self._parameters.items()
         }
+        # Stages: this rank keeps the parameters of its own.
         if self.plan.schedule is not None:
             self._stages = stages = PipelineRun.start(
                 self.plan, self.module, device=self.device, example=example
             )
             self._applied.add(Applied(undo=stages.release, no_sync=stages.no_sync))
             parameters = stages.kept_of(parameters)
-        root = self.module if wrapped is None else wrapped
-        model = parallel_model(
-            self.plan, self.module, parameters, device=self.device, root=root, options=self._options
+        # Techniques, in the order of the registry.
+        model = ParallelModel(
+            module=self.module,
+            mesh=self.plan.mesh,
+            configs=self.plan.configs,
+            parameters=parameters,
+            device=self.device,
+            root=self.module if wrapped is None else wrapped,
+            exchange=self.plan.gradient_exchange,
+            options=self._options,
+            num_microbatches=1 if self.plan.schedule is not None else self.plan.num_microbatches,
+            joint=self.plan.joint,
         )
         for technique in TECHNIQUES:
             if (applied := technique.apply(model)) is not None:
                 self._applied.add(applied)
+                # At most one technique exchanges gradients by a method of the plan.
                 self.exchange = applied.exchange or self.exchange
         self._model, self.data_group = model.root, model.data_group
         if self._stages is not None:
+            # What techniques did is known now: gradients can be exchanged, steps be run.
             self._stages.follow(self._applied)
             if self._stages.lag_per_hop is not None:
                 self._continuous = ContinuousRun(self._stages)
                 self.exchange = compress_gradients(self._stages, self._options)
-        say_where_nodes_differ(self.plan, self._options.topology)
+        warn_where_nodes_differ(self.plan, self._options.topology)
         return self._model
 
     def recompute(self, plan: ParallelPlan) -> None:
-        """Go on by `plan`, which is the present one but for blocks that it recomputes."""
+        """Go on with `plan`, the present one but for the blocks that it recomputes."""
         blocks = [block.block for block in plan.blocks if block.config.recompute]
         self.plan = plan
         apply_recomputation(self.module, blocks)
         self._applied.add(Applied(undo=lambda: remove_recomputation(self.module)))
 
     def attach_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Make ``step`` of optimizers over the module's parameters, old or new, follow the plan. A
-        collective call.
+        """Make ``step`` of optimizers over the module's parameters follow the plan.
+
+        The parameters may be those from before `apply`. A collective call.
         """
         replaced, split, attach = self._applied.replaced, self._applied.split, self._applied.attach
         for optimizer in optimizers:
+            # Under a plan with stages a rank has states of its own parameters alone.
             make = (
                 AttachedOptimizer
                 if self._stages is None
@@ -173,19 +189,24 @@ class Engine:
         weights: Sequence[float] | None = None,
         divisor: Callable[[], float] | None = None,
     ) -> Tensor:
-        """Run forward and backward of all microbatches; gradients are those of the mean loss.
-        Returns losses (n,).
+        """Run forward and backward of all microbatches; return the losses (n,).
 
-        `loss_fn` is called with the model and a microbatch. `weights` of the losses, one for each
-        microbatch, are those of the mean unless given: the shares of samples where these differ, 1
-        each for losses that are sums. Under a plan with stages, gradients are divided by what
-        `divisor` returns at the end of the step on the last stage. A collective call.
+        A collective call. Gradients are those of the mean loss.
+
+        Args:
+            microbatches: n of them.
+            loss_fn: is called with the model and a microbatch.
+            weights: of the losses, one for each microbatch, in place of those of the mean: the
+                shares of samples where these differ, 1 each for losses that are sums.
+            divisor: under a plan with stages, gradients are divided by what it returns at the end
+                of the step on the last stage.
         """
+        # The mean, unless the caller weights losses.
         factors = [1 / len(microbatches)] * len(microbatches) if weights is None else list(weights)
         if self._stages is not None:
             return self._stages.run_step(microbatches, loss_fn, weights=factors, divisor=divisor)
         assert divisor is None, "microbatches in turn have weights"
-        return run_in_turn(
+        return run_one_by_one(
             microbatches,
             partial(loss_fn, self._model),
             factors,
@@ -194,22 +215,21 @@ class Engine:
 
     @property
     def stages(self) -> PipelineRun:
-        """Return what runs the stages of a plan that has some, once applied."""
+        """The run of a plan with stages, once applied."""
         assert self._stages is not None, "the plan has no stages, or is not applied"
         return self._stages
 
     @property
     def continuous(self) -> ContinuousRun:
-        """Return what runs minibatches one by one under a schedule that never flushes, once
-        applied.
-        """
+        """The run of a plan with an asynchronous schedule, once applied."""
         assert self._continuous is not None, "the plan's schedule flushes, or it is not applied"
         return self._continuous
 
     def evaluate(self, batch: Any, function: LossFunction) -> Any:
-        """Return what ``function(model, batch)`` returns without gradients; a collective call of
-        the ranks of a pipeline, each of which gets what the last stage returns. Call `sync_buffers`
-        first, if steps of training came before.
+        """Return what ``function(model, batch)`` returns without gradients.
+
+        Under a plan with stages it is a collective call of the ranks of a pipeline, each of which
+        gets what the last stage returns. Call `sync_buffers` first, if training steps came before.
         """
         if self._stages is not None:
             return self._stages.evaluate(batch, function)
@@ -217,66 +237,67 @@ class Engine:
             return self.whole(function(self._model, batch))
 
     def sync_buffers(self) -> None:
-        """Give all ranks the buffers that stages have changed, as the first data rank has them. A
-        collective call.
+        """Give all ranks the buffers that stages have changed. A collective call.
+
+        They are those of the first data rank.
         """
         if self._stages is not None:
             self._stages.sync_buffers()
 
     def around_step(self) -> AbstractContextManager[None]:
-        """Return a context in which forward and backward run where `run_step` does not call them;
-        evaluation too.
+        """Return the context required around any forward or backward that the caller runs itself.
+
+        `run_step` and `evaluate` enter it.
         """
         return self._applied.around_step()
 
     def whole(self, value: Any) -> Any:
-        """Return what a step returned, with whole tensors; within `around_step`. A collective call
-        where some are split.
+        """Return what a step returned, with unsharded tensors; within `around_step`.
+
+        A collective call where some are split.
         """
         return self._applied.whole(value)
 
     def take_turns(self, turns: bool) -> None:
-        """From now on all ranks of a tensor group run the same batch, or not, under a plan by which
-        each runs its own.
+        """Switch to the same batch on all ranks of a tensor group, or back to one each.
+
+        Under a plan by which each rank runs its own batches.
         """
         self._applied.take_turns(turns)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Return a context in which backward accumulates gradients and leaves the exchange to a
-        later one, where that helps.
+        """Return a context in which backward accumulates gradients without their exchange.
 
-        Gradients that are sharded over all ranks are exchanged all the same: to keep them whole
-        until the last backward would need the very memory that such a plan was chosen to save.
+        A later backward exchanges them. Gradients that are sharded over all ranks are exchanged all
+        the same: to keep them unsharded until then would need the very memory that such a plan was
+        chosen to save.
         """
         return self._applied.no_sync()
 
     @contextmanager
     def joined(self) -> Generator[None, None, None]:
-        """Within it parameters in slices or stages are whole, so that ranks may run the module by
-        themselves.
+        """Unshard parameters in slices or stages within: each rank may run the module by itself.
 
         Entering is a collective call.
         """
-        with (
-            self._applied.joined(),
-            nullcontext() if self._stages is None else self._stages.joined(),
-        ):
+        # Slices first, then the parameters of other stages.
+        stages = nullcontext() if self._stages is None else self._stages.unsharded()
+        with self._applied.joined(), stages:
             yield
 
     def clip_norm(
         self, parameters: Sequence[Tensor], max_norm: float, *, norm_type: float = 2.0
     ) -> Tensor:
-        """Scale the gradients to a common norm of at most `max_norm`; returns the norm before. A
-        collective call.
+        """Scale gradients to a norm of at most `max_norm`; return the norm before.
+
+        A collective call.
         """
         if self._stages is not None:
             return self._stages.clip_norm(parameters, max_norm, norm_type=norm_type)
         return clipping.clip_norm_(parameters, max_norm, norm_type=norm_type, slices=self.slices_of)
 
     def slices_of(self, parameter: Tensor) -> int:
-        """Return into how many slices along tensor axes `parameter`, one that the module has now,
-        is cut.
-        """
+        """Return into how many slices along tensor axes a present parameter is cut."""
         return self._applied.slices_of(parameter)
 
     def clip_value(self, parameters: Sequence[Tensor], clip_value: float) -> None:
@@ -286,9 +307,11 @@ class Engine:
     # ---- states ----------------------------------------------------------------------------------
 
     def state_dict(self, *, full: bool = True) -> State:
-        """Return ``{"module", "optimizers", "exchange"}``, whole on rank 0 or, not `full`, in
-        shards. A collective call.
+        """Return ``{"module", "optimizers", "exchange"}``: `full` on rank 0, or in shards.
+
+        A collective call.
         """
+        # In this order on all ranks: each is a collective call.
         return {
             "module": self.module_state(full=full),
             "optimizers": [
@@ -298,8 +321,9 @@ class Engine:
         }
 
     def load(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
-        """Take over what `state_dict` returned on rank 0 in full form, given to all ranks. A
-        collective call.
+        """Load what `state_dict` returned on rank 0 in full form, given to all ranks.
+
+        A collective call.
         """
         self.load_module_state(state["module"], strict=strict)
         for optimizer, of_optimizer in zip(self._optimizers, state["optimizers"], strict=True):
@@ -308,20 +332,20 @@ class Engine:
             self.load_exchange_state(state["exchange"])
 
     def module_state(self, *, full: bool = True) -> State:
-        """Return the module's state: whole on rank 0 (other ranks may return a part), or in shards.
-        A collective call.
+        """Return the module's state, `full` on rank 0, or in shards. A collective call.
+
+        Other ranks may return a part of the full state.
         """
         if self._stages is not None:
             return self._stages.module_state() if full else self._stages.own_module_state()
         self._applied.reshard()
+        # Plain tensors under plain keys already.
         if not self.has_shards:
             return self.module.state_dict()
         return module_state(self.module, self._applied.split_names(), full=full)
 
     def load_module_state(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
-        """Load a whole state, each rank its part, or a stored one, of which each rank reads its
-        part.
-        """
+        """Load a full state, each rank its part, or a stored one, of which it reads its part."""
         if self._stages is not None:
             return self._stages.load_module_state(state, strict=strict)
         self._applied.reshard()
@@ -329,36 +353,35 @@ class Engine:
         load_module_state(self.module, state, split, strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer, *, full: bool = True) -> State:
-        """Return the optimizer's state, also after `release`; as `module_state`. A collective
-        call.
-        """
+        """Return the optimizer's state, also after `release`, as `module_state` does."""
         attached = self._optimizers.get(optimizer)
         if attached is None:
             return optimizer.state_dict()
         return attached.full_state() if full else attached.own_state()
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        """Load a whole state, each rank its part, or a stored one, of which each rank reads its
-        part.
-        """
+        """Load a full state, each rank its part, or a stored one, of which it reads its part."""
         self._optimizers[optimizer].load(state)
 
     def optimizer_state_to_host(self) -> None:
-        """Take the optimizers' state off the device for good: `optimizer_state` still returns it. A
-        collective call.
+        """Take the optimizers' state off the device for good. A collective call.
+
+        `optimizer_state` still returns it.
         """
         for attached in self._optimizers.values():
             attached.to_host()
 
     def exchange_state(self) -> State | None:
-        """Return what the exchange holds back on all ranks, whole on rank 0, also after `release`.
-        A collective call.
+        """Return what the exchange has stashed on all ranks, on rank 0. A collective call.
+
+        Also after `release`.
         """
         return None if self.exchange is None else self.exchange.state_dict()
 
     def load_exchange_state(self, state: Mapping[str, Any]) -> None:
-        """Take over what rank 0 saved, given to all ranks. Raises ValueError for the state of
-        another method or model.
+        """Load what rank 0 saved, given to all ranks.
+
+        Raises ValueError for the state of another method or model.
         """
         assert self.exchange is not None, "the plan has no gradient exchange"
         self.exchange.load_state_dict(state)
@@ -366,17 +389,20 @@ class Engine:
     # ---- the end ---------------------------------------------------------------------------------
 
     def release(self) -> None:
-        """Undo `apply` and `attach_optimizers`: the module is whole and plain on every rank. A
-        collective call.
+        """Undo `apply` and `attach_optimizers`. A collective call.
+
+        Every rank has the whole, plain module then.
         """
         for attached in self._optimizers.values():
             attached.release()
+        # Techniques in the reverse order, stages last.
         self._applied.undo()
         self._model, self._stages, self._continuous = self.module, None, None
 
     def return_optimizer_state(self, optimizer: Optimizer) -> None:
-        """Give an optimizer that is used again after `release` its whole state, on every rank. A
-        collective call.
+        """Give an optimizer that is used again after `release` its full state, on every rank.
+
+        A collective call.
         """
         if optimizer in self._optimizers:
             self._optimizers[optimizer].give_back()
@@ -388,9 +414,34 @@ class Engine:
             self.exchange = None
 
 
+def run_one_by_one(
+    microbatches: Sequence[Any],
+    loss_of: Callable[[Any], Tensor],
+    weights: Sequence[float],
+    *,
+    around: Callable[[bool], AbstractContextManager[None]],
+) -> Tensor:
+    """Run forward and backward of each microbatch, one after the other; return the losses (n,).
+
+    Gradients are those of the losses' sum with `weights`. ``around(is_last)`` is the context of
+    each pass.
+    """
+    losses: dict[int, Tensor] = {}
+    for action in _single_stage_schedule(len(microbatches)).actions[0]:
+        index = action.microbatch_index
+        with around(index == len(microbatches) - 1):
+            if action.kind == "forward":
+                losses[index] = loss_of(microbatches[index])
+            else:
+                (losses[index] * weights[index]).backward()  # type: ignore[no-untyped-call]
+                losses[index] = losses[index].detach()
+    return torch.stack([losses[index] for index in range(len(microbatches))])
+
+
 def _with_views(options: RunOptions) -> RunOptions:
-    """The options for a plan whose gradients are views of DDP's buckets. Raises PlanError where
-    they say something else.
+    """Return the options of a plan whose gradients are views of DDP's buckets.
+
+    Raises PlanError where they say something else.
     """
     asked = {"gradient_as_bucket_view": True, **options.ddp}
     if not asked["gradient_as_bucket_view"]:

@@ -1,7 +1,12 @@
 """States in full form: plain tensors under plain keys, whatever plan the run has.
 
-`gather_*` are collective calls that leave the whole state on rank 0 (CPU tensors) and an empty dict
-elsewhere; `place_*` need no communication: every rank has read the whole state and keeps its part.
+    module_state, load_module_state                        a module's
+    gather_parameter_states, place_optimizer_state         an optimizer's
+    follow_parameters                                      an optimizer over other parameters
+
+`gather_*` are collective calls that leave the full state on rank 0 (CPU tensors) and an empty dict
+elsewhere. `place_*` need no communication: every rank has read the full state and keeps its part.
+Tensors are in shards (DTensors), in slices along tensor axes (`split`), or in shards of slices.
 """
 
 from __future__ import annotations
@@ -15,18 +20,18 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from lightning_topt.execution.stored_states import StoredModule
-from lightning_topt.execution.tensor_chunks import chunks_of
+from lightning_topt.execution.sharded_checkpoint import StoredModule, chunks_of
 from lightning_topt.optim.full_state import parameters_of
 from lightning_topt.techniques.tensor_parallel.split_parameters import SplitTensor
 
 State = dict[str, Any]
 
 
+# ---- modules -------------------------------------------------------------------------------------
+
+
 def module_state(module: nn.Module, split: Mapping[str, SplitTensor], *, full: bool) -> State:
-    """Return the state of a module with DTensors, or tensors that are `split`: whole on rank 0, or,
-    not `full`, in shards.
-    """
+    """Return a module's state: `full` on rank 0, or this rank's part of it."""
     state = module.state_dict()
     if full:
         return gather_module_state(state, split)
@@ -40,9 +45,11 @@ def load_module_state(
     *,
     strict: bool,
 ) -> None:
-    """Load a whole `state`, or a stored one, of which the part of this rank is read. `split` None:
-    the module is whole.
+    """Load a full state, or a stored one, of which this rank's part is read.
+
+    `split` None: the module is unsharded.
     """
+    # Its DTensors say which shards this rank keeps.
     own = module.state_dict()
     if isinstance(state, StoredModule):
         state = state.read(like=own, split=split)
@@ -53,12 +60,11 @@ def load_module_state(
 
 @torch.no_grad()
 def gather_module_state(state: Mapping[str, Any], split: Mapping[str, SplitTensor]) -> State:
-    """Return the full form of a module's `state_dict()` that has DTensors, and slices of the
-    tensors that are `split`.
-    """
+    """Return the full form of a module's `state_dict()`, on rank 0. A collective call."""
     whole: State = {}
     for name, value in state.items():
         full = _full(value, split.get(name))
+        # Every rank takes part in gathering, the first one keeps the result.
         if dist.get_rank() == 0:
             whole[name] = full.cpu() if isinstance(full, Tensor) else full
     return whole
@@ -67,13 +73,14 @@ def gather_module_state(state: Mapping[str, Any], split: Mapping[str, SplitTenso
 def place_module_state(
     state: Mapping[str, Any], module_state: Mapping[str, Any], split: Mapping[str, SplitTensor]
 ) -> State:
-    """Return the entries of full `state` placed like those of a module's own `module_state`, cut
-    where they are `split`.
-    """
+    """Return the entries of full `state`, placed like those of a module's own `module_state`."""
     return {
         name: _place_like(_own(value, split.get(name)), module_state.get(name))
         for name, value in state.items()
     }
+
+
+# ---- optimizers ----------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -83,8 +90,9 @@ def gather_parameter_states(
     *,
     everywhere: bool = False,
 ) -> dict[int, State]:
-    """Return the full form of an optimizer's states by parameter index, on rank 0 or `everywhere`;
-    one by one.
+    """Return the full form of an optimizer's states by parameter index, gathered one by one.
+
+    On rank 0, or `everywhere`. A collective call.
     """
     wanted = everywhere or dist.get_rank() == 0
     whole: dict[int, State] = {}
@@ -102,9 +110,7 @@ def gather_parameter_states(
 def place_optimizer_state(
     optimizer: Optimizer, state: Mapping[str, Any], split: Mapping[int, SplitTensor]
 ) -> State:
-    """Return the part of full `state` that an optimizer, some of whose parameters are DTensors or
-    `split`, keeps.
-    """
+    """Return the part of full `state` that this rank keeps of an optimizer's state."""
     parameters = dict(enumerate(parameters_of(optimizer)))
     placed = {
         index: {
@@ -119,13 +125,13 @@ def place_optimizer_state(
 def follow_parameters(
     optimizer: Optimizer, replaced: Mapping[Tensor, Tensor], split: Mapping[Tensor, SplitTensor]
 ) -> None:
-    """Make an optimizer update the parameters that `replaced` has in place of its own; its state
-    goes with them.
+    """Make an optimizer update the parameters that `replaced` has in the place of its own.
 
-    Whole state of those that are `split` is cut.
+    Its state follows; full state of parameters that are `split` is cut.
     """
     for group in optimizer.param_groups:
         group["params"][:] = [replaced.get(parameter, parameter) for parameter in group["params"]]
+    # Keys of the state are parameters: put it in again under the new ones.
     state = dict(optimizer.state)
     optimizer.state.clear()
     for parameter, values in state.items():
@@ -134,7 +140,12 @@ def follow_parameters(
         optimizer.state[target] = {key: _place_like(value, target) for key, value in own.items()}
 
 
+# ---- one value -----------------------------------------------------------------------------------
+
+
 def _full(value: Any, split: SplitTensor | None) -> Any:
+    """Return a value without shards and slices. A collective call where there are some."""
+    # Shards first, since slices are cut into shards; then slices.
     full = value.full_tensor() if isinstance(value, DTensor) else value
     if split is None or not isinstance(full, Tensor) or tuple(full.shape) != split.local_shape:
         return full
@@ -142,6 +153,7 @@ def _full(value: Any, split: SplitTensor | None) -> Any:
 
 
 def _own(value: Any, split: SplitTensor | None) -> Any:
+    """Return this rank's slice of a full tensor that is `split`; else `value`."""
     whole = (
         isinstance(value, Tensor) and split is not None and tuple(value.shape) == split.layout.shape
     )
@@ -149,6 +161,7 @@ def _own(value: Any, split: SplitTensor | None) -> Any:
 
 
 def _place_like(value: Any, target: Any) -> Any:
+    """Return a full value with the placements of `target`, where that is a DTensor."""
     if (
         not isinstance(target, DTensor)
         or not isinstance(value, Tensor)

@@ -1,7 +1,6 @@
-"""Bytes of parameters, gradients and optimizer state that every rank of a plan holds between steps,
-block by block.
+"""Bytes that every rank of a plan holds between steps: parameters, gradients, optimizer state.
 
-They follow from the placements of the plan alone, for any number of ranks:
+They follow block by block from the placements of the plan alone, for any number of ranks:
 
     a tensor of R rows sharded over N ranks   rank i has rows [i c, min((i + 1) c, R)),
                                               c = ceil(R / N): torch.chunk
@@ -44,8 +43,7 @@ def held_bytes(
     optimizers: Sequence[Optimizer] = (),
     profile: OptimizerProfile | None = None,
 ) -> dict[str, Integers]:
-    """Return the bytes that each rank of `mesh` holds of each block (rank, kind); the kinds are
-    those of `KINDS`.
+    """Return the bytes that each rank of `mesh` holds of each block, (rank, kind) as in `KINDS`.
 
     `optimizers` are built over the parameters of `blocks`, and `profile` says what they keep;
     without them there is no state.
@@ -57,7 +55,9 @@ def held_bytes(
             _add_tensors(held[block], parameter, configs[block], mesh)
             if profile is not None and not (shared and is_shared(parameter)):
                 held[block][:, _STATE] += _state(profile, name, parameter, configs[block], mesh)
+    # State at ZeRO level 1: each rank has that of the pieces which it updates.
     if profile is not None:
+        # Optimizers count parameters over all blocks: find the block of each.
         home = {
             parameter: (block, name) for block in blocks for name, parameter in once(blocks[block])
         }
@@ -81,9 +81,7 @@ def once(parameters: Mapping[str, nn.Parameter]) -> Iterator[tuple[str, nn.Param
 
 
 def shares_updates(config: OpConfig) -> bool:
-    """Return whether ranks share the update of parameters whose gradients all of them hold (ZeRO
-    level 1).
-    """
+    """Return whether ranks share the update of parameters with full gradients (ZeRO level 1)."""
     return bool(config.storage.sharded_axes("optimizer_state")) and not config.storage.sharded_axes(
         "gradients"
     )
@@ -92,8 +90,9 @@ def shares_updates(config: OpConfig) -> bool:
 def shared_pieces(
     optimizer: Optimizer, blocks: Blocks, configs: Mapping[str, OpConfig], *, ranks: int
 ) -> list[Piece]:
-    """Return the pieces that ranks share the update of one optimizer in; none where every rank
-    updates all that it holds.
+    """Return the pieces in which ranks share the update of one optimizer.
+
+    None where every rank updates all that it holds.
     """
     shared: Collection[Tensor] = {
         parameter
@@ -106,9 +105,8 @@ def shared_pieces(
 
 
 def numbers_along(mesh: Mesh, axes: Sequence[int]) -> tuple[Integers, int]:
-    """Return the position of each rank along `axes` (indices) together (rank,), and the number of
-    positions.
-    """
+    """Return each rank's position along `axes` together, (rank,), and the number of positions."""
+    # The last axis fastest, as shards are numbered.
     ranks, number, count = np.arange(mesh.size), np.zeros(mesh.size, np.int64), 1
     for axis in axes:
         size = mesh.shape[axis]
@@ -117,15 +115,18 @@ def numbers_along(mesh: Mesh, axes: Sequence[int]) -> tuple[Integers, int]:
 
 
 def chunk_rows(parameter: Tensor, index: Integers, *, count: int) -> Integers:
-    """Return the rows of each of the shards `index` of a parameter that is cut into `count`; a
-    scalar has one row.
+    """Return the rows of the shards `index` of a parameter that is cut into `count`.
+
+    A scalar has one row.
     """
     rows = parameter.shape[0] if parameter.dim() else 1
+    # torch.chunk: all shards but the last ones have this many rows.
     chunk = -(-rows // count)
     return np.clip(rows - index * chunk, 0, chunk)
 
 
 def _add_tensors(held: Integers, parameter: nn.Parameter, config: OpConfig, mesh: Mesh) -> None:
+    """Add a parameter, its gradient and their padding to `held`, (rank, kind)."""
     row_bytes = (
         parameter.nbytes // max(parameter.shape[0], 1) if parameter.dim() else parameter.nbytes
     )
@@ -142,7 +143,9 @@ def _add_tensors(held: Integers, parameter: nn.Parameter, config: OpConfig, mesh
 def _state(
     profile: OptimizerProfile, name: str, parameter: nn.Parameter, config: OpConfig, mesh: Mesh
 ) -> Integers:
+    """Return the bytes of a parameter's optimizer state on each rank, (rank,)."""
     index, count = numbers_along(mesh, config.storage.sharded_axes("gradients"))
+    # Shards of equally many rows have equal states: ask once for each number of rows.
     rows, which = np.unique(chunk_rows(parameter, index, count=count), return_inverse=True)
     sizes = [profile.state_bytes_of(name, _with_rows(parameter, int(each))) for each in rows]
     return np.array(sizes, np.int64)[which]

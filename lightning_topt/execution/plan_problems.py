@@ -1,19 +1,26 @@
-"""Reasons why a plan would not run, each as a sentence that says what to do, found without starting
-anything.
+"""Reasons why a plan would not run, found without starting anything.
+
+Each is a sentence that says what to do. `*_problems` yield them: of the model, of shards and
+optimizers, of batches, of the machines, of a captured step. The engine asks for fewer and raises at
+once: `checked_parameters`, `check_world_size`. Where the nodes of a run are not those that the plan
+was made for, it runs as well, only at another speed: `layout_difference`.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_topt.basics.units import format_bytes
+from lightning_topt.communication.topology import Topology
 from lightning_topt.costs.cluster import Cluster
-from lightning_topt.costs.communication import check_world_size
+from lightning_topt.costs.communication import check_world_size as check_cluster_size
 from lightning_topt.execution.held_bytes import Blocks, once, shares_updates
-from lightning_topt.execution.mesh import layout_difference
+from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.graph.op_graph import OpGraph, model_fingerprint
 from lightning_topt.optim.update_rule import BY_PARAMETER, ELEMENTWISE, is_one_of
@@ -23,11 +30,6 @@ from lightning_topt.techniques.registry import check_runs
 from lightning_topt.techniques.tensor_parallel.split_parameters import check_split
 from lightning_topt.techniques.tensor_parallel.tensor_axes import TensorAxes
 from lightning_topt.techniques.tensor_parallelism import split_placements
-
-
-def configs_of(plan: ParallelPlan) -> dict[str, OpConfig]:
-    """Return the configuration of each block."""
-    return {block.block: block.config for block in plan.blocks}
 
 
 def checked_parameters(plan: ParallelPlan, module: nn.Module) -> dict[str, dict[str, nn.Parameter]]:
@@ -44,6 +46,60 @@ def checked_parameters(plan: ParallelPlan, module: nn.Module) -> dict[str, dict[
     except ValueError as error:
         raise PlanError(str(error)) from error
     return parameters
+
+
+def check_world_size(plan: ParallelPlan, world_size: int) -> None:
+    """Raise PlanError unless the plan is for `world_size` ranks."""
+    if plan.mesh.size != world_size:
+        raise PlanError(
+            f"the plan is for {plan.mesh.size} ranks, this run has {world_size}; start "
+            f"{plan.mesh.size} ranks (devices x num_nodes) or make a plan for {world_size}"
+        )
+
+
+def layout_difference(mesh: Mesh, *, ranks_per_node: int) -> str | None:
+    """Return how a run's nodes differ from those that `mesh` was made for: a sentence, or None.
+
+    With a single axis there is nothing to choose between, and its scope is not compared.
+    """
+    if len(mesh.axes) == 1:
+        return None
+    for index, axis in enumerate(mesh.axes):
+        # the group of rank 0
+        neighbours = [rank * mesh.stride([index]) for rank in range(axis.size)]
+        crosses = len({rank // ranks_per_node for rank in neighbours}) > 1
+        if axis.size > 1 and crosses != (axis.scope == "inter"):
+            made, here = (
+                ("between nodes", "inside a node")
+                if axis.scope == "inter"
+                else ("inside a node", "between nodes")
+            )
+            return (
+                f"the plan has its axis {axis.name} {made}, and in this run (nodes of "
+                f"{ranks_per_node} ranks) it lies {here}: the plan runs as it is, and another may "
+                "be faster here"
+            )
+    return None
+
+
+def warn_where_nodes_differ(plan: ParallelPlan, topology: Topology | None) -> None:
+    """Warn on rank 0 where the nodes of this run are not those of the plan.
+
+    `topology` None: from the environment.
+    """
+    if dist.get_rank() != 0 or len(plan.mesh.axes) == 1:
+        return
+    nodes = topology or Topology.from_environment(rank=0, world_size=dist.get_world_size())
+    if difference := layout_difference(plan.mesh, ranks_per_node=nodes.ranks_per_node):
+        warnings.warn(f"topt: {difference}", stacklevel=3)
+
+
+# ---- all problems of a plan ----------------------------------------------------------------------
+
+
+def configs_of(plan: ParallelPlan) -> dict[str, OpConfig]:
+    """Return the configuration of each block."""
+    return {block.block: block.config for block in plan.blocks}
 
 
 def model_problems(plan: ParallelPlan, module: nn.Module) -> Iterator[str]:
@@ -71,13 +127,9 @@ def model_problems(plan: ParallelPlan, module: nn.Module) -> Iterator[str]:
 
 
 def split_problems(plan: ParallelPlan, module: nn.Module) -> Iterator[str]:
-    """Yield which parameters cannot be cut along the tensor axes of the mesh as the plan says, and
-    why.
-    """
-    axes, parameters = (
-        TensorAxes.of_mesh(plan.mesh, rank=0),
-        dict(module.named_parameters(remove_duplicate=False)),
-    )
+    """Yield which parameters cannot be cut along tensor axes as the plan says, and why."""
+    axes = TensorAxes.of_mesh(plan.mesh, rank=0)
+    parameters = dict(module.named_parameters(remove_duplicate=False))
     for name, placements in split_placements(configs_of(plan), plan.mesh).items():
         if name not in parameters:
             yield (
@@ -94,10 +146,12 @@ def shard_problems(
 ) -> Iterator[str]:
     """Yield what torch's FSDP2, or one of `optimizers`, cannot do with the shards of a plan."""
     configs = configs_of(plan)
+    # FSDP2 shards rows, and one dtype together.
     sharded = [
         block for block, config in configs.items() if config.storage.sharded_axes("gradients")
     ]
     for block in sharded:
+        # A scalar has no rows.
         scalars = [name for name, parameter in once(blocks[block]) if not parameter.dim()]
         if scalars:
             yield (
@@ -113,6 +167,7 @@ def shard_problems(
                 "keep their gradients whole (ZeRO level 0 or 1)"
             )
     shared = [block for block, config in configs.items() if shares_updates(config)]
+    # Nothing is shared with one data rank.
     if plan.mesh.data_parallel_size == 1:
         return
     for optimizer in optimizers:
@@ -139,11 +194,13 @@ def _optimizer_problems(
 def batch_problems(
     plan: ParallelPlan, *, global_batch_size: int | None, batch_size: int | None
 ) -> Iterator[str]:
-    """Yield why a step's samples cannot be divided among the ranks; `batch_size` are those that one
-    rank gets of the data.
+    """Yield why a step's samples cannot be divided among the ranks.
+
+    `batch_size` are the samples that one rank gets of the data.
     """
     # ranks with samples of their own, which a pipeline divides among its microbatches
     parts = plan.data_parallel_size
+    # Each rank of a tensor group brings batches of its own, or stages one for each microbatch.
     if plan.brings_batches:
         parts *= (
             plan.mesh.ranks_along(plan.mesh.tensor_axes) if plan.joint else plan.num_microbatches
@@ -170,10 +227,11 @@ def batch_problems(
 def cluster_problems(
     plan: ParallelPlan, cluster: Cluster, *, needed: float, what: str
 ) -> Iterator[str]:
-    """Yield why `cluster` does not take the plan, whose fullest rank needs so many bytes for
-    `what`.
+    """Yield why `cluster` does not take the plan.
+
+    The fullest rank needs `needed` bytes for `what`.
     """
-    yield from _raised(lambda: check_world_size(cluster, world_size=plan.mesh.size))
+    yield from _raised(lambda: check_cluster_size(cluster, world_size=plan.mesh.size))
     if needed > cluster.device.memory_bytes:
         yield (
             f"the fullest rank needs {format_bytes(needed)} for {what}, and {cluster.device.name} "
@@ -187,6 +245,7 @@ def graph_problems(plan: ParallelPlan, graph: OpGraph, blocks: Blocks) -> Iterat
     unused = set(graph.unused)
     configs = configs_of(plan)
     for block, parameters in blocks.items():
+        # FSDP2 and DDP wait for the gradients of all parameters.
         without = [name for name, _ in once(parameters) if name in unused]
         if without and plan.mesh.data_parallel_size > 1:
             way_out = "use strategy=topt_find_unused_parameters_true, or leave it out of the model"
@@ -203,6 +262,7 @@ def graph_problems(plan: ParallelPlan, graph: OpGraph, blocks: Blocks) -> Iterat
 
 def find_notes(plan: ParallelPlan, blocks: Blocks, cluster: Cluster | None) -> Iterator[str]:
     """Yield what is no problem and yet worth knowing."""
+    # Shards without a row.
     configs, mesh = configs_of(plan), plan.mesh
     few = []
     for block, parameters in blocks.items():
@@ -219,6 +279,7 @@ def find_notes(plan: ParallelPlan, blocks: Blocks, cluster: Cluster | None) -> I
             f"{name!r} has {rows} rows for {count} ranks: {count - rows} of them hold none of it, "
             f"and all of them allocate a row{others}"
         )
+    # The nodes of the cluster, of which the plan may use a part.
     if cluster is not None and mesh.size <= cluster.num_devices:
         difference = layout_difference(
             mesh, ranks_per_node=min(cluster.devices_per_node, mesh.size)
@@ -228,6 +289,7 @@ def find_notes(plan: ParallelPlan, blocks: Blocks, cluster: Cluster | None) -> I
 
 
 def _raised(check: Callable[[], None]) -> Iterator[str]:
+    """Yield the message of what `check` raises."""
     try:
         check()
     except ValueError as error:

@@ -1,11 +1,17 @@
-"""The collectives of one step of a plan, from what its techniques say that they cost, for any
-number of ranks.
+"""The collectives of one step of a plan, from what its techniques say that they cost.
+
+    collectives = planned_collectives(plan, module, blocks)     # for any number of ranks
+    rows = rows_of(collectives, plan.mesh)                      # equal ones as one row
+
+`differences_of_rows` compares them with the rows of collectives that were really called.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import Any
 
 import torch.distributed as dist
@@ -13,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_topt.costs.cluster import Cluster, Device, Link
-from lightning_topt.costs.communication import Collective
+from lightning_topt.costs.communication import Collective, Group
 from lightning_topt.costs.optimizer import OptimizerProfile
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.execution.held_bytes import Blocks, once, shared_pieces
@@ -22,7 +28,7 @@ from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.graph.op_graph import Amount, Block, OpGraph, Parameter, Step
 from lightning_topt.optim.full_state import parameters_of
 from lightning_topt.optim.gather import packed
-from lightning_topt.optim.pieces import rows_of
+from lightning_topt.optim.pieces import rows_of as rows_of_piece
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.techniques.ddp_wrapper import bucket_bytes
 from lightning_topt.techniques.registry import TECHNIQUES
@@ -31,6 +37,7 @@ from lightning_topt.techniques.tensor_parallel.layout import layout_of
 
 _NO_PROFILE = OptimizerProfile("no optimizer", elementwise=True, by_parameter=True, updates={})
 _BUFFERS_TOGETHER = 250 << 20  # of DDP, and of `fsdp_blocks`
+PASSES = ("forward", "backward", "update")
 
 
 def planned_collectives(
@@ -44,11 +51,20 @@ def planned_collectives(
 ) -> list[Collective]:
     """Return the collectives of one step of `plan`, in no order.
 
-    `blocks` are the parameters of `module`, which need no memory. `graph`, where the step was
-    captured, tells in which order gradients become ready (else: the last parameter's first). Raises
-    ValueError for an exchange of gradients that these ranks cannot have.
+    Args:
+        plan: any but one with stages.
+        module: needs no memory.
+        blocks: its parameters.
+        optimizers: over these.
+        cluster: the machines, if they are known.
+        graph: the captured step; it tells in which order gradients become ready. Without it the
+            last parameter's are first.
+
+    Raises:
+        ValueError: for an exchange of gradients that these ranks cannot have.
     """
     configs = {block.block: block.config for block in plan.blocks}
+    # Every technique says what a block costs; packed ones are asked for below.
     step = parameters_only_step(plan, module, blocks, cluster=cluster)
     found = [
         collective
@@ -57,6 +73,8 @@ def planned_collectives(
         if technique.takes_part(step, config)
         for collective in technique.collectives(step, block, config)
     ]
+    # Those that are packed into messages: DDP's buckets, and updates from the ranks that share a
+    # step. Techniques say how much there is, the packing says in how many calls.
     whole = _whole_gradients(blocks, configs, graph)
     kinds = [
         [each for each in whole if (layout_of(each) is not None) == cut] for cut in (False, True)
@@ -68,11 +86,12 @@ def planned_collectives(
         ),
         ("broadcast", [*_updates(blocks, configs, optimizers, ranks=plan.data_parallel_size)]),
     ]
+    # One size for each message, instead of one for each block.
     alone = [each for each in found if not each.packed]
     together = [*dict.fromkeys((each.op, each.group) for each in found if each.packed)]
     for op, sizes in messages:
         if groups := [group for name, group in together if name == op]:
-            # those that are whole, among all ranks, come first
+            # gradients of parameters without slices come first, among all ranks
             if plan.joint and op == "all_reduce":
                 together.remove((op, groups[0]))
             one = next(
@@ -93,8 +112,9 @@ def planned_collectives(
 def parameters_only_step(
     plan: ParallelPlan, module: nn.Module, blocks: Blocks, *, cluster: Cluster | None
 ) -> TrainingStep:
-    """Return a step that knows the parameters of `blocks` and no operators: enough to ask for what
-    ranks exchange.
+    """Return a step with the parameters of `blocks` and no operators.
+
+    That is enough to ask for what ranks exchange.
     """
     parameters = tuple(
         Parameter(
@@ -121,6 +141,7 @@ def parameters_only_step(
         input_bytes=Amount(),
     )
     fits = cluster is not None and plan.mesh.size <= cluster.num_devices
+    # Costs are asked for bytes alone: any cluster will do.
     machines = cluster if fits and cluster is not None else cluster_for(plan.mesh)
     split = {
         block: tuple(
@@ -135,9 +156,11 @@ def parameters_only_step(
 
 
 def cluster_for(mesh: Mesh) -> Cluster:
-    """Return a cluster with the nodes that `mesh` was made for, to be asked about bytes only: its
-    speeds are not known.
+    """Return a cluster with the nodes that `mesh` was made for.
+
+    Its speeds are not known: it may be asked about bytes only.
     """
+    # Axes inside a node are the last ones.
     per_node = 1
     for axis in reversed(mesh.axes):
         if axis.scope == "inter":
@@ -150,7 +173,7 @@ def cluster_for(mesh: Mesh) -> Cluster:
 def _whole_gradients(
     blocks: Blocks, configs: Mapping[str, OpConfig], graph: OpGraph | None
 ) -> list[Tensor]:
-    """Those that DDP averages, in the order in which backward makes them."""
+    """Return the parameters whose gradients DDP averages, in the order of backward."""
     whole = {
         name: each
         for block, parameters in blocks.items()
@@ -158,6 +181,7 @@ def _whole_gradients(
         for name, each in once(parameters)
         if each.requires_grad
     }
+    # Backward meets parameters in the reverse order of their first use in forward.
     used: dict[str, int] = {}  # at which operator first, in the order of forward
     for index, op in enumerate(graph.ops if graph is not None else ()):
         for name in op.parameters:
@@ -169,17 +193,99 @@ def _whole_gradients(
 def _updates(
     blocks: Blocks, configs: Mapping[str, OpConfig], optimizers: Sequence[Optimizer], *, ranks: int
 ) -> Iterator[int]:
-    """Bytes of the messages in which owners send what they have updated."""
+    """Yield the bytes of the messages in which owners send what they have updated."""
     for optimizer in optimizers:
         parameters = parameters_of(optimizer)
         for pieces in packed(shared_pieces(optimizer, blocks, configs, ranks=ranks), parameters):
-            yield sum(rows_of(parameters[piece.index], piece).nbytes for piece in pieces)
+            yield sum(rows_of_piece(parameters[piece.index], piece).nbytes for piece in pieces)
 
 
 def _buffers(module: nn.Module) -> list[int]:
-    """Bytes of the messages in which rank 0 sends its buffers."""
+    """Return the bytes of the messages in which rank 0 sends its buffers."""
     buffers = [buffer for buffer in module.buffers() if buffer.numel()]
     if not buffers:
         return []
+    # As DDP coalesces them.
     together, _ = dist._compute_bucket_assignment_by_size(buffers, [_BUFFERS_TOGETHER])  # type: ignore[attr-defined]
     return [sum(buffers[index].nbytes for index in indices) for indices in together]
+
+
+# ---- rows of a table -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CollectiveRow:
+    """One kind of collective in a step: `count` calls on `nbytes` bytes in all.
+
+    They are calls of `op` that start in the pass `during`. `axis` names the axes of the mesh that
+    the groups of `ranks` ranks lie along; ``"other"`` where they lie along none. Bytes are those of
+    the whole tensors: what goes into an all-reduce or a reduce-scatter, what comes out of an
+    all-gather.
+    """
+
+    during: str
+    op: str
+    axis: str
+    ranks: int
+    count: int
+    nbytes: int
+
+    @property
+    def key(self) -> tuple[str, str, str, int]:
+        """All but count and bytes."""
+        return self.during, self.op, self.axis, self.ranks
+
+    def __str__(self) -> str:
+        return f"{self.op} over {self.axis} ({self.ranks} ranks) in {self.during}"
+
+
+def rows_of(collectives: Iterable[Collective], mesh: Mesh) -> tuple[CollectiveRow, ...]:
+    """Return equal collectives as one row each, in the order of passes.
+
+    Groups of one rank exchange nothing, and have no row.
+    """
+    counts: dict[tuple[str, str, Group], list[float]] = defaultdict(lambda: [0, 0.0])
+    for each in collectives:
+        if each.group.size > 1 and each.size:
+            entry = counts[each.during, each.op, each.group]
+            entry[0], entry[1] = entry[0] + 1, entry[1] + each.size
+    rows = [
+        CollectiveRow(during, op, axis_name(mesh, group), group.size, int(count), round(size))
+        for (during, op, group), (count, size) in counts.items()
+    ]
+    return tuple(sorted(rows, key=lambda row: (PASSES.index(row.during), row.key)))
+
+
+def axis_name(mesh: Mesh, group: Group) -> str:
+    """Return the names of the axes of `mesh` that groups like this lie along."""
+    # The fewest axes that have such a group; axes of one rank do not matter.
+    real = [index for index, size in enumerate(mesh.shape) if size > 1]
+    for length in range(1, len(real) + 1):
+        for axes in combinations(real, length):
+            if mesh.ranks_along(axes) == group.size and mesh.stride(axes) == group.stride:
+                return " x ".join(mesh.names[index] for index in axes)
+    return "other"
+
+
+def differences_of_rows(
+    said: Sequence[CollectiveRow], called: Sequence[CollectiveRow]
+) -> list[str]:
+    """Return a sentence for every kind of collective whose count or bytes are not as said."""
+    # By kind, those that were said first.
+    expected, found = ({row.key: row for row in rows} for rows in (said, called))
+    sentences = []
+    for key in dict.fromkeys((*expected, *found)):
+        row, other = expected.get(key), found.get(key)
+        if row is None or other is None:
+            one, text = (
+                (other, "called, but not expected")
+                if row is None
+                else (row, "expected, but not called")
+            )
+            sentences.append(f"{one}: {one.count} {text}" if one is not None else "")
+        elif (row.count, row.nbytes) != (other.count, other.nbytes):
+            sentences.append(
+                f"{row}: {row.count} of {row.nbytes:,} bytes in all expected, {other.count} of "
+                f"{other.nbytes:,} called"
+            )
+    return sentences

@@ -1,5 +1,4 @@
-"""Verify a plan before its ranks exist: would it run, what would each rank hold, which collectives
-would a step call.
+"""Verify a plan before its ranks exist: would it run, what would ranks hold, and what exchange.
 
 Nothing is started and nothing allocated: the model may be on the meta device, and the number of
 ranks is that of the plan.
@@ -14,29 +13,39 @@ ranks is that of the plan.
     verification.held[""]                         # bytes of the block "" on each rank, by KINDS
     verification.collectives                      # of one step
     verification.messages                         # of one step, of a plan with stages (`example=`)
+    print_verification(verification, console=rich.console.Console())
 
 The bytes follow from the placements (`held_bytes`), the collectives from what the techniques say
-that they cost (`planned_collectives`). What operators exchange along tensor axes depends on the
-code between them: it is learnt from the step of a rank (`compare_observed`).
+that they cost (`planned_collectives`). Of a plan with stages a step is traced on shapes, and its
+schedule is run through (`StagedStep`). What operators exchange along tensor axes depends on the
+code between them: it is learnt from the step of a rank (`observed_step`).
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_topt.basics.units import format_bytes
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.optimizer import OptimizerProfile, read_optimizer
 from lightning_topt.costs.optimizer_copy import OptimizerError
 from lightning_topt.costs.training_step import TrainingStep
-from lightning_topt.execution.collective_rows import CollectiveRow, rows_of
 from lightning_topt.execution.held_bytes import KINDS, Blocks, Integers, held_bytes
+from lightning_topt.execution.pipeline.messages import Crossings, rank_program
 from lightning_topt.execution.pipeline.pipeline_run import Example
+from lightning_topt.execution.pipeline.stage_layout import StageLayout
 from lightning_topt.execution.plan_problems import (
     batch_problems,
     cluster_problems,
@@ -46,11 +55,19 @@ from lightning_topt.execution.plan_problems import (
     model_problems,
     shard_problems,
 )
-from lightning_topt.execution.planned_collectives import cluster_for, planned_collectives
-from lightning_topt.execution.verify_stages import MessageRow, StagedStep
+from lightning_topt.execution.planned_collectives import (
+    CollectiveRow,
+    cluster_for,
+    planned_collectives,
+    rows_of,
+)
 from lightning_topt.graph.fake import fake_copy
+from lightning_topt.graph.flow_stages import assign_calls
+from lightning_topt.graph.flow_trace import trace_flow
 from lightning_topt.graph.op_graph import Block, OpGraph
 from lightning_topt.plan.parallel_plan import ParallelPlan
+from lightning_topt.schedules.check import check_schedule
+from lightning_topt.schedules.schedules import Schedule, make_schedule
 from lightning_topt.techniques.block_parameters import parameters_by_block
 from lightning_topt.techniques.plan_costs import PlanCosts
 from lightning_topt.techniques.tensor_parallel.split_parameters import split_parameters
@@ -58,20 +75,86 @@ from lightning_topt.techniques.tensor_parallel.tensor_axes import TensorAxes
 from lightning_topt.techniques.tensor_parallelism import split_placements
 
 OptimizersOf = Callable[[Any], Sequence[Optimizer]]  # the optimizers of a module
+_ROWS, _PROBLEMS = 8, 8  # that are printed
+
+
+def verify_plan(
+    plan: ParallelPlan,
+    module: nn.Module,
+    *,
+    optimizers_of: OptimizersOf | None = None,
+    graph: OpGraph | None = None,
+    cluster: Cluster | None = None,
+    global_batch_size: int | None = None,
+    batch_size: int | None = None,
+    example: Example | None = None,
+) -> Verification:
+    """Return whether `plan` would run on `module`, and what ranks would hold and exchange.
+
+    Never raises for a plan that does not run: that is among `Verification.problems`.
+
+    Args:
+        plan: for any number of ranks.
+        module: on any device, ``meta`` included; it is only looked at.
+        optimizers_of: makes the optimizers of a module (of a copy of this one with fake tensors).
+        graph: the captured step (`capture`); the memory of activations and unused parameters are
+            known with it.
+        cluster: the machines; None: nothing is asked of them.
+        global_batch_size: samples of a step on all ranks together.
+        batch_size: samples of the batches that a rank gets.
+        example: a step and a microbatch of a plan with stages, which is traced on shapes.
+    """
+    # The plan and the model.
+    of_batch = list(
+        batch_problems(plan, global_batch_size=global_batch_size, batch_size=batch_size)
+    )
+    if of_model := list(model_problems(plan, module)):
+        return Verification(plan, (*of_model, *of_batch))
+    local = _LocalModule.of(plan, module, optimizers_of)
+    problems = [*shard_problems(plan, local.blocks, local.optimizers), *of_batch]
+    notes = [*local.notes]
+    if plan.schedule is not None:
+        found = _verify_stages(plan, module, local, example, problems=problems, notes=notes)
+        return found if cluster is None or not found.held else _on_cluster(found, cluster)
+    # What ranks hold and call.
+    given: dict[str, Any] = {"optimizers": local.optimizers}
+    held = held_bytes(local.blocks, configs_of(plan), plan.mesh, profile=local.profile, **given)
+    collectives: tuple[CollectiveRow, ...] = ()
+    try:
+        planned = planned_collectives(
+            plan, local.module, local.blocks, cluster=cluster, graph=graph, **given
+        )
+        collectives = rows_of(planned, plan.mesh)
+    except ValueError as error:  # an exchange of gradients that these ranks cannot have
+        problems.append(str(error))
+    # What is known of a captured step, and of the machines.
+    peak = None
+    if graph is not None:
+        problems += graph_problems(plan, graph, local.blocks)
+        if not problems and local.profile is not None:
+            peak, why = _peak(plan, graph, local.profile, cluster=cluster)
+            notes += why
+    notes += find_notes(plan, local.blocks, cluster)
+    known = optimizers_of is None or local.profile is not None
+    verification = Verification(plan, tuple(problems), tuple(notes), held, collectives, peak, known)
+    return verification if cluster is None else _on_cluster(verification, cluster)
 
 
 @dataclass(frozen=True)
 class Verification:
-    """A `Verification` is what `verify_plan` found out.
+    """What `verify_plan` found out.
 
-    `problems` say, each in a sentence, why the plan would not run, and what to do; without any it
-    would. `notes` say what is worth knowing. `held` are the bytes of each block on each rank (rank,
-    kind), by `KINDS`, empty where the plan does not belong to the model; without optimizers there
-    is no state among them. `collectives` are those of one step, of each rank; along tensor axes
-    once a rank was seen (`with_observations`); of a plan with stages there are `messages` instead.
-    `peak_bytes` are those of a step's peak on the fullest rank, activations included; None where
-    the step was not captured. `knows_state` is false where optimizers do not tell what state they
-    make: then none is among what is held.
+    Attributes:
+        plan: that was verified.
+        problems: why the plan would not run, and what to do, a sentence each; none: it would.
+        notes: what is worth knowing.
+        held: bytes of each block on each rank, (rank, kind) by `KINDS`. Empty where the plan does
+            not belong to the model; without optimizers there is no state.
+        collectives: of one step, of each rank; along tensor axes once a rank was observed.
+        peak_bytes: of a step's peak on the fullest rank, with activations; None where the step was
+            not captured.
+        knows_state: false where optimizers do not tell what state they make: then none is held.
+        messages: of one step, instead of collectives, of a plan with stages.
     """
 
     plan: ParallelPlan
@@ -95,11 +178,13 @@ class Verification:
         return zero + sum(self.held.values())
 
     def equal_ranks(self) -> list[tuple[list[int], int]]:
-        """Return the ranks that hold equally much of every block, fullest first, each with one that
-        stands for them.
+        """Return groups of ranks that hold equally much of every block, the fullest first.
+
+        Each comes with one rank that stands for it.
         """
         if not self.held:
             return []
+        # One row for each rank, (rank, block x kind): equal rows are a group.
         blocks = np.concatenate([*self.held.values()], axis=1)
         _, first, group = np.unique(blocks, axis=0, return_index=True, return_inverse=True)
         totals = self.held_by_rank.sum(axis=1)
@@ -109,7 +194,7 @@ class Verification:
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values; ranks that hold equally much of every block are one entry."""
+        """Return plain values. Ranks that hold equally much of every block are one entry."""
         return {
             "schema_version": 1,
             "would_run": self.would_run,
@@ -132,67 +217,6 @@ class Verification:
             "collectives": [{**vars(row)} for row in self.collectives],
             "messages": [{**vars(row)} for row in self.messages],
         }
-
-
-def verify_plan(
-    plan: ParallelPlan,
-    module: nn.Module,
-    *,
-    optimizers_of: OptimizersOf | None = None,
-    graph: OpGraph | None = None,
-    cluster: Cluster | None = None,
-    global_batch_size: int | None = None,
-    batch_size: int | None = None,
-    example: Example | None = None,
-) -> Verification:
-    """Return whether `plan` would run on `module`, what each rank would hold, and what ranks would
-    exchange in a step.
-
-    Args:
-        module: on any device, ``meta`` included; it is only looked at.
-        optimizers_of: makes the optimizers of a module (of a copy of this one with fake tensors).
-        graph: the captured step (`capture`); the memory of activations and unused parameters are
-            known with it.
-        cluster: the machines; None: nothing is asked of them.
-        global_batch_size: samples of a step on all ranks together.
-        batch_size: samples of the batches that a rank gets.
-        example: a step and a microbatch of a plan with stages, which is traced on shapes.
-
-    Never raises for a plan that does not run: that is among `Verification.problems`.
-    """
-    of_batch = list(
-        batch_problems(plan, global_batch_size=global_batch_size, batch_size=batch_size)
-    )
-    if of_model := list(model_problems(plan, module)):
-        return Verification(plan, (*of_model, *of_batch))
-    local = _LocalModule.of(plan, module, optimizers_of)
-    problems, notes = (
-        [*shard_problems(plan, local.blocks, local.optimizers), *of_batch],
-        [*local.notes],
-    )
-    if plan.schedule is not None:
-        found = _verify_stages(plan, module, local, example, problems=problems, notes=notes)
-        return found if cluster is None or not found.held else _on_cluster(found, cluster)
-    given: dict[str, Any] = {"optimizers": local.optimizers}
-    held = held_bytes(local.blocks, configs_of(plan), plan.mesh, profile=local.profile, **given)
-    collectives: tuple[CollectiveRow, ...] = ()
-    try:
-        planned = planned_collectives(
-            plan, local.module, local.blocks, cluster=cluster, graph=graph, **given
-        )
-        collectives = rows_of(planned, plan.mesh)
-    except ValueError as error:  # an exchange of gradients that these ranks cannot have
-        problems.append(str(error))
-    peak = None
-    if graph is not None:
-        problems += graph_problems(plan, graph, local.blocks)
-        if not problems and local.profile is not None:
-            peak, why = _peak(plan, graph, local.profile, cluster=cluster)
-            notes += why
-    notes += find_notes(plan, local.blocks, cluster)
-    known = optimizers_of is None or local.profile is not None
-    verification = Verification(plan, tuple(problems), tuple(notes), held, collectives, peak, known)
-    return verification if cluster is None else _on_cluster(verification, cluster)
 
 
 def _verify_stages(
@@ -229,14 +253,15 @@ def _verify_stages(
 def peak_bytes(
     plan: ParallelPlan, graph: OpGraph, profile: OptimizerProfile, *, cluster: Cluster | None
 ) -> float:
-    """Return the bytes of a captured step at its peak on the fullest rank, as the cost model has
-    them.
+    """Return the bytes of a captured step's peak on the fullest rank, by the cost model.
 
     Raises ValueError for a plan with blocks that are no modules of `graph`.
     """
+    # Blocks as the plan has them, none of which is recomputed.
     blocks = tuple(
         Block(each.block, group=index, recomputable=False) for index, each in enumerate(plan.blocks)
     )
+    # The cluster may be too small: bytes are the same on any.
     machines = (
         cluster_for(plan.mesh)
         if cluster is None or plan.mesh.size > cluster.num_devices
@@ -256,7 +281,7 @@ def peak_bytes(
 def _peak(
     plan: ParallelPlan, graph: OpGraph, profile: OptimizerProfile, *, cluster: Cluster | None
 ) -> tuple[float | None, list[str]]:
-    """The peak, or why it is not known."""
+    """Return the peak, or why it is not known."""
     unknown = "the peak of a step is not predicted: "
     if plan.mesh.tensor_axes:
         return None, [f"{unknown}the step was captured with whole operators, not with their pieces"]
@@ -269,11 +294,9 @@ def _peak(
 
 
 def _on_cluster(verification: Verification, cluster: Cluster) -> Verification:
-    """With the problems that its machines have."""
-    needed, what = (
-        float(verification.held_by_rank.sum(axis=1).max()),
-        "parameters, gradients and optimizer state",
-    )
+    """Return the verification with the problems that the machines have."""
+    needed = float(verification.held_by_rank.sum(axis=1).max())
+    what = "parameters, gradients and optimizer state"
     if verification.peak_bytes is not None:
         needed, what = verification.peak_bytes, "a training step"
     problems = cluster_problems(verification.plan, cluster, needed=needed, what=what)
@@ -282,9 +305,7 @@ def _on_cluster(verification: Verification, cluster: Cluster) -> Verification:
 
 @dataclass(frozen=True)
 class _LocalModule:
-    """A copy of a module with fake tensors, as a rank of the tensor axes has it, and its
-    optimizers.
-    """
+    """A copy of a module with fake tensors, as a rank of the tensor axes has it."""
 
     module: nn.Module
     blocks: Blocks
@@ -297,6 +318,7 @@ class _LocalModule:
         cls, plan: ParallelPlan, module: nn.Module, optimizers_of: OptimizersOf | None
     ) -> _LocalModule:
         local, mode = fake_copy(module)
+        # Slices of one rank stand for those of all: they are equally large.
         placements = split_placements(configs_of(plan), plan.mesh)
         with mode:
             split_parameters(local, placements, TensorAxes.of_mesh(plan.mesh, rank=0))
@@ -312,3 +334,231 @@ class _LocalModule:
                 local, blocks, optimizers, None, (f"the optimizer state is not known: {error}",)
             )
         return cls(local, blocks, optimizers, profile)
+
+
+# ---- plans with stages ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MessageRow:
+    """Messages from one rank to another in a step: `count` of them, `nbytes` bytes in all.
+
+    `sender` and `receiver` are places along the pipeline axis; `what` is ``"activations"`` or
+    ``"gradients"``.
+    """
+
+    sender: int
+    receiver: int
+    what: str
+    count: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class StagedStep:
+    """A step of a plan with stages: what each stage needs, and the messages between ranks."""
+
+    layout: StageLayout
+    messages: tuple[MessageRow, ...]
+
+    @classmethod
+    def of(
+        cls,
+        plan: ParallelPlan,
+        module: nn.Module,
+        example: Example,
+        *,
+        forward_context: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> StagedStep:
+        """Return the step of `module`, which needs no memory.
+
+        Its microbatches are like that of `example`.
+
+        Raises:
+            ValueError: for a schedule that these ranks cannot have, or that would hang with what
+                stages need of one another; and for a step that cannot be cut like this.
+        """
+        assert plan.schedule is not None, "a plan without stages"
+        schedule = make_schedule(
+            plan.schedule,
+            num_ranks=plan.mesh.pipeline_size,
+            num_microbatches=plan.num_microbatches,
+            stages_per_rank=plan.stages_per_rank,
+        )
+        blocks = [
+            tuple(block.block for block in stage.blocks if block.block) for stage in plan.stages
+        ]
+        units = [name for names in blocks for name in names]
+        # The step on shapes, cut where the plan cuts it.
+        flow = trace_flow(
+            module, example.step, example.microbatch, units=units, forward_context=forward_context
+        )
+        stage_of_call = assign_calls(flow, blocks)
+        targets = flow.crossings(stage_of_call)
+        crossings = Crossings(targets, {ref: flow.spec(ref) for ref in targets}, stage_of_call)
+        # For each stage the earlier ones that it receives from: the schedule must not hang.
+        sources: dict[int, set[int]] = {}
+        for ref, needed_by in targets.items():
+            for stage in needed_by:
+                sources.setdefault(stage, set()).add(stage_of_call[ref.call])
+        check_schedule(schedule, needs={stage: sorted(found) for stage, found in sources.items()})
+        layout = StageLayout.of_flow(
+            flow, stage_of_call, module, rank_of_stage=schedule.rank_of_stage
+        )
+        return cls(layout, _messages(schedule, crossings))
+
+    def held(
+        self,
+        plan: ParallelPlan,
+        blocks: Blocks,
+        *,
+        optimizers: Sequence[Optimizer] = (),
+        profile: OptimizerProfile | None = None,
+    ) -> dict[str, Integers]:
+        """Return what `held_bytes` returns, each rank with the parameters that its stages need."""
+        mesh, configs = plan.mesh, {block.block: block.config for block in plan.blocks}
+        # (rank, kind) for each block, place after place of the pipeline.
+        held = {block: np.zeros((mesh.size, len(KINDS)), np.int64) for block in blocks}
+        places = np.array([mesh.pipeline_rank(rank) for rank in range(mesh.size)])
+        for place in range(mesh.pipeline_size):
+            own = self._kept(blocks, place)
+            of_place = held_bytes(own, configs, mesh, optimizers=optimizers, profile=profile)
+            for block, sizes in of_place.items():
+                held[block][places == place] = sizes[places == place]
+        return held
+
+    def _kept(self, blocks: Blocks, place: int) -> dict[str, Mapping[str, nn.Parameter]]:
+        """Return the parameters that the rank `place` of the pipeline keeps.
+
+        A tied one is kept under all of its names.
+        """
+        # A tied parameter is where any of its names is needed.
+        names_of: dict[nn.Parameter, list[str]] = defaultdict(list)
+        for parameters in blocks.values():
+            for name, parameter in parameters.items():
+                names_of[parameter].append(name)
+        kept = set()
+        for parameter, names in names_of.items():
+            holders = {rank for name in names for rank in self.layout.holders(name)}
+            if not holders or place in holders:
+                kept.add(parameter)
+        return {
+            block: {n: p for n, p in parameters.items() if p in kept}
+            for block, parameters in blocks.items()
+        }
+
+
+def _messages(schedule: Schedule, crossings: Crossings) -> tuple[MessageRow, ...]:
+    """Return the messages of a step, those between two ranks and of a kind as one row."""
+    of_all = [crossings] * schedule.num_microbatches
+    sizes = defaultdict[tuple[int, int, str], list[int]](list)
+    for rank in range(schedule.num_ranks):
+        for step in rank_program(schedule, of_all, rank=rank):
+            for message in step.sends:
+                if message.sender != message.receiver:
+                    what = "gradients" if message.is_gradient else "activations"
+                    sizes[message.sender, message.receiver, what].append(message.spec.nbytes)
+    return tuple(MessageRow(*key, len(found), sum(found)) for key, found in sorted(sizes.items()))
+
+
+# ---- for people ----------------------------------------------------------------------------------
+
+
+def print_verification(verification: Verification, *, console: Console) -> None:
+    """Print all that is known of a plan, the answer last."""
+    plan = verification.plan
+    console.print(f"{plan.summary()}, {plan.mesh.size} rank(s)", highlight=False, markup=False)
+    if verification.held:
+        console.print(_ranks_table(verification))
+        console.print(_blocks_table(verification))
+    if verification.collectives:
+        console.print(_collectives_table(verification))
+    if verification.messages:
+        console.print(_messages_table(verification))
+    if verification.peak_bytes is not None:
+        console.print(
+            "peak of a step on the fullest rank, predicted: "
+            f"{format_bytes(verification.peak_bytes)}",
+            highlight=False,
+        )
+    for note in verification.notes:
+        console.print(f"note: {escape(note)}", highlight=False)
+    for problem in verification.problems[:_PROBLEMS]:
+        console.print(f"[bold red]problem[/]: {escape(problem)}", highlight=False)
+    if (hidden := len(verification.problems) - _PROBLEMS) > 0:
+        console.print(f"and {hidden} more problems", highlight=False)
+    console.print(
+        "[bold green]would run[/]" if verification.would_run else "[bold red]would not run[/]"
+    )
+
+
+def _table(*columns: str, left: int, caption: str = "") -> Table:
+    """Return a table with the first `left` columns flush left."""
+    table = Table(*columns, caption=caption or None, caption_justify="left")
+    for column in table.columns[left:]:
+        column.justify, column.no_wrap = "right", True
+    return table
+
+
+def _ranks_table(verification: Verification) -> Table:
+    groups, held = verification.equal_ranks(), verification.held_by_rank
+    hidden = len(groups) - _ROWS
+    caption = f"{hidden} more kinds of ranks, which hold less" if hidden > 0 else ""
+    table = _table(
+        "ranks", *(kind.replace("_", " ") for kind in KINDS), "together", left=1, caption=caption
+    )
+    for ranks, one in groups[:_ROWS]:
+        sizes = held[one].tolist()
+        table.add_row(ranges(ranks), *map(format_bytes, (*sizes, sum(sizes))))
+    return table
+
+
+def _blocks_table(verification: Verification) -> Table:
+    """Return the bytes by block, with blocks of equal size in one row."""
+    # Sizes of the fullest rank, (kind,), and the blocks that have them.
+    alike: dict[tuple[int, ...], list[str]] = {}
+    for block, held in verification.held.items():
+        alike.setdefault(tuple(held.max(axis=0).tolist()), []).append(block)
+    order = sorted(alike, key=lambda sizes: -sum(sizes))
+    hidden = len(order) - _ROWS
+    caption = "on the fullest rank of each" + (
+        f"; {hidden} more kinds of blocks are smaller" if hidden > 0 else ""
+    )
+    columns = (kind.replace("_", " ") for kind in KINDS)
+    table = _table("blocks", *columns, left=1, caption=caption)
+    for sizes in order[:_ROWS]:
+        names = [name or '""' for name in alike[sizes]]
+        text = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]} ({len(names)})"
+        table.add_row(escape(text), *map(format_bytes, sizes))
+    return table
+
+
+def _collectives_table(verification: Verification) -> Table:
+    table = _table("pass", "collective", "along", "ranks", "calls", "bytes", left=3)
+    for row in verification.collectives:
+        table.add_row(
+            row.during, row.op, row.axis, str(row.ranks), str(row.count), format_bytes(row.nbytes)
+        )
+    return table
+
+
+def _messages_table(verification: Verification) -> Table:
+    hidden = len(verification.messages) - _ROWS
+    caption = "places along the pipeline; of one step" + (f"; {hidden} more" if hidden > 0 else "")
+    table = _table("from", "to", "what", "messages", "bytes", left=3, caption=caption)
+    for row in sorted(verification.messages, key=lambda row: -row.nbytes)[:_ROWS]:
+        table.add_row(
+            str(row.sender), str(row.receiver), row.what, str(row.count), format_bytes(row.nbytes)
+        )
+    return table
+
+
+def ranges(ranks: Sequence[int]) -> str:
+    """Return ranks in order as text, ``"0-62, 64"``."""
+    # Runs of consecutive ranks.
+    starts = [ranks[0], *(after for before, after in pairwise(ranks) if after != before + 1)]
+    ends = [*(before for before, after in pairwise(ranks) if after != before + 1), ranks[-1]]
+    parts = [str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True)]
+    return (
+        ", ".join(parts) if len(parts) <= 4 else f"{', '.join(parts[:3])}, ... ({len(ranks)} ranks)"
+    )

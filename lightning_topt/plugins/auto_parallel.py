@@ -24,9 +24,13 @@ from typing_extensions import override
 
 from lightning_topt.basics.argument_checks import check_choice, check_whole
 from lightning_topt.costs.cluster import Cluster
-from lightning_topt.execution.allocator import return_freed_memory, warm_up
 from lightning_topt.execution.engine import Engine
-from lightning_topt.execution.memory_meter import MemoryMeter, release_free_memory
+from lightning_topt.execution.memory import (
+    MemoryMeter,
+    release_free_memory,
+    return_freed_memory,
+    warm_up,
+)
 from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.plan.parallel_plan import ParallelPlan, preset_plan
 from lightning_topt.plan.plan_values import PRESETS

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_topt.execution.engine import Engine
-from lightning_topt.execution.pipeline.continuous_run import ContinuousRun, Turn
+from lightning_topt.execution.pipeline.continuous_run import BackwardResult, ContinuousRun
 from lightning_topt.execution.pipeline.pipeline_run import Example
 from lightning_topt.graph.structures import map_tensors
 from lightning_topt.plugins.continuous_ends import is_end, next_end
@@ -52,7 +52,7 @@ class ContinuousSteps(PipelineSteps):
         super().__init__(engine, module, precision=precision, device=device)
         self._batches_in_flight: dict[int, Any] = {}
         self._told_here: dict[int, Told] = {}  # on the last stage
-        self._turn: Turn | None = None  # whose update is to come
+        self._turn: BackwardResult | None = None  # whose update is to come
         self._updated = True
         self._modes: list[tuple[nn.Module, bool]] = []
         self._undo = ExitStack()
@@ -189,7 +189,7 @@ class ContinuousSteps(PipelineSteps):
                 # before the next backward pass, which is run when the loop goes on
                 self._drop_used_gradients()
 
-    def _hear(self, turn: Turn) -> Told | None:
+    def _hear(self, turn: BackwardResult) -> Told | None:
         """Log on this rank what the step of the turn's batch told, and return it."""
         if turn.minibatch is None:
             return None

@@ -19,11 +19,12 @@ from typing_extensions import override
 from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.sharded_checkpoint import (
     REST,
+    StoredModule,
+    StoredOptimizer,
     holds_shards,
     open_sharded,
     save_sharded,
 )
-from lightning_topt.execution.stored_states import StoredModule, StoredOptimizer
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plugins.ddp_parts import CHECKPOINT_KEY
 from lightning_topt.plugins.exchange_steps import ExchangeSteps

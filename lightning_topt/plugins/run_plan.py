@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_topt.communication.rank_watch import is_of_collective
-from lightning_topt.execution.mesh import check_world_size
+from lightning_topt.execution.plan_problems import check_world_size
 from lightning_topt.graph.blocks import block_of
 from lightning_topt.graph.errors import may_need_values, one_line
 from lightning_topt.graph.mesh_axes import data_mesh

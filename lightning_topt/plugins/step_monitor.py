@@ -15,8 +15,7 @@ from typing_extensions import override
 
 from lightning_topt.basics.argument_checks import check_whole
 from lightning_topt.costs.measuring import synchronize
-from lightning_topt.execution.allocator import warm_up
-from lightning_topt.execution.memory_meter import MemoryMeter
+from lightning_topt.execution.memory import MemoryMeter, warm_up
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import pytest
 
 from lightning_topt.cli import main
 from lightning_topt.execution import observed_step
-from lightning_topt.execution.verification_report import ranges
+from lightning_topt.execution.verify_plan import ranges
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, StagePlan, uniform_plan

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from lightning_topt.communication.collectives import reduce_scatter_into
 from lightning_topt.costs.sizes import gloo_workspace, reduced_bytes
 from lightning_topt.costs.timers import measure_page_faults
-from lightning_topt.execution.allocator import return_freed_memory
+from lightning_topt.execution.memory import return_freed_memory
 from tests.preloaded import preloaded_python
 
 SIZES = (1 << 22, 1 << 24, 3 << 23)  # one piece, two, three

@@ -12,9 +12,8 @@ import torch
 
 from lightning_topt.communication.collectives import reduce_scatter_into
 from lightning_topt.costs.sizes import gloo_workspace
-from lightning_topt.execution import memory_meter
-from lightning_topt.execution.allocator import return_freed_memory
-from lightning_topt.execution.memory_meter import MemoryMeter, release_free_memory
+from lightning_topt.execution import memory
+from lightning_topt.execution.memory import MemoryMeter, release_free_memory, return_freed_memory
 from tests.launch import run_ranks
 
 MIB = 2**20
@@ -80,8 +79,8 @@ def test_released_memory_is_no_longer_resident():
 
 
 def test_a_platform_that_cannot_say_gives_none(monkeypatch, tmp_path):
-    monkeypatch.setattr(memory_meter, "_STATUS", tmp_path / "missing")
-    monkeypatch.setattr(memory_meter, "_CLEAR_REFS", tmp_path / "folder" / "missing")
+    monkeypatch.setattr(memory, "_STATUS", tmp_path / "missing")
+    monkeypatch.setattr(memory, "_CLEAR_REFS", tmp_path / "folder" / "missing")
     meter = MemoryMeter(torch.device("cpu"))
     meter.mark_base()
     meter.reset_peak()

@@ -16,11 +16,11 @@ from torch.distributed.tensor import DTensor
 from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.sharded_checkpoint import (
     REST,
+    TensorChunks,
     open_sharded,
     read_sharded_checkpoint,
     save_sharded,
 )
-from lightning_topt.execution.tensor_chunks import TensorChunks
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import OpConfig, Placement, Replicate, Shard
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, PlanError, uniform_plan

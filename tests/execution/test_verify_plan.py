@@ -23,17 +23,20 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from lightning_topt.communication import BF16, TopK
 from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.costs.communication import Group
-from lightning_topt.execution.collective_rows import CollectiveRow, axis_name, differences_of_rows
-from lightning_topt.execution.compare_observed import with_observations
 from lightning_topt.execution.held_bytes import KINDS, held_bytes
 from lightning_topt.execution.observed_step import (
     CannotRehearseError,
     Observation,
     ObservedRun,
     rehearse_rank,
+    with_observations,
 )
-from lightning_topt.execution.verification_report import print_verification
-from lightning_topt.execution.verify_plan import Verification, verify_plan
+from lightning_topt.execution.planned_collectives import (
+    CollectiveRow,
+    axis_name,
+    differences_of_rows,
+)
+from lightning_topt.execution.verify_plan import Verification, print_verification, verify_plan
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.mesh_axes import Axis, Mesh, data_mesh, hybrid_mesh
 from lightning_topt.graph.op_config import OpConfig, Replicate, Shard, Storage

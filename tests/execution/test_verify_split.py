@@ -8,9 +8,8 @@ import pytest
 import torch
 from lightning.pytorch.core.optimizer import _configure_optimizers
 
-from lightning_topt.execution.compare_observed import with_observations
 from lightning_topt.execution.held_bytes import KINDS
-from lightning_topt.execution.observed_step import rehearse_rank
+from lightning_topt.execution.observed_step import rehearse_rank, with_observations
 from lightning_topt.execution.verify_plan import verify_plan
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import OpConfig, Replicate

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_topt.execution.compare_observed import with_observations
-from lightning_topt.execution.observed_step import Observation, ObservedRun
+from lightning_topt.execution.observed_step import Observation, ObservedRun, with_observations
 from lightning_topt.execution.pipeline.pipeline_run import Example
 from lightning_topt.execution.verify_plan import Verification, verify_plan
 from lightning_topt.graph.mesh_axes import Axis, Mesh

@@ -1,3 +1,11 @@
-"""A plan of several stages on running ranks: passes of stages, tensors between ranks, the schedule
-that is walked.
+"""A plan with stages on running ranks.
+
+messages           the program of each rank: actions, and the messages around them
+p2p                tensors between ranks
+step_flows         the user's step, traced and cut into stages
+stage_pass         one stage's part of the step on a microbatch (split_backward, random_order)
+stage_layout       where parameters and buffers are
+stage_gradients    averages and norms
+pipeline_run       pipelines with a flush after each step, evaluation, states
+continuous_run     asynchronous pipelines (stage_weights)
 """

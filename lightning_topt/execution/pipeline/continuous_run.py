@@ -1,60 +1,113 @@
-"""`ContinuousRun`: a pipeline that never waits, on one rank. Forward and backward passes of
-different minibatches take turns.
+"""An asynchronous pipeline on one rank: passes of different minibatches alternate, without a flush.
 
-[Note: a turn] In iteration i the stage k of this rank runs forward of minibatch i, then backward of
-the minibatch that has come back, ``i - lag``; its gradients are in ``.grad`` then, and the caller
-updates with them, or adds those of the next ones first. Ranks wait for the tensors that they need
-alone: there is no collective call in a turn but the average over data ranks.
+    run = ContinuousRun(staged)                   # a `PipelineRun`, which has been applied
+    run.attach([optimizer])
+    for batch in loader:
+        result = run.advance(batch, step)
+        if result.completes:
+            with run.update(result):
+                optimizer.step()
+                optimizer.zero_grad()
+    for result in run.drain():                    # the minibatches in flight
+        ...
+
+[Note: an iteration] In iteration i the stage of this rank runs forward of minibatch i, then
+backward of the minibatch that has come back, ``i - lag``. Its gradients are in ``.grad`` then, and
+the caller updates with them, or adds those of the next ones first. Ranks wait only for the tensors
+that they need: there is no collective call in an iteration but the average over data ranks.
+
+In the order of this module: the run, the passes of its stage, parameters that stages share, and a
+compressed exchange between replicas.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_topt.execution.pipeline.minibatch_passes import MinibatchPasses
-from lightning_topt.execution.pipeline.pipeline_run import PipelineRun
-from lightning_topt.execution.pipeline.shared_parameters import SharedParameters
-from lightning_topt.execution.pipeline.side_values import SideValues, ValueParcels
-from lightning_topt.execution.pipeline.stage_links import StageLinks
-from lightning_topt.execution.pipeline.stage_weights import StageWeights
-from lightning_topt.execution.pipeline.step_flows import Step
-from lightning_topt.execution.pipeline.turn import Turn
-from lightning_topt.execution.pipeline.update_pattern import UpdatePattern
+from lightning_topt.communication.hook import CompressedExchange
+from lightning_topt.communication.topology import Topology
+from lightning_topt.execution.pipeline.p2p import (
+    UNKNOWN,
+    SideValues,
+    StageInputs,
+    StageLinks,
+    StageTraffic,
+    ValueParcels,
+)
+from lightning_topt.execution.pipeline.pipeline_run import PipelineRun, loss_of_step, share_value
+from lightning_topt.execution.pipeline.stage_layout import StageLayout
+from lightning_topt.execution.pipeline.stage_weights import StageWeights, UpdatePattern, unnoticed
+from lightning_topt.execution.pipeline.step_flows import StageFlow, Step
+from lightning_topt.graph.step_flow import LeafSpec
 from lightning_topt.schedules.schedules import lag_of
+from lightning_topt.techniques.technique import RunOptions
 
-__all__ = ["ContinuousRun", "Turn"]
+State = dict[str, dict[str, Any]]  # of a gradient exchange
+
+
+@dataclass(eq=False)
+class BackwardResult:
+    """What an iteration has brought back to a stage.
+
+    Gradients of `minibatch` have been added to ``.grad``; None while none has come back (warm-up).
+    `completes`: the optimizer is to step now. `losses` are those that became known, by minibatch,
+    and `payload` is what the last stage sent with the minibatch.
+    """
+
+    minibatch: int | None
+    completes: bool
+    values: SideValues | None
+    is_open: bool = True  # its values have not been sent to the stage before
+    is_updated: bool = False
+
+    @property
+    def losses(self) -> dict[int, Tensor]:
+        """The losses by minibatch, without weights."""
+        if self.minibatch is None or self.values is None:
+            return {}
+        return {self.minibatch: self.values.loss}
+
+    @property
+    def payload(self) -> bytes | None:
+        """The bytes that travelled back with the minibatch."""
+        return None if self.values is None else self.values.payload
 
 
 class ContinuousRun:
-    """The turns of this rank's stage of `staged`, which has been applied. Making it is a collective
-    call; a turn is one of the ranks that run the same stage.
+    """The iterations of this rank's stage of `staged`, to which techniques have been applied.
 
-    `optimizers` have to be attached before the first turn: their hyperparameters are kept for each
-    minibatch.
+    Optimizers must be attached before the first iteration: their hyperparameters are kept for each
+    minibatch. Making the run is a collective call; an iteration is one of the ranks that run the
+    same stage.
     """
 
     def __init__(self, staged: PipelineRun) -> None:
         lag_per_hop, mesh = staged.lag_per_hop, staged.plan.mesh
         assert lag_per_hop is not None
-        pipelines, named = (
+        # Links to the other stages, and what travels on them.
+        named = dict(staged.module.named_parameters())
+        links = StageLinks(
             mesh.groups_along(mesh.pipeline_axes),
-            dict(staged.module.named_parameters()),
-        )
-        are_shared = any(len(staged.layout.holders(name)) > 1 for name in named)
-        links = StageLinks.of_pipelines(
-            pipelines, rank=dist.get_rank(), device=staged.device, are_shared=are_shared
+            rank=dist.get_rank(),
+            device=staged.device,
+            are_shared=any(len(staged.layout.holders(name)) > 1 for name in named),
         )
         self._shared = SharedParameters(named, staged.layout, links)
         self._staged, self._links, staged.is_drained = staged, links, lambda: self.is_drained
         self.stage, self.num_stages = links.stage, links.num_stages
-        self._parameters = tuple(p for name, p in named.items() if name not in staged.foreign.names)
+        self._parameters = tuple(
+            p for name, p in named.items() if name not in staged.non_local.names
+        )
+        # Iterations from a minibatch's forward to its backward on this stage.
         self.lag = lag_of(self.stage, num_ranks=self.num_stages, lag_per_hop=lag_per_hop)
         self.minibatches = 0  # that have come in
         self._returned = 0
@@ -64,27 +117,28 @@ class ContinuousRun:
         self._passes = MinibatchPasses(staged, links, self._shared, lag_per_hop=lag_per_hop)
         self._values = ValueParcels(links, self.num_stages, staged.device)
         self._weights = StageWeights([], None, self._pattern, parameters=self._parameters)
-        self._turn: Turn | None = None
+        self._latest: BackwardResult | None = None
+        # Norms of the stages' gradients to their power, as far as this stage knows them.
         self._powers = torch.zeros(self.num_stages, dtype=torch.float64, device=staged.device)
         self._failed, self.is_drained = False, True
 
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
-        """Keep the hyperparameters of these optimizers for each minibatch, and predict their
-        weights as the plan says.
+        """Follow these optimizers: predict their weights by the plan's rule.
 
-        Raises ValueError for an optimizer that the plan's rule does not know.
+        Raises ValueError for an optimizer that the rule does not know.
         """
         rule = self._staged.plan.weight_prediction
         self._weights = StageWeights(optimizers, rule, self._pattern, parameters=self._parameters)
 
     @property
     def in_flight(self) -> int:
-        """Minibatches that have come in and not come back to this stage. None are in the last one,
-        but see `is_drained`.
+        """Minibatches that have come in and not come back to this stage.
+
+        Always 0 on the last stage: see `is_drained`.
         """
         return self.minibatches - self._returned
 
-    # ---- turns -----------------------------------------------------------------------------------
+    # ---- iterations ------------------------------------------------------------------------------
 
     def advance(
         self,
@@ -98,11 +152,14 @@ class ContinuousRun:
         last_completes: bool = True,
         payload: Callable[[], bytes] | None = None,
         kind: Hashable = None,
-    ) -> Turn:
-        """Run forward of ``step(module, batch)``, which returns its loss, and backward of the
-        minibatch that has come back.
+    ) -> BackwardResult:
+        """Run forward of a new minibatch, and backward of the one that has come back.
+
+        All ranks of a pipeline give the same arguments.
 
         Args:
+            batch: the minibatch.
+            step: ``step(module, batch)`` returns its loss.
             weight: what the loss is multiplied by for its gradients.
             completes: whether an update is to follow this minibatch; with accumulation the last of
                 several.
@@ -114,11 +171,12 @@ class ContinuousRun:
                 to all others.
             kind: tells steps with the same code apart (see `StepFlows.of`).
 
-        All ranks of a pipeline give the same. Raises PeerLostError where another rank is gone, and
-        what `step` raises.
+        Raises:
+            PeerLostError: where another rank is gone; and what `step` raises.
         """
-        with self._whole_or_failed():
-            self._close_turn()
+        with self._fails_for_good():
+            self._close_latest()
+            # What is known of the updates to come decides the weights of this pass.
             index = self.minibatches
             self._weights.begin(index, accumulate=accumulate, is_drained=self.is_drained)
             self.is_drained = False
@@ -126,32 +184,33 @@ class ContinuousRun:
             self._pattern.expect(
                 None if remaining is None else index + 1 + remaining, last_completes=last_completes
             )
-            weights, powers = self._weights, self._powers
             self._passes.forward(
                 index,
                 batch,
                 step,
-                weights=weights,
-                powers=powers,
+                weights=self._weights,
+                powers=self._powers,
                 weight=weight,
                 payload=payload,
                 kind=kind,
             )
             self.minibatches += 1
-            return self._back(index - self.lag)
+            return self._backward(index - self.lag)
 
-    def drain(self) -> Iterator[Turn]:
-        """Yield the turns of the minibatches in flight; nothing is, once the last one's update is
-        done and the loop ends.
+    def drain(self) -> Iterator[BackwardResult]:
+        """Yield the results of the minibatches in flight.
+
+        The run is drained once the last one's update is done and the loop ends.
         """
         for minibatch in range(self._returned, self.minibatches):
-            with self._whole_or_failed():
-                self._close_turn()
+            with self._fails_for_good():
+                self._close_latest()
                 self._pattern.expect(self.minibatches)
-                turn = self._back(minibatch)
-            yield turn
-        with self._whole_or_failed():
-            self._close_turn()
+                result = self._backward(minibatch)
+            yield result
+        # Nothing is in flight: copies of shared parameters become equal, others are freed.
+        with self._fails_for_good():
+            self._close_latest()
             self._shared.agree(self.minibatches)
             self._links.finish()
             self._weights.drained()
@@ -159,101 +218,87 @@ class ContinuousRun:
             self.is_drained = True
 
     @contextmanager
-    def update(self, turn: Turn) -> Generator[None, None, None]:
-        """Run ``optimizer.step()`` of a turn that completes an update within: with the minibatch's
-        hyperparameters.
+    def update(self, result: BackwardResult) -> Generator[None, None, None]:
+        """Run ``optimizer.step()`` within, with the hyperparameters of the result's minibatch.
+
+        `result` is the latest one, and completes an update.
         """
-        assert turn is self._turn and turn.minibatch is not None and turn.completes, (
-            "an update of the latest turn that completes one"
+        assert result is self._latest and result.minibatch is not None and result.completes, (
+            "an update of the latest result that completes one"
         )
-        with self._whole_or_failed():
-            turn.is_updated = True
-            with self._weights.of_update(turn.minibatch):
+        with self._fails_for_good():
+            result.is_updated = True
+            with self._weights.of_update(result.minibatch):
                 yield
-            self._send_values(turn)
+            self._send_values(result)
 
     def clip_norm(
         self,
-        turn: Turn,
+        result: BackwardResult,
         max_norm: float,
         *,
         parameters: Sequence[Tensor] | None = None,
         norm_type: float = 2.0,
     ) -> Tensor:
-        """Scale this stage's gradients by the norm over all stages, and return that norm before.
+        """Scale this stage's gradients by the norm over all stages; return the norm before.
 
-        Of stages behind it is that of the turn's minibatch, of stages before that of the latest
-        minibatch that they had finished when they sent the newest activations. The same on all data
-        ranks, which have equal gradients.
+        Of stages behind, the norm is that of the result's minibatch. Of stages before, it is that
+        of the latest minibatch that they had finished when they sent the newest activations. It is
+        the same on all data ranks, which have equal gradients.
         """
-        assert turn is self._turn and turn.values is not None and turn.is_open, (
-            "within the turn's update, or before it"
+        assert result is self._latest and result.values is not None and result.is_open, (
+            "within the result's update, or before it"
         )
+        # Powers add up: those of stages behind came with the minibatch, those of stages before with
+        # the latest activations.
         given = list(self._parameters if parameters is None else parameters)
-        powers = turn.values.powers.clamp(min=0.0)
+        powers = result.values.powers.clamp(min=0.0)  # (stages,)
         powers[: self.stage] = self._powers[: self.stage]
         total, own = self._staged.norms.clip_with(
             given, max_norm, others=powers, own=self.stage, norm_type=norm_type
         )
-        turn.values.powers[self.stage] = own
-        is_newer = turn.values.powers.isfinite() & (turn.values.powers >= 0)
-        self._powers = torch.where(is_newer, turn.values.powers, self._powers)
+        # This stage's power travels on, and all that are known now serve later minibatches.
+        result.values.powers[self.stage] = own
+        is_newer = result.values.powers.isfinite() & (result.values.powers >= 0)
+        self._powers = torch.where(is_newer, result.values.powers, self._powers)
         return total
 
     # ---- what is held ----------------------------------------------------------------------------
 
     @property
     def num_versions(self) -> int:
-        """The most copies of the stage's weights beside the storages at once, as the rule's formula
-        says.
+        """The most copies of the stage's weights at once, as the rule's formula says.
+
+        The parameters themselves are not counted.
         """
         return self._weights.num_versions
 
     @property
     def held_bytes(self) -> tuple[int, int]:
-        """Bytes of copies of weights that are held now, and bytes of tensors under way between
-        stages.
-        """
+        """Bytes of copies of weights held now, and bytes under way between stages."""
         return self._weights.held_bytes, self._links.held_bytes
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a drained state needs beside those of module and optimizers; that of the
-        first stage serves all.
+        """Return what a drained run has beside the states of module and optimizers.
+
+        That of the first stage serves all.
         """
         assert self.is_drained, "drain the run first"
         return {"rules": self._weights.state(), "powers": self._powers.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave on the first stage."""
+        """Load what `state_dict` gave on the first stage."""
         assert self.is_drained, "drain the run first"
         self._weights.load_state(state["rules"])
         self._powers = torch.tensor(
             state["powers"], dtype=torch.float64, device=self._staged.device
         )
 
-    # ---- passes ----------------------------------------------------------------------------------
+    # ---- steps of an iteration -------------------------------------------------------------------
 
-    def _back(self, minibatch: int) -> Turn:
+    def _backward(self, minibatch: int) -> BackwardResult:
         """Run backward of a minibatch, unless it is one before the first in flight."""
-        self._begin_ahead(minibatch)
-        if minibatch < self._returned:
-            self._turn = Turn(None, False, None, is_open=False)
-            return self._turn
-        own = self._passes.backward(minibatch, weights=self._weights)
-        self._returned += 1
-        completes = self._pattern.completes(minibatch)
-        if completes:
-            self._shared.send_gradients(minibatch)
-            self._shared.add_gradients(minibatch)
-            self._staged.exchanges.average(self.stage)
-        values = own or self._receive_values(minibatch)
-        self._turn = Turn(minibatch, completes, values)
-        if not completes:
-            self._send_values(self._turn)
-        return self._turn
-
-    def _begin_ahead(self, minibatch: int) -> None:
-        """Begin to receive what this turn and the next need of the stages behind."""
+        # Begin to receive what this iteration and the next need of the stages behind.
         for later in (minibatch, minibatch + 1):
             if later in self._passes:
                 self._passes.begin_backward(later)
@@ -261,35 +306,52 @@ class ContinuousRun:
                     self._shared.begin_gradients(later)
         if self._links.begins_ahead and minibatch >= self._returned:
             self._values.begin(minibatch)
+        # Warm-up: nothing has come back.
+        if minibatch < self._returned:
+            self._latest = BackwardResult(None, False, None, is_open=False)
+            return self._latest
+        # Gradients of this stage, and of shared parameters before an update with them.
+        values = self._passes.backward(minibatch, weights=self._weights)
+        self._returned += 1
+        completes = self._pattern.completes(minibatch)
+        if completes:
+            self._shared.send_gradients(minibatch)
+            self._shared.add_gradients(minibatch)
+            self._staged.exchanges.average(self.stage)
+        # The last stage has the values of the minibatch, all others receive them. The stages
+        # behind have used what this one sent of it then.
+        if values is None:
+            values = self._values.receive(minibatch)
+            for behind in range(self.stage + 1, self.num_stages):
+                self._links.free_sent("activations", behind, before=minibatch + 1)
+                self._links.free_sent("shared weights", behind, before=minibatch + 1)
+        self._latest = BackwardResult(minibatch, completes, values)
+        if not completes:  # else they are sent after the update, with the norm of its gradients
+            self._send_values(self._latest)
+        return self._latest
 
-    def _receive_values(self, minibatch: int) -> SideValues:
-        values = self._values.receive(minibatch)
-        # they have used what this stage sent of it
-        for later in range(self.stage + 1, self.num_stages):
-            for channel in ("activations", "shared weights"):
-                self._links.let_go(channel, later, before=minibatch + 1)
-        return values
+    def _send_values(self, result: BackwardResult) -> None:
+        """Send the values of a result to the stage before, once."""
+        if result.is_open and result.minibatch is not None and result.values is not None:
+            result.is_open = False
+            self._values.send(result.minibatch, result.values)
 
-    def _send_values(self, turn: Turn) -> None:
-        if turn.is_open and turn.minibatch is not None and turn.values is not None:
-            turn.is_open = False
-            self._values.send(turn.minibatch, turn.values)
-
-    def _close_turn(self) -> None:
-        """Forget the last turn; its values go on if no update has sent them."""
-        turn, self._turn = self._turn, None
-        if turn is not None and turn.minibatch is not None:
-            self._send_values(turn)
-            # left out: an update that changes nothing, but counts
-            if turn.completes and not turn.is_updated:
-                with self._weights.of_update(turn.minibatch):
+    def _close_latest(self) -> None:
+        """Forget the latest result; its values are sent if no update has sent them."""
+        result, self._latest = self._latest, None
+        if result is not None and result.minibatch is not None:
+            self._send_values(result)
+            # The caller left an update out: it changes nothing, but counts.
+            if result.completes and not result.is_updated:
+                with self._weights.of_update(result.minibatch):
                     pass
-            if turn.completes:
-                self._pattern.updated(turn.minibatch)
-            self._weights.rates.forget(turn.minibatch)
+            if result.completes:
+                self._pattern.updated(result.minibatch)
+            self._weights.rates.forget(result.minibatch)
 
     @contextmanager
-    def _whole_or_failed(self) -> Generator[None, None, None]:
+    def _fails_for_good(self) -> Generator[None, None, None]:
+        """Drop all that is under way after an error, and refuse to go on."""
         if self._failed:
             raise RuntimeError(
                 "a step of this pipeline has failed, and its ranks are out of step: start the run "
@@ -302,3 +364,266 @@ class ContinuousRun:
             self._links.forget()
             self._passes.forget()
             raise
+
+
+# ---- passes --------------------------------------------------------------------------------------
+
+
+class MinibatchPasses:
+    """Forward and backward passes of one stage, with what they receive and send.
+
+    `links` are those of the stage, and `shared` its parameters that other stages need as well.
+    """
+
+    def __init__(
+        self, staged: PipelineRun, links: StageLinks, shared: SharedParameters, *, lag_per_hop: int
+    ) -> None:
+        self._staged, self._links, self._shared = staged, links, shared
+        self._inputs = StageInputs(links)
+        self._lags = [
+            lag_of(stage, num_ranks=links.num_stages, lag_per_hop=lag_per_hop)
+            for stage in range(links.num_stages)
+        ]
+        self._flying: dict[int, _Flying] = {}
+
+    def __contains__(self, minibatch: int) -> bool:
+        return minibatch in self._flying
+
+    def forward(
+        self,
+        minibatch: int,
+        batch: Any,
+        step: Step,
+        *,
+        weights: StageWeights,
+        powers: Tensor,
+        weight: float,
+        payload: Callable[[], bytes] | None,
+        kind: Hashable,
+    ) -> None:
+        """Run forward of ``step(module, batch)`` with the `weights` for it.
+
+        `powers` of norms, (stages,), take over those of the stages before, and travel with what is
+        sent. Other arguments are those of `ContinuousRun.advance`.
+        """
+        # What the step calls on this batch, and what this stage exchanges for it.
+        (flow,) = self._staged.flows.of(step, [batch], kind=kind)
+        self._staged.buffers.changed_by([flow])
+        stage = self._links.stage
+        flying = self._flying[minibatch] = _Flying(
+            flow, StageTraffic.of_stage(stage, flow.crossings)
+        )
+        received = self._inputs.receive(minibatch, flying.traffic, powers)
+        self._shared.receive_weights(minibatch)
+        # Stages before have done the iteration before this one, in which they used gradients.
+        for earlier in range(stage):
+            used = minibatch - self._lags[earlier]
+            self._links.free_sent("gradients", earlier, before=used)
+            self._links.free_sent("values", earlier, before=used)
+            self._links.free_sent("shared gradients", earlier, before=used)
+        # Compute with the weights of the rule, which stages that share parameters get too.
+        run = partial(step, self._staged.module, batch)
+        with weights.of_pass("forward", minibatch), self._staged.around():
+            self._shared.send_weights(minibatch)
+            output = flow.passes.forward(stage, minibatch, run, received)
+        self._inputs.send(minibatch, flying.traffic, output.sent, powers)
+        # The last stage keeps the loss for its backward, and begins what travels back.
+        if stage == self._links.num_stages - 1:
+            loss = loss_of_step(output.result)
+            flying.loss = loss * weight
+            unknown = torch.full_like(powers, UNKNOWN)
+            flying.values = SideValues(
+                loss.detach().reshape(()), unknown, None if payload is None else payload()
+            )
+
+    def begin_backward(self, minibatch: int) -> None:
+        """Begin to receive the gradients for a minibatch in flight, if that is not done yet."""
+        self._inputs.begin_gradients(minibatch, self._flying[minibatch].traffic)
+
+    def backward(self, minibatch: int, *, weights: StageWeights) -> SideValues | None:
+        """Run backward of a minibatch in flight; return its values on the last stage."""
+        flying = self._flying.pop(minibatch)
+        # Wait, compute, and send without waiting.
+        gradients = self._inputs.receive_gradients(minibatch, flying.traffic)
+        with weights.of_pass("backward", minibatch):
+            found = flying.flow.passes.backward(
+                self._links.stage, minibatch, gradients, loss=flying.loss
+            )
+        self._inputs.send_gradients(minibatch, flying.traffic, found)
+        return flying.values
+
+    def forget(self) -> None:
+        """Drop all minibatches in flight, after an error."""
+        for flying in self._flying.values():
+            flying.flow.passes.forget()
+        self._flying.clear()
+
+
+@dataclass(eq=False)
+class _Flying:
+    """A minibatch in flight: between its forward and its backward pass."""
+
+    flow: StageFlow
+    traffic: StageTraffic
+    loss: Tensor | None = None  # of the last stage, as a graph, weighted
+    values: SideValues | None = None
+
+
+# ---- parameters that stages share ----------------------------------------------------------------
+
+
+class SharedParameters:
+    """Parameters that several stages need, such as tied embeddings: the first one updates them.
+
+    [Note: shared parameters] Stages are at different minibatches, so their copies cannot step
+    together. Gradients of a minibatch go to the first stage that needs the parameter. It has them
+    all when it runs its own backward pass, and updates as ever. Its weights for the forward pass of
+    a minibatch, predicted ones too, go to the others, who use them for theirs. So all stages run
+    forward of a minibatch with equal weights, and a gradient is applied no later than that of the
+    first stage's other parameters.
+    """
+
+    def __init__(
+        self, named: Mapping[str, nn.Parameter], layout: StageLayout, links: StageLinks
+    ) -> None:
+        self._links = links
+        self._lent: dict[int, list[nn.Parameter]] = {}  # that this stage updates, by other stage
+        self._followed: dict[int, list[nn.Parameter]] = {}  # by the stage that updates them
+        # In an order that is the same on all stages.
+        for name, parameter in sorted(named.items()):
+            first, *others = layout.holders(name) or (links.stage,)
+            for other in others if first == links.stage else ():
+                self._lent.setdefault(other, []).append(parameter)
+            if links.stage in others:
+                self._followed.setdefault(first, []).append(parameter)
+        self._begun: set[tuple[str, int]] = set()
+
+    # ---- weights, from the first stage to the others ---------------------------------------------
+
+    def send_weights(self, minibatch: int) -> None:
+        """Send the weights of a minibatch's forward pass, or the true ones of a drained run."""
+        for other, parameters in sorted(self._lent.items()):
+            self._links.send(
+                "shared weights", other, minibatch, [p.detach().clone() for p in parameters]
+            )
+
+    @torch.no_grad()
+    def receive_weights(self, minibatch: int, *, more_follow: bool = True) -> None:
+        """Write what the first stages have sent; begin to receive the next minibatch's weights."""
+        self._begin_weights(minibatch)
+        for first, parameters in sorted(self._followed.items()):
+            given = self._links.receive("shared weights", first, minibatch)
+            with unnoticed(parameters):
+                torch._foreach_copy_([p.detach() for p in parameters], given)
+        self._begun.discard(("weights", minibatch))
+        if more_follow and self._links.begins_ahead:
+            self._begin_weights(minibatch + 1)
+
+    def _begin_weights(self, minibatch: int) -> None:
+        if ("weights", minibatch) not in self._begun:
+            self._begun.add(("weights", minibatch))
+            for first, parameters in sorted(self._followed.items()):
+                self._links.begin(
+                    "shared weights", first, minibatch, [_spec(p) for p in parameters]
+                )
+
+    # ---- gradients, from the others to the first -------------------------------------------------
+
+    def send_gradients(self, minibatch: int) -> None:
+        """Send this stage's part of an update's gradients to the stages that do it; keep none."""
+        for first, parameters in sorted(self._followed.items()):
+            # Which gradients there are, (parameters,), and zeros in the place of the others.
+            there = torch.tensor(
+                [float(p.grad is not None) for p in parameters], device=parameters[0].device
+            )
+            parts = [torch.zeros_like(p) if p.grad is None else _dense(p.grad) for p in parameters]
+            specs = [_spec(there), *map(_spec, parameters)]
+            self._links.send(
+                "shared gradients", first, minibatch, [there, *(p.detach() for p in parts)], specs
+            )
+            for parameter in parameters:
+                parameter.grad = None
+
+    def begin_gradients(self, minibatch: int) -> None:
+        """Begin to receive the others' parts, if that is not done yet."""
+        if ("gradients", minibatch) not in self._begun:
+            self._begun.add(("gradients", minibatch))
+            for other, parameters in sorted(self._lent.items()):
+                there = LeafSpec((len(parameters),), (1,), torch.float32, requires_grad=False)
+                specs = [there, *map(_spec, parameters)]
+                self._links.begin("shared gradients", other, minibatch, specs)
+
+    @torch.no_grad()
+    def add_gradients(self, minibatch: int) -> None:
+        """Add the others' parts to the gradients here."""
+        self.begin_gradients(minibatch)
+        self._begun.discard(("gradients", minibatch))
+        for other, parameters in sorted(self._lent.items()):
+            there, *parts = self._links.receive("shared gradients", other, minibatch)
+            for parameter, part, is_there in zip(parameters, parts, there.tolist(), strict=True):
+                if is_there:
+                    parameter.grad = (
+                        part if parameter.grad is None else _dense(parameter.grad).add_(part)
+                    )
+
+    def agree(self, minibatch: int) -> None:
+        """Make all copies equal, once the last update is done; `minibatch` is the next one."""
+        self.send_weights(minibatch)
+        self.receive_weights(minibatch, more_follow=False)
+
+
+def _spec(tensor: Tensor) -> LeafSpec:
+    return LeafSpec(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, requires_grad=False)
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    return gradient.to_dense() if gradient.is_sparse else gradient
+
+
+# ---- compressed exchanges ------------------------------------------------------------------------
+
+
+def compress_gradients(run: PipelineRun, options: RunOptions) -> CompressedExchange | None:
+    """Let each stage's data ranks exchange its gradients by the plan's method. A collective call.
+
+    None where the plan has no such exchange.
+    """
+    given, mesh, groups = run.plan.gradient_exchange, run.plan.mesh, run.groups
+    if given is None:
+        return None
+    # The exchange is among the data ranks of each stage: a part of the topology.
+    everyone = options.topology or Topology.from_environment(
+        rank=dist.get_rank(), world_size=dist.get_world_size()
+    )
+
+    def merge(ranks: list[State]) -> list[State]:
+        """Join the states of a pipeline's stages, for each data rank, on rank 0."""
+        if not groups.saves:
+            return []
+        found: list[State] = [{} for _ in ranks]
+        for place in range(len(groups.pipeline)):
+            # Place after place of the pipeline gives the states of its data ranks.
+            states = share_value(
+                ranks if place == groups.rank else None,
+                group=groups.pipeline_group,
+                source=place,
+                device=run.device,
+            )
+            for into, state in zip(found, states, strict=True):
+                for kind, tensors in state.items():
+                    into.setdefault(kind, {}).update(tensors)
+        return found if groups.rank == 0 else []
+
+    exchange = CompressedExchange(
+        given,
+        topology=everyone.of_part(mesh.groups_along(mesh.data_axes)),
+        device=run.device,
+        nonfinite=options.nonfinite,
+        merge=merge,
+    )
+    # Parameters that this stage does not update have no gradients to exchange here.
+    kept = run.updated_parameters()
+    ignored = [name for name, parameter in run.module.named_parameters() if parameter not in kept]
+    exchange.take_over(run.module, ignored=ignored)
+    run.exchanges.instead = exchange.average
+    return exchange

@@ -1,9 +1,15 @@
-"""Messages that a rank of a pipeline sends and receives around each of its actions: they follow
-from schedule and flows.
+"""The program of each rank of a pipeline: its actions, with the messages around each of them.
 
-All ranks compute the same. Between two ranks, in each direction and kind (activations, gradients),
-messages travel in the order in which the sender makes them, and receives are begun in that order:
-no message needs a header or a tag.
+    program = rank_program(schedule, crossings, rank=0)
+    for step in program:          # `run_actions` in `pipeline_run` walks it
+        step.begins               # receives to begin before the action
+        step.needs                # what the action waits for
+        step.sends                # what it makes
+
+A program follows from the schedule and from the tensors that cross between stages; all ranks
+compute the same. Between two ranks, in each direction and kind (activations, gradients), messages
+travel in the order in which the sender makes them, and receives are begun in that order: no message
+needs a header or a tag.
 """
 
 from __future__ import annotations
@@ -15,19 +21,17 @@ from typing import NamedTuple
 from lightning_topt.graph.step_flow import LeafSpec, TensorRef
 from lightning_topt.schedules.schedules import Action, Schedule
 
-LOOKAHEAD = (
-    # actions for which receives are begun before they are needed: in 1F1B the next backward and the
-    # next forward
-    2
-)
+# Receives are begun so many actions before they are needed: in 1F1B those of the next backward
+# and of the next forward.
+LOOKAHEAD = 2
 
 
 class Message(NamedTuple):
-    """The tensor `ref` of a microbatch on its way from stage `source` to stage `target`, or its
-    gradient on its way back.
+    """A tensor of a microbatch on its way from stage `source` to stage `target`.
 
-    `sender` and `receiver` are ranks of the pipeline. It is made by the sender's action with the
-    index `made` and used by the receiver's with the index `used`.
+    `is_gradient`: it is the gradient of the activation `ref`, on its way back. `sender` and
+    `receiver` are ranks of the pipeline. The sender's action with the index `made` makes it, and
+    the receiver's with the index `used` needs it.
     """
 
     source: int
@@ -51,8 +55,10 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class Crossings:
-    """Tensors that cross between stages in a microbatch: `targets` has the stages that need each,
-    `specs` all about it but its elements, `stage_of_call` the stage of each call.
+    """Tensors that cross between stages in a microbatch.
+
+    `targets` has the stages that need each, `specs` all about it but its elements, and
+    `stage_of_call` the stage of each call.
     """
 
     targets: Mapping[TensorRef, tuple[int, ...]]
@@ -61,10 +67,11 @@ class Crossings:
 
 
 @dataclass(frozen=True)
-class Around:
-    """The messages around one action: `begins` are receives to begin before it, `needs` what it
-    waits for, `sends` what it makes. `ends` are stages whose parameters have all their gradients
-    after it.
+class ProgramStep:
+    """One action of a rank, and the messages around it.
+
+    `begins` are receives to begin before it, `needs` what it waits for, `sends` what it makes.
+    `ends` are stages whose parameters have all their gradients after it.
     """
 
     action: Action
@@ -74,88 +81,82 @@ class Around:
     ends: tuple[int, ...] = ()
 
 
-def around_actions(
+def rank_program(
     schedule: Schedule, crossings: Sequence[Crossings], *, rank: int
-) -> tuple[Around, ...]:
-    """Return the messages around each action of `rank`; `crossings` are those of each
-    microbatch.
-    """
-    messages = _messages(schedule, crossings)
+) -> tuple[ProgramStep, ...]:
+    """Return the program of `rank`; `crossings` are those of each microbatch."""
     actions = schedule.actions[rank]
     needs: list[list[Message]] = [[] for _ in actions]
     sends: list[list[Message]] = [[] for _ in actions]
-    for message in messages:
+    incoming = []
+    for message in _all_messages(schedule, crossings):
         if message.receiver == rank:
             needs[message.used].append(message)
+            if message.sender != rank:
+                incoming.append(message)
         if message.sender == rank:
             sends[message.made].append(message)
-    begins = _begins([m for m in messages if m.receiver == rank and m.sender != rank], len(actions))
-    ends = _ends(actions)
+    begins = _begins(incoming, len(actions))
+    # A stage's gradients are complete after its last backward.
+    last: dict[int, int] = {}
+    for index, action in enumerate(actions):
+        if action.kind in ("backward", "backward_weight"):
+            last[action.stage_index] = index
+    ends = [[stage for stage, at in last.items() if at == index] for index in range(len(actions))]
     rows = zip(actions, begins, needs, sends, ends, strict=True)
     return tuple(
-        Around(action, tuple(b), tuple(n), tuple(s), tuple(e)) for action, b, n, s, e in rows
+        ProgramStep(action, tuple(b), tuple(n), tuple(s), tuple(e)) for action, b, n, s, e in rows
     )
 
 
-def _messages(schedule: Schedule, crossings: Sequence[Crossings]) -> list[Message]:
-    """All messages of a step, in the order in which their senders make them."""
-    places = _places(schedule)
-    found = []
-    for microbatch, of_microbatch in enumerate(crossings):
-        for ref, targets in of_microbatch.targets.items():
-            source, spec = of_microbatch.stage_of_call[ref.call], of_microbatch.specs[ref]
-            for target in targets:
-                forward = (source, target, microbatch, ref, spec, False)
-                found.append(_message(*forward, schedule=schedule, places=places))
-                if spec.requires_grad and ("backward", target, microbatch) in places:
-                    back = (target, source, microbatch, ref, spec, True)
-                    found.append(_message(*back, schedule=schedule, places=places))
-    return sorted(found, key=lambda m: (m.sender, m.made, m.target, m.ref))
-
-
-def _message(
-    source: int,
-    target: int,
-    microbatch: int,
-    ref: TensorRef,
-    spec: LeafSpec,
-    is_gradient: bool,
-    *,
-    schedule: Schedule,
-    places: Mapping[tuple[str, int, int], int],
-) -> Message:
-    kind = "backward" if is_gradient else "forward"
-    return Message(
-        source=source,
-        target=target,
-        microbatch=microbatch,
-        ref=ref,
-        spec=spec,
-        is_gradient=is_gradient,
-        sender=schedule.rank_of_stage[source],
-        receiver=schedule.rank_of_stage[target],
-        made=places[kind, source, microbatch],
-        used=places[kind, target, microbatch],
-    )
-
-
-def _places(schedule: Schedule) -> dict[tuple[str, int, int], int]:
-    """The index of each pass among the actions of its rank; of a backward in two parts that of the
-    first.
-    """
+def _all_messages(schedule: Schedule, crossings: Sequence[Crossings]) -> list[Message]:
+    """Return the messages of a step, in the order in which their senders make them."""
+    # The index of each pass among its rank's actions; of a backward in two parts, the first's.
     kinds = {"forward": "forward", "backward": "backward", "backward_input": "backward"}
-    return {
+    index_of = {
         (kinds[action.kind], action.stage_index, action.microbatch_index): index
         for actions in schedule.actions
         for index, action in enumerate(actions)
         if action.kind in kinds
     }
+    found = []
+
+    def add(
+        source: int,
+        target: int,
+        microbatch: int,
+        ref: TensorRef,
+        spec: LeafSpec,
+        *,
+        is_gradient: bool,
+    ) -> None:
+        kind = "backward" if is_gradient else "forward"
+        message = Message(
+            source=source,
+            target=target,
+            microbatch=microbatch,
+            ref=ref,
+            spec=spec,
+            is_gradient=is_gradient,
+            sender=schedule.rank_of_stage[source],
+            receiver=schedule.rank_of_stage[target],
+            made=index_of[kind, source, microbatch],
+            used=index_of[kind, target, microbatch],
+        )
+        found.append(message)
+
+    for microbatch, of_microbatch in enumerate(crossings):
+        for ref, targets in of_microbatch.targets.items():
+            source, spec = of_microbatch.stage_of_call[ref.call], of_microbatch.specs[ref]
+            for target in targets:
+                add(source, target, microbatch, ref, spec, is_gradient=False)
+                if spec.requires_grad and ("backward", target, microbatch) in index_of:
+                    add(target, source, microbatch, ref, spec, is_gradient=True)
+    return sorted(found, key=lambda m: (m.sender, m.made, m.target, m.ref))
 
 
 def _begins(incoming: Sequence[Message], count: int) -> list[list[Message]]:
-    """For each action the receives to begin before it: in the order of each sender, up to those of
-    the next actions.
-    """
+    """Return the receives to begin before each of `count` actions, in the order of each sender."""
     channels: dict[tuple[int, bool], list[Message]] = {}
     for message in incoming:
         channels.setdefault((message.sender, message.is_gradient), []).append(message)
@@ -168,13 +169,3 @@ def _begins(incoming: Sequence[Message], count: int) -> list[list[Message]]:
     # Lists are reversed channel by channel: each channel's part is put in order again, those used
     # first in front.
     return [sorted(reversed(of_action), key=lambda m: m.sender) for of_action in begins]
-
-
-def _ends(actions: Sequence[Action]) -> list[list[int]]:
-    last: dict[int, int] = {}
-    for index, action in enumerate(actions):
-        if action.kind in ("backward", "backward_weight"):
-            last[action.stage_index] = index
-    return [
-        [stage for stage, index in last.items() if index == place] for place in range(len(actions))
-    ]

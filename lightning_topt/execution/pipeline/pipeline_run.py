@@ -1,9 +1,23 @@
-"""`PipelineRun`: a plan with stages, on one rank. The engine applies it before all techniques, and
-steps through it.
+"""A plan with stages on one rank: what it keeps of the model, and the steps that it runs.
+
+    run = PipelineRun.start(plan, module, device=device, example=Example(step, microbatch))
+    run.follow(applied)                           # techniques, on the parameters that are kept
+    losses = run.run_step(microbatches, step)     # (n,), on every rank
+    run.clip_norm(parameters, 1.0)
+    outputs = run.evaluate(batch, step)           # on all ranks of the pipeline
+    run.release()                                 # every rank has the whole module again
+
+A step of n microbatches: `StepFlows` traces the user's step once, `StepPrograms` gives this rank's
+actions with the messages around them, `run_actions` runs them one after the other, and gradients
+are averaged over data ranks as soon as a stage has ended. The engine makes the run before it
+applies techniques. What is exchanged outside of a step's program is at the end of this module:
+losses, and values of any kind.
 """
 
 from __future__ import annotations
 
+import io
+import pickle
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -12,22 +26,25 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
+from lightning_topt.communication.rank_watch import PeerLostError
 from lightning_topt.execution.applied_techniques import AppliedTechniques
 from lightning_topt.execution.gathered_state import load_module_state, module_state
-from lightning_topt.execution.pipeline.foreign_parameters import place_parameters
-from lightning_topt.execution.pipeline.pipeline_groups import PipelineGroups
+from lightning_topt.execution.pipeline.messages import Message, ProgramStep
+from lightning_topt.execution.pipeline.p2p import Peers
 from lightning_topt.execution.pipeline.random_order import OneStageOrder, RandomOrder
-from lightning_topt.execution.pipeline.runtime import run_actions
-from lightning_topt.execution.pipeline.shared_values import share_value
-from lightning_topt.execution.pipeline.stage_buffers import StageBuffers, average_over_data_ranks
-from lightning_topt.execution.pipeline.stage_gradients import StageExchanges
-from lightning_topt.execution.pipeline.stage_layout import StageLayout
-from lightning_topt.execution.pipeline.stage_norms import StageNorms
-from lightning_topt.execution.pipeline.stage_peers import Peers
-from lightning_topt.execution.pipeline.step_flows import StageFlow, Step, StepFlows
-from lightning_topt.execution.pipeline.step_losses import loss_of_step, share_losses
-from lightning_topt.execution.pipeline.step_programs import StepPrograms
+from lightning_topt.execution.pipeline.stage_gradients import StageExchanges, StageNorms
+from lightning_topt.execution.pipeline.stage_layout import (
+    PipelineGroups,
+    StageBuffers,
+    StageLayout,
+    average_over_data_ranks,
+    place_parameters,
+)
+from lightning_topt.execution.pipeline.stage_pass import StagePass
+from lightning_topt.execution.pipeline.step_flows import StageFlow, Step, StepFlows, StepPrograms
+from lightning_topt.graph.step_flow import TensorRef
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
 from lightning_topt.techniques.tensor_parallel.random_states import RandomStates, draw_alike
@@ -35,8 +52,9 @@ from lightning_topt.techniques.tensor_parallel.split_parameters import SplitTens
 
 
 class Example(NamedTuple):
-    """A step of a run, ``step(module, microbatch)``, and a microbatch to try it on: from it follows
-    what each stage needs.
+    """A step, ``step(module, microbatch)``, and a microbatch to try it on.
+
+    From it follows what each stage needs.
     """
 
     step: Step
@@ -44,26 +62,28 @@ class Example(NamedTuple):
 
 
 class PipelineRun:
-    """The stages of `plan` that this rank runs of `module`, on `device`. Making it is a collective
-    call, as all methods are.
+    """The stages of `plan` that this rank runs of `module`, on `device`.
 
     All ranks get the parameters and buffers of rank 0; each keeps the parameters that its stages
-    need. Raises ValueError for a schedule that does not exist or take these sizes, CaptureError
-    (one as well) for a step that cannot be cut like this.
+    need. Making it is a collective call, as all methods are.
+
+    Raises:
+        ValueError: for a schedule that does not exist or take these sizes.
+        CaptureError: a ValueError, for a step that cannot be cut like this.
     """
 
     def __init__(
         self, plan: ParallelPlan, module: nn.Module, *, device: torch.device, example: Example
     ) -> None:
         self.plan, self.module, self.device = plan, module, device
-        self.lag_per_hop = CONTINUOUS_SCHEDULES.get(
-            plan.schedule or ""
-        )  # of a schedule that never flushes
+        # None unless the schedule is asynchronous.
+        self.lag_per_hop = CONTINUOUS_SCHEDULES.get(plan.schedule or "")
         self._programs = StepPrograms(plan)
         self.schedule = self._programs.schedule(plan.num_microbatches, backward=True)
         self.groups = PipelineGroups.of_mesh(plan.mesh)
         if not plan.own_batches:
-            draw_alike(self.groups.row)  # functional operators draw on every rank
+            draw_alike(self.groups.pipeline_group)  # functional operators draw on every rank
+        # Trace the example: it says which parameters each stage needs.
         names = [[block.block for block in stage.blocks if block.block] for stage in plan.stages]
         order = RandomOrder(device) if self.lag_per_hop is None else OneStageOrder(device)
         self.flows = StepFlows(module, names, device=device, order=order)
@@ -73,16 +93,16 @@ class PipelineRun:
         self.layout = StageLayout.of_flow(
             first.flow, first.stage_of_call, module, rank_of_stage=ranks
         )
+        # Connect, and keep the parameters that the stages of this rank need.
         pipelines = plan.mesh.groups_along(plan.mesh.pipeline_axes)
-        self._peers = Peers.of_pipelines(
-            pipelines, self.schedule, rank=dist.get_rank(), device=device
-        )
+        self._peers = Peers(pipelines, self.schedule, rank=dist.get_rank(), device=device)
         self._originals = dict(module.named_parameters())
-        self.foreign = place_parameters(module, self.layout, self.groups, device=device)
+        self.non_local = place_parameters(module, self.layout, self.groups, device=device)
         self.buffers = StageBuffers(module, self.layout, self.groups)
         self._averaged = average_over_data_ranks(module, self.groups)
         self._synchronizes, self._failed = True, False
-        self.is_drained: Callable[[], bool] = lambda: True  # a run that never flushes
+        self.is_drained: Callable[[], bool] = lambda: True  # an asynchronous run sets it
+        # Known once techniques have been applied, see `follow`.
         self.around: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._split: Callable[[], Mapping[str, SplitTensor]] = dict
         self.exchanges: StageExchanges
@@ -92,9 +112,7 @@ class PipelineRun:
     def start(
         cls, plan: ParallelPlan, module: nn.Module, *, device: torch.device, example: Example | None
     ) -> PipelineRun:
-        """Return it, or raise PlanError for all that is wrong with the plan, and without an
-        example.
-        """
+        """Return the run; raise PlanError for all that is wrong, and without an example."""
         if example is None:
             raise PlanError(
                 "a plan with stages needs an example of its steps: apply(example=Example(loss_fn, "
@@ -106,15 +124,11 @@ class PipelineRun:
             raise PlanError(str(error)) from error
 
     def follow(self, applied: AppliedTechniques) -> None:
-        """Take up what techniques did to the parameters that this rank keeps, before the first
-        step.
-        """
+        """Follow what techniques did to the parameters of this rank, before the first step."""
         self.around = applied.around_step if applied.split else nullcontext
-        self._split, self.flows.joined, self.flows.whole = (
-            applied.split_names,
-            applied.joined,
-            applied.whole,
-        )
+        self._split, self.flows.whole = applied.split_names, applied.whole
+        self.flows.unsharded = applied.joined
+        # Present parameters: techniques may have replaced some.
         named, by_first = dict(self.module.named_parameters()), self.lag_per_hop is not None
         self.exchanges = StageExchanges(named, self.layout, self.groups, by_first=by_first)
         self.norms = StageNorms(
@@ -124,7 +138,7 @@ class PipelineRun:
     def kept_of(
         self, named: Mapping[str, Mapping[str, nn.Parameter]]
     ) -> dict[str, dict[str, nn.Parameter]]:
-        """Return those of the parameters, by block and name, that this rank keeps."""
+        """Return those of `named`, parameters by block and name, that this rank keeps."""
         kept = self.own_parameters()
         return {
             block: {name: p for name, p in of_block.items() if p in kept}
@@ -133,15 +147,17 @@ class PipelineRun:
 
     def own_parameters(self) -> frozenset[nn.Parameter]:
         """Return the parameters that this rank keeps."""
-        return frozenset(p for name, p in self._originals.items() if name not in self.foreign.names)
+        names = self.non_local.names
+        return frozenset(p for name, p in self._originals.items() if name not in names)
 
     def updated_parameters(self) -> frozenset[nn.Parameter]:
-        """Return those of them that optimizers step here: all, but for those that an earlier stage
-        updates for this one.
+        """Return those of them that optimizers step on this rank.
+
+        All, unless the pipeline is asynchronous: an earlier stage updates those that it shares.
         """
         if self.lag_per_hop is None:
             return self.own_parameters()
-        owners = self.foreign.owners
+        owners = self.non_local.owners
         return frozenset(
             p
             for name, p in self._originals.items()
@@ -150,7 +166,7 @@ class PipelineRun:
 
     def owners(self) -> dict[Tensor, int]:
         """Return the rank of the pipeline whose state of each parameter is saved."""
-        return {p: self.foreign.owners.get(name, 0) for name, p in self._originals.items()}
+        return {p: self.non_local.owners.get(name, 0) for name, p in self._originals.items()}
 
     # ---- steps -----------------------------------------------------------------------------------
 
@@ -163,11 +179,14 @@ class PipelineRun:
         divisor: Callable[[], float] | None = None,
         kind: Hashable = None,
     ) -> Tensor:
-        """Run forward and backward of all microbatches; gradients are those of the losses' sum with
-        `weights`, divided by what `divisor` returns on the last stage when all have run.
+        """Run forward and backward of all microbatches; return the losses (n,), on every rank.
 
-        `weights` are those of the mean unless given. Returns the losses (n,) without weights, on
-        every rank.
+        Args:
+            microbatches: n of them.
+            step: returns the loss of a microbatch.
+            weights: of the losses in the sum that gradients are of; None: the mean.
+            divisor: called on the last stage when all have run; gradients are divided by it.
+            kind: tells steps with the same code apart.
         """
         if self.lag_per_hop is not None:
             raise ValueError(
@@ -181,13 +200,16 @@ class PipelineRun:
                 f"weights are one for each of the {count} microbatches, got {len(factors)}"
             )
         flows = self.flows.of(step, microbatches, kind=kind)
+        # The step of this rank: buffers as on the first data rank, actions, losses to all ranks.
         self.buffers.begin_step(flows)
         results = self._run(microbatches, step, flows, factors=factors, exchanges=divisor is None)
-        losses = torch.ones(count + 1, device=self.device)  # the divisor is the last one
+        # (n + 1,): the divisor is the last one.
+        losses = torch.ones(count + 1, device=self.device)
         for index, loss in results.items():
             losses[index] = loss.detach()
         if results and divisor is not None:
             losses[count] = divisor()
+        # From the last stage to all. With a divisor gradients are exchanged from here on.
         share_losses(losses, self.groups, source=self.layout.rank_of_stage[-1])
         if divisor is not None:
             self._divide_gradients(losses[count])
@@ -198,41 +220,39 @@ class PipelineRun:
     @torch.no_grad()
     def _divide_gradients(self, divisor: Tensor) -> None:
         """Divide all gradients, and begin to exchange them."""
-        found = [
-            parameter.grad for parameter in self.module.parameters() if parameter.grad is not None
-        ]
         if divisor != 1:
-            for gradient in found:
-                gradient.div_(divisor.to(gradient.dtype))
+            for parameter in self.module.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.div_(divisor.to(parameter.grad.dtype))
         if self._synchronizes:
             for stage, rank in enumerate(self.layout.rank_of_stage):
                 if rank == self.groups.rank:
                     self.exchanges.stage_ended(stage)
 
     def evaluate(self, batch: Any, step: Step, *, kind: Hashable = None) -> Any:
-        """Run ``step(module, batch)`` forward; what it returns on the last stage is returned on all
-        ranks of the pipeline.
-        """
+        """Run ``step(module, batch)`` forward; return what the last stage returns on all ranks."""
         return self.evaluate_all([batch], step, kind=kind)[0]
 
     def evaluate_all(
         self, microbatches: Sequence[Any], step: Step, *, kind: Hashable = None
     ) -> list[Any]:
-        """Do what `evaluate` does for several microbatches, one stage beside the others."""
+        """Do what `evaluate` does for several microbatches, with all stages at work at once."""
         self.check_drained()
+        # Forward passes alone; the last stage's results go to all ranks.
         with torch.no_grad():
             flows = self.flows.of(step, microbatches, kind=kind)
             results = self._run(microbatches, step, flows, factors=None)
             last = self.layout.rank_of_stage[-1]
             own = [results.get(index) for index in range(len(microbatches))]
             shared: list[Any] = share_value(
-                own, group=self.groups.row, source=last, device=self.device
+                own, group=self.groups.pipeline_group, source=last, device=self.device
             )
             return shared
 
     def check_drained(self) -> None:
-        """Raise AssertionError while minibatches of a run that never flushes are in flight: ranks
-        are at different ones.
+        """Raise AssertionError while minibatches of an asynchronous run are in flight.
+
+        Ranks are at different ones then.
         """
         assert self.is_drained(), "minibatches are in flight: drain the run first"
 
@@ -245,13 +265,17 @@ class PipelineRun:
         factors: Sequence[float] | None,
         exchanges: bool = True,
     ) -> dict[int, Any]:
+        """Run this rank's actions; return the last stage's results by microbatch, elsewhere none.
+
+        Without `factors` of the losses there is no backward pass.
+        """
         if self._failed:
             raise RuntimeError(
                 "a step of this pipeline has failed, and its ranks are out of step: start the run "
                 "again"
             )
         schedule = self._programs.schedule(len(microbatches), backward=factors is not None)
-        program = self._programs.around_actions(schedule, flows, rank=self.groups.rank)
+        program = self._programs.program(schedule, flows, rank=self.groups.rank)
         passes = [flow.passes for flow in flows]
         try:
             return run_actions(
@@ -266,9 +290,10 @@ class PipelineRun:
                 else lambda index, result: loss_of_step(result) * factors[index],
                 ended=self.exchanges.stage_ended
                 if exchanges and self._synchronizes and factors is not None
-                else _nothing,
+                else lambda stage: None,
             )
         except BaseException:
+            # Other ranks are elsewhere in the program now: no further step can be run.
             self._failed = True
             self._peers.forget()
             for of_microbatch in passes:
@@ -288,8 +313,9 @@ class PipelineRun:
     def random_starts(
         self, states: Sequence[RandomStates]
     ) -> AbstractContextManager[dict[int, RandomStates]]:
-        """Return a context in which microbatch m of a step draws from ``states[m]``; it gives those
-        at the end of each.
+        """Return a context in which microbatch m of a step draws from ``states[m]``.
+
+        It gives the states at the end of each microbatch.
         """
         return self.flows.order.starting_from(states)
 
@@ -300,17 +326,16 @@ class PipelineRun:
 
     @property
     def carried_buffers(self) -> list[str]:
-        """Return those of them that it also computes with: one microbatch depends on the one
-        before.
+        """Return those of them that it also computes with.
+
+        A microbatch depends on the one before through these.
         """
         return sorted(self._carried)
 
     def clip_norm(
         self, parameters: Sequence[Tensor], max_norm: float, *, norm_type: float = 2.0
     ) -> Tensor:
-        """Scale the gradients of all stages to a common norm of at most `max_norm`; returns the
-        norm before.
-        """
+        """Scale all stages' gradients to a norm of at most `max_norm`; return the norm before."""
         if self.lag_per_hop is not None:
             raise ValueError(
                 f"stages are at different minibatches under {self.plan.schedule!r}: "
@@ -319,11 +344,10 @@ class PipelineRun:
         return self.norms.clip(parameters, max_norm, norm_type=norm_type)
 
     @contextmanager
-    def joined(self) -> Generator[None, None, None]:
-        """Within it all ranks have all parameters, and the buffers that stages have changed."""
-        self.check_drained()
-        self.buffers.sync()
-        with self.foreign.joined():
+    def unsharded(self) -> Generator[None, None, None]:
+        """Let all ranks have all parameters within, and the buffers that stages have changed."""
+        self.sync_buffers()
+        with self.non_local.unsharded():
             yield
 
     def sync_buffers(self) -> None:
@@ -334,42 +358,206 @@ class PipelineRun:
     # ---- states ----------------------------------------------------------------------------------
 
     def module_state(self) -> dict[str, Any]:
-        """Return the whole module's state on rank 0, an empty one elsewhere."""
-        self.check_drained()
-        self.buffers.sync()
-        with self.flows.joined():
+        """Return the full state of the module on rank 0, an empty one elsewhere."""
+        self.sync_buffers()
+        # Slices are gathered on every rank, stages on the first rank of its pipeline alone.
+        with self.flows.unsharded():
             if not self.groups.saves:
                 return {}
-            with self.foreign.whole_on_first():
+            with self.non_local.gathered_on_first():
                 return self.module.state_dict() if self.groups.rank == 0 else {}
 
     def own_module_state(self) -> dict[str, Any]:
-        """Return the part of the module's state that this rank keeps, slices of it where it is
-        cut.
-        """
-        self.check_drained()
-        self.buffers.sync()
-        parameters = self.foreign.parameters
-        foreign = {id(parameters[name]) for name in self.foreign.names}
+        """Return this rank's part of the module's state, slices of it where it is cut."""
+        self.sync_buffers()
+        # All names of parameters that this rank does not keep.
+        parameters = self.non_local.parameters
+        others = {id(parameters[name]) for name in self.non_local.names}
         named = self.module.named_parameters(remove_duplicate=False)
-        names = {name for name, parameter in named if id(parameter) in foreign}
+        names = {name for name, parameter in named if id(parameter) in others}
         state = module_state(self.module, self._split(), full=False)
         return {name: value for name, value in state.items() if name not in names}
 
     def load_module_state(self, state: Mapping[str, Any], *, strict: bool) -> None:
-        """Load a whole state, or a stored one, each rank its part."""
+        """Load a full state, or a stored one, each rank its part."""
         self.check_drained()
-        with self.foreign.skipped_by_loading():
+        with self.non_local.skipped_by_loading():
             load_module_state(self.module, state, self._split() or None, strict=strict)
 
     def release(self) -> None:
         """Let every rank have the whole module again."""
-        self.check_drained()
-        self.buffers.sync()
-        self.foreign.restore()
+        self.sync_buffers()
+        self.non_local.restore()
         for each, group in self._averaged:
             each.process_group = group
 
 
-def _nothing(stage: int) -> None:
-    """Gradients stay where they are."""
+# ---- actions -------------------------------------------------------------------------------------
+
+
+def run_actions(
+    program: Sequence[ProgramStep],
+    passes: Sequence[StagePass],
+    peers: Peers,
+    runs: Sequence[Callable[[], Any]],
+    *,
+    last_stage: int,
+    loss_of: Callable[[int, Any], Tensor] | None = None,
+    ended: Callable[[int], None] = lambda stage: None,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> dict[int, Any]:
+    """Run the actions of one rank, one after the other, with the messages around them.
+
+    Args:
+        program: of this rank.
+        passes: ``passes[m]`` are those of this rank's stages on microbatch m.
+        peers: the other ranks of the pipeline.
+        runs: ``runs[m]`` runs the user's step on microbatch m.
+        last_stage: the one that returns the step's results.
+        loss_of: ``loss_of(m, result)`` is the loss that is differentiated, with its graph.
+        ended: is called with a stage whose parameters have all their gradients.
+        around: makes the context of forward passes.
+
+    Returns:
+        The results of `last_stage` by microbatch, without graphs, if it is this rank's.
+    """
+    results: dict[int, Any] = {}
+    losses: dict[int, Tensor] = {}  # of the last stage, from a forward to its backward
+    for step in program:
+        action = step.action
+        stage, microbatch = action.stage_index, action.microbatch_index
+        # Receives of the next actions, so that they overlap with this one.
+        if step.begins:
+            peers.begin(step.begins)
+        if action.kind == "forward":
+            received = {message.ref: peers.receive(message) for message in step.needs}
+            # Compute, and send without waiting.
+            with around():
+                output = passes[microbatch].forward(stage, microbatch, runs[microbatch], received)
+            for message in step.sends:
+                peers.send(message, output.sent[message.ref])
+            if stage == last_stage:
+                results[microbatch] = tree_map_only(Tensor, Tensor.detach, output.result)
+                if loss_of is not None:
+                    losses[microbatch] = loss_of(microbatch, output.result)
+            del received, output
+        elif action.kind == "backward_weight":
+            passes[microbatch].backward_weight(stage, microbatch)
+        else:
+            of_microbatch = passes[microbatch]
+            # Backward of all, or of inputs alone with that of parameters to follow.
+            run = (
+                of_microbatch.backward
+                if action.kind == "backward"
+                else of_microbatch.backward_input
+            )
+            loss = losses.pop(microbatch) if stage == last_stage else None
+            gradients = run(stage, microbatch, _summed(step.needs, peers), loss=loss)
+            for message in step.sends:
+                peers.send(message, gradients[message.ref])
+            del gradients, loss
+        # Gradients of a stage are complete: their average over data ranks may begin.
+        for ended_stage in step.ends:
+            ended(ended_stage)
+    # Sends may still be on their way when the last action is done.
+    peers.finish()
+    return results
+
+
+def _summed(needs: Sequence[Message], peers: Peers) -> dict[TensorRef, Tensor]:
+    """Return the gradients of what a stage has sent, summed over its receivers."""
+    found: dict[TensorRef, Tensor] = {}
+    for message in needs:  # one activation may have gone to several stages
+        gradient = peers.receive(message)
+        found[message.ref] = found[message.ref] + gradient if message.ref in found else gradient
+    return found
+
+
+# ---- losses and other values ---------------------------------------------------------------------
+
+
+def loss_of_step(result: Any) -> Tensor:
+    """Return the loss that a step returned. Raises ValueError where it is none."""
+    if not isinstance(result, Tensor) or result.numel() != 1:
+        raise ValueError(
+            "a step under a plan with stages returns its loss, one number, for every microbatch; "
+            f"got {type(result).__name__}"
+        )
+    return result
+
+
+def share_losses(values: Tensor, groups: PipelineGroups, *, source: int) -> None:
+    """Give all ranks of the pipeline the `values` of rank `source`, which runs the last stage.
+
+    By messages, since gloo takes longer to begin a collective call. Raises PeerLostError where a
+    rank is gone.
+    """
+    group, own = groups.pipeline_group, groups.rank
+    try:
+        if own == source:
+            others = (rank for rank in range(len(groups.pipeline)) if rank != own)
+            works = [group.send([values], rank, 0) for rank in others]
+        else:
+            works = [group.recv([values], source, 0)]
+        for work in works:
+            work.wait()
+    except RuntimeError as error:
+        raise PeerLostError(
+            f"rank {dist.get_rank()} exchanged the losses of the step with rank "
+            f"{groups.pipeline[source]}, which runs the last stage: a rank is gone, stopped or "
+            f"late ({error})"
+        ) from error
+
+
+def share_value(value: Any, *, group: dist.ProcessGroup, source: int, device: torch.device) -> Any:
+    """Return the `value` of rank `source` of `group` on all of its ranks. A collective call.
+
+    What is not a tensor is pickled; tensors travel as they are, and have no graph then. Raises
+    whatever pickle raises for a value that it does not take.
+    """
+    is_source = dist.get_rank(group) == source
+    tensors: list[Tensor] = []
+    head: list[Any] = [None]  # the pickled rest, and the shape, dtype and place of each tensor
+    if is_source:
+        text = _without_tensors(value, tensors)
+        head = [(text, [(t.shape, t.dtype, t.device.type != "cpu") for t in tensors])]
+    dist.broadcast_object_list(head, group=group, group_src=source, device=device)
+    text, specs = head[0]
+    shared = []
+    for index, (shape, dtype, on_device) in enumerate(specs):
+        # NCCL takes tensors of the device alone.
+        where = device if on_device or dist.get_backend(group) != "gloo" else torch.device("cpu")
+        if is_source:
+            sent = tensors[index].detach().to(where).contiguous()
+        else:
+            sent = torch.empty(shape, dtype=dtype, device=where)
+        dist.broadcast(sent, group=group, group_src=source)
+        shared.append(sent if on_device else sent.cpu())
+    return value if is_source else _with_tensors(text, shared)
+
+
+def _without_tensors(value: Any, tensors: list[Tensor]) -> bytes:
+    """Return the pickled value with a number in the place of each tensor, which `tensors` gets."""
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, obj: Any) -> int | None:
+            if not isinstance(obj, Tensor):
+                return None
+            tensors.append(obj)
+            return len(tensors) - 1
+
+    buffer = io.BytesIO()
+    Pickler(buffer).dump(value)
+    return buffer.getvalue()
+
+
+def _with_tensors(text: bytes, tensors: list[Tensor]) -> Any:
+    """Undo `_without_tensors`."""
+
+    class Unpickler(pickle.Unpickler):
+        def persistent_load(self, pid: Any) -> Tensor:
+            tensor: Tensor = tensors[pid]
+            return tensor
+
+    value: Any = Unpickler(io.BytesIO(text)).load()
+    return value

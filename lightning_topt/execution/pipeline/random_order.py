@@ -1,5 +1,8 @@
-"""Random numbers of microbatches in the order in which one process would draw them, whatever the
-order of the passes.
+"""Random numbers of microbatches as one process would draw them, whatever the order of the passes.
+
+One process runs forward of microbatch 0, then of 1, and so on. A rank runs the stages of a
+microbatch with passes of others in between, so generators are put to where the microbatch began
+before each of its passes. What all passes of a rank share is one `RandomOrder`.
 """
 
 from __future__ import annotations
@@ -20,11 +23,10 @@ from lightning_topt.techniques.tensor_parallel.random_states import (
 
 
 class RandomOrder:
-    """Puts the generators to where a microbatch begins, for every stage of a rank; one object
-    serves all passes of a rank.
+    """Puts the generators to where a microbatch begins, for every stage of a rank.
 
-    The first pass of each microbatch has to draw all of its random numbers, and these passes come
-    in order.
+    The first pass of each microbatch must draw all of its random numbers, and these passes must
+    come in order.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -36,8 +38,9 @@ class RandomOrder:
 
     @contextmanager
     def starting_from(self, states: Sequence[RandomStates]) -> Iterator[dict[int, RandomStates]]:
-        """Let microbatch m of the step within begin at ``states[m]``; yields the states at the end
-        of each one's passes.
+        """Let microbatch m of the step within begin at ``states[m]``.
+
+        Yields the states at the end of each microbatch's passes.
         """
         before = random_states()
         self.begin_step()
@@ -62,17 +65,20 @@ class RandomOrder:
             yield
             self._ends[microbatch_index] = random_states()
             return
+        # The same pass again is that of another step.
         if (stage_index, microbatch_index) in self._seen:
             self.begin_step()
         self._seen.add((stage_index, microbatch_index))
         assert microbatch_index <= len(self._starts), (
             f"microbatch {microbatch_index} runs before those in front of it"
         )
+        # The first pass of a microbatch moves the generators on; later ones draw the same again.
         now = self._state(on_host)
         if microbatch_index == len(self._starts):
             self._starts.append(now)
             yield
             return
+        # A later stage of this rank: the same numbers again, and then on from where it was.
         self._set(self._starts[microbatch_index])
         try:
             yield
@@ -85,6 +91,7 @@ class RandomOrder:
         self._seen.clear()
 
     def _state(self, on_host: bool) -> Any:
+        # Bytes, (n,); Python's and NumPy's generators only where the step draws from them.
         on_device = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
         host = (random.getstate(), np.random.get_state()) if on_host else None
         return torch.get_rng_state(), on_device, host
@@ -99,8 +106,9 @@ class RandomOrder:
 
 
 class OneStageOrder(RandomOrder):
-    """The order of a rank with one stage that takes minibatches in order: generators are right as
-    they are.
+    """The order of a rank with one stage that takes minibatches in order.
+
+    Generators are right as they are, but for given starts.
     """
 
     @contextmanager

@@ -1,12 +1,18 @@
-"""A backward pass in two parts: those of inputs first, those of parameters later (zero bubble; Qi
-et al., arXiv 2401.10241).
+"""A backward pass in two parts, for zero-bubble schedules (Qi et al., arXiv 2401.10241).
+
+The first part computes the gradients of inputs, which other stages wait for. The second computes
+those of parameters, and may run later. A module of its own, since it knows nothing of pipelines:
+
+    backward = SplitBackward(roots, gradients, inputs)
+    found = backward.inputs()
+    backward.parameters()          # adds to `.grad`
 
 [Note: the two parts] Nodes of the autograd graph that lead to an input are on the way. The first
 part runs these nodes, which compute no gradients of parameters then, and keeps what arrives at
 those of them that also lead to parameters by another edge. The second part runs each of these nodes
 once more from what has arrived, to its parameters alone. Nodes that lead to one parameter together
-run together, since they may lead to one another: what arrives at each is then put in the place of
-what the engine adds up.
+run together, since they may lead to one another. What arrives at each then replaces what the
+autograd engine adds up.
 """
 
 from __future__ import annotations
@@ -22,8 +28,7 @@ Gradients = tuple[Tensor | None, ...]
 
 
 class SplitBackward:
-    """A `SplitBackward` holds a graph from its roots, with their gradients, to inputs and to
-    parameters.
+    """The backward pass of a graph from its roots, with their gradients, in two parts.
 
     Call `inputs` once, then `parameters` once.
     """
@@ -42,19 +47,14 @@ class SplitBackward:
         targets = {get_gradient_edge(tensor).node for tensor in self._inputs}
         on_way, leads_to = _walk([root.node for root in self._roots], targets)
         self._leads_to = {node: leads_to[node] for node in on_way if leads_to[node]}
-        on_way_roots = [
-            (root, given)
-            for root, given in zip(self._roots, self._gradients, strict=True)
-            if root.node in on_way
-        ]
-        rest = [
-            (root, given)
-            for root, given in zip(self._roots, self._gradients, strict=True)
-            if root.node not in on_way
-        ]
+        # Roots that lead to parameters alone are left to the second part.
+        pairs = list(zip(self._roots, self._gradients, strict=True))
+        on_way_roots = [(root, given) for root, given in pairs if root.node in on_way]
+        rest = [(root, given) for root, given in pairs if root.node not in on_way]
         self._roots, self._gradients = [root for root, _ in rest], [given for _, given in rest]
         if not on_way_roots:
             return (None,) * len(self._inputs)
+        # Hooks keep what arrives at nodes that lead to parameters as well.
         handles = [node.register_prehook(self._keep(node)) for node in self._leads_to]
         try:
             return torch.autograd.grad(
@@ -72,19 +72,17 @@ class SplitBackward:
     @property
     def arrived_bytes(self) -> int:
         """Bytes of the gradients that are kept from `inputs` to `parameters`, beside the graph."""
-        arrived = (
-            gradient
-            for gradients in self._arrived.values()
-            for gradient in gradients
-            if gradient is not None
-        )
-        return sum(
-            {
-                each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in arrived
-            }.values()
-        )
+        storages = {}
+        for gradients in self._arrived.values():
+            for gradient in gradients:
+                if gradient is not None:
+                    storage = gradient.untyped_storage()
+                    storages[storage._cdata] = storage.nbytes()
+        return sum(storages.values())
 
     def _keep(self, node: Node) -> Callable[[Any], None]:
+        """Return a hook that keeps what arrives at `node`."""
+
         def keep(gradients: Gradients) -> None:
             self._arrived[node] = gradients
 
@@ -97,44 +95,49 @@ class SplitBackward:
         arrived, leads_to = self._arrived, self._leads_to
         self._arrived, self._leads_to, self._roots, self._gradients = {}, {}, [], []
         for nodes in _groups({node: leads_to[node] for node in arrived}):
-            _run(nodes, arrived, {id(p): p for node in nodes for p in leads_to[node]}.values())
+            parameters = {id(p): p for node in nodes for p in leads_to[node]}
+            _run_to_parameters(nodes, arrived, list(parameters.values()))
 
 
-def _run(
-    nodes: Iterable[Node], arrived: dict[Node, Gradients], parameters: Iterable[Tensor]
+def _run_to_parameters(
+    nodes: Iterable[Node], arrived: dict[Node, Gradients], parameters: list[Tensor]
 ) -> None:
+    """Run `nodes` from what has arrived at each, to `parameters` alone."""
     edges = [
         (GradientEdge(node, n), g)
         for node in nodes
         for n, g in enumerate(arrived[node])
         if g is not None
     ]
-    handles = [node.register_prehook(_instead(arrived[node])) for node in nodes]
+    # A node that another one leads to would get their sum: it gets what arrived at it alone.
+    handles = [node.register_prehook(_replace_by(arrived[node])) for node in nodes]
     try:
         if edges:
             torch.autograd.backward(
                 [edge for edge, _ in edges],
                 [g for _, g in edges],
                 retain_graph=True,
-                inputs=list(parameters),
+                inputs=parameters,
             )
     finally:
         for handle in handles:
             handle.remove()
 
 
-def _instead(gradients: Gradients) -> Callable[[Any], Any]:
+def _replace_by(gradients: Gradients) -> Callable[[Any], Any]:
     return lambda _: gradients
 
 
 def _walk(
     roots: list[Node], targets: set[Node]
 ) -> tuple[set[Node], dict[Node, tuple[Tensor, ...]]]:
-    """Return the nodes from which a target is reached, and for every node the parameters that it
-    reaches by edges off them.
+    """Return the nodes from which a target is reached, and what other paths lead to.
+
+    That are for every node the parameters that it reaches by edges off the nodes on the way.
     """
     on_way: set[Node] = set()
     reached: dict[Node, tuple[Tensor, ...]] = {}
+    # Depth first: a node is left (True) once all that follow it are done.
     open_nodes = [(node, False) for node in roots]
     while open_nodes:
         node, is_left = open_nodes.pop()

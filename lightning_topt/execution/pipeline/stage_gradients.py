@@ -1,23 +1,121 @@
-"""Gradients of stages: averaged over data ranks as soon as a stage has ended, summed over the
-stages that share a parameter.
+"""Gradients of a model with stages: averaged over data ranks, and their norm over all stages.
 
-Large gradients are reduced where they are, small ones together. As under DDP every data rank has
-the same gradients afterwards.
+    GradientExchange    one group's gradients, large ones where they are, small ones together
+    StageExchanges      all groups of a rank: each stage's gradients as soon as it has ended, and
+                        those of parameters that several ranks of a pipeline keep
+    StageNorms          the norm over the ranks of a pipeline, and clipping by it
+
+As under DDP every data rank has the same gradients after an exchange.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from lightning_topt.execution.pipeline.pipeline_groups import PipelineGroups
-from lightning_topt.execution.pipeline.stage_layout import StageLayout
+from lightning_topt.execution.pipeline.stage_layout import PipelineGroups, StageLayout
 
 LARGE_BYTES = 1 << 20  # from here on a copy costs more than a message of its own
+
+
+class StageExchanges:
+    """The gradient exchanges of this rank.
+
+    Parameters that several ranks of a pipeline keep are summed over these ranks as well, once all
+    stages have ended. All but the first of the ranks have them in `counted_elsewhere`.
+
+    Args:
+        parameters: all of the module, by name.
+        layout: says what each stage needs.
+        groups: this rank's.
+        by_first: each rank has one stage, and the first of those that share a parameter has the
+            gradients of all (see `SharedParameters`).
+
+    Making it is a collective call of all ranks.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        layout: StageLayout,
+        groups: PipelineGroups,
+        *,
+        by_first: bool = False,
+    ) -> None:
+        # Parameters that this rank alone holds, by the stages that need them; those that several
+        # ranks hold, by these ranks.
+        by_stages: dict[tuple[int, ...], dict[str, nn.Parameter]] = {}
+        by_holders: dict[tuple[int, ...], dict[str, nn.Parameter]] = {}
+        for name, parameter in parameters.items():
+            holders = tuple(sorted(layout.holders(name)))
+            if by_first and holders and holders[0] == groups.rank:
+                by_stages.setdefault((groups.rank,), {})[name] = parameter
+            elif len(holders) > 1:
+                by_holders.setdefault(holders, {})[name] = parameter
+            elif holders == (groups.rank,):
+                by_stages.setdefault(layout.stages_of(name), {})[name] = parameter
+        # With `by_first` shared gradients come by messages, and no group is needed.
+        sharing = {} if by_first else groups.sharing(by_holders)
+        parts, data = groups.mesh.data_parallel_size, groups.data
+        self._by_stages = {
+            stages: GradientExchange(named, group=data, parts=parts)
+            for stages, named in by_stages.items()
+            if data is not None
+        }
+        self._shared = [
+            GradientExchange(by_holders[holders], group=group, parts=parts)
+            for holders, group in sharing.items()
+        ]
+        others = (named for holders, named in by_holders.items() if holders[0] != groups.rank)
+        self.counted_elsewhere = frozenset(
+            parameter for named in others for parameter in named.values()
+        )
+        self.instead: Callable[[], None] | None = None  # of averaging gradients as they are
+        self._ended: set[int] = set()
+        self._started: list[GradientExchange] = []
+
+    def stage_ended(self, stage: int) -> None:
+        """Begin to exchange what this stage was the last to add to.
+
+        A collective call of the stage's data ranks.
+        """
+        self._ended.add(stage)
+        for stages, exchange in self._by_stages.items():
+            if stage in stages and self._ended.issuperset(stages):
+                exchange.start()
+                self._started.append(exchange)
+
+    def average(self, stage: int) -> None:
+        """Average the gradients of a rank's one stage, and wait for it.
+
+        A collective call of the stage's data ranks.
+        """
+        if self.instead is not None:
+            self.instead()
+            return
+        self.stage_ended(stage)
+        for exchange in self._started:
+            exchange.wait()
+        self.forget()
+
+    def finish(self) -> None:
+        """Exchange what is shared, and wait for all. A collective call of all ranks."""
+        for exchange in self._shared:
+            exchange.start()
+        for exchange in (*self._started, *self._shared):
+            exchange.wait()
+        self.forget()
+
+    def forget(self) -> None:
+        """Start afresh with the next step."""
+        self._ended, self._started = set(), []
 
 
 class GradientExchange:
@@ -39,12 +137,15 @@ class GradientExchange:
     def start(self) -> None:
         """Begin. A collective call of the group, as all methods are."""
         gradients = self._gradients()
+        # The mean: divide first, dtype by dtype.
         if self._parts > 1:
             by_kind: dict[torch.dtype, list[Tensor]] = {}
             for gradient in gradients:
-                by_kind.setdefault(gradient.dtype, []).append(gradient)
+                values = gradient._values() if gradient.is_sparse else gradient
+                by_kind.setdefault(gradient.dtype, []).append(values)
             for alike in by_kind.values():
-                torch._foreach_mul_([_values(gradient) for gradient in alike], 1 / self._parts)
+                torch._foreach_mul_(alike, 1 / self._parts)
+        # Large gradients are reduced in place, small ones in one tensor of each dtype.
         small: dict[torch.dtype, list[Tensor]] = {}
         for gradient in gradients:
             if gradient.is_sparse or (gradient.nbytes >= LARGE_BYTES and gradient.is_contiguous()):
@@ -54,6 +155,7 @@ class GradientExchange:
             else:
                 small.setdefault(gradient.dtype, []).append(gradient)
         for alike in small.values():
+            # One message of (n,) for all small gradients of a dtype.
             packed = torch.cat([gradient.reshape(-1) for gradient in alike])
             self._works.append(
                 (dist.all_reduce(packed, group=self._group, async_op=True), alike, packed)
@@ -66,18 +168,21 @@ class GradientExchange:
         for work, gradients, packed in works:
             work.wait()
             if packed is not None:
+                # Copy the sums back to where the gradients are.
                 parts = torch.split(packed, [gradient.numel() for gradient in gradients])
                 torch._foreach_copy_(
                     gradients, [p.view(g.shape) for p, g in zip(parts, gradients, strict=True)]
                 )
 
     def _gradients(self) -> list[Tensor]:
+        """Return the gradients to exchange, the same on all ranks; missing ones become zeros."""
         trained = tuple(parameter.requires_grad for parameter in self._parameters.values())
         is_known = trained in self._agreed
         if not is_known:
             named = zip(self._parameters, trained, strict=True)
             self._agreed[trained] = self._having([name for name, is_trained in named if is_trained])
         agreed, found = self._agreed[trained], []
+        # A parameter that was without a gradient so far may have one now, on some rank.
         asked = [
             name
             for name, parameter in self._parameters.items()
@@ -92,96 +197,118 @@ class GradientExchange:
         return found
 
     def _having(self, names: Sequence[str]) -> frozenset[str]:
-        """Those that have a gradient on some rank. A collective call with equal `names`."""
+        """Return those that have a gradient on some rank. A collective call of equal `names`."""
         if not names:
             return frozenset()
         own = [self._parameters[name] for name in names]
+        # (names,), 1 where this rank has a gradient.
         has = torch.tensor([float(p.grad is not None) for p in own], device=own[0].device)
         dist.all_reduce(has, dist.ReduceOp.MAX, group=self._group)
         return frozenset(name for name, one in zip(names, has.tolist(), strict=True) if one)
 
 
-class StageExchanges:
-    """The exchanges of this rank's `parameters` (all of the module, by name), of which each stage
-    needs what `layout` says.
+# ---- norms ---------------------------------------------------------------------------------------
 
-    Parameters that several ranks of a pipeline keep are summed over them as well, once all stages
-    have ended; all but the first of these ranks have them in `counted_elsewhere`. `by_first`: each
-    rank has one stage, and the first of those that share a parameter has the gradients of all (see
-    `shared_parameters`). Making it is a collective call of all ranks.
+
+@dataclass(frozen=True)
+class StageNorms:
+    """Norms of gradients over the ranks of a pipeline, on `device`.
+
+    A parameter that several stages share counts once: `counted_elsewhere` are those that another
+    rank counts. `slices_of` says into how many slices a parameter is cut along tensor axes. Methods
+    are collective calls of all ranks.
     """
 
-    def __init__(
+    groups: PipelineGroups
+    device: torch.device
+    counted_elsewhere: Collection[Tensor]
+    slices_of: Callable[[Tensor], int]
+
+    @torch.no_grad()
+    def total(self, parameters: Iterable[Tensor], *, norm_type: float = 2.0) -> Tensor:
+        """Return the norm of all gradients together, ().
+
+        As ``torch.nn.utils.get_total_norm`` of the full gradients, in another order of summation.
+        """
+        power = float(norm_type)
+        is_largest = power == inf
+        total = self._of_rank(parameters, power)
+        operation = dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM
+        dist.all_reduce(total, operation, group=self.groups.pipeline_group)
+        return total if is_largest else total ** (1 / power)
+
+    def _of_rank(self, parameters: Iterable[Tensor], power: float) -> Tensor:
+        """Return the norm of what this rank counts, to the `power` unless that is infinite."""
+        counted = [p for p in parameters if p.grad is not None and p not in self.counted_elsewhere]
+        is_largest = power == inf
+        operation = dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM
+        uncut = self._partial([p for p in counted if self.slices_of(p) == 1], power)
+        if self.groups.tensor is None:
+            return uncut
+        cut = self._of_slices(counted, power, ranks=dist.get_world_size(self.groups.tensor))
+        dist.all_reduce(cut, operation, group=self.groups.tensor)
+        return torch.maximum(uncut, cut) if is_largest else uncut + cut
+
+    @torch.no_grad()
+    def clip_with(
         self,
-        parameters: Mapping[str, nn.Parameter],
-        layout: StageLayout,
-        groups: PipelineGroups,
+        parameters: Iterable[Tensor],
+        max_norm: float,
         *,
-        by_first: bool = False,
-    ) -> None:
-        by_stages: dict[tuple[int, ...], dict[str, nn.Parameter]] = {}
-        by_holders: dict[tuple[int, ...], dict[str, nn.Parameter]] = {}
-        for name, parameter in parameters.items():
-            holders = tuple(sorted(layout.holders(name)))
-            if by_first and holders and holders[0] == groups.rank:
-                by_stages.setdefault((groups.rank,), {})[name] = parameter
-            elif len(holders) > 1:
-                by_holders.setdefault(holders, {})[name] = parameter
-            elif holders == (groups.rank,):
-                by_stages.setdefault(layout.stages_of(name), {})[name] = parameter
-        sharing = {} if by_first else groups.sharing(by_holders)
-        parts, data = groups.mesh.data_parallel_size, groups.data
-        self._by_stages = {
-            stages: GradientExchange(named, group=data, parts=parts)
-            for stages, named in by_stages.items()
-            if data is not None
-        }
-        self._shared = [
-            GradientExchange(by_holders[holders], group=group, parts=parts)
-            for holders, group in sharing.items()
-        ]
-        others = (named for holders, named in by_holders.items() if holders[0] != groups.rank)
-        self.counted_elsewhere = frozenset(
-            parameter for named in others for parameter in named.values()
+        others: Tensor,
+        own: int,
+        norm_type: float = 2.0,
+    ) -> tuple[Tensor, Tensor]:
+        """Scale this rank's gradients by the norm over all ranks, those of others being known.
+
+        Args:
+            parameters: of this rank.
+            max_norm: the most that the norm may be.
+            others: norms of the ranks of the pipeline, (ranks,), to the power `norm_type` unless
+                that is infinite.
+            own: this rank's place in `others`.
+            norm_type: of ``clip_grad_norm_``.
+
+        Returns:
+            The norm before, and this rank's norm to the power. A collective call of the ranks
+            along tensor axes.
+        """
+        given, power = list(parameters), float(norm_type)
+        powers = others.clone()
+        # This rank's norm is new, those of others are as they were sent.
+        powers[own] = self._of_rank(given, power)
+        total = powers.amax() if power == inf else powers.sum() ** (1 / power)
+        total = total.to(torch.float32)
+        clip_grads_with_norm_(
+            [parameter for parameter in given if parameter.grad is not None], max_norm, total
         )
-        self.instead: Callable[[], None] | None = None  # of averaging gradients as they are
-        self._ended: set[int] = set()
-        self._started: list[GradientExchange] = []
+        return total, powers[own]
 
-    def stage_ended(self, stage: int) -> None:
-        """Begin to exchange what this stage was the last to add to. A collective call of the
-        stage's data ranks.
-        """
-        self._ended.add(stage)
-        for stages, exchange in self._by_stages.items():
-            if stage in stages and self._ended.issuperset(stages):
-                exchange.start()
-                self._started.append(exchange)
+    def clip(
+        self, parameters: Iterable[Tensor], max_norm: float, *, norm_type: float = 2.0
+    ) -> Tensor:
+        """Scale gradients as torch's ``clip_grad_norm_`` does, and return the norm before."""
+        given = list(parameters)
+        total = self.total(given, norm_type=norm_type)
+        clip_grads_with_norm_(
+            [parameter for parameter in given if parameter.grad is not None], max_norm, total
+        )
+        return total
 
-    def average(self, stage: int) -> None:
-        """Average the gradients of a rank's one stage, and wait for it. A collective call of the
-        stage's data ranks.
-        """
-        if self.instead is not None:
-            self.instead()
-            return
-        self.stage_ended(stage)
-        for exchange in self._started:
-            exchange.wait()
-        self.forget()
+    def _of_slices(self, parameters: Sequence[Tensor], power: float, *, ranks: int) -> Tensor:
+        """Return this rank's part of the norm of parameters in slices, which `ranks` ranks hold."""
+        found = [torch.zeros((), device=self.device)]
+        for count in sorted({count for p in parameters if (count := self.slices_of(p)) > 1}):
+            part = self._partial([p for p in parameters if self.slices_of(p) == count], power)
+            # so many ranks hold the same slice
+            found.append(part if power == inf else part * count / ranks)
+        stacked = torch.stack(found)
+        return stacked.amax() if power == inf else stacked.sum()
 
-    def finish(self) -> None:
-        """Exchange what is shared, and wait for all. A collective call of all ranks."""
-        for exchange in self._shared:
-            exchange.start()
-        for exchange in (*self._started, *self._shared):
-            exchange.wait()
-        self.forget()
-
-    def forget(self) -> None:
-        """Begin anew with the next step."""
-        self._ended, self._started = set(), []
-
-
-def _values(gradient: Tensor) -> Tensor:
-    return gradient._values() if gradient.is_sparse else gradient
+    def _partial(self, parameters: Iterable[Tensor], power: float) -> Tensor:
+        """Return the norm of the gradients, to the `power` unless that is infinite, in float32."""
+        gradients = [p.grad for p in parameters if p.grad is not None and p.grad.numel()]
+        if not gradients:
+            return torch.zeros((), device=self.device)
+        part = get_total_norm(gradients, power).to(self.device, torch.float32)
+        return part if power == inf else part**power

@@ -1,22 +1,103 @@
-"""The layout of a pipeline: stages need parameters and change buffers, and run on ranks."""
+"""Where parameters and buffers of a model with stages are, and the groups of their ranks.
+
+PipelineGroups        this rank's place in the mesh: its pipeline, its data and tensor ranks
+StageLayout           what each stage needs, and the ranks of a pipeline that hold it
+NonLocalParameters    parameters that no stage of this rank needs: they give their memory back
+StageBuffers          all ranks keep buffers, and the stage that changes one has it right
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
+from lightning_topt.communication.rank_watch import time_limit
+from lightning_topt.communication.topology import own_group
+from lightning_topt.execution.pipeline.step_flows import StageFlow
+from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.step_flow import StepFlow
+
+AT_ONCE = 8  # parameters that travel at the same time
+_BROADCAST_BYTES = 250 << 20  # of buffers in one broadcast, as under DDP
+
+
+@dataclass(frozen=True)
+class PipelineGroups:
+    """This rank's place in the mesh, and the process groups that it is in.
+
+    Attributes:
+        mesh: the plan's.
+        rank: the place along the pipeline.
+        pipeline: the ranks of this pipeline.
+        pipeline_group: their group.
+        data: the ranks that run the same stages on other parts of the batch; None: one part.
+        data_rank: this rank's part.
+        tensor: the ranks that hold slices of the same stages; None without tensor axes.
+    """
+
+    mesh: Mesh
+    rank: int
+    pipeline: tuple[int, ...]
+    pipeline_group: dist.ProcessGroup
+    data: dist.ProcessGroup | None
+    data_rank: int
+    tensor: dist.ProcessGroup | None
+
+    @classmethod
+    def of_mesh(cls, mesh: Mesh) -> PipelineGroups:
+        """Return those of this rank. A collective call of all ranks."""
+        # Groups are made in the same order on all ranks.
+        rank, parts = dist.get_rank(), mesh.groups_along(mesh.data_axes)
+        pipeline_group = own_group(mesh.groups_along(mesh.pipeline_axes))
+        data = own_group(parts) if mesh.data_parallel_size > 1 else None
+        pipeline = tuple(mesh.pipeline_of(rank))
+        tensor = own_group(mesh.groups_along(mesh.tensor_axes)) if mesh.tensor_axes else None
+        return cls(
+            mesh,
+            mesh.pipeline_rank(rank),
+            pipeline,
+            pipeline_group,
+            data,
+            mesh.data_rank(rank),
+            tensor,
+        )
+
+    @property
+    def saves(self) -> bool:
+        """Whether this rank's pipeline is that of rank 0, which writes checkpoints."""
+        return 0 in self.pipeline
+
+    def sharing(self, holders: Iterable[Sequence[int]]) -> dict[tuple[int, ...], dist.ProcessGroup]:
+        """Return for each of `holders` that this rank is in the group of its ranks.
+
+        `holders` are sets of ranks of a pipeline. A group has those of all data ranks. A
+        collective call of all ranks, with equal `holders`.
+        """
+        mesh, found = self.mesh, {}
+        for places in sorted({tuple(sorted(places)) for places in holders}):
+            # All ranks make all groups, in the same order.
+            for ranks in mesh.groups_along([*mesh.pipeline_axes, *mesh.data_axes]):
+                sharing = [rank for rank in ranks if mesh.pipeline_rank(rank) in places]
+                group = dist.new_group(sharing, timeout=time_limit())
+                if dist.get_rank() in sharing:
+                    found[places] = group
+        return found
 
 
 @dataclass(frozen=True)
 class StageLayout:
-    """A layout says that stage s runs on rank ``rank_of_stage[s]`` of a pipeline and needs the
-    parameters ``parameters[s]``.
+    """What each stage needs: stage s runs on rank ``rank_of_stage[s]`` of a pipeline.
 
-    Each parameter has its first name in the module. Those that no stage needs are on all ranks.
-    `buffers` has the stage that changes each buffer that one changes.
+    ``parameters[s]`` are the parameters that it needs, by their first names in the module. Those
+    that no stage needs are on all ranks. `buffers` has the stage that changes each buffer which
+    one changes.
     """
 
     rank_of_stage: tuple[int, ...]
@@ -33,12 +114,14 @@ class StageLayout:
         rank_of_stage: Sequence[int],
     ) -> StageLayout:
         """Return the layout of `module` for a step with the calls of `flow`."""
+        # First names: a parameter that several modules share is one.
         names = {parameter: name for name, parameter in module.named_parameters()}
         needed: list[set[str]] = [set() for _ in rank_of_stage]
         for call, stage in zip(flow.calls, stage_of_call, strict=True):
             needed[stage] |= {
                 names[parameter] for parameter in module.get_submodule(call.module).parameters()
             }
+            # Parameters that code around the call reads.
             needed[stage] |= call.reads
         needed[-1] |= flow.end_reads
         return cls(
@@ -52,19 +135,237 @@ class StageLayout:
         return tuple(stage for stage, needed in enumerate(self.parameters) if name in needed)
 
     def holders(self, name: str) -> tuple[int, ...]:
-        """Return the ranks of the pipeline that keep the parameter `name`, first the owner; none:
-        all do.
-        """
+        """Return the ranks of the pipeline that keep a parameter, the owner first; none: all."""
         return tuple(dict.fromkeys(self.rank_of_stage[stage] for stage in self.stages_of(name)))
 
 
 def written_buffers(flow: StepFlow, stage_of_call: Sequence[int]) -> dict[str, int]:
-    """Return the stage that changes each buffer which the step changes: the last one where several
-    do.
-    """
+    """Return the stage that changes each buffer which a step changes; of several the last."""
     found = {
         name: stage
         for call, stage in zip(flow.calls, stage_of_call, strict=True)
         for name in call.writes
     }
     return found | dict.fromkeys(flow.end_writes, max(stage_of_call, default=0))
+
+
+# ---- parameters ----------------------------------------------------------------------------------
+
+
+def place_parameters(
+    module: nn.Module, layout: StageLayout, groups: PipelineGroups, *, device: torch.device
+) -> NonLocalParameters:
+    """Give all ranks the parameters and buffers of rank 0, and free those that stages do not need.
+
+    A collective call of all ranks.
+    """
+    parameters = dict(module.named_parameters())
+    holders = {name: ranks for name in parameters if (ranks := layout.holders(name))}
+    placed = NonLocalParameters(module, holders=holders, group=groups.pipeline_group, device=device)
+
+    def from_rank_0(tensor: Tensor) -> Tensor:
+        sent = tensor.contiguous()
+        dist.broadcast(sent, 0)
+        return tensor if sent is tensor else tensor.copy_(sent)
+
+    for name, parameter in parameters.items():
+        # Broadcasts need all parameters; the memory of others is freed below.
+        of_first = from_rank_0(parameter.data.to(device))
+        parameter.data = parameter.data if name in placed.names else of_first
+    for buffer in module.buffers():
+        buffer.data = from_rank_0(buffer.data.to(device))
+    placed.free()
+    return placed
+
+
+class NonLocalParameters:
+    """Parameters of `module` that this rank does not keep; `names` has their names.
+
+    They stay the same objects and give their memory back. Their elements are one NaN, so that a
+    wrong use shows. They have no gradients, and optimizers pass over them.
+
+    ``holders[name]`` are the ranks of `group`, this pipeline, that keep a parameter, its owner
+    first; all keep those without an entry. Methods are collective calls of `group`, but for `free`
+    and `skipped_by_loading`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        holders: Mapping[str, tuple[int, ...]],
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        self._module, self.group, self.device = module, group, device
+        self.holders, self._rank = dict(holders), dist.get_rank(group)
+        self.owners = {name: ranks[0] for name, ranks in holders.items()}
+        self.names = frozenset(name for name, ranks in holders.items() if self._rank not in ranks)
+        self._is_unsharded = False
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters that the module has now, by their first names."""
+        return dict(self._module.named_parameters())
+
+    def free(self) -> None:
+        """Give their memory back."""
+        parameters = self.parameters
+        for name in self.names:
+            parameter = parameters[name]
+            # One element, expanded to the shape: autograd and optimizers see the same parameter.
+            numeric = parameter.is_floating_point() or parameter.is_complex()
+            value = torch.full(
+                (), float("nan") if numeric else 0, dtype=parameter.dtype, device=self.device
+            )
+            parameter.data = value.expand(parameter.shape)
+            parameter.grad = None
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Let every rank have all parameters, as their owners do."""
+        parameters, all_names = self.parameters, list(self.owners)
+        for start in range(0, len(all_names), AT_ONCE):
+            names = all_names[start : start + AT_ONCE]
+            for name in names:
+                if name in self.names:
+                    parameter = parameters[name]
+                    parameter.data = torch.empty(
+                        parameter.shape, dtype=parameter.dtype, device=self.device
+                    )
+            # A few at a time: all at once would need the memory of all copies.
+            works = [
+                dist.broadcast(
+                    parameters[name].data,
+                    group=self.group,
+                    group_src=self.owners[name],
+                    async_op=True,
+                )
+                for name in names
+            ]
+            for work in works:
+                work.wait()
+        self.names = frozenset()
+
+    @contextmanager
+    def unsharded(self) -> Generator[None, None, None]:
+        """Let every rank have all parameters within, and free those that it does not keep after."""
+        # `restore` empties `names`: put them back before memory is freed.
+        names = self.names
+        self.restore()
+        self._is_unsharded = True
+        try:
+            yield
+        finally:
+            self._is_unsharded, self.names = False, names
+            self.free()
+
+    @contextmanager
+    def gathered_on_first(self) -> Generator[None, None, None]:
+        """Let the first rank of the pipeline have all parameters within.
+
+        Those of other ranks are in host memory: a device may have no room for all.
+        """
+        before, parameters = {}, self.parameters
+        missing = (
+            ()
+            if self._is_unsharded
+            else (name for name, ranks in self.holders.items() if 0 not in ranks)
+        )
+        # The owner sends each, the first rank receives it into host memory.
+        for name in sorted(missing):
+            if self._rank == 0 and name in self.names:
+                parameter = parameters[name]
+                value = torch.empty(parameter.shape, dtype=parameter.dtype, device=self.device)
+                dist.recv(value, group=self.group, group_src=self.owners[name])
+                before[name], parameter.data = parameter.data, value.cpu()
+            elif self._rank == self.owners[name]:
+                dist.send(parameters[name].data.contiguous(), group=self.group, group_dst=0)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                parameters[name].data = value
+
+    def skipped_by_loading(self) -> TorchFunctionMode:
+        """Return a mode within which ``load_state_dict`` leaves them alone."""
+        parameters = self.parameters
+        return _SkipCopies({id(parameters[name]) for name in self.names})
+
+
+class _SkipCopies(TorchFunctionMode):
+    def __init__(self, parameters: set[int]) -> None:
+        super().__init__()
+        self._parameters = parameters
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.copy_ and id(args[0]) in self._parameters:
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+# ---- buffers -------------------------------------------------------------------------------------
+
+
+class StageBuffers:
+    """The buffers of `module` that stages change. Methods are collective calls of all ranks."""
+
+    def __init__(self, module: nn.Module, layout: StageLayout, groups: PipelineGroups) -> None:
+        self._module, self._layout, self._groups = module, layout, groups
+        self._written = dict(layout.buffers)
+        self._changed = False
+
+    def begin_step(self, flows: Sequence[StageFlow]) -> None:
+        """Begin a step of training with the buffers of the first data rank, as DDP does."""
+        was_changed = self._changed
+        self.changed_by(flows)
+        # Those of this rank's stages, from the first of its data ranks.
+        if self._groups.data is not None and was_changed:
+            own = [
+                name
+                for name, stage in sorted(self._written.items())
+                if self._layout.rank_of_stage[stage] == self._groups.rank
+            ]
+            named = dict(self._module.named_buffers())
+            if own:
+                buffers = [named[name] for name in own]
+                dist._broadcast_coalesced(self._groups.data, buffers, _BROADCAST_BYTES, 0)  # type: ignore[attr-defined]
+
+    def changed_by(self, flows: Sequence[StageFlow]) -> None:
+        """Remember which buffers steps with these flows change. No collective call."""
+        for flow in {id(flow): flow for flow in flows}.values():
+            self._written |= written_buffers(flow.flow, flow.stage_of_call)
+        self._changed = bool(self._written)
+
+    def sync(self) -> None:
+        """Give all ranks the buffers that stages have changed, from the first data rank."""
+        if not self._changed:
+            return
+        # From the pipeline of rank 0, each by the rank whose stage changes it.
+        named, first = dict(self._module.named_buffers()), self._groups.mesh.pipeline_of(0)
+        for name, stage in sorted(self._written.items()):
+            dist.broadcast(named[name].data, first[self._layout.rank_of_stage[stage]])
+        self._changed = False
+
+
+def average_over_data_ranks(
+    module: nn.Module, groups: PipelineGroups
+) -> list[tuple[nn.SyncBatchNorm, Any]]:
+    """Let SyncBatchNorm average over the ranks that run the same stages, instead of all ranks.
+
+    Other ranks do not run these modules, and would be waited for. A collective call of all ranks.
+
+    Returns:
+        The modules that this changes, each with its `process_group` before.
+    """
+    # Modules with a group of the user's own keep it.
+    everyone = dist.group.WORLD
+    of_batches = (each for each in module.modules() if isinstance(each, nn.SyncBatchNorm))
+    found = [
+        (each, each.process_group) for each in of_batches if each.process_group in (None, everyone)
+    ]
+    if found:
+        group = groups.data or own_group([[rank] for rank in range(dist.get_world_size())])
+        for each, _ in found:
+            each.process_group = group
+    return found

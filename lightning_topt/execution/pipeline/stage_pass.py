@@ -1,54 +1,68 @@
-"""`StagePass`: the user's own step on one microbatch, of which one stage runs its calls of units;
-and their backward pass.
+"""The user's own step on one microbatch, of which one stage runs its part, and its backward pass.
+
+    passes = StagePass(module, flow, stage_of_call, units=units)
+    output = passes.forward(stage, microbatch, run, received)       # output.sent goes on
+    gradients = passes.backward(stage, microbatch, of_what_was_sent)
 
 [Note: a pass of a stage] The step runs from its beginning. A call of an earlier stage returns a
-stand-in, in which are the tensors that this stage received; calls of this stage run; the first call
-of a later stage ends the pass. Functional operators run wherever their inputs are real, and on
-shapes elsewhere. The last stage runs to the end.
+stand-in: the tensors that this stage received, and shapes for all others. Calls of this stage run.
+The first call of a later stage ends the pass. Functional operators run wherever their inputs are
+real, and on shapes elsewhere. The last stage runs to the end.
+
+In the order of this module: passes, their state, stand-ins, how calls of modules are intercepted,
+checks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
-from torch.utils._pytree import tree_leaves
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils._pytree import tree_leaves, tree_unflatten
 
-from lightning_topt.execution.pipeline.pass_checks import check_real, read_of_shape
 from lightning_topt.execution.pipeline.random_order import RandomOrder
 from lightning_topt.execution.pipeline.split_backward import SplitBackward
-from lightning_topt.execution.pipeline.stage_forward import StageForward
-from lightning_topt.execution.pipeline.stand_ins import Received, StandIns
-from lightning_topt.execution.pipeline.unit_calls import replaced, silenced, taken_over
-from lightning_topt.graph.draws import draw_again
-from lightning_topt.graph.errors import CaptureError
+from lightning_topt.graph.draws import PLAIN, draw_again, draw_of
+from lightning_topt.graph.errors import CaptureError, explain, user_line
+from lightning_topt.graph.fake import ShapeMode, empty_fake
 from lightning_topt.graph.flow_units import unit_modules
-from lightning_topt.graph.step_flow import StepFlow, TensorRef
+from lightning_topt.graph.silence import runs_metrics
+from lightning_topt.graph.step_flow import LeafSpec, StepFlow, TensorRef, UnitCall
+
+ABSENT: Any = object()
+Attribute = tuple[dict[str, Any], str, Any]  # a namespace, a name in it, the value
+Handler = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+LOGS = ("log", "log_dict", "print")
+METRIC_METHODS = ("update", "compute", "forward", "_compiled_call_impl")
+MOST_SHAPES = 10_000  # results of operators on shapes that are remembered
 
 
 class StageDone(BaseException):
-    """Ends a pass at the first call of a later stage; user code that catches `Exception` lets it
-    through.
+    """Ends a pass at the first call of a later stage.
+
+    User code that catches `Exception` lets it through.
     """
 
 
 @dataclass(frozen=True)
 class StageOutput:
-    """A `StageOutput` has the tensors `sent` that later stages need, without a graph, and the last
-    stage's `result`.
-    """
+    """The tensors that later stages need, without a graph, and the last stage's result."""
 
     sent: dict[TensorRef, Tensor]
     result: Any = None
 
 
 class StagePass:
-    """A `StagePass` runs passes of the stages of one rank on microbatches that have one flow.
+    """Passes of the stages of one rank, on microbatches whose steps have the same flow.
 
     Args:
         module: the whole module, of which this rank holds the parameters that its stages need.
@@ -56,7 +70,7 @@ class StagePass:
         stage_of_call: the stage of each call of the flow (see `assign_calls`).
         units: the named blocks.
         order: of random numbers; one object for all passes of a rank.
-        whole: makes whole tensors of those that are in slices, in what later stages need and in
+        whole: makes full tensors of those that are in slices, in what later stages need and in
             what the step returns.
     """
 
@@ -76,18 +90,19 @@ class StagePass:
         self._last = max(stage_of_call, default=0)
         self._stand_ins = StandIns(torch.device(device))
         self._order = order if order is not None else RandomOrder(torch.device(device))
-        self._units = taken_over(unit_modules(module, units), self._call)
-        self._silenced = silenced(module, self._nothing_measured)
-        self._draws_after = [
-            flow.draws_from(self._first_call(stage + 1)) for stage in range(self._last + 1)
+        self._units = _intercepted(unit_modules(module, units), self._call)
+        self._silenced = _silenced(
+            module, lambda *_, **__: torch.zeros((), device=self._stand_ins.device)
+        )
+        # Random numbers that each stage leaves to later ones: it draws them at its end, so that
+        # generators are where one process would have them.
+        first_after = [
+            sum(stage <= each for stage in stage_of_call) for each in range(self._last + 1)
         ]
+        self._draws_after = [flow.draws_from(first) for first in first_after]
         self._crossings = flow.crossings(stage_of_call)
         self._passes: dict[tuple[int, int], StageForward] = {}
         self._current: StageForward | None = None
-
-    def _first_call(self, stage_index: int) -> int:
-        """Return the first call of this stage or a later one."""
-        return sum(stage < stage_index for stage in self.stage_of_call)
 
     # ---- forward ---------------------------------------------------------------------------------
 
@@ -98,21 +113,26 @@ class StagePass:
         run: Callable[[], Any],
         received: Mapping[TensorRef, Tensor],
     ) -> StageOutput:
-        """Run the forward pass of a stage: `run` is the user's step on the microbatch.
+        """Run the forward pass of a stage. Where gradients are computed, `backward` must follow.
 
-        `received` has the tensors of earlier stages that this stage needs; they become the pass's
-        own. Where gradients are computed, `backward` has to follow.
+        Args:
+            stage_index: of a stage of this rank.
+            microbatch_index: in the step.
+            run: the user's step on the microbatch.
+            received: the tensors of earlier stages that this stage needs; they become the pass's.
 
-        Raises CaptureError, a ValueError, where the step does not do what its flow says, or reads
-        values of other stages.
+        Raises:
+            CaptureError: a ValueError, where the step does not do what its flow says, or reads
+                values of other stages.
         """
         state = self._begin(stage_index, received)
         is_last = stage_index == self._last
         attributes = self._units if is_last else [*self._units, *self._silenced]
+        # Generators stand where this microbatch begins; the module's calls are intercepted.
         with self._order.microbatch(microbatch_index, stage_index, on_host=self.flow.draws_on_host):
             self._current, result = state, None
             try:
-                with replaced(attributes):
+                with _replaced(attributes):
                     result = self._whole(run())
                 if state.is_done:
                     raise CaptureError(
@@ -123,24 +143,31 @@ class StagePass:
                 if not state.is_done:
                     raise
             except Exception as error:
-                if (explained := read_of_shape(error, stage_index)) is not None:
+                if (explained := _explain_value_read(error, stage_index)) is not None:
                     raise explained from error
                 raise
             finally:
                 self._current = None
-            self._check_end(state, is_last, result)
+            # The pass must have come to its end: to a later stage's call, or through all calls.
+            if state.next_call != len(self.flow.calls) if is_last else not state.is_done:
+                raise self._unlike_trace(state, "")
+            if is_last:
+                _check_real(result, "the step returns")
             draw_again(self._draws_after[stage_index], self._stand_ins.device)
+        # Keep the graph for the backward pass, if there is anything to differentiate.
         if torch.is_grad_enabled() and (state.leaves or state.edges or is_last):
             self._passes[stage_index, microbatch_index] = state
         return StageOutput(state.sent, result)
 
     def _begin(self, stage_index: int, received: Mapping[TensorRef, Tensor]) -> StageForward:
+        """Return the state of a new pass, with what was received as leaves of its graph."""
         state = StageForward(stage_index)
         for ref, stages in self._crossings.items():
             if stage_index in stages:
                 assert ref in received, f"stage {stage_index} needs {ref} and did not receive it"
                 tensor = received[ref].detach()
                 if self.flow.spec(ref).requires_grad and torch.is_grad_enabled():
+                    # A leaf ends the graph here: its gradient is sent back.
                     state.leaves[ref] = tensor.requires_grad_()
                     tensor = Received.apply(tensor)  # type: ignore[no-untyped-call]
                 state.received[ref] = tensor
@@ -149,18 +176,29 @@ class StagePass:
     def _call(
         self, path: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        """Do what this stage does where the step calls the unit `path`."""
         state = self._current
-        if state is None or state.is_inside:
+        if state is None or state.is_inside:  # outside of a pass; a unit within a unit
             return call(*args, **kwargs)
-        if state.is_backward:
-            return self._again(state, path, call, args, kwargs)
+        if state.is_backward:  # activations are recomputed
+            stages = {
+                self.stage_of_call[unit.index] for unit in self.flow.calls if unit.module == path
+            }
+            if stages and state.stage_index not in stages:  # others are inside of blocks
+                raise CaptureError(
+                    f"the backward pass of stage {state.stage_index} recomputes a part of the step "
+                    f"that calls block {path!r}, which other stages run; let "
+                    "torch.utils.checkpoint hold single blocks, or give a plan without a pipeline"
+                )
+            return call(*args, **kwargs)
         if (
             state.next_call >= len(self.flow.calls)
             or self.flow.calls[state.next_call].module != path
         ):
-            raise self._surprise(state, path)
+            raise self._unlike_trace(state, path)
         unit = self.flow.calls[state.next_call]
         stage = self.stage_of_call[unit.index]
+        # A later stage's call ends the pass, an earlier one's returns what was received.
         if stage > state.stage_index:
             state.is_done = True
             raise StageDone
@@ -168,7 +206,8 @@ class StagePass:
         if stage < state.stage_index:
             draw_again(unit.draws, self._stand_ins.device)
             return self._stand_ins.result(unit, state.received)
-        check_real((args, kwargs), f"block {path!r} is given")
+        # A call of this stage.
+        _check_real((args, kwargs), f"block {path!r} is given")
         state.is_inside = True
         try:
             result = call(*args, **kwargs)
@@ -177,40 +216,24 @@ class StagePass:
         self._keep(state, unit.index, result)
         return result
 
-    def _again(
-        self,
-        state: StageForward,
-        path: str,
-        call: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Let a call of this stage run that is recomputed in the backward pass."""
-        stages = {self.stage_of_call[unit.index] for unit in self.flow.calls if unit.module == path}
-        if stages and state.stage_index not in stages:  # others are inside of blocks
-            raise CaptureError(
-                f"the backward pass of stage {state.stage_index} recomputes a part of the step "
-                f"that calls block {path!r}, which other stages run; let torch.utils.checkpoint "
-                "hold single blocks, or give a plan without a pipeline"
-            )
-        return call(*args, **kwargs)
-
     def _keep(self, state: StageForward, index: int, result: Any) -> None:
-        """Keep what a call of this stage returned where later stages need it."""
+        """Keep what a call of this stage returned and later stages need."""
         unit = self.flow.calls[index]
         leaves = tree_leaves(result)
-        check_real(leaves, f"block {unit.module!r} returns")
+        _check_real(leaves, f"block {unit.module!r} returns")
         if len(leaves) != len(unit.leaves):
-            raise self._surprise(state, unit.module)
+            raise self._unlike_trace(state, unit.module)
         for number, tensor in enumerate(leaves):
             ref = TensorRef(index, number)
             if ref not in self._crossings:
                 continue
             spec, tensor = self.flow.spec(ref), self._whole(tensor)
             if tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
-                raise self._surprise(state, unit.module)
+                raise self._unlike_trace(state, unit.module)
             if tensor.requires_grad and spec.requires_grad:
                 state.edges[ref] = get_gradient_edge(tensor)
+            # Receivers expect these strides. What the step writes to in place later is sent as it
+            # is now.
             sent = tensor.detach()
             if spec.is_rewritten or sent.stride() != spec.stride:
                 sent = torch.empty_strided(
@@ -218,18 +241,8 @@ class StagePass:
                 ).copy_(sent)
             state.sent[ref] = sent
 
-    def _nothing_measured(self, *args: Any, **kwargs: Any) -> Tensor:
-        return torch.zeros((), device=self._stand_ins.device)
-
-    def _check_end(self, state: StageForward, is_last: bool, result: Any) -> None:
-        if not is_last and not state.is_done:
-            raise self._surprise(state, "")
-        if is_last:
-            if state.next_call != len(self.flow.calls):
-                raise self._surprise(state, "")
-            check_real(result, "the step returns")
-
-    def _surprise(self, state: StageForward, path: str) -> CaptureError:
+    def _unlike_trace(self, state: StageForward, path: str) -> CaptureError:
+        """Return the error for a step that calls `path` (empty: nothing more) unlike its trace."""
         done, calls = state.next_call, self.flow.calls
         expected = f"block {calls[done].module!r}" if done < len(calls) else "no further block"
         found = f"calls {path!r}, or it returned something else," if path else "ends"
@@ -249,18 +262,23 @@ class StagePass:
         *,
         loss: Tensor | None = None,
     ) -> dict[TensorRef, Tensor]:
-        """Run the backward pass of a stage, add to the gradients of parameters, and forget the
-        microbatch.
+        """Run the backward pass of a stage, and forget the microbatch.
+
+        It adds to the gradients of parameters.
 
         Args:
+            stage_index: of a stage of this rank.
+            microbatch_index: in the step; its forward pass has been run.
             gradients: of what the stage sent, summed over the stages that received it.
             loss: of the last stage, already weighted.
 
-        Returns the gradients of what was received, for every tensor that requires one; zeros where
-        it had no influence.
+        Returns:
+            The gradients of what was received, for every tensor that requires one; zeros where it
+            had no influence.
         """
         state = self._passes.pop((stage_index, microbatch_index), None) or StageForward(stage_index)
         roots, given = state.roots(gradients, loss)
+        # None of what was sent had an influence on the loss otherwise.
         if roots:
             with self._recomputing(state):
                 torch.autograd.backward(roots, given)
@@ -274,24 +292,25 @@ class StagePass:
         *,
         loss: Tensor | None = None,
     ) -> dict[TensorRef, Tensor]:
-        """Do what `backward` does but for the gradients of parameters; `backward_weight` has to
-        follow.
+        """Do what `backward` does but for the gradients of parameters.
+
+        `backward_weight` must follow.
         """
         state = self._passes.get((stage_index, microbatch_index)) or StageForward(stage_index)
         roots, given = state.roots(gradients, loss)
+        # The graph to parameters is kept in `weights` until `backward_weight`.
         state.weights = SplitBackward(roots, given, list(state.leaves.values()))
         with self._recomputing(state):
             found = dict(zip(state.leaves, state.weights.inputs(), strict=True))
         made = state.gradients(found)
+        # What is left is in `weights`: let go of the rest now.
         state.leaves, state.edges, state.received, state.sent = {}, {}, {}, {}
         return made
 
     def backward_weight(self, stage_index: int, microbatch_index: int) -> None:
-        """Add the gradients of parameters that `backward_input` left out, and forget the
-        microbatch.
+        """Add the gradients of parameters that `backward_input` left out.
 
-        It takes no gradients and returns none, as the other backward passes do: nothing is received
-        for it, and nothing sent.
+        The microbatch is forgotten. Nothing is received for this pass, and nothing sent.
         """
         state = self._passes.pop((stage_index, microbatch_index), None)
         if state is not None:
@@ -301,9 +320,10 @@ class StagePass:
 
     @contextmanager
     def _recomputing(self, state: StageForward) -> Iterator[None]:
+        """Watch the calls of units that activation recomputation makes."""
         state.is_backward, self._current = True, state
         try:
-            with replaced(self._units):
+            with _replaced(self._units):
                 yield
         finally:
             self._current = None
@@ -311,3 +331,238 @@ class StagePass:
     def forget(self) -> None:
         """Drop all microbatches whose backward pass has not come."""
         self._passes.clear()
+
+
+# ---- state of a pass -----------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class StageForward:
+    """A forward pass of a stage that is under way, or waits for its backward pass.
+
+    `leaves` are the tensors `received` that require gradients, as they came. `edges` lead to those
+    of the tensors `sent`.
+    """
+
+    stage_index: int
+    received: dict[TensorRef, Tensor] = field(default_factory=dict)
+    leaves: dict[TensorRef, Tensor] = field(default_factory=dict)
+    sent: dict[TensorRef, Tensor] = field(default_factory=dict)
+    edges: dict[TensorRef, GradientEdge] = field(default_factory=dict)
+    next_call: int = 0
+    is_inside: bool = False
+    is_done: bool = False
+    is_backward: bool = False
+    weights: SplitBackward | None = None
+
+    def roots(
+        self, gradients: Mapping[TensorRef, Tensor], loss: Tensor | None
+    ) -> tuple[list[GradientEdge], list[Tensor | None]]:
+        """Return where backward starts (what was sent, a loss), and the gradients there."""
+        roots = [self.edges[ref] for ref in self.edges if ref in gradients]
+        given: list[Tensor | None] = [gradients[ref] for ref in self.edges if ref in gradients]
+        if loss is not None and loss.requires_grad:
+            roots.append(get_gradient_edge(loss))
+            given.append(torch.ones_like(loss))
+        return roots, given
+
+    def gradients(self, found: Mapping[TensorRef, Tensor | None]) -> dict[TensorRef, Tensor]:
+        """Return those of the leaves as `found`; zeros where there is none."""
+        made = {}
+        for ref, leaf in self.leaves.items():
+            gradient = found[ref]
+            made[ref] = torch.zeros_like(leaf) if gradient is None else gradient
+        return made
+
+
+# ---- stand-ins -----------------------------------------------------------------------------------
+
+
+class StandIns(ShapeMode):  # type: ignore[no-untyped-call]
+    """Makes what calls of units return where they are not run.
+
+    That are the tensors that were received, and shapes for all others. Functional operators on
+    shapes compute shapes, which are remembered, and draw their random numbers.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.device = device
+        self._is_inside = False
+        self._shapes: dict[Hashable, LeafSpec] = {}
+
+    def dispatch(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Compute the shape of a result, and draw the random numbers that `func` would draw."""
+        if self._is_inside:
+            return super().dispatch(func, types, args, kwargs)
+        self._is_inside = True
+        try:
+            if torch.Tag.nondeterministic_seeded in func.tags:
+                draw = draw_of(func, args, kwargs or {})
+                if draw is not None and not draw.problem:
+                    with torch.utils._python_dispatch._disable_current_modes():
+                        draw_again([draw], self.device)
+            elif _is_pure(func) and (key := _key((args, kwargs))) is not None:
+                return self._known_shape((func, key), types, args, kwargs)
+            return super().dispatch(func, types, args, kwargs)
+        finally:
+            self._is_inside = False
+
+    def _known_shape(
+        self, key: tuple[OpOverload, Hashable], types: Any, args: Any, kwargs: Any
+    ) -> Any:
+        """Do what `dispatch` does, from memory where the operator has had such arguments."""
+        # Known: no need to run the operator on fake tensors, which takes much longer.
+        if (spec := self._shapes.get(key)) is not None:
+            return self.absent(spec)
+        result = super().dispatch(key[0], types, args, kwargs)
+        if (
+            type(result) is FakeTensor
+            and result.layout is torch.strided
+            and result.device == self.device
+        ):
+            if len(self._shapes) >= MOST_SHAPES:
+                self._shapes.clear()
+            self._shapes[key] = LeafSpec(
+                tuple(result.shape), tuple(result.stride()), result.dtype, requires_grad=False
+            )
+        return result
+
+    def result(self, call: UnitCall, received: Mapping[TensorRef, Tensor]) -> Any:
+        """Return what `call` returned, with the tensors that are `received` in their places."""
+        # Leaves in the order of the flow: values, other leaves again, tensors.
+        leaves: list[Any] = []
+        for number, leaf in enumerate(call.leaves):
+            if not isinstance(leaf, LeafSpec):
+                leaves.append(leaf)
+            elif leaf.same_as is not None:
+                leaves.append(leaves[leaf.same_as])
+            else:
+                given = received.get(TensorRef(call.index, number))
+                leaves.append(self.absent(leaf) if given is None else given)
+        return tree_unflatten(leaves, call.structure)
+
+    def absent(self, spec: LeafSpec) -> Tensor:
+        """Return a tensor without elements."""
+        return empty_fake(self, like=(spec.shape, spec.stride, spec.dtype, self.device))
+
+
+@functools.cache
+def _is_pure(func: OpOverload) -> bool:
+    """Return whether `func` makes one new tensor of its arguments and does nothing else."""
+    schema = func._schema
+    aliases = [*schema.arguments, *schema.returns]
+    return (
+        len(schema.returns) == 1
+        and not schema.is_mutable
+        and all(each.alias_info is None for each in aliases)
+    )
+
+
+def _key(value: Any) -> Hashable | None:
+    """Return all about arguments that decides a result's shape; None where it is not known."""
+    if isinstance(value, Tensor):
+        if value.layout is not torch.strided or value.is_conj() or value.is_neg():
+            return None
+        return Tensor, value.shape, value.stride(), value.dtype, value.device.type
+    if isinstance(value, dict):
+        value = tuple(value.items())
+    if isinstance(value, (tuple, list)):
+        parts = tuple(_key(part) for part in value)
+        return None if None in parts else (type(value), parts)
+    return (type(value), value) if isinstance(value, PLAIN) else None
+
+
+class Received(torch.autograd.Function):
+    """The identity: user code may write to its result in place, which a leaf forbids."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        """Return another tensor on the same memory."""
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Return the gradient as it came."""
+        return gradients[0]
+
+
+# ---- intercepted calls ---------------------------------------------------------------------------
+
+
+@contextmanager
+def _replaced(attributes: Iterable[Attribute]) -> Iterator[None]:
+    """Set attributes of instances for the time of the context, and put back what was there."""
+    # In the reverse order at the end, so that a name that is set twice is put back.
+    before: list[Attribute] = []
+    try:
+        for namespace, name, value in attributes:
+            before.append((namespace, name, namespace.get(name, ABSENT)))
+            namespace[name] = value
+        yield
+    finally:
+        for namespace, name, value in reversed(before):
+            if value is ABSENT:
+                namespace.pop(name, None)
+            else:
+                namespace[name] = value
+
+
+def _intercepted(units: Iterable[tuple[str, nn.Module]], handler: Handler) -> list[Attribute]:
+    """Return the attributes that let ``handler(path, call, args, kwargs)`` run calls of `units`.
+
+    ``call(*args, **kwargs)`` is what the module would have done. No hook is used, since user code
+    can see hooks: `nn.Module.__call__` asks ``_compiled_call_impl`` before anything else.
+    """
+
+    def intercept(path: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return handler(path, call, args, kwargs)
+
+    found: list[Attribute] = []
+    for path, module in units:
+        # A compiled module keeps its own call.
+        own = vars(module).get("_compiled_call_impl") or module._call_impl
+        found.append((vars(module), "_compiled_call_impl", partial(intercept, path, own)))
+    return found
+
+
+def _silenced(module: nn.Module, make: Callable[..., Any]) -> list[Attribute]:
+    """Return the attributes that drop logs of `module`, and let its metrics return `make()`."""
+    found: list[Attribute] = [
+        (vars(module), name, lambda *_, **__: None) for name in LOGS if hasattr(module, name)
+    ]
+    for submodule in module.modules():
+        if runs_metrics(submodule):
+            found += [(vars(submodule), name, make) for name in METRIC_METHODS]
+    return found
+
+
+# ---- checks --------------------------------------------------------------------------------------
+
+
+def _check_real(value: Any, what: str) -> None:
+    """Raise CaptureError where `value` holds a tensor without elements.
+
+    `what` is the beginning of the sentence: who does what with the value.
+    """
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, FakeTensor):
+            raise CaptureError(
+                f"{what} a tensor that this stage did not receive: on this microbatch the step "
+                "computes it from other tensors than in its trace; a step whose data flow depends "
+                "on values needs a plan without a pipeline"
+            )
+
+
+def _explain_value_read(error: Exception, stage_index: int) -> CaptureError | None:
+    """Return the error that names the line which reads a value that the stage does not have.
+
+    None for other errors.
+    """
+    if isinstance(error, CaptureError) or explain(error, None) is None:
+        return None
+    return CaptureError(
+        f"stage {stage_index} of the pipeline knows only the shape of a tensor whose value is read "
+        f"here.\n{user_line(error)}"
+        "Move this to the end of the step, or into a block, or give a plan without a pipeline."
+    )

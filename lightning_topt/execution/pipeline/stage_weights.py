@@ -1,29 +1,56 @@
-"""Weights of a stage around its passes and updates: what the rules for its optimizers put there,
-with rates of the future.
+"""Weights of a stage of an asynchronous pipeline, around its passes and updates.
+
+    with weights.of_pass("forward", minibatch):       # what the prediction rule computes with
+        ...
+    with weights.of_update(minibatch):                # the true weights, the minibatch's rates
+        optimizer.step()
+
+A pass computes with the weights that a rule for each optimizer puts into the parameters: those of
+an earlier version, or predicted ones. For that the rule is told how stale the pass is, which
+follows from the updates to come (`UpdatePattern`), and with which hyperparameters these will be
+done (`MinibatchRates`).
+
+[Note: one storage] Autograd saves tensors that refer to the parameters' storage, and refuses a
+backward pass after the storage was written to. Here that is meant: a pass computes with what the
+storage holds when it runs. So writes keep the version counters, which views of a parameter share
+with it (`unnoticed`).
+
+[Note: rates of a minibatch] An update happens long after the iteration in which its minibatch came
+in, and schedulers go on in each iteration. The update uses what parameter groups held when the
+minibatch came in; before and after it they hold what they would without a pipeline.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections import deque
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Literal
 
 from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.optim import Optimizer
 
-from lightning_topt.execution.pipeline.minibatch_rates import MinibatchRates
-from lightning_topt.execution.pipeline.update_pattern import UpdatePattern
-from lightning_topt.execution.pipeline.weight_changes import holding, unnoticed
 from lightning_topt.prediction.rule import Prediction, StagePrediction
 from lightning_topt.prediction.rules import default_prediction
+from lightning_topt.schedules.staleness import Staleness, running_staleness
+
+_KEPT = 16  # times the stages and the lag per hop: more than staleness looks back
+Group = dict[str, Any]  # all entries of a parameter group but "params"
+Groups = list[Group]
 
 
 class StageWeights:
-    """The weights of `stage`, whose updates follow `pattern`: `parameters` as `optimizers` and a
-    rule for each change them.
+    """The weights of one stage.
 
-    `prediction` is the rule; None: the default one of each optimizer. Raises ValueError for an
-    optimizer that the rule does not know.
+    Args:
+        optimizers: they change the parameters.
+        prediction: the rule for the weights of passes; None: each optimizer's default.
+        pattern: the updates of the stage.
+        parameters: of the stage.
+
+    Raises:
+        ValueError: for an optimizer that the rule does not know.
     """
 
     def __init__(
@@ -34,21 +61,18 @@ class StageWeights:
         *,
         parameters: Sequence[Tensor],
     ) -> None:
-        self._optimizers, self._pattern, self._parameters = (
-            list(optimizers),
-            pattern,
-            tuple(parameters),
-        )
+        self._optimizers, self._pattern = list(optimizers), pattern
+        self._parameters = tuple(parameters)
         self._predictions = [
             prediction or default_prediction(optimizer) for optimizer in self._optimizers
         ]
         self._accumulate = 1
-        self._rules = self._made()
+        self._rules = self._make_rules()
         self.rates = MinibatchRates(self._optimizers)
 
     @property
     def num_versions(self) -> int:
-        """The most copies of the stage's weights beside the storages at once."""
+        """The most copies of the stage's weights at once, beside the storages."""
         return max((rule.num_versions for rule in self._rules), default=0)
 
     @property
@@ -57,13 +81,15 @@ class StageWeights:
         return sum(rule.held_bytes for rule in self._rules)
 
     def begin(self, minibatch: int, *, accumulate: int, is_drained: bool) -> None:
-        """Remember the hyperparameters with which a minibatch comes in. How many accumulate changes
-        while drained alone.
+        """Record the hyperparameters with which a minibatch comes in.
+
+        `accumulate`, minibatches for each update, changes only while the run is drained.
         """
         self.rates.record(minibatch)
+        # Rules depend on it: make them anew, with the states of the old ones.
         if accumulate != self._accumulate and is_drained:
             states, self._accumulate = self.state(), accumulate
-            self._rules = self._made()
+            self._rules = self._make_rules()
             self.load_state(states)
 
     def of_pass(
@@ -71,6 +97,7 @@ class StageWeights:
     ) -> AbstractContextManager[None]:
         """Return a context in which parameters hold what a pass computes with."""
         staleness, pending = self._pattern.staleness(kind, minibatch), self._pattern.pending
+        # Rates of as many updates as a rule may predict over.
         count = 1 + max(staleness.missing, staleness.round_trip)
         placed = []
         for number, rule in enumerate(self._rules):
@@ -80,27 +107,199 @@ class StageWeights:
 
     @contextmanager
     def of_update(self, minibatch: int) -> Generator[None, None, None]:
-        """Let optimizers step within as the minibatch's update does."""
+        """Let optimizers step within: true weights, and the minibatch's hyperparameters."""
         with self.rates.in_place(minibatch), unnoticed(self._parameters), ExitStack() as stack:
             for rule in self._rules:
                 stack.enter_context(rule.update(minibatch))
             yield
 
     def drained(self) -> None:
-        """Give up all copies."""
+        """Free all copies."""
         for rule in self._rules:
             rule.drained()
 
     def state(self) -> list[dict[str, Any]]:
-        """Return what rules need of a drained state."""
+        """Return what the rules need of a drained run."""
         return [rule.state_dict() for rule in self._rules]
 
     def load_state(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Take over what `state` gave."""
+        """Load what `state` gave."""
         for rule, state in zip(self._rules, states, strict=True):
             rule.load_state_dict(state)
 
-    def _made(self) -> list[StagePrediction]:
+    def _make_rules(self) -> list[StagePrediction]:
         sizes = {**self._pattern.sizes, "accumulate": self._accumulate}
         pairs = zip(self._predictions, self._optimizers, strict=True)
         return [prediction.on(optimizer, **sizes) for prediction, optimizer in pairs]
+
+
+# ---- updates to come -----------------------------------------------------------------------------
+
+
+class UpdatePattern:
+    """The minibatches that complete an update of a stage, as far as a run knows them.
+
+    The staleness of its passes follows from these. It counts from the last drained state.
+    """
+
+    def __init__(self, *, num_stages: int, stage: int, lag_per_hop: int) -> None:
+        self.sizes = {"stage": stage, "num_stages": num_stages, "lag_per_hop": lag_per_hop}
+        self._reach = _KEPT * num_stages * lag_per_hop
+        self._known: dict[int, bool] = {}
+        self._pending: deque[int] = deque()
+        self._start = self._latest = 0
+        self._accumulate = 1
+        self._end: int | None = None
+        self._last_complete, self._last_completes = -1, True
+        self.version = 0  # updates of this stage since it was drained
+
+    def begin(self, minibatch: int, *, completes: bool, accumulate: int) -> None:
+        """Add a minibatch that comes in."""
+        self._known[minibatch], self._latest, self._accumulate = completes, minibatch, accumulate
+        self._known.pop(minibatch - self._reach, None)
+        if completes:
+            self._pending.append(minibatch)
+            self._last_complete = minibatch
+
+    def expect(self, minibatches: int | None, *, last_completes: bool = True) -> None:
+        """Expect so many minibatches in all before the next drain; None: that is not known."""
+        self._end, self._last_completes = minibatches, last_completes
+
+    def restart(self, minibatches: int) -> None:
+        """Start afresh: the run is drained."""
+        self._start, self._end, self.version = minibatches, None, 0
+
+    def updated(self, minibatch: int) -> None:
+        """Note that the update with this minibatch is done."""
+        assert self._pending and self._pending[0] == minibatch, (minibatch, self._pending)
+        self._pending.popleft()
+        self.version += 1
+
+    @property
+    def pending(self) -> tuple[int, ...]:
+        """Minibatches in flight that complete updates still to be done, the next one first."""
+        return tuple(self._pending)
+
+    def completes(self, minibatch: int) -> bool:
+        """Return whether a minibatch completes an update, or is expected to."""
+        # Minibatches that came in are known; later ones follow the pattern.
+        if minibatch <= self._latest:
+            return self._known[minibatch]
+        is_last = self._last_completes and minibatch + 1 == self._end
+        return is_last or (minibatch - self._last_complete) % self._accumulate == 0
+
+    def staleness(self, kind: Literal["forward", "backward"], minibatch: int) -> Staleness:
+        """Return the staleness of the pass that comes now."""
+        found = running_staleness(
+            minibatch - self._start,
+            kind=kind,
+            completes=lambda index: self.completes(index + self._start),
+            num_minibatches=None if self._end is None else self._end - self._start,
+            **self.sizes,
+        )
+        # Versions are counted by this stage, not from the pattern.
+        return found._replace(version=self.version)
+
+
+# ---- hyperparameters -----------------------------------------------------------------------------
+
+
+class MinibatchRates:
+    """The hyperparameters of `optimizers` when each minibatch in flight came in.
+
+    See [Note: rates of a minibatch].
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = list(optimizers)
+        self._recorded: dict[int, list[Groups]] = {}
+        self._latest: list[Groups] = []
+        self._changed: set[str] = set()  # entries in which optimizers keep state of their own
+
+    def record(self, minibatch: int) -> None:
+        """Record what parameter groups hold now."""
+        # Tensors, such as a capturable learning rate, are changed in place: keep copies.
+        self._latest = [
+            [
+                {
+                    name: value.clone() if isinstance(value, Tensor) else value
+                    for name, value in group.items()
+                    if name != "params"
+                }
+                for group in each.param_groups
+            ]
+            for each in self._optimizers
+        ]
+        self._recorded[minibatch] = self._latest
+
+    def forget(self, minibatch: int) -> None:
+        """Forget a minibatch whose update is done."""
+        self._recorded.pop(minibatch, None)
+
+    def of_updates(
+        self, minibatches: Sequence[int], *, optimizer: int, count: int
+    ) -> list[Sequence[Mapping[str, Any]]]:
+        """Return the hyperparameters of each group for updates with these minibatches.
+
+        More follow up to `count` in all: the latest known ones are taken to stay.
+        """
+        found: list[Sequence[Mapping[str, Any]]] = [
+            self._recorded[each][optimizer] for each in minibatches
+        ]
+        return [*found, *[self._latest[optimizer]] * max(count - len(found), 0)]
+
+    @contextmanager
+    def in_place(self, minibatch: int) -> Generator[None, None, None]:
+        """Let parameter groups hold the hyperparameters of a minibatch within.
+
+        What an optimizer changes within stays changed.
+        """
+        placed: list[tuple[Any, Group, Group]] = []  # a group, what it held, what it was given
+        for optimizer, groups in zip(
+            self._optimizers, self._recorded.get(minibatch, []), strict=False
+        ):
+            for group, recorded in zip(optimizer.param_groups, groups, strict=False):
+                given = {
+                    name: value
+                    for name, value in recorded.items()
+                    if name not in self._changed and name in group
+                }
+                placed.append((group, {name: group[name] for name in given}, given))
+                group.update(given)
+        try:
+            yield
+        finally:
+            for group, before, given in placed:
+                for name, value in before.items():
+                    if group[name] is given[name]:
+                        group[name] = value
+                    else:  # the optimizer's own state, here and from now on
+                        self._changed.add(name)
+
+
+# ---- writes that autograd does not see -----------------------------------------------------------
+
+
+@contextmanager
+def holding(
+    weights: Iterable[AbstractContextManager[None]], parameters: Iterable[Tensor]
+) -> Generator[None, None, None]:
+    """Run passes within contexts that change `parameters`, hidden from autograd."""
+    changed = tuple(parameters)
+    # Only entering and leaving write; passes within must see version counters as ever.
+    stack = ExitStack()
+    with unnoticed(changed):
+        for each in weights:
+            stack.enter_context(each)
+    try:
+        yield
+    finally:
+        with unnoticed(changed):
+            stack.close()
+
+
+@contextmanager
+def unnoticed(parameters: Iterable[Tensor]) -> Generator[None, None, None]:
+    """Hide from autograd what is written to `parameters` within. No forward pass may run there."""
+    with _unsafe_preserve_version_counter(tuple(parameters)):
+        yield

@@ -1,5 +1,10 @@
-"""Flows of the steps that a run makes: traced once for every kind and signature of a microbatch,
-the same on all ranks.
+"""What the steps of a run do: their flows, traced once, and the programs of ranks that follow.
+
+    StepFlows       the calls of a step, the stage of each, what crosses between stages; traced
+                    once for every kind of step and signature of a microbatch
+    StepPrograms    the schedule of a step, and each rank's actions with the messages around them
+
+Both are the same on all ranks. Both keep the newest entries only.
 """
 
 from __future__ import annotations
@@ -12,22 +17,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_topt.execution.pipeline.messages import Crossings
+from lightning_topt.execution.pipeline.messages import Crossings, ProgramStep, rank_program
 from lightning_topt.execution.pipeline.random_order import RandomOrder
 from lightning_topt.execution.pipeline.stage_pass import StagePass
 from lightning_topt.graph.flow_stages import assign_calls
 from lightning_topt.graph.flow_trace import trace_flow
 from lightning_topt.graph.step_flow import StepFlow
 from lightning_topt.graph.structures import PLAIN, tensors_in
+from lightning_topt.plan.parallel_plan import ParallelPlan
+from lightning_topt.schedules.schedules import Schedule, forward_schedule, make_schedule
 
 Step = Callable[[nn.Module, Any], Any]
-_KEPT = 64  # flows; more signatures than that are traced again
+_KEPT = 64  # flows, and sequences of flows whose programs are known; others are made again
 
 
 @dataclass(frozen=True, eq=False)
 class StageFlow:
-    """A step's flow, the stage of each of its calls, what crosses, and the passes of this rank's
-    stages on it.
+    """A step's flow, cut into stages, and the passes of this rank's stages on it.
+
+    `stage_of_call` has the stage of each call, `crossings` what crosses between stages.
     """
 
     flow: StepFlow
@@ -42,9 +50,11 @@ class StageFlow:
 
 
 class StepFlows:
-    """The flows of steps of `module`, whose stages run the blocks that `stages` name, on `device`.
+    """The flows of steps of `module`, on `device`; `stages` name the blocks of each stage.
 
-    `of` traces; all ranks must ask for the same, in the same order.
+    `of` traces: all ranks must ask for the same, in the same order. Once techniques are applied,
+    `whole` makes full tensors of those that are in slices, and parameters are unsharded within
+    `unsharded`.
     """
 
     def __init__(
@@ -58,12 +68,11 @@ class StepFlows:
         self._module, self._device = module, device
         self._stages = [tuple(blocks) for blocks in stages]
         self.order = RandomOrder(device) if order is None else order
-        self.whole: Callable[[Any], Any] = lambda value: value  # of tensors that are in slices
-        # within it parameters are whole
-        self.joined: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self.whole: Callable[[Any], Any] = lambda value: value
+        self.unsharded: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._submodules = list(module.modules())
         self._known: dict[Hashable, StageFlow] = {}
-        # of each stage in the first step, the unnamed ones too
+        # The modules of each stage in the first step, those in no named block too.
         self._modules: list[tuple[str, ...]] = []
 
     @property
@@ -74,10 +83,16 @@ class StepFlows:
     def of(
         self, step: Step, microbatches: Sequence[Any], *, kind: Hashable = None
     ) -> list[StageFlow]:
-        """Return the flow of `step` on each microbatch. `kind` tells steps apart; None: by their
-        code.
+        """Return the flow of `step` on each microbatch.
+
+        `kind` tells steps apart; None: their code does.
         """
-        common = (_code(step) if kind is None else kind, torch.is_grad_enabled(), self._modes())
+        # Modes of modules and frozen parameters may change what a step calls.
+        modes = (
+            tuple([submodule.training for submodule in self._submodules]),
+            tuple([parameter.requires_grad for parameter in self._module.parameters()]),
+        )
+        common = (_code(step) if kind is None else kind, torch.is_grad_enabled(), modes)
         found = []
         for microbatch in microbatches:
             key = (common, signature(microbatch))
@@ -85,22 +100,25 @@ class StepFlows:
             if flow is None:
                 flow = self._trace(step, microbatch)
                 if flow.is_kept:
-                    self._remember(key, flow)
+                    if len(self._known) >= _KEPT:
+                        del self._known[next(iter(self._known))]
+                    self._known[key] = flow
             found.append(flow)
         return found
 
-    def _modes(self) -> Hashable:
-        training = [submodule.training for submodule in self._submodules]
-        return tuple(training), tuple(
-            [parameter.requires_grad for parameter in self._module.parameters()]
-        )
-
     def _trace(self, step: Step, microbatch: Any) -> StageFlow:
-        with self.joined():
+        with self.unsharded():
             flow = trace_flow(self._module, step, microbatch, units=self.units, device=self._device)
-        stage_of_call = assign_calls(flow, self._stages_for(flow))
+        # Blocks of each stage. In later steps units stay where the first step had them, and some
+        # may be missing.
+        stages = self._stages
+        if self._modules:
+            called = {call.module for call in flow.calls}
+            stages = [tuple(name for name in names if name in called) for names in self._modules]
+        stage_of_call = assign_calls(flow, stages)
         if not self._modules:
-            self._modules = _alone(flow, stage_of_call, len(self._stages))
+            self._modules = _modules_of_one_stage(flow, stage_of_call, len(self._stages))
+        # What crosses between stages, and the passes that make and use it.
         targets = flow.crossings(stage_of_call)
         crossings = Crossings(targets, {ref: flow.spec(ref) for ref in targets}, stage_of_call)
         passes = StagePass(
@@ -114,24 +132,11 @@ class StepFlows:
         )
         return StageFlow(flow, stage_of_call, crossings, passes)
 
-    def _stages_for(self, flow: StepFlow) -> list[tuple[str, ...]]:
-        """The blocks of each stage; in later steps units stay where the first step had them, and
-        blocks may be missing.
-        """
-        if not self._modules:
-            return self._stages
-        called = {call.module for call in flow.calls}
-        return [tuple(name for name in modules if name in called) for modules in self._modules]
-
-    def _remember(self, key: Hashable, flow: StageFlow) -> None:
-        if len(self._known) >= _KEPT:
-            del self._known[next(iter(self._known))]
-        self._known[key] = flow
-
 
 def signature(value: Any) -> Hashable:
-    """Return all about a microbatch that a flow may depend on: shapes and dtypes of its tensors,
-    its other values.
+    """Return all about a microbatch that a flow may depend on.
+
+    That are shapes and dtypes of its tensors, and its other values; of floats the type alone.
     """
     if isinstance(value, Tensor):
         return tuple(value.shape), value.dtype, value.requires_grad
@@ -146,8 +151,10 @@ def signature(value: Any) -> Hashable:
     return type(value), tuple(map(signature, tensors_in(value)))
 
 
-def _alone(flow: StepFlow, stage_of_call: Sequence[int], count: int) -> list[tuple[str, ...]]:
-    """The modules that are called on one stage alone, for each stage."""
+def _modules_of_one_stage(
+    flow: StepFlow, stage_of_call: Sequence[int], count: int
+) -> list[tuple[str, ...]]:
+    """Return for each of `count` stages the modules that only this stage calls."""
     stages: dict[str, set[int]] = {}
     for call, stage in zip(flow.calls, stage_of_call, strict=True):
         stages.setdefault(call.module, set()).add(stage)
@@ -157,6 +164,58 @@ def _alone(flow: StepFlow, stage_of_call: Sequence[int], count: int) -> list[tup
 
 
 def _code(step: Step) -> Hashable:
+    """Return what tells `step` from others: its code, or its class."""
     function = getattr(step, "__func__", step)
     code: Hashable = getattr(function, "__code__", type(step).__qualname__)
     return code
+
+
+# ---- programs ------------------------------------------------------------------------------------
+
+
+class StepPrograms:
+    """Schedules of a plan's steps by number of microbatches, and the programs of ranks.
+
+    Methods are no collective calls.
+    """
+
+    def __init__(self, plan: ParallelPlan) -> None:
+        self._plan = plan
+        self._schedules: dict[tuple[bool, int], Schedule] = {}
+        self._programs: dict[Hashable, tuple[ProgramStep, ...]] = {}
+
+    def schedule(self, num_microbatches: int, *, backward: bool) -> Schedule:
+        """Return the schedule of a step, or without `backward` of an evaluation.
+
+        Raises ValueError for one that does not exist or take these sizes.
+        """
+        if num_microbatches < 1:
+            raise ValueError("a step has at least one microbatch")
+        key = backward, num_microbatches
+        if key not in self._schedules:
+            if backward:
+                assert self._plan.schedule is not None
+                self._schedules[key] = make_schedule(
+                    self._plan.schedule,
+                    num_ranks=self._plan.mesh.pipeline_size,
+                    num_microbatches=num_microbatches,
+                    stages_per_rank=self._plan.stages_per_rank,
+                )
+            else:  # stages are on the ranks that train them
+                ranks = self.schedule(self._plan.num_microbatches, backward=True).rank_of_stage
+                self._schedules[key] = forward_schedule(ranks, num_microbatches)
+        return self._schedules[key]
+
+    def program(
+        self, schedule: Schedule, flows: Sequence[StageFlow], *, rank: int
+    ) -> tuple[ProgramStep, ...]:
+        """Return the program of `rank` of the pipeline; `flows` are those of the microbatches."""
+        # Flows are compared by identity: those that are kept serve many steps.
+        key = (schedule.name, tuple(flows))
+        if (known := self._programs.get(key)) is None:
+            known = rank_program(schedule, [flow.crossings for flow in flows], rank=rank)
+            if all(flow.is_kept for flow in flows):
+                if len(self._programs) >= _KEPT:
+                    del self._programs[next(iter(self._programs))]
+                self._programs[key] = known
+        return known

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_topt.execution.engine import Engine
-from lightning_topt.execution.pipeline.continuous_run import ContinuousRun
+from lightning_topt.execution.pipeline.continuous_run import BackwardResult, ContinuousRun
 from lightning_topt.execution.pipeline.pipeline_run import Example
-from lightning_topt.execution.pipeline.turn import Turn
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from tests.execution.pipeline.stage_models import loss_of, make, plan_of, tokens
 
@@ -123,7 +122,7 @@ def train(rank: int, case: Case) -> Outcome:
     engine.attach_optimizers([optimizer])
     scheduler, run = case.scheduler(optimizer), engine.continuous
     for step in range(case.steps):
-        turn = run.advance(
+        result = run.advance(
             case.batch(step, data_rank),
             loss_of,
             weight=1 / case.accumulate,
@@ -132,10 +131,10 @@ def train(rank: int, case: Case) -> Outcome:
             remaining=case.next_drain(step) - 1 - step,
             last_completes=case.completes(case.next_drain(step) - 1),
         )
-        finish(turn, run, optimizer, case, found)
+        finish(result, run, optimizer, case, found)
         if (case.drain_every and (step + 1) % case.drain_every == 0) or step + 1 == case.steps:
-            for turn in run.drain():
-                finish(turn, run, optimizer, case, found)
+            for result in run.drain():
+                finish(result, run, optimizer, case, found)
             assert run.in_flight == 0
         found.held.append(run._links.held_bytes)
         if scheduler is not None:
@@ -162,14 +161,18 @@ def train(rank: int, case: Case) -> Outcome:
 
 
 def finish(
-    turn: Turn, run: ContinuousRun, optimizer: torch.optim.Optimizer, case: Case, found: Outcome
+    result: BackwardResult,
+    run: ContinuousRun,
+    optimizer: torch.optim.Optimizer,
+    case: Case,
+    found: Outcome,
 ) -> None:
-    found.losses.update(turn.losses)
-    if turn.minibatch is None or not turn.completes:
+    found.losses.update(result.losses)
+    if result.minibatch is None or not result.completes:
         return
     if case.clip is not None:
-        found.norms[turn.minibatch] = run.clip_norm(turn, case.clip)
-    with run.update(turn):
+        found.norms[result.minibatch] = run.clip_norm(result, case.clip)
+    with run.update(result):
         optimizer.step()
     optimizer.zero_grad()
 

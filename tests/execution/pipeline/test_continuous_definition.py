@@ -86,11 +86,11 @@ def train(job: Job) -> tuple[dict[str, Tensor], list[float]]:
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     run, losses = engine.continuous, {}
 
-    def finish(turn: Any) -> None:
-        losses.update({index: loss.item() for index, loss in turn.losses.items()})
-        if turn.minibatch is not None and turn.completes:
-            run.clip_norm(turn, 1.0)
-            with run.update(turn):
+    def finish(result: Any) -> None:
+        losses.update({index: loss.item() for index, loss in result.losses.items()})
+        if result.minibatch is not None and result.completes:
+            run.clip_norm(result, 1.0)
+            with run.update(result):
                 optimizer.step()
             optimizer.zero_grad()
 
@@ -99,8 +99,8 @@ def train(job: Job) -> tuple[dict[str, Tensor], list[float]]:
         sizes = {"accumulate": job.accumulate, "remaining": len(batches) - 1 - index}
         finish(run.advance(batch, loss_of, weight=1 / job.accumulate, completes=completes, **sizes))
         scheduler.step()
-    for turn in run.drain():
-        finish(turn)
+    for result in run.drain():
+        finish(result)
     state = {name: value.clone() for name, value in engine.module_state().items()}
     engine.release()
     return state, [losses[index] for index in range(len(batches))]

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from lightning_topt.execution.engine import Engine
-from lightning_topt.execution.pipeline.minibatch_rates import MinibatchRates
 from lightning_topt.execution.pipeline.pipeline_run import Example
+from lightning_topt.execution.pipeline.stage_weights import MinibatchRates
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from tests.execution.pipeline.continuous_training import CPU, adam, continuous_plan, sgd
 from tests.execution.pipeline.stage_models import loss_of, make, tokens

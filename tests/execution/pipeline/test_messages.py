@@ -11,10 +11,10 @@ import torch
 
 from lightning_topt.execution.pipeline.messages import (
     LOOKAHEAD,
-    Around,
     Crossings,
     Message,
-    around_actions,
+    ProgramStep,
+    rank_program,
 )
 from lightning_topt.graph.step_flow import LeafSpec, TensorRef
 from lightning_topt.schedules.schedules import SCHEDULES, Schedule, forward_schedule, make_schedule
@@ -53,7 +53,7 @@ def channel(message: Message) -> tuple[int, int, bool]:
 
 def check(schedule: Schedule) -> None:
     crossings = [crossings_of(schedule.num_stages)] * schedule.num_microbatches
-    ranks = [around_actions(schedule, crossings, rank=rank) for rank in range(schedule.num_ranks)]
+    ranks = [rank_program(schedule, crossings, rank=rank) for rank in range(schedule.num_ranks)]
     sent, begun = {}, {}
     for rank, steps in enumerate(ranks):
         assert tuple(step.action for step in steps) == schedule.actions[rank]
@@ -80,7 +80,7 @@ def check(schedule: Schedule) -> None:
     assert ends == (list(range(schedule.num_stages)) if backward else [])
 
 
-def run_to_the_end(ranks: Sequence[Sequence[Around]]) -> None:
+def run_to_the_end(ranks: Sequence[Sequence[ProgramStep]]) -> None:
     """Sends do not block; a rank waits for what it needs."""
     places, here = [0] * len(ranks), set()
     while any(place < len(steps) for place, steps in zip(places, ranks, strict=True)):
@@ -108,10 +108,10 @@ def test_receives_begin_shortly_before_they_are_needed() -> None:
         (0, 1, 2),
     )
     for rank in range(3):
-        steps = around_actions(schedule, [chain] * 8, rank=rank)
+        steps = rank_program(schedule, [chain] * 8, rank=rank)
         for index, step in enumerate(steps):
             assert all(message.used - index <= LOOKAHEAD for message in step.begins)
-    middle = around_actions(schedule, [chain] * 8, rank=1)
+    middle = rank_program(schedule, [chain] * 8, rank=1)
     open_at_once, waiting = [], 0
     for step in middle:
         waiting += len(step.begins)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from lightning_topt.execution.pipeline.stand_ins import StandIns
+from lightning_topt.execution.pipeline.stage_pass import StandIns
 from lightning_topt.graph.step_flow import LeafSpec
 
 WEIGHT = torch.randn(6, requires_grad=True)

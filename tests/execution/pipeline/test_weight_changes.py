@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_topt.execution.pipeline.weight_changes import holding, unnoticed
+from lightning_topt.execution.pipeline.stage_weights import holding, unnoticed
 
 
 class Views(nn.Module):

@@ -1,0 +1,617 @@
+"""Point-to-point layer of a pipeline: its ranks send each other tensors beside their computation.
+
+    class            pipelines                 what travels
+    `Peers`          with a flush after each   a `Message`: one tensor, known beforehand from
+                     step                      the schedule
+    `StageLinks`     asynchronous              a parcel: the tensors of one minibatch
+    `StageInputs`    on `StageLinks`           activations and their gradients, received ahead
+    `ValueParcels`   on `StageLinks`           a minibatch's loss, gradient norms and payload
+
+Sends never block, and receives are begun early. Each kind of tensor and direction is a channel
+with a process group of its own: NCCL runs what two ranks exchange in one group in the order in
+which it is begun, and gloo needs no tags that way.
+
+[Note: shapes ahead] An asynchronous stage begins to receive activations a minibatch ahead, before
+it knows their shapes. They are taken to be those of the last minibatch, where the last two had the
+same. Where they turn out to be others, the sender first sends something of the expected shapes,
+which is not used, and then the tensors themselves. Sender and receiver know the shapes of both, so
+they agree.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Literal, NamedTuple, NoReturn, TypeVar, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_topt.communication.rank_watch import PeerLostError
+from lightning_topt.communication.topology import own_group
+from lightning_topt.execution.pipeline.messages import Crossings, Message
+from lightning_topt.graph.step_flow import LeafSpec, TensorRef
+from lightning_topt.schedules.schedules import Schedule
+
+ChannelT = TypeVar("ChannelT", bound=Hashable)
+LinkChannel = Literal["activations", "gradients", "values", "shared weights", "shared gradients"]
+_TO_LATER = ("activations", "shared weights")  # channels to later stages; the others lead back
+UNKNOWN = -1.0  # power of a norm that nobody asked for; NaN is that of gradients which are NaN
+LEAST_BYTES = 1024  # room for a payload in every parcel; more once a payload was larger
+
+
+class Transfer(NamedTuple):
+    """A send or receive under way. `tensor` must live until `work` is over."""
+
+    work: Any
+    tensor: Tensor
+    other: int  # the other rank's place in the pipeline
+    is_receive: bool
+    what: object  # its text names the tensor in an error
+
+
+class _Channels(Generic[ChannelT]):
+    """Transfers between the `ranks` of one pipeline, with a process group for each channel.
+
+    All waits end at the time limit of the run's groups, with a PeerLostError that names the other
+    rank and what was expected of it.
+    """
+
+    def __init__(
+        self,
+        pipelines: Sequence[Sequence[int]],
+        to_later: Mapping[ChannelT, bool],
+        *,
+        rank: int,
+        device: torch.device,
+        names_stages: bool,
+    ) -> None:
+        """Make the groups, and connect. A collective call of all ranks.
+
+        Args:
+            pipelines: the ranks of each pipeline.
+            rank: of this process in the run; one of the pipelines has it.
+            device: of the tensors.
+            to_later: the channels in an order that is the same on all ranks, and whether each
+                leads to later places of the pipeline.
+            names_stages: errors name stages beside ranks, since there is one on each.
+        """
+        self.groups = {channel: own_group(pipelines) for channel in to_later}
+        self.ranks = next(list(ranks) for ranks in pipelines if rank in ranks)
+        self.place, self._device, self._names_stages = self.ranks.index(rank), device, names_stages
+        # NCCL connects two ranks when they first exchange something, so every pair exchanges one
+        # element now, in an order that is the same on all ranks.
+        for channel, group in self.groups.items():
+            for low in range(len(self.ranks)):
+                for high in range(low + 1, len(self.ranks)):
+                    sender, receiver = (low, high) if to_later[channel] else (high, low)
+                    token = torch.zeros(1, device=device)
+                    if self.place == sender:
+                        group.send([token], receiver, 0).wait()
+                    elif self.place == receiver:
+                        group.recv([token], sender, 0).wait()
+
+    def receive(self, channel: ChannelT, source: int, spec: LeafSpec, what: object) -> Transfer:
+        """Begin to receive a tensor as `spec` describes it."""
+        # With the strides that the sender's tensor has: no copy on this side.
+        buffer = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=self._device)
+        try:
+            work = self.groups[channel].recv([_memory(buffer)], source, 0)
+        except RuntimeError as error:
+            self._fail(source, what, error, is_receive=True)
+        return Transfer(work, buffer, source, True, what)
+
+    def send(self, channel: ChannelT, target: int, tensor: Tensor, what: object) -> Transfer:
+        """Begin to send a dense tensor."""
+        try:
+            work = self.groups[channel].send([_memory(tensor)], target, 0)
+        except RuntimeError as error:
+            self._fail(target, what, error, is_receive=False)
+        return Transfer(work, tensor, target, False, what)
+
+    def wait(self, transfer: Transfer) -> None:
+        """Block until the transfer is over."""
+        try:
+            transfer.work.wait()
+        except RuntimeError as error:
+            self._fail(transfer.other, transfer.what, error, is_receive=transfer.is_receive)
+
+    def _fail(
+        self, other_place: int, what: object, error: RuntimeError, *, is_receive: bool
+    ) -> NoReturn:
+        me, other = (
+            f"rank {self.ranks[place]}" + (f" (stage {place})" if self._names_stages else "")
+            for place in (self.place, other_place)
+        )
+        if is_receive:
+            text = (
+                f"{me} waited for {what}, and {other} did not send them: it is gone, stopped or "
+                "late"
+            )
+        else:
+            lost = "it" if self._names_stages else other
+            text = f"{me} could not send {what} to {other}: {lost} is gone, stopped or late"
+        raise PeerLostError(f"{text} ({error})") from error
+
+
+# ---- pipelines with a flush ----------------------------------------------------------------------
+
+
+class Peers:
+    """Exchanges the messages of a step's schedule with the other ranks of this rank's pipeline."""
+
+    def __init__(
+        self,
+        pipelines: Sequence[Sequence[int]],
+        schedule: Schedule,
+        *,
+        rank: int,
+        device: torch.device,
+    ) -> None:
+        """Connect with the ranks of that one of `pipelines` which `rank` of the run is in.
+
+        A collective call of all ranks.
+        """
+        # A channel is (of gradients, to a later rank). Activations go to later stages, which may
+        # be on earlier ranks; their gradients go the other way.
+        ranks = schedule.rank_of_stage
+        ups = {
+            first < second
+            for at, first in enumerate(ranks)
+            for second in ranks[at + 1 :]
+            if first != second
+        }
+        channels = sorted({(False, up) for up in ups} | {(True, not up) for up in ups})
+        self._channels = _Channels(
+            pipelines,
+            {channel: channel[1] for channel in channels},
+            rank=rank,
+            device=device,
+            names_stages=False,
+        )
+        # Keys are ids of messages: to hash a message as a whole takes longer.
+        self._receives: dict[int, Transfer] = {}
+        self._own: dict[int, Tensor] = {}  # from one stage of this rank to another
+        self._sends: dict[int, list[tuple[Message, Transfer]]] = {}  # by receiver
+
+    def begin(self, messages: Sequence[Message]) -> None:
+        """Begin to receive."""
+        for message in messages:
+            channel = message.is_gradient, message.sender < message.receiver
+            self._receives[id(message)] = self._channels.receive(
+                channel, message.sender, message.spec, message
+            )
+
+    def receive(self, message: Message) -> Tensor:
+        """Return the tensor of `message`, once it is here."""
+        if message.sender == message.receiver:
+            return self._own.pop(id(message))
+        transfer = self._receives.pop(id(message))
+        self._channels.wait(transfer)
+        # The sender had used what came before it made this message, so those sends are over. Gloo
+        # tells nobody, and their memory would stay: wait for them, which takes no time.
+        if sends := self._sends.get(message.sender):
+            kept = []
+            for each in sends:
+                if each[0].used <= message.made:
+                    self._channels.wait(each[1])
+                else:
+                    kept.append(each)
+            self._sends[message.sender] = kept
+        return transfer.tensor
+
+    def send(self, message: Message, tensor: Tensor) -> None:
+        """Begin to send."""
+        if message.sender == message.receiver:
+            self._own[id(message)] = tensor
+            return
+        channel = message.is_gradient, message.sender < message.receiver
+        transfer = self._channels.send(
+            channel, message.receiver, _laid_out(tensor, message.spec), message
+        )
+        # The tensor must stay until it has arrived.
+        self._sends.setdefault(message.receiver, []).append((message, transfer))
+
+    def finish(self) -> None:
+        """Wait until all sends have arrived."""
+        for sends in self._sends.values():
+            for _, transfer in sends:
+                self._channels.wait(transfer)
+        self._sends = {}
+        assert not self._receives and not self._own, "a message that nobody waited for"
+
+    def forget(self) -> None:
+        """Drop what is under way, after an error."""
+        self._receives, self._own, self._sends = {}, {}, {}
+
+
+# ---- asynchronous pipelines ----------------------------------------------------------------------
+
+
+class _ParcelName(NamedTuple):
+    channel: LinkChannel
+    minibatch: int
+
+    def __str__(self) -> str:
+        return f"{self.channel} of minibatch {self.minibatch}"
+
+
+_Parcel = tuple[int, list[Transfer]]  # the minibatch, a transfer for each tensor
+
+
+class StageLinks:
+    """Links of this rank's `stage` to the other stages of an asynchronous pipeline.
+
+    There is one stage on each rank. Between two stages parcels (lists of tensors) travel in each
+    channel in the order in which they are sent, and their receives are begun in that order.
+    """
+
+    def __init__(
+        self,
+        pipelines: Sequence[Sequence[int]],
+        *,
+        rank: int,
+        device: torch.device,
+        are_shared: bool = False,
+    ) -> None:
+        """Connect with the ranks of that one of `pipelines` which `rank` of the run is in.
+
+        A collective call of all ranks. `are_shared`: stages share parameters.
+        """
+        channels: list[LinkChannel] = [
+            each for each in get_args(LinkChannel) if are_shared or not each.startswith("shared")
+        ]
+        self._channels = _Channels(
+            pipelines,
+            {channel: channel in _TO_LATER for channel in channels},
+            rank=rank,
+            device=device,
+            names_stages=True,
+        )
+        self.stage, self.num_stages = self._channels.place, len(self._channels.ranks)
+        self._receives: dict[tuple[LinkChannel, int], deque[_Parcel]] = {}
+        self._sends: dict[tuple[LinkChannel, int], deque[_Parcel]] = {}
+
+    @property
+    def begins_ahead(self) -> bool:
+        """Whether receives may be begun long before anything is sent.
+
+        Not with NCCL: its kernel would keep the device waiting.
+        """
+        return dist.get_backend(self._channels.groups["values"]) == "gloo"
+
+    def begin(
+        self, channel: LinkChannel, source: int, minibatch: int, specs: Sequence[LeafSpec]
+    ) -> None:
+        """Begin to receive the next parcel of stage `source`."""
+        what = _ParcelName(channel, minibatch)
+        transfers = [self._channels.receive(channel, source, spec, what) for spec in specs]
+        self._receives.setdefault((channel, source), deque()).append((minibatch, transfers))
+
+    def receive(self, channel: LinkChannel, source: int, minibatch: int) -> list[Tensor]:
+        """Return the tensors of the parcel of `source` that was begun first, once they are here."""
+        of_minibatch, transfers = self._receives[channel, source].popleft()
+        assert of_minibatch == minibatch, (channel, source, of_minibatch, minibatch)
+        for transfer in transfers:
+            self._channels.wait(transfer)
+        return [transfer.tensor for transfer in transfers]
+
+    def send(
+        self,
+        channel: LinkChannel,
+        target: int,
+        minibatch: int,
+        tensors: Sequence[Tensor],
+        specs: Sequence[LeafSpec] | None = None,
+    ) -> None:
+        """Begin to send a parcel, with the dtypes and strides of `specs`."""
+        what, transfers = _ParcelName(channel, minibatch), []
+        for number, tensor in enumerate(tensors):
+            sent = tensor if specs is None else _laid_out(tensor, specs[number])
+            transfers.append(self._channels.send(channel, target, sent, what))
+        self._sends.setdefault((channel, target), deque()).append((minibatch, transfers))
+
+    def free_sent(self, channel: LinkChannel, target: int, before: int) -> None:
+        """Free what `target` is known to have used: parcels of minibatches before this one.
+
+        Gloo tells nobody when a send is over; to wait for one that is takes no time.
+        """
+        sends = self._sends.get((channel, target))
+        while sends and sends[0][0] < before:
+            for transfer in sends.popleft()[1]:
+                self._channels.wait(transfer)
+
+    def finish(self) -> None:
+        """Wait until all sends have arrived."""
+        for sends in self._sends.values():
+            while sends:
+                for transfer in sends.popleft()[1]:
+                    self._channels.wait(transfer)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes under way: parcels not known to have arrived, and buffers for what comes."""
+        parcels = [parcel for sends in self._sends.values() for parcel in sends]
+        parcels += [parcel for receives in self._receives.values() for parcel in receives]
+        return sum(transfer.tensor.nbytes for _, transfers in parcels for transfer in transfers)
+
+    def forget(self) -> None:
+        """Drop what is under way, after an error."""
+        self._receives, self._sends = {}, {}
+
+
+# ---- activations and gradients of an asynchronous stage ------------------------------------------
+
+Format = tuple[tuple[TensorRef, LeafSpec], ...]  # tensors in the order in which they travel
+Shapes = tuple[LeafSpec, ...]  # equal where the same buffers hold the tensors
+
+
+@dataclass(frozen=True)
+class StageTraffic:
+    """Tensors that a stage exchanges in a pass; their gradients travel the other way.
+
+    `received` has activations by the stage that makes them, `sent` by the stage that needs them.
+    """
+
+    received: Mapping[int, Format]
+    sent: Mapping[int, Format]
+
+    @classmethod
+    def of_stage(cls, stage: int, crossings: Crossings) -> StageTraffic:
+        """Return what `stage` exchanges where these tensors cross."""
+        received: dict[int, Format] = {}
+        sent: dict[int, Format] = {}
+        for ref, targets in sorted(crossings.targets.items()):
+            source, entry = crossings.stage_of_call[ref.call], (ref, crossings.specs[ref])
+            if stage in targets:
+                received[source] = (*received.get(source, ()), entry)
+            for target in targets if source == stage else ():
+                sent[target] = (*sent.get(target, ()), entry)
+        return cls(received, sent)
+
+
+@dataclass
+class _ShapeHistory:
+    """The shapes that travelled between two stages with the last two minibatches."""
+
+    last: Shapes | None = None
+    before: Shapes | None = None
+
+    def add(self, shapes: Shapes) -> None:
+        self.before, self.last = self.last, shapes
+
+
+@dataclass
+class StageInputs:
+    """Activations and gradients between the stage of `links` and all others.
+
+    Norms of gradients, (stages,), travel with the activations from each stage to the next. See
+    [Note: shapes ahead].
+    """
+
+    links: StageLinks
+    _from: dict[int, _ShapeHistory] = field(default_factory=dict)  # by stage
+    _to: dict[int, _ShapeHistory] = field(default_factory=dict)
+    _begun: set[int] = field(default_factory=set)  # minibatches whose gradients are being received
+
+    def receive(
+        self, minibatch: int, traffic: StageTraffic, powers: Tensor
+    ) -> dict[TensorRef, Tensor]:
+        """Return what a forward pass needs, and begin to receive for the next one.
+
+        `powers`, (stages,), takes over those of the stages before.
+        """
+        found: dict[TensorRef, Tensor] = {}
+        for source in range(self.links.stage):
+            tensors = traffic.received.get(source, ())
+            history = self._from.setdefault(source, _ShapeHistory())
+            shapes = tuple(spec for _, spec in tensors)
+            norms = [_spec_of_norms(powers)] if source == self.links.stage - 1 else []
+            # This minibatch: what was begun ahead, or all of it, or the right shapes after it.
+            expected = self._expected(history)
+            if expected is None:
+                self.links.begin("activations", source, minibatch, [*shapes, *norms])
+            elif expected != shapes:
+                self.links.begin("activations", source, minibatch, shapes)
+            given = self.links.receive("activations", source, minibatch)
+            if norms:
+                powers[: self.links.stage] = given.pop()[: self.links.stage]
+            if expected is not None and expected != shapes:
+                given = self.links.receive("activations", source, minibatch)
+            found.update(zip((ref for ref, _ in tensors), given, strict=True))
+            # The next minibatch.
+            history.add(shapes)
+            if (expected := self._expected(history)) is not None:
+                self.links.begin("activations", source, minibatch + 1, [*expected, *norms])
+        return found
+
+    def send(
+        self,
+        minibatch: int,
+        traffic: StageTraffic,
+        made: Mapping[TensorRef, Tensor],
+        powers: Tensor,
+    ) -> None:
+        """Send what a forward pass has made, and `powers` to the next stage."""
+        stage = self.links.stage
+        for target in range(stage + 1, self.links.num_stages):
+            tensors = traffic.sent.get(target, ())
+            history = self._to.setdefault(target, _ShapeHistory())
+            shapes = tuple(spec for _, spec in tensors)
+            norms = [powers.clone()] if target == stage + 1 else []
+            specs = [_spec_of_norms(powers)] if norms else []
+            expected, given = self._expected(history), [made[ref] for ref, _ in tensors]
+            # In one parcel, unless the receiver waits for other shapes.
+            if expected is None or expected == shapes:
+                self.links.send(
+                    "activations", target, minibatch, [*given, *norms], [*shapes, *specs]
+                )
+            else:
+                unused = [
+                    torch.empty_strided(
+                        spec.shape, spec.stride, dtype=spec.dtype, device=powers.device
+                    )
+                    for spec in expected
+                ]
+                self.links.send(
+                    "activations", target, minibatch, [*unused, *norms], [*expected, *specs]
+                )
+                self.links.send("activations", target, minibatch, given, shapes)
+            history.add(shapes)
+
+    def begin_gradients(self, minibatch: int, traffic: StageTraffic) -> None:
+        """Begin to receive the gradients of a minibatch's activations, if that is not done yet."""
+        if minibatch not in self._begun:
+            self._begun.add(minibatch)
+            for target, tensors in sorted(traffic.sent.items()):
+                specs = [spec for _, spec in _with_gradients(tensors)]
+                self.links.begin("gradients", target, minibatch, specs)
+
+    def receive_gradients(self, minibatch: int, traffic: StageTraffic) -> dict[TensorRef, Tensor]:
+        """Return the gradients of what was sent, summed over the stages that received it."""
+        self._begun.remove(minibatch)
+        found: dict[TensorRef, Tensor] = {}
+        # In the order of stages: sums are the same in every run.
+        for target, tensors in sorted(traffic.sent.items()):
+            given = self.links.receive("gradients", target, minibatch)
+            for (ref, _), gradient in zip(_with_gradients(tensors), given, strict=True):
+                found[ref] = found[ref] + gradient if ref in found else gradient
+        return found
+
+    def send_gradients(
+        self, minibatch: int, traffic: StageTraffic, made: Mapping[TensorRef, Tensor]
+    ) -> None:
+        """Send the gradients of what was received."""
+        for source, tensors in sorted(traffic.received.items()):
+            wanted = _with_gradients(tensors)
+            gradients, specs = [made[ref] for ref, _ in wanted], [spec for _, spec in wanted]
+            self.links.send("gradients", source, minibatch, gradients, specs)
+
+    def _expected(self, history: _ShapeHistory) -> Shapes | None:
+        """Return the shapes that the next minibatch is taken to have; None: nothing is begun."""
+        if not self.links.begins_ahead or history.last != history.before:
+            return None
+        return history.last
+
+
+# ---- what travels back with a minibatch ----------------------------------------------------------
+
+
+@dataclass
+class SideValues:
+    """Values that travel back from stage to stage with the gradients of a minibatch.
+
+    `loss` is one number. `powers` (stages,) are norms of gradients to their power, so that they
+    add up; UNKNOWN where nobody asked. `payload` is the caller's.
+    """
+
+    loss: Tensor
+    powers: Tensor
+    payload: bytes | None = None
+
+
+@dataclass
+class ValueParcels:
+    """Sends side values along `links` of `num_stages` stages, and receives them, on `device`.
+
+    A parcel is bytes: the loss, the length of the payload (-1: none), the powers, all float64, and
+    the payload with the room that the largest one needed so far. What has no room follows.
+    """
+
+    links: StageLinks
+    num_stages: int
+    device: torch.device
+    _room_sent: int = field(default=LEAST_BYTES, init=False)
+    _room_begun: int = field(default=LEAST_BYTES, init=False)
+    _begun: int | None = field(default=None, init=False)  # minibatch that is being received
+
+    def send(self, minibatch: int, values: SideValues) -> None:
+        """Begin to send to the stage before; nothing on the first."""
+        stage = self.links.stage
+        if stage == 0:
+            return
+        payload = values.payload or b""
+        length = -1 if values.payload is None else len(payload)
+        # (2 + stages,): loss, length, powers.
+        numbers = torch.empty(self.num_stages + 2, dtype=torch.float64, device=self.device)
+        numbers[0], numbers[1], numbers[2:] = values.loss, length, values.powers
+        room, rest = self._room_sent, payload[self._room_sent :]
+        text = _bytes_tensor(payload[:room].ljust(room, b"\0")).to(self.device)
+        self.links.send(
+            "values", stage - 1, minibatch, [torch.cat([numbers.view(torch.uint8), text])]
+        )
+        # What had no room follows, and later parcels get more.
+        if rest:
+            self.links.send("values", stage - 1, minibatch, [_bytes_tensor(rest).to(self.device)])
+            self._room_sent = 1 << length.bit_length()
+
+    def begin(self, minibatch: int) -> None:
+        """Begin to receive from the stage behind, if there is one and nothing is begun yet."""
+        if self._begun is None and self.links.stage + 1 < self.num_stages:
+            spec = _spec_of_bytes(self._head + self._room_begun)
+            self.links.begin("values", self.links.stage + 1, minibatch, [spec])
+            self._begun = minibatch
+
+    def receive(self, minibatch: int) -> SideValues:
+        """Return the values of a minibatch, once they are here."""
+        self.begin(minibatch)
+        assert self._begun == minibatch, (self._begun, minibatch)
+        source, room = self.links.stage + 1, self._room_begun
+        (parcel,) = self.links.receive("values", source, minibatch)
+        self._begun = None
+        # The same layout as in `send`.
+        numbers = parcel[: self._head].view(torch.float64)
+        length, payload = int(numbers[1]), None
+        if length >= 0:
+            # On the host: what has room in the parcel.
+            payload = parcel[self._head :].cpu().numpy().tobytes()[:length]
+        # The sender sent the rest after it, and gives the next parcel more room, as this side does.
+        if length > room:
+            self.links.begin("values", source, minibatch, [_spec_of_bytes(length - room)])
+            (rest,) = self.links.receive("values", source, minibatch)
+            payload = (payload or b"") + rest.cpu().numpy().tobytes()
+            self._room_begun = 1 << length.bit_length()
+        return SideValues(numbers[0].to(torch.get_default_dtype()), numbers[2:].clone(), payload)
+
+    @property
+    def _head(self) -> int:
+        """Bytes in front of the payload."""
+        return 8 * (self.num_stages + 2)
+
+
+# ---- tensors and their memory --------------------------------------------------------------------
+
+
+def _memory(tensor: Tensor) -> Tensor:
+    """Return the memory of a dense tensor as (n,), in the order in which it lies there."""
+    return tensor if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _laid_out(tensor: Tensor, spec: LeafSpec) -> Tensor:
+    """Return `tensor`, or a copy, with the dtype and strides that the receiver expects."""
+    if tensor.dtype == spec.dtype and tensor.stride() == spec.stride:
+        return tensor
+    assert tensor.shape == spec.shape, (tensor.shape, spec)
+    return torch.empty_strided(
+        spec.shape, spec.stride, dtype=spec.dtype, device=tensor.device
+    ).copy_(tensor)
+
+
+def _with_gradients(tensors: Format) -> Format:
+    return tuple((ref, spec) for ref, spec in tensors if spec.requires_grad)
+
+
+def _spec_of_norms(powers: Tensor) -> LeafSpec:
+    return LeafSpec((powers.numel(),), (1,), powers.dtype, requires_grad=False)
+
+
+def _spec_of_bytes(count: int) -> LeafSpec:
+    return LeafSpec((count,), (1,), torch.uint8, requires_grad=False)
+
+
+def _bytes_tensor(payload: bytes) -> Tensor:
+    if not payload:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(payload), dtype=torch.uint8)

@@ -43,7 +43,7 @@ def measure(*case: Any) -> dict[str, Any]:
     from lightning_topt.plan.pipeline_search import PipelineRequest  # noqa: PLC0415
     from lightning_topt.plan.plan_search import search_plans  # noqa: PLC0415
     from lightning_topt.plugins.planning import make_fake_optimizers  # noqa: PLC0415
-    from lightning_topt.techniques.tensor_parallel import split_candidates  # noqa: PLC0415
+    from lightning_topt.techniques.tensor_parallel import split_model as split_candidates  # noqa: PLC0415
     from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace  # noqa: PLC0415
 
     try:

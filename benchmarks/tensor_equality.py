@@ -32,7 +32,7 @@ from benchmarks.tensor_equality_plans import PLANS, Plan
 from lightning_topt.communication.topology import Topology
 from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.gathered_state import gather_module_state
-from lightning_topt.techniques.technique import RunOptions
+from lightning_topt.techniques.run_options import RunOptions
 
 CPU = torch.device("cpu")
 

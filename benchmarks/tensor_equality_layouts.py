@@ -20,8 +20,8 @@ from lightning_topt.graph.op_config import OpConfig, Placements, Replicate, Stor
 from lightning_topt.plan.parallel_plan import BlockPlan
 from lightning_topt.techniques.tensor_parallel.block_rules import BlockRule
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
-from lightning_topt.techniques.tensor_parallel.split_candidates import SplitModel
 from lightning_topt.techniques.tensor_parallel.split_layouts import SplitLayout
+from lightning_topt.techniques.tensor_parallel.split_model import SplitModel
 from lightning_topt.techniques.tensor_parallel.split_prices import SplitPrices
 
 # Only which splits exist matters here, not what they cost.

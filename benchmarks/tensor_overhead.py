@@ -31,9 +31,9 @@ from benchmarks.common import RESULTS, machine
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import Placement, Replicate, Shard
 from lightning_topt.techniques.tensor_parallel import moves
+from lightning_topt.techniques.tensor_parallel.layout import TensorAxes
 from lightning_topt.techniques.tensor_parallel.split_mode import SplitMode
 from lightning_topt.techniques.tensor_parallel.split_parameters import split_parameters
-from lightning_topt.techniques.tensor_parallel.tensor_axes import TensorAxes
 
 HEADS, RANKS = 8, 2
 PLACEMENTS: dict[str, Placement] = {

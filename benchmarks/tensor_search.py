@@ -43,7 +43,7 @@ def measure(layers: int, devices: int, name: str, samples: int, steps: int) -> d
     from lightning_topt.graph.meta_build import build_on_meta  # noqa: PLC0415
     from lightning_topt.plan.plan_search import search_plans  # noqa: PLC0415
     from lightning_topt.plugins.planning import make_fake_optimizers  # noqa: PLC0415
-    from lightning_topt.techniques.tensor_parallel import split_candidates  # noqa: PLC0415
+    from lightning_topt.techniques.tensor_parallel import split_model as split_candidates  # noqa: PLC0415
     from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace  # noqa: PLC0415
 
     try:

@@ -25,7 +25,7 @@ from lightning_topt.graph.sample_counts import batch_sizes
 from lightning_topt.graph.step_observer import observe_step
 from lightning_topt.plugins.example_batch import batches_of
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
-from lightning_topt.techniques.tensor_parallel.split_candidates import SplitModel
+from lightning_topt.techniques.tensor_parallel.split_model import SplitModel
 
 
 class NeedsValues(Exception):

@@ -51,7 +51,7 @@ from lightning_topt.plugins.auto_parallel import AutoParallelStrategy
 from lightning_topt.plugins.plan_request import PlanRequest
 from lightning_topt.plugins.planning import Planning, make_fake_optimizers
 from lightning_topt.plugins.planning_ranks import on_rank_0
-from lightning_topt.techniques.tensor_parallel.split_candidates import Captured
+from lightning_topt.techniques.tensor_parallel.split_model import Captured
 
 RequestWithoutCosts = Callable[..., SearchRequest]  # called with the costs
 

@@ -48,7 +48,8 @@ from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from lightning_topt.schedules.schedules import Schedule, single_stage_schedule
 from lightning_topt.techniques.recomputation import apply_recomputation, remove_recomputation
 from lightning_topt.techniques.registry import TECHNIQUES
-from lightning_topt.techniques.technique import Applied, ParallelModel, RunOptions
+from lightning_topt.techniques.run_options import RunOptions
+from lightning_topt.techniques.technique import Applied, ParallelModel
 
 State = dict[str, Any]
 LossFunction = Callable[[nn.Module, Any], Tensor]

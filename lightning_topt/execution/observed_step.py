@@ -59,8 +59,9 @@ from lightning_topt.graph.structures import copied_batch, tensors_in
 from lightning_topt.optim.full_state import parameters_of
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
-from lightning_topt.techniques.block_parameters import parameters_by_block
-from lightning_topt.techniques.technique import RunOptions, has_whole_gradients
+from lightning_topt.techniques.registry import parameters_by_block
+from lightning_topt.techniques.run_options import RunOptions
+from lightning_topt.techniques.technique import has_unsharded_gradients
 from lightning_topt.techniques.tensor_parallel import moves
 
 _STEPS = 3  # DDP packs its buckets anew before the second forward, and sends how
@@ -425,7 +426,7 @@ def rehearse_rank(
         "calls": calls,
         "forward_context": forward_context,
     }
-    if any(has_whole_gradients(block.config) for block in plan.blocks):
+    if any(has_unsharded_gradients(block.config) for block in plan.blocks):
         # Parameters, gradients, and two states such as those of Adam.
         needed = 4 * sum(parameter.nbytes for parameter in module.parameters())
         if needed > memory_limit:
@@ -590,7 +591,7 @@ def _differences(verification: Verification, seen: Observation) -> tuple[list[st
         if (row.during, row.op) == ("backward", "all_reduce")
         and row.key in said
         and said[row.key].nbytes == row.nbytes
-        and any(has_whole_gradients(block.config) for block in verification.plan.blocks)
+        and any(has_unsharded_gradients(block.config) for block in verification.plan.blocks)
     ]
     repacked = differences_of_rows([said[row.key] for row in packed], packed)
     rest = [said[row.key] if row in packed else row for row in seen.collectives]

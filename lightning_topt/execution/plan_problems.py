@@ -25,10 +25,14 @@ from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.graph.op_graph import OpGraph, model_fingerprint
 from lightning_topt.optim.update_rule import BY_PARAMETER, ELEMENTWISE, is_one_of
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
-from lightning_topt.techniques.block_parameters import check_blocks, check_tied, parameters_by_block
-from lightning_topt.techniques.registry import check_runs
+from lightning_topt.techniques.registry import (
+    check_blocks,
+    check_runs,
+    check_tied,
+    parameters_by_block,
+)
+from lightning_topt.techniques.tensor_parallel.layout import TensorAxes
 from lightning_topt.techniques.tensor_parallel.split_parameters import check_split
-from lightning_topt.techniques.tensor_parallel.tensor_axes import TensorAxes
 from lightning_topt.techniques.tensor_parallelism import split_placements
 
 

@@ -32,7 +32,7 @@ from lightning_topt.optim.pieces import rows_of as rows_of_piece
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.techniques.ddp_wrapper import bucket_bytes
 from lightning_topt.techniques.registry import TECHNIQUES
-from lightning_topt.techniques.technique import has_whole_gradients
+from lightning_topt.techniques.technique import has_unsharded_gradients
 from lightning_topt.techniques.tensor_parallel.layout import layout_of
 
 _NO_PROFILE = OptimizerProfile("no optimizer", elementwise=True, by_parameter=True, updates={})
@@ -177,7 +177,7 @@ def _whole_gradients(
     whole = {
         name: each
         for block, parameters in blocks.items()
-        if has_whole_gradients(configs[block])
+        if has_unsharded_gradients(configs[block])
         for name, each in once(parameters)
         if each.requires_grad
     }

@@ -68,10 +68,10 @@ from lightning_topt.graph.op_graph import Block, OpGraph
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.schedules.check import check_schedule
 from lightning_topt.schedules.schedules import Schedule, make_schedule
-from lightning_topt.techniques.block_parameters import parameters_by_block
 from lightning_topt.techniques.plan_costs import PlanCosts
+from lightning_topt.techniques.registry import parameters_by_block
+from lightning_topt.techniques.tensor_parallel.layout import TensorAxes
 from lightning_topt.techniques.tensor_parallel.split_parameters import split_parameters
-from lightning_topt.techniques.tensor_parallel.tensor_axes import TensorAxes
 from lightning_topt.techniques.tensor_parallelism import split_placements
 
 OptimizersOf = Callable[[Any], Sequence[Optimizer]]  # the optimizers of a module

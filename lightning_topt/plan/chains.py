@@ -37,8 +37,7 @@ from lightning_topt.costs.lifetimes import (
 from lightning_topt.costs.sizes import ROOT
 from lightning_topt.frontier.chain_search import search_meshes
 from lightning_topt.graph.op_config import OpConfig
-from lightning_topt.techniques.plan_batch import PlanBatch, Rows
-from lightning_topt.techniques.plan_costs import RESULTS, PlanCosts
+from lightning_topt.techniques.plan_costs import RESULTS, PlanBatch, PlanCosts, Rows
 from lightning_topt.techniques.technique import Neighbours, Technique
 
 # the error bound of a search that was given up, which can state none; files hold no infinities

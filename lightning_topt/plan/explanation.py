@@ -45,7 +45,7 @@ from lightning_topt.plan.tensor_meshes import (
 )
 from lightning_topt.techniques.explain import BlockExplanation, Explanation, explain, explain_blocks
 from lightning_topt.techniques.plan_costs import PlanCosts
-from lightning_topt.techniques.tensor_parallel.whole_operators import WholeOperator, whole_operators
+from lightning_topt.techniques.tensor_parallel.split_prices import WholeOperator, whole_operators
 
 # ---- any plan of a model
 

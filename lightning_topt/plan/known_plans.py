@@ -23,7 +23,7 @@ import numpy as np
 
 from lightning_topt.costs.chain_table import BlockCosts, ChainTable
 from lightning_topt.costs.cost_table import Array
-from lightning_topt.techniques.plan_batch import PlanBatch
+from lightning_topt.techniques.plan_costs import PlanBatch
 
 _PRICES = 96
 _FIRST = 12  # every so many-th price is tried first

@@ -30,7 +30,7 @@ from lightning_topt.plan.report_page import FAINT, INK
 from lightning_topt.schedules.schedules import Kind
 from lightning_topt.schedules.simulate import MemoryCurve, Simulation, Span
 from lightning_topt.techniques.explain import BlockExplanation, TensorCollective
-from lightning_topt.techniques.tensor_parallel.whole_operators import WholeOperator
+from lightning_topt.techniques.tensor_parallel.split_prices import WholeOperator
 
 _ROWS, _OPERATORS = 8, 5  # kinds of blocks, and functions that are not split, that are shown
 

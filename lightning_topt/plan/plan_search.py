@@ -54,10 +54,9 @@ from lightning_topt.plan.tensor_meshes import (
     tensor_steps,
 )
 from lightning_topt.techniques.data_parallel import has_buckets
-from lightning_topt.techniques.plan_batch import PlanBatch
-from lightning_topt.techniques.plan_costs import PlanCosts
-from lightning_topt.techniques.technique import has_whole_gradients
-from lightning_topt.techniques.tensor_parallel.split_candidates import SplitModel
+from lightning_topt.techniques.plan_costs import PlanBatch, PlanCosts
+from lightning_topt.techniques.technique import has_unsharded_gradients
+from lightning_topt.techniques.tensor_parallel.split_model import SplitModel
 
 
 @dataclass(frozen=True)
@@ -565,7 +564,7 @@ def points_of(batch: PlanBatch) -> list[PlanPoint]:
             num_microbatches=step.num_microbatches,
             joint=step.joint,
             gradient_views=step.gradient_views
-            and any(has_whole_gradients(block.config) for block in placed_blocks),
+            and any(has_unsharded_gradients(block.config) for block in placed_blocks),
         )
         found.append(PlanPoint(seconds, peak, step.mesh.size, plan))
     return found

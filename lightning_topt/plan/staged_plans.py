@@ -72,9 +72,9 @@ from lightning_topt.plan.tensor_meshes import (
     tensor_sizes,
 )
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
-from lightning_topt.techniques.tensor_parallel.model_splits import ModelSplit
-from lightning_topt.techniques.tensor_parallel.split_candidates import SplitModel
+from lightning_topt.techniques.tensor_parallel.split_model import SplitModel
 from lightning_topt.techniques.tensor_parallel.split_prices import SplitPrices
+from lightning_topt.techniques.tensor_parallel.split_search import ModelSplit
 
 
 def search_pipelines_for(

@@ -27,10 +27,10 @@ from lightning_topt.graph.op_config import Placements, Replicate, Shard
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.techniques.tensor_parallel.block_rules import rules_of
-from lightning_topt.techniques.tensor_parallel.model_splits import ModelSplit
-from lightning_topt.techniques.tensor_parallel.split_candidates import SplitModel
 from lightning_topt.techniques.tensor_parallel.split_layouts import SplitLayout, layout_named_by
+from lightning_topt.techniques.tensor_parallel.split_model import SplitModel
 from lightning_topt.techniques.tensor_parallel.split_prices import SplitPrices
+from lightning_topt.techniques.tensor_parallel.split_search import ModelSplit
 
 # ---- meshes
 

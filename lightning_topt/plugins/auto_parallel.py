@@ -62,7 +62,7 @@ from lightning_topt.plugins.run_plan import UNTIL_WATCHED, decide_plan
 from lightning_topt.plugins.sharded_clipping import clip_sharded
 from lightning_topt.plugins.step_monitor import StepMonitor
 from lightning_topt.techniques.ddp_wrapper import bytes_of_buckets, register_hook, wrap_in_ddp
-from lightning_topt.techniques.technique import RunOptions
+from lightning_topt.techniques.run_options import RunOptions
 
 
 class AutoParallelStrategy(DataRanks):

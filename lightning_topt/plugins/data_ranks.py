@@ -35,7 +35,7 @@ from lightning_topt.plugins.pipeline_members import PipelineMembers
 from lightning_topt.plugins.pipeline_steps import PipelineSteps
 from lightning_topt.plugins.turns import Turns
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
-from lightning_topt.techniques.tensor_parallel.python_functions import among_all_ranks
+from lightning_topt.techniques.tensor_parallel.user_code import among_all_ranks
 
 Output = TypeVar("Output")
 

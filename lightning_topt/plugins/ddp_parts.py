@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_topt.communication.topology import Topology
 from lightning_topt.plugins.register import register_names as register_names
-from lightning_topt.techniques.technique import RunOptions
+from lightning_topt.techniques.run_options import RunOptions
 
 CHECKPOINT_KEY, EXCHANGE_KEY, PIPELINE_KEY = "lightning_topt", "gradient_exchange", "pipeline"
 HOOK_OPTIONS = (

@@ -42,7 +42,7 @@ from lightning_topt.plugins.planning_ranks import on_every_rank, on_rank_0
 from lightning_topt.plugins.whole_parameters import why_whole
 from lightning_topt.techniques.ddp_wrapper import names_to_ignore
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
-from lightning_topt.techniques.tensor_parallel.split_candidates import SplitModel
+from lightning_topt.techniques.tensor_parallel.split_model import SplitModel
 
 _SEARCH_SECONDS = 3.0  # a fit waits for it
 _STEP_SECONDS = 60.0  # for one step, without a word

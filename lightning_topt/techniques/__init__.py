@@ -1,3 +1,5 @@
-"""Ways of training a model on several ranks, one file each: what is legal, what that costs, how it
-is applied and undone.
+"""Ways of training a model on several ranks: what is legal, what it costs, how it is applied.
+
+`technique.Technique` is the interface, `registry.TECHNIQUES` the list. `plan_costs` adds up what a
+plan costs, and `explain` takes that sum apart.
 """

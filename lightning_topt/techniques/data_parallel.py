@@ -1,5 +1,6 @@
-"""Data parallelism: every rank has all parameters and whole gradients, averaged by torch's
-DistributedDataParallel (DDP).
+"""Data parallelism (ZeRO level 0): torch's DistributedDataParallel (DDP) averages the gradients.
+
+Every rank holds all parameters and unsharded gradients.
 
     what                                         source
     P + G + S all the time, G those of buckets   Rajbhandari et al., arXiv 1910.02054, section 5
@@ -10,11 +11,13 @@ DistributedDataParallel (DDP).
     rebuilt                                      order in which gradients became ready; old buckets
                                                  go first, but where gradients are views of them
 
-Gradients are tensors of their own, as under torch's defaults, or views of DDP's buckets where the
-step says so: then what autograd makes goes once it is copied. Zero_grad frees gradients, not
-buckets, between forward and backward. DDP also averages the whole gradients of blocks whose
-optimizer state is sharded (ZeRO level 1). Parameters with sharded gradients are beside it in the
-same model: DDP ignores them.
+P are the bytes of parameters, G of gradients, S of the optimizer's state. Under torch's defaults,
+gradients are tensors of their own. If the step says so they are views of DDP's buckets: then what
+autograd makes is freed once it is copied. Zero_grad frees gradients, not buckets, between forward
+and backward.
+
+DDP also averages the unsharded gradients of blocks whose optimizer state is sharded (ZeRO level 1).
+It ignores parameters of the same model whose gradients are sharded.
 """
 
 from __future__ import annotations
@@ -42,12 +45,12 @@ from lightning_topt.techniques.technique import (
     ParallelModel,
     Technique,
     has_known_axes,
-    has_whole_gradients,
+    has_unsharded_gradients,
 )
 
 
 class DataParallel(Technique):
-    """Nothing is sharded (ZeRO level 0)."""
+    """The technique of blocks of which nothing is sharded."""
 
     @property
     @override
@@ -75,13 +78,13 @@ class DataParallel(Technique):
 
     @override
     def collectives(self, step: TrainingStep, block: str, config: OpConfig) -> Iterator[Collective]:
-        return whole_gradient_collectives(step, block)
+        return unsharded_gradient_collectives(step, block)
 
     @override
     def lifetimes(
         self, step: TrainingStep, block: str, config: OpConfig, beside: Neighbours
     ) -> Iterator[Lifetime]:
-        yield from whole_gradient_lifetimes(step, block)
+        yield from unsharded_gradient_lifetimes(step, block)
         state = sum(step.optimizer.state_bytes(p.name) for p in step.parameters(block))
         yield step.phases.always("optimizer state", state)
 
@@ -98,21 +101,24 @@ class DataParallel(Technique):
 
     @override
     def apply(self, model: ParallelModel) -> Applied | None:
-        """Wrap the module in DDP, unless it is. With stages there is no DDP: their gradients are
-        exchanged as stages end.
+        """Wrap the module in DDP, unless it is wrapped already.
+
+        With stages there is no DDP: their gradients are exchanged when a stage ends.
         """
         if model.mesh.pipeline_axes:
             return None
         if model.joint:
             return _apply_beside_joint(model)
-        whole = model.parameters_where(has_whole_gradients)
-        sharded = model.parameters_where(lambda config: not has_whole_gradients(config))
+        # FSDP2 does what is sharded, DDP the rest
+        whole = model.parameters_where(has_unsharded_gradients)
+        sharded = model.parameters_where(lambda config: not has_unsharded_gradients(config))
         if not isinstance(model.root, DistributedDataParallel):
             if sharded and not any(parameter.requires_grad for parameter in whole.values()):
                 return None  # DDP takes no module in which it has nothing to average
             _move(model, whole)
             if model.mesh.data_parallel_size == 1 and model.mesh.tensor_axes:
                 return None
+            # along the data axes only, if there are others
             options, ignored = model.options, _names_for_ddp(sharded)
             arguments = dict(options.ddp)
             if model.data_group is not None:
@@ -127,10 +133,13 @@ class DataParallel(Technique):
 
 
 def _apply_beside_joint(model: ParallelModel) -> Applied:
-    """Every rank has its own batch. Whole gradients are averaged over all ranks; those of slices,
-    which are of the batches of a tensor group already, over the ranks along the data axes.
+    """Apply data parallelism to a model with joint modules, where every rank has its own batch.
+
+    Unsharded gradients are averaged over all ranks. Those of slices are sums over the batches of a
+    tensor group already: they are averaged along the data axes only, by a DDP of their own.
     """
-    everything = model.parameters_where(has_whole_gradients)
+    # gradients of unsharded parameters: over all ranks, through the DDP around the module
+    everything = model.parameters_where(has_unsharded_gradients)
     slices = {name: parameter for name, parameter in everything.items() if parameter in model.split}
     _move(model, everything)
     arguments = {**model.options.ddp, "broadcast_buffers": False}
@@ -143,6 +152,7 @@ def _apply_beside_joint(model: ParallelModel) -> Applied:
             model.module, device=model.device, arguments=arguments, ignored=ignored
         )
         register_hook(model.root, model.options.hook, model.options.hook_state)
+    # gradients of slices: along the data axes, through a DDP whose forward is called for nothing
     exchanged = [
         parameter for parameter in dict.fromkeys(slices.values()) if parameter.requires_grad
     ]
@@ -153,19 +163,19 @@ def _apply_beside_joint(model: ParallelModel) -> Applied:
                 "a communication hook averages over all ranks, and slices of parameters are "
                 "averaged over some of them: leave out the hook, or the plan's joint modules"
             )
-        # What is used is not seen from a forward that does nothing.
+        # DDP cannot see which parameters are used from a forward that does nothing
         alone = {
             "process_group": model.data_group,
             "find_unused_parameters": False,
             "static_graph": False,
         }
         arguments = {**arguments, **alone}
-        beside = wrap_in_ddp(_Slices(exchanged), device=model.device, arguments=arguments)
+        beside = wrap_in_ddp(_SliceHolder(exchanged), device=model.device, arguments=arguments)
 
     @contextmanager
     def around_step() -> Generator[None, None, None]:
         if beside is not None:
-            beside(None)  # backward is to average what it holds
+            beside(None)  # prepares DDP to average its gradients in the next backward
         yield
 
     @contextmanager
@@ -179,10 +189,8 @@ def _apply_beside_joint(model: ParallelModel) -> Applied:
     return Applied(undo=lambda: None, no_sync=no_sync, around_step=around_step)
 
 
-class _Slices(nn.Module):
-    """Slices of parameters for a DDP of their own, whose forward does nothing: they are used
-    elsewhere.
-    """
+class _SliceHolder(nn.Module):
+    """Slices of parameters for a DDP of their own; its forward does nothing."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         super().__init__()
@@ -193,8 +201,8 @@ class _Slices(nn.Module):
         return nothing
 
 
-def whole_gradient_lifetimes(step: TrainingStep, block: str) -> Iterator[Lifetime]:
-    """Yield whole parameters, gradients and the buckets of DDP."""
+def unsharded_gradient_lifetimes(step: TrainingStep, block: str) -> Iterator[Lifetime]:
+    """Yield unsharded parameters, gradients and the buckets of DDP."""
     parameters, phases = step.parameters(block), step.phases
     gradients = sum(map(gradient_bytes, parameters))
     yield phases.always("parameters", sum(map(parameter_bytes, parameters)))
@@ -211,8 +219,9 @@ def whole_gradient_lifetimes(step: TrainingStep, block: str) -> Iterator[Lifetim
 
 
 def has_buckets(step: TrainingStep) -> bool:
-    """Return whether whole gradients travel in buckets of DDP: not where there is one rank for each
-    slice.
+    """Return whether unsharded gradients travel in DDP's buckets.
+
+    They do not if each slice is on one rank only.
     """
     return bool(step.joint) or step.mesh.data_parallel_size > 1 or not step.mesh.tensor_axes
 
@@ -220,11 +229,14 @@ def has_buckets(step: TrainingStep) -> bool:
 def _own_gradient_lifetimes(
     step: TrainingStep, parameters: Sequence[Parameter]
 ) -> Iterator[Lifetime]:
-    """Gradients that are tensors of their own: those of the last step until zero_grad, which comes
-    after forward, new ones from the backward of the last segment that uses the parameter.
+    """Yield gradients that are tensors of their own.
+
+    Those of the last step live until zero_grad, which comes after forward. New ones live from the
+    backward of the last segment that uses the parameter.
     """
     spans = step.segments.of_parameter
     yield Lifetime("gradients", sum(map(gradient_bytes, parameters)), REBUILD, FORWARD_OVER)
+    # by segment: gradients that begin there, and the largest second part
     begun: dict[int, float] = {}
     second: dict[int, float] = {}
     for parameter in parameters:
@@ -241,7 +253,7 @@ def _own_gradient_lifetimes(
 def _loose_gradient_lifetimes(
     step: TrainingStep, parameters: Sequence[Parameter]
 ) -> Iterator[Lifetime]:
-    """Gradients outside DDP's buckets: the largest of a segment.
+    """Yield gradients outside DDP's buckets: the largest of a segment.
 
     That of a parameter used in several segments waits from the first of their backwards to the
     last, where the second part is added.
@@ -260,8 +272,10 @@ def _loose_gradient_lifetimes(
 
 
 def add_reduction(seconds: BlockSeconds, step: TrainingStep, block: str) -> None:
-    """Add the copies of whole gradients into DDP's bucket and, once all are averaged, out of it,
-    and their all-reduce where nothing else exchanges them.
+    """Add copies of unsharded gradients into DDP's buckets and out of them, and their all-reduce.
+
+    They are copied out once all are averaged. The all-reduce is left out if something else
+    exchanges them.
     """
     copy = (
         step.copy_seconds(sum(map(gradient_bytes, step.parameters(block))))
@@ -270,21 +284,23 @@ def add_reduction(seconds: BlockSeconds, step: TrainingStep, block: str) -> None
     )
     seconds.reduce_foreground += copy
     seconds.reduce_last += 0.0 if step.gradient_views else copy
-    collectives = [*whole_gradient_collectives(step, block)]
+    collectives = [*unsharded_gradient_collectives(step, block)]
     add_exchange(seconds, step, step.seconds_of(collectives), waits=step.waits_of(collectives))
 
 
-def whole_gradient_collectives(step: TrainingStep, block: str) -> Iterator[Collective]:
-    """Yield the all-reduce of whole gradients, which DDP packs into buckets; none where something
-    else exchanges them.
+def unsharded_gradient_collectives(step: TrainingStep, block: str) -> Iterator[Collective]:
+    """Yield the all-reduce of unsharded gradients, which DDP packs into buckets.
 
-    Beside joint modules those that are not of slices travel among all ranks.
+    Nothing if something else exchanges them. Beside joint modules, gradients that are not of slices
+    travel among all ranks.
     """
     if step.joint:
         slices = {name for name, _ in step.split.get(block, ())}
         for is_slice, axes in ((False, range(len(step.mesh.axes))), (True, step.mesh.data_axes)):
             of_kind = [
-                p for p in step.parameters(block) if (_name_in(block, p) in slices) == is_slice
+                parameter
+                for parameter in step.parameters(block)
+                if (parameter.name.removeprefix(f"{block}.") in slices) == is_slice
             ]
             size = sum(map(gradient_bytes, of_kind))
             yield step.collective("backward", "all_reduce", size, axes=axes, packed=True)
@@ -293,15 +309,12 @@ def whole_gradient_collectives(step: TrainingStep, block: str) -> Iterator[Colle
         yield step.collective("backward", "all_reduce", size, axes=step.mesh.data_axes, packed=True)
 
 
-def _name_in(block: str, parameter: Parameter) -> str:
-    return parameter.name.removeprefix(f"{block}.")
-
-
 def add_exchange(
     seconds: BlockSeconds, step: TrainingStep, exchange: float, *, waits: float
 ) -> None:
-    """Add an exchange of gradients of so many seconds, of which the cluster's share runs beside
-    backward, and all `waits` in it for other ranks.
+    """Add an exchange of gradients that takes `exchange` seconds.
+
+    The cluster's `overlap` of it runs beside backward, and so do all `waits` in it for other ranks.
     """
     ranks = step.mesh.size if step.joint else step.mesh.data_parallel_size
     beside = 0.0 if ranks == 1 else step.cluster.overlap
@@ -310,13 +323,15 @@ def add_exchange(
 
 
 def _names_for_ddp(names: Collection[str]) -> list[str]:
-    # DDP asks for a parameter of the module itself as "scale" in one place and as ".scale" in
-    # another.
+    # DDP looks a parameter of the root up as "scale" in one place and as ".scale" in another.
     return [*names, *(f".{name}" for name in names if "." not in name)]
 
 
 @torch.no_grad()
 def _move(model: ParallelModel, whole: Mapping[str, nn.Parameter]) -> None:
-    """To the device, but for what is to be sharded: that may be too large to be there whole."""
+    """Move the module to its device, except for parameters that are to be sharded.
+
+    Those may be too large to be there unsharded.
+    """
     for tensor in (*whole.values(), *model.module.buffers()):
         tensor.data = tensor.data.to(model.device)

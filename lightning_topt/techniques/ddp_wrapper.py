@@ -1,8 +1,7 @@
-"""torch's DistributedDataParallel (DDP) around a module: its buckets, what it ignores, the user's
-hook.
+"""torch's DistributedDataParallel (DDP) around a module: buckets, ignored parameters, user hook.
 
 [Note: buckets] DDP sends a bucket once it is full. With torch's 25 MiB a model of 15 M parameters
-sends nearly nothing before the middle of its backward pass, and a quarter of all after its end,
+sends nearly nothing before the middle of its backward pass. A quarter of all goes after its end,
 which a slow network cannot hide. With 16 buckets it hides all but a sixteenth. Inside one node
 there is little to hide, and more calls wait for one another (benchmarks/results/bucket_sizes.md).
 """
@@ -35,16 +34,17 @@ def names_to_ignore(module: nn.Module) -> frozenset[str]:
 
 
 def bucket_limits(gradients: int) -> list[int]:
-    """Return the bytes from which a bucket of DDP is full, that of the first apart where there are
-    two, for so many bytes of gradients on these ranks: on several nodes a sixteenth of all, at
-    least 1 MiB; torch's own 1 and 25 MiB on one node, and where that is more.
+    """Return the bytes from which a bucket of DDP is full, for so many bytes of gradients.
+
+    On several nodes that is a sixteenth of all, at least 1 MiB. On one node, and if a sixteenth is
+    more, it is torch's own pair: 1 MiB for the first bucket, 25 MiB for the others.
     """
     size = max(gradients // _BUCKETS, _SMALLEST_BUCKET)
     return [size] if size < _TORCH_BUCKET and _are_on_nodes() else [_SMALLEST_BUCKET, _TORCH_BUCKET]
 
 
 def _are_on_nodes() -> bool:
-    """Whether the ranks of this run are on several nodes; False where none has begun."""
+    """Return whether the ranks of this run are on several nodes; False if no run has begun."""
     if not dist.is_initialized():
         return False
     try:
@@ -59,10 +59,13 @@ def _are_on_nodes() -> bool:
 
 
 def bucket_bytes(gradients: Sequence[torch.Tensor]) -> list[int]:
-    """Return the bytes of the buckets that DDP packs `gradients` into, which are in the order in
-    which they become ready.
+    """Return the bytes of the buckets that DDP packs `gradients` into.
 
-    Those of all steps but the first, which has one bucket for each dtype.
+    Args:
+        gradients: in the order in which they become ready
+
+    Returns:
+        the buckets of all steps but the first, which has one bucket for each dtype
     """
     if not gradients:
         return []
@@ -87,10 +90,14 @@ def wrap_in_ddp(
     arguments: Mapping[str, Any],
     ignored: Collection[str] = (),
 ) -> DistributedDataParallel:
-    """Return `module`, which is on `device`, in torch's DDP with its `arguments`, without the
-    parameters named `ignored`.
+    """Return `module` in torch's DDP, without the parameters named `ignored`.
 
-    Buckets are as large as `bucket_limits` has them unless `arguments` say so: see [Note: buckets].
+    Args:
+        module: on `device` already
+        device: where it runs
+        arguments: of DDP; unless they set bucket sizes, those of `bucket_limits` are taken, see
+            [Note: buckets]
+        ignored: names of parameters that DDP leaves alone
     """
     device_ids = None if device.type == "cpu" else [device.index]
     if not _BUCKET_ARGUMENTS & set(arguments):
@@ -99,6 +106,7 @@ def wrap_in_ddp(
         limits = bucket_limits(sum(p.nbytes for p in averaged.values() if not is_lazy(p)))
         if len(limits) == 1:
             arguments = {**arguments, "bucket_cap_mb": limits[0] / (1 << 20)}
+    # the module tells DDP what to ignore, while it is made
     with _ignoring(module, ignored), _side_stream(device):
         return DistributedDataParallel(module, device_ids=device_ids, **arguments)
 
@@ -113,9 +121,7 @@ def register_hook(
 
 @contextmanager
 def _ignoring(module: nn.Module, names: Collection[str]) -> Generator[None, None, None]:
-    """DDP reads what it is to ignore from an attribute of the module; what the user has there
-    stays.
-    """
+    """Tell DDP what to ignore, through an attribute of the module; the user's value comes back."""
     before = dict(vars(module))
     if names:
         setattr(module, _IGNORED, [*names_to_ignore(module), *names])
@@ -130,8 +136,9 @@ def _ignoring(module: nn.Module, names: Collection[str]) -> Generator[None, None
 
 @contextmanager
 def _side_stream(device: torch.device) -> Generator[None, None, None]:
-    """DDP on CUDA is to be made on a side stream (pytorch.org/docs/stable/notes/cuda.html, "CUDA
-    Graphs").
+    """Run on a side stream, on which DDP on CUDA has to be made.
+
+    Source: pytorch.org/docs/stable/notes/cuda.html, "CUDA Graphs".
     """
     if device.type != "cuda":
         yield

@@ -1,6 +1,6 @@
-"""An explanation takes apart what one plan is expected to cost: what its seconds are spent on, and
-what is in memory in each phase; for the whole plan (`explain`) or block by block
-(`explain_blocks`).
+"""What a plan is expected to cost, taken apart: seconds by kind of work, bytes by phase.
+
+`explain` does it for a whole plan, `explain_blocks` block by block.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ _PASSES = ("forward", "backward", "recompute")
 
 @dataclass(frozen=True)
 class Explanation:
-    """An `Explanation` says what a plan is expected to cost on each rank, in seconds and bytes.
+    """What a plan is expected to cost on each rank, in seconds and bytes.
 
-    `step_seconds` = `compute_seconds` + `exposed_communication_seconds`. `seconds` splits the work
-    (exchanges in full, overlapped or not), `peak_phase` names the phase of `peak_bytes`,
-    ``"backward 3"`` for instance, `peak_parts` what is alive then, and `phases` the bytes of every
-    phase in the order of time.
+    Args:
+        step_seconds: `compute_seconds` + `exposed_communication_seconds`
+        seconds: the work by kind; exchanges in full, overlapped or not
+        peak_phase: the phase of `peak_bytes`, ``"backward 3"`` for instance
+        peak_parts: what is alive in that phase, in bytes by kind
+        phases: the bytes of every phase, in the order of time
     """
 
     step_seconds: float
@@ -39,8 +41,15 @@ class Explanation:
 
 @dataclass(frozen=True)
 class TensorCollective:
-    """Calls of `op` along a tensor axis in one pass (``"forward"``, ``"backward"``,
-    ``"recompute"``) of a block, with the bytes of the whole tensors and the seconds of all of them.
+    """Calls of one collective along a tensor axis, in one pass of a block.
+
+    Args:
+        during: the pass: ``"forward"``, ``"backward"`` or ``"recompute"``
+        op: the collective
+        axis: name of the tensor axis
+        calls: how often it is called
+        bytes: of the unsharded tensors, all calls together
+        seconds: of all calls
     """
 
     during: str
@@ -53,10 +62,13 @@ class TensorCollective:
 
 @dataclass(frozen=True)
 class BlockExplanation:
-    """The costs of one block of a plan on each rank: `seconds` by kind as in `Explanation`,
-    `peak_parts` the bytes by kind that it has in the phase in which the plan's memory is at its
-    peak, and what its operators exchange along tensor axes, whose seconds are part of those of the
-    passes.
+    """The costs of one block of a plan on each rank.
+
+    Args:
+        seconds: by kind, as in `Explanation`
+        peak_parts: bytes by kind in the phase in which the plan's memory is at its peak
+        collectives: what its operators exchange along tensor axes; their seconds are part of those
+            of the passes
     """
 
     seconds: Mapping[str, float]
@@ -67,12 +79,15 @@ class BlockExplanation:
 def explain(costs: PlanCosts, configs: Configs) -> Explanation:
     """Return what the plan that gives each block its entry of `configs` costs.
 
-    Raises ValueError when a block has no configuration, or one that no technique places.
+    Raises:
+        ValueError: a block has no configuration, or one that no technique places
     """
     costs.check(configs)
+    # time
     seconds = seconds_by_kind(costs, configs)
     compute = compute_seconds(seconds)
     step_seconds = costs.seconds(configs)
+    # memory: bytes (phase,) of every kind, and the phase in which their sum is largest
     order, parts = costs.step.phases.order, _memory_by_kind(costs, configs)
     total = np.sum([*parts.values()], axis=0)
     peak = int(np.argmax(total))
@@ -94,11 +109,15 @@ def compute_seconds(seconds: Mapping[str, float]) -> float:
 
 
 def explain_blocks(costs: PlanCosts, configs: Configs) -> dict[str, BlockExplanation]:
-    """Return what each block of the plan costs; what its blocks share is in none of them. Raises
-    ValueError as `explain`.
+    """Return what each block of the plan costs; shared costs of the plan are in none of them.
+
+    Raises:
+        ValueError: as in `explain`
     """
     costs.check(configs)
+    # one phase for all blocks: that of the peak of the plan
     beside, peak = costs.neighbours(configs), int(np.argmax(costs.memory(configs)))
+    # bytes of the block in the phase of the peak
     found = {}
     for name, config in configs.items():
         parts = costs.step.phases.by_kind(costs.block_lifetimes(name, config, beside[name]))
@@ -111,11 +130,11 @@ def explain_blocks(costs: PlanCosts, configs: Configs) -> dict[str, BlockExplana
 
 
 def seconds_by_kind(costs: PlanCosts, configs: Configs) -> dict[str, float]:
-    """Return the work of a step by kind, in seconds, whether it is in the way of anything or
-    not.
-    """
+    """Return the work of a step in seconds by kind, overlapped or not."""
+    # the sum over blocks
     blocks = [_block_seconds(costs, name, config) for name, config in configs.items()]
     found = {kind: sum(block[kind] for block in blocks) for kind in blocks[0]}
+    # what the blocks of a plan take together counts as update, but for the host's part
     found["forward"] += costs.step.host_seconds
     found["update"] += (
         costs.plan_seconds(configs) - costs.step.sent_seconds - costs.step.host_seconds
@@ -140,6 +159,7 @@ def _block_seconds(costs: PlanCosts, name: str, config: OpConfig) -> dict[str, f
 def _tensor_collectives(
     costs: PlanCosts, name: str, config: OpConfig
 ) -> Iterator[TensorCollective]:
+    # calls by pass, collective and axis: how many, of how many bytes
     passes: dict[tuple[str, str, int], list[tuple[int, float]]] = {}
     for op in costs.step.graph.ops:
         again = [("recompute", op.forward)] if config.recompute else []
@@ -151,6 +171,7 @@ def _tensor_collectives(
                     passes.setdefault((during, shown[0], shown[2]), []).append(
                         (kernel.count, shown[1])
                     )
+    # one entry for all calls, in the order of passes
     for (during, op_name, axis), calls in sorted(
         passes.items(), key=lambda each: _PASSES.index(each[0][0])
     ):

@@ -1,5 +1,6 @@
-"""This is what torch's FSDP2 keeps in memory and how long its exchanges take, for shards over some
-of the axes of a mesh.
+"""Memory and time of torch's FSDP2, for shards over some of the axes of a mesh.
+
+A cost model that is a subject of its own; `fsdp` uses it for both of its techniques.
 
     what                                   function             source
     shards of P, G and S                   shard_lifetimes      Rajbhandari et al., arXiv
@@ -46,14 +47,14 @@ from lightning_topt.costs.training_step import TrainingStep, temporaries_seconds
 from lightning_topt.graph.op_graph import Block, OpGraph, Parameter
 from lightning_topt.techniques.technique import ALONE, BlockSeconds, Neighbours
 
-# What sharded plans took on gloo above everything listed here, on ranks of 12 model families: up to
-# 14 MiB, mostly 2 to 6 (benchmarks/strangers.py): work objects, small blocks between large ones. A
-# reserve, not a model.
+# A reserve, not a model: what sharded plans took on gloo beyond everything listed here. Measured on
+# 12 model families: up to 14 MiB, mostly 2 to 6 (benchmarks/strangers.py). It is work objects, and
+# small blocks between large ones.
 RESERVE_BYTES = 8 << 20
-# What FSDP2's hooks and copies of views take beside a gather or a reduction of a block, and for
-# each of its parameters, where nothing hides them: read from steps of tiny blocks on two ranks (0.5
-# to 0.9 ms, 11 to 32 us). Measuring it in each calibration takes up to a second, and with as many
-# ranks as cores gives what ranks wait for one another.
+# Time of FSDP2's hooks and copies of views beside a gather or reduction: per block and per
+# parameter, where nothing hides it. Read from steps of tiny blocks on two ranks: 0.5 to 0.9 ms, 11
+# to 32 us. It is not measured in each calibration: that takes up to a second. And with as many
+# ranks as cores it shows how long ranks wait for one another.
 HOOK_SECONDS, HOOK_PARAMETER_SECONDS = 7.5e-4, 2.5e-5
 
 
@@ -68,16 +69,15 @@ class _Sizes(NamedTuple):
 
 @once_per_object
 def _known_sizes(graph: OpGraph) -> dict[tuple[str, int], _Sizes]:
-    """Sizes of blocks, as far as they were asked for: by name and ranks."""
+    """Return the sizes of blocks that were asked for so far, by name and ranks."""
     return {}
 
 
 @dataclass(frozen=True)
 class ShardedBlock:
-    """One block whose tensors are sharded along `axes` (indices): its sizes, and when they come and
-    go.
+    """One block whose tensors are sharded along `axes` (indices): its sizes and phases.
 
-    `level` 3 releases gathered parameters after forward, 2 after backward.
+    Level 3 releases gathered parameters after forward, level 2 after backward.
     """
 
     step: TrainingStep
@@ -88,7 +88,7 @@ class ShardedBlock:
 
     @cached_property
     def ranks(self) -> int:
-        """N."""
+        """N, the ranks that share one tensor."""
         return self.step.mesh.ranks_along(self.axes)
 
     @cached_property
@@ -98,7 +98,7 @@ class ShardedBlock:
 
     @cached_property
     def trainable(self) -> list[Parameter]:
-        """Those with gradients."""
+        """The parameters with gradients."""
         return [parameter for parameter in self.parameters if parameter.trainable]
 
     @cached_property
@@ -127,7 +127,7 @@ class ShardedBlock:
 
     @cached_property
     def workspace(self) -> float:
-        """Bytes that their reduce_scatter takes inside; on NCCL, which is not torch's, 0."""
+        """Bytes that reduce_scatter takes inside; 0 on NCCL, whose memory is not torch's."""
         return (
             gloo_workspace(self.flat_gradients, world_size=self.ranks) if self.step.on_gloo else 0.0
         )
@@ -144,8 +144,9 @@ class ShardedBlock:
 
     @cached_property
     def is_reduced_last(self) -> bool:
-        """Whether FSDP2 reduces it when all backwards are over: the root, and blocks whose inputs
-        need no gradient.
+        """True if FSDP2 reduces it when all backwards are over.
+
+        That is the root, and blocks whose inputs need no gradient.
         """
         spans = self.step.segments.of_block
         return self.name == ROOT or self.name not in spans or self.name in self.step.reduced_last
@@ -161,8 +162,9 @@ class ShardedBlock:
 
 
 def can_be_sharded(step: TrainingStep, block: Block) -> bool:
-    """Return whether FSDP2 may shard `block`: its updates are elementwise, gradients travel whole,
-    nothing is tied.
+    """Return whether FSDP2 may shard `block`.
+
+    Its updates must be elementwise, gradients uncompressed, and nothing tied to another block.
     """
     return step.optimizer.elementwise and step.exchange is None and block.name not in step.tied
 
@@ -171,8 +173,10 @@ def can_be_sharded(step: TrainingStep, block: Block) -> bool:
 
 
 def shard_lifetimes(block: ShardedBlock) -> Iterator[Lifetime]:
-    """Yield shards of P, G and S: those of the last step's gradients until forward is over, new
-    ones once reduced.
+    """Yield shards of P, G and S.
+
+    Shards of the last step's gradients live until forward is over, new ones from their reduction
+    on.
     """
     step, ranks = block.step, block.ranks
     states = sum(
@@ -185,10 +189,10 @@ def shard_lifetimes(block: ShardedBlock) -> Iterator[Lifetime]:
 
 
 def gradient_lifetimes(block: ShardedBlock) -> Iterator[Lifetime]:
-    """Yield whole gradients until they are reduced, and the flat buffer that they are reduced from.
+    """Yield unsharded gradients until they are reduced, and the flat buffer they are reduced from.
 
-    FSDP2 copies whole gradients into the buffer, frees them, and keeps the buffer until the next
-    block reduces.
+    FSDP2 copies unsharded gradients into the buffer, frees them, and keeps the buffer until the
+    next block reduces.
     """
     step, reduce = block.step, block.reduce
     for parameter in block.trainable:
@@ -212,9 +216,7 @@ def gradient_lifetimes(block: ShardedBlock) -> Iterator[Lifetime]:
 
 
 def _next_reduce(block: ShardedBlock) -> Phase:
-    """The phase in which the next block, in the order of backward, reduces; the root is the
-    last.
-    """
+    """Return the phase in which the next block in backward reduces; the root is the last."""
     if block.name == ROOT:
         return UPDATE
     previous = block.beside.previous
@@ -224,13 +226,14 @@ def _next_reduce(block: ShardedBlock) -> Phase:
 
 
 def gathered_lifetimes(block: ShardedBlock) -> Iterator[Lifetime]:
-    """Yield whole parameters of a block and the flat buffers that they are gathered through.
+    """Yield unsharded parameters of a block, and the flat buffers they are gathered through.
 
     Level 3 holds them during the block's forward and backward, level 2 from its forward to its
-    backward, the root (which encloses all other blocks) until all backwards are over. In forward a
-    flat buffer lives until the next block has copied its parameters out of its own. In backward
-    FSDP2 gathers a block of level 3 while the one after it computes.
+    backward. The root, which encloses all other blocks, holds them until all backwards are over. In
+    forward a flat buffer lives until the next block has copied its parameters out of its own. In
+    backward FSDP2 gathers a block of level 3 while the one after it computes.
     """
+    # forward: gathered through a flat buffer
     step, following = block.step, block.beside.following
     spans, count = step.segments.of_block, step.segments.count
     if not block.parameters or not count:
@@ -246,14 +249,15 @@ def gathered_lifetimes(block: ShardedBlock) -> Iterator[Lifetime]:
             step.phases.before(REDUCE_LAST),
         )
         return
+    # backward: level 2 still has them, level 3 gathers them again
     released = REDUCE_LAST if block.is_reduced_last else ("backward", first)
     if block.level == 2:
         yield Lifetime("gathered parameters", block.whole, ("gather_forward", first), released)
         return
     yield Lifetime("gathered parameters", block.whole, ("gather_forward", first), ("forward", last))
     yield Lifetime("gathered parameters", block.whole, ("gather_backward", last), released)
-    # The block after this one in forward order asks for it, for the last block the root at the
-    # start of backward.
+    # The block after this one in forward order prefetches it; for the last block the root does, at
+    # the start of backward.
     asked = count - 1 if following is None else spans[following][1]
     begin: Phase = ("prefetch_backward", asked) if asked > last else ("gather_backward", last)
     yield Lifetime("gathered parameters", block.flat, begin, ("gather_backward", last))
@@ -262,8 +266,9 @@ def gathered_lifetimes(block: ShardedBlock) -> Iterator[Lifetime]:
 def plan_lifetimes(
     step: TrainingStep, blocks: Collection[str], *, axes: tuple[int, ...]
 ) -> Iterator[Lifetime]:
-    """Yield what blocks take that are reduced when all backwards are over, one after another; and
-    the reserve on gloo.
+    """Yield the workspace of blocks that are reduced after all backwards; and the reserve on gloo.
+
+    These blocks are reduced one after another, so the largest counts.
     """
     names = step.reduced_last.intersection(blocks)
     last = [ShardedBlock(step, name, 2, axes) for name in names if name in step.segments.of_block]
@@ -275,7 +280,7 @@ def plan_lifetimes(
 
 
 def _last_workspace(block: ShardedBlock) -> float:
-    """Bytes that reducing takes, less the whole parameters and gradients, which go first."""
+    """Return the bytes that reducing takes, less the parameters and gradients freed before."""
     released = sum(parameter_bytes(p) + gradient_bytes(p) for p in block.parameters)
     flat = block.flat_gradients
     return max(flat + flat / block.ranks + block.workspace - released, 0.0)
@@ -285,8 +290,9 @@ def _last_workspace(block: ShardedBlock) -> float:
 
 
 def fsdp_collectives(block: ShardedBlock) -> Iterator[Collective]:
-    """Yield gathers and the reduction of a block; its shards of gradients are also summed along the
-    other data axes.
+    """Yield the gathers and the reduction of a block.
+
+    Its shards of gradients are also summed along the other data axes.
     """
     step = block.step
     if not block.parameters:
@@ -301,6 +307,7 @@ def fsdp_collectives(block: ShardedBlock) -> Iterator[Collective]:
 
 def add_fsdp_seconds(seconds: BlockSeconds, block: ShardedBlock) -> None:
     """Add gathers, the reduction and the update of a block."""
+    # gathers: the exchange may hide behind computation, copies and hooks do not
     step = block.step
     beside = 0.0 if step.on_gloo or step.mesh.size == 1 else step.cluster.overlap
     collectives = [*fsdp_collectives(block)]
@@ -316,6 +323,7 @@ def add_fsdp_seconds(seconds: BlockSeconds, block: ShardedBlock) -> None:
         hidden = beside if block.name != ROOT or when else 0.0
         seconds.gather_foreground[when] += (1 - hidden) * gather + (out if gather else 0.0)
         seconds.gather_background[when] += hidden * gather
+    # reduction
     reduce = step.seconds_of(each for each in collectives if each.op != "all_gather")
     taken = reduced_bytes(
         flat=block.flat_gradients, shards=block.gradient_shards, workspace=block.workspace
@@ -326,6 +334,7 @@ def add_fsdp_seconds(seconds: BlockSeconds, block: ShardedBlock) -> None:
         (1 - beside) * reduce + copied + (hooks if block.trainable else 0.0)
     )
     seconds.reduce_background += beside * reduce
+    # update of the shards
     shares = {p: shard_share(p, block.ranks) for p in block.parameters}
     seconds.update += sum(step.update_seconds(p, share=share) for p, share in shares.items())
     seconds.update += temporaries_seconds(step, shares)

@@ -1,9 +1,8 @@
-"""The plan's gradient exchange: whole gradients travel compressed, or over the levels of the
-network, as DDP's hook.
+"""The plan's gradient exchange: unsharded gradients travel compressed, as DDP's hook.
 
-Beside tensor axes the ranks of each data group exchange their slices. Parameters that are whole
-along tensor axes must stay equal there: they are sent whole by methods that choose what they send
-(top-k, PowerSGD, sign).
+The hook may also send them over the levels of the network. Beside tensor axes the ranks of each
+data group exchange their slices. Parameters that are replicated along tensor axes must stay equal
+there. Methods that choose what they send (top-k, PowerSGD, sign) send them uncompressed.
 """
 
 from __future__ import annotations
@@ -32,14 +31,15 @@ from lightning_topt.techniques.technique import (
     Neighbours,
     ParallelModel,
     Technique,
-    has_whole_gradients,
+    has_unsharded_gradients,
 )
 from lightning_topt.techniques.tensor_parallel.split_parameters import SplitTensor
 
 
 class GradientCompression(Technique):
-    """The technique of plans that have a `gradient_exchange`; it outlives `undo`, for checkpoints,
-    until it is closed.
+    """The technique of plans that have a `gradient_exchange`.
+
+    The exchange outlives `undo`, for checkpoints, until it is closed.
     """
 
     @property
@@ -57,7 +57,7 @@ class GradientCompression(Technique):
     ) -> None:
         if exchange is None:
             return
-        if not any(has_whole_gradients(config) for config in configs.values()):
+        if not any(has_unsharded_gradients(config) for config in configs.values()):
             raise ValueError(
                 "gradient_exchange: needs whole gradients (ZeRO levels 0 and 1), and this plan "
                 "shards all"
@@ -80,7 +80,7 @@ class GradientCompression(Technique):
 
     @override
     def takes_part(self, step: TrainingStep, config: OpConfig) -> bool:
-        return step.exchange is not None and has_whole_gradients(config)
+        return step.exchange is not None and has_unsharded_gradients(config)
 
     @override
     def collectives(self, step: TrainingStep, block: str, config: OpConfig) -> Iterator[Collective]:
@@ -93,6 +93,7 @@ class GradientCompression(Technique):
     ) -> Iterator[Lifetime]:
         assert step.exchange_model is not None
         if step.segments.count:
+            # what the method keeps between steps, and buffers from the first backward on
             work = step.exchange_model.work[block]
             spans = [
                 step.segments.of_parameter[p.name][0] for p in step.parameters(block) if p.trainable
@@ -100,7 +101,7 @@ class GradientCompression(Technique):
             yield Lifetime(
                 "held-back gradients", work.kept_bytes, step.phases.after(REBUILD), UPDATE
             )
-            # On a slow network all its buffers are in flight to the end.
+            # on a slow network all its buffers are in flight to the end
             yield Lifetime(
                 "exchange buffers",
                 work.buffer_bytes,
@@ -129,7 +130,7 @@ class GradientCompression(Technique):
 
     @override
     def apply(self, model: ParallelModel) -> Applied | None:
-        # stages exchange theirs as they come back
+        # stages exchange their own gradients when a pass comes back
         if model.exchange is None or model.mesh.pipeline_axes:
             return None
         if not isinstance(model.root, DistributedDataParallel):
@@ -137,6 +138,7 @@ class GradientCompression(Technique):
                 "gradient_exchange: no trained parameter of this model has whole gradients; leave "
                 "it out"
             )
+        # with tensor axes: the ranks of this data group, which exchange slices
         topology, slices = model.options.topology, None
         if model.mesh.tensor_axes:
             everyone = topology or Topology.from_environment(
@@ -144,6 +146,7 @@ class GradientCompression(Technique):
             )
             topology = everyone.of_part(model.mesh.groups_along(model.mesh.data_axes))
             slices = _Slices(dict(model.root.module.named_parameters()), model.split)
+        # the exchange becomes the hook of DDP
         exchange = CompressedExchange(
             model.exchange,
             topology=topology,
@@ -157,8 +160,9 @@ class GradientCompression(Technique):
 
 @dataclass(frozen=True)
 class _Slices:
-    """The parameters of a module by name, some of which are slices, cut as `split` says:
-    `communication.checkpoint.Slices`.
+    """`communication.checkpoint.Slices` for the named parameters of a module.
+
+    Some of them are slices, cut as `split` says.
     """
 
     parameters: Mapping[str, nn.Parameter]

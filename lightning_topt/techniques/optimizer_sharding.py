@@ -1,10 +1,9 @@
-"""Sharded optimizer state (ZeRO level 1): whole gradients, averaged as in data parallelism; each
-rank updates its share.
+"""Sharded optimizer state (ZeRO level 1): gradients as in data parallelism, updates shared.
 
-A rank's step updates its pieces and sends them to the others (`optim.ParallelStep`). Where the
-update treats elements one by one, pieces are rows, and every rank has an even share; else
-parameters stay whole (`optim.pieces`). A block counts an even share of its state and update;
-what the busiest rank of a plan has above that is the plan's.
+Each rank's step updates its pieces of the parameters and sends them to the others
+(`optim.ParallelStep`). If the update treats elements one by one, pieces are rows, and every rank
+has an even share. Else parameters are not cut (`optim.pieces`). A block counts an even share of its
+state and update; what the busiest rank of a plan has above that is the plan's.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ from lightning_topt.optim.update_rule import (
 )
 from lightning_topt.techniques.data_parallel import (
     add_reduction,
-    whole_gradient_collectives,
-    whole_gradient_lifetimes,
+    unsharded_gradient_collectives,
+    unsharded_gradient_lifetimes,
 )
 from lightning_topt.techniques.ddp_wrapper import names_to_ignore
 from lightning_topt.techniques.technique import (
@@ -91,14 +90,14 @@ class OptimizerSharding(Technique):
 
     @override
     def collectives(self, step: TrainingStep, block: str, config: OpConfig) -> Iterator[Collective]:
-        yield from whole_gradient_collectives(step, block)
+        yield from unsharded_gradient_collectives(step, block)
         yield from _broadcasts(step, block)
 
     @override
     def lifetimes(
         self, step: TrainingStep, block: str, config: OpConfig, beside: Neighbours
     ) -> Iterator[Lifetime]:
-        yield from whole_gradient_lifetimes(step, block)
+        yield from unsharded_gradient_lifetimes(step, block)
         state = sum(step.optimizer.state_bytes(p.name) for p in step.parameters(block))
         yield step.phases.always("optimizer state", state / step.mesh.data_parallel_size)
 
@@ -113,6 +112,7 @@ class OptimizerSharding(Technique):
     def add_seconds(
         self, seconds: BlockSeconds, step: TrainingStep, block: str, config: OpConfig
     ) -> None:
+        # gradients as in data parallelism, then an even share of the update
         add_reduction(seconds, step, block)
         ranks, parameters = step.mesh.data_parallel_size, step.parameters(block)
         seconds.update += sum(step.update_seconds(p) for p in parameters) / ranks
@@ -120,7 +120,7 @@ class OptimizerSharding(Technique):
         seconds.update += step.taken_seconds(
             sum(self.result_bytes(step, p, config) for p in parameters)
         )
-        # one after another: nobody computes in between, so nobody waits
+        # broadcasts follow one another: nobody computes in between, so nobody waits
         broadcasts = [*_broadcasts(step, block)]
         seconds.broadcast += step.seconds_of(broadcasts) - step.waits_of(broadcasts)
 
@@ -142,7 +142,7 @@ class OptimizerSharding(Technique):
             for block in model.blocks_of(self)
             for parameter in model.parameters[block].values()
         ]
-        # others have other updates
+        # parameters that differ between ranks have other updates there
         equal = {*equal_parameters(model.module, names_to_ignore(model.module)).values()}
         shared = {parameter for parameter in names if is_shared(parameter) and parameter in equal}
         if not shared:
@@ -155,7 +155,8 @@ class OptimizerSharding(Technique):
 
 
 def _broadcasts(step: TrainingStep, block: str) -> Iterator[Collective]:
-    """Updated parameters from their owners to all ranks: large ones alone, small ones together."""
+    """Yield updated parameters from their owners to all ranks: large ones alone, small together."""
+    # as `optim.gather` sends them
     sizes = [parameter_bytes(p) for p in step.parameters(block) if p.trainable]
     parts = [size for size in sizes if size >= _SMALL_BYTES] + [
         sum(size for size in sizes if size < _SMALL_BYTES)
@@ -187,8 +188,9 @@ def is_shared(parameter: Tensor) -> bool:
 
 
 def pieces_of(optimizer: Optimizer, shared: Collection[Tensor], *, ranks: int) -> list[Piece]:
-    """Return the rows of the optimizer's parameters, as far as these are `shared`, that each of
-    `ranks` ranks updates.
+    """Return the rows of the optimizer's parameters that each of `ranks` ranks updates.
+
+    Parameters that are not `shared` are left out.
     """
     cut = is_one_of(optimizer, ELEMENTWISE)
     own = [(index, p) for index, p in enumerate(parameters_of(optimizer)) if p in shared]
@@ -201,12 +203,14 @@ def pieces_of(optimizer: Optimizer, shared: Collection[Tensor], *, ranks: int) -
 def _excess(
     step: TrainingStep, blocks: Collection[str], load: Callable[[Parameter], float]
 ) -> float:
-    """The largest sum of the `load` of parameters over what one rank updates of `blocks`, above the
-    average.
+    """Return the load of the busiest rank of `blocks` above the average.
+
+    `load` is summed over the parameters that a rank updates.
     """
+    # parameters are assigned to ranks as `pieces_of` does, and loads summed by owner
     ranks = step.mesh.data_parallel_size
     if step.optimizer.elementwise:
-        return 0.0  # cut to a row
+        return 0.0  # pieces are as small as a row: shares are even
     parameters = [p for block in blocks for p in step.parameters(block)]
     trained = [p for p in parameters if p.trainable and p.numel]
     shares = [

@@ -1,8 +1,9 @@
-"""The costs of a plan on each rank are added up from its blocks: seconds of the step, bytes at its
-peak.
+"""The costs of a plan on each rank, added up from its blocks: seconds of a step, bytes at its peak.
 
-Symbols: k segment of the forward pass; c its seconds (all that is in the way), b those of its (last
-microbatch's) backward, u those of its exchanges, which start after its backward and run one after
+`PlanCosts` does it for one plan, `PlanBatch` for many of the same step at once, in arrays.
+
+Symbols: k segment of the forward pass; c its seconds, all that is in the way; b those of its (last
+microbatch's) backward; u those of its exchanges. These start after its backward and run one after
 another beside the backward of earlier segments.
 
     step   sum of c + f_0 + what the plan adds,                 `PlanCosts.seconds`
@@ -12,12 +13,14 @@ another beside the backward of earlier segments.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lightning_topt.costs.cost_table import Array
 from lightning_topt.costs.lifetimes import UPDATE, Changes, Lifetime
@@ -29,45 +32,53 @@ from lightning_topt.techniques.registry import TECHNIQUES, technique_of
 from lightning_topt.techniques.technique import ALONE, BlockSeconds, Neighbours, Technique
 
 Configs = Mapping[str, OpConfig]
-RESULTS = (
-    # the buffers in which they travel, as far as these are above the optimizer's temporaries
-    "updated parameters"
-)
+# buffers in which they travel, as far as these exceed the optimizer's temporaries
+RESULTS = "updated parameters"
 
 
 @dataclass(frozen=True)
 class _BlockLifetimes:
-    """`_BlockLifetimes` are what a block keeps that stands at the segment `home`."""
+    """What a block keeps that stands at the segment `home`."""
 
     home: int
     lifetimes: list[Lifetime]
     changes: Changes
 
 
+@dataclass
+class _PlanCache:
+    """What `PlanCosts` has worked out so far; blocks alike share entries."""
+
+    configs: dict[tuple[int, bool, bool], list[OpConfig]] = field(default_factory=dict)
+    techniques: dict[OpConfig, tuple[Technique, ...]] = field(default_factory=dict)
+    memories: dict[tuple[str, OpConfig, Neighbours], Array] = field(default_factory=dict)
+    lifetimes: dict[Any, _BlockLifetimes] = field(default_factory=dict)
+    updates: dict[tuple[int, OpConfig], tuple[float, float, float]] = field(default_factory=dict)
+    seconds: dict[tuple[int, OpConfig], BlockSeconds] = field(default_factory=dict)
+    times: dict[tuple[int, OpConfig], Array] = field(default_factory=dict)
+
+
 @dataclass(frozen=True)
 class PlanCosts:
-    """The costs of every plan of one training step. What is worked out for a block is kept."""
+    """The costs of every plan of one training step."""
 
     step: TrainingStep
+    _known: _PlanCache = field(default_factory=_PlanCache, init=False, compare=False, repr=False)
 
     # ---- what is legal ---------------------------------------------------------------------------
 
     def configs(self, block: Block) -> list[OpConfig]:
-        """Return the configurations of `block` that some technique makes legal, the simplest
-        first.
-        """
+        """Return the configurations that some technique makes legal for `block`, simplest first."""
         key = self.step.alike[block.name], block.recomputable, block.name in self.step.tied
-        if key not in self._configs:
+        if key not in self._known.configs:
             found: list[OpConfig] = []
             for technique in reversed(TECHNIQUES):
                 found += technique.configs(self.step, block, tuple(found))
-            self._configs[key] = sorted(found, key=_simplicity)
-        return self._configs[key]
+            self._known.configs[key] = sorted(found, key=_simplicity)
+        return self._known.configs[key]
 
     def check(self, configs: Configs) -> None:
-        """Raise ValueError when a block has no configuration, or one that no technique places on
-        this mesh.
-        """
+        """Raise ValueError if a block has no configuration, or none that a technique places."""
         if missing := [block.name for block in self.step.graph.blocks if block.name not in configs]:
             raise ValueError(f"the plan has no configuration for the blocks {missing}")
         for config in configs.values():
@@ -76,8 +87,9 @@ class PlanCosts:
     # ---- memory ----------------------------------------------------------------------------------
 
     def neighbours(self, configs: Configs) -> dict[str, Neighbours]:
-        """Return the sharded blocks around each block of a plan; without any for blocks whose
-        gradients are whole.
+        """Return the sharded blocks around each block of a plan.
+
+        Blocks whose gradients are unsharded have none.
         """
         spans, last = self.step.segments.of_block, self.step.reduced_last
         sharded = [
@@ -87,6 +99,7 @@ class PlanCosts:
             (name for name in sharded if name in self._gathered), key=lambda name: spans[name]
         )
         found = {name: ALONE for name in configs}
+        # the root is gathered first and reduced last: nothing is before it
         if ROOT in sharded:
             found[ROOT] = Neighbours(following=order[0] if order else None)
         previous = None
@@ -98,10 +111,10 @@ class PlanCosts:
     def block_memory(self, block: str, config: OpConfig, beside: Neighbours = ALONE) -> Array:
         """Return the bytes of one block in each phase (phase,)."""
         key = block, config, beside
-        if key not in self._memories:
+        if key not in self._known.memories:
             known, by = self._known_lifetimes(block, config, beside)
-            self._memories[key] = self.step.phases.add_up_moved(known.changes, by)
-        return self._memories[key]
+            self._known.memories[key] = self.step.phases.add_up_moved(known.changes, by)
+        return self._known.memories[key]
 
     def block_lifetimes(self, block: str, config: OpConfig, beside: Neighbours) -> list[Lifetime]:
         """Return all that one block keeps in memory."""
@@ -111,24 +124,23 @@ class PlanCosts:
     def _known_lifetimes(
         self, block: str, config: OpConfig, beside: Neighbours
     ) -> tuple[_BlockLifetimes, int]:
-        """Return what is known of the block or of one alike, and by how many segments `block`
-        stands later.
-        """
+        """Return lifetimes of the block or one alike, and how many segments later it stands."""
         spans = self.step.segments.of_block
         home = spans.get(block, (0, 0))[0]
+        # where neighbours stand, counted from the block itself
         near = [
             None if name is None else spans[name][0] - home
             for name in (beside.previous, beside.following)
         ]
-        # Without neighbours, buffers live to the ends of the step, which do not move.
+        # without neighbours, buffers live to the ends of the step, which do not move with it
         fixed = None in near and bool(config.storage.sharded_axes("gradients"))
         key = self.step.alike[block], config, *near, home if fixed else 0
-        if key not in self._lifetimes:
+        if key not in self._known.lifetimes:
             lifetimes = [*self._block_lifetimes(block, config, beside)]
-            self._lifetimes[key] = _BlockLifetimes(
+            self._known.lifetimes[key] = _BlockLifetimes(
                 home, lifetimes, self.step.phases.changes(lifetimes)
             )
-        return self._lifetimes[key], home - self._lifetimes[key].home
+        return self._known.lifetimes[key], home - self._known.lifetimes[key].home
 
     def _block_lifetimes(
         self, block: str, config: OpConfig, beside: Neighbours
@@ -149,7 +161,7 @@ class PlanCosts:
         together, sent = map(sum, sums)
         temporaries = max(*largest, together)
         yield Lifetime("temporaries", temporaries, UPDATE, UPDATE)
-        # they come when the temporaries are gone
+        # results come when the temporaries are gone
         yield Lifetime(RESULTS, max(sent - temporaries, 0.0), UPDATE, UPDATE)
 
     def shared_lifetimes(self) -> Iterator[Lifetime]:
@@ -164,16 +176,15 @@ class PlanCosts:
         yield Lifetime("parameters", step.joined_bytes, UPDATE, UPDATE)
 
     def temporaries(self, block: str, config: OpConfig) -> tuple[float, float, float]:
-        """Return the bytes of the optimizer's temporaries: of the largest parameter, and of all
-        that are alive together.
+        """Return bytes of the update: of the largest temporary, of all alive together, of results.
 
-        The third number is the bytes of the buffers in which results travel. They live together,
-        after the temporaries.
+        Results travel in buffers that live together, after the temporaries.
         """
         key = self.step.alike[block], config
-        if key not in self._updates:
+        if key not in self._known.updates:
             techniques = self.techniques(config)
             parameters = self.step.parameters(block)
+            # shares of several techniques multiply
             factors = {
                 p: [t.update_share(self.step, p, config) for t in techniques] for p in parameters
             }
@@ -181,8 +192,8 @@ class PlanCosts:
                 self.step, {p: float(np.prod(each)) for p, each in factors.items()}
             )
             sent = sum(t.result_bytes(self.step, p, config) for t in techniques for p in parameters)
-            self._updates[key] = *sizes, sent
-        return self._updates[key]
+            self._known.updates[key] = *sizes, sent
+        return self._known.updates[key]
 
     def memory(self, configs: Configs) -> Array:
         """Return the bytes of a plan in each phase (phase,)."""
@@ -197,16 +208,17 @@ class PlanCosts:
     def block_seconds(self, block: str, config: OpConfig) -> BlockSeconds:
         """Return what techniques add to the computation of one block."""
         key = self.step.alike[block], config
-        if key not in self._seconds:
+        if key not in self._known.seconds:
             seconds = BlockSeconds()
             for technique in self.techniques(config):
                 technique.add_seconds(seconds, self.step, block, config)
-            self._seconds[key] = seconds
-        return self._seconds[key]
+            self._known.seconds[key] = seconds
+        return self._known.seconds[key]
 
     def span(self, block: str) -> slice:
-        """Return the segments in which `block` takes time: all for the root, whose exchanges
-        enclose those of all others.
+        """Return the segments in which `block` takes time.
+
+        The root takes time in all of them: its exchanges enclose those of all others.
         """
         if block == ROOT:
             return slice(0, max(self.step.segments.count, 1))
@@ -216,16 +228,17 @@ class PlanCosts:
     def block_times(self, block: str, config: OpConfig) -> Array:
         """Return c, b and u of one block in each segment of its `span` (3, segment)."""
         key = self.timed_alike[block], config
-        if key not in self._times:
-            self._times[key] = self._block_times(block, self.block_seconds(block, config))
-        return self._times[key]
+        if key not in self._known.times:
+            self._known.times[key] = self._block_times(block, self.block_seconds(block, config))
+        return self._known.times[key]
 
     def _block_times(self, block: str, seconds: BlockSeconds) -> Array:
+        # kernels of all microbatches; only the last backward hides exchanges
         forward, backward = self.step.compute[block][:, self.span(block)]
         times, count = np.zeros((3, max(len(forward), 1))), self.step.num_microbatches
         times[0, : len(forward)] += count * (forward + backward)
         times[1, : len(backward)] += backward
-        # A gather runs beside the segment before it, in forward and in backward.
+        # a gather runs beside the segment before it, in forward and in backward
         before, after = self._beside(block)
         in_forward = seconds.gather_foreground[0] + max(seconds.gather_background[0] - before, 0.0)
         in_backward = seconds.gather_foreground[1] + max(seconds.gather_background[1] - after, 0.0)
@@ -239,9 +252,7 @@ class PlanCosts:
 
     @cached_property
     def timed_alike(self) -> dict[str, int]:
-        """A number for each block; equal for blocks that take equal times under every
-        configuration.
-        """
+        """A number for each block; equal ones take equal times under every configuration."""
         numbers: dict[Any, int] = {}
         return {
             block: numbers.setdefault(
@@ -253,8 +264,9 @@ class PlanCosts:
         }
 
     def _beside(self, block: str) -> tuple[float, float]:
-        """The computation beside which a block is gathered: the segment before it in forward, and
-        that in backward.
+        """Return the computation beside which a block is gathered, in forward and in backward.
+
+        That is the segment which runs just before it.
         """
         if block == ROOT:
             return 0.0, float(self._all_backward[1]) if len(self._all_backward) > 1 else 0.0
@@ -292,13 +304,11 @@ class PlanCosts:
 
     def techniques(self, config: OpConfig) -> tuple[Technique, ...]:
         """Return the techniques that add to the costs of blocks under `config`."""
-        if config not in self._placed:
-            self._placed[config] = tuple(t for t in TECHNIQUES if t.takes_part(self.step, config))
-        return self._placed[config]
-
-    @cached_property
-    def _placed(self) -> dict[OpConfig, tuple[Technique, ...]]:
-        return {}
+        if config not in self._known.techniques:
+            self._known.techniques[config] = tuple(
+                t for t in TECHNIQUES if t.takes_part(self.step, config)
+            )
+        return self._known.techniques[config]
 
     @cached_property
     def _all_forward(self) -> Sequence[float]:
@@ -314,30 +324,6 @@ class PlanCosts:
         named = {parameter.block for parameter in self.step.graph.parameters} - {ROOT}
         return frozenset(named & set(self.step.segments.of_block))
 
-    @cached_property
-    def _memories(self) -> dict[tuple[str, OpConfig, Neighbours], Array]:
-        return {}
-
-    @cached_property
-    def _configs(self) -> dict[tuple[int, bool, bool], list[OpConfig]]:
-        return {}
-
-    @cached_property
-    def _lifetimes(self) -> dict[Any, _BlockLifetimes]:
-        return {}
-
-    @cached_property
-    def _updates(self) -> dict[tuple[int, OpConfig], tuple[float, float, float]]:
-        return {}
-
-    @cached_property
-    def _seconds(self) -> dict[tuple[int, OpConfig], BlockSeconds]:
-        return {}
-
-    @cached_property
-    def _times(self) -> dict[tuple[int, OpConfig], Array]:
-        return {}
-
 
 def _simplicity(config: OpConfig) -> tuple[bool, bool, int]:
     storage = config.storage
@@ -346,11 +332,146 @@ def _simplicity(config: OpConfig) -> tuple[bool, bool, int]:
 
 
 def network_delay(times: Array) -> Array:
-    """Return how much later than computation the network finishes (...,): `times` (..., 3, segment)
-    hold c, b, u.
+    """Return how much later than computation the network finishes, in seconds (...,).
+
+    `times` (..., 3, segment) hold c, b, u.
     """
+    # from the last segment to the first, in the order of backward
     backward, exchange = times[..., 1, ::-1], times[..., 2, ::-1]
     late = np.zeros(times.shape[:-2])
     for k in range(times.shape[-1]):
         late = np.maximum(late - backward[..., k], 0.0) + exchange[..., k]
     return late
+
+
+Rows = NDArray[np.intp]
+
+
+@dataclass(frozen=True)
+class PlanBatch:
+    """The costs of many plans, n, of one step; the same as `PlanCosts` and `explain` say of each.
+
+    `plans` (n, block) are indices into the `configs` of each block, in the order of `configs`.
+    """
+
+    costs: PlanCosts
+    configs: Mapping[str, Sequence[OpConfig]]
+    plans: Rows
+
+    def configs_of(self, row: int) -> dict[str, OpConfig]:
+        """Return the configuration of each block in one plan."""
+        chosen = zip(self.configs.items(), self.plans[row].tolist(), strict=True)
+        return {name: legal[index] for (name, legal), index in chosen}
+
+    @cached_property
+    def seconds(self) -> Array:
+        """Seconds of a step (n,); see `PlanCosts.seconds`."""
+        # c, b and u of every plan (n, 3, K)
+        times = np.zeros((len(self.plans), 3, max(self.costs.step.segments.count, 1)))
+        known: dict[tuple[int, int], Array] = {}
+        for block, (name, legal) in enumerate(self.configs.items()):
+            key = self.costs.timed_alike[name], id(legal)
+            if key not in known:
+                known[key] = np.array([self.costs.block_times(name, config) for config in legal])
+            times[:, :, self.costs.span(name)] += known[key][self.plans[:, block]]
+        return np.asarray(times[:, 0].sum(axis=1) + network_delay(times) + self._plan_seconds)
+
+    @cached_property
+    def compute_seconds(self) -> Array:
+        """The part of `seconds` that is computation (n,); see `explain.compute_seconds`."""
+        step = self.costs.step
+        kernels = step.num_microbatches * sum(
+            float(step.compute[name].sum()) for name in self.configs
+        )
+        total = kernels + self._plan_seconds - step.sent_seconds
+        for block, (name, legal) in enumerate(self.configs.items()):
+            added = [self.costs.block_seconds(name, config) for config in legal]
+            own = [step.num_microbatches * each.recompute + each.update for each in added]
+            total += np.array(own)[self.plans[:, block]]
+        return np.asarray(total)
+
+    @cached_property
+    def peak_bytes(self) -> Array:
+        """Bytes at the peak (n,); see `PlanCosts.memory`."""
+        # what blocks share: total (n, phase)
+        phases, costs = self.costs.step.phases, self.costs
+        total = np.tile(phases.add_up(costs.shared_lifetimes()), (len(self.plans), 1))
+        for technique, rows, blocks in self._by_technique:
+            total[rows] += phases.add_up(technique.plan_lifetimes(costs.step, blocks))
+        total[:, phases.position[UPDATE]] += self._temporaries
+        # what blocks keep depends on their neighbours: plans with equal ones at a time
+        peaks = np.empty(len(self.plans))
+        for rows, beside in self._by_neighbours():
+            held, of_block = total[rows], np.empty((len(rows), total.shape[1]))
+            for block, (name, legal) in enumerate(self.configs.items()):
+                chosen = self.plans[rows, block]
+                sizes = np.zeros((len(legal), total.shape[1]))
+                for c in set(chosen.tolist()):
+                    sizes[c] = costs.block_memory(name, legal[c], beside[name])
+                # "raise", the default mode, would copy the result once more
+                held += np.take(sizes, chosen, axis=0, out=of_block, mode="clip")
+            peaks[rows] = held.max(axis=1)
+        return peaks
+
+    @cached_property
+    def _temporaries(self) -> Array:
+        largest, together, sent = np.zeros((3, len(self.plans)))
+        for block, (name, legal) in enumerate(self.configs.items()):
+            sizes = np.array([self.costs.temporaries(name, config) for config in legal])[
+                self.plans[:, block]
+            ]
+            largest = np.maximum(largest, sizes[:, 0])
+            together = together + sizes[:, 1]
+            sent = sent + sizes[:, 2]
+        return np.maximum(np.maximum(largest, together), sent)
+
+    def _by_neighbours(self) -> Iterator[tuple[Rows, dict[str, Neighbours]]]:
+        """Plans that shard the gradients of the same blocks, and the neighbours of these."""
+        sharded = np.stack(
+            [
+                np.array([bool(config.storage.sharded_axes("gradients")) for config in legal])[
+                    self.plans[:, block]
+                ]
+                for block, legal in enumerate(self.configs.values())
+            ],
+            axis=1,
+        )
+        for rows, _ in _equal_rows(sharded):
+            yield rows, self.costs.neighbours(self.configs_of(int(rows[0])))
+
+    @cached_property
+    def _by_technique(self) -> list[tuple[Technique, Rows, frozenset[str]]]:
+        """Techniques, the plans (rows) in which they place the same blocks, and these blocks."""
+        several = {config for legal in self.configs.values() for config in legal}
+        takes_part = {
+            config: [t in self.costs.techniques(config) for t in TECHNIQUES] for config in several
+        }
+        # (block, n, technique): whether a technique places a block in a plan
+        placed = np.stack(
+            [
+                np.array([takes_part[config] for config in legal])[self.plans[:, block]]
+                for block, legal in enumerate(self.configs.values())
+            ]
+        )
+        return [
+            (technique, rows, frozenset(itertools.compress(self.configs, blocks)))
+            for index, technique in enumerate(TECHNIQUES)
+            for rows, blocks in _equal_rows(placed[:, :, index].T)
+            if blocks.any()
+        ]
+
+    @cached_property
+    def _plan_seconds(self) -> Array:
+        total = np.full(len(self.plans), self.costs.shared_seconds)
+        for technique, rows, blocks in self._by_technique:
+            total[rows] += technique.plan_seconds(self.costs.step, blocks)
+        return total
+
+
+def _equal_rows(table: NDArray[np.bool_]) -> Iterator[tuple[Rows, NDArray[np.bool_]]]:
+    """Yield the indices of equal rows of `table` (n, block), and what they are."""
+    groups: dict[bytes, list[int]] = {}
+    for index, row in enumerate(table):
+        groups.setdefault(row.tobytes(), []).append(index)
+    for rows in groups.values():
+        yield np.array(rows, np.intp), table[rows[0]]

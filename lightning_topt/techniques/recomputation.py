@@ -1,5 +1,6 @@
-"""Recomputation (activation checkpointing): forward runs again in the backward pass (Chen et al.,
-arXiv 1604.06174).
+"""Recomputation, also called activation checkpointing: forward runs again in the backward pass.
+
+Source: Chen et al., arXiv 1604.06174.
 """
 
 from __future__ import annotations
@@ -27,45 +28,6 @@ from lightning_topt.techniques.technique import (
     ParallelModel,
     Technique,
 )
-
-
-class _RecomputedForward:
-    """A module's forward under `torch.utils.checkpoint`; without gradients it is the plain
-    forward.
-    """
-
-    def __init__(self, forward: Callable[..., Any]) -> None:
-        self.forward = forward
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return self.forward(*args, **kwargs)
-        return checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
-
-
-def apply_recomputation(module: nn.Module, blocks: Iterable[str]) -> None:
-    """Recompute the named submodules in the backward pass. Names of parameters and modules do not
-    change.
-
-    `remove_recomputation` undoes it.
-    """
-    for name in blocks:
-        block = module.get_submodule(name)
-        # An instance attribute hides the class's forward: module hooks (FSDP2's among them) stay
-        # outside the recomputed part, as torch asks, and unlike a wrapper module it leaves every
-        # name as it was.
-        block.forward = _RecomputedForward(block.forward)
-
-
-def remove_recomputation(module: nn.Module) -> None:
-    """Undo `apply_recomputation` on all submodules."""
-    for submodule in module.modules():
-        recomputed = submodule.__dict__.get("forward")
-        if isinstance(recomputed, _RecomputedForward):
-            del submodule.__dict__["forward"]
-            # the user's own instance attribute was there before
-            if submodule.forward != recomputed.forward:
-                submodule.__dict__["forward"] = recomputed.forward
 
 
 class Recomputation(Technique):
@@ -126,3 +88,39 @@ class Recomputation(Technique):
             return None
         apply_recomputation(model.module, blocks)
         return Applied(undo=lambda: remove_recomputation(model.module))
+
+
+class _RecomputedForward:
+    """A module's forward under `torch.utils.checkpoint`; the plain one without gradients."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self.forward = forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.forward(*args, **kwargs)
+        return checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
+
+
+def apply_recomputation(module: nn.Module, blocks: Iterable[str]) -> None:
+    """Recompute the named submodules in the backward pass; `remove_recomputation` undoes it.
+
+    Names of parameters and modules do not change.
+    """
+    for name in blocks:
+        block = module.get_submodule(name)
+        # An instance attribute hides the class's forward: module hooks (FSDP2's among them) stay
+        # outside the recomputed part, as torch asks, and unlike a wrapper module it leaves every
+        # name as it was.
+        block.forward = _RecomputedForward(block.forward)
+
+
+def remove_recomputation(module: nn.Module) -> None:
+    """Undo `apply_recomputation` on all submodules."""
+    for submodule in module.modules():
+        recomputed = submodule.__dict__.get("forward")
+        if isinstance(recomputed, _RecomputedForward):
+            del submodule.__dict__["forward"]
+            # the user's own instance attribute was there before
+            if submodule.forward != recomputed.forward:
+                submodule.__dict__["forward"] = recomputed.forward

@@ -1,24 +1,69 @@
-"""The techniques, in the order in which they are applied to a model (and undone from the last to
-the first).
+"""The techniques in the order of application, and what a plan must satisfy for them to run it.
+
+`TECHNIQUES` are applied in this order and undone from the last to the first. `check_runs` compares
+a plan with its mesh, `check_blocks` and `check_tied` compare it with the module. Pipeline stages
+are here as well, since as a technique they only check.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+
+from torch import nn
+from typing_extensions import override
 
 from lightning_topt.communication.exchange_method import GradientMethod
+from lightning_topt.graph.blocks import block_of
 from lightning_topt.graph.mesh_axes import DATA_AXES, PIPELINE_AXES, TENSOR_AXES, Mesh
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
 from lightning_topt.techniques.data_parallel import DataParallel
-from lightning_topt.techniques.full_sharding import FullSharding
+from lightning_topt.techniques.fsdp import FullSharding, HybridSharding
 from lightning_topt.techniques.gradient_compression import GradientCompression
-from lightning_topt.techniques.hybrid_sharding import HybridSharding
 from lightning_topt.techniques.optimizer_sharding import OptimizerSharding
-from lightning_topt.techniques.pipeline_stages import PipelineStages
 from lightning_topt.techniques.recomputation import Recomputation
-from lightning_topt.techniques.technique import Technique
+from lightning_topt.techniques.technique import Applied, ParallelModel, Technique
 from lightning_topt.techniques.tensor_parallelism import TensorParallelism
+
+
+class PipelineStages(Technique):
+    """Ranks along the axis "pipeline" run parts of the model one after another.
+
+    It places nothing itself. Stages are the plan's, their order that of its schedule, and
+    `execution.pipeline` runs them on many microbatches at once. Their costs are those of the search
+    over stages (`plan.stage_tables`). Here is what goes together with stages: unsharded gradients
+    (ZeRO levels 0 and 1), averaged once all microbatches have passed.
+    """
+
+    @property
+    @override
+    def name(self) -> str:
+        return "pipeline stages"
+
+    @override
+    def claims(self, config: OpConfig, mesh: Mesh) -> frozenset[str]:
+        return frozenset()
+
+    @override
+    def check(
+        self, mesh: Mesh, configs: Mapping[str, OpConfig], exchange: GradientMethod | None
+    ) -> None:
+        if not mesh.pipeline_axes:
+            return
+        for block, config in configs.items():
+            if config.storage.level > 1:
+                raise ValueError(
+                    f"block {block!r} has ZeRO level {config.storage.level}, which does not go "
+                    "together with stages: its parameters or gradients would be exchanged for "
+                    "every microbatch. Choose level 0 or 1 (ddp, zero1)"
+                )
+
+    # ---- how it is applied -----------------------------------------------------------------------
+
+    @override
+    def apply(self, model: ParallelModel) -> Applied | None:
+        return None
+
 
 PIPELINE = PipelineStages()
 TECHNIQUES: tuple[Technique, ...] = (
@@ -34,8 +79,10 @@ TECHNIQUES: tuple[Technique, ...] = (
 
 
 def technique_of(config: OpConfig, mesh: Mesh) -> Technique:
-    """Return the technique that stores what `config` places on `mesh`. Raises ValueError where none
-    does.
+    """Return the technique that stores what `config` places on `mesh`.
+
+    Raises:
+        ValueError: no technique does
     """
     for technique in TECHNIQUES:
         if "storage" in technique.claims(config, mesh):
@@ -54,16 +101,22 @@ def check_runs(
     *,
     schedule: str | None = None,
 ) -> None:
-    """Raise ValueError for what a plan of these blocks, in stages under a `schedule` if any, may
-    say and no technique runs.
+    """Raise ValueError for what a plan of these blocks says and no technique runs.
+
+    Args:
+        mesh: the mesh of the plan
+        configs: placement by block
+        exchange: the plan's gradient exchange
+        schedule: that of its stages, if it has any
     """
+    # the mesh and the exchange
     known = {*mesh.data_axes, *mesh.tensor_axes, *mesh.pipeline_axes}
     if unknown := [axis.name for index, axis in enumerate(mesh.axes) if index not in known]:
         raise ValueError(
             f"the mesh has an axis {unknown[0]!r}, and nothing runs along it; axes are named "
             f"{', '.join(DATA_AXES)}, {', '.join(TENSOR_AXES)}, {', '.join(PIPELINE_AXES)}"
         )
-    # says more of what it cannot do than that no technique does
+    # first: its message says more than that no technique takes care of the block
     PIPELINE.check(mesh, configs, exchange)
     if mesh.pipeline_axes and exchange is not None and schedule not in CONTINUOUS_SCHEDULES:
         raise ValueError(
@@ -76,13 +129,16 @@ def check_runs(
             "gradient_exchange: stages whose parameters are in slices exchange gradients as they "
             "are; leave it out"
         )
+    # every entry of every block is claimed by some technique
+    names = ("recompute", "inputs", "outputs", "parameters", "sums", "gathers")
     for block, config in configs.items():
         try:
             technique_of(config, mesh)
         except ValueError as error:
             raise ValueError(f"block {block!r}: {error}") from error
         claimed = frozenset().union(*(technique.claims(config, mesh) for technique in TECHNIQUES))
-        if left := sorted(_entries(config) - claimed):
+        asked = {"storage", *(name for name in names if getattr(config, name))}
+        if left := sorted(asked - claimed):
             raise ValueError(
                 f"block {block!r}: no technique of this release takes care of its {', '.join(left)}"
             )
@@ -90,7 +146,69 @@ def check_runs(
         technique.check(mesh, configs, exchange)
 
 
-def _entries(config: OpConfig) -> frozenset[str]:
-    """Return what `config` asks for."""
-    names = ("recompute", "inputs", "outputs", "parameters", "sums", "gathers")
-    return frozenset({"storage", *(name for name in names if getattr(config, name))})
+def check_blocks(configs: Mapping[str, OpConfig], module: nn.Module, *, made_for: str = "") -> None:
+    """Raise ValueError unless the blocks of a plan fit `module`.
+
+    Every block names a module, none lies in another, and it is called itself where that matters: to
+    recompute it, to shard its gradients or to place its inputs.
+    """
+    # every block names a module
+    modules = dict(module.named_modules())
+    names = [block for block in configs if block]
+    if missing := [name for name in names if name not in modules]:
+        raise ValueError(
+            f"the plan names modules that {type(module).__name__} does not have: {missing[:5]}; it "
+            f"was made for {made_for or 'another model'}: make a new plan"
+        )
+    for name in names:
+        # Scripted modules have a `forward` of their own, which their class does not give.
+        forward = getattr(type(modules[name]), "forward", None)
+        never_called = forward is nn.Module.forward and "forward" not in vars(modules[name])
+        has_border = configs[name].inputs or configs[name].outputs
+        if never_called and (
+            has_border or configs[name].recompute or configs[name].storage.sharded_axes("gradients")
+        ):
+            first = next((child for child, _ in modules[name].named_children()), "...")
+            raise ValueError(
+                f"block {name!r} of the plan is a {type(modules[name]).__name__}, which is never "
+                "called itself: to recompute it, to shard its gradients or to split what enters "
+                f"it, name the modules in it ({name}.{first}, ...)"
+            )
+    # blocks are disjoint
+    inside = [(a, b) for a in names for b in names if b.startswith(a + ".")]
+    if inside:
+        raise ValueError(f"block {inside[0][1]!r} of the plan lies inside block {inside[0][0]!r}")
+
+
+def parameters_by_block(
+    module: nn.Module, blocks: Collection[str]
+) -> dict[str, dict[str, nn.Parameter]]:
+    """Return each block's parameters by name, under all names of a tied one.
+
+    A tied parameter belongs to the block of its first name.
+    """
+    # the first name of a parameter decides
+    block_of_parameter: dict[nn.Parameter, str] = {}
+    found: dict[str, dict[str, nn.Parameter]] = {block: {} for block in blocks}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        block = block_of_parameter.setdefault(parameter, block_of(name, blocks))
+        found[block][name] = parameter
+    return found
+
+
+def check_tied(
+    parameters: Mapping[str, Mapping[str, nn.Parameter]], configs: Mapping[str, OpConfig]
+) -> None:
+    """Raise ValueError if two blocks share a parameter and one of them shards gradients."""
+    for first, of_block in parameters.items():
+        for name in of_block:
+            second = block_of(name, configs)
+            if second != first and any(
+                configs[b].storage.sharded_axes("gradients") for b in (first, second)
+            ):
+                raise ValueError(
+                    f"the parameter {name!r} of block {second!r} is tied to one of block "
+                    f"{first!r}, and torch's FSDP2 shards a parameter in one block only: keep the "
+                    "gradients of both whole (ZeRO level 0 or 1), or leave block "
+                    f"{second or first!r} out of the plan, so that both are part of the block ''"
+                )

@@ -1,15 +1,14 @@
-"""This is what every technique is to the planner and the engine, which share the registry of
-techniques and nothing else.
+"""The interface of a technique, as the planner and the engine see it.
 
-A technique takes care of some entries of an `OpConfig` (its storage, its recomputation, ...), in
-one file with three faces:
+A technique takes care of some entries of an `OpConfig` (its storage, its recomputation, ...). It is
+one class in one module, with three faces:
 
     what is legal            claims, check, configs
     what it costs            takes_part, collectives, lifetimes, plan_lifetimes, add_seconds,
                              plan_seconds, update_share, result_bytes
     how it is applied        apply, which returns how to undo it
 
-Adding one takes its own file and one line of the registry.
+A new one takes its own module and one line of the registry.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from torch.optim import Optimizer
 
 from lightning_topt.communication.exchange_method import GradientMethod
 from lightning_topt.communication.hook import CompressedExchange
-from lightning_topt.communication.topology import Topology, own_group
+from lightning_topt.communication.topology import own_group
 from lightning_topt.costs.communication import Collective
 from lightning_topt.costs.lifetimes import Lifetime
 from lightning_topt.costs.training_step import TrainingStep
@@ -38,34 +37,27 @@ from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.graph.op_graph import Block, Parameter
 from lightning_topt.optim.parallel_step import ParallelStep
+from lightning_topt.techniques.run_options import RunOptions
 from lightning_topt.techniques.tensor_parallel.split_parameters import SplitTensor
-
-
-@dataclass(frozen=True)
-class RunOptions:
-    """`RunOptions` are what a run brings besides its plan.
-
-    `ddp` are arguments of torch's DistributedDataParallel; `hook` with its `hook_state` is the
-    user's communication hook for it. `topology` (None: from the environment) and `nonfinite` (see
-    `ExchangeSettings`) are for the plan's gradient exchange.
-    """
-
-    ddp: Mapping[str, Any] = field(default_factory=dict)
-    hook: Callable[..., Any] | None = None
-    hook_state: Any = None
-    topology: Topology | None = None
-    nonfinite: str = "error"
 
 
 @dataclass
 class ParallelModel:
     """A module while techniques are applied to it, in the order of the registry.
 
-    `configs` has the placement of every block by its name (``""``: all outside the named ones),
-    `parameters` the module's own parameters by block and name (all names of a tied one). `root` is
-    what forward is to be called through: techniques replace it by a wrapper around it. With several
-    microbatches, random numbers and buffers of each are the caller's affair, and so are buffers
-    where `joint` modules run the batches of several ranks.
+    Args:
+        module: the user's module
+        mesh: the mesh of the plan
+        configs: placement of every block by its name; ``""`` is all outside the named ones
+        parameters: the module's own parameters by block and name, under all names of a tied one
+        device: where the module runs
+        root: what forward is called through; techniques replace it by a wrapper around it
+        exchange: the plan's gradient exchange
+        options: what the run brings besides the plan
+        split: how parameters that are slices now were cut
+        before_block: moves the arguments of a block before other hooks see them
+        num_microbatches: with several, the caller keeps random numbers and buffers of each
+        joint: modules that run the batches of several ranks; the caller keeps their buffers
     """
 
     module: nn.Module
@@ -76,9 +68,7 @@ class ParallelModel:
     root: nn.Module
     exchange: GradientMethod | None = None
     options: RunOptions = field(default_factory=RunOptions)
-    # slices that are parameters now
     split: Mapping[Tensor, SplitTensor] = field(default_factory=dict)
-    # for arguments, before other hooks see them
     before_block: Callable[[nn.Module, Any, Any], Any] | None = None
     num_microbatches: int = 1
     joint: Sequence[JointModule] = ()
@@ -90,9 +80,7 @@ class ParallelModel:
         ]
 
     def parameters_where(self, condition: Callable[[OpConfig], bool]) -> dict[str, nn.Parameter]:
-        """Return the parameters of the blocks whose placement meets `condition`, by all their
-        names.
-        """
+        """Return the parameters of blocks whose placement meets `condition`, by all their names."""
         chosen = [
             self.parameters[block] for block, config in self.configs.items() if condition(config)
         ]
@@ -100,26 +88,28 @@ class ParallelModel:
 
     @cached_property
     def data_group(self) -> dist.ProcessGroup | None:
-        """The ranks among which the batch is split, with this one; None where these are all. Made
-        by the first look, which is a collective call.
+        """The ranks that split the batch with this one; None if that is all ranks.
+
+        The first access creates the group, which is a collective call.
         """
         if not self.mesh.tensor_axes and not self.mesh.pipeline_axes:
             return None
         return own_group(self.mesh.groups_along(self.mesh.data_axes))
 
     def device_mesh(self, *, inner: int) -> DeviceMesh:
-        """Return the ranks that split the batch as a mesh of the module's device: rows of `inner`
-        neighbours, one dim where one row has them all.
+        """Return the ranks that split the batch as a mesh of rows of `inner` neighbours.
 
-        A collective call. Beside DDP its groups are its own: the collective calls of both may then
-        run in any order.
+        The mesh has one dim if one row holds them all, else two. A collective call. Beside DDP the
+        mesh gets groups of its own, so that collectives of both may run in any order.
         """
         kind, parts = self.device.type, self.mesh.groups_along(self.mesh.data_axes)
+        # one row: all data ranks share one tensor
         if inner == self.mesh.data_parallel_size:
-            beside_ddp = any(has_whole_gradients(config) for config in self.configs.values())
+            beside_ddp = any(has_unsharded_gradients(config) for config in self.configs.values())
             group = own_group(parts) if beside_ddp or self.mesh.tensor_axes else dist.group.WORLD
             assert group is not None
             return DeviceMesh.from_group(group, kind, mesh_dim_names=("data",))
+        # several rows (row, rank): shards along a row, replicas down a column
         rows = [torch.tensor(part).view(-1, inner) for part in parts]
         groups = [
             own_group([ranks for of_part in rows for ranks in of_part.T.tolist()]),
@@ -131,13 +121,15 @@ class ParallelModel:
         )
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
-        """Move `tensors` to the module's device; those of the first rank that splits the batch
-        count. A collective call.
+        """Move `tensors` to the module's device, with the values of the first data rank.
+
+        A collective call.
         """
         once = list({id(tensor): tensor for tensor in tensors}.values())
         with torch.no_grad():
             for tensor in once:
                 tensor.data = tensor.data.to(self.device).contiguous()
+            # all start before the first is waited for
             group = self.data_group
             for work in [
                 dist.broadcast(t.data, group=group, group_src=0, async_op=True) for t in once
@@ -151,18 +143,23 @@ def _leave_alone(_: Optimizer) -> ParallelStep | None:
 
 @dataclass(frozen=True)
 class Applied:
-    """An `Applied` is what a technique did to a model. All members are collective calls where the
-    technique communicates.
+    """What a technique did to a model. Members are collective calls if the technique communicates.
 
-    `undo` gives the module back as it was, in reverse order of application. `replaced` has the
-    parameter in the place of each original one. `attach` makes the step of an optimizer over the
-    parameters follow, and returns the step that shares it over ranks, if there is one. Within
-    `no_sync` gradients are accumulated and their exchange left to a later backward, where that
-    helps. `reshard` releases gathered parameters. `split` says how parameters, which stay the same
-    objects, are cut along tensor axes; forward and backward must run within `around_step`, and what
-    a step returns goes through `whole`. `joined` makes them whole for as long as its context lasts.
-    After ``take_turns(True)`` all ranks of a tensor group run the same batch, where otherwise each
-    runs its own.
+    Args:
+        undo: restores the module; called in reverse order of application
+        replaced: the parameter in the place of each original one
+        split: how parameters, which stay the same objects, are cut along tensor axes
+        around_step: context that forward and backward must run in
+        whole: makes what a step returns unsharded
+        attach: makes an optimizer over the parameters follow; returns the step that shares its work
+            over ranks, if there is one
+        no_sync: context in which gradients are accumulated, and their exchange left to a later
+            backward, if that helps
+        reshard: releases gathered parameters
+        joined: context in which the parameters are unsharded
+        exchange: the compressed gradient exchange
+        take_turns: ``take_turns(True)`` lets all ranks of a tensor group run the same batch;
+            otherwise each runs its own
     """
 
     undo: Callable[[], None]
@@ -179,22 +176,25 @@ class Applied:
 
 
 def replaced_by(applied: Iterable[Applied]) -> dict[Tensor, Tensor]:
-    """Return the parameter that is now in the place of each original one, techniques in the order
-    of their application.
+    """Return the parameter that now stands for each original one.
+
+    `applied` is in the order of application: a later technique may replace what an earlier one
+    made.
     """
     found: dict[Tensor, Tensor] = {}
     for each in applied:
         later = dict(each.replaced)
+        # what this one replaced again is found under its original, the rest is new
         found = {original: later.pop(now, now) for original, now in found.items()} | later
     return found
 
 
 @dataclass
 class BlockSeconds:
-    """`BlockSeconds` are what techniques add to the computation of a block, in seconds.
+    """Seconds that techniques add to the computation of a block.
 
-    Exchanges are split into foreground (in the way of computation) and background (beside it, on
-    the network); gathers come before the forward and before the backward of the block, its
+    Exchanges have a foreground part, during which computation waits, and a background part beside
+    it on the network. Gathers come before the forward and before the backward of the block. Its
     reduction starts after its backward; `reduce_last` comes once all reductions are over.
     `recompute` is forward computation within backward, `update` the optimizer step and what follows
     it, `broadcast` the exchange of its results.
@@ -213,9 +213,11 @@ class BlockSeconds:
 
 @dataclass(frozen=True)
 class Neighbours:
-    """The blocks with sharded gradients around one of them, in the order of forward: after whose
-    reduction, with whose gather, its buffers go. None: there is none, or (`previous`) all before it
-    are reduced when the backward pass is over.
+    """The blocks with sharded gradients around one of them, in the order of forward.
+
+    The buffers of a block go after the reduction of `previous`, and with the gather of `following`.
+    None: there is no such block. For `previous`, None also means that all before it are reduced
+    when backward is over.
     """
 
     previous: str | None = None
@@ -231,36 +233,33 @@ class Technique(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """The name that people call it."""
+        """The name in messages and reports."""
 
     @abstractmethod
     def claims(self, config: OpConfig, mesh: Mesh) -> frozenset[str]:
-        """Return the entries of `config` that the technique takes care of on `mesh`: ``"storage"``,
-        ``"recompute"``, ...
-        """
+        """Return the entries of `config` that it takes care of on `mesh`, such as ``"storage"``."""
 
     def check(  # noqa: B027
         self, mesh: Mesh, configs: Mapping[str, OpConfig], exchange: GradientMethod | None
     ) -> None:
-        """Raise ValueError for what the technique cannot do in a plan of these blocks; by default
-        there is nothing.
-        """
+        """Raise ValueError for what it cannot do in a plan of these blocks; by default nothing."""
 
     # ---- what is legal ---------------------------------------------------------------------------
 
     def configs(
         self, step: TrainingStep, block: Block, so_far: Sequence[OpConfig]
     ) -> list[OpConfig]:
-        """Return the configurations that it makes legal for `block`, beside those of earlier
-        techniques, `so_far`; none by default: a plan's stages, and slices of parameters, are found
-        by searches of their own.
+        """Return the configurations that it makes legal for `block`; none by default.
+
+        `so_far` are those of earlier techniques. Stages of a plan, and slices of parameters, are
+        found by searches of their own.
         """
         return []
 
     # ---- what it costs ---------------------------------------------------------------------------
 
     def takes_part(self, step: TrainingStep, config: OpConfig) -> bool:
-        """Return whether it adds to the costs of blocks under `config`; by default it does not."""
+        """Return whether it adds to the costs of blocks under `config`; False by default."""
         return False
 
     def collectives(self, step: TrainingStep, block: str, config: OpConfig) -> Iterator[Collective]:
@@ -273,62 +272,50 @@ class Technique(ABC):
     def lifetimes(
         self, step: TrainingStep, block: str, config: OpConfig, beside: Neighbours
     ) -> Iterator[Lifetime]:
-        """Yield what a block under `config`, between the sharded blocks `beside` it, keeps in
-        memory; nothing by default.
+        """Yield what a block under `config` keeps in memory; nothing by default.
+
+        `beside` are the sharded blocks around it.
         """
         return iter(())
 
     def plan_lifetimes(self, step: TrainingStep, blocks: Collection[str]) -> Iterator[Lifetime]:
-        """Yield what a plan that places `blocks` by this technique keeps beside what each of them
-        does; nothing by default.
-        """
+        """Yield memory of a plan that places `blocks` so, beyond that of each block."""
         return iter(())
 
     def add_seconds(  # noqa: B027
         self, seconds: BlockSeconds, step: TrainingStep, block: str, config: OpConfig
     ) -> None:
-        """Add to `seconds` what a block under `config` takes beside the computation of its
-        operators; nothing by default.
-        """
+        """Add to `seconds` what a block takes beside its operators; nothing by default."""
 
     def plan_seconds(self, step: TrainingStep, blocks: Collection[str]) -> float:
-        """Return the seconds of the update that a plan takes beside what each of `blocks` does;
-        none by default.
-        """
+        """Return seconds of the update beyond those of each of `blocks`; none by default."""
         return 0.0
 
     def update_share(self, step: TrainingStep, parameter: Parameter, config: OpConfig) -> float:
-        """Return the largest share of `parameter` that one rank updates at once, as far as this
-        technique decides it.
-
-        By default it does not: 1.
-        """
+        """Return the largest share of `parameter` that one rank updates at once; 1 by default."""
         return 1.0
 
     def result_bytes(self, step: TrainingStep, parameter: Parameter, config: OpConfig) -> float:
-        """Return the bytes of the buffer in which the updated `parameter` travels; none by
-        default.
-        """
+        """Return the bytes of the buffer in which the updated `parameter` travels; 0 by default."""
         return 0.0
 
     # ---- how it is applied -----------------------------------------------------------------------
 
     @abstractmethod
     def apply(self, model: ParallelModel) -> Applied | None:
-        """Do its part of the plan to `model`, in place; None where it has none. A collective
-        call.
+        """Do its part of the plan to `model`, in place; return None if it has none.
+
+        A collective call.
         """
 
 
-def has_whole_gradients(config: OpConfig) -> bool:
-    """Return whether every rank holds the whole gradients after the backward pass."""
+def has_unsharded_gradients(config: OpConfig) -> bool:
+    """Return whether every rank holds unsharded gradients after the backward pass."""
     return not config.storage.sharded_axes("gradients")
 
 
 def has_data_axes(mesh: Mesh) -> bool:
-    """Return whether the batch is split along axes of `mesh`, and something runs along all
-    others.
-    """
+    """Return whether the batch is split along axes of `mesh`, and every axis is known."""
     return bool(mesh.data_axes) and has_known_axes(mesh)
 
 

@@ -23,7 +23,7 @@ from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.graph.structures import map_tensors
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
-from lightning_topt.techniques.tensor_parallel.split_candidates import SplitModel
+from lightning_topt.techniques.tensor_parallel.split_model import SplitModel
 from tests.foreign import transformers_models
 from tests.launch import run_ranks
 from tests.techniques.tensor_parallel.traced import prices

@@ -26,7 +26,7 @@ from lightning_topt.execution.sharded_checkpoint import (
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import Shard
 from lightning_topt.plan.parallel_plan import PlanError, uniform_plan
-from lightning_topt.techniques.technique import RunOptions
+from lightning_topt.techniques.run_options import RunOptions
 from tests.execution.test_tensor_plans import (
     BESIDE_DATA,
     CPU,

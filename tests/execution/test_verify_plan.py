@@ -43,9 +43,9 @@ from lightning_topt.graph.op_config import OpConfig, Replicate, Shard, Storage
 from lightning_topt.optim import LAMB
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, StagePlan, preset_plan
 from lightning_topt.plan.plan_values import PRESETS
-from lightning_topt.techniques.block_parameters import parameters_by_block
+from lightning_topt.techniques.registry import parameters_by_block
+from lightning_topt.techniques.tensor_parallel.layout import TensorAxes
 from lightning_topt.techniques.tensor_parallel.split_parameters import split_parameters
-from lightning_topt.techniques.tensor_parallel.tensor_axes import TensorAxes
 from lightning_topt.techniques.tensor_parallelism import split_placements
 from tests.launch import run_ranks
 from tests.models import GPT, ConvNet, batch_for

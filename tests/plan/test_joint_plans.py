@@ -17,7 +17,7 @@ from lightning_topt.plan.explanation import explain_plan, step_of
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from lightning_topt.plan.plan_search import SearchRequest, search_plans, step_on
 from lightning_topt.plan.tensor_meshes import least_seconds
-from lightning_topt.techniques.data_parallel import whole_gradient_collectives
+from lightning_topt.techniques.data_parallel import unsharded_gradient_collectives
 from tests.plan.test_tensor_meshes import request_of_gpt  # noqa: F401  # a fixture
 from tests.plugins.test_joint_batches import joint_plan
 
@@ -84,7 +84,7 @@ def test_the_search_takes_the_faster_of_joint_modules_and_turns(
     # Gradients of whole parameters travel among all ranks, those of slices among the ranks with the
     # same slice.
     of_block = {
-        (each.group.size, each.size) for each in whole_gradient_collectives(step, "blocks.0")
+        (each.group.size, each.size) for each in unsharded_gradient_collectives(step, "blocks.0")
     }
     slices = {name for name, _ in step.split["blocks.0"]}
     sizes = {

@@ -41,7 +41,7 @@ from lightning_topt.plan.staged_plans import (
 )
 from lightning_topt.techniques.registry import check_runs
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
-from lightning_topt.techniques.tensor_parallel.split_candidates import SplitModel
+from lightning_topt.techniques.tensor_parallel.split_model import SplitModel
 from tests.frontier.brute_force import brute_force_stages
 from tests.models import GPT
 from tests.plan.pruned_pipelines import check_that_none_is_dropped

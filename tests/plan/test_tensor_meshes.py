@@ -37,11 +37,13 @@ from lightning_topt.plan.tensor_meshes import (
 from lightning_topt.techniques.explain import seconds_by_kind
 from lightning_topt.techniques.plan_costs import PlanCosts
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
-from lightning_topt.techniques.tensor_parallel.model_splits import ModelSplit
-from lightning_topt.techniques.tensor_parallel.split_candidates import SplitModel
-from lightning_topt.techniques.tensor_parallel.split_prices import SplitPrices
-from lightning_topt.techniques.tensor_parallel.split_walk import price_split
-from lightning_topt.techniques.tensor_parallel.whole_operators import whole_operators
+from lightning_topt.techniques.tensor_parallel.split_model import SplitModel
+from lightning_topt.techniques.tensor_parallel.split_prices import (
+    SplitPrices,
+    price_split,
+    whole_operators,
+)
+from lightning_topt.techniques.tensor_parallel.split_search import ModelSplit
 from tests.models import GPT
 from tests.techniques.tensor_parallel.traced import Step
 

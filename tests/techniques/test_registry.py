@@ -16,8 +16,13 @@ from lightning_topt.graph.blocks import block_of
 from lightning_topt.graph.mesh_axes import Axis, Mesh, data_mesh, hybrid_mesh
 from lightning_topt.graph.op_config import OpConfig, Partial, Replicate, Shard, Storage
 from lightning_topt.plan.plan_values import PRESETS
-from lightning_topt.techniques.block_parameters import check_tied, parameters_by_block
-from lightning_topt.techniques.registry import TECHNIQUES, check_runs, technique_of
+from lightning_topt.techniques.registry import (
+    TECHNIQUES,
+    check_runs,
+    check_tied,
+    parameters_by_block,
+    technique_of,
+)
 
 FLAT, HYBRID = data_mesh(4), hybrid_mesh(2, 2)
 MESHES = {"flat": FLAT, "hybrid": HYBRID}

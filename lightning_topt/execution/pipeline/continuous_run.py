@@ -49,7 +49,7 @@ from lightning_topt.execution.pipeline.stage_weights import StageWeights, Update
 from lightning_topt.execution.pipeline.step_flows import StageFlow, Step
 from lightning_topt.graph.step_flow import LeafSpec
 from lightning_topt.schedules.schedules import lag_of
-from lightning_topt.techniques.technique import RunOptions
+from lightning_topt.techniques.run_options import RunOptions
 
 State = dict[str, dict[str, Any]]  # of a gradient exchange
 

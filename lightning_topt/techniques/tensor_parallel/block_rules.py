@@ -1,6 +1,7 @@
-"""Rules of a block say where its tensors are along tensor axes, beside its parameters: where they
-cross its border, where sums of products rest, and along which axes parameters that rest in slices
-are gathered for their use.
+"""Rules of a block say where its tensors are along tensor axes, beside its parameters.
+
+They place tensors that cross the block's border, and say where sums of products rest. They also say
+along which axes parameters that rest in slices are gathered for their use.
 
     what                 border     sums       parameters                  source, arXiv
     1-D                  replicate  replicate  by outputs, then by inputs  Shoeybi, 1909.08053
@@ -10,7 +11,7 @@ are gathered for their use.
     2-D, columns         shard(2)   shard(0)   by inputs, then by outputs
     3-D, the third axis  shard(0)   shard(0)   slices, gathered            Bian, 2105.14450
 
-A tensor whose size does not divide is whole there.
+A tensor whose size does not divide is replicated there.
 """
 
 from __future__ import annotations
@@ -22,18 +23,24 @@ from functools import cached_property
 
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.op_config import OpConfig, Placement, Placements, Replicate, Shard
-from lightning_topt.techniques.tensor_parallel.kinds_shape import carried
 from lightning_topt.techniques.tensor_parallel.layout import REPLICATE, pieces
+from lightning_topt.techniques.tensor_parallel.op_rules.shapes import carried
 
 
 @dataclass(frozen=True)
 class BlockRule:
-    """The rule of block `block`: placements per tensor axis of the tensors that enter and leave it,
-    in order, of sums, and whether an axis gathers parameters. Tensors of a border that are not
-    named are whole, where the block `has_border`.
+    """The rule of one block. Placements are per tensor axis.
 
-    `is_joint`: it runs the batches of all ranks of the one axis, which bring one each
-    (`joint_run`).
+    Args:
+        block: its name
+        inputs: placements of the tensors that enter, in order; others are replicated if the block
+            `has_border`
+        outputs: of the tensors that leave
+        sums: where sums of products rest
+        gathers: whether each axis gathers parameters
+        is_repeated: there are several such blocks, of which the search looks at one
+        is_joint: it runs the batches of all ranks of the one axis, which bring one each
+            (`joint_run`)
     """
 
     block: str = ""
@@ -46,16 +53,16 @@ class BlockRule:
 
     @property
     def has_border(self) -> bool:
-        """Whether it says where tensors are that enter and leave the block; elsewhere they stay
-        where they are.
-        """
+        """True if it places tensors that enter and leave; else they stay where they are."""
         return self.is_repeated or bool(self.inputs or self.outputs)
 
     @cached_property
     def splits(self) -> tuple[Placement | None, ...]:
-        """By axis, where activations are split whatever sums of parameters' gradients cost: as sums
-        rest, or at the border.
+        """By axis, where activations are split, whatever sums of parameters' gradients cost.
+
+        That is where sums rest, or else tensors at the border.
         """
+        # sums first: a border may be placed otherwise
         given = [*([self.sums] if self.sums else []), *self.inputs, *self.outputs]
         axes = max(map(len, (*given, self.gathers)), default=0)
         found = (
@@ -69,18 +76,19 @@ class BlockRule:
 
     @cached_property
     def gathered(self) -> tuple[bool, ...]:
-        """By axis, whether parameters are gathered; empty where none are."""
+        """By axis, whether parameters are gathered; empty if none are."""
         return self.gathers if any(self.gathers) else ()
 
     @cached_property
     def is_plain(self) -> bool:
-        """Whether tensors are whole at the border, and sums too."""
+        """True if tensors are replicated at the border, and sums too."""
         return not any(self.splits)
 
 
 def rules_of(configs: Mapping[str, OpConfig], mesh: Mesh) -> dict[str, BlockRule]:
-    """Return the rules of the blocks of a plan along the tensor axes of `mesh`; none where all of
-    them are plain.
+    """Return the rules of a plan's blocks along the tensor axes of `mesh`.
+
+    None at all if every block is plain.
     """
     axes = mesh.tensor_axes
 
@@ -103,8 +111,9 @@ def rules_of(configs: Mapping[str, OpConfig], mesh: Mesh) -> dict[str, BlockRule
 def rules_by_block(
     rules: Mapping[str, BlockRule], blocks: Collection[str], repeated: Collection[str]
 ) -> dict[str, BlockRule]:
-    """Return the rules of all named `blocks` that have one, or need one beside those that do, or
-    are there several times.
+    """Return the rules of those of the named `blocks` that need one.
+
+    They have one, or run beside blocks that do, or are repeated.
     """
     return {
         name: replace(rules.get(name, BlockRule(name)), is_repeated=name in repeated)
@@ -117,14 +126,22 @@ def rest_of(
     rule: BlockRule, rows: tuple[int, ...] | None, shape: tuple[int, ...], now: Sequence[Placement],
     *, axis: int, sizes: Sequence[int],
 ) -> Placement:  # fmt: skip
-    """Return where a sum along `axis` rests whose whole `shape` has all but its last dim in common
-    with `rows`, the dims of the tensors at the border of the block, or has them in another form;
-    None: the dims are not known.
+    """Return where a sum along `axis` rests.
+
+    Args:
+        rule: of the block
+        rows: all dims but the last of tensors at the border; None: they are not known
+        shape: the full shape of the sum; all but its last dim are `rows`, maybe in another form
+        now: its placements along the other axes
+        axis: the axis of the sum
+        sizes: of the axes
     """
     rest = rule.sums[axis] if rule.sums else REPLICATE
+    # its rows are all dims but the last, and must have the dim in which sums rest
     lead = shape[:-1]
     if not isinstance(rest, Shard) or rest.dim >= len(lead if rows is None else rows):
         return REPLICATE
+    # the sum has the rows in another form: follow the shard through the reshape
     if rows is not None and lead != rows:
         if math.prod(lead) != math.prod(rows) or 0 in lead:
             return REPLICATE
@@ -132,8 +149,12 @@ def rest_of(
         if found is None:
             return REPLICATE
         rest = found
-    if any(_is_same_cut(each, rest) for each in now[axis + 1 :]):
-        return REPLICATE  # pieces of the inner axis would be cut, not the other way round
+    # an inner axis with the same cut: its pieces would be cut, not the other way round
+    if any(
+        isinstance(each, Shard) and (each.dim, each.parts) == (rest.dim, rest.parts)
+        for each in now[axis + 1 :]
+    ):
+        return REPLICATE
     after = [*now]
     after[axis] = rest
     return rest if divides_along(shape, after, sizes) else REPLICATE
@@ -153,10 +174,10 @@ def at_border(
     rule: BlockRule, wanted: Sequence[Placements], index: int, shape: tuple[int, ...], *,
     names: Sequence[str], sizes: Sequence[int],
 ) -> Placements:  # fmt: skip
-    """Return where tensor `index` of a border is, of this whole shape: as `wanted`, whole along
-    axes that do not divide it.
+    """Return where tensor `index` of a border is placed: as `wanted`, if its shape divides.
 
-    Raises ValueError for a dim that it does not have; names block, tensor and axis.
+    Raises:
+        ValueError: it lacks a dim that is to be split; names block, tensor and axis
     """
     placed: list[Placement] = [REPLICATE] * len(sizes)
     for axis, placement in enumerate(wanted[index] if index < len(wanted) else ()):
@@ -169,6 +190,7 @@ def at_border(
                 f"splits its dim {placement.dim} along axis {names[axis]!r}; correct the plan"
             )
         placed[axis] = placement
+        # one axis after another: those that divide stay
         if not divides_along(shape, placed, sizes):
             placed[axis] = Replicate()
     return tuple(placed)

@@ -1,27 +1,58 @@
-"""A call takes, on each axis, the row that moves the least. Parameters stay where they are while a
-row lets them.
+"""What a call does on split tensors: the row it takes on each axis; whether samples meet in it.
+
+A call takes, on each axis, the row that moves the least. Parameters stay where they are while a row
+lets them.
+
+Do samples meet in a call? `batches_after` asks that of every call in a module that runs the batches
+of several ranks at once. They do not if some row of the function's kind splits its arguments by
+batches, and leaves its results so without communication. Such a row also says where the batches are
+in the results.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from lightning_topt.graph.op_config import Placement, Shard
-from lightning_topt.techniques.tensor_parallel.kinds import Call, Kind, Row
 from lightning_topt.techniques.tensor_parallel.layout import (
     PARTIAL,
     REPLICATE,
     Layout,
+    layout_of,
     numel,
     pieces,
 )
+from lightning_topt.techniques.tensor_parallel.op_rules.attention import ATTENTION
+from lightning_topt.techniques.tensor_parallel.op_rules.elementwise import (
+    CHANNEL_DROPOUT,
+    DROPOUT,
+    ELEMENTWISE,
+    RANDOM,
+)
+from lightning_topt.techniques.tensor_parallel.op_rules.products import CELL, CONVOLUTION
+from lightning_topt.techniques.tensor_parallel.op_rules.reductions import (
+    CROSS_ENTROPY,
+    GROUP_NORM,
+    NORM,
+)
+from lightning_topt.techniques.tensor_parallel.op_rules.rules import (
+    KINDS,
+    Kind,
+    OpCall,
+    Operand,
+    Row,
+    named,
+    replaced,
+)
 
 
-class Known(NamedTuple):
-    """A `Known` is where an argument is before the call, whether it needs a gradient, is a
-    parameter, is of type bool.
-    """
+class Argument(NamedTuple):
+    """Where an argument is before the call; whether it needs a gradient, is a parameter, a mask."""
 
     layout: Layout
     needs_grad: bool
@@ -29,13 +60,18 @@ class Known(NamedTuple):
     is_mask: bool = False
 
 
-class Decision(NamedTuple):
-    """Placements by axis: of every argument, of every result (empty: all are whole), and the
-    argument added at the end, whose only dim is dim `along` of the result.
+class CallDecision(NamedTuple):
+    """What a call does: placements by axis, and what is moved or added.
 
-    `enters` says, for every argument and axis, that it is whole and each rank uses it differently.
-    `writes_back`: the call changes its first argument, which moves; the slice of what it becomes is
-    copied into it.
+    Args:
+        inputs: placements of every argument
+        enters: for every argument and axis, whether it is replicated and each rank uses it
+            differently
+        outputs: placements of every result; empty: all are replicated
+        added: the argument that is added at the end
+        along: the dim of the result, from the end, that is the only dim of `added`
+        writes_back: the call changes its first argument, which moves; the slice of what it becomes
+            is copied into it
     """
 
     inputs: tuple[tuple[Placement, ...], ...]
@@ -48,20 +84,28 @@ class Decision(NamedTuple):
 
 def decide(
     kind: Kind | None,
-    call: Call,
-    known: Sequence[Known],
+    call: OpCall,
+    known: Sequence[Argument],
     sizes: Sequence[int],
     *,
     in_place: bool,
     splits: Sequence[Placement | None] = (),
     gathers: Sequence[bool] = (),
-) -> Decision:
+) -> CallDecision:
     """Return the rows that the call takes, one for each axis.
 
-    Along an axis that `splits` activations, what it costs to sum gradients of whole parameters is
-    not counted, so they stay split; of equal rows that is taken whose results are where it splits
-    them. An axis that `gathers` takes slices of parameters for whole ones, and they are gathered.
+    Args:
+        kind: of the function; None: it gets unsharded tensors
+        call: with full shapes
+        known: where its arguments are
+        sizes: of the axes
+        in_place: whether it changes its first argument
+        splits: where each axis splits activations: sums of gradients of replicated parameters are
+            then not counted, so activations stay split; of equal rows the one is taken that has its
+            results there
+        gathers: whether each axis gathers slices of parameters, which then count as replicated
     """
+    # one axis at a time
     chosen = [
         _row(
             kind,
@@ -77,9 +121,10 @@ def decide(
     stays = not in_place or all(
         row.inputs[0] == known[0].layout.placements[axis] for axis, row in enumerate(chosen)
     )
+    # several axes together may cut a dim into pieces that do not divide: then nothing is split
     if not stays or not _fits(chosen, call, sizes):
-        # a dim would be cut into pieces that several axes together do not divide
         chosen = [_whole(call)] * len(sizes)
+    # from rows by axis to placements by tensor
     inputs = tuple(zip(*(row.inputs for row in chosen), strict=True))
     count = max(len(row.outputs) for row in chosen)
     outputs = tuple(
@@ -90,6 +135,7 @@ def decide(
         for index in range(count)
     )
     added = next((row for row in chosen if row.added is not None), None)
+    # used differently by each rank: replicated beside something that is split
     parted = [any(isinstance(placement, Shard) for placement in row.inputs) for row in chosen]
     enters = tuple(
         tuple(
@@ -101,33 +147,36 @@ def decide(
         for place, placements in enumerate(inputs)
     )
     back = in_place and inputs[0] != known[0].layout.placements
-    return Decision(
+    return CallDecision(
         inputs, enters, outputs, *((added.added, added.along) if added else (None, -1)), back
     )
 
 
 def _row(
     kind: Kind | None,
-    call: Call,
-    known: Sequence[Known],
+    call: OpCall,
+    known: Sequence[Argument],
     *,
     axis: int,
     sizes: Sequence[int],
     in_place: bool,
     splits: Placement | None,
 ) -> Row:
+    """Return the row of `kind` that costs least along one axis."""
     whole = _whole(call)
     now = [each.layout.placements[axis] for each in known]
     if kind is None or all(placement == REPLICATE for placement in now):
         return whole
     rows: Iterable[Row] = (*kind.rows(call, sizes[axis]), whole)
+    # a tensor that is changed in place must stay where it is
     if in_place:
         rows = [row for row in rows if row.inputs[0] == now[0]] or [whole]
     ranks = max(sizes[axis], 2)  # an axis of one rank takes the rows of a longer one
     return min(rows, key=lambda row: _cost(row, now, known, ranks, splits=splits))
 
 
-def _taken_whole(known: Known, axis: int) -> Known:
+def _taken_whole(known: Argument, axis: int) -> Argument:
+    """Return a parameter as if it were replicated along `axis`."""
     if not known.is_parameter:
         return known
     placements = known.layout.placements
@@ -135,24 +184,26 @@ def _taken_whole(known: Known, axis: int) -> Known:
     return known._replace(layout=known.layout._replace(placements=whole))
 
 
-def _whole(call: Call) -> Row:
+def _whole(call: OpCall) -> Row:
     return Row((REPLICATE,) * len(call.operands), ())
 
 
 def _cost(
     row: Row,
     now: Sequence[Placement],
-    known: Sequence[Known],
+    known: Sequence[Argument],
     ranks: int,
     *,
     splits: Placement | None,
 ) -> tuple[float, float, bool]:
-    """Elements that travel, forward and backward, per rank: of parameters, which the plan has
-    placed, and of all.
+    """Return the elements that travel per rank, of parameters and of all; and a tie-break.
+
+    Forward and backward count. Parameters come first, since the plan has placed them.
     """
     is_split = any(isinstance(placement, Shard) for placement in row.inputs)
     parameters = total = 0.0
     for before, after, operand in zip(now, row.inputs, known, strict=True):
+        # elements that a gather brings to one rank
         moved = numel(operand.layout.shape) * (ranks - 1) / ranks
         if isinstance(before, Shard):
             if before == after:
@@ -163,22 +214,22 @@ def _cost(
         elif (
             splits and operand.is_parameter and isinstance(after, Shard) and PARTIAL in row.outputs
         ):
-            parameters += moved  # a sum over ranks of what whole parameters give at once
+            parameters += moved  # a sum over ranks that replicated parameters do not need
         elif (
             operand.needs_grad
             and is_split
             and not (splits and operand.is_parameter and after == REPLICATE)
         ):
-            # What is whole and used differently by each rank has its gradient summed; a slice's is
-            # gathered.
+            # replicated, used differently by each rank: its gradient is summed, a slice's gathered
             total += moved if isinstance(after, Shard) else 2 * moved
     return parameters, total, splits is not None and splits not in row.outputs
 
 
-def _fits(rows: Sequence[Row], call: Call, sizes: Sequence[int]) -> bool:
-    """Whether all axes together cut arguments and results into slices that divide."""
+def _fits(rows: Sequence[Row], call: OpCall, sizes: Sequence[int]) -> bool:
+    """Return whether all axes together cut arguments and results into slices that divide."""
     if len(sizes) == 1:
         return True
+    # arguments, then results
     for operand in call.operands:
         found = pieces([row.inputs[operand.place] for row in rows], sizes)
         if found is None or any(operand.shape[dim] % count for dim, count in found.items()):
@@ -189,3 +240,187 @@ def _fits(rows: Sequence[Row], call: Call, sizes: Sequence[int]) -> bool:
         pieces([row.outputs[i] for row in rows if row.outputs], cut_by) is not None
         for i in range(count)
     )
+
+
+_CHANGES = {
+    *(
+        "__setitem__",
+        "__set__",
+        "__iadd__",
+        "__isub__",
+        "__imul__",
+        "__idiv__",
+        "__itruediv__",
+        "__ifloordiv__",
+        "__imod__",
+    ),
+    *("__ipow__", "__imatmul__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"),
+}
+
+
+def known_of(tensor: Tensor, whole: Layout) -> Argument:
+    """Return where an argument is; `whole` is the layout of unsharded ones, but for the shape."""
+    layout = layout_of(tensor) or whole._replace(shape=tuple(tensor.shape))
+    return Argument(
+        layout, tensor.requires_grad, isinstance(tensor, nn.Parameter), tensor.dtype == torch.bool
+    )
+
+
+def call_of(
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    known: Sequence[Argument],
+    *,
+    of: type = Tensor,
+) -> OpCall:
+    """Return the call with operands for its tensors, the instances of `of`.
+
+    `known` says where they are, in order.
+    """
+    operands = tuple(Operand(index, each.layout.shape) for index, each in enumerate(known))
+    new_args, new_kwargs = replaced((args, tuple(kwargs.values())), operands, of=of)
+    # parts that any shard among the arguments has
+    placements = (
+        placement for each in known for placement in (*each.layout.placements, each.layout.batch)
+    )
+    parts = {1, *(placement.parts for placement in placements if isinstance(placement, Shard))}
+    masks = frozenset(index for index, each in enumerate(known) if each.is_mask)
+    return OpCall(
+        func,
+        new_args,
+        dict(zip(kwargs, new_kwargs, strict=True)),
+        operands,
+        tuple(sorted(parts)),
+        masks,
+    )
+
+
+def is_in_place(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
+    """Return whether a call changes its first tensor."""
+    name = getattr(func, "__name__", "")
+    changes = (name.endswith("_") and not name.startswith("__")) or name in _CHANGES
+    return changes or kwargs.get("inplace") is True
+
+
+Batches = tuple[Shard | None, ...]
+_ADVICE = "the batches of several ranks cannot run through this module at once"
+# kinds whose arguments have samples in dim 0
+_FIRST = {CONVOLUTION.name, GROUP_NORM.name, CELL.name, "batch norm"}
+_CONVERSION = "conversion"  # reads only the type of its second argument
+# draws without a rule: every rank would draw others
+_UNSEEN = (
+    "rand randn randint randperm normal bernoulli multinomial poisson rrelu alpha_dropout "
+    "feature_alpha_dropout"
+)
+DRAWING: frozenset[Callable[..., Any]] = frozenset(
+    function
+    for function in (
+        *named(_UNSEEN, torch, Tensor, F),
+        *named(
+            "bernoulli_ random_ rrelu_ alpha_dropout_ feature_alpha_dropout_ gumbel_softmax "
+            "dropout_",
+            torch,
+            Tensor,
+            F,
+        ),
+        *named("randint_like", torch),
+        *(function for kind in (DROPOUT, CHANNEL_DROPOUT, RANDOM) for function in kind.functions),
+    )
+    if function is not None
+)
+
+
+def batches_after(
+    kind: Kind | None, call: OpCall, known: Sequence[Argument], ranks: int, *, in_place: bool
+) -> Batches:
+    """Return where the batches of `ranks` ranks are in the results of a call.
+
+    The last entry holds for all results that follow it; empty: results have nothing of the batches.
+
+    Raises:
+        ValueError: samples meet, or may meet
+    """
+    name = getattr(call.func, "__name__", str(call.func))
+    # nothing has samples: the result has none either, unless it is random
+    before = [each.layout.batch for each in known]
+    if not any(before):
+        if call.func in DRAWING and _draws(call):
+            raise ValueError(
+                f"{name} draws random numbers of its own for every rank's batch, so {_ADVICE}"
+            )
+        return ()
+    if kind is not None and kind.name == _CONVERSION and before[0] is None:
+        return ()
+    # a row that splits by batches, arguments and results, without communication
+    row = (
+        next((r for r in kind.rows(call, ranks) if _keeps(kind, call, r, before)), None)
+        if kind is not None
+        else None
+    )
+    if row is None or (in_place and row.outputs[0] != before[0]):
+        raise ValueError(f"{name} may bring samples together, or is not known, so {_ADVICE}")
+    return tuple(each for each in row.outputs if isinstance(each, Shard))
+
+
+def refuse_draws(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise ValueError for random numbers that do not belong to samples.
+
+    Every rank would draw others.
+    """
+    if func in DRAWING and _draws(OpCall(func, args, kwargs, ())):
+        raise ValueError(
+            f"{func.__name__} draws random numbers of its own for every rank's batch, so {_ADVICE}"
+        )
+
+
+def numbers_in(call: Any) -> set[float]:
+    """Return the numbers with which an elementwise `call` computes.
+
+    None for other functions, whose numbers may be shapes.
+    """
+    if KINDS.get(call.func) is not ELEMENTWISE:
+        return set()
+    values = (*call.args, *call.kwargs.values())
+    return {
+        float(value)
+        for value in values
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
+
+
+def _draws(call: OpCall) -> bool:
+    """Return whether a call draws random numbers: dropout that is off does not."""
+    if "dropout" not in getattr(call.func, "__name__", ""):
+        return True
+    return bool(call.get(2, "training", call.get(2, "train", True))) and call.get(1, "p", 0.5) != 0
+
+
+def _keeps(kind: Kind, call: OpCall, row: Row, before: Sequence[Shard | None]) -> bool:
+    """Return whether a row splits arguments by batches, and its results too."""
+    if any(place != (batch or REPLICATE) for place, batch in zip(row.inputs, before, strict=True)):
+        return False
+    if not row.outputs or row.added is not None:
+        return False
+    if not all(isinstance(each, Shard) for each in row.outputs):
+        return False
+    return all(
+        _is_free(kind, call, place, batch.dim)
+        for place, batch in enumerate(before)
+        if batch is not None
+    )
+
+
+def _is_free(kind: Kind, call: OpCall, place: int, dim: int) -> bool:
+    """Return whether the kind treats indices of `dim` of an argument one by one.
+
+    Some rows communicate inside.
+    """
+    ndim = len(call.operands[place].shape)
+    if kind.name in _FIRST:
+        return dim == 0 and kind.name != "batch norm"
+    if kind is ATTENTION:
+        return dim < ndim - 2 if place < 3 else True
+    if kind is NORM:
+        return place == 0 and dim < ndim - len(call.get(1, "normalized_shape"))
+    return kind is not CROSS_ENTROPY or dim == 0

@@ -1,12 +1,13 @@
-"""The calls of torch functions that a forward pass makes, as `SplitMode` would see them: what the
-search of splits walks along.
+"""The calls of torch functions that a forward pass makes, as `SplitMode` would see them.
 
-trace = FunctionTrace()
-graph = capture(module, batch, adapt=trace.of)
-trace.calls_of("blocks.0")
+The search of splits walks along them.
 
-Tensors are replaced by references; nothing of the pass is kept alive. Where a capture leaves calls
-of equal modules out, only the first of them are in the trace: one block stands for all of its
+    trace = FunctionTrace()
+    graph = capture(module, batch, adapt=trace.of)
+    trace.calls_of("blocks.0", blocks)
+
+Tensors are replaced by references; nothing of the pass is kept alive. A capture may leave calls of
+equal modules out. Then only the first of them are in the trace: one block stands for all of its
 group.
 """
 
@@ -27,20 +28,24 @@ from typing_extensions import override
 
 from lightning_topt.graph.record import Recorder
 from lightning_topt.graph.structures import tensors_in as tensors_anywhere
-from lightning_topt.techniques.tensor_parallel.attributes import ATTRIBUTES, LOCAL
-from lightning_topt.techniques.tensor_parallel.composites import body_of
-from lightning_topt.techniques.tensor_parallel.kind_table import KINDS
-from lightning_topt.techniques.tensor_parallel.kinds import replaced, tensors_in
-from lightning_topt.techniques.tensor_parallel.signatures import is_in_place
+from lightning_topt.techniques.tensor_parallel.decisions import is_in_place
+from lightning_topt.techniques.tensor_parallel.op_rules import KINDS
+from lightning_topt.techniques.tensor_parallel.op_rules.rules import replaced, tensors_in
+from lightning_topt.techniques.tensor_parallel.user_code import ATTRIBUTES, LOCAL, body_of
 
-_NUMBERS = "_topt_numbers"  # of a tensor and of its memory
+_NUMBERS = "_topt_numbers"  # attribute: numbers of a tensor and of its memory
 
 
 class Ref(NamedTuple):
-    """A `Ref` stands for a tensor: its number, that of its memory (views share it), and what it was
-    at the call.
+    """A reference to a tensor: what it was at a call.
 
-    `parameter` is its name where it is one.
+    Args:
+        number: of the tensor
+        memory: number of its memory, which views share
+        shape: in full
+        dtype: of the tensor
+        needs_grad: whether it has a gradient
+        parameter: its name, of a parameter
     """
 
     number: int
@@ -52,21 +57,30 @@ class Ref(NamedTuple):
 
     @property
     def is_mask(self) -> bool:
-        """Whether it holds truth values."""
+        """True if it holds truth values."""
         return self.dtype == torch.bool
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
+        """Bytes of the full tensor."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 @dataclass(frozen=True, eq=False)
 class TracedCall:
-    """One call: `args` and `kwargs` with references, in the order of `inputs`; what it returned;
-    and `saved` for backward, (memory, bytes) with None for memory that only autograd knows. `stack`
-    are the modules around it, outermost first. `with_grad`: autograd was on. `ops`: names of the
-    operators of the graph that it ran in.
+    """One call of a torch function.
+
+    Args:
+        func: the function
+        args: with references
+        kwargs: with references
+        inputs: these references, in order
+        outputs: what it returned
+        saved: for backward, (memory, bytes); None for memory that only autograd knows
+        stack: the modules around it, outermost first
+        in_place: whether it changed its first tensor
+        with_grad: whether autograd was on
+        ops: names of the operators of the graph that it ran in
     """
 
     func: Callable[..., Any]
@@ -82,19 +96,25 @@ class TracedCall:
 
     @property
     def is_view(self) -> bool:
-        """Whether it touches no element: all results are in the memory of arguments, and nothing
-        was written.
+        """True if it touches no element.
+
+        Then all results are in the memory of arguments, and nothing is written.
         """
         memories = {ref.memory for ref in self.inputs}
         return not self.in_place and all(ref.memory in memories for ref in self.outputs)
 
 
 class Border(NamedTuple):
-    """A module's call begins or ends (`is_end`) before call `position` of the trace, with the
-    tensors `numbers` of `shapes`.
+    """The begin of a module's call, or its end (`is_end`), before call `position` of the trace.
 
-    `leaves` are shapes and numbers of the tensors that torch finds in its arguments or results,
-    which may have others: `hides`.
+    Args:
+        position: of the next call
+        module: path of the module
+        is_end: whether the call ends
+        numbers: of the tensors that cross
+        shapes: of these
+        leaves: shapes and numbers of the tensors that torch finds in arguments or results
+        hides: whether there are others
     """
 
     position: int
@@ -108,10 +128,14 @@ class Border(NamedTuple):
 
 @dataclass
 class FunctionTrace:
-    """The last forward pass that ran in the context of `of`: calls in order, and the borders of
-    module calls, those of the first pass too, with batches of another size: `first_samples`, where
-    that is not the first of the captured sizes. `constants` are the numbers of parameters and
-    buffers.
+    """The last forward pass that ran in the context of `of`.
+
+    Args:
+        calls: in order
+        borders: of module calls
+        first_borders: those of the first pass, with batches of another size
+        constants: numbers of parameters and buffers
+        first_samples: samples of the first pass, if not the first of the captured sizes
     """
 
     calls: list[TracedCall] = field(default_factory=list)
@@ -121,9 +145,7 @@ class FunctionTrace:
     first_samples: int | None = None
 
     def of(self, module: nn.Module) -> Any:
-        """Return the context in which the forward pass of `module`, a copy that is thrown away, is
-        traced.
-        """
+        """Return a context that traces the forward pass of `module`, a copy that is thrown away."""
         self.first_borders = self.first_borders or self.borders
         self.calls, self.borders, self.constants = [], [], set()
         return _Tracer(self, module).installed()
@@ -136,14 +158,11 @@ class FunctionTrace:
         return [call for call in self.calls if named.isdisjoint(call.stack)]
 
     def results(self) -> list[tuple[str, tuple[tuple[int, ...], ...]]]:
-        """Return the module of every call in the order in which they ended, with the shapes of its
-        results.
-        """
+        """Return module and shapes of results of every call, in the order in which they ended."""
         return [(border.module, border.shapes) for border in self.borders if border.is_end]
 
     def whole_at(self, block: str, blocks: Sequence[str]) -> set[int]:
-        """Return the numbers of the tensors that cross the border of a block, into `block` or out
-        of it.
+        """Return the numbers of the tensors that cross the border of `block`, in or out.
 
         For ``""`` those of all other blocks.
         """
@@ -151,6 +170,7 @@ class FunctionTrace:
         crossing = {
             number for border in self.borders if border.module in named for number in border.numbers
         }
+        # tensors made on one side and read on the other
         inside = [bool(named.intersection(call.stack)) for call in self.calls]
         made = {
             r.number: i
@@ -166,6 +186,8 @@ class FunctionTrace:
 
 
 class _Tracer(TorchFunctionMode):
+    """The mode that fills a `FunctionTrace`."""
+
     def __init__(self, trace: FunctionTrace, module: nn.Module) -> None:
         super().__init__()
         self._trace, self._stack, self._count = trace, list[str](), 0
@@ -183,6 +205,7 @@ class _Tracer(TorchFunctionMode):
 
     @contextmanager
     def installed(self) -> Iterator[None]:
+        # the recorder of a capture, if one is on: it names the operators that calls run in
         modes = _get_current_dispatch_mode_stack()
         self._recorder = next((mode for mode in modes if isinstance(mode, Recorder)), None)
         with self:
@@ -200,6 +223,7 @@ class _Tracer(TorchFunctionMode):
     def _exit(self, path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if path in self._stack:  # else backward runs it again
+                # modules inside that ended by an exception have no end of their own
                 while self._stack.pop() != path:
                     pass
                 self._border(path, output, is_end=True)
@@ -211,6 +235,7 @@ class _Tracer(TorchFunctionMode):
         numbers = (tensor.__dict__.get(_NUMBERS) for tensor in tensors)
         known = tuple(found[0] for found in numbers if found is not None)
         shapes = tuple(tuple(tensor.shape) for tensor in tensors)
+        # what torch finds in a tree, against all tensors in any object
         seen = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
         leaves = tuple((tuple(leaf.shape), self._ref(leaf).number) for leaf in seen)
         hides = len(seen) != len(tensors)
@@ -232,8 +257,9 @@ class _Tracer(TorchFunctionMode):
         if func in ATTRIBUTES or func in LOCAL:
             return func(*args, **kwargs)
         if func not in KINDS and (body := body_of(func)) is not None:
-            with self:  # as the run does: its calls are what can be split
+            with self:  # as in the run, its calls are what can be split
                 return body(*args, **kwargs)
+        # references to arguments come first: an in-place call changes what they are
         given = list(tensors_in((*args, *kwargs.values())))
         inputs = tuple(map(self._ref, given))
         count = len(self._recorder.recording.ops) if self._recorder is not None else 0
@@ -257,6 +283,7 @@ class _Tracer(TorchFunctionMode):
         ops: tuple[str, ...],
     ) -> None:
         given, made, packed = tensors
+        # views share the number of their memory
         memories = {_address(tensor): ref.memory for tensor, ref in zip(given, inputs, strict=True)}
         outputs = tuple(self._ref(tensor, memory=memories.get(_address(tensor))) for tensor in made)
         memories |= {
@@ -306,15 +333,14 @@ def _address(tensor: Tensor) -> int:
 
 @contextmanager
 def _packed() -> Iterator[list[tuple[int, int]]]:
-    """Give what autograd saves meanwhile, (address, bytes); hooks that are there already still see
-    it.
-    """
+    """Give what autograd saves meanwhile, (address, bytes); hooks that are there still see it."""
     found: list[tuple[int, int]] = []
     if not torch.is_grad_enabled():
         yield found
         return
     outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
 
+    # parameters are saved anyway, and sparse tensors have no address
     def pack(tensor: Tensor) -> Any:
         if not isinstance(tensor, nn.Parameter) and tensor.layout is torch.strided:
             found.append((_address(tensor), tensor.nbytes))

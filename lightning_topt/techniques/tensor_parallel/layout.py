@@ -1,35 +1,115 @@
-"""A layout says where a tensor is on the tensor axes of a mesh, and how large it is as a whole."""
+"""Where a tensor is on the tensor axes of a mesh, and this rank's place on them.
+
+`TensorAxes` has the axes with their process groups. A `Layout` says how large a tensor is as a
+whole and how each axis places it. The functions cut slices, join them, and give their indices.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from lightning_topt.communication.topology import own_group
+from lightning_topt.graph.collective_ops import show_collective
+from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.op_config import LAYOUT, Partial, Placement, Replicate, Shard
+
+
+@dataclass(frozen=True)
+class CollectiveCall:
+    """One call of `op` along an axis (index); `size` in bytes.
+
+    The size is that of what one rank gives or, for a gather, gets.
+    """
+
+    op: str
+    axis: int
+    size: int
+
+
+@dataclass(frozen=True)
+class TensorAxes:
+    """The tensor axes of a mesh, outermost first, as one rank sees them.
+
+    Args:
+        names: of the axes
+        sizes: number of ranks along each
+        coordinates: the place of this rank
+        groups: of which this rank is one, by axis; None for a rank that is looked at, not run: its
+            collectives only have shapes
+        calls: a list gets every collective call of a step, forward and backward
+    """
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    coordinates: tuple[int, ...]
+    groups: tuple[dist.ProcessGroup | None, ...]
+    calls: list[CollectiveCall] | None = field(default=None, compare=False)
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def note(self, op: str, axis: int, whole: torch.Tensor) -> None:
+        """Record a call on `whole`, the larger one of what is given and what is got.
+
+        Without a group a capture may see it.
+        """
+        # a capture records it as a kernel
+        if self.groups[axis] is None:
+            show_collective(whole, op=op, axis=axis)
+        if self.calls is not None:
+            self.calls.append(CollectiveCall(op, axis, whole.numel() * whole.element_size()))
+
+    @classmethod
+    def of_mesh(cls, mesh: Mesh, *, rank: int) -> TensorAxes:
+        """Return the axes as `rank` sees them, without groups."""
+        # the rank counts through the mesh in row-major order
+        axes = mesh.tensor_axes
+        coordinates = tuple(rank // mesh.stride([axis]) % mesh.shape[axis] for axis in axes)
+        return cls(
+            tuple(mesh.names[axis] for axis in axes),
+            tuple(mesh.shape[axis] for axis in axes),
+            coordinates,
+            (None,) * len(axes),
+        )
+
+    @classmethod
+    def with_groups(cls, mesh: Mesh) -> TensorAxes:
+        """Return the axes as this rank sees them.
+
+        A collective call: groups are made in the same order on all ranks.
+        """
+        # one group per axis: the ranks that differ in this coordinate only
+        alone = cls.of_mesh(mesh, rank=dist.get_rank())
+        groups = tuple(own_group(mesh.groups_along([axis])) for axis in mesh.tensor_axes)
+        return cls(alone.names, alone.sizes, alone.coordinates, groups)
+
 
 REPLICATE = Replicate()
 PARTIAL = Partial()
 
 
-class _Layout(NamedTuple):
+class _LayoutFields(NamedTuple):
     shape: tuple[int, ...]
     placements: tuple[Placement, ...]
     batch: Shard | None = None
 
 
-class Layout(_Layout):
-    """The `shape` of the whole tensor, and one placement per tensor axis.
+class Layout(_LayoutFields):
+    """The `shape` of the unsharded tensor, and one placement per tensor axis.
 
-    `batch`: the slices that belong to the batches of the ranks of the one axis, where each brings
-    its own (`joint_run`). They say nothing of where the tensor is.
+    `batch` is for modules that run the batches of several ranks (`joint_run`): the slices that
+    belong to the batch of each rank of the one axis. It says nothing of where the tensor is.
 
-    Parts of a shard are those of the whole dim. Where several axes cut one dim, those with fewer
-    parts cut first, of equal ones the outer ones: a batch of samples, then the steps of each, in a
-    dim that has both.
+    Parts of a shard are those of the full dim. If several axes cut one dim, those with fewer parts
+    cut first, of equal ones the outer ones. Example: a batch of samples, then the steps of each, in
+    a dim that has both.
     """
 
     def __hash__(self) -> int:
@@ -49,7 +129,7 @@ class Layout(_Layout):
 
 
 def layout_of(tensor: Any) -> Layout | None:
-    """Return the layout that `tensor` carries; None for what every rank has whole."""
+    """Return the layout that `tensor` carries; None for what every rank has in full."""
     return getattr(tensor, LAYOUT, None)
 
 
@@ -62,8 +142,9 @@ def with_layout(tensor: Tensor, layout: Layout) -> Tensor:
 def whole_shape(
     placements: Sequence[Placement], local_shape: Sequence[int], sizes: Sequence[int]
 ) -> tuple[int, ...]:
-    """Return the shape of the whole tensor of which ranks have parts of `local_shape`: the way back
-    of `Layout.local_shape`.
+    """Return the shape of the unsharded tensor of which ranks have parts of `local_shape`.
+
+    The inverse of `Layout.local_shape`.
     """
     shape = [*local_shape]
     for placement, size in zip(placements, sizes, strict=True):
@@ -79,18 +160,14 @@ def layout_at(
     *,
     batch: Shard | None,
 ) -> Layout | None:
-    """Return where a local tensor at these placements is; None for whole, with nothing of a
-    `batch`.
-    """
+    """Return the layout of a local tensor; None if replicated and without a `batch`."""
     if batch is None and all(placement == REPLICATE for placement in placements):
         return None
     return Layout(whole_shape(placements, local_shape, sizes), tuple(placements), batch)
 
 
 def check_divides(size: int, parts: int, ranks: int, *, what: str) -> None:
-    """Raise ValueError where `parts` equal parts of a dim of `size` cannot be cut for `ranks`
-    ranks.
-    """
+    """Raise ValueError if `parts` equal parts of `size` cannot be cut for `ranks` ranks."""
     if size % (parts * ranks):
         pieces = f"{parts} parts for {ranks} ranks" if parts > 1 else f"{ranks} ranks"
         raise ValueError(
@@ -100,15 +177,18 @@ def check_divides(size: int, parts: int, ranks: int, *, what: str) -> None:
 
 
 def pieces(placements: Sequence[Placement], sizes: Sequence[int]) -> dict[int, int] | None:
-    """Return what number must divide each dim that is cut; None where the axes that cut one dim do
-    not cut pieces of one another, so that ranks would not have one slice each.
+    """Return what number must divide each dim that is cut, by dim.
+
+    None if the axes that cut one dim do not cut pieces of one another: ranks would not have one
+    slice each.
     """
+    # axes with fewer parts cut first
     shards = [
         (each, size)
         for each, size in zip(placements, sizes, strict=True)
         if isinstance(each, Shard)
     ]
-    # by dim: parts of the last axis, pieces that all of them cut
+    # by dim: (parts of the last axis so far, pieces that all axes so far cut)
     found: dict[int, tuple[int, int]] = {}
     for each, size in sorted(shards, key=lambda item: item[0].parts):
         parts, count = found.get(each.dim, (each.parts, each.parts))
@@ -126,6 +206,7 @@ def local_shard(placements: Sequence[Placement], sizes: Sequence[int], axis: int
     assert isinstance(own, Shard)
     if own.parts == 1:
         return own
+    # axes that cut earlier have left a share of the parts
     parts = own.parts
     for each, size in zip(placements, sizes, strict=True):
         if isinstance(each, Shard) and each.dim == own.dim and each.parts < own.parts:
@@ -140,9 +221,8 @@ def own_slice(
     coordinates: Sequence[int],
     sizes: Sequence[int],
 ) -> Tensor:
-    """Return the slice of `whole` that the rank at `coordinates` has; a view where no dim has
-    parts.
-    """
+    """Return the slice of `whole` of the rank at `coordinates`; a view if no dim has parts."""
+    # outer axes first, each on what those before it leave
     now: list[Placement] = [REPLICATE] * len(sizes)
     for axis, placement in enumerate(placements):
         if isinstance(placement, Shard):
@@ -154,23 +234,22 @@ def own_slice(
 
 
 def cut(tensor: Tensor, shard: Shard, *, index: int, count: int) -> Tensor:
-    """Return the `index`-th of `count` slices of `tensor` along ``shard.dim``: of each of its parts
-    one, joined.
+    """Return the `index`-th of `count` slices of `tensor` along ``shard.dim``.
 
-    A view where there is one part.
+    Of each of the shard's parts it has one slice, joined. A view if there is one part.
     """
+    # one part: one range; several: a range of each
     size = tensor.shape[shard.dim]
     length = size // (shard.parts * count)
     if shard.parts == 1:
         return tensor.narrow(shard.dim, index * length, length)
+    # (..., part, index in it, ...): the same slice of every part
     parts = _in_parts(tensor, shard)
     return parts.narrow(shard.dim + 1, index * length, length).flatten(shard.dim, shard.dim + 1)
 
 
 class Span(NamedTuple):
-    """A `Span` is `length` indices of one dim: from `start` on in the whole tensor, from `local` on
-    in a part of it.
-    """
+    """`length` indices of one dim: from `start` in the full tensor, from `local` in a part."""
 
     start: int
     local: int
@@ -179,6 +258,7 @@ class Span(NamedTuple):
 
 def cut_spans(spans: Sequence[Span], shard: Shard, *, index: int, count: int) -> tuple[Span, ...]:
     """Return where the slice that `cut` makes along a dim with these `spans` is."""
+    # of each part of the dim, the `index`-th of `count` slices
     part = sum(span.length for span in spans) // shard.parts
     length = part // count
     found: list[Span] = []
@@ -199,7 +279,7 @@ def narrowed(spans: Sequence[Span], first: int, length: int) -> tuple[Span, ...]
 
 
 def joined(slices: Sequence[Tensor], shard: Shard) -> Tensor:
-    """Return the whole tensor of all `slices` that `cut` makes."""
+    """Return the unsharded tensor of all `slices` that `cut` makes."""
     if shard.parts == 1:
         return torch.cat(list(slices), shard.dim)
     parts = [_in_parts(piece, shard) for piece in slices]

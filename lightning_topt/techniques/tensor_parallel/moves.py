@@ -4,18 +4,18 @@
     enter           none            all-reduce      "f" of Shoeybi et al., arXiv 1909.08053,
                                                     section 3
     reduce          all-reduce      none            "g" of the same
-    gather          all-gather      own slice       ranks read the whole in the same way
+    gather          all-gather      own slice       ranks use the result in the same way
     gather, shared  all-gather      reduce-scatter  "g" of Korthikanti et al., arXiv 2205.05198,
                                                     section 4.2.2
     scatter         reduce-scatter  all-gather      its conjugate
     take            own slice       all-gather
     exchange        all-to-all      all-to-all
 
-Gradients of gradients pass the same moves: in a backward that makes a graph each calls the one that
-is its gradient.
+Gradients of gradients pass the same moves: in a backward that makes a graph, each calls the one
+that is its gradient.
 
 *shared*: every rank computes something else from the gathered tensor, so its gradients are summands
-of the whole one.
+of the full one.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from lightning_topt.communication.collectives import all_gather_into, reduce_sca
 from lightning_topt.graph.op_config import Partial, Placement, Shard
 from lightning_topt.techniques.tensor_parallel.layout import (
     REPLICATE,
+    TensorAxes,
     cut,
     joined,
     local_shard,
     pieces,
 )
-from lightning_topt.techniques.tensor_parallel.tensor_axes import TensorAxes
 
 
 def all_reduce(tensor: Tensor, axes: TensorAxes, axis: int) -> Tensor:
@@ -50,7 +50,7 @@ def all_reduce(tensor: Tensor, axes: TensorAxes, axis: int) -> Tensor:
 
 
 def all_gather(tensor: Tensor, shard: Shard, axes: TensorAxes, axis: int) -> Tensor:
-    """Return the whole tensor of all ranks' slices along ``shard.dim``."""
+    """Return the full tensor of all ranks' slices along ``shard.dim``."""
     local = tensor.contiguous()
     slices = local.new_empty((axes.sizes[axis], *local.shape))
     axes.note("all_gather", axis, slices)
@@ -73,9 +73,7 @@ def reduce_scatter(tensor: Tensor, shard: Shard, axes: TensorAxes, axis: int) ->
 
 
 def all_to_all(tensor: Tensor, source: Shard, target: Shard, axes: TensorAxes, axis: int) -> Tensor:
-    """Return the slice along ``target.dim`` of a tensor of which each rank has one along
-    ``source.dim``.
-    """
+    """Return this rank's slice along ``target.dim`` of a tensor cut along ``source.dim``."""
     count = axes.sizes[axis]
     slices = torch.stack([cut(tensor, target, index=index, count=count) for index in range(count)])
     received = torch.empty_like(slices)
@@ -85,11 +83,11 @@ def all_to_all(tensor: Tensor, source: Shard, target: Shard, axes: TensorAxes, a
     return joined(received.unbind(), source)
 
 
-class _Enter(Function):
+class _EnterAxis(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, axes: TensorAxes, axis: int) -> Tensor:
         ctx.place = axes, axis
-        return tensor.detach()  # no view: what is remembered on a tensor must not hold it
+        return tensor.detach()  # no view: attributes of the result must not keep it alive
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -117,7 +115,8 @@ class _Reduce(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return enter(gradient, *ctx.place), None, None  # itself, but for gradients of gradients
+        # the gradient itself, with a node only for gradients of gradients
+        return enter(gradient, *ctx.place), None, None
 
 
 class _Gather(Function):
@@ -188,23 +187,23 @@ class _Exchange(Function):
 
 
 def enter(tensor: Tensor, axes: TensorAxes, axis: int, *, sums_later: bool = False) -> Tensor:
-    """Return `tensor`, which all ranks have whole, for different use on each: its gradient is the
-    sum of theirs.
+    """Return `tensor`, which all ranks have in full, for different use on each.
 
-    With `sums_later` that of a parameter is such that the mean over ranks, which is taken after
-    backward, is the sum.
+    Its gradient is the sum of theirs. With `sums_later` the gradient of a parameter is scaled
+    instead, such that the mean over ranks, which is taken after backward, is that sum.
     """
     if not (tensor.requires_grad and torch.is_grad_enabled()):
         return tensor
     if sums_later and tensor.is_leaf:
         return weigh(tensor, float(axes.sizes[axis]))
-    entered: Tensor = _Enter.apply(tensor, axes, axis)  # type: ignore[no-untyped-call]
+    entered: Tensor = _EnterAxis.apply(tensor, axes, axis)  # type: ignore[no-untyped-call]
     return entered
 
 
 def refuse_graph() -> None:
-    """Raise ValueError in a backward that makes a graph: weights of gradients would count twice in
-    gradients of gradients.
+    """Raise ValueError in a backward that makes a graph.
+
+    Weights of gradients would count twice in gradients of gradients.
     """
     if torch.is_grad_enabled():
         raise ValueError(
@@ -214,9 +213,7 @@ def refuse_graph() -> None:
 
 
 def weigh(tensor: Tensor, weight: float) -> Tensor:
-    """Return another tensor of the same memory; the gradient of `tensor` is `weight` times that of
-    it.
-    """
+    """Return a tensor of the same memory whose gradient arrives at `tensor` times `weight`."""
     if not (tensor.requires_grad and torch.is_grad_enabled()):
         return tensor.detach()
     weighed: Tensor = _Weigh.apply(tensor, weight)  # type: ignore[no-untyped-call]
@@ -224,13 +221,13 @@ def weigh(tensor: Tensor, weight: float) -> Tensor:
 
 
 def reduce(tensor: Tensor, axes: TensorAxes, axis: int) -> Tensor:
-    """Return the sum of the ranks' summands, whole on each."""
+    """Return the sum of the ranks' summands, in full on each."""
     result: Tensor = _Reduce.apply(tensor, axes, axis)  # type: ignore[no-untyped-call]
     return result
 
 
 def gather(tensor: Tensor, shard: Shard, axes: TensorAxes, axis: int, *, shared: bool) -> Tensor:
-    """Return the whole tensor; `shared`: for different use on each rank."""
+    """Return the full tensor; `shared`: for different use on each rank."""
     result: Tensor = _Gather.apply(tensor, shard, shared, axes, axis)  # type: ignore[no-untyped-call]
     return result
 
@@ -242,7 +239,7 @@ def scatter(tensor: Tensor, shard: Shard, axes: TensorAxes, axis: int) -> Tensor
 
 
 def take(tensor: Tensor, shard: Shard, axes: TensorAxes, axis: int) -> Tensor:
-    """Return this rank's slice of a tensor that all have whole."""
+    """Return this rank's slice of a tensor that all ranks have in full."""
     result: Tensor = _Take.apply(tensor, shard, axes, axis)  # type: ignore[no-untyped-call]
     return result
 
@@ -262,17 +259,25 @@ def move(
     *,
     sums_later: bool = False,
 ) -> Tensor:
-    """Return the local tensor at `target`, axis by axis: gathers from the inside out, then slices
-    from the outside in.
+    """Return the local tensor at `target`, axis by axis.
 
-    `enters`: on which axes it is whole then and used differently by each rank; `sums_later` as in
-    `enter`.
+    Gathers go from the inner axes out, then slices from the outer axes in.
+
+    Args:
+        tensor: the local tensor at `source`
+        source: placements now, by axis
+        target: placements wanted
+        enters: on which axes it is full then and used differently by each rank
+        axes: the tensor axes
+        sums_later: as in `enter`
     """
+    # gather, or exchange, from the inside out
     now, sizes = [*source], axes.sizes
     for axis in reversed(range(len(axes))):
         before, after = now[axis], target[axis]
         if before == after:
             continue
+        # inner axes that cut pieces of this axis's slices are gathered first
         for inner in range(len(axes) - 1, axis, -1):
             if any(_hides(now[inner], each, sizes[inner], sizes[axis]) for each in (before, after)):
                 own = local_shard(now, sizes, inner)
@@ -289,6 +294,7 @@ def move(
             now[axis] = after
         else:
             tensor, now[axis] = gather(tensor, own, axes, axis, shared=enters[axis]), REPLICATE
+    # slice from the outside in
     for axis, after in enumerate(target):
         if isinstance(after, Shard) and now[axis] != after:
             now[axis] = after
@@ -308,8 +314,16 @@ def bias_for(
     along: int,
     sums_later: bool = False,
 ) -> Tensor:
-    """Return the bias along dim `along` (from the end) of a sum of `ndim` dims, for what each rank
-    keeps of the sum; `sums_later` as in `enter`.
+    """Return a bias that fits what each rank keeps of a sum.
+
+    Args:
+        bias: of one dim
+        summed: placements of the sum before it is summed
+        now: placements afterwards
+        axes: the tensor axes
+        ndim: dims of the sum
+        along: the dim of the bias in it, counted from the end
+        sums_later: as in `enter`
     """
     for axis, (placement, kept) in enumerate(zip(summed, now, strict=True)):
         if isinstance(placement, Partial) and isinstance(kept, Shard):
@@ -323,21 +337,21 @@ def bias_for(
 
 
 def _hides(inner: Placement, outer: Placement, inner_size: int, outer_size: int) -> bool:
-    """Whether `inner`, of an inner axis, cuts pieces of what the outer axis cuts, and so has to be
-    whole when that moves.
+    """Return whether `inner` cuts pieces of what the outer axis cuts.
+
+    Then it has to be gathered before the outer axis moves.
     """
     if not (isinstance(inner, Shard) and isinstance(outer, Shard) and inner.dim == outer.dim):
         return False
-    below, above = (
-        inner.parts % (outer.parts * outer_size),
-        outer.parts % (inner.parts * inner_size),
-    )
+    below = inner.parts % (outer.parts * outer_size)
+    above = outer.parts % (inner.parts * inner_size)
     return bool(below and above)
 
 
 def _can_exchange(then: Sequence[Placement], sizes: Sequence[int], axis: int) -> bool:
-    """Whether the cut of `axis` is one of what the outer axes leave of the dim, and no inner axis
-    cuts that.
+    """Return whether an all-to-all can reach `then`.
+
+    `axis` must cut what the outer axes leave of the dim, and no inner axis may cut that.
     """
     inner = zip(then[axis + 1 :], sizes[axis + 1 :], strict=True)
     hidden = any(_hides(each, then[axis], size, sizes[axis]) for each, size in inner)

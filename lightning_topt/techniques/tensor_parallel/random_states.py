@@ -1,5 +1,6 @@
-"""The states of the random generators that user code draws from: torch's, CUDA's, NumPy's and
-Python's.
+"""States of the random generators that user code draws from: torch, CUDA, NumPy and Python.
+
+A small module, since execution and plugins use it without tensor parallelism.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def random_states() -> RandomStates:
 
 
 def set_random_states(states: RandomStates) -> None:
-    """Go on with `states`, of this process or of another one."""
+    """Set the generators to `states`, of this process or of another one."""
     cpu, cuda, of_numpy, of_python = states
     torch.set_rng_state(torch.from_numpy(cpu))
     if cuda is not None:
@@ -32,7 +33,7 @@ def set_random_states(states: RandomStates) -> None:
 
 
 def draw_alike(group: dist.ProcessGroup) -> None:
-    """Give the ranks of `group` the states of its first one. A collective call."""
+    """Give the ranks of `group` the states of its first rank. A collective call."""
     states = [random_states()]
     dist.broadcast_object_list(states, group=group, group_src=0)
     set_random_states(states[0])

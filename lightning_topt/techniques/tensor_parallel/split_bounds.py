@@ -1,17 +1,17 @@
-"""`bound_graph` makes, of the graph of the whole step, one whose costs are at most those of a rank
-that runs it split: what no plan with it can gain need not be captured.
+"""A lower bound of the costs of a rank's split step, from the graph of the unsharded step.
 
-An operator is looked at with the traced calls that ran in it (see [Note: bounds of a split step]):
+A subject of its own: what no plan can gain with a split need not be captured. An operator is looked
+at with the traced calls that ran in it (see [Note: bounds of a split step]):
 
-    all its calls work on whole tensors     its kernels and tensors as they are
+    all its calls work on full tensors      its kernels and tensors as they are
     one of them works on slices             at 1 / P, as if all of them did
     it runs otherwise on slices             nothing
     no call is known                        nothing
 
-[Note: bounds of a split step] On slices a function runs the kernels that it ran on whole tensors,
-on at least 1 / P of the elements, and what they make lives as long. Not so where a kind has a way
-of its own to run (`Kind.run`) and for copies, which a slice may not need: it may lie in one piece
-where the whole did not. Of a whole tensor of which a call takes a slice, that may be all that
+[Note: bounds of a split step] On slices a function runs the kernels that it ran on full tensors, on
+at least 1 / P of the elements, and what they make lives as long. Exceptions are kinds with a way of
+their own to run (`Kind.run`), and copies. A slice may not need a copy: it may lie in one piece
+where the full tensor did not. Of a full tensor of which a call takes a slice, that may be all that
 stays, and gradients are summed slice by slice then. Collectives are those of the run
 (`walk_split`). Those of what is there once count where the first operator of the block "" runs: in
 the last backward they hide the most of the exchange of gradients.
@@ -37,10 +37,9 @@ from lightning_topt.graph.quantities import NOTHING, Amount
 from lightning_topt.graph.step_tensors import StepTensor
 from lightning_topt.graph.timeline import StepPart, segments
 from lightning_topt.techniques.tensor_parallel.function_trace import TracedCall
-from lightning_topt.techniques.tensor_parallel.kind_table import KINDS
 from lightning_topt.techniques.tensor_parallel.layout import Layout
-from lightning_topt.techniques.tensor_parallel.split_prices import Collective, given
-from lightning_topt.techniques.tensor_parallel.split_walk import PlacedCall
+from lightning_topt.techniques.tensor_parallel.op_rules import KINDS
+from lightning_topt.techniques.tensor_parallel.split_prices import Collective, PlacedCall, given
 
 _COPIES = {
     "aten.clone.default",
@@ -48,7 +47,7 @@ _COPIES = {
     "aten._to_copy.default",
     "aten._reshape_copy.default",
 }
-# they run the function itself, with other numbers
+# kinds whose `run` calls the function itself, with other numbers
 _SAME = {"attention", "reshape", "squeeze", "expand", "split"}
 _UNKNOWN: dict[str, Any] = {"args": [], "kwargs": {}}  # arguments of kernels that are not run
 Added = tuple[tuple[Kernel, ...], tuple[Kernel, ...]]  # forward, backward
@@ -56,7 +55,8 @@ Added = tuple[tuple[Kernel, ...], tuple[Kernel, ...]]  # forward, backward
 
 @dataclass(frozen=True)
 class SplitRegion:
-    """Calls of a block, or of all that is there once (the block ``""``), as they are split;
+    """Calls of a block, or of all that is there once (the block ``""``), as they are split.
+
     `blocks` are those that are split alike, the one that was traced first.
     """
 
@@ -75,7 +75,7 @@ class SplitRegion:
 
     @cached_property
     def _cut(self) -> set[int]:
-        """The memory of whole tensors of which a call takes a slice."""
+        """The memory of replicated tensors of which a call takes a slice."""
         return {
             ref.memory
             for placed in self.calls
@@ -87,7 +87,7 @@ class SplitRegion:
 
     @property
     def cuts_others(self) -> bool:
-        """Whether it takes slices of tensors that were made elsewhere."""
+        """True if it takes slices of tensors that were made elsewhere."""
         return not self._cut <= {ref.memory for placed in self.calls for ref in placed.call.outputs}
 
     def added(self, ranks: int, samples: float) -> Added:
@@ -98,12 +98,13 @@ class SplitRegion:
         forward: Counter[tuple[Collective, bool]] = Counter()
         backward: Counter[tuple[Collective, bool]] = Counter()
         is_block = self.blocks[0] != ""
+        # collectives inside calls, then those of moves
         own = {ref.number for placed in self.calls for ref in placed.call.outputs}
         for placed in self.calls:
             assert placed.outcome is not None
             is_copied = is_block and _runs_as_on_whole(placed.call)
             forward.update((each, is_copied) for each in placed.outcome.collectives)
-            # What was made elsewhere may have been moved elsewhere.
+            # what was made elsewhere may have been moved elsewhere
             for move in (
                 move for move in placed.moves if placed.call.inputs[move.operand].number in own
             ):
@@ -122,14 +123,19 @@ def bound_graph(
     ranks: int,
     samples: float,
 ) -> OpGraph:
-    """Return the graph whose costs are at most those of the step of one of `ranks` ranks;
-    parameters have their local shapes.
+    """Return a graph that costs at most the step of one of `ranks` ranks.
 
-    `graph` is that of the whole step; the first of `regions` is what is there once. `samples` are
-    those with whose prices calls were walked; collectives grow with the batch. The graph can be
-    priced, not measured: it lists no tensors.
+    Parameters have their local shapes. The graph can be priced, not measured: it lists no tensors.
+
+    Args:
+        graph: of the unsharded step
+        regions: the first is what is there once
+        placements: of the split parameters by name
+        ranks: along the axis
+        samples: with whose prices calls were walked; collectives grow with the batch
     """
-    bound = _Bound(graph, ranks, regions, samples)
+    # workspaces count for operators that run as they are
+    bound = _BoundGraph(graph, ranks, regions, samples)
     step, shares = graph.step, bound.shares
     owners = (graph.ops[step.order[position]].name for position, _ in step.workspaces)
     workspaces = (
@@ -148,7 +154,9 @@ def bound_graph(
 
 
 @dataclass
-class _Bound:
+class _BoundGraph:
+    """The shares of one split step, and the parts of its graph."""
+
     graph: OpGraph
     ranks: int
     regions: Sequence[SplitRegion]
@@ -158,6 +166,7 @@ class _Bound:
     @cached_property
     def shares(self) -> dict[str, float]:
         """The share of every operator of the graph."""
+        # an operator has the share of the like one in the block that was traced
         regions = [region.shares(self.ranks) for region in self.regions]
         traced = {
             block: number for number, region in enumerate(self.regions) for block in region.blocks
@@ -172,7 +181,7 @@ class _Bound:
         return found
 
     def ops(self) -> tuple[Op, ...]:
-        """All operators; the first one of each block also has what the block runs besides."""
+        """Return all operators; the first of each block also has what the block runs besides."""
         added = [(region.blocks, region.added(self.ranks, self.samples)) for region in self.regions]
         left = {block: kernels for blocks, kernels in added for block in blocks}
         return tuple(self._op(op, *left.pop(op.block, ((), ()))) for op in self.graph.ops)
@@ -189,9 +198,10 @@ class _Bound:
         return Op(*names, op.parameters, op.outputs, *kernels, op.saved_bytes, op.stack)
 
     def _kernels(self, kernels: tuple[Kernel, ...], share: float) -> tuple[Kernel, ...]:
-        """The kernels of a rank; the same ones for equal blocks, as in the whole graph."""
+        """Return the kernels of a rank; the same ones for equal blocks, as in the full graph."""
         if share == 1:
             return kernels
+        # kernels of equal blocks are the same objects
         key = id(kernels), share
         if key not in self._scaled:
             self._scaled[key] = tuple(
@@ -258,7 +268,7 @@ def _kernels(
 
 
 def _scaled(kernel: Kernel, share: float) -> Kernel:
-    """The kernel on a share of its elements; its arguments are unknown but for the dtype."""
+    """Return the kernel on a share of its elements; its arguments are unknown but for the dtype."""
     amounts = {
         name: _part(getattr(kernel, name), share) for name in ("flops", "bytes", "allocated")
     }

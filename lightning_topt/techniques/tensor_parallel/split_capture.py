@@ -1,8 +1,11 @@
-"""`capture_split` captures the step of one rank of tensor axes: kernels and tensors are local,
-collectives are kernels too.
+"""`capture_split` captures the step of one rank of tensor axes; collectives are kernels too.
 
-trace = FunctionTrace() graph = capture(module, batch, adapt=trace.of) local = capture_split(module,
-batch, like=graph, trace=trace, placements=..., axes=TensorAxes.of_mesh(mesh, rank=0))
+Kernels and tensors are local. A subject of its own, beside the run of the same code:
+
+    trace = FunctionTrace()
+    graph = capture(module, batch, adapt=trace.of)
+    axes = TensorAxes.of_mesh(mesh, rank=0)
+    local = capture_split(module, batch, like=graph, trace=trace, placements=..., axes=axes)
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from lightning_topt.graph.op_config import Placements, Shard
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.graph.structures import tensors_in
 from lightning_topt.techniques.tensor_parallel.block_rules import BlockRule, rules_by_block
+from lightning_topt.techniques.tensor_parallel.decisions import numbers_in
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 from lightning_topt.techniques.tensor_parallel.joint_run import (
     JointRefusal,
@@ -36,11 +40,14 @@ from lightning_topt.techniques.tensor_parallel.joint_run import (
     check_hooks,
     run_joint,
 )
-from lightning_topt.techniques.tensor_parallel.layout import Layout, layout_of, with_layout
-from lightning_topt.techniques.tensor_parallel.sample_rows import numbers_in
+from lightning_topt.techniques.tensor_parallel.layout import (
+    Layout,
+    TensorAxes,
+    layout_of,
+    with_layout,
+)
 from lightning_topt.techniques.tensor_parallel.split_mode import PLAIN, SplitMode
 from lightning_topt.techniques.tensor_parallel.split_parameters import check_split
-from lightning_topt.techniques.tensor_parallel.tensor_axes import TensorAxes
 
 _ADVICE = (
     "some code works on tensors beside torch's functions; keep the parameters of this module and "
@@ -65,19 +72,31 @@ def capture_split(
     device: torch.device | str = "cpu",
     one_recording: bool = False,
 ) -> OpGraph:
-    """Return the graph of the step that one rank of `axes` (without groups) runs, its parameters at
-    `placements` by name, its blocks by `rules`. `batch` is that of one rank where `joint` modules
-    run those of all ranks.
+    """Return the graph of the step that one rank of `axes` (without groups) runs.
 
-    `like` is the graph of the whole step, which was captured from the same arguments under `trace`;
-    with `one_recording` it is one that `is_told_by_one`. Blocks, names and the fingerprint are as
-    there; parameters have local shapes. Collectives along the axes are kernels where they run,
-    which `TrainingStep` prices (`shown_collective`).
+    Blocks, names and the fingerprint are as in `like`; parameters have local shapes. Collectives
+    along the axes are kernels where they run, which `TrainingStep` prices (`shown_collective`).
 
-    Raises ValueError where a parameter cannot be cut so, and where the split step makes something
-    else than the whole one: what code of the user made of a tensor was lost sight of; the message
-    names the module. So it does where samples of several batches would meet. Else as `capture`.
+    Args:
+        module: the model
+        batch: that of one rank, if `joint` modules run those of all ranks
+        like: the graph of the unsharded step, captured from the same arguments under `trace`
+        trace: its calls
+        placements: of parameters by name
+        axes: the tensor axes
+        rules: of blocks
+        joint: modules that run the batches of all ranks
+        second_batch: as in `capture`
+        forward_context: as in `capture`
+        device: as in `capture`
+        one_recording: `like` is one that `is_told_by_one`
+
+    Raises:
+        ValueError: a parameter cannot be cut so; the split step makes something else than the
+            unsharded one, since user code lost sight of a tensor (the message names the module);
+            samples of several batches would meet; or as in `capture`
     """
+    # rules of the blocks, as in the run
     groups = Counter(block.group for block in like.blocks)
     repeated = {block.name for block in like.blocks if groups[block.group] > 1}
     by_block = rules_by_block(rules, [block.name for block in like.blocks], repeated)
@@ -93,18 +112,21 @@ def capture_split(
         graph = capture(module, batch, **options, device=device, adapt=run.of, like=like)  # type: ignore[arg-type]
     except ValueError:
         raise
-    except Exception as error:  # of code of the user that ran whole
+    except Exception as error:  # of user code, which ran unsharded
         raise ValueError(
             f"module {run.under_way[-1] if run.under_way else ''!r} does not run with its "
             f"parameters split: {error}; {_ADVICE}"
         ) from error
+    # the user must see the same shapes as without a split
     _check_results(_in_second_batch(run.results), trace.results())
     return replace(graph, whole_model=like.fingerprint)
 
 
 class _SplitRun:
-    """Splits copies of a module; `results` has the calls of its modules in the last one, with the
-    shapes seen by the user, `under_way` those that have not ended.
+    """Splits copies of a module.
+
+    `results` has the calls of its modules in the last one, with the shapes seen by the user,
+    `under_way` those that have not ended.
     """
 
     def __init__(
@@ -133,14 +155,15 @@ class _SplitRun:
             if path and not any(each.module != path and each.holds(path) for each in steps.modules):
                 submodule.register_forward_pre_hook(partial(self._begin, path))
                 submodule.register_forward_hook(partial(self._end, path))
-            if path in self.joint:  # as in the run
+            # as in the run: joint modules, else blocks by their rules
+            if path in self.joint:
                 submodule.forward = partial(
                     self._run_joint, mode, steps, self.joint[path], submodule.forward
                 )
             elif path in self.by_block and not self.joint:
                 rule = self.by_block[path]
                 submodule.forward = partial(_run_block, mode, rule, submodule.forward)
-                # tells it from blocks that run by others
+                # a capture tells blocks with other rules apart by it
                 vars(submodule)[_RULE] = repr(replace(rule, block=""))
         return OutsideMode(steps) if self.joint else mode
 
@@ -153,6 +176,7 @@ class _SplitRun:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
+        # what each rank would do otherwise: random numbers outside of torch, counts of samples
         before, known = (random.getstate(), repr(np.random.get_state())), len(mode.prepared)
         try:
             with steps.inside():
@@ -189,8 +213,10 @@ def _run_block(
 
 
 def _shape_for_users(tensor: Tensor) -> tuple[int, ...]:
-    """The shape; an empty one, which fits any, for what joint modules keep (in a cache), which
-    nothing outside can read.
+    """Return the shape that the user sees.
+
+    An empty one, which fits any, for what joint modules keep (in a cache): nothing outside can read
+    it.
     """
     layout = layout_of(tensor)
     return () if layout is not None and layout.batch is not None else tuple(tensor.shape)
@@ -203,13 +229,12 @@ def _fit(shapes: Sequence[tuple[int, ...]], known: Sequence[tuple[int, ...]]) ->
 
 
 def _split(name: str, parameter: nn.Parameter, placements: Placements, axes: TensorAxes) -> None:
-    """Give a fake parameter the shape of a slice, as `split_parameters` does, in a tenth of its
-    time.
-    """
+    """Give a fake parameter the shape of a slice, in a tenth of `split_parameters`' time."""
     if not any(isinstance(placement, Shard) for placement in placements):
         return
     check_split(name, tuple(parameter.shape), placements, axes)
     layout = Layout(tuple(parameter.shape), placements)
+    # the memory is fake: a new tensor of the local shape is enough
     shape, mode = layout.local_shape(axes.sizes), getattr(parameter, "fake_mode")  # noqa: B009
     stride = contiguous_stride(shape)
     with torch.no_grad():
@@ -218,9 +243,7 @@ def _split(name: str, parameter: nn.Parameter, placements: Placements, axes: Ten
 
 
 def _in_second_batch(results: Results) -> Results:
-    """The results with the samples of the second of two recordings, where there was one for
-    both.
-    """
+    """Return results with the samples of the second of two recordings, if one stands for both."""
     return [
         (path, tuple(tuple(number_at(TIMES[1], size) for size in shape) for shape in shapes))
         for path, shapes in results
@@ -228,8 +251,9 @@ def _in_second_batch(results: Results) -> Results:
 
 
 def _check_results(split: Results, whole: Results) -> None:
-    """Raise ValueError for the first call of a module, among those that both runs made, whose
-    results differ in shape.
+    """Raise ValueError for the first call of a module whose results differ in shape.
+
+    Calls count that both runs made.
     """
     expected: dict[str, list[Any]] = {}
     for path, shapes in whole:

@@ -1,10 +1,9 @@
-"""Whole layouts of a model along one, two or three tensor axes, found from what its products do,
-not from names.
+"""Layouts of a model along one, two or three tensor axes, found from what its products do.
 
 The search along one axis says which matrices are cut by outputs and which by inputs, and which
-heads stay together. In two dimensions each of them is cut by its other dim along the second axis,
-and outputs become the inputs of the next product: so features and rows change axes after each
-product. In three, slices of matrices along a third axis are gathered for their use.
+heads stay together; names say nothing. In two dimensions each of them is cut by its other dim along
+the second axis, and outputs become the inputs of the next product. So features and rows change axes
+after each product. In three, slices of matrices along a third axis are gathered for their use.
 
     layout           axes                                        paper
     tensor           tensor                                      Shoeybi et al., 1909.08053
@@ -26,8 +25,8 @@ from lightning_topt.graph.mesh_axes import Axis
 from lightning_topt.graph.op_config import Placement, Placements, Shard
 from lightning_topt.techniques.tensor_parallel.block_rules import BlockRule
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace, Ref
-from lightning_topt.techniques.tensor_parallel.kind_table import KINDS
 from lightning_topt.techniques.tensor_parallel.layout import REPLICATE, pieces
+from lightning_topt.techniques.tensor_parallel.op_rules import KINDS
 
 LAYOUTS = ("tensor", "tensor_sequence", "context", "tensor_2d", "tensor_3d")
 _BY_AXES = {
@@ -40,10 +39,10 @@ _BY_AXES = {
 
 @dataclass(frozen=True)
 class Role:
-    """A `Role` is what a parameter is to the products of a step: its dims of `outputs` and
-    `inputs`; a bias has no inputs.
+    """What a parameter is to the products of a step: its dims of `outputs` and `inputs`.
 
-    `weight`: the matrix to whose products it is added; its own name for a matrix.
+    A bias has no inputs. `weight` is the matrix to whose products it is added; of a matrix, its own
+    name.
     """
 
     weight: str
@@ -53,9 +52,14 @@ class Role:
 
 @dataclass(frozen=True)
 class SplitLayout:
-    """Placements of parameters by their full names along the tensor axes, rules of blocks, and the
-    matrices that are cut along fewer axes than the layout has, because their sizes do not divide,
-    or because nothing says how. `joint` modules run the batches of all ranks of the one axis.
+    """Where a model is along the tensor axes.
+
+    Args:
+        placements: of parameters by full name
+        rules: of blocks
+        left: matrices that are cut along fewer axes than the layout has, because sizes do not
+            divide or nothing says how
+        joint: modules that run the batches of all ranks of the one axis
     """
 
     placements: Mapping[str, Placements]
@@ -65,10 +69,12 @@ class SplitLayout:
 
 
 def layout_named_by(axes: Sequence[str]) -> str:
-    """Return the layout that these tensor axes, outermost first, can only have; "" for one axis
-    ``tensor``, which has several.
+    """Return the one layout that these tensor axes, outermost first, can have.
 
-    Raises ValueError where they have none.
+    "" for one axis ``tensor``, which has several.
+
+    Raises:
+        ValueError: they have none
     """
     if tuple(axes) in _BY_AXES:
         return _BY_AXES[tuple(axes)]
@@ -80,10 +86,10 @@ def layout_named_by(axes: Sequence[str]) -> str:
 
 
 def layout_axes(layout: str, ranks: int) -> tuple[Axis, ...]:
-    """Return the tensor axes of `layout` over so many ranks, as equally long as their number
-    admits.
+    """Return the tensor axes of `layout` over `ranks` ranks, as equal as possible.
 
-    Raises ValueError where that is no product of two or three numbers above 1; says which are.
+    Raises:
+        ValueError: `ranks` is no product of two or three numbers above 1; says which near it are
     """
     if layout in ("tensor", "tensor_sequence"):
         return (Axis("tensor", ranks),)
@@ -99,14 +105,16 @@ def layout_axes(layout: str, ranks: int) -> tuple[Axis, ...]:
             f"{ranks} is not: start {', '.join(sorted(near, key=int))} ranks, or choose "
             "plan='tensor'"
         )
+    # the longest axis is outermost
     names = ("tensor_tokens", "tensor_rows", "tensor_columns")[-count:]
     return tuple(Axis(name, size) for name, size in zip(names, sizes, strict=True))
 
 
 def _factors(number: int, count: int) -> tuple[int, ...] | None:
-    """The most equal factors above 1, largest first."""
+    """Return the most equal factors above 1, largest first."""
     if count == 1:
         return (number,) if number > 1 else None
+    # all ways to write the number as a product, of which the most equal counts
     found = []
     for first in range(2, number // 2 + 1):
         if number % first == 0 and (rest := _factors(number // first, count - 1)) is not None:
@@ -119,6 +127,7 @@ def roles_of(trace: FunctionTrace) -> dict[str, Role]:
     found: dict[str, Role] = {}
     for call in trace.calls:
         kind = KINDS.get(call.func)
+        # weights (outputs, inputs) in linear layers, (inputs, outputs) in addmm
         name, inputs = kind.name if kind is not None else "", call.inputs
         if name in ("linear", "addmm") and len(inputs) > 1:
             weight, bias = (
@@ -145,12 +154,20 @@ def make_layout(
     blocks: Sequence[str],
     repeated: Collection[str],
 ) -> SplitLayout:
-    """Return the layout of a model whose step was traced and whose parameters `single` places along
-    one axis.
+    """Return the layout of a model whose step was traced.
 
-    `blocks` are those of the plan, of which `repeated` are there several times. Raises ValueError
-    where no tensor that enters such a block has rows that divide.
+    Args:
+        layout: one of `LAYOUTS`
+        trace: of the model
+        single: placements of parameters along one axis
+        axes: the tensor axes
+        blocks: those of the plan
+        repeated: of these, those of which there are several
+
+    Raises:
+        ValueError: no tensor that enters a repeated block has rows that divide
     """
+    # rules: rows of activations, and features where tensors cross borders
     sizes, shapes = tuple(axis.size for axis in axes), _shapes(trace)
     at_border = _shape_at_border(trace, repeated)
     rows = _rows(layout, at_border, sizes)
@@ -161,13 +178,14 @@ def make_layout(
         border = (crossing,) if block in repeated else ()
         rules[block] = BlockRule(block, border, border, rows, gathers)
     roles = roles_of(trace)
-    # A vector of the width of the blocks goes with the features that cross their borders.
+    # a vector of the width of the blocks goes with the features that cross their borders
     of_features = {
         name for name, shape in shapes.items() if shape == at_border[-1:] and name not in roles
     }
     if layout in ("tensor_sequence", "context"):
         kept = {name: (each,) for name, each in single.items() if name not in of_features}
         return SplitLayout(kept if layout == "tensor_sequence" else {}, rules)
+    # two and three axes: every matrix by outputs and by inputs
     placements, left = {}, []
     for name, shape in shapes.items():
         wanted = (
@@ -186,14 +204,13 @@ def make_layout(
 def _in_two(
     role: Role | None, single: Mapping[str, Placement], name: str
 ) -> tuple[Placement, Placement]:
-    """Return the placements of a parameter along the axis of the search and along the second
-    one.
-    """
+    """Return the placements of a parameter along the axis of the search and the second one."""
+    # no product: as along one axis
     own = single.get(name, REPLICATE)
     if role is None:
         return own, REPLICATE
     along = single.get(role.weight, REPLICATE)
-    # what is added to the sums of a matrix that is cut by inputs is cut as the sums are
+    # a bias of a matrix that is cut by inputs is added to sums, and cut as they are
     if role.inputs is None:
         is_row = isinstance(along, Shard) and not isinstance(own, Shard)
         return (REPLICATE, Shard(0)) if is_row else (own, REPLICATE)
@@ -203,7 +220,8 @@ def _in_two(
 
 
 def _that_fit(placed: Placements, shape: tuple[int, ...], sizes: Sequence[int]) -> Placements:
-    """The placements, whole along the last axes that do not divide."""
+    """Return the placements, replicated along the last axes that do not divide."""
+    # one axis after another; what does not divide stays replicated
     kept: list[Placement] = [REPLICATE] * len(sizes)
     for axis, placement in enumerate(placed):
         kept[axis] = placement
@@ -214,9 +232,10 @@ def _that_fit(placed: Placements, shape: tuple[int, ...], sizes: Sequence[int]) 
 
 
 def _gathered(placed: Placements, shape: tuple[int, ...], sizes: Sequence[int]) -> Placement:
-    """The slices along the first axis of what the others leave of a matrix."""
+    """Return the slices along the first axis of what the others leave of a matrix."""
     if len(shape) < 2:
         return REPLICATE
+    # parts of the dim that the inner axes cut, each of which this axis cuts
     for dim in range(len(shape)):
         inner = [
             (each, size)
@@ -237,8 +256,9 @@ def _shapes(trace: FunctionTrace) -> dict[str, tuple[int, ...]]:
 
 
 def _shape_at_border(trace: FunctionTrace, repeated: Collection[str]) -> tuple[int, ...]:
-    """Return the shape of the first tensor that enters one of the blocks; without such blocks, that
-    is computed.
+    """Return the shape of the first tensor that enters one of the blocks.
+
+    Without such blocks, that of the first tensor that is computed.
     """
     entering = (
         b.shapes[0] for b in trace.borders if b.module in repeated and not b.is_end and b.shapes
@@ -248,7 +268,8 @@ def _shape_at_border(trace: FunctionTrace, repeated: Collection[str]) -> tuple[i
 
 
 def _rows(layout: str, shape: tuple[int, ...], sizes: Sequence[int]) -> Placements:
-    """Return where rows are along all axes: samples where these divide, else steps."""
+    """Return where rows are along all axes: samples if these divide, else steps."""
+    # dims of the rows that axes cut, best first: samples (0), else steps (1)
     lead, count = shape[:-1], len(sizes)
     last = min(1, len(lead) - 1)
     choices: list[tuple[int, ...]] = [

@@ -1,14 +1,19 @@
-"""`SplitMode` sees every call of a torch function: arguments that are split are moved as a row of
-the function's kind needs them, the function runs on local tensors, and its results carry their
-layouts.
+"""`SplitMode` sees every call of a torch function while user code runs forward.
 
-The mode is on while user code runs forward. What is whole passes through untouched.
+What is not split passes through untouched. For a call on split tensors:
+
+    1  its signature finds what is known of such calls (`PreparedCall`), or that is worked out
+    2  arguments are moved to where the row of the function's rule needs them
+    3  the function runs on local tensors
+    4  Partial results are summed, or scattered where the rule of the block says so
+    5  results get their layouts
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -20,57 +25,68 @@ from typing_extensions import override
 
 from lightning_topt.graph.op_config import LAYOUT, Partial, Placement, Shard
 from lightning_topt.techniques.tensor_parallel import moves
-from lightning_topt.techniques.tensor_parallel.attributes import ALIASES, ATTRIBUTES, LOCAL
 from lightning_topt.techniques.tensor_parallel.block_rules import BlockRule, rest_of
-from lightning_topt.techniques.tensor_parallel.composites import body_of
-from lightning_topt.techniques.tensor_parallel.copied_views import (
-    COPIED,
-    note_copies,
-    refuse_copies,
+from lightning_topt.techniques.tensor_parallel.decisions import (
+    Batches,
+    CallDecision,
+    batches_after,
+    call_of,
+    decide,
+    is_in_place,
+    known_of,
+    refuse_draws,
 )
-from lightning_topt.techniques.tensor_parallel.kind_table import KINDS
-from lightning_topt.techniques.tensor_parallel.kinds import Kind, Placed, replaced, tensors_in
 from lightning_topt.techniques.tensor_parallel.layout import (
     REPLICATE,
+    Layout,
+    TensorAxes,
     layout_at,
     layout_of,
     local_shard,
     whole_shape,
     with_layout,
 )
-from lightning_topt.techniques.tensor_parallel.prepared_call import (
-    REFUSED,
-    PreparedCall,
-    prepare_call,
-    refusal,
+from lightning_topt.techniques.tensor_parallel.op_rules import KINDS
+from lightning_topt.techniques.tensor_parallel.op_rules.rules import (
+    Kind,
+    OpCall,
+    Placed,
+    replaced,
+    tensors_in,
 )
-from lightning_topt.techniques.tensor_parallel.python_functions import PythonFunctionMode
-from lightning_topt.techniques.tensor_parallel.regather import saved_as_slices
-from lightning_topt.techniques.tensor_parallel.sample_rows import refuse_draws
-from lightning_topt.techniques.tensor_parallel.signatures import signature, with_tensors
-from lightning_topt.techniques.tensor_parallel.tensor_axes import TensorAxes
 from lightning_topt.techniques.tensor_parallel.tensor_mover import (
     MOVED,
     TensorMover,
     gathered_among,
+    saved_as_slices,
 )
-from lightning_topt.techniques.tensor_parallel.user_access import (
+from lightning_topt.techniques.tensor_parallel.user_code import (
+    ALIASES,
+    ATTRIBUTES,
+    COPIED,
+    LOCAL,
     SET_DATA,
+    PythonFunctionMode,
+    body_of,
     gradients,
     hook_of_slices,
+    note_copies,
     read_only,
+    refuse_copies,
     refuse_transforms,
     set_data,
     transforms_are_on,
+    written_besides,
 )
 
 PLAIN = BlockRule()
-_MAX_KNOWN = 10_000  # decisions: batches of ever new lengths
+_MAX_KNOWN = 10_000  # prepared calls: batches may have ever new lengths
 
 
 class SplitMode(PythonFunctionMode):
-    """Runs forward code on the tensor axes `axes`, by `rule` outside of the blocks that have rules
-    of their own.
+    """Runs forward code on the tensor axes `axes`.
+
+    `rule` holds outside of the blocks that have rules of their own.
     """
 
     def __init__(self, axes: TensorAxes, *, rule: BlockRule = PLAIN) -> None:
@@ -82,6 +98,7 @@ class SplitMode(PythonFunctionMode):
         self._follow(rule, None)
 
     def _follow(self, rule: BlockRule, rows: tuple[int, ...] | None) -> None:
+        """Run by `rule` from now on; decisions depend on it, so each rule has its own table."""
         self.rule, self._rows = rule, rows
         self._known = self._tables.setdefault((rule.splits, rule.gathered, rule.is_joint), {})
         self.mover.gathers_again = not rule.is_plain and not rule.is_joint
@@ -90,22 +107,19 @@ class SplitMode(PythonFunctionMode):
 
     @property
     def prepared(self) -> list[PreparedCall]:
-        """All that is known of calls on split tensors, once for each signature, in the order in
-        which they came first.
-        """
+        """All that is known of calls on split tensors, by signature, in order of first calls."""
         return [each for known in self._tables.values() for each in known.values()]
 
     @property
     def whole_calls(self) -> list[str]:
-        """Names of functions that got whole tensors because no row fits, once for each
-        signature.
-        """
+        """Names of functions that got unsharded tensors since no row fits, once per signature."""
         return [each.call.func.__name__ for each in self.prepared if not each.decision.outputs]
 
     @contextmanager
     def on(self) -> Generator[None, None, None]:
-        """Turn the mode on where it is not: outside of all, and where torch turned it off
-        (backward, which may recompute).
+        """Turn the mode on where it is off.
+
+        That is outside of all, and where torch turned it off: in backward, which may recompute.
         """
         if self.is_on:
             yield
@@ -116,9 +130,7 @@ class SplitMode(PythonFunctionMode):
 
     @override
     def whole(self, value: Any) -> Any:
-        """Return `value`, a tensor or anything that holds tensors, with whole tensors in the place
-        of split ones.
-        """
+        """Return `value`, a tensor or a tree of tensors, with split tensors unsharded."""
         return self.mover.whole(value)
 
     def run_block(
@@ -128,15 +140,15 @@ class SplitMode(PythonFunctionMode):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Return what `forward` returns, run by `rule`: its tensors are moved to where they cross
-        the border.
-        """
+        """Return what `forward` returns, run by `rule`; it places tensors at the border."""
+        # 1-D tensor parallelism: at most the border has to be unsharded
         if rule.is_plain and self.rule.is_plain:
             if not rule.has_border:
                 return forward(*args, **kwargs)
             return self.whole(forward(*self.whole(args), **self.whole(kwargs)))
         if rule.has_border:
             args, kwargs = self.mover.at_border(rule, rule.inputs, (args, kwargs))
+        # the rows of the block: of the first tensor with more than one dim
         shapes = (
             self.mover.shape(each)
             for each in tree_leaves((args, kwargs))
@@ -150,8 +162,9 @@ class SplitMode(PythonFunctionMode):
     def following(
         self, rule: BlockRule, rows: tuple[int, ...] | None
     ) -> Generator[None, None, None]:
-        """Run by `rule`, `rows` being the dims but for the last of tensors at the border (see
-        `rest_of`).
+        """Run by `rule` within it.
+
+        `rows` are the dims but for the last of tensors at the border, see `rest_of`.
         """
         before = self.rule, self._rows
         self._follow(rule, rows)
@@ -162,12 +175,12 @@ class SplitMode(PythonFunctionMode):
 
     @override
     def as_now(self) -> Callable[[], AbstractContextManager[None]]:
-        """Return what makes a context in which calls run by the rule that is followed now."""
+        """Return what makes a context in which calls run by the present rule."""
         return partial(self.following, self.rule, self._rows)
 
     @property
     def is_on(self) -> bool:
-        """Whether calls are seen here."""
+        """True if calls are seen here."""
         return self in _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
 
     @override
@@ -178,6 +191,7 @@ class SplitMode(PythonFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        # the fast path of calls without split tensors: one look at each argument
         for arg in args if not kwargs else (*args, *kwargs.values()):
             if isinstance(arg, Tensor):
                 if (notes := arg.__dict__) and (LAYOUT in notes or COPIED in notes):
@@ -195,6 +209,8 @@ class SplitMode(PythonFunctionMode):
     def _on_split(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        """Run a call that has split tensors among its arguments."""
+        # what user code asks for beside computations
         if (attribute := ATTRIBUTES.get(func)) is not None:
             return attribute(*args, **kwargs)
         if func is Tensor.register_hook and (layout := layout_of(args[0])) is not None:
@@ -205,6 +221,7 @@ class SplitMode(PythonFunctionMode):
             return gradients(self.whole, *args, **kwargs)
         if func == SET_DATA and layout_of(args[0]) is not None:
             return set_data(args[0], args[1], self.axes)
+        # known by its signature, or prepared
         tensors: list[Tensor] = []
         key = signature(func, args, kwargs, tensors)
         if key is None or (prepared := self._known.get(key)) is None:
@@ -222,6 +239,7 @@ class SplitMode(PythonFunctionMode):
             )
             if key is not None and len(self._known) < _MAX_KNOWN:
                 self._known[key] = prepared
+        # move, run, place
         local = self._moved_arguments(prepared, tensors)
         result = self._placed(prepared, self._run(prepared, args, kwargs, tensors, local), local)
         if prepared.decision.writes_back:
@@ -241,6 +259,7 @@ class SplitMode(PythonFunctionMode):
         added = prepared.decision.added
         if local is not tensors or added is not None:
             args, kwargs = with_tensors(args, kwargs, local, without=added)
+        # operands that were gathered are saved as slices
         if self.mover.gathers_again and prepared.moving and (gathered := gathered_among(local)):
             with saved_as_slices(gathered):
                 return self._called(prepared, args, kwargs)
@@ -257,7 +276,8 @@ class SplitMode(PythonFunctionMode):
     # ---- arguments -------------------------------------------------------------------------------
 
     def _moved_arguments(self, prepared: PreparedCall, tensors: list[Tensor]) -> list[Tensor]:
-        """The local tensors; the list itself where none moves."""
+        """Return the local tensors; the list itself if none moves."""
+        # what was remembered of it is out of date, and a view of a copy must not change
         if prepared.in_place:
             tensors[0].__dict__.pop(MOVED, None)
             refuse_copies(prepared.call.func, tensors[0])
@@ -275,7 +295,7 @@ class SplitMode(PythonFunctionMode):
         return local
 
     def _written_back(self, prepared: PreparedCall, tensor: Tensor, whole: Tensor) -> Tensor | None:
-        """Copy the slice of what a whole tensor became in place into the split one."""
+        """Copy the slice of what an unsharded tensor became in place into the split one."""
         everywhere, target = self._whole.placements, prepared.sources[0]
         tensor.copy_(moves.move(whole, everywhere, target, (False,) * len(everywhere), self.axes))
         return None if prepared.call.func is Tensor.__setitem__ else tensor
@@ -283,11 +303,12 @@ class SplitMode(PythonFunctionMode):
     # ---- results ---------------------------------------------------------------------------------
 
     def _placed(self, prepared: PreparedCall, result: Any, local: Sequence[Tensor]) -> Any:
+        """Return the result of a call with its tensors finished."""
         if not prepared.decision.outputs and not prepared.batches:
             return result
         if isinstance(result, Tensor):
             held = [result]
-            del result  # while what follows it is made, nobody needs a summand
+            del result  # the summand is freed before the tensor after it is made
             return self._finished(prepared, held.pop(), 0, local)
         if not isinstance(result, list | tuple):
             return result
@@ -300,7 +321,7 @@ class SplitMode(PythonFunctionMode):
     def _finished(
         self, prepared: PreparedCall, tensor: Tensor, index: int, local: Sequence[Tensor]
     ) -> Tensor:
-        """Sum what is partial, add what waits for that, and say where the result is."""
+        """Sum what is partial, add what waits for that, and attach the layout of the result."""
         batch = (
             prepared.batches[min(index, len(prepared.batches) - 1)] if prepared.batches else None
         )
@@ -308,12 +329,14 @@ class SplitMode(PythonFunctionMode):
         index = min(index, max(len(outputs) - 1, 0))
         placements = outputs[index] if outputs else self._whole.placements
         if not (outputs and prepared.summed[index]) and added is None:
+            # the common case: the layout is known by result and local shape
             key, layouts = (index, tensor.shape), prepared.layouts
             if key not in layouts:
                 layouts[key] = layout_at(placements, tensor.shape, self.axes.sizes, batch=batch)
             if (known := layouts[key]) is not None:
                 tensor.__dict__[LAYOUT] = known
             return tensor
+        # Partial: scatter the sum where the rule lets it rest, else reduce it
         now = [*placements]
         for axis, placement in enumerate(placements):
             if isinstance(placement, Partial):
@@ -325,6 +348,7 @@ class SplitMode(PythonFunctionMode):
                     )
                 else:
                     tensor, now[axis] = moves.reduce(tensor, self.axes, axis), REPLICATE
+        # a bias is added once, after the sum
         if added is not None:
             along = prepared.decision.along
             later = self.mover.sums_later
@@ -357,3 +381,172 @@ class SplitMode(PythonFunctionMode):
                 self.rule, self._rows, shape, others, axis=axis, sizes=sizes
             )
         return found
+
+
+REFUSED = {  # they give a tensor another storage or shape
+    *(
+        "__set__",
+        "set_",
+        "resize_",
+        "resize_as_",
+        "swapaxes_",
+        "swapdims_",
+        "transpose_",
+        "t_",
+        "squeeze_",
+        "unsqueeze_",
+    ),
+    *("as_strided_", "apply_", "map_"),
+}
+
+
+@dataclass(frozen=True)
+class PreparedCall:
+    """All about a call on split tensors that is equal for calls of the same signature.
+
+    Args:
+        kind: of the function; None: it gets unsharded tensors
+        call: with full shapes
+        decision: placements of arguments and results
+        in_place: whether it changes its first argument
+        sources: where arguments are, by argument and axis
+        moving: places of arguments that may have to move
+        inputs: layouts of the arguments in the call
+        summed: by result, whether it is Partial
+        batches: by result; see `Layout`
+        layouts: by result and its local shape, as far as known
+        memo: for `Kind.run`
+    """
+
+    kind: Kind | None
+    call: OpCall
+    decision: CallDecision
+    in_place: bool
+    sources: tuple[tuple[Placement, ...], ...]
+    moving: tuple[int, ...]  # places of arguments that may have to move
+    inputs: tuple[Layout, ...]
+    summed: tuple[bool, ...]  # by result
+    batches: Batches = ()  # by result; see `Layout`
+    layouts: dict[Any, Layout | None] = field(default_factory=dict)  # by result and its local shape
+    memo: dict[str, Any] = field(default_factory=dict)
+
+
+def prepare_call(
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    tensors: Sequence[Tensor],
+    *,
+    rule: BlockRule,
+    whole: Layout,
+    sizes: Sequence[int],
+) -> PreparedCall:
+    """Return what a call does on axes of these sizes.
+
+    Args:
+        func: the function
+        args: of the call
+        kwargs: of the call
+        tensors: the arguments that are tensors
+        rule: of the block
+        whole: the layout of what is replicated
+        sizes: of the axes
+
+    Raises:
+        ValueError: the call would change a split tensor unseen, or samples of several batches would
+            meet
+    """
+    # what cannot be split, or must not be changed
+    known = [known_of(tensor, whole) for tensor in tensors]
+    kind = KINDS.get(func)
+    call = call_of(func, args, kwargs, known)
+    in_place = is_in_place(func, kwargs)
+    if kwargs.get("out") is not None:
+        kind = None
+    for tensor in tensors_in(written_besides(func, args, kwargs, in_place=in_place)):
+        if (layout := layout_of(tensor)) is not None:
+            raise refusal(func, layout.placements)
+    # where tensors are to be, and what has to move for that
+    decision = decide(
+        kind, call, known, sizes, in_place=in_place, splits=rule.splits, gathers=rule.gathered
+    )
+    sources = tuple(each.layout.placements for each in known)
+    moving = tuple(
+        place
+        for place, (source, target, enters) in enumerate(
+            zip(sources, decision.inputs, decision.enters, strict=True)
+        )
+        if source != target or any(enters)
+    )
+    inputs = tuple(
+        Layout(each.layout.shape, placements, each.layout.batch)
+        for each, placements in zip(known, decision.inputs, strict=True)
+    )
+    summed = tuple(any(isinstance(each, Partial) for each in output) for output in decision.outputs)
+    batches = batches_after(kind, call, known, sizes[0], in_place=in_place) if rule.is_joint else ()
+    return PreparedCall(kind, call, decision, in_place, sources, moving, inputs, summed, batches)
+
+
+def refusal(func: Callable[..., Any], placements: Sequence[Placement]) -> ValueError:
+    """Return the error for a call that changes a tensor in place that is at `placements`."""
+    return ValueError(
+        f"{func.__name__} changes a tensor in place that is split "
+        f"{' x '.join(map(str, placements))}, which is not known for such a tensor; write it "
+        "without the in-place call, or keep the tensor's block whole"
+    )
+
+
+def signature(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
+) -> Any:
+    """Return the key of a call, and put its tensors into `tensors`, in order.
+
+    The key holds all that the decision depends on. None if it cannot be compared.
+    """
+    key: list[Any] = [func]
+    known = _collect(args, key, tensors)
+    if kwargs:
+        key.append(tuple(kwargs))
+        known &= _collect(kwargs.values(), key, tensors)
+    return tuple(key) if known else None
+
+
+def _collect(values: Iterable[Any], key: list[Any], tensors: list[Tensor]) -> bool:
+    """Append to `key` and `tensors` what `values` have; return whether they can be compared."""
+    # types are part of the key: 1 is not True, and a list no tuple
+    known = True
+    for value in values:
+        if isinstance(value, Tensor):
+            tensors.append(value)
+            layout = layout_of(value)
+            key += (
+                value.shape if layout is None else layout,
+                value.requires_grad,
+                type(value),
+                value.dtype,
+            )
+        elif isinstance(value, list | tuple):
+            key += (type(value), len(value))
+            known &= _collect(value, key, tensors)
+        elif isinstance(value, slice):
+            bounds = value.start, value.stop, value.step
+            known &= not any(isinstance(bound, Tensor) for bound in bounds)
+            key += (slice, *bounds)
+        else:
+            known &= getattr(value, "__hash__", None) is not None
+            key += (type(value), value)  # 1 is not True
+    return known
+
+
+def with_tensors(
+    args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[Tensor], *, without: int | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments with `tensors` in place of theirs, and None at place `without`."""
+    given: list[Tensor | None] = [*tensors]
+    if without is not None:
+        given[without] = None
+    if any(isinstance(arg, list | tuple) for arg in args) or kwargs:
+        args, values = replaced((args, tuple(kwargs.values())), given, of=Tensor)
+        return args, dict(zip(kwargs, values, strict=True))
+    rest = iter(given)
+    return tuple([next(rest) if isinstance(arg, Tensor) else arg for arg in args]), kwargs

@@ -1,5 +1,7 @@
-"""Split parameters rest in slices along tensor axes: plain parameters of the local shape, which
-carry their layout.
+"""Split parameters: plain parameters of the local shape, which carry their layout.
+
+They rest in slices along tensor axes between steps. The user's own parameters lose their memory
+until `join_parameters`.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from lightning_topt.techniques.tensor_parallel.layout import (
     REPLICATE,
     Layout,
     Span,
+    TensorAxes,
     check_divides,
     cut_spans,
     local_shard,
@@ -25,20 +28,20 @@ from lightning_topt.techniques.tensor_parallel.layout import (
     pieces,
     with_layout,
 )
-from lightning_topt.techniques.tensor_parallel.tensor_axes import TensorAxes
 
 
 @dataclass(frozen=True)
 class SplitTensor:
-    """A `SplitTensor` says how a parameter, and what has its shape (a gradient, optimizer state),
-    is cut along tensor axes.
+    """How a parameter, and what has its shape, is cut along tensor axes.
+
+    Its gradient and the optimizer's state have its shape.
     """
 
     layout: Layout
     axes: TensorAxes
 
     def own(self, whole: Tensor) -> Tensor:
-        """Return this rank's slice of `whole`, a tensor of its own."""
+        """Return this rank's slice of `whole`, in memory of its own."""
         axes = self.axes
         own = own_slice(
             whole, self.layout.placements, coordinates=axes.coordinates, sizes=axes.sizes
@@ -46,7 +49,8 @@ class SplitTensor:
         return own.clone(memory_format=torch.contiguous_format)
 
     def whole(self, local: Tensor) -> Tensor:
-        """Return the whole tensor of all slices, on every rank. A collective call."""
+        """Return the full tensor of all slices, on every rank. A collective call."""
+        # gather from the inside out
         now = [*self.layout.placements]
         for axis in reversed(range(len(self.axes))):
             if isinstance(now[axis], Shard):
@@ -63,7 +67,8 @@ class SplitTensor:
 
     @cached_property
     def spans(self) -> tuple[tuple[Span, ...], ...]:
-        """The runs of indices that this rank's slice has of the whole tensor, by dim."""
+        """The runs of indices that this rank's slice has of the full tensor, by dim."""
+        # cut from the outside in, as `own_slice` does
         spans: list[tuple[Span, ...]] = [(Span(0, 0, size),) for size in self.layout.shape]
         now: list[Placement] = [REPLICATE] * len(self.axes)
         for axis, placement in enumerate(self.layout.placements):
@@ -79,7 +84,7 @@ class SplitTensor:
 
     @property
     def slices(self) -> int:
-        """Into how many slices it is cut."""
+        """The number of slices that it is cut into."""
         count = 1
         for placement, size in zip(self.layout.placements, self.axes.sizes, strict=True):
             count *= size if isinstance(placement, Shard) else 1
@@ -89,8 +94,9 @@ class SplitTensor:
 def check_split(
     name: str, shape: tuple[int, ...], placements: tuple[Placement, ...], axes: TensorAxes
 ) -> None:
-    """Raise ValueError where parameter `name` of this shape cannot be cut so; names the parameter
-    and the axis.
+    """Raise ValueError if parameter `name` of this shape cannot be cut so.
+
+    The message names parameter and axis.
     """
     if len(placements) != len(axes):
         raise ValueError(
@@ -102,6 +108,7 @@ def check_split(
             f"{', '.join(axes.names)}, and the parts of one are not pieces of the parts of "
             "another; choose other parts, or another dim"
         )
+    # each axis divides what those before it leave
     left = [*shape]
     for axis, (placement, named, size) in enumerate(
         zip(placements, axes.names, axes.sizes, strict=True)
@@ -122,9 +129,7 @@ def check_split(
 
 @dataclass(frozen=True)
 class SplitParameter:
-    """A parameter of the user's and the `slice` that is in the module in its place, cut as `how`
-    says.
-    """
+    """A parameter of the user's, and the `slice` in its place, cut as `how` says."""
 
     original: nn.Parameter
     slice: nn.Parameter
@@ -135,13 +140,16 @@ class SplitParameter:
 def split_parameters(
     module: nn.Module, placements: Mapping[str, tuple[Placement, ...]], axes: TensorAxes
 ) -> list[SplitParameter]:
-    """Put this rank's slices in the place of the named parameters of `module`, under all names of a
-    tied one.
+    """Put this rank's slices in the place of the named parameters, under all names of a tied one.
 
-    The originals, which optimizers and the user's code may hold, lose their memory until
-    `join_parameters`. Raises ValueError as `check_split`, for a name that `module` does not have,
-    for a parameter with hooks, and where two names of one parameter are placed differently.
+    The originals, which optimizers and the user's code may refer to, lose their memory until
+    `join_parameters`.
+
+    Raises:
+        ValueError: as in `check_split`; or for a name that `module` does not have, for a parameter
+            with hooks, and if two names of one parameter are placed differently
     """
+    # check all before anything is changed
     parameters = dict(module.named_parameters(remove_duplicate=False))
     found: dict[nn.Parameter, SplitTensor] = {}
     for name, along in placements.items():
@@ -150,6 +158,7 @@ def split_parameters(
                 f"the plan places a parameter {name!r}, and {type(module).__name__} has none of "
                 "that name"
             )
+        # tied names are one parameter, which is cut once
         parameter = parameters[name]
         check_split(name, tuple(parameter.shape), along, axes)
         if any(isinstance(placement, Shard) for placement in along):
@@ -160,6 +169,7 @@ def split_parameters(
                 f"parameter {name!r} is tied to another one, which is split differently: place "
                 "them alike"
             )
+    # cut, then put the slices in the place of the parameters under all their names
     split = [_split(parameter, how) for parameter, how in found.items() if how.slices > 1]
     _replace(module, {one.original: one.slice for one in split})
     return split
@@ -174,22 +184,19 @@ def _check_hooks(name: str, parameter: nn.Parameter) -> None:
 
 
 def _split(parameter: nn.Parameter, how: SplitTensor) -> SplitParameter:
-    # A new parameter: autograd remembers the shape of one that was used.
+    # a new Parameter: autograd remembers the shape of one that was used
     own = nn.Parameter(how.own(parameter.data), requires_grad=parameter.requires_grad)
     with_layout(own, how.layout)
-    parameter.data, parameter.grad = (
-        torch.empty(0, dtype=parameter.dtype, device=parameter.device),
-        None,
-    )
+    parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+    parameter.grad = None
     return SplitParameter(parameter, own, how)
 
 
 @torch.no_grad()
 def join_parameters(module: nn.Module, split: Iterable[SplitParameter]) -> None:
-    """Give `module` its whole parameters back, on every rank. A collective call."""
-    with (
-        torch._C.DisableTorchFunction()
-    ):  # a step may be under way, whose mode would take slices for what they are slices of
+    """Restore the unsharded parameters of `module`, on every rank. A collective call."""
+    # a step may be under way, whose mode would take a slice for the full tensor
+    with torch._C.DisableTorchFunction():
         for one in split:
             one.original.data = one.how.whole(one.slice.data)
     _replace(module, {one.slice: one.original for one in split})
@@ -199,10 +206,11 @@ def join_parameters(module: nn.Module, split: Iterable[SplitParameter]) -> None:
 def joined_parameters(
     module: nn.Module, split: Sequence[SplitParameter]
 ) -> Generator[None, None, None]:
-    """Give `module` its whole parameters on every rank, and the slices again at the end. Entering
-    is a collective call.
+    """Give `module` its unsharded parameters on every rank, and the slices again at the end.
+
+    Entering is a collective call.
     """
-    with torch.inference_mode(False):  # an evaluation's, whose tensors could not be trained on
+    with torch.inference_mode(False):  # an evaluation is in it; its tensors could not be trained
         join_parameters(module, split)
     try:
         yield

@@ -1,5 +1,9 @@
-"""Prices of one traced call whose arguments are split along a tensor axis: `decide` says what the
-run would do, so the price is that of the run.
+"""Prices of traced calls whose arguments are split along a tensor axis.
+
+`decide` says what the run would do, so the price is that of the run. `walk_split` goes through the
+calls of a block whose parameters are at given placements, and says what each of them does.
+`price_split` adds up what a step of the block takes then. `whole_operators` lists what runs
+unsharded.
 
     computation   max(flops / F, bytes / M) + o on local shapes, forward; backward the same for
                   every gradient (see `compute`)
@@ -10,9 +14,9 @@ run would do, so the price is that of the run.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch.nn.functional as F
 from torch.utils.flop_counter import conv_flop_count, sdpa_flop_count
@@ -21,20 +25,169 @@ from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.communication import Group, estimate_collective_seconds
 from lightning_topt.costs.optimizer import OptimizerProfile
 from lightning_topt.graph.op_config import Partial, Placement, Shard
-from lightning_topt.techniques.tensor_parallel.decisions import Decision, Known, decide
+from lightning_topt.techniques.tensor_parallel.decisions import (
+    Argument,
+    CallDecision,
+    call_of,
+    decide,
+)
 from lightning_topt.techniques.tensor_parallel.function_trace import Ref, TracedCall
-from lightning_topt.techniques.tensor_parallel.kind_table import KINDS
-from lightning_topt.techniques.tensor_parallel.kinds_norms import NORM
 from lightning_topt.techniques.tensor_parallel.layout import REPLICATE, Layout
-from lightning_topt.techniques.tensor_parallel.signatures import call_of
+from lightning_topt.techniques.tensor_parallel.op_rules import KINDS
+from lightning_topt.techniques.tensor_parallel.op_rules.reductions import NORM
 
-Collective = tuple[str, float]  # op, bytes of the whole tensor
+
+@dataclass(frozen=True)
+class BlockSplit:
+    """Placements of a block's split parameters by name, and what a step of it takes on one rank.
+
+    Args:
+        placements: of parameters that are split
+        seconds: of forward and backward
+        state_bytes: parameters with gradients and optimizer state
+        activation_bytes: kept for backward
+    """
+
+    placements: Mapping[str, Placement]
+    seconds: float
+    state_bytes: float
+    activation_bytes: float
+
+
+class PricedCall(NamedTuple):
+    """A call with its tensors at `placements` before it, what it does, and what it costs."""
+
+    call: TracedCall
+    placements: tuple[Placement, ...]
+    outcome: CallOutcome
+    seconds: float
+    activation_bytes: float
+
+    @property
+    def is_split(self) -> bool:
+        """True if the call computes on slices; its result may be replicated."""
+        moved = {move.operand: move.target for move in self.outcome.moves}
+        now = [moved.get(index, place) for index, place in enumerate(self.placements)]
+        return any(isinstance(place, Shard) for place in (*now, *self.outcome.outputs))
+
+
+def price_split(
+    calls: Sequence[TracedCall],
+    prices: SplitPrices,
+    placements: Mapping[str, Placement],
+    *,
+    whole: Collection[int] = (),
+    collectives: list[Collective] | None = None,
+    priced: list[PricedCall] | None = None,
+) -> BlockSplit | None:
+    """Return what a step of the block takes, one call after another; None if not admitted.
+
+    Args:
+        calls: of the block
+        prices: along the axis
+        placements: of parameters by name; others are replicated
+        whole: numbers of tensors that have to be replicated
+        collectives: gets those of the step
+        priced: gets what every call takes
+    """
+    # costs of the step so far; parameters that were counted
+    state = activations = seconds = 0.0
+    parameters: set[int] = set()
+    for call, before, outcome, moves, saved in walk_split(calls, prices, placements, whole=whole):
+        if outcome is None:
+            return None
+        for ref, place in zip(call.inputs, before, strict=True):
+            if ref.parameter is not None and ref.number not in parameters:
+                parameters.add(ref.number)
+                state += prices.parameter_bytes(ref) / (
+                    prices.group.size if isinstance(place, Shard) else 1
+                )
+        # seconds and bytes of this call, with the moves that were not made before
+        step = (
+            outcome.seconds + sum(move.seconds for move in moves),
+            float(sum(each.bytes for each in saved)),
+        )
+        seconds, activations = seconds + step[0], activations + step[1]
+        if priced is not None:
+            priced.append(PricedCall(call, before, outcome, *step))
+        if collectives is not None:
+            collectives += [
+                *(each for move in moves for each in move.collectives),
+                *outcome.collectives,
+            ]
+    return BlockSplit(dict(placements), seconds, state, activations)
+
+
+class PlacedCall(NamedTuple):
+    """A call with its arguments at `placements`, and what it does; None: it is not admitted.
+
+    Of its moves and of what is saved, it has what was not there before.
+    """
+
+    call: TracedCall
+    placements: tuple[Placement, ...]
+    outcome: CallOutcome | None
+    moves: tuple[Move, ...] = ()
+    saved: tuple[Saved, ...] = ()
+
+
+def walk_split(
+    calls: Sequence[TracedCall],
+    prices: SplitPrices,
+    placements: Mapping[str, Placement],
+    *,
+    whole: Collection[int] = (),
+) -> Iterator[PlacedCall]:
+    """Yield the calls in order, parameters at `placements` (others replicated).
+
+    The last one is the first that is not admitted.
+    """
+    # by number of the tensor: where it is; what was moved and saved already
+    where: dict[int, Placement] = {}
+    made: set[Any] = set()
+    for call in calls:
+        for ref in call.inputs:
+            where.setdefault(ref.number, placements.get(ref.parameter or "", REPLICATE))
+        before = tuple(where[ref.number] for ref in call.inputs)
+        outcome = prices.outcome(call, before)
+        if outcome is None or not stays_whole(call, outcome, whole):
+            yield PlacedCall(call, before, None)
+            return
+        # a move, and what is saved, counts once; a parameter moves at every use
+        new = [_key_of(call, move) for move in outcome.moves]
+        moves = [
+            move
+            for move, key in zip(outcome.moves, new, strict=True)
+            if key is None or key not in made
+        ]
+        saved = [each for each in outcome.saved if each.memory is None or each[:2] not in made]
+        made |= {*new, *(each[:2] for each in saved)}
+        where |= {
+            ref.number: place for ref, place in zip(call.outputs, outcome.outputs, strict=True)
+        }
+        yield PlacedCall(call, before, outcome, tuple(moves), tuple(saved))
+
+
+def stays_whole(call: TracedCall, outcome: CallOutcome, whole: Collection[int]) -> bool:
+    """Return whether no result of a call that has to be replicated is split."""
+    places = zip(call.outputs, outcome.outputs, strict=True)
+    return not any(isinstance(place, Shard) and ref.number in whole for ref, place in places)
+
+
+def _key_of(call: TracedCall, move: Any) -> Any:
+    """Return the identity of a move that is remembered.
+
+    None for a move of a parameter, which is made at every use.
+    """
+    ref = call.inputs[move.operand]
+    return None if ref.parameter is not None else (ref.number, move.target, move.enters)
+
+
+Collective = tuple[str, float]  # op, bytes of the full tensor
 
 
 class Move(NamedTuple):
-    """A `Move` brings an argument to `target`; once made it serves all calls that want the same of
-    this tensor.
-    """
+    """Brings an argument to `target`; it then serves all calls that want this tensor there."""
 
     operand: int
     target: Placement
@@ -44,16 +197,22 @@ class Move(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """Bytes that autograd keeps of `memory` (None: of its own), the whole of it or a slice."""
+    """Bytes that autograd keeps of `memory` (None: of its own), all of it or a slice."""
 
     memory: int | None
     is_slice: bool
     bytes: float
 
 
-class Outcome(NamedTuple):
-    """An `Outcome` is what a call does: where its results are, its moves, its seconds and
-    collectives without them, what is saved.
+class CallOutcome(NamedTuple):
+    """What a call does.
+
+    Args:
+        outputs: placements of its results
+        moves: of its arguments
+        seconds: without the moves
+        collectives: without the moves
+        saved: for backward
     """
 
     outputs: tuple[Placement, ...]
@@ -65,19 +224,21 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True)
 class SplitPrices:
-    """Prices along one tensor axis, whose groups are `group`, for `batch_scale` times the samples
-    of the trace.
+    """Prices along one tensor axis, whose groups are `group`.
+
+    They are for `batch_scale` times the samples of the trace.
     """
 
     cluster: Cluster
     optimizer: OptimizerProfile
     group: Group
     batch_scale: float = 1.0
-    _known: dict[Any, Outcome | None] = field(default_factory=dict, compare=False, repr=False)
+    _known: dict[Any, CallOutcome | None] = field(default_factory=dict, compare=False, repr=False)
 
-    def outcome(self, call: TracedCall, placements: Sequence[Placement]) -> Outcome | None:
-        """Return what `call` does with its arguments at `placements`; None where it cannot, or
-        would move a parameter.
+    def outcome(self, call: TracedCall, placements: Sequence[Placement]) -> CallOutcome | None:
+        """Return what `call` does with its arguments at `placements`.
+
+        None if it cannot run so, or would move a parameter.
         """
         key = id(call), *placements
         if key not in self._known:
@@ -85,7 +246,7 @@ class SplitPrices:
         return self._known[key]
 
     def parameter_bytes(self, parameter: Ref) -> float:
-        """Return the bytes of a whole parameter with its gradient and the optimizer's state."""
+        """Return the bytes of an unsharded parameter with its gradient and optimizer state."""
         assert parameter.parameter is not None
         return parameter.nbytes * (1 + parameter.needs_grad) + self.optimizer.state_bytes(
             parameter.parameter
@@ -98,9 +259,9 @@ class SplitPrices:
             for op, size in collectives
         )
 
-    def _outcome(self, call: TracedCall, placements: Sequence[Placement]) -> Outcome | None:
+    def _outcome(self, call: TracedCall, placements: Sequence[Placement]) -> CallOutcome | None:
         known = [
-            Known(
+            Argument(
                 Layout(ref.shape, (placement,)),
                 ref.needs_grad,
                 ref.parameter is not None,
@@ -108,21 +269,24 @@ class SplitPrices:
             )
             for ref, placement in zip(call.inputs, placements, strict=True)
         ]
+        # the decision of the run
         kind, sizes = KINDS.get(call.func), (self.group.size,)
         try:
             made = call_of(call.func, call.args, call.kwargs, known, of=Ref)
             decision = decide(kind, made, known, sizes, in_place=call.in_place)
         except ValueError:
             return None
+        # no parameter travels; a norm may take slices of its few numbers
         inputs = [along[0] for along in decision.inputs]
         for ref, before, after in zip(call.inputs, placements, inputs, strict=True):
             takes_slice = kind is NORM and before == REPLICATE
             if ref.parameter is not None and before != after and not takes_slice:
                 return None
+        # its price
         outputs, summed = self._outputs(call, decision)
         inside, extra = INSIDE.get(kind.name if kind else "", _nothing)(call, inputs)
         collectives = *summed, *((op, size * self.batch_scale) for op, size in inside)
-        return Outcome(
+        return CallOutcome(
             outputs,
             tuple(self._moves(call, placements, decision)),
             self._compute_seconds(call, inputs, outputs, extra)
@@ -132,8 +296,9 @@ class SplitPrices:
         )
 
     def _outputs(
-        self, call: TracedCall, decision: Decision
+        self, call: TracedCall, decision: CallDecision
     ) -> tuple[tuple[Placement, ...], list[Collective]]:
+        # no row: replicated arguments, and so results
         if not decision.outputs:
             return (REPLICATE,) * len(call.outputs), []
         placed: list[Placement] = []
@@ -147,7 +312,7 @@ class SplitPrices:
         return tuple(placed), sums
 
     def _moves(
-        self, call: TracedCall, placements: Sequence[Placement], decision: Decision
+        self, call: TracedCall, placements: Sequence[Placement], decision: CallDecision
     ) -> Iterator[Move]:
         for index, (ref, before) in enumerate(zip(call.inputs, placements, strict=True)):
             ((after,), (enters,)) = decision.inputs[index], decision.enters[index]
@@ -155,6 +320,7 @@ class SplitPrices:
             if index == decision.added or (before == after and not (enters and has_gradient)):
                 continue
             size = self._bytes(ref)
+            # from a slice: gathered or exchanged; from the full tensor: sliced, or just used
             if isinstance(before, Shard):
                 forward = "all_to_all" if isinstance(after, Shard) else "all_gather"
                 backward = (
@@ -185,6 +351,7 @@ class SplitPrices:
         if call.is_view:
             return 0.0
         device, ranks = self.cluster.device, self.group.size
+        # forward: the larger of arithmetic and memory traffic, on local shapes
         places = zip((*call.inputs, *call.outputs), (*inputs, *outputs), strict=True)
         traffic = sum(
             self._bytes(ref) / (ranks if isinstance(place, Shard) else 1) for ref, place in places
@@ -197,6 +364,7 @@ class SplitPrices:
         )
         rate = device.flops_of(str(call.outputs[0].dtype).removeprefix("torch."))
         seconds = max(flops / rate, traffic / device.memory_bandwidth) + device.op_overhead_seconds
+        # backward: of a product once per gradient, else once
         gradients = sum(ref.needs_grad for ref in call.inputs) if call.with_grad else 0
         if not gradients:
             return seconds
@@ -207,6 +375,7 @@ class SplitPrices:
     def _saved(
         self, call: TracedCall, inputs: Sequence[Placement], outputs: Sequence[Placement]
     ) -> Iterator[Saved]:
+        # parameters are state, not activations
         parameters = {ref.memory for ref in call.inputs if ref.parameter is not None}
         places = {ref.memory: place for ref, place in zip(call.outputs, outputs, strict=True)}
         places |= {ref.memory: place for ref, place in zip(call.inputs, inputs, strict=True)}
@@ -220,9 +389,10 @@ class SplitPrices:
 
 
 def flops_of(call: TracedCall) -> float:
-    """Return the FLOPs of a product, forward, on whole tensors; 0 for anything that is not one."""
+    """Return the FLOPs of a product, forward, on full tensors; 0 for anything else."""
     name = kind.name if (kind := KINDS.get(call.func)) else ""
     shapes, out = [ref.shape for ref in call.inputs], call.outputs[0].shape
+    # (..., inner) times (inner, columns)
     if name in ("linear", "matmul", "addmm"):
         left = shapes[1] if name == "addmm" else shapes[0]
         return 2.0 * math.prod(out) * left[-1]
@@ -234,6 +404,7 @@ def flops_of(call: TracedCall) -> float:
             for letter, size in zip(term, shape, strict=False)
         }
         return 2.0 * math.prod(sizes.values())
+    # (batch, head, step, channel); grouped heads count as many as queries have
     if name == "attention":
         *_, heads, steps, _ = shapes[0]
         batch = math.prod(shapes[0][:-3])
@@ -267,15 +438,13 @@ def _norm(call: TracedCall, inputs: Sequence[Placement]) -> Inside:
     if not isinstance(inputs[0], Shard) or inputs[0].dim != len(x.shape) - 1:
         return [], 0.0
     size = float(math.prod(x.shape[:-1]) * max(x.dtype.itemsize, 4))
-    forward, backward = (
-        [size] * (1 + is_centered),
-        [size * (1 + is_centered)] if call.with_grad else [],
-    )
+    forward = [size] * (1 + is_centered)
+    backward = [size * (1 + is_centered)] if call.with_grad else []
     return [("all_reduce", each) for each in (*forward, *backward)], 0.0
 
 
 def _dropout(call: TracedCall, inputs: Sequence[Placement]) -> Inside:
-    """Ranks draw the numbers of the whole tensor: they are made, dropped, and a slice is copied."""
+    """Ranks draw the numbers of the full tensor: they are made, dropped, and a slice is copied."""
     p, training = given(call, 1, "p", 0.5), given(call, 2, "training", True)
     is_split = isinstance(inputs[0], Shard) and training and p
     return [], 3.0 * call.outputs[0].nbytes if is_split else 0.0
@@ -294,11 +463,76 @@ def given(call: TracedCall, position: int, name: str, default: Any) -> Any:
     return call.args[position] if position < len(call.args) else call.kwargs.get(name, default)
 
 
-# What kinds that run in their own way add where they are split, by the name of the kind:
-# collectives, bytes of traffic.
+# What kinds with a `run` of their own add if they are split, by the name of the kind: collectives,
+# bytes of traffic.
 INSIDE: dict[str, Callable[[TracedCall, Sequence[Placement]], Inside]] = {
     "cross entropy": _loss,
     "norm": _norm,
     "dropout": _dropout,
     "attention": _attention,
 }
+
+Why = Literal["not in the table of kinds", "its slices are gathered first", "its tensors are whole"]
+
+
+@dataclass(frozen=True)
+class WholeOperator:
+    """A function that is not split, in `module` and others.
+
+    Args:
+        function: its name
+        module: the innermost module of its first call
+        why: it is not split
+        calls: in a step
+        share_of_seconds: of the calls of a step, with what gathers its split arguments
+        share_of_bytes: of those that the calls keep for backward
+    """
+
+    function: str
+    module: str
+    why: Why
+    calls: int
+    share_of_seconds: float
+    share_of_bytes: float
+
+
+def whole_operators(calls: Iterable[tuple[PricedCall, int]]) -> list[WholeOperator]:
+    """Return the functions that run on replicated tensors, by their share of the seconds.
+
+    Those whose tensors are replicated anyway come last. Views are left out. `calls` are those of a
+    step with how often each runs (`SplitModel.priced_calls`).
+    """
+    calls = [*calls]
+    seconds = sum(times * call.seconds for call, times in calls) or 1.0
+    kept = sum(times * call.activation_bytes for call, times in calls) or 1.0
+    # by function and reason
+    found: dict[tuple[str, Why], list[tuple[PricedCall, int]]] = {}
+    for call, times in calls:
+        if not call.is_split and (call.seconds or call.activation_bytes):
+            found.setdefault((_name(call), _why(call)), []).append((call, times))
+    operators = [
+        WholeOperator(
+            name,
+            several[0][0].call.stack[-1] if several[0][0].call.stack else "",
+            why,
+            sum(times for _, times in several),
+            sum(times * call.seconds for call, times in several) / seconds,
+            sum(times * call.activation_bytes for call, times in several) / kept,
+        )
+        for (name, why), several in found.items()
+    ]
+    return sorted(
+        operators, key=lambda each: (each.why == "its tensors are whole", -each.share_of_seconds)
+    )
+
+
+def _name(call: PricedCall) -> str:
+    func = call.call.func
+    return str(getattr(func, "__name__", func))
+
+
+def _why(call: PricedCall) -> Why:
+    if call.call.inputs and call.call.func not in KINDS:
+        return "not in the table of kinds"
+    is_given_slices = any(isinstance(placement, Shard) for placement in call.placements)
+    return "its slices are gathered first" if is_given_slices else "its tensors are whole"

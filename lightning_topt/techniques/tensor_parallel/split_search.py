@@ -1,54 +1,220 @@
-"""`search_splits` finds along which dims to split the parameters of a block: the calls of its
-forward are walked in order.
+"""Which parameters to split, and along which dims: Pareto sets of seconds and bytes.
 
-A state is where the tensors are that later calls read: placements of activations, of parameters
-that were met, and the moves that were made already. At a call that meets parameters first, every
-row of its kind says where they could be; what the call then does is said by `decide`, as in the
-run. Of equal states the Pareto set of (seconds, bytes of state, bytes of activations) is kept, so
-the result is exact: what no state dominates is there.
+`search_totals` finds the splits of a whole model out of those of its regions, `choose_totals` the
+few of them to try. Blocks of a group are split alike, so one of them is searched (`ModelRegions`).
 
-Two things are given: tensors that cross the border of the block are whole, and no parameter travels
-in a step (that a parameter rests in slices and is gathered for its use is what ZeRO 3 does, on data
-axes).
+`search_splits` searches one region: the calls of its forward are walked in order. A state is where
+the tensors are that later calls read: placements of activations, of parameters that were met, and
+the moves that were made already. At a call that meets parameters first, every row of its kind says
+where they could be. What the call then does is said by `decide`, as in the run. Of equal states the
+Pareto set of (seconds, bytes of state, bytes of activations) is kept. So the result is exact: what
+no state dominates is there.
+
+Two things are given. Tensors that cross the border of the block are replicated. No parameter
+travels in a step: parameters that rest in slices and are gathered for their use are what ZeRO 3
+does, on data axes.
 """
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from lightning_topt.graph.op_config import Placement, Shard
-from lightning_topt.techniques.tensor_parallel.decisions import Known
-from lightning_topt.techniques.tensor_parallel.function_trace import Ref, TracedCall
-from lightning_topt.techniques.tensor_parallel.kind_table import KINDS
-from lightning_topt.techniques.tensor_parallel.kinds_norms import NORM
+from lightning_topt.graph.blocks import block_of
+from lightning_topt.graph.op_config import Placement, Placements, Shard
+from lightning_topt.graph.op_graph import OpGraph
+from lightning_topt.techniques.tensor_parallel.decisions import Argument, call_of
+from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace, Ref, TracedCall
 from lightning_topt.techniques.tensor_parallel.layout import REPLICATE, Layout
-from lightning_topt.techniques.tensor_parallel.signatures import call_of
-from lightning_topt.techniques.tensor_parallel.split_prices import Outcome, SplitPrices
-from lightning_topt.techniques.tensor_parallel.split_walk import BlockSplit, stays_whole
+from lightning_topt.techniques.tensor_parallel.op_rules import KINDS
+from lightning_topt.techniques.tensor_parallel.op_rules.reductions import NORM
+from lightning_topt.techniques.tensor_parallel.split_prices import (
+    BlockSplit,
+    CallOutcome,
+    SplitPrices,
+    stays_whole,
+)
+
+_CLOSE = 0.02
+BlockPlacements = Mapping[str, tuple[tuple[str, Placements], ...]]
+
+
+@dataclass(frozen=True)
+class ModelSplit:
+    """A split of a model along a tensor axis, and what a step of it takes on one rank.
+
+    `placements` has the parameters that are split, by full name; bytes are as in `BlockSplit`.
+    """
+
+    placements: Mapping[str, Placement]
+    seconds: float
+    state_bytes: float
+    activation_bytes: float
+
+    def by_block(self, blocks: Sequence[str]) -> BlockPlacements:
+        """Return the placements as `OpConfig` has them: by block, and name in the block.
+
+        They are along this one axis.
+        """
+        found: dict[str, list[tuple[str, Placements]]] = {block: [] for block in blocks}
+        for name, placement in self.placements.items():
+            block = block_of(name, found)
+            found[block].append((name.removeprefix(f"{block}."), (placement,)))
+        return {block: tuple(placed) for block, placed in found.items()}
+
+
+def search_totals(regions: ModelRegions, prices: SplitPrices) -> list[Point]:
+    """Return the costs of the Pareto set, fastest first.
+
+    Their choices are the splits of each region.
+    """
+    # one region after another: every total with every split, and of these the Pareto set
+    totals = [Point(0.0, 0.0, 0.0, ())]
+    for region in regions.all:
+        calls, whole = regions.traced(region[0])
+        found = search_splits(calls, prices, whole=whole)
+        totals = pareto(
+            _with_region(t, split, len(region)) for t, split in itertools.product(totals, found)
+        )
+    return totals
+
+
+def model_split(regions: ModelRegions, total: Point) -> ModelSplit:
+    """Return the split of all blocks that `total` has chosen."""
+    placements: dict[str, Placement] = {}
+    for region, split in zip(regions.all, total.chosen, strict=True):
+        for block in region:
+            own = split.placements.items()
+            placements |= {
+                f"{block}{name.removeprefix(region[0])}": placement for name, placement in own
+            }
+    return ModelSplit(placements, *total[:3])
+
+
+def choose_totals(totals: Sequence[Point]) -> list[Point]:
+    """Return the few of `totals`, fastest first, that are tried.
+
+    These are the fastest that splits anything, the one with the least state, and the one with the
+    fewest bytes in all. One that is within 2 % of an earlier one of these in every cost is left
+    out.
+    """
+    found = [total for total in totals if any(split.placements for split in total.chosen)]
+    if not found:
+        return []
+    chosen = (
+        found[0],
+        min(found, key=lambda split: (split.state_bytes, split.seconds)),
+        min(found, key=lambda split: (split.state_bytes + split.activation_bytes, split.seconds)),
+    )
+    kept: list[Point] = []
+    for split in chosen:
+        if not any(_is_close(split, other) for other in kept):
+            kept.append(split)
+    return kept
+
+
+def _is_close(split: Point, other: Point) -> bool:
+    pairs = (
+        (getattr(split, name), getattr(other, name))
+        for name in ("seconds", "state_bytes", "activation_bytes")
+    )
+    return all(abs(a - b) <= _CLOSE * max(a, b) for a, b in pairs)
+
+
+def _with_region(total: Point, split: BlockSplit, times: int) -> Point:
+    """Return `total` with one more region, of `times` blocks."""
+    return Point(
+        total.seconds + times * split.seconds,
+        total.state_bytes + times * split.state_bytes,
+        total.activation_bytes + times * split.activation_bytes,
+        (*total.chosen, split),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class ModelRegions:
+    """The parts of a model that are split alike, with the traced calls of each.
+
+    The model's step was captured as `graph`, under `trace`.
+    """
+
+    graph: OpGraph
+    trace: FunctionTrace
+    _known: dict[str, tuple[list[TracedCall], set[int]]] = field(default_factory=dict)
+
+    @cached_property
+    def repeated(self) -> list[str]:
+        """Blocks of which there are several in their group."""
+        groups = Counter(block.group for block in self.graph.blocks)
+        return [block.name for block in self.graph.blocks if groups[block.group] > 1]
+
+    @cached_property
+    def all(self) -> list[list[str]]:
+        """Blocks that are split alike, the one that is searched first.
+
+        First the region of all that is there once, then every group.
+        """
+        groups: dict[int, list[str]] = {}
+        for block in self.graph.blocks:
+            if block.name in self.repeated:
+                groups.setdefault(block.group, []).append(block.name)
+        return [[""], *groups.values()]
+
+    @cached_property
+    def alike(self) -> list[list[str]]:
+        """Blocks that are split alike and run alike.
+
+        Modules of one structure may be called differently.
+        """
+        # operators and kernels of each block, in order
+        ran: dict[str, list[Any]] = {}
+        for op in self.graph.ops:  # kernels of equal calls are the same objects
+            ran.setdefault(op.block, []).append((op.name.removeprefix(op.block), id(op.forward)))
+        found: list[list[str]] = []
+        for region in self.all:
+            groups: dict[Any, list[str]] = {}
+            for block in region:
+                groups.setdefault(tuple(ran.get(block, ())), []).append(block)
+            found += groups.values()
+        return found
+
+    def traced(self, block: str) -> tuple[list[TracedCall], set[int]]:
+        """Return the calls of a block, and the numbers of tensors that have to be replicated.
+
+        ``""`` stands for all that is there once.
+        """
+        if block not in self._known:
+            calls = self.trace.calls_of(block, self.repeated)
+            whole = self.trace.whole_at(block, self.repeated)
+            self._known[block] = calls, whole
+        return self._known[block]
+
 
 _MOST = 256  # points of a state
-# a new dim of a reshaped tensor up to this size may be parts of it: queries, keys and values
+# a new dim of a reshape up to this size may be parts of it: queries, keys and values
 _SMALL = 4
 
 
 def search_splits(
     calls: Sequence[TracedCall], prices: SplitPrices, *, whole: Collection[int] = ()
 ) -> list[BlockSplit]:
-    """Return the Pareto set of splits, fastest first; `whole` are numbers of tensors that have to
-    be whole.
+    """Return the Pareto set of splits of `calls`, fastest first.
+
+    `whole` are numbers of tensors that have to be replicated.
     """
-    return _Search(calls, prices, whole).run()
+    return _SplitSearch(calls, prices, whole).run()
 
 
 Entry = tuple[Placement, frozenset[Any]]  # where a tensor is, and its moves so far
 
 
 class Point(NamedTuple):
-    """A `Point` is what a choice takes, and the choice."""
+    """What a choice takes, and the choice."""
 
     seconds: float
     state_bytes: float
@@ -57,15 +223,19 @@ class Point(NamedTuple):
 
 
 class _State(NamedTuple):
-    """All that later calls depend on: entries of the tensors alive, by number, and what is saved of
-    memory that is alive.
+    """All that later calls depend on.
+
+    `entries` are those of the tensors alive, by number; `saved` is what is kept of memory that is
+    alive.
     """
 
     entries: tuple[tuple[int, Entry], ...]
     saved: frozenset[tuple[int, bool]]
 
 
-class _Search:
+class _SplitSearch:
+    """The walk along the calls of one region."""
+
     def __init__(
         self, calls: Sequence[TracedCall], prices: SplitPrices, whole: Collection[int]
     ) -> None:
@@ -74,6 +244,7 @@ class _Search:
 
     def run(self) -> list[BlockSplit]:
         """Walk all calls."""
+        # from one state without tensors, call after call
         states = {_State((), frozenset()): [Point(0.0, 0.0, 0.0, None)]}
         for index, call in enumerate(self.calls):
             reached: dict[_State, list[Point]] = {}
@@ -89,6 +260,8 @@ class _Search:
     def _steps(
         self, index: int, call: TracedCall, state: _State
     ) -> Iterator[tuple[_State, tuple[float, float, float], tuple[tuple[str, Placement], ...]]]:
+        """Yield each next state, what the step to it takes, and the placements it chooses."""
+        # tensors met for the first time are replicated; parameters are what is chosen
         entries = dict(state.entries)
         new = {ref.number: ref for ref in call.inputs if ref.number not in entries}
         for ref in new.values():
@@ -118,9 +291,10 @@ class _Search:
         call: TracedCall,
         entries: dict[int, Entry],
         saved: frozenset[Any],
-        outcome: Outcome,
+        outcome: CallOutcome,
     ) -> tuple[_State, float, float]:
-        """The next state, the seconds until then, and the bytes that are kept more."""
+        """Return the next state, the seconds until then, and the bytes that are kept more."""
+        # a move is paid once, but for parameters, which move at every use
         seconds = outcome.seconds
         for move in outcome.moves:
             ref, key = call.inputs[move.operand], (move.target, move.enters)
@@ -128,6 +302,7 @@ class _Search:
             if ref.parameter is not None or key not in moved:
                 seconds += move.seconds
                 entries[ref.number] = place, moved if ref.parameter is not None else moved | {key}
+        # what is saved for backward is kept once
         kept = 0.0
         for each in outcome.saved:
             if each.memory is None or each[:2] not in saved:
@@ -137,6 +312,7 @@ class _Search:
             known = entries.get(ref.number)
             if known is None or known[0] != place:
                 entries[ref.number] = place, frozenset()
+        # what no later call reads is forgotten, so that states become equal
         last, memories = self._last_uses, self._last_memories
         alive = tuple(
             sorted(
@@ -165,8 +341,9 @@ class _Search:
 
     @cached_property
     def _parts(self) -> dict[int, set[int]]:
-        """Into how many parts dims may be cut, with the sizes of such dims: where nothing takes a
-        dim apart or puts it together, parts are as good as a whole one.
+        """Numbers of parts that dims may be cut into, with the sizes of such dims.
+
+        If nothing takes a dim apart or puts it together, parts are no better than one.
         """
         found: dict[int, set[int]] = {}
         for call in self.calls:
@@ -177,7 +354,7 @@ class _Search:
     def _candidates(
         self, index: int, parameters: Mapping[int, Ref]
     ) -> Sequence[tuple[Placement, ...]]:
-        """Placements that the kind of the call could have its new parameters at, together."""
+        """Return placements that the kind of the call allows its new parameters, together."""
         if not parameters:
             return [()]
         key = index, *parameters
@@ -190,10 +367,11 @@ class _Search:
     ) -> Iterable[tuple[Placement, ...]]:
         found: dict[tuple[Placement, ...], None] = {(REPLICATE,) * len(parameters): None}
         kind = KINDS.get(call.func)
-        if kind is None or kind is NORM:  # a few numbers
+        if kind is None or kind is NORM:  # a norm has too few numbers to split
             return found
         known = [
-            Known(Layout(ref.shape, (REPLICATE,)), False, False, ref.is_mask) for ref in call.inputs
+            Argument(Layout(ref.shape, (REPLICATE,)), False, False, ref.is_mask)
+            for ref in call.inputs
         ]
         made = replace(
             call_of(call.func, call.args, call.kwargs, known, of=Ref),
@@ -203,6 +381,7 @@ class _Search:
             next(i for i, ref in enumerate(call.inputs) if ref.number == number)
             for number in parameters
         ]
+        # placements of the new parameters in each row; what else it says is for `decide`
         for row in kind.rows(made, self.prices.group.size):
             along = tuple(row.inputs[place] for place in places)
             if all(
@@ -219,12 +398,11 @@ class _Search:
 
 
 def _parts_of(call: TracedCall) -> Iterator[tuple[int, Iterable[int]]]:
-    """Yield numbers of parts, and the sizes of the dims that the call may take apart, or put
-    together, so.
-    """
+    """Yield numbers of parts, and sizes of dims that the call may take apart or put together so."""
     kind = KINDS.get(call.func)
     if kind is None or not call.inputs:
         return
+    # several results or arguments of one dim, and small new or old dims of a reshape
     old, new = call.inputs[0].shape, call.outputs[0].shape
     if len(call.outputs) > 1:
         yield len(call.outputs), old
@@ -259,13 +437,12 @@ def _choices(chosen: Any) -> dict[str, Placement]:
 
 
 def pareto(points: Iterable[Point]) -> list[Point]:
-    """Return the points that no other one is at least as good as, fastest first; the first of equal
-    ones.
+    """Return the points that no other one is at least as good as, fastest first.
 
-    Of more than 256 every so many-th is kept, and the ends.
+    Of equal ones the first. Of more than 256, every so many-th is kept, and the ends.
     """
     found: list[Point] = []
-    # of those found that none beats in both bytes: state ascends, activations descend
+    # of the points found, those that none beats in both bytes: state ascends, activations descend
     state: list[float] = []
     activations: list[float] = []
     for point in sorted(points, key=lambda point: point[:3]):
@@ -279,6 +456,7 @@ def pareto(points: Iterable[Point]) -> list[Point]:
             len(state),
         )
         state[first:last], activations[first:last] = [point.state_bytes], [point.activation_bytes]
+    # too many points of one state: thin them out
     if len(found) <= _MOST:
         return found
     ends = (

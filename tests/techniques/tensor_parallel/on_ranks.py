@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.op_config import Placement, Replicate
 from lightning_topt.techniques.tensor_parallel.block_rules import BlockRule
+from lightning_topt.techniques.tensor_parallel.layout import TensorAxes
 from lightning_topt.techniques.tensor_parallel.split_mode import SplitMode
 from lightning_topt.techniques.tensor_parallel.split_parameters import (
     join_parameters,
     split_parameters,
 )
-from lightning_topt.techniques.tensor_parallel.tensor_axes import TensorAxes
 
 _WHOLE = "whole call of "
 Placements = Mapping[str, tuple[Placement, ...]]

@@ -11,12 +11,15 @@ import torch
 from torch import Tensor
 
 from lightning_topt.graph.op_config import Partial, Replicate, Shard
-from lightning_topt.techniques.tensor_parallel.decisions import Known
-from lightning_topt.techniques.tensor_parallel.kind_table import KINDS
-from lightning_topt.techniques.tensor_parallel.kinds import Placed, Row, replaced, tensors_in
-from lightning_topt.techniques.tensor_parallel.layout import Layout, cut, joined
-from lightning_topt.techniques.tensor_parallel.signatures import call_of
-from lightning_topt.techniques.tensor_parallel.tensor_axes import TensorAxes
+from lightning_topt.techniques.tensor_parallel.decisions import Argument, call_of
+from lightning_topt.techniques.tensor_parallel.layout import Layout, TensorAxes, cut, joined
+from lightning_topt.techniques.tensor_parallel.op_rules import KINDS
+from lightning_topt.techniques.tensor_parallel.op_rules.rules import (
+    Placed,
+    Row,
+    replaced,
+    tensors_in,
+)
 
 
 class Sample:
@@ -52,7 +55,7 @@ class Sample:
 
     def rows(self, ranks: int) -> Iterator[tuple[Any, Row]]:
         known = [
-            Known(Layout(tuple(t.shape), (Replicate(),)), False, False, t.dtype == torch.bool)
+            Argument(Layout(tuple(t.shape), (Replicate(),)), False, False, t.dtype == torch.bool)
             for t in self.tensors
         ]
         call = call_of(self.func, self.args, self.kwargs, known)

@@ -20,7 +20,7 @@ from lightning_topt.graph.joint_module import JointModule
 from lightning_topt.graph.mesh_axes import Axis
 from lightning_topt.graph.op_graph import Op, OpGraph
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
-from lightning_topt.techniques.tensor_parallel.split_candidates import SplitModel
+from lightning_topt.techniques.tensor_parallel.split_model import SplitModel
 from tests.models import GPT
 from tests.techniques.tensor_parallel.traced import LlamaBlock, Step, prices
 

@@ -16,7 +16,7 @@ from lightning_topt.graph.mesh_axes import Axis
 from lightning_topt.graph.one_recording import PRIME, Unclear, number_at, size_at
 from lightning_topt.graph.step_run import StepRun
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
-from lightning_topt.techniques.tensor_parallel.split_candidates import SplitModel
+from lightning_topt.techniques.tensor_parallel.split_model import SplitModel
 from tests.models import GPT, Mixture
 from tests.techniques.tensor_parallel.test_split_models import bert, gpt2, llama, t5
 from tests.techniques.tensor_parallel.traced import Step, prices

@@ -27,10 +27,14 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_topt.graph.op_config import Placement, Replicate, Shard
 from lightning_topt.techniques.tensor_parallel.block_rules import BlockRule
-from lightning_topt.techniques.tensor_parallel.layout import Layout, with_layout
+from lightning_topt.techniques.tensor_parallel.layout import (
+    CollectiveCall,
+    Layout,
+    TensorAxes,
+    with_layout,
+)
 from lightning_topt.techniques.tensor_parallel.split_mode import SplitMode
 from lightning_topt.techniques.tensor_parallel.split_parameters import SplitTensor
-from lightning_topt.techniques.tensor_parallel.tensor_axes import CollectiveCall, TensorAxes
 
 WHOLE = Replicate()
 BATCH, STEPS, WIDTH, HEADS = 8, 16, 32, 4

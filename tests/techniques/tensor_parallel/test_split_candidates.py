@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from lightning_topt.graph.collective_ops import shown_collective
 from lightning_topt.graph.op_config import Shard
 from lightning_topt.graph.op_graph import OpGraph
-from lightning_topt.techniques.tensor_parallel.model_splits import ModelSplit
-from lightning_topt.techniques.tensor_parallel.split_candidates import SplitModel
+from lightning_topt.techniques.tensor_parallel.split_model import SplitModel
 from lightning_topt.techniques.tensor_parallel.split_prices import SplitPrices
+from lightning_topt.techniques.tensor_parallel.split_search import ModelSplit
 from tests.models import GPT, MEGATRON_BLOCK, MLP
 from tests.techniques.tensor_parallel.test_split_search import short
 from tests.techniques.tensor_parallel.traced import Step, prices, run, trace

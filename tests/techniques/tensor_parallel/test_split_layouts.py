@@ -25,11 +25,11 @@ from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import Replicate, Shard
 from lightning_topt.techniques.tensor_parallel.block_rules import BlockRule
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
-from lightning_topt.techniques.tensor_parallel.regather import Gathered, saved_as_slices
-from lightning_topt.techniques.tensor_parallel.split_candidates import SplitModel
 from lightning_topt.techniques.tensor_parallel.split_layouts import SplitLayout, layout_axes
 from lightning_topt.techniques.tensor_parallel.split_mode import SplitMode
+from lightning_topt.techniques.tensor_parallel.split_model import SplitModel
 from lightning_topt.techniques.tensor_parallel.split_prices import SplitPrices
+from lightning_topt.techniques.tensor_parallel.tensor_mover import Gathered, saved_as_slices
 from tests.launch import run_ranks
 from tests.techniques.tensor_parallel.on_ranks import check, compare
 from tests.techniques.tensor_parallel.test_split_models import gpt2, ids, llama
@@ -240,7 +240,7 @@ def test_blocks_alike_are_captured_once(
     # the first gets what the embedding made
     assert blocks == {"blocks.0": 1, "blocks.1": 1, "blocks.2": 1}
     monkeypatch.setattr(step_run, "find_equal", lambda module: {})
-    model._graphs.clear()
+    model._known.graphs.clear()
     assert model.local_graph_of(*found) == short is not None
 
 
@@ -291,5 +291,5 @@ def test_a_block_that_is_split_otherwise_is_captured_itself(
     assert changed != found
     short = model.local_graph_of(changed, along)
     monkeypatch.setattr(step_run, "find_equal", lambda module: {})
-    model._graphs.clear()
+    model._known.graphs.clear()
     assert model.local_graph_of(changed, along) == short is not None

@@ -16,10 +16,15 @@ from torch.utils.checkpoint import checkpoint
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import Placement, Replicate, Shard
 from lightning_topt.techniques.tensor_parallel import moves
-from lightning_topt.techniques.tensor_parallel.layout import Layout, layout_of, pieces, with_layout
+from lightning_topt.techniques.tensor_parallel.layout import (
+    Layout,
+    TensorAxes,
+    layout_of,
+    pieces,
+    with_layout,
+)
 from lightning_topt.techniques.tensor_parallel.split_mode import SplitMode
 from lightning_topt.techniques.tensor_parallel.split_parameters import SplitTensor
-from lightning_topt.techniques.tensor_parallel.tensor_axes import TensorAxes
 from tests.launch import run_ranks
 from tests.techniques.tensor_parallel.on_ranks import check, compare
 

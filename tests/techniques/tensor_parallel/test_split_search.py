@@ -16,11 +16,14 @@ from torch import Tensor, nn
 from lightning_topt.costs.cluster import Cluster, Link
 from lightning_topt.graph.op_config import Placement, Replicate, Shard
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
-from lightning_topt.techniques.tensor_parallel.kind_table import KINDS
-from lightning_topt.techniques.tensor_parallel.kinds_norms import NORM
-from lightning_topt.techniques.tensor_parallel.split_prices import SplitPrices
+from lightning_topt.techniques.tensor_parallel.op_rules import KINDS
+from lightning_topt.techniques.tensor_parallel.op_rules.reductions import NORM
+from lightning_topt.techniques.tensor_parallel.split_prices import (
+    BlockSplit,
+    SplitPrices,
+    price_split,
+)
 from lightning_topt.techniques.tensor_parallel.split_search import search_splits
-from lightning_topt.techniques.tensor_parallel.split_walk import BlockSplit, price_split
 from tests.models import GPT, MEGATRON_BLOCK, MLP, GPTBlock
 from tests.techniques.tensor_parallel.traced import FAST, LlamaBlock, Step, prices, run, trace
 

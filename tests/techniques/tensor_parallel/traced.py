@@ -18,11 +18,15 @@ from lightning_topt.graph.op_config import Placement
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.graph.step_run import call_training_step
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
-from lightning_topt.techniques.tensor_parallel.layout import Layout, with_layout
+from lightning_topt.techniques.tensor_parallel.layout import (
+    CollectiveCall,
+    Layout,
+    TensorAxes,
+    with_layout,
+)
 from lightning_topt.techniques.tensor_parallel.split_mode import SplitMode
 from lightning_topt.techniques.tensor_parallel.split_parameters import SplitTensor
 from lightning_topt.techniques.tensor_parallel.split_prices import SplitPrices
-from lightning_topt.techniques.tensor_parallel.tensor_axes import CollectiveCall, TensorAxes
 
 DEVICE = Device(
     "accelerator", 10**10, {"float32": 1e12}, memory_bandwidth=1e12, op_overhead_seconds=1e-6

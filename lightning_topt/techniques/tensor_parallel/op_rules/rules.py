@@ -1,11 +1,15 @@
-"""The table of kinds says which placements along one tensor axis a torch function admits. The
-search and the run both read it.
+"""What a rule is: which placements along one tensor axis a torch function admits.
 
-A row of a kind names a placement for every tensor argument and every result. That all arguments are
-whole, and so all results, is always a row and is not listed. Two rules hold for all kinds:
+The search and the run both read the rules. A row of a `Kind` names a placement for every tensor
+argument and every result. Linear layers, for example, have a row with a replicated input, a weight
+cut by outputs, and a result cut by features. That all arguments are replicated, and so all results,
+is always a row and is not listed.
 
-    an argument that is whole in a row with a sharded one is used differently by each rank: its
-    gradient is a sum over them a Partial result is summed at once, before anything reads it
+Two rules hold for all kinds:
+
+- An argument that is replicated in a row with a sharded one is used differently by each rank. Its
+  gradient is a sum over ranks.
+- A Partial result is summed at once, before anything reads it.
 
 With several axes a row is chosen for each; a dim may be cut by several of them, the outer ones
 first.
@@ -22,24 +26,28 @@ import torch
 from torch import Tensor
 
 from lightning_topt.graph.op_config import Placement, Shard
-from lightning_topt.techniques.tensor_parallel.layout import REPLICATE, Layout, cut, own_slice
+from lightning_topt.techniques.tensor_parallel.layout import (
+    REPLICATE,
+    Layout,
+    TensorAxes,
+    cut,
+    own_slice,
+)
 from lightning_topt.techniques.tensor_parallel.moves import all_gather
-from lightning_topt.techniques.tensor_parallel.tensor_axes import TensorAxes
 
 
 class Operand(NamedTuple):
-    """A tensor argument by its `place` among them; `shape` is that of the whole tensor."""
+    """A tensor argument by its `place` among them; `shape` is that of the full tensor."""
 
     place: int
     shape: tuple[int, ...]
 
 
 class Row(NamedTuple):
-    """Placements along one axis: of the tensor arguments, in the order of the call, and of the
-    results.
+    """Placements along one axis: of the tensor arguments, in the order of the call, and of results.
 
-    `added`: the argument that is added to the result once that is summed (a bias), not given to the
-    function. It has one dim, which is dim `along` of the result, counted from the end.
+    `added` is the argument that is added to the result once that is summed (a bias), not given to
+    the function. It has one dim, which is dim `along` of the result, counted from the end.
     """
 
     inputs: tuple[Placement, ...]
@@ -49,9 +57,10 @@ class Row(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Call:
-    """A call whose tensor arguments are `Operand`s, those in lists and tuples too. `parts` are
-    those that shards may have, `masks` the places of operands of type bool.
+class OpCall:
+    """A call whose tensor arguments are `Operand`s, also those in lists and tuples.
+
+    `parts` are numbers of parts that shards may have, `masks` the places of operands of type bool.
     """
 
     func: Callable[..., Any]
@@ -65,6 +74,10 @@ class Call:
         """Return the argument given by position or by name."""
         return self.args[position] if position < len(self.args) else self.kwargs.get(name, default)
 
+    def first(self, *names: str) -> tuple[Any, ...]:
+        """Return the first arguments, given by position or by these names."""
+        return tuple(self.get(position, name) for position, name in enumerate(names))
+
     def whole(self) -> list[Placement]:
         """Return Replicate for every operand, to be changed."""
         return [REPLICATE] * len(self.operands)
@@ -76,7 +89,7 @@ class Call:
         added: Operand | None = None,
         along: int = -1,
     ) -> Row:
-        """Return a row with the named operands placed, and all others whole."""
+        """Return a row with the named operands placed, and all others replicated."""
         inputs = self.whole()
         for operand, placement in placed.items():
             inputs[operand.place] = placement
@@ -85,14 +98,19 @@ class Call:
 
 @dataclass(slots=True)
 class Placed:
-    """A call on local tensors: `call` with whole shapes, `args` and `kwargs` with local tensors,
-    layouts of both ends.
+    """A call on local tensors.
 
-    `outputs` are the placements of every result on every axis of `axes`; `memo` is kept for calls
-    of the same signature.
+    Args:
+        call: with full shapes
+        args: with local tensors
+        kwargs: with local tensors
+        inputs: layouts of the arguments
+        outputs: placements of every result on every axis
+        axes: the tensor axes
+        memo: kept for calls of the same signature
     """
 
-    call: Call
+    call: OpCall
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     inputs: tuple[Layout, ...]
@@ -104,25 +122,31 @@ class Placed:
         """Return the local argument given by position or by name."""
         return self.args[position] if position < len(self.args) else self.kwargs.get(name, default)
 
+    def first(self, *names: str) -> tuple[Any, ...]:
+        """Return the first local arguments, given by position or by these names."""
+        return tuple(self.get(position, name) for position, name in enumerate(names))
+
     def local_shape(self, shape: Sequence[int], output: int = 0) -> tuple[int, ...]:
-        """Return the local shape of a result whose whole one is `shape`."""
+        """Return the local shape of a result whose full one is `shape`."""
         if not self.outputs:
             return tuple(shape)
         return Layout(tuple(shape), self.outputs[output]).local_shape(self.axes.sizes)
 
     def ranks_along(self, operand: int, dim: int) -> int:
         """Return into how many slices the argument is cut along `dim`."""
-        placements = zip(self.inputs[operand].placements, self.axes.sizes, strict=True)
-        return math.prod(
-            size
-            for placement, size in placements
+        return math.prod(self.axes.sizes[axis] for axis in self.axes_along(operand, dim))
+
+    def axes_along(self, operand: int, dim: int) -> list[int]:
+        """Return the axes (indices) along which the argument is cut in `dim`."""
+        return [
+            axis
+            for axis, placement in enumerate(self.inputs[operand].placements)
             if isinstance(placement, Shard) and placement.dim == dim
-        )
+        ]
 
     def place_along(self, operand: int, dim: int) -> tuple[int, int]:
-        """Return the first index and the length of this rank's slice of the argument along `dim`,
-        which has one part.
-        """
+        """Return first index and length of this rank's slice along `dim`, which has one part."""
+        # outer axes first: each takes its place in what those before it leave
         first, length = 0, self.inputs[operand].shape[dim]
         for axis, placement in enumerate(self.inputs[operand].placements):
             if placement == Shard(dim):
@@ -131,18 +155,14 @@ class Placed:
         return first, length
 
     def cut_like(self, whole: Tensor, operand: int) -> Tensor:
-        """Return the slice of `whole`, equal on all ranks, that belongs to the argument's local
-        tensor.
-        """
+        """Return the slice of `whole`, equal on all ranks, that fits the local argument."""
         axes = self.axes
         return own_slice(
             whole, self.inputs[operand].placements, coordinates=axes.coordinates, sizes=axes.sizes
         )
 
     def cut_like_dim(self, whole: Tensor, operand: int, dim: int, *, along: int = 0) -> Tensor:
-        """Return the slice of `whole` along dim `along` that belongs to dim `dim` of the argument's
-        local tensor.
-        """
+        """Return the slice of `whole` along dim `along` that fits dim `dim` of the argument."""
         axes = self.axes
         placements = [
             Shard(along, each.parts) if isinstance(each, Shard) and each.dim == dim else REPLICATE
@@ -159,7 +179,8 @@ class Placed:
         return whole
 
     def gathered(self, local: Tensor, axes: Sequence[int], shard: Shard) -> Tensor:
-        """Return the whole of what `cut_along` cuts, without a gradient. A collective call."""
+        """Return the inverse of `cut_along`, without a gradient. A collective call."""
+        # inner axes first, the inverse of `cut_along`
         for axis in reversed(axes):
             local = all_gather(local, shard, self.axes, axis)
         return local
@@ -167,28 +188,31 @@ class Placed:
 
 @dataclass(frozen=True)
 class Kind:
-    """A `Kind` says what functions admit and how they run on local tensors.
+    """A family of functions: what they admit and how they run on local tensors.
 
-    rows   yields the rows for an axis of so many ranks
-    run    returns what the call on local tensors returns; by default the function itself is called
-
-    `sums_rest`: sums may rest in slices, by the rule of the block; others are whole on all ranks.
-    `draws`: `run` draws random numbers, for each rank's batch its own (`member_draws`).
+    Args:
+        name: of the family, for messages
+        rows: yields the rows for an axis of so many ranks
+        run: returns what the call on local tensors returns; by default the function is called
+        sums_rest: sums may stay scattered, by the rule of the block; others are replicated
+        draws: `run` draws random numbers, for each rank's batch its own (`noise_for`)
+        functions: the members of the family
     """
 
     name: str
-    rows: Callable[[Call, int], Iterable[Row]]
+    rows: Callable[[OpCall, int], Iterable[Row]]
     run: Callable[[Placed], Any] | None = None
     sums_rest: bool = False
     draws: bool = False
     functions: list[Callable[..., Any]] = field(default_factory=list, compare=False)
 
 
+# one table for all modules of this package, which fill it when they are imported
 KINDS: dict[Callable[..., Any], Kind] = {}
 
 
 def register(kind: Kind, functions: Iterable[Callable[..., Any] | None]) -> None:
-    """Enter `functions` as of `kind`; None for one that this release of torch lacks."""
+    """Enter `functions` as of `kind`; None stands for one that this release of torch lacks."""
     for function in functions:
         if function is not None:
             assert KINDS.get(function, kind) is kind, f"{function} is of two kinds"
@@ -197,11 +221,35 @@ def register(kind: Kind, functions: Iterable[Callable[..., Any] | None]) -> None
 
 
 def named(names: str, *places: Any) -> Iterator[Callable[..., Any] | None]:
-    """Yield the functions of these names (separated by blanks) in any of `places`, as function and
-    as method.
+    """Yield the functions of these names in any of `places`, as function and as method.
+
+    `names` are separated by blanks.
     """
     for name in names.split():
         yield from (getattr(place, name, None) for place in places)
+
+
+def dim_rows(
+    call: OpCall,
+    ranks: int,
+    dims: Iterable[int] | Mapping[int, int],
+    *,
+    parts: Sequence[int] | None = None,
+) -> Iterator[Row]:
+    """Yield the rows that split the first argument along one of `dims`; others are replicated.
+
+    Args:
+        call: the call
+        ranks: along the axis
+        dims: of the argument; a mapping says which dim of the result each becomes
+        parts: that the shards may have; by default those of the call
+    """
+    x = call.operands[0]
+    results = dims if isinstance(dims, Mapping) else {dim: dim for dim in dims}
+    for dim, result in results.items():
+        for count in call.parts if parts is None else parts:
+            if divides(x.shape[dim], ranks, count):
+                yield call.row({x: Shard(dim, count)}, Shard(result, count))
 
 
 def with_argument(
@@ -213,13 +261,12 @@ def with_argument(
     args: tuple[Any, ...] | None = None,
     kwargs: dict[str, Any] | None = None,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return `args` and `kwargs`, by default those of the call, with the argument given by position
-    or name changed.
+    """Return `args` and `kwargs`, by default the call's, with one argument changed.
+
+    It is given by position or by name.
     """
-    args, kwargs = (
-        placed.args if args is None else args,
-        placed.kwargs if kwargs is None else kwargs,
-    )
+    args = placed.args if args is None else args
+    kwargs = placed.kwargs if kwargs is None else kwargs
     if position < len(args):
         return (*args[:position], value, *args[position + 1 :]), kwargs
     return args, {**kwargs, name: value}
@@ -245,15 +292,16 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def replaced(value: Any, new: Sequence[Any], *, of: type) -> Any:
-    """Return `value` with every instance of `of` (a tensor or an operand) replaced by the next of
-    `new`.
+    """Return `value` with every instance of `of` replaced by the next of `new`.
+
+    `of` is the type of tensors or of operands; they may be in lists and tuples.
     """
     return _replaced(value, iter(new), of)
 
 
 def _replaced(value: Any, rest: Iterator[Any], of: type) -> Any:
-    # No closure that calls itself: such a cycle would keep tensors until the garbage collector
-    # runs.
+    # A function, no closure that calls itself: such a cycle keeps tensors alive until the garbage
+    # collector runs.
     if isinstance(value, of):
         return next(rest)
     if isinstance(value, list):

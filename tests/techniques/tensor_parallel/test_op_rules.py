@@ -11,10 +11,14 @@ import torch
 import torch.nn.functional as F
 
 from lightning_topt.graph.op_config import Placement, Replicate, Shard
-from lightning_topt.techniques.tensor_parallel.decisions import Decision, Known, decide
-from lightning_topt.techniques.tensor_parallel.kind_table import KINDS
+from lightning_topt.techniques.tensor_parallel.decisions import (
+    Argument,
+    CallDecision,
+    call_of,
+    decide,
+)
 from lightning_topt.techniques.tensor_parallel.layout import Layout
-from lightning_topt.techniques.tensor_parallel.signatures import call_of
+from lightning_topt.techniques.tensor_parallel.op_rules import KINDS
 from tests.techniques.tensor_parallel.samples import SAMPLES, i, r
 from tests.techniques.tensor_parallel.simulated import Sample, assert_row, copies
 
@@ -76,10 +80,10 @@ def test_every_kind_has_a_sample() -> None:
 
 def decided(
     func: Any, *given: tuple[torch.Tensor, Placement], parameters: tuple[int, ...] = ()
-) -> Decision:
+) -> CallDecision:
     tensors = tuple(tensor for tensor, _ in given)
     known = [
-        Known(
+        Argument(
             Layout(tuple(tensor.shape), (placement,)),
             tensor.is_floating_point(),
             place in parameters,

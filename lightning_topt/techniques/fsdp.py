@@ -1,0 +1,416 @@
+"""Sharded gradients and parameters (ZeRO levels 2 and 3), through torch's FSDP2.
+
+    technique      tensors are sharded along
+    FullSharding   all data axes
+    HybridSharding the last of several data axes (inside a node); the others hold replicas of the
+                   shards (between nodes)
+
+Under hybrid sharding, parameters are gathered and gradients scattered inside the inner groups.
+Between these only the shards of gradients travel, in one all-reduce per step however many
+microbatches it has (Zhao et al., arXiv 2304.11277, section 3.2.2; Zhang et al., "MiCS", arXiv
+2205.00119).
+
+Both techniques may shard blocks of one model, each on its own mesh, beside blocks that DDP handles.
+All share one root, which FSDP2 needs to order its gathers. It is the outermost wrapper: DDP's if
+there is one, else a `ShardedModule`. Costs are in `fsdp_costs`.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import _composable_state
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
+
+from lightning_topt.communication.collectives import AllGather, ReduceScatter
+from lightning_topt.costs.communication import Collective
+from lightning_topt.costs.lifetimes import Lifetime
+from lightning_topt.costs.sizes import ROOT, shard_share
+from lightning_topt.costs.training_step import TrainingStep
+from lightning_topt.graph.mesh_axes import Mesh
+from lightning_topt.graph.op_config import OpConfig, Storage
+from lightning_topt.graph.op_graph import Block, Parameter
+from lightning_topt.techniques.fsdp_costs import (
+    ShardedBlock,
+    add_fsdp_seconds,
+    can_be_sharded,
+    fsdp_collectives,
+    gathered_lifetimes,
+    gradient_lifetimes,
+    plan_lifetimes,
+    shard_lifetimes,
+)
+from lightning_topt.techniques.technique import (
+    ALONE,
+    Applied,
+    BlockSeconds,
+    Neighbours,
+    ParallelModel,
+    Technique,
+    has_data_axes,
+    has_unsharded_gradients,
+)
+
+
+class FsdpTechnique(Technique):
+    """Gradients, and at level 3 parameters, are sharded along some of the data axes."""
+
+    @abstractmethod
+    def axes(self, mesh: Mesh) -> tuple[int, ...]:
+        """Return the axes that tensors are sharded along; none if the mesh does not suit."""
+
+    @override
+    def claims(self, config: OpConfig, mesh: Mesh) -> frozenset[str]:
+        axes = self.axes(mesh)
+        sharded = (
+            [Storage.zero(level, axes=len(mesh.axes), over=axes) for level in (2, 3)]
+            if axes
+            else []
+        )
+        return frozenset({"storage"}) if config.storage in sharded else frozenset()
+
+    # ---- what is legal ---------------------------------------------------------------------------
+
+    @override
+    def configs(
+        self, step: TrainingStep, block: Block, so_far: Sequence[OpConfig]
+    ) -> list[OpConfig]:
+        mesh, axes = step.mesh, self.axes(step.mesh)
+        if not axes or mesh.data_parallel_size == 1 or not can_be_sharded(step, block):
+            return []
+        # FSDP2's root is needed until the end of the step: releasing its parameters saves nothing.
+        levels = (2,) if block.name == ROOT else (2, 3)
+        return [OpConfig.zero(level, axes=len(mesh.axes), over=axes) for level in levels]
+
+    # ---- what it costs ---------------------------------------------------------------------------
+
+    @override
+    def takes_part(self, step: TrainingStep, config: OpConfig) -> bool:
+        return bool(self.claims(config, step.mesh))
+
+    @override
+    def collectives(self, step: TrainingStep, block: str, config: OpConfig) -> Iterator[Collective]:
+        return fsdp_collectives(self._sharded(step, block, config, ALONE))
+
+    @override
+    def lifetimes(
+        self, step: TrainingStep, block: str, config: OpConfig, beside: Neighbours
+    ) -> Iterator[Lifetime]:
+        sharded = self._sharded(step, block, config, beside)
+        yield from shard_lifetimes(sharded)
+        yield from gathered_lifetimes(sharded)
+        yield from gradient_lifetimes(sharded)
+
+    @override
+    def plan_lifetimes(self, step: TrainingStep, blocks: Collection[str]) -> Iterator[Lifetime]:
+        yield from plan_lifetimes(step, blocks, axes=self.axes(step.mesh))
+
+    @override
+    def add_seconds(
+        self, seconds: BlockSeconds, step: TrainingStep, block: str, config: OpConfig
+    ) -> None:
+        add_fsdp_seconds(seconds, self._sharded(step, block, config, ALONE))
+
+    @override
+    def update_share(self, step: TrainingStep, parameter: Parameter, config: OpConfig) -> float:
+        return shard_share(parameter, step.mesh.ranks_along(self.axes(step.mesh)))
+
+    def _sharded(
+        self, step: TrainingStep, block: str, config: OpConfig, beside: Neighbours
+    ) -> ShardedBlock:
+        return ShardedBlock(step, block, config.storage.level, self.axes(step.mesh), beside)
+
+
+class FullSharding(FsdpTechnique):
+    """Gradients, and at level 3 parameters, are sharded along all data axes."""
+
+    @property
+    @override
+    def name(self) -> str:
+        return "full sharding"
+
+    @override
+    def axes(self, mesh: Mesh) -> tuple[int, ...]:
+        return mesh.data_axes if has_data_axes(mesh) else ()
+
+    @override
+    def apply(self, model: ParallelModel) -> Applied | None:
+        blocks = model.blocks_of(self)
+        return (
+            shard_blocks(model, blocks, mesh=model.device_mesh(inner=model.mesh.data_parallel_size))
+            if blocks
+            else None
+        )
+
+
+class HybridSharding(FsdpTechnique):
+    """Gradients, and at level 3 parameters, are sharded along the last of several data axes."""
+
+    @property
+    @override
+    def name(self) -> str:
+        return "hybrid sharding"
+
+    @override
+    def axes(self, mesh: Mesh) -> tuple[int, ...]:
+        return mesh.data_axes[-1:] if has_data_axes(mesh) and len(mesh.data_axes) > 1 else ()
+
+    @override
+    def apply(self, model: ParallelModel) -> Applied | None:
+        blocks = model.blocks_of(self)
+        if not blocks:
+            return None
+        applied = shard_blocks(
+            model,
+            blocks,
+            mesh=model.device_mesh(inner=model.mesh.ranks_along(self.axes(model.mesh))),
+        )
+        modules = sharded_modules(model, blocks)
+        return replace(applied, no_sync=lambda: _within_groups(modules))
+
+
+@contextmanager
+def _within_groups(modules: list[nn.Module]) -> Generator[None, None, None]:
+    """Scatter gradients inside the inner groups only, without the all-reduce between these.
+
+    The shards stay there; the next backward outside adds them to its own exchange.
+    """
+    for module in modules:
+        assert isinstance(module, FSDPModule)
+        module.set_requires_all_reduce(False, recurse=False)
+    try:
+        yield
+    finally:
+        for module in modules:
+            assert isinstance(module, FSDPModule)
+            module.set_requires_all_reduce(True, recurse=False)
+
+
+_MESSAGE_BYTES = 250 << 20  # DDP's
+
+
+class ShardedModule(nn.Module):
+    """The root of a module without DDP; it gathers and releases the loose parameters.
+
+    It is a wrapper, so that a call of `module` from inside (`self(x)` in a training step) passes no
+    hook twice.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Give every rank rank 0's buffers, as DDP does, and call the wrapped module."""
+        _broadcast_buffers(self.module)
+        return self.module(*args, **kwargs)
+
+
+def shard_blocks(model: ParallelModel, blocks: Sequence[str], *, mesh: DeviceMesh) -> Applied:
+    """Shard the named blocks of `model` on `mesh`, with rank 0's values, as in DDP.
+
+    Blocks whose parameters are sharded release the gathered ones after forward, the others after
+    backward. A collective call.
+    """
+    applied = _Sharding(model, blocks, mesh)
+    return Applied(undo=applied.undo, replaced=applied.replaced(), reshard=applied.reshard)
+
+
+def sharded_modules(model: ParallelModel, blocks: Sequence[str]) -> list[nn.Module]:
+    """Return the modules under which FSDP2 knows the named blocks of `model`."""
+    modules = [model.module.get_submodule(name) if name else model.root for name in blocks]
+    return [module for module in modules if isinstance(module, FSDPModule)]
+
+
+class _Sharding:
+    """Some blocks of one model under FSDP2, and the way back to the plain module."""
+
+    def __init__(self, model: ParallelModel, blocks: Sequence[str], mesh: DeviceMesh) -> None:
+        self.module = model.module
+        self._before: dict[nn.Module, _Snapshot] = {}
+        self._hooks: list[RemovableHandle] = []
+        self._originals = {
+            name: p for block in blocks for name, p in model.parameters[block].items()
+        }
+        # The others have nothing to shard. And FSDP2 keeps modules in dictionaries, in which
+        # metrics are lost: their hash changes with their state.
+        for name in (name for name in blocks if name and model.parameters[name]):
+            self._shard_block(model, name, mesh)
+        if _holder_of_root(model) in blocks:
+            self._shard_root(model, mesh, in_shards="" in blocks)
+        self.root = model.root
+
+    def _shard_block(self, model: ParallelModel, name: str, mesh: DeviceMesh) -> None:
+        # order: remember the plain module, get rank 0's values to the device, then shard
+        block = model.module.get_submodule(name)
+        self._remember(block.modules())
+        model.broadcast([*model.parameters[name].values(), *block.buffers()])
+        _shard(block, mesh, model.parameters[name].values(), after_forward=_in_shards(model, name))
+        if (before := model.before_block) is not None:
+            hook = block.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+            self._hooks.append(hook)
+
+    def _shard_root(self, model: ParallelModel, mesh: DeviceMesh, *, in_shards: bool) -> None:
+        """Put FSDP2 around the root; it shards the loose parameters if they are `in_shards`."""
+        if not isinstance(model.root, DistributedDataParallel):
+            whole = model.parameters_where(has_unsharded_gradients).values()
+            model.broadcast([*whole, *model.module.buffers()])
+            model.root = ShardedModule(model.module)
+        # FSDP2 changes the root and all modules outside of sharded blocks
+        others = [
+            name
+            for name, config in model.configs.items()
+            if name and not has_unsharded_gradients(config)
+        ]
+        elsewhere = {
+            submodule for name in others for submodule in model.module.get_submodule(name).modules()
+        }
+        self._remember(
+            [model.root, *(module for module in model.module.modules() if module not in elsewhere)]
+        )
+        # of the parameters outside, those that are not sharded are ignored
+        loose = list(model.parameters[""].values()) if in_shards else []
+        model.broadcast(loose)
+        ignored = {p for of_block in model.parameters.values() for p in of_block.values()} - set(
+            loose
+        )
+        _shard(
+            model.root,
+            mesh,
+            loose,
+            after_forward=in_shards and _in_shards(model, ""),
+            ignored=ignored,
+        )
+
+    def _remember(self, modules: Iterable[nn.Module]) -> None:
+        self._before.update({module: _Snapshot(module) for module in modules})
+
+    def replaced(self) -> dict[Tensor, Tensor]:
+        """Return the sharded parameter in the place of each original one."""
+        now = dict(self.module.named_parameters(remove_duplicate=False))
+        return {original: now[name] for name, original in self._originals.items()}
+
+    @torch.no_grad()
+    def undo(self) -> None:
+        """Restore the unsharded parameters (on the CPU), in the same Parameter objects.
+
+        A collective call.
+        """
+        # gather first: it needs FSDP2 as it is
+        whole: dict[nn.Parameter, Tensor] = {}
+        self.reshard()
+        now = dict(self.module.named_parameters(remove_duplicate=False))
+        for name, original in self._originals.items():
+            # a tied parameter is gathered once
+            if original not in whole:
+                parameter = now[name]
+                full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+                whole[original] = full.detach().cpu()
+        # then take FSDP2 off, and fill the original Parameter objects
+        for hook in self._hooks:
+            hook.remove()
+        for module, snapshot in self._before.items():
+            snapshot.restore(module)
+        for original, full in whole.items():
+            original.data, original.grad = full, None
+            vars(original).pop("_fsdp_orig_uid", None)
+
+    def reshard(self) -> None:
+        """Release all gathered parameters; the next forward gathers what the shards then hold."""
+        for module in self.root.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+def _holder_of_root(model: ParallelModel) -> str:
+    """Return the block on whose mesh the root is sharded.
+
+    That is ``""``, of the loose parameters, or else the first sharded block.
+    """
+    sharded = [
+        name for name, config in model.configs.items() if not has_unsharded_gradients(config)
+    ]
+    return "" if "" in sharded else sharded[0]
+
+
+def _in_shards(model: ParallelModel, block: str) -> bool:
+    return bool(model.configs[block].storage.sharded_axes("parameters"))
+
+
+def _shard(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    originals: Iterable[nn.Parameter],
+    *,
+    after_forward: bool,
+    ignored: set[nn.Parameter] | None = None,
+) -> None:
+    sharded = fully_shard(
+        module, mesh=mesh, reshard_after_forward=after_forward, ignored_params=ignored
+    )
+    for parameter in originals:
+        # Optimizers and the user's code may hold the original Parameter objects (they come back in
+        # `undo`); their memory must not stay.
+        parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+        parameter.grad = None
+    # under gloo our own collectives take the place of those that FSDP2 calls
+    if dist.get_backend(mesh.get_group(mesh.ndim - 1)) == "gloo":
+        sharded.set_custom_all_gather(AllGather())  # type: ignore[arg-type]  # the interface, without torch's private base
+        sharded.set_custom_reduce_scatter(ReduceScatter())  # type: ignore[arg-type]
+        if mesh.ndim == 2:
+            # FSDP2 would average along both dims with ReduceOp.AVG, which gloo's all-reduce lacks
+            # in older releases.
+            sharded.set_force_sum_reduction_for_comms(True)
+
+
+class _Snapshot:
+    """What FSDP2 changes on one module: class, hooks, parameters and attributes."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.cls = module.__class__
+        self.keys = set(module.__dict__)
+        self.parameters = dict(module._parameters)
+        self.hooks = {name: set(hooks) for name, hooks in _hooks(module)}
+
+    def restore(self, module: nn.Module) -> None:
+        module.__class__ = self.cls
+        # only what FSDP2 added; what user code set meanwhile stays
+        for name in set(module.__dict__) - self.keys:
+            if name.startswith(("__composable_api_state_key", "_is_fsdp", "_fsdp")):
+                del module.__dict__[name]
+        for name, hooks in _hooks(module):
+            for key in set(hooks) - self.hooks[name]:
+                if (getattr(hooks[key], "__module__", None) or "").startswith("torch.distributed."):
+                    del hooks[key]
+                    # what torch notes about it beside it
+                    for option in ("with_kwargs", "always_called"):
+                        module.__dict__.get(f"{name}_{option}", {}).pop(key, None)
+        module._parameters.update(self.parameters)
+        _composable_state._module_state_mapping.pop(module, None)
+
+
+def _hooks(module: nn.Module) -> Iterator[tuple[str, dict[int, Any]]]:
+    for name, value in module.__dict__.items():
+        if name.endswith("_hooks") and isinstance(value, dict):
+            yield name, value
+
+
+def _broadcast_buffers(module: nn.Module) -> None:
+    """Give every rank rank 0's buffers, in few large messages."""
+    buffers = [buffer for buffer in module.buffers() if buffer.numel()]
+    if buffers:
+        dist._broadcast_coalesced(  # type: ignore[attr-defined]
+            dist.distributed_c10d._get_default_group(), buffers, _MESSAGE_BYTES, 0
+        )

@@ -1,0 +1,265 @@
+"""Functions that treat elements one by one, with broadcasting; and random numbers.
+
+Any dim that all arguments have may be split.
+
+Random numbers are those of one process. All ranks draw those of the full tensor, and each keeps its
+slice. In a module that runs the batches of several ranks, each batch has the numbers of its rank,
+as under DDP. A rank draws for its own samples from its own generator. If it holds a part of
+everybody's samples, it draws for all of them. For this, ranks exchange the states of their
+generators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_topt.communication.collectives import all_gather_into
+from lightning_topt.graph.op_config import Placement, Shard
+from lightning_topt.techniques.tensor_parallel.layout import TensorAxes, joined
+from lightning_topt.techniques.tensor_parallel.op_rules.rules import (
+    Kind,
+    OpCall,
+    Operand,
+    Placed,
+    Row,
+    divides,
+    named,
+    register,
+)
+
+
+def elementwise_rows(call: OpCall, ranks: int) -> Iterator[Row]:
+    """Yield the split of each dim; arguments that are broadcast along it stay replicated."""
+    if call.func is torch.where and len(call.args) + len(call.kwargs) == 1:
+        return  # indices of what is not zero
+    # dims counted from the end match; those of size 1, or missing, are broadcast
+    shape = broadcast(call.operands)
+    for dim, size in enumerate(shape):
+        for parts in call.parts if divides(size, ranks) else ():
+            placed: dict[Operand, Placement] = {}
+            for operand in call.operands:
+                own = dim - (len(shape) - len(operand.shape))
+                if own >= 0 and operand.shape[own] == size:
+                    placed[operand] = Shard(own, parts)
+            if divides(size, ranks, parts):
+                yield call.row(placed, Shard(dim, parts))
+
+
+def broadcast(operands: Sequence[Operand]) -> torch.Size:
+    """Return the broadcast shape of `operands`."""
+    shape: torch.Size = torch.broadcast_shapes(*(operand.shape for operand in operands))  # type: ignore[no-untyped-call]
+    return shape
+
+
+def _like_rows(call: OpCall, ranks: int) -> Iterator[Row]:
+    """Yield rows of a conversion; another tensor gives the type only, wherever it is."""
+    x, *others = call.operands
+    for row in elementwise_rows(replace(call, operands=(x,)), ranks):
+        kept = row.inputs[0]
+        yield call.row({x: kept}, kept)
+        for other in others:
+            for dim, size in enumerate(other.shape):
+                for parts in call.parts if divides(size, ranks) else ():
+                    if divides(size, ranks, parts):
+                        yield call.row({x: kept, other: Shard(dim, parts)}, kept)
+
+
+_UNARY = (
+    "abs absolute acos acosh asin asinh atan atanh ceil clamp clamp_max clamp_min clip clone "
+    "contiguous cos cosh deg2rad detach digamma erf erfc erfinv exp exp2 expm1 fix floor frac i0 "
+    "isfinite isinf isnan lgamma log log10 log1p log2 logical_not logit nan_to_num neg negative "
+    "positive rad2deg reciprocal relu round rsqrt sgn sigmoid sign signbit sin sinc sinh sqrt "
+    "square tan tanh trunc bitwise_not selu celu hardshrink softshrink alias"
+)
+_SEVERAL = (
+    "add addcdiv addcmul atan2 bitwise_and bitwise_or bitwise_xor copysign div divide eq "
+    "float_power floor_divide fmax fmin fmod ge greater greater_equal gt heaviside hypot isclose "
+    "le less less_equal lerp logaddexp logaddexp2 logical_and logical_or logical_xor lt "
+    "masked_fill maximum minimum mul multiply ne nextafter not_equal pow remainder rsub sub "
+    "subtract true_divide where xlogy copysign prelu"
+)
+_CONVERSIONS = (
+    "bfloat16 bool cfloat char cpu cuda double float half int long short type zero_ fill_ copy_"
+)
+_LIKE = "empty_like full_like ones_like zeros_like"
+_FUNCTIONAL = (
+    "celu elu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu logsigmoid mish prelu relu "
+    "relu6 selu sigmoid silu softplus softshrink softsign tanh tanhshrink threshold"
+)
+_DUNDER = (
+    "__abs__ __add__ __and__ __div__ __eq__ __floordiv__ __ge__ __gt__ __iadd__ __iand__ __idiv__ "
+    "__imul__ __invert__ __ior__ __isub__ __itruediv__ __le__ __lt__ __mod__ __mul__ __ne__ "
+    "__neg__ __or__ __pos__ __pow__ __radd__ __rand__ __rdiv__ __rfloordiv__ __rmod__ __rmul__ "
+    "__ror__ __rpow__ __rsub__ __rtruediv__ __rxor__ __sub__ __truediv__ __xor__ __ipow__"
+)
+
+ELEMENTWISE = Kind("elementwise", elementwise_rows)
+register(Kind("conversion", _like_rows), named("to type_as", Tensor))
+register(Kind("broadcast", elementwise_rows), (torch.broadcast_tensors,))
+register(ELEMENTWISE, named(_UNARY, torch, Tensor))
+register(ELEMENTWISE, named(_SEVERAL, torch, Tensor))
+register(
+    ELEMENTWISE,
+    named(" ".join(f"{name}_" for name in f"{_UNARY} {_SEVERAL}".split()), torch, Tensor),
+)
+register(ELEMENTWISE, named(_CONVERSIONS, Tensor))
+register(ELEMENTWISE, named(_LIKE, torch))
+register(ELEMENTWISE, named(_FUNCTIONAL, F, torch._C._nn))
+register(ELEMENTWISE, named(_DUNDER, Tensor))
+register(ELEMENTWISE, (Tensor.data.__get__, torch._C._nn.gelu, torch.special.expit))  # type: ignore[attr-defined]
+
+
+# ---- random numbers ------------------------------------------------------------------------------
+
+
+def empty_as(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return an empty tensor of this shape with the memory order of `x`'s dims.
+
+    Numbers are drawn in that order.
+    """
+    strides = x.stride()
+    order = sorted(range(x.ndim), key=lambda dim: -strides[dim])
+    return torch.empty_permuted(shape, order, dtype=x.dtype, device=x.device)
+
+
+def _dropout(placed: Placed) -> Tensor:
+    """Return what dropout makes of the local tensor."""
+    x: Tensor = placed.get(0, "input")
+    p = placed.get(1, "p", 0.5)
+    if not placed.get(2, "training", placed.get(2, "train", True)) or p == 0:
+        return x
+
+    def cut(noise: Tensor) -> Tensor:
+        # saved for backward, where a view would keep the full tensor
+        return placed.cut_like(noise, 0).clone()
+
+    kept = noise_for(
+        placed,
+        placed.inputs[0].shape,
+        lambda shape: F.dropout(empty_as(x, shape).fill_(1), p),
+        cut=cut,
+    )
+    return x.mul_(kept) if placed.get(3, "inplace", False) else x * kept
+
+
+def _channel_rows(call: OpCall, ranks: int) -> Iterator[Row]:
+    """Yield splits of samples, channels and space: (sample, channel, ...)."""
+    if len(call.operands[0].shape) > 2:
+        yield from elementwise_rows(call, ranks)
+
+
+def _channel_dropout(placed: Placed) -> Tensor:
+    """Return what dropout of channels makes: one number for every channel of every sample."""
+    x: Tensor = placed.args[0]
+    p, training = placed.args[1:3]
+    if not training or p == 0:
+        return x
+    layout = placed.inputs[0]
+
+    def cut(noise: Tensor) -> Tensor:
+        for axis, placement in enumerate(layout.placements):
+            if isinstance(placement, Shard) and placement.dim < 2:
+                noise = placed.cut_along(noise, [axis], placement)
+        return noise
+
+    whole = (*layout.shape[:2], *(1 for _ in layout.shape[2:]))
+    noise = noise_for(
+        placed, whole, lambda shape: torch.feature_dropout(x.new_ones(shape), p, True), cut=cut
+    )
+    return x.mul_(noise) if placed.call.func.__name__.endswith("_") else x * noise
+
+
+def _drawn(placed: Placed) -> Tensor:
+    """Return this rank's slice of as many numbers as the full tensor has."""
+    x: Tensor = placed.args[0] if placed.args else placed.kwargs["input"]
+    kwargs = {name: value for name, value in placed.kwargs.items() if name != "input"}
+
+    def make(shape: tuple[int, ...]) -> Tensor:
+        drawn: Tensor = placed.call.func(empty_as(x, shape), *placed.args[1:], **kwargs)
+        return drawn
+
+    own = noise_for(
+        placed, placed.inputs[0].shape, make, cut=lambda whole: placed.cut_like(whole, 0)
+    )
+    if placed.call.func.__name__.endswith("_"):
+        return x.copy_(own)
+    return own.contiguous().requires_grad_(bool(kwargs.get("requires_grad", False)))
+
+
+DROPOUT = Kind("dropout", elementwise_rows, _dropout, draws=True)
+CHANNEL_DROPOUT = Kind("dropout of channels", _channel_rows, _channel_dropout, draws=True)
+RANDOM = Kind("random numbers", elementwise_rows, _drawn, draws=True)
+_VF: Any = torch._VF
+register(DROPOUT, (F.dropout, torch.dropout))
+register(
+    CHANNEL_DROPOUT,
+    {torch.feature_dropout, torch.feature_dropout_, _VF.feature_dropout, _VF.feature_dropout_},
+)
+register(RANDOM, named("rand_like randn_like", torch))
+register(RANDOM, named("normal_ uniform_ exponential_ log_normal_ cauchy_ geometric_", Tensor))
+
+Make = Callable[[tuple[int, ...]], Tensor]
+_STATE_BYTES = 5056  # of the generator of CPUs; one of CUDA has 16
+
+
+def noise_for(
+    placed: Placed,
+    shape: tuple[int, ...],
+    make: Make,
+    *,
+    operand: int = 0,
+    cut: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """Return this rank's part of random numbers of a full `shape`.
+
+    Args:
+        placed: the call that draws
+        shape: its first dims, up to that of samples, are those of argument `operand`
+        make: ``make(shape)`` draws numbers
+        operand: the argument
+        cut: takes this rank's part from the full numbers
+    """
+    # one batch: all ranks draw alike
+    layout = placed.inputs[operand]
+    if layout.batch is None:
+        return cut(make(shape))
+    # each rank has its own samples: it draws for these
+    part = [*shape]
+    part[layout.batch.dim] //= placed.axes.sizes[0]
+    if layout.placements == (layout.batch,):
+        return make(tuple(part))
+    # samples of all ranks are cut otherwise: the numbers of all, in the order of ranks
+    return cut(joined(_drawn_by_all(lambda: make(tuple(part)), placed.axes), layout.batch))
+
+
+def _drawn_by_all(make: Callable[[], Tensor], axes: TensorAxes) -> list[Tensor]:
+    """Return what `make` gives on each rank of the axis, in their order.
+
+    The generator here then is as after this rank's own numbers.
+    """
+    group, found = axes.groups[0], list[Tensor]()
+    if group is None:  # a rank that is looked at, not run
+        axes.note("all_gather", 0, torch.empty(axes.sizes[0] * _STATE_BYTES, dtype=torch.uint8))
+        return [make() for _ in range(axes.sizes[0])]
+    on_cuda = dist.get_backend(group) == "nccl"
+    own = torch.cuda.get_rng_state() if on_cuda else torch.get_rng_state()
+    set_state = torch.cuda.set_rng_state if on_cuda else torch.set_rng_state
+    sent = own.cuda() if on_cuda else own
+    states = sent.repeat(axes.sizes[0], 1)  # a fake group leaves them as they are
+    axes.note("all_gather", 0, states)
+    all_gather_into(states.view(-1), sent, group=group)
+    after = own
+    for rank, state in enumerate(states.cpu()):
+        set_state(state.clone())  # a CPU's state is read from the start of the memory of a view
+        found.append(make())
+        if rank == axes.coordinates[0]:
+            after = torch.cuda.get_rng_state() if on_cuda else torch.get_rng_state()
+    set_state(after)
+    return found

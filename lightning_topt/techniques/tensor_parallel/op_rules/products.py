@@ -1,0 +1,449 @@
+"""Products: linear layers, matrix products, embeddings, recurrent cells, convolutions.
+
+    column      x replicated, weight by outputs       result by outputs  Shoeybi et al., arXiv
+                                                                         1909.08053, section 3
+    row         x by inputs, weight by inputs         result Partial     the same
+    tokens      x by any other dim, weight replicated result by that dim
+    vocabulary  ids replicated, weight by rows        result Partial     the same (embedding)
+
+In convolutions, outputs and inputs are channels. The bias is added to the sum of a row split.
+Groups may be split as well, with x, weight and bias. Space is read along and never split.
+
+Recurrent cells split hidden units, with the gates of each (weights in 4, 3 or 1 parts); or samples.
+Their product needs the full hidden state, the rest of a cell only its own units.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_topt.graph.op_config import Placement, Shard
+from lightning_topt.techniques.tensor_parallel.layout import PARTIAL
+from lightning_topt.techniques.tensor_parallel.op_rules.elementwise import broadcast
+from lightning_topt.techniques.tensor_parallel.op_rules.rules import (
+    Kind,
+    OpCall,
+    Operand,
+    Placed,
+    Row,
+    dim_rows,
+    divides,
+    named,
+    register,
+    with_argument,
+)
+
+
+def _linear(call: OpCall, ranks: int) -> Iterator[Row]:
+    x, weight, bias = call.first("input", "weight", "bias")
+    if len(weight.shape) == 2:
+        yield from _affine(call, ranks, x, weight, bias, outputs_dim=0)
+
+
+def _addmm(call: OpCall, ranks: int) -> Iterator[Row]:
+    bias, x, weight = call.first("input", "mat1", "mat2")
+    # only what is a linear layer: a bias that is a vector, unscaled
+    if call.kwargs.get("alpha", 1) == call.kwargs.get("beta", 1) == 1 and len(bias.shape) == 1:
+        yield from _affine(call, ranks, x, weight, bias, outputs_dim=1)
+
+
+def _affine(
+    call: OpCall, ranks: int, x: Operand, weight: Operand, bias: Operand | None, *, outputs_dim: int
+) -> Iterator[Row]:
+    """Yield rows of ``x @ weight + bias``; `outputs_dim` is the weight's."""
+    last, inputs_dim = len(x.shape) - 1, 1 - outputs_dim
+    # column, row and tokens, with every number of parts
+    for parts in call.parts:
+        if divides(weight.shape[outputs_dim], ranks, parts):
+            placed: dict[Operand, Placement] = {weight: Shard(outputs_dim, parts)}
+            yield call.row(
+                placed if bias is None else {**placed, bias: Shard(0, parts)}, Shard(last, parts)
+            )
+        if divides(weight.shape[inputs_dim], ranks, parts):
+            yield call.row(
+                {x: Shard(last, parts), weight: Shard(inputs_dim, parts)}, PARTIAL, added=bias
+            )
+        for dim in range(last):
+            if divides(x.shape[dim], ranks, parts):
+                yield call.row({x: Shard(dim, parts)}, Shard(dim, parts))
+
+
+def _run_addmm(placed: Placed) -> Tensor:
+    bias, x, weight = placed.first("input", "mat1", "mat2")
+    return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
+
+
+def _matmul(call: OpCall, ranks: int) -> Iterator[Row]:
+    """Yield rows of (batch..., row, inner) times (batch..., inner, column)."""
+    left, right = call.operands
+    if len(left.shape) < 2 or len(right.shape) < 2:
+        return
+    batch = broadcast([Operand(0, operand.shape[:-2]) for operand in call.operands])
+    ndim = len(batch) + 2
+    dims = [[*range(ndim - len(operand.shape), ndim)] for operand in call.operands]
+    # batch dims, which may be broadcast
+    for dim, size in enumerate(batch):
+        for parts in call.parts if divides(size, ranks) else ():
+            placed: dict[Operand, Placement] = {
+                operand: Shard(dim - own[0], parts)
+                for operand, own in zip(call.operands, dims, strict=True)
+                if dim in own and operand.shape[dim - own[0]] == size
+            }
+            if divides(size, ranks, parts):
+                yield call.row(placed, Shard(dim, parts))
+    # matrix dims; the inner one is summed
+    rows, inner, columns = len(left.shape) - 2, len(left.shape) - 1, len(right.shape) - 1
+    for parts in call.parts:
+        if divides(left.shape[rows], ranks, parts):
+            yield call.row({left: Shard(rows, parts)}, Shard(ndim - 2, parts))
+        if divides(right.shape[columns], ranks, parts):
+            yield call.row({right: Shard(columns, parts)}, Shard(ndim - 1, parts))
+        if divides(left.shape[inner], ranks, parts):
+            yield call.row({left: Shard(inner, parts), right: Shard(columns - 1, parts)}, PARTIAL)
+
+
+def _baddbmm(call: OpCall, ranks: int) -> Iterator[Row]:
+    """Yield rows of (batch, row, inner) times (batch, inner, column), plus a broadcast tensor."""
+    added, left, right = call.first("input", "batch1", "batch2")
+    # dims of the result: (batch, row, column); the inner one stays replicated
+    sizes = (left.shape[0], left.shape[1], right.shape[2])
+    for dim, size in enumerate(sizes):
+        own = dim - 3 + len(added.shape)
+        for parts in call.parts:
+            placed: dict[Operand, Placement] = {}
+            if own >= 0 and added.shape[own] == size:
+                placed[added] = Shard(own, parts)
+            placed |= {
+                operand: Shard(dim, parts)
+                for operand, other in ((left, 2), (right, 1))
+                if dim != other
+            }
+            if divides(size, ranks, parts):
+                yield call.row(placed, Shard(dim, parts))
+
+
+def _grouped(call: OpCall, ranks: int) -> Iterator[Row]:
+    """Yield rows of tokens sorted by expert (token, inner) times (expert, inner, column)."""
+    tokens, weight = call.operands[:2]
+    if (len(tokens.shape), len(weight.shape)) != (2, 3) or len(call.operands) != 3:
+        return
+    # columns, the inner dim, or experts: tokens of those of other ranks give zeros
+    for parts in call.parts:
+        if divides(weight.shape[2], ranks, parts):
+            yield call.row({weight: Shard(2, parts)}, Shard(1, parts))
+        if divides(weight.shape[1], ranks, parts):
+            yield call.row({tokens: Shard(1, parts), weight: Shard(1, parts)}, PARTIAL)
+    if divides(weight.shape[0], ranks):
+        yield call.row({weight: Shard(0)}, PARTIAL)
+
+
+def _run_grouped(placed: Placed) -> Tensor:
+    """Treat the tokens of this rank's experts; `offs` say where those of an expert end."""
+    tokens, weight, *rest = placed.args
+    ends: Tensor = rest[0] if rest else placed.kwargs["offs"]
+    first, count = placed.place_along(1, 0)
+    if count == placed.inputs[1].shape[0]:
+        result: Tensor = placed.call.func(*placed.args, **placed.kwargs)
+        return result
+    # tokens are sorted: those of the own experts are one range, and the others stay zero
+    start, end = int(ends[first - 1]) if first else 0, int(ends[first + count - 1])
+    own = placed.call.func(tokens[start:end], weight, offs=ends[first : first + count] - start)
+    return F.pad(own, (0, 0, start, tokens.shape[0] - end))
+
+
+def _outer(call: OpCall, ranks: int) -> Iterator[Row]:
+    for dim, operand in enumerate(call.operands):
+        for parts in call.parts:
+            if divides(operand.shape[0], ranks, parts):
+                yield call.row({operand: Shard(0, parts)}, Shard(dim, parts))
+
+
+def _einsum(call: OpCall, ranks: int) -> Iterator[Row]:
+    """Yield rows for every letter that all its arguments can be split along.
+
+    One that is summed away leaves a Partial result.
+    """
+    equation = call.args[0]
+    if not isinstance(equation, str) or "." in equation or "->" not in equation:
+        return
+    inputs, output = equation.replace(" ", "").split("->")
+    terms = inputs.split(",")
+    # a letter twice in one term is a diagonal, which no slice has
+    for letter in dict.fromkeys("".join(terms)):
+        if any(term.count(letter) > 1 for term in terms):
+            continue
+        placed: dict[Operand, Placement] = {
+            operand: Shard(term.index(letter))
+            for operand, term in zip(call.operands, terms, strict=True)
+            if letter in term
+        }
+        if all(
+            divides(operand.shape[p.dim], ranks)
+            for operand, p in placed.items()
+            if isinstance(p, Shard)
+        ):
+            yield call.row(placed, Shard(output.index(letter)) if letter in output else PARTIAL)
+
+
+def _embedding(call: OpCall, ranks: int) -> Iterator[Row]:
+    ids, weight = call.get(0, "input"), call.get(1, "weight")
+    if (
+        call.get(3, "max_norm") is not None
+        or call.get(5, "scale_grad_by_freq")
+        or call.get(6, "sparse")
+    ):
+        return
+    # by features, by rows of the vocabulary, by ids
+    if divides(weight.shape[1], ranks):
+        yield call.row({weight: Shard(1)}, Shard(len(ids.shape)))
+    if divides(weight.shape[0], ranks):
+        yield call.row({weight: Shard(0)}, PARTIAL)
+    for dim, size in enumerate(ids.shape):
+        if divides(size, ranks):
+            yield call.row({ids: Shard(dim)}, Shard(dim))
+
+
+def _run_embedding(placed: Placed) -> Tensor:
+    """Look ids up in this rank's rows; those of other ranks give zeros."""
+    ids = placed.get(0, "input")
+    weight = placed.get(1, "weight")
+    padding = placed.get(2, "padding_idx")
+    if padding is not None and padding < 0:
+        padding += placed.inputs[1].shape[0]
+    if placed.ranks_along(1, 0) == 1:
+        return F.embedding(ids, weight, padding)
+    first, length = placed.place_along(1, 0)
+    # ids of other ranks look row 0 up, and are masked
+    own = (ids >= first) & (ids < first + length)
+    local = torch.where(own, ids - first, 0)
+    kept = padding - first if padding is not None and first <= padding < first + length else None
+    rows: Tensor = F.embedding(local, weight, kept) * own.unsqueeze(-1)
+    return rows
+
+
+LINEAR = Kind("linear", _linear, sums_rest=True)
+ADDMM = Kind("addmm", _addmm, _run_addmm, sums_rest=True)
+MATMUL = Kind("matmul", _matmul, sums_rest=True)
+EINSUM = Kind("einsum", _einsum, sums_rest=True)
+EMBEDDING = Kind("embedding", _embedding, _run_embedding, sums_rest=True)
+register(LINEAR, (F.linear, torch._C._nn.linear))
+register(ADDMM, (torch.addmm,))
+register(
+    MATMUL,
+    (
+        *(torch.matmul, torch.bmm, torch.mm, Tensor.matmul, Tensor.bmm, Tensor.mm),
+        Tensor.__matmul__,
+    ),
+)
+register(Kind("baddbmm", _baddbmm), named("baddbmm", torch, Tensor))
+register(
+    Kind("grouped product", _grouped, _run_grouped),
+    (torch._grouped_mm, getattr(F, "grouped_mm", None)),
+)
+register(Kind("outer", _outer), named("outer ger", torch, Tensor))
+register(EINSUM, (torch.einsum, torch.functional.einsum))
+register(EMBEDDING, (F.embedding, torch.embedding))
+
+# ---- recurrent cells -----------------------------------------------------------------------------
+
+_GATES = {"lstm_cell": 4, "gru_cell": 3, "rnn_tanh_cell": 1, "rnn_relu_cell": 1}
+
+
+def _cell_rows(call: OpCall, ranks: int) -> Iterator[Row]:
+    """Yield splits of hidden units and of samples."""
+    name = call.func.__name__
+    # x, states (an LSTM has two), weights with their biases
+    states = 2 if name == "lstm_cell" else 1
+    x = call.operands[0]
+    hidden = call.operands[1 : 1 + states]
+    weights = call.operands[1 + states :]
+    last, parts = len(x.shape) - 1, _GATES[name]
+    # by hidden units: x and the hidden state are replicated, the cell state of an LSTM is not
+    if divides(hidden[0].shape[-1], ranks):
+        placed: dict[Operand, Placement] = dict.fromkeys(weights, Shard(0, parts))
+        placed |= dict.fromkeys(hidden[1:], Shard(last))
+        yield call.row(placed, *(Shard(last) for _ in hidden))
+    if last == 1 and divides(x.shape[0], ranks):
+        yield call.row(dict.fromkeys((x, *hidden), Shard(0)), *(Shard(0) for _ in hidden))
+
+
+def _run_cell(placed: Placed) -> Any:
+    """Run a cell from its equations: the fused ones take no slices of gates."""
+    name = placed.call.func.__name__
+    x, state, w_input, w_hidden, *biases = placed.args
+    b_input, b_hidden = biases or (None, None)
+    hidden = state[0] if isinstance(state, tuple | list) else state
+    entering, recurrent = F.linear(x, w_input, b_input), F.linear(hidden, w_hidden, b_hidden)
+    if name == "lstm_cell":
+        keep_in, forget, new, out = (entering + recurrent).chunk(4, -1)
+        cell = forget.sigmoid() * state[1] + keep_in.sigmoid() * new.tanh()
+        return out.sigmoid() * cell.tanh(), cell
+    if name != "gru_cell":
+        return (
+            torch.tanh(entering + recurrent)
+            if name == "rnn_tanh_cell"
+            else torch.relu(entering + recurrent)
+        )
+    # GRU: the candidate is mixed with the own units of the state, which came in full
+    cut = placed.axes_along(placed.call.args[2].place, 0)
+    own: Tensor = placed.cut_along(hidden, cut, Shard(hidden.ndim - 1))
+    reset_in, update_in, new_in = entering.chunk(3, -1)
+    reset, update, new = recurrent.chunk(3, -1)
+    candidate = torch.tanh(new_in + (reset_in + reset).sigmoid() * new)
+    kept = (update_in + update).sigmoid()
+    return candidate + kept * (own - candidate)
+
+
+CELL = Kind("recurrent cell", _cell_rows, _run_cell)
+register(CELL, (torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell))
+
+
+# ---- convolutions, pooling, padding --------------------------------------------------------------
+
+
+def _convolution_rows(call: OpCall, ranks: int) -> Iterator[Row]:
+    """Yield splits of groups, output channels, input channels and samples."""
+    x, weight, bias = call.first("input", "weight", "bias")
+    space = len(weight.shape) - 2
+    channels, groups = len(x.shape) - space - 1, call.get(6, "groups", 1)
+    # groups: each has its own channels
+    if groups > 1:
+        placed: dict[Operand, Placement] = (
+            {weight: Shard(0)} if bias is None else {weight: Shard(0), bias: Shard(0)}
+        )
+        if divides(groups, ranks):
+            yield call.row({x: Shard(channels), **placed}, Shard(channels))
+    else:
+        outputs, inputs = (1, 0) if "transpose" in call.func.__name__ else (0, 1)
+        for parts in call.parts:
+            if divides(weight.shape[outputs], ranks, parts):
+                placed = {weight: Shard(outputs, parts)}
+                yield call.row(
+                    placed if bias is None else {**placed, bias: Shard(0, parts)},
+                    Shard(channels, parts),
+                )
+            if divides(weight.shape[inputs], ranks, parts):
+                placed = {x: Shard(channels, parts), weight: Shard(inputs, parts)}
+                yield call.row(placed, PARTIAL, added=bias, along=-space - 1)
+    if channels == 1 and divides(x.shape[0], ranks):
+        yield call.row({x: Shard(0)}, Shard(0))
+
+
+def _run_convolution(placed: Placed) -> Tensor:
+    groups = placed.get(6, "groups", 1)
+    weight = placed.call.get(1, "weight").place
+    args, kwargs = placed.args, placed.kwargs
+    if groups > 1:
+        args, kwargs = with_argument(placed, 6, "groups", groups // placed.ranks_along(weight, 0))
+    result: Tensor = placed.call.func(*args, **kwargs)
+    return result
+
+
+def _pooling_rows(call: OpCall, ranks: int) -> Iterator[Row]:
+    """Yield splits of all but the last dims; as many as the name says are read along."""
+    space = next(int(letter) for letter in call.func.__name__ if letter.isdigit())
+    yield from dim_rows(call, ranks, range(len(call.operands[0].shape) - space))
+
+
+def _resize_rows(call: OpCall, ranks: int) -> Iterator[Row]:
+    """Yield splits of samples and channels; all other dims are space."""
+    yield from dim_rows(call, ranks, range(min(2, len(call.operands[0].shape))), parts=(1,))
+
+
+def _padding_rows(call: OpCall, ranks: int) -> Iterator[Row]:
+    """Yield splits of dims without padding."""
+    ndim, pad = len(call.operands[0].shape), (*call.get(1, "pad"),)
+    is_constant = call.get(2, "mode", "constant") == "constant"
+    free = []
+    for dim in range(ndim):
+        place = 2 * (ndim - 1 - dim)  # `pad` begins with the last dim
+        if place >= len(pad) or (pad[place] == pad[place + 1] == 0 and is_constant):
+            free.append(dim)
+    yield from dim_rows(call, ranks, free)
+
+
+def _batch_norm_rows(call: OpCall, ranks: int) -> Iterator[Row]:
+    """Yield splits of channels, with their weights; of samples and space without batch statistics.
+
+    Running statistics are replicated.
+    """
+    x, weight, bias = call.get(0, "input"), call.get(3, "weight"), call.get(4, "bias")
+    counts = _counts(call)
+    # by channels; elsewhere only without statistics over the batch
+    if divides(x.shape[1], ranks):
+        placed: dict[Operand, Placement] = {
+            each: Shard(0) for each in (weight, bias) if each is not None
+        }
+        yield call.row({x: Shard(1), **placed}, Shard(1))
+    for dim, size in enumerate(x.shape):
+        alone = dim == 0 and call.func is F.instance_norm and call.get(1, "running_mean") is None
+        if dim != 1 and (alone or not counts) and divides(size, ranks):
+            yield call.row({x: Shard(dim)}, Shard(dim))
+
+
+def _counts(call: OpCall) -> bool:
+    """Return whether statistics are those of this batch."""
+    counts: bool = (
+        call.get(5, "use_input_stats", True)
+        if call.func is F.instance_norm
+        else call.get(5, "training", False)
+    )
+    return counts
+
+
+def _run_batch_norm(placed: Placed) -> Tensor:
+    """Normalize this rank's channels, and keep running statistics of all channels on every rank.
+
+    So a checkpoint has them.
+    """
+    from_all: list[Tensor] = [
+        each
+        for each in (placed.get(1, "running_mean"), placed.get(2, "running_var"))
+        if each is not None
+    ]
+    # each rank normalizes with, and updates, the statistics of its channels
+    cut = placed.axes_along(0, 1)
+    own = [placed.cut_along(each, cut, Shard(0)).clone() for each in from_all]
+    args, kwargs = placed.args, placed.kwargs
+    if own:
+        args, kwargs = with_argument(placed, 1, "running_mean", own[0])
+        args, kwargs = with_argument(placed, 2, "running_var", own[1], args=args, kwargs=kwargs)
+    result: Tensor = placed.call.func(*args, **kwargs)
+    if own and _counts(placed.call):
+        whole = placed.gathered(torch.stack(own), cut, Shard(1))
+        for each, new in zip(from_all, whole, strict=True):
+            each.copy_(new)
+    return result
+
+
+CONVOLUTION = Kind("convolution", _convolution_rows, _run_convolution)
+POOLING = Kind("pooling", _pooling_rows)
+RESIZE = Kind("resize", _resize_rows)
+PADDING = Kind("padding", _padding_rows)
+BATCH_NORM = Kind("batch norm", _batch_norm_rows, _run_batch_norm)
+_NN: Any = torch._C._nn
+register(
+    CONVOLUTION,
+    named("conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d", torch),
+)
+_POOLS = " ".join(
+    f"{name}{dims}d{end}"
+    for dims in (1, 2, 3)
+    for name, end in (
+        *(("max_pool", ""), ("max_pool", "_with_indices"), ("avg_pool", "")),
+        *(
+            ("adaptive_avg_pool", ""),
+            ("adaptive_max_pool", ""),
+            ("adaptive_max_pool", "_with_indices"),
+        ),
+    )
+)
+register(POOLING, named(_POOLS, torch, F, _NN))
+register(RESIZE, (F.interpolate, F.unfold))
+register(PADDING, (F.pad, _NN.pad, torch.constant_pad_nd))
+register(BATCH_NORM, (F.batch_norm, F.instance_norm))

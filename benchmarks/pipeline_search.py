@@ -39,7 +39,7 @@ def measure(*case: Any) -> dict[str, Any]:
     from lightning_topt.cli.tasks.byte_lm import ByteGPT  # noqa: PLC0415
     from lightning_topt.costs.optimizer import read_optimizer  # noqa: PLC0415
     from lightning_topt.graph.capture import capture  # noqa: PLC0415
-    from lightning_topt.graph.meta_build import build_on_meta  # noqa: PLC0415
+    from lightning_topt.graph.module_copy import build_on_meta  # noqa: PLC0415
     from lightning_topt.plan.pipeline_search import PipelineRequest  # noqa: PLC0415
     from lightning_topt.plan.plan_search import search_plans  # noqa: PLC0415
     from lightning_topt.plugins.planning import make_fake_optimizers  # noqa: PLC0415

@@ -40,7 +40,7 @@ def measure(layers: int, devices: int, name: str, samples: int, steps: int) -> d
     from lightning_topt.costs.cluster import Cluster  # noqa: PLC0415
     from lightning_topt.costs.optimizer import read_optimizer  # noqa: PLC0415
     from lightning_topt.graph.capture import capture  # noqa: PLC0415
-    from lightning_topt.graph.meta_build import build_on_meta  # noqa: PLC0415
+    from lightning_topt.graph.module_copy import build_on_meta  # noqa: PLC0415
     from lightning_topt.plan.plan_search import search_plans  # noqa: PLC0415
     from lightning_topt.plugins.planning import make_fake_optimizers  # noqa: PLC0415
     from lightning_topt.techniques.tensor_parallel import split_model as split_candidates  # noqa: PLC0415

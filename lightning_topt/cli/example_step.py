@@ -18,11 +18,12 @@ from hydra.utils import instantiate
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_topt.graph.capture import CaptureError, capture, may_need_values
-from lightning_topt.graph.meta_build import is_on_meta
+from lightning_topt.graph.capture import capture
+from lightning_topt.graph.errors import CaptureError, may_need_values
+from lightning_topt.graph.module_copy import is_on_meta
 from lightning_topt.graph.op_graph import OpGraph
-from lightning_topt.graph.sample_counts import batch_sizes
 from lightning_topt.graph.step_observer import observe_step
+from lightning_topt.graph.structures import batch_sizes
 from lightning_topt.plugins.example_batch import batches_of
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 from lightning_topt.techniques.tensor_parallel.split_model import SplitModel

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from lightning_topt.graph.collective_ops import show_collective
+from lightning_topt.graph.kernels import show_collective
 
 DROPOUT = 0.1
 # of GPT-2's vocabulary; Megatron pads it to a multiple of this on every rank

@@ -44,7 +44,7 @@ from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.frontier.stage_search import StagePoint
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.mesh_axes import Axis, Mesh
-from lightning_topt.graph.meta_build import build_on_meta
+from lightning_topt.graph.module_copy import build_on_meta
 from lightning_topt.graph.op_graph import Block, OpGraph
 from lightning_topt.plan.stage_blocks import RepeatedBlocks, StageBlocks, repeat_blocks
 from lightning_topt.plan.stage_simulation import (

@@ -34,7 +34,7 @@ from lightning_topt.cli.search_space import SearchedMeshes
 from lightning_topt.costs.compute import KernelKey
 from lightning_topt.costs.measurements import Measurements
 from lightning_topt.costs.optimizer import OptimizerProfile, read_optimizer
-from lightning_topt.graph.meta_build import build_on_meta
+from lightning_topt.graph.module_copy import build_on_meta
 from lightning_topt.plan.explanation import explain_plan, explain_stages, unsplit_operators
 from lightning_topt.plan.frontier_report import print_table, save_html, save_png
 from lightning_topt.plan.plan_report import (

@@ -50,7 +50,7 @@ from lightning_topt.costs.cluster import (
 from lightning_topt.costs.fitted_constants import least_factors
 from lightning_topt.costs.optimizer import OptimizerProfile, read_optimizer
 from lightning_topt.costs.plain_values import number, parse_json, read_text, shown
-from lightning_topt.graph.meta_build import build_on_meta
+from lightning_topt.graph.module_copy import build_on_meta
 from lightning_topt.plan.explanation import PricedPlan, price_plan
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plan.plan_report import print_explanation, print_stages

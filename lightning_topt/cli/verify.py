@@ -48,8 +48,8 @@ from lightning_topt.execution.observed_step import (
 )
 from lightning_topt.execution.pipeline.pipeline_run import Example
 from lightning_topt.execution.verify_plan import Verification, print_verification, verify_plan
-from lightning_topt.graph.meta_build import build_on_meta
-from lightning_topt.graph.step_run import call_training_step, loss_of
+from lightning_topt.graph.capture import call_training_step, loss_of
+from lightning_topt.graph.module_copy import build_on_meta
 from lightning_topt.plan.parallel_plan import ParallelPlan, preset_plan
 from lightning_topt.plugins.batch_parts import split_batch
 from lightning_topt.plugins.given_plans import MeshPlan, PipelinePlan, UniformPlan

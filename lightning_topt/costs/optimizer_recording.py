@@ -28,8 +28,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
-from lightning_topt.graph.collective_ops import is_collective
-from lightning_topt.graph.writes import is_strided, written_tensors
+from lightning_topt.graph.kernels import is_collective, is_strided, written_tensors
 
 # Operators that look at no more than the shape of what they are given.
 _SHAPE_ONLY = {

@@ -16,12 +16,18 @@ from dataclasses import dataclass, replace
 from lightning_topt.basics.once import once_per_object
 from lightning_topt.costs.sizes import ITEM_BYTES, ROOT
 from lightning_topt.graph.blocks import block_of
-from lightning_topt.graph.op_graph import Amount, Kernel, Op, OpGraph, Parameter, TensorSpec
+from lightning_topt.graph.op_graph import (
+    Kernel,
+    Op,
+    OpGraph,
+    Parameter,
+)
+from lightning_topt.graph.step_memory import Amount, TensorSpec
 
 
 @dataclass(frozen=True)
 class Segments:
-    """Positions on ``graph.timeline``, from 0.
+    """Positions on ``graph.step_memory``, from 0.
 
     Attributes:
         count: of all segments.

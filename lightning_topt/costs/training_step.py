@@ -39,10 +39,9 @@ from lightning_topt.costs.segments import (
     tied_blocks,
 )
 from lightning_topt.costs.sizes import ROOT, SMALLEST_BYTES, gradient_bytes, kernels_bytes
-from lightning_topt.graph.collective_ops import shown_collective
-from lightning_topt.graph.joint_module import JointModule
+from lightning_topt.graph.kernels import shown_collective
 from lightning_topt.graph.mesh_axes import Mesh
-from lightning_topt.graph.op_config import Placements
+from lightning_topt.graph.op_config import JointModule, Placements
 from lightning_topt.graph.op_graph import Kernel, OpGraph, Parameter
 
 # What a call of a torch function on split tensors takes in Python, with its part of backward: a
@@ -80,7 +79,7 @@ class TrainingStep:
             block.
         split_calls: calls of torch functions in the forward of blocks whose parameters are split.
         in_place: `kernel_seconds` were measured in steps of a run that `returns_memory` too
-            (`graph.step_timer`), so that they contain the taking.
+            (`graph.step_observer`), so that they contain the taking.
         joint: modules that run the batches of all ranks of a tensor group, each of which brings one
             of `batch_size` samples.
         gradient_views: gradients are views of DDP's buckets, which saves a copy of them; else they

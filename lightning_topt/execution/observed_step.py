@@ -50,12 +50,9 @@ from lightning_topt.execution.planned_collectives import (
 )
 from lightning_topt.execution.sharded_checkpoint import TensorChunks
 from lightning_topt.execution.verify_plan import OptimizersOf, Verification
-from lightning_topt.graph.fake import fake_copy
-from lightning_topt.graph.module_copy import filled_copy
-from lightning_topt.graph.sample_counts import fake_batch
-from lightning_topt.graph.silence import VALUE_NEEDED, silence
-from lightning_topt.graph.step_run import CPU, call_training_step, loss_of
-from lightning_topt.graph.structures import copied_batch, tensors_in
+from lightning_topt.graph.capture import CPU, call_training_step, loss_of
+from lightning_topt.graph.module_copy import VALUE_NEEDED, fake_copy, filled_copy, silence
+from lightning_topt.graph.structures import copied_batch, fake_batch, tensors_in
 from lightning_topt.optim.full_state import parameters_of
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES

@@ -25,7 +25,8 @@ from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.execution.held_bytes import Blocks, once, shared_pieces
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.op_config import OpConfig
-from lightning_topt.graph.op_graph import Amount, Block, OpGraph, Parameter, Step
+from lightning_topt.graph.op_graph import Block, OpGraph, Parameter
+from lightning_topt.graph.step_memory import Amount, Step
 from lightning_topt.optim.full_state import parameters_of
 from lightning_topt.optim.gather import packed
 from lightning_topt.optim.pieces import rows_of as rows_of_piece

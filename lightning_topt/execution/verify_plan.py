@@ -61,10 +61,10 @@ from lightning_topt.execution.planned_collectives import (
     planned_collectives,
     rows_of,
 )
-from lightning_topt.graph.fake import fake_copy
-from lightning_topt.graph.flow_stages import assign_calls
 from lightning_topt.graph.flow_trace import trace_flow
+from lightning_topt.graph.module_copy import fake_copy
 from lightning_topt.graph.op_graph import Block, OpGraph
+from lightning_topt.graph.step_flow import assign_calls
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.schedules.check import check_schedule
 from lightning_topt.schedules.schedules import Schedule, make_schedule

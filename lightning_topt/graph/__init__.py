@@ -1,1 +1,30 @@
-"""Stage 1: LightningModule and example batch to OpGraph."""
+"""Stage 1: LightningModule and example batch to OpGraph.
+
+How a graph comes about:
+    capture         a step on fake tensors -> graph; which modules may run again
+    step_observer   the same of a real step of the module that trains; seconds of operators
+    recorder        the dispatch mode and hooks that record a step for both
+    recording       what a step left behind, and the graph that two recordings give
+    skipped_calls   equal layers are recorded twice and then skipped
+    equal_calls     how their calls are compared, and put back into the recording
+
+What it is:
+    op_graph        operators, parameters, blocks
+    step_memory     lifetimes of tensors, memory block by block
+    blocks          the modules that a plan decides about
+    kernels         low-level calls: costs, arguments, replay
+    op_config       placements on a mesh
+    mesh_axes       meshes of ranks
+
+For pipelines:
+    step_flow       a step as a chain of calls
+    flow_trace      how it is found
+
+Around user code:
+    module_copy     copies on fake tensors
+    no_trace        run user code, and put everything back
+    python_state    describe what objects hold
+    step_purity     what a real step changed
+    structures      tensors of a batch
+    errors          why a capture failed, and where
+"""

@@ -1,9 +1,9 @@
-"""The modules that a plan decides about are a function of the graph.
+"""Choose the modules that a plan decides about, from the graph alone.
 
 [Note: choice of blocks] From the root down:
 1. Siblings (children of one module, also in a ModuleList or Sequential) of one structure, that is
    the same tree of classes, parameter shapes and dtypes, are blocks of one group when at least two
-   of them are eligible and together they are large. Repetitions inside them are not looked at.
+   of them are eligible and together they are large. Repetitions inside them are not searched.
 2. Any other eligible module that is called exactly once and is large becomes a block of its own,
    the outermost first. A module that holds more than half of the parameters or kept activations, or
    in which rule 1 finds blocks, is opened instead, unless nothing inside it becomes a block.
@@ -14,20 +14,20 @@ module outside of it has (tied weights). Large: at least 5 % of the parameter by
 % of the activation bytes kept for backward; without parameters only if recomputing it frees that
 much.
 
-Recomputable: called exactly once, its output needs a gradient, it changes no tensor that is older
-than the call (running a module with running statistics or an in-place operator on its input again
-gives another result), and a second call with the same arguments did the same ([Note: second calls]
-in `second_calls`).
+Recomputable: called exactly once, and its output needs a gradient. The call changes no tensor that
+is older than itself, as running statistics or an in-place operator on its input do. A second call
+with the same arguments did the same ([Note: second calls] in `capture`).
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Container, Hashable, Iterable
+from collections import Counter, defaultdict
+from collections.abc import Collection, Container, Hashable, Iterable
+from dataclasses import replace
 from functools import cached_property
 
-from lightning_topt.graph.op_graph import Block, ModuleCall, OpGraph
-from lightning_topt.graph.timeline import StepMemory
+from lightning_topt.graph.op_graph import Block, OpGraph
+from lightning_topt.graph.step_memory import ModuleCall, StepMemory
 
 MIN_PARAMETER_SHARE = 0.05
 MIN_KEPT_SHARE = 0.10
@@ -41,14 +41,19 @@ def choose_blocks(
     min_kept_share: float = MIN_KEPT_SHARE,
     max_share: float = MAX_SHARE,
 ) -> tuple[Block, ...]:
-    """Return the blocks of `graph`, ``""`` first, then in the order of their first call; see [Note:
-    choice of blocks].
+    """Return the blocks of `graph`, ``""`` first, then in the order of their first call.
 
-    The shares are those from which a module is large, and above which one is opened.
-    ``graph.with_blocks`` takes the result.
+    See [Note: choice of blocks]; ``graph.with_blocks`` takes the result.
+
+    Args:
+        graph: of one training step.
+        min_parameter_share: share of all parameter bytes from which a module is large.
+        min_kept_share: share of all kept activation bytes from which it is large.
+        max_share: of either, above which a module is opened.
     """
     chooser = _Chooser(graph, (min_parameter_share, min_kept_share), max_share)
     chooser.open("")
+    # in the order of forward; equal keys share a group
     order = sorted(chooser.chosen, key=lambda path: chooser.calls[path][0].first)
     blocks = [Block("", group=0, recomputable=False)]
     numbers: dict[object, int] = {}
@@ -66,7 +71,7 @@ _DIFFERS = (
 
 
 class _Chooser:
-    """`chosen` maps the path of a block to the key of its group."""
+    """One choice of blocks; `chosen` maps the path of a block to the key of its group."""
 
     def __init__(self, graph: OpGraph, large: tuple[float, float], max_share: float) -> None:
         self.graph, self.large, self.max_share = graph, large, max_share
@@ -79,11 +84,13 @@ class _Chooser:
         self.children: dict[str, list[str]] = defaultdict(list)
         for path in self.modules:
             self.children[path.rpartition(".")[0]].append(path)
+        # at least 1, to divide by
         self.total_parameters = sum(p.nbytes for p in graph.parameters) or 1
         self.total_kept = self.memory.kept(0, graph.step.backward_start) or 1
 
     def open(self, path: str) -> None:
         """Choose blocks among the modules below `path`."""
+        # rule 1 first
         repeated = self._repeated(self.children[path])
         self.chosen.update(repeated)
         for child in self.children[path]:
@@ -96,8 +103,11 @@ class _Chooser:
         return len(calls) == 1 and may_repeat(calls[0]) and self.modules[path].repeatable
 
     def _visit(self, path: str) -> None:
+        """Choose the module at `path` as one block, or blocks inside of it."""
+        # rule 2, for a module that is no repetition
         fits = self._is_candidate(path)
         opens = not fits or self._has_repetitions(path) or max(self._shares(path)) > self.max_share
+        # an opened module becomes a block after all where nothing inside it did
         before = len(self.chosen)
         if opens:
             self.open(path)
@@ -108,7 +118,7 @@ class _Chooser:
         if len(self.calls[path]) != 1 or not self._is_eligible(path):
             return False
         parameters, kept = self._shares(path)
-        if parameters == 0:
+        if parameters == 0:  # only memory can be gained, by recomputing it
             kept -= self.memory.output(self.calls[path][0]) / self.total_kept
         return self._is_large(parameters, kept)
 
@@ -116,6 +126,8 @@ class _Chooser:
         return parameters >= self.large[0] or kept >= self.large[1]
 
     def _repeated(self, children: Iterable[str]) -> dict[str, Hashable]:
+        """Return those of `children` that repeat one structure, with the key of their group."""
+        # children of one structure that have parameters and are called
         groups: dict[int, list[str]] = defaultdict(list)
         for child in children:
             if self.calls[child] and self._shares(child)[0] > 0 and self._is_eligible(child):
@@ -136,12 +148,13 @@ class _Chooser:
         )
 
     def _shares(self, path: str) -> tuple[float, float]:
-        """Its share of the parameter bytes and of the kept activation bytes."""
+        """Return its share of the parameter bytes and of the kept activation bytes."""
         parameters = sum(self.graph.parameters[index].nbytes for index in self._inside[path])
         kept = sum(self.memory.kept(call.first, call.end) for call in self.calls[path])
         return parameters / self.total_parameters, kept / self.total_kept
 
     def _is_eligible(self, path: str) -> bool:
+        # its parameters are its own: no other name, no reader outside of it
         inside = [self.graph.parameters[index] for index in self._inside[path]]
         if any(not name.startswith(path + ".") for p in inside for name in (p.name, *p.aliases)):
             return False
@@ -153,6 +166,7 @@ class _Chooser:
     def _inside(self) -> dict[str, dict[int, None]]:
         """Indices of the parameters in each module, by its path."""
         found: dict[str, dict[int, None]] = defaultdict(dict)
+        # under all names, also those of tied weights, in all modules around
         for index, parameter in enumerate(self.graph.parameters):
             for name in (parameter.name, *parameter.aliases):
                 while name := name.rpartition(".")[0]:
@@ -174,9 +188,24 @@ def may_repeat(call: ModuleCall) -> bool:
     return call.needs_grad and not call.writes_outside
 
 
+def repeat_candidates(graph: OpGraph) -> list[str]:
+    """Return the modules that are called once, by a call that may be repeated."""
+    calls = Counter(call.module for call in graph.step.calls)
+    return [
+        call.module for call in graph.step.calls if calls[call.module] == 1 and may_repeat(call)
+    ]
+
+
+def mark_repeatable(graph: OpGraph, paths: Collection[str]) -> OpGraph:
+    """Return `graph` with the modules at `paths`, and no others, marked as repeatable."""
+    modules = tuple(replace(m, repeatable=m.path in paths) for m in graph.step.modules)
+    return replace(graph, step=replace(graph.step, modules=modules))
+
+
 def why_not_recomputed(graph: OpGraph) -> str | None:
-    """Return which blocks cannot run their forward again in the backward pass, and why, as a
-    clause; None where all can.
+    """Return which blocks cannot run their forward again in the backward pass, and why.
+
+    The result is a clause; None where all can.
     """
     calls = {call.module: call for call in graph.step.calls}
     reasons: dict[str, list[str]] = defaultdict(list)
@@ -192,8 +221,9 @@ def why_not_recomputed(graph: OpGraph) -> str | None:
 
 
 def block_of(parameter: str, blocks: Container[str]) -> str:
-    """Return the name of the block that the parameter of this name lies in; ``""`` for one in no
-    named block.
+    """Return the name of the block that the parameter of this name lies in.
+
+    ``""`` for one in no named block.
     """
     parts = parameter.split(".")
     for end in range(len(parts), 0, -1):

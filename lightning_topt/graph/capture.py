@@ -1,30 +1,81 @@
-"""LightningModule + example batch -> OpGraph: `training_step`, forward and backward, on tensors
-without memory.
+"""LightningModule + example batch -> `OpGraph`: one training step on tensors without memory.
+
+    graph = capture(module, batch)
+
+How it goes:
+1. `StepRun.record` runs ``training_step`` and its backward pass on a fake copy, under a `Recorder`,
+   at two batch sizes. Calls of equal layers are skipped after two (`skipped_calls`).
+2. `assemble` makes one graph of both recordings: what differs scales with the batch.
+3. `find_repeatable` calls modules a second time, to learn which may be recomputed.
+4. `choose_blocks` cuts the graph into the modules that a plan decides about.
+
+[Note: second calls] A forward pass runs on a fresh copy. When it is over, as in a backward pass,
+every candidate is called again with the arguments of its first call, the last one first. Its
+forward may be recomputed if this call
+- runs the same operators on the same memory: tensors that the call makes count as the same when
+  they are made at the same place; a tensor left by the first call, or memory that was written to
+  meanwhile, does not;
+- leaves attributes, arguments and the globals of its file as they were; a new tensor of the same
+  shape counts as the same (a loss that each call stores);
+- draws no random numbers but those of torch's default generators, which a recomputation sets back;
+- talks to no other rank, and raises nothing.
+Candidates inside of a candidate that passes are called by it: of them only what they leave behind
+is compared. Where it does not pass they are called by themselves.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import inspect
+import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_topt.graph.assemble import assemble
-from lightning_topt.graph.blocks import choose_blocks, may_repeat
-from lightning_topt.graph.errors import WAY_OUT, CaptureError, may_need_values
+from lightning_topt.graph.blocks import choose_blocks, mark_repeatable, repeat_candidates
+from lightning_topt.graph.equal_calls import CallsDiffer, ObservedCall, expand, rebuild
+from lightning_topt.graph.errors import (
+    WAY_OUT,
+    CaptureError,
+    annotate,
+    explain,
+    explain_transform,
+)
+from lightning_topt.graph.kernels import (
+    QUERIES,
+    Frozen,
+    freeze,
+    is_collective,
+    is_strided,
+    skip_collective,
+    written_tensors,
+)
+from lightning_topt.graph.module_copy import fake_copy
 from lightning_topt.graph.no_trace import no_collection, no_trace
-from lightning_topt.graph.one_recording import PRIME, recording_at
 from lightning_topt.graph.op_graph import OpGraph
-from lightning_topt.graph.recording import Recording
-from lightning_topt.graph.sample_counts import batch_sizes, common_size
-from lightning_topt.graph.second_calls import find_repeatable
-from lightning_topt.graph.step_run import Adapt, StepRun
+from lightning_topt.graph.python_state import describe, host_random_state
+from lightning_topt.graph.recorder import Recorder
+from lightning_topt.graph.recording import PRIME, Recording, assemble, recording_at
+from lightning_topt.graph.skipped_calls import SkippedCalls, find_equal, make_results
+from lightning_topt.graph.structures import (
+    batch_sizes,
+    common_size,
+    fake_batch,
+    nbytes_of,
+    tensors_in,
+)
 
-__all__ = ["CaptureError", "capture", "may_need_values"]
+CPU = torch.device("cpu")
+MAX_DIFFERENT = 2
+Adapt = Callable[[nn.Module], AbstractContextManager[Any]]
 
 
 def capture(
@@ -39,15 +90,15 @@ def capture(
     like: OpGraph | None = None,
     one_recording: bool = False,
 ) -> OpGraph:
-    """Return the operator graph of one training step of `module`, a LightningModule with automatic
-    optimization.
+    """Return the operator graph of one training step of `module`.
 
     ``module.training_step(batch, 0)`` and the backward pass of its loss run on fake tensors (shapes
     without memory) at two batch sizes; what differs between the two runs scales with the batch.
     `module`, its trainer and the random number generators are left as they were; `batch` is only
-    looked at. Any Python control flow is followed as this one step takes it.
+    read. Any Python control flow is followed as this one step takes it.
 
     Args:
+        module: a LightningModule with automatic optimization.
         batch: what `training_step` takes; tensors anywhere inside. One sample is captured as two.
         second_batch: a batch of another size; None doubles dimension 0 of every tensor of `batch`.
         forward_context: makes a context around `training_step`, such as autocast.
@@ -60,8 +111,8 @@ def capture(
             returns a context around its forward, inside of `forward_context`.
         like: the graph of the same module without `adapt`: its blocks are taken, and what it says
             of second calls.
-        one_recording: of fake tensors, at a large batch size, instead of two where that tells as
-            much; for `like` that `is_told_by_one`.
+        one_recording: of fake tensors, at a large batch size, instead of two where that says as
+            much; for `like` that `one_is_enough`.
 
     Raises:
         CaptureError: the step depends on values of tensors or uses an operator without a shape-only
@@ -70,14 +121,15 @@ def capture(
             or the module optimizes manually. The message names the operator, the line and a way
             out.
         ValueError: this machine has no such `device`, or the options contradict one another.
-        Exception: whatever `training_step` itself raises; see `may_need_values`.
+        Exception: whatever `training_step` itself raises; see `errors.may_need_values`.
     """
-    _check(module)
-    _check_device(torch.device(device))
+    _check(module, torch.device(device))
     if second_batch is not None and not batch_scaling:
         raise ValueError("batch_scaling=False captures one batch; leave out second_batch")
     step = StepRun(module, forward_context, torch.device(device), adapt)
+    # compiled modules run eagerly; nothing that user code does in a capture stays
     with no_trace(module), torch.compiler.set_stance("force_eager"), no_collection():
+        # one size: one recording, taken for both
         if not batch_scaling:
             copied, recording, input_bytes = step.record(batch, unlike=set())
             size = common_size(batch)
@@ -89,6 +141,7 @@ def capture(
                 input_bytes=(input_bytes, input_bytes),
             )
             return _finish(graph, step, batch, recording=recording, like=like)
+        # two sizes from one recording, where that is enough
         if like is not None and one_recording:
             found = _from_one_recording(step, batch, like)
             if found is not None:
@@ -96,7 +149,7 @@ def capture(
         return _capture_two_sizes(step, batch, second_batch, like)
 
 
-def is_told_by_one(
+def one_is_enough(
     module: nn.Module,
     batch: Any,
     like: OpGraph,
@@ -104,8 +157,9 @@ def is_told_by_one(
     forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     device: torch.device | str = "cpu",
 ) -> bool:
-    """Return whether one recording of a step tells all that `like` says, which `capture` made of
-    two, given the same.
+    """Return whether one recording of a step says all that `like` does.
+
+    `like` is what `capture` made of two, given the same module, batch, context and device.
     """
     if not like.batch_scaling:
         return False
@@ -120,14 +174,11 @@ def _capture_two_sizes(
     step: StepRun, batch: Any, second_batch: Any | None, like: OpGraph | None
 ) -> OpGraph:
     sizes = batch_sizes(batch, second_batch)
-    # Each run: a batch, its samples, and how many to make of them.
-    small, large = (
-        (batch, sizes[0]),
-        (batch, sizes[0]) if second_batch is None else (second_batch, sizes[1]),
-    )
+    # each run: a batch, and the samples in it
+    small = batch, sizes[0]
+    large = small if second_batch is None else (second_batch, sizes[1])
     if sizes[0] == 1:
-        # A dimension of size one is special to operators (views instead of copies): capture larger
-        # batches.
+        # a dim of size one is special to operators (views instead of copies): use larger batches
         small, sizes = large, (2, 4)
     unlike: set[Hashable] = set()
     copied, first, first_bytes = step.record(small[0], samples=(small[1], sizes[0]), unlike=unlike)
@@ -143,14 +194,14 @@ def _capture_two_sizes(
 
 
 def _from_one_recording(step: StepRun, batch: Any, like: OpGraph) -> OpGraph | None:
-    """The graph at the sizes of `like`; None where one recording does not tell."""
+    """Return the graph at the sizes of `like`; None where one recording does not say."""
     sizes = like.step.batch_sizes
     try:
         many = batch_sizes(batch, None)[0], PRIME * sizes[0]
         copied, recording, _ = step.record(batch, samples=many, unlike=set(), resizes=True)
         recordings = recording_at(recording, 0), recording_at(recording, 1)
     except Exception:
-        # torch refuses some large sizes, and errors of the step itself are told of a batch that
+        # torch refuses some large sizes; errors of the step itself are raised for a batch that
         # users know
         return None
     small, large = (int(like.input_bytes.at(size)) for size in sizes)
@@ -169,37 +220,29 @@ def _finish(
     samples: tuple[int, int] = (1, 1),
     like: OpGraph | None = None,
 ) -> OpGraph:
-    """The graph with what second calls of its modules did, cut into the blocks that are chosen
-    where nobody says otherwise.
+    """Return the graph cut into its default blocks, with what second calls of its modules did.
+
+    With `like` both are taken from there.
     """
     if like is not None:
         return _as_in(like, graph)
-    calls = Counter(call.module for call in graph.step.calls)
-    candidates = [
-        call.module for call in graph.step.calls if calls[call.module] == 1 and may_repeat(call)
-    ]
-    repetitions = recording.repetitions
     found = find_repeatable(
-        step, batch, candidates=candidates, samples=samples, repetitions=repetitions
+        step,
+        batch,
+        candidates=repeat_candidates(graph),
+        samples=samples,
+        repetitions=recording.repetitions,
     )
-    graph = _marked(graph, found)
+    graph = mark_repeatable(graph, found)
     return graph.with_blocks(choose_blocks(graph))
 
 
 def _as_in(like: OpGraph, graph: OpGraph) -> OpGraph:
-    return _marked(graph, {m.path for m in like.step.modules if m.repeatable}).with_blocks(
-        like.blocks
-    )
+    repeatable = {m.path for m in like.step.modules if m.repeatable}
+    return mark_repeatable(graph, repeatable).with_blocks(like.blocks)
 
 
-def _marked(graph: OpGraph, repeatable: Collection[str]) -> OpGraph:
-    modules = tuple(
-        dataclasses.replace(m, repeatable=m.path in repeatable) for m in graph.step.modules
-    )
-    return dataclasses.replace(graph, step=dataclasses.replace(graph.step, modules=modules))
-
-
-def _check(module: nn.Module) -> None:
+def _check(module: nn.Module, device: torch.device) -> None:
     if not getattr(module, "automatic_optimization", True):
         raise CaptureError(
             f"{type(module).__name__} optimizes manually (automatic_optimization=False): its "
@@ -210,12 +253,513 @@ def _check(module: nn.Module) -> None:
         raise CaptureError(
             f"{type(module).__name__} has no trainable parameters, so there is nothing to plan"
         )
-
-
-def _check_device(device: torch.device) -> None:
     # Without the device autograd does not raise, it ends the process.
     if device.type != "cpu" and not torch.get_device_module(device).is_available():
         raise ValueError(
             f"a capture for {device.type!r} needs such a device in this machine; capture for 'cpu' "
             "here"
         )
+
+
+# ---- one step on fake copies ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Fake copies of a module and of a batch, and the mode under which a step of them runs."""
+
+    module: nn.Module
+    batch: Any
+    mode: FakeTensorMode
+
+
+@dataclass(eq=False)
+class StepRun:
+    """Training steps of `module` on fake copies.
+
+    Args:
+        module: whose step runs.
+        forward_context: makes a context around the step.
+        device: the type of device that trains.
+        adapt: may change the copy that is recorded before anything reads it, and returns a context
+            around its forward, inside of the other.
+    """
+
+    module: nn.Module
+    forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    device: torch.device = CPU
+    adapt: Adapt | None = None
+
+    @cached_property
+    def _equal_modules(self) -> dict[str, int]:
+        return find_equal(self.module)
+
+    @contextmanager
+    def prepared(self, batch: Any, *, samples: tuple[int, int] = (1, 1)) -> Iterator[Prepared]:
+        """Give copies of the module and of `batch`, and enter the modes under which a step can run.
+
+        `samples` resizes the batch, see `fake_batch`.
+        """
+        with torch.enable_grad():
+            copied, mode = fake_copy(self.module, device=self.device)
+            with mode:
+                yield Prepared(copied, fake_batch(batch, samples=samples, device=self.device), mode)
+
+    def record(
+        self,
+        batch: Any,
+        *,
+        samples: tuple[int, int] = (1, 1),
+        unlike: set[Hashable] | None = None,
+        resizes: bool = False,
+    ) -> tuple[nn.Module, Recording, int]:
+        """Return the copy that ran, what it did with `batch`, and the bytes of this batch.
+
+        Raises CaptureError, with `needs_values` where real tensors would help, or whatever the step
+        itself raises.
+
+        Args:
+            batch: what `training_step` takes.
+            samples: resizes it, see `fake_batch`.
+            unlike: keys of modules that turned out to differ, to which others are added; calls of
+                equal modules with other keys are skipped. None: everything runs.
+            resizes: the batch is of `PRIME` batches, see [Note: one recording] in `recording`.
+        """
+        while unlike is not None and len(unlike) <= MAX_DIFFERENT:
+            recorder: list[Recorder] = []
+            try:
+                copied, recording, size = self._record_once(
+                    batch, samples, unlike, recorder, resizes
+                )
+                # when all tensors of the step are gone, and so their ends are known
+                return copied, expand(recording), size
+            except CallsDiffer as error:
+                unlike.add(error.key)
+            except Exception:
+                if not recorder or not recorder[0].recording.skipped:
+                    raise
+                break  # perhaps a consequence of the skipped calls
+        return self._record_once(batch, samples, None, [], resizes)
+
+    def _record_once(
+        self,
+        batch: Any,
+        samples: tuple[int, int],
+        unlike: set[Hashable] | None,
+        recorders: list[Recorder],
+        resizes: bool,
+    ) -> tuple[nn.Module, Recording, int]:
+        try:
+            with self.prepared(batch, samples=samples) as prepared:
+                copied, leaves = prepared.module, list(tensors_in(prepared.batch))
+                inner = nullcontext() if self.adapt is None else self.adapt(copied)
+                # equal layers: their calls are skipped by hooks in the place of `forward`
+                calls = None
+                if unlike is not None:
+                    alike = {
+                        path: key for path, key in self._equal_modules.items() if key not in unlike
+                    }
+                    calls = SkippedCalls(copied, prepared.mode, modules=alike)
+                mode = prepared.mode if resizes else None
+                recorders.append(recorder := Recorder(copied, leaves, resizes=mode))
+                if calls is not None:
+                    calls.install(recorder)
+                # the step itself
+                with recorder.forward(), self.forward_context(), inner:
+                    output = call_training_step(copied, prepared.batch)
+                loss = loss_of(output)
+                with recorder.backward(loss):
+                    loss.backward()  # type: ignore[no-untyped-call]
+            return copied, recorder.recording, nbytes_of(leaves)
+        except (CaptureError, CallsDiffer):
+            raise
+        # what torch raises about fake tensors is explained, what is the user's own is annotated
+        except Exception as error:
+            explained = explain_transform(error)
+            if explained is None:
+                explained = explain(error, recorders[0].failed if recorders else None)
+            if explained is not None:
+                raise explained from error
+            annotate(error)
+            raise
+
+
+def call_training_step(module: Any, batch: Any) -> Any:
+    """Call ``module.training_step`` with `batch` and the arguments that Lightning gives it.
+
+    Returns what it returns.
+    """
+    parameters = inspect.signature(module.training_step).parameters
+    if "dataloader_iter" in parameters:
+        raise CaptureError(
+            "training_step(dataloader_iter) fetches its own batches, unknown before it runs. "
+            f"{WAY_OUT}"
+        )
+    # Lightning gives `batch_idx` where there is a second positional argument, or one of this name
+    positional = [
+        name
+        for name, p in parameters.items()
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    rest = any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
+    takes_index = rest or len(positional) > 1 or "batch_idx" in positional
+    return module.training_step(batch, 0) if takes_index else module.training_step(batch)
+
+
+def loss_of(output: Any) -> Tensor:
+    """Return the loss in what `training_step` returned.
+
+    Raises CaptureError where there is none to differentiate.
+    """
+    loss = output.get("loss") if isinstance(output, dict) else output
+    if not isinstance(loss, Tensor):
+        raise CaptureError(
+            f"training_step returned {type(output).__name__} without a loss; for a capture it has "
+            f"to return the loss tensor, or a dict with it under 'loss'. {WAY_OUT}"
+        )
+    if not loss.requires_grad or loss.numel() != 1:
+        raise CaptureError(
+            "the loss that training_step returned must be one number that depends on trainable "
+            f"parameters; it has shape {tuple(loss.shape)} and requires_grad={loss.requires_grad}"
+        )
+    return loss
+
+
+# ---- second calls --------------------------------------------------------------------------------
+
+
+def find_repeatable(
+    step: StepRun,
+    batch: Any,
+    *,
+    candidates: Iterable[str],
+    samples: tuple[int, int],
+    repetitions: Mapping[str, ObservedCall] | None = None,
+) -> set[str]:
+    """Return those of `candidates` whose second call does what the first did.
+
+    See [Note: second calls]. A step that runs only once has none.
+
+    Args:
+        step: what runs.
+        batch: what `training_step` takes.
+        candidates: paths of modules.
+        samples: resizes the batch, see `fake_batch`.
+        repetitions: models of calls that are skipped, by the paths of their modules; what is found
+            for the models holds for these.
+    """
+    skipped, wanted = repetitions or {}, list(candidates)
+    if not wanted:
+        return set()
+    try:
+        with step.prepared(batch, samples=samples) as prepared:
+            copied, inputs = prepared.module, prepared.batch
+            outside = [*copied.parameters(), *copied.buffers(), *tensors_in(inputs)]
+            trace = CallTracer(outside)
+            # skipped calls give results like those of their models
+            for path, model in skipped.items():
+                vars(copied.get_submodule(path))["forward"] = _skipped_forward(
+                    model, prepared.mode, trace
+                )
+            # first calls: one forward pass, with hooks of ours in the place of `forward`
+            run = _Run()
+            calls = {
+                path: _Candidate(copied.get_submodule(path))
+                for path in wanted
+                if not _around(path, skipped)
+            }
+            for candidate in calls.values():
+                candidate.watch(trace, run)
+            with step.forward_context(), trace:
+                call_training_step(copied, inputs)
+            # second calls, of the modules that were called once
+            counts = Counter(map(id, run.order))
+            run.is_over = True
+            with trace:
+                _repeat([candidate for candidate in run.order if counts[id(candidate)] == 1], trace)
+            found = {path for path, candidate in calls.items() if candidate.passed}
+    except Exception:
+        return set()  # a step that runs only once
+    # what is inside of a skipped call is as in its model
+    for path in wanted:
+        outer = _around(path, skipped)
+        if outer is not None and skipped[outer].path + path[len(outer) :] in found:
+            found.add(path)
+    return found
+
+
+def _around(path: str, paths: Mapping[str, Any]) -> str | None:
+    """Return `path` or the module around it that is in `paths`."""
+    while path and path not in paths:
+        path = path.rpartition(".")[0]
+    return path or None
+
+
+def _skipped_forward(
+    model: ObservedCall, mode: FakeTensorMode, trace: CallTracer
+) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        made = make_results(model, mode)
+        for tensor, result in zip(made, model.results, strict=True):
+            tensor.requires_grad_(result.requires_grad)
+        trace.note_made(made)
+        return rebuild(model.structure, made)
+
+    return forward
+
+
+def _repeat(candidates: list[_Candidate], trace: CallTracer) -> None:
+    """Call the outermost of `candidates` again, the last one first.
+
+    Those inside of one are called by themselves only where it does not pass.
+    """
+    numbers = {*map(id, candidates)}
+    nested = {id(inner) for outer in candidates for inner in outer.inside}
+    for candidate in reversed(candidates):
+        if id(candidate) in nested:
+            continue
+        inside = [inner for inner in candidate.inside if id(inner) in numbers]
+        # what ran inside counts for the inner candidates, if this one passes
+        for inner in inside:
+            inner.calls, inner.leaves = 0, False
+        if candidate.repeats(trace):
+            candidate.passed = True
+            for inner in inside:
+                inner.passed = inner.calls == 1 and not inner.leaves
+        else:
+            _repeat(inside, trace)
+
+
+@dataclass(eq=False)
+class _Run:
+    """One forward pass.
+
+    `order` are the first calls in the order of time, `under_way` those that have not ended.
+    """
+
+    order: list[_Candidate] = field(default_factory=list)
+    under_way: list[_Candidate] = field(default_factory=list)
+    is_over: bool = False
+
+
+@dataclass(eq=False)
+class _Candidate:
+    """A module, its first call and the candidates called inside of it.
+
+    `calls` counts the calls by a second call around it, `leaves` says whether they left anything.
+    """
+
+    module: nn.Module
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    first: CallTrace | None = None
+    autocast: _Autocast | None = None
+    forward: Any = None
+    inside: list[_Candidate] = field(default_factory=list)
+    calls: int = 0
+    leaves: bool = False
+    passed: bool = False
+
+    def watch(self, trace: CallTracer, run: _Run) -> None:
+        """Note every call of the module in `run`, and its arguments."""
+        self.forward = self.module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if run.is_over:
+                return self._again(args, kwargs)
+            for outer in run.under_way:
+                outer.inside.append(self)
+            run.order.append(self)
+            run.under_way.append(self)
+            self.args, self.kwargs, self.autocast = args, kwargs, _Autocast()
+            try:
+                with trace.call() as self.first:
+                    return self.forward(*args, **kwargs)
+            finally:
+                run.under_way.pop()
+
+        # hooks stay outside, as in a recomputation
+        self.module.forward = forward
+
+    def _again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make the call for the second call of a module around this one."""
+        # the operators are compared in the call around: here only what is left behind
+        self.calls += 1
+        roots = [self.module, args, kwargs]
+        before = describe(roots)
+        out = self.forward(*args, **kwargs)
+        self.leaves |= describe(roots) != before
+        return out
+
+    def repeats(self, trace: CallTracer) -> bool:
+        """Return whether a call with the same arguments does the same."""
+        assert self.first is not None and self.autocast is not None
+        roots = [self.module, self.args, self.kwargs]
+        before, drawn = describe(roots), host_random_state()
+        try:
+            with self.autocast.again(), torch.enable_grad(), trace.call() as second:
+                self.forward(*self.args, **self.kwargs)
+        except Exception:
+            return False
+        same_python = describe(roots) == before and host_random_state() == drawn
+        return same_python and not second.has_effects and second.equals(self.first)
+
+
+class _Autocast:
+    """The autocast that `torch.utils.checkpoint` sets back before it calls again."""
+
+    def __init__(self) -> None:
+        uses_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        kinds = ("cpu", "cuda") if uses_cuda else ("cpu",)
+        self.casts = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in kinds
+        ]
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for kind, enabled, dtype in self.casts:
+                stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype))
+            yield
+
+
+# ---- what one call does, to be compared ----------------------------------------------------------
+
+
+class Source(NamedTuple):
+    """Memory that an operator reads.
+
+    Args:
+        kind: ``"made"`` by this call, ``"met"`` in it first, or ``"known"`` before.
+        place: counts what a call makes or meets.
+        serial: counts all memory.
+        version: counts the writes to it.
+        offset: of the tensor in its storage.
+    """
+
+    kind: str
+    place: int
+    serial: int
+    version: int
+    offset: int
+
+    def equals(self, other: Source) -> bool:
+        """Return whether two calls read the same.
+
+        Memory of their own at the same place, or the very same memory.
+        """
+        if self.offset != other.offset:
+            return False
+        # made by the calls themselves, at the same place
+        if "made" in (self.kind, other.kind):
+            return (self.kind, self.place) == (other.kind, other.place)
+        # the very same memory, with no write in between
+        if (self.serial, self.version) == (other.serial, other.version):
+            return True
+        # constants that every call writes anew
+        return self.kind == other.kind == "met" and self.place == other.place
+
+
+@dataclass
+class CallTrace:
+    """The operators that one call runs, and the memory that each of them reads.
+
+    `own` are (kind, place) by serial. `has_effects`: it drew from a generator of its own or talked
+    to other ranks.
+    """
+
+    operators: list[tuple[OpOverload, Frozen]] = field(default_factory=list)
+    sources: list[list[Source]] = field(default_factory=list)
+    own: dict[int, tuple[str, int]] = field(default_factory=dict)  # (kind, place) by serial
+    has_effects: bool = False
+
+    def equals(self, other: CallTrace) -> bool:
+        """Return whether both calls ran the same operators on the same memory."""
+        return self.operators == other.operators and all(
+            len(mine) == len(others) and all(a.equals(b) for a, b in zip(mine, others, strict=True))
+            for mine, others in zip(self.sources, other.sources, strict=True)
+        )
+
+
+class CallTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode that traces the calls within `call`; `outside` are tensors that exist before."""
+
+    def __init__(self, outside: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._open: list[CallTrace] = []
+        self._serials: dict[int, int] = {}
+        self._references: dict[int, Any] = {}
+        self._versions: dict[int, int] = {}
+        self._count = 0
+        self._outside = [tensor for tensor in outside if is_strided(tensor)]
+        for tensor in self._outside:
+            self._serial(tensor, "met")
+
+    @contextmanager
+    def call(self) -> Iterator[CallTrace]:
+        """Trace what runs inside, also what runs in calls inside of it."""
+        self._open.append(CallTrace())
+        try:
+            yield self._open[-1]
+        finally:
+            self._open.pop()
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run `func` and note what it reads and writes."""
+        kwargs = kwargs or {}
+        if func._schema.name in QUERIES:  # made by some calls of a module and not by others
+            return func(*args, **kwargs)
+        written = written_tensors(func, args, kwargs)
+        if self._open:
+            self._note(func, args, kwargs)
+        out = skip_collective(func, args, kwargs) if is_collective(func) else func(*args, **kwargs)
+        for tensor in written:
+            serial = self._serial(tensor, "made")
+            self._versions[serial] = self._versions.get(serial, 0) + 1
+        self.note_made(tensors_in(out))
+        return out
+
+    def note_made(self, tensors: Iterable[Tensor]) -> None:
+        """Note that the calls under way have made `tensors`, unless their memory is known."""
+        for tensor in tensors:
+            if is_strided(tensor):
+                self._serial(tensor, "made")
+
+    def _note(self, func: OpOverload, args: Any, kwargs: dict[str, Any]) -> None:
+        tensors: list[Tensor] = []
+        operator = func, freeze((args, tuple(kwargs.items())), tensors)
+        has_effects = is_collective(func) or any(
+            isinstance(v, torch.Generator) for v in (*args, *kwargs.values())
+        )
+        for call in self._open:
+            call.operators.append(operator)
+            call.sources.append([self._source(call, tensor) for tensor in tensors])
+            call.has_effects |= has_effects
+
+    def _source(self, call: CallTrace, tensor: Tensor) -> Source:
+        serial = self._serial(tensor, "met")
+        kind, place = call.own.get(serial, ("known", 0))
+        return Source(
+            kind, place, serial, self._versions.get(serial, 0), int(tensor.storage_offset())
+        )
+
+    def _serial(self, tensor: Tensor, kind: str) -> int:
+        """Return the number of the memory of `tensor`; new memory is noted as `kind`."""
+        memory = tensor.untyped_storage()
+        address = memory._cdata
+        if address in self._serials:  # known: made or met before
+            return self._serials[address]
+        self._count += 1
+        self._serials[address] = self._count
+        # new for all calls under way, at the next place in each
+        for call in self._open:
+            call.own[self._count] = kind, len(call.own)
+
+        def freed(_: object) -> None:
+            del self._serials[address], self._references[address]
+
+        self._references[address] = weakref.ref(memory, freed)
+        return self._count

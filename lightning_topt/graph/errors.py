@@ -1,23 +1,37 @@
-"""Errors say what cannot be captured, so that the user finds the line and a way out."""
+"""Why a step cannot be captured, with the user's line and a way out; and which code is the user's.
+
+`explain` turns what torch raises under fake tensors into a `CaptureError`. The line it names is
+the innermost one outside of libraries (`user_line`). `is_users` and `is_installed` tell user code
+from what Python, this package or pip has put on the path.
+"""
 
 from __future__ import annotations
 
+import functools
 import linecache
 import os
 import sys
+import sysconfig
 import traceback
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch._subclasses import fake_tensor
 from torch.utils import checkpoint
 
-from lightning_topt.graph.containers import PACKAGE, is_installed
-
 WAY_OUT = 'Give an explicit plan, which needs no capture: AutoParallelStrategy(plan="ddp").'
-
-TASKS = os.path.join(PACKAGE, "cli", "")  # modules to train
+PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+PATHS = ("purelib", "platlib", "stdlib")
+FOLDERS = {
+    *(sysconfig.get_path(name) for name in PATHS),
+    PACKAGE,
+    os.path.dirname(os.path.dirname(torch.__file__)),
+}
+LIBRARIES = tuple(os.path.join(folder, "") for folder in FOLDERS if folder)
+TASKS = os.path.join(PACKAGE, "cli", "")  # has modules to train, as users write them
 OWN = tuple(os.path.join(folder, "") for folder in (PACKAGE, os.path.dirname(torch.__file__)))
 FAKE_ERRORS = (
     fake_tensor.DataDependentOutputException,
@@ -25,16 +39,14 @@ FAKE_ERRORS = (
     fake_tensor.UnsupportedOperatorException,
     fake_tensor.UnsupportedFakeTensorException,
 )
-# What torch says where a recording looks at a tensor inside of a transform, or keeps what autograd
-# saves there.
+# What torch says where a recorder meets a tensor, or what autograd saves, inside of a transform.
 TRANSFORM_MESSAGES = ("BatchedTensorImpl", "TensorWrapper", "support saved tensor hooks")
 # Conversions that never reach an operator; torch raises plain RuntimeError or TypeError for them.
 FAKE_MESSAGES = ("FakeTensor", "not supported for tensor subclasses")
 
 
 class CaptureError(ValueError):
-    """The module's training step cannot be captured; the message says why, where, and what to do
-    instead.
+    """The training step cannot be captured; the message says why, where, and what to do instead.
 
     `needs_values`: a real step, which is watched (`observe_step`), may succeed.
     """
@@ -59,17 +71,18 @@ def one_line(error: BaseException) -> str:
 
 
 def explain(error: Exception, failed: object) -> CaptureError | None:
-    """Return the CaptureError for an exception raised under fake tensors, None when it is the
-    user's own.
+    """Return the CaptureError for what a step raised under fake tensors, None for the user's own.
 
     Args:
         error: what `training_step` or the backward pass raised.
         failed: the operator that was running, or None.
     """
+    # the error or one of its causes: torch wraps some of them
     for cause in _chain(error):
         if isinstance(cause, FAKE_ERRORS) or (
             isinstance(cause, NotImplementedError) and failed is not None
         ):
+            # which operator, and what it needs that a fake tensor has not
             operator = getattr(cause, "func", failed)
             if isinstance(cause, fake_tensor.DataDependentOutputException):
                 reason = "its result is a Python value, and the capture knows shapes only"
@@ -83,6 +96,7 @@ def explain(error: Exception, failed: object) -> CaptureError | None:
                 f"operator {operator} cannot be captured: {reason}.\n{user_line(cause)}{WAY_OUT}",
                 needs_values=True,
             )
+        # a conversion to a Python or NumPy value
         if isinstance(cause, (RuntimeError, TypeError)) and any(
             text in str(cause) for text in FAKE_MESSAGES
         ):
@@ -96,9 +110,7 @@ def explain(error: Exception, failed: object) -> CaptureError | None:
 
 
 def explain_transform(error: Exception) -> CaptureError | None:
-    """Return the CaptureError for a transform of ``torch.func`` that cannot be recorded, None for
-    any other exception.
-    """
+    """Return the CaptureError for a transform of ``torch.func``, None for all other errors."""
     for cause in _chain(error):
         if isinstance(cause, RuntimeError) and any(
             text in str(cause) for text in TRANSFORM_MESSAGES
@@ -112,7 +124,7 @@ def explain_transform(error: Exception) -> CaptureError | None:
 
 
 def annotate(error: Exception) -> None:
-    """Say on the user's own exception that the capture was running (Python 3.11 has the means)."""
+    """Note on the user's own exception that a capture was running (Python 3.11 shows it)."""
     with suppress(AttributeError):  # an exception with slots
         error.needs_values = True  # type: ignore[attr-defined]
     if hasattr(error, "add_note"):
@@ -122,21 +134,11 @@ def annotate(error: Exception) -> None:
         )
 
 
-def user_line(error: BaseException) -> str:
-    """Return ``" file:line, in function: source"`` of the innermost frame outside libraries, with a
-    line end; or ``""``.
-    """
-    return _innermost(traceback.extract_tb(error.__traceback__))
-
-
-def line_of_caller() -> str:
-    """Return the innermost line outside libraries that is running, as `user_line` does."""
-    return _innermost(traceback.extract_stack())
-
-
 def check_no_reentrant_checkpoint(unit: str) -> None:
-    """Raise CaptureError where the caller runs inside of a reentrant ``torch.utils.checkpoint``,
-    which hides the graph.
+    """Raise CaptureError inside of a reentrant ``torch.utils.checkpoint``, which hides the graph.
+
+    Args:
+        unit: path of the block whose call was reached, for the message.
     """
     frame = sys._getframe()
     while frame.f_back is not None:
@@ -149,7 +151,30 @@ def check_no_reentrant_checkpoint(unit: str) -> None:
             )
 
 
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+# ---- the line that raised ------------------------------------------------------------------------
+
+
+def user_line(error: BaseException) -> str:
+    """Return ``" file:line, in function: source"`` of the innermost frame outside libraries.
+
+    It ends with a newline; empty where all frames are of libraries.
+    """
+    return _innermost(traceback.extract_tb(error.__traceback__))
+
+
+def line_of_caller() -> str:
+    """Return the innermost line outside libraries that is running, as `user_line` does."""
+    return _innermost(traceback.extract_stack())
+
+
 def _innermost(found: traceback.StackSummary) -> str:
+    # outside of torch and this package; of these rather not in other installed packages
     frames = [
         (frame, file)
         for frame in found
@@ -164,7 +189,54 @@ def _innermost(found: traceback.StackSummary) -> str:
     return f"  {frame.filename}:{frame.lineno}, in {frame.name}: {source}\n"
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__
+# ---- whose code it is ----------------------------------------------------------------------------
+
+
+def is_users(name: Any) -> bool:
+    """Return whether the Python module `name` is of the user, not installed.
+
+    `name` is what ``__module__`` has; of classes in C that may be a descriptor.
+    """
+    return isinstance(name, str) and _is_users(name)
+
+
+@functools.cache
+def _is_users(name: str) -> bool:
+    module = sys.modules.get(name)
+    top, _, rest = name.partition(".")
+    if module is None or top in sys.builtin_module_names or (rest and not _is_users(top)):
+        return False
+    if name == "__main__":
+        return True
+    file = getattr(module, "__file__", None)
+    if file is None:
+        specification = getattr(module, "__spec__", None)
+        return specification is None or not isinstance(specification.origin, str)
+    return not is_installed(file)
+
+
+def is_installed(file: str) -> bool:
+    """Return whether `file` is of Python, of this package, or of one that was installed.
+
+    Packages count as installed in any folder of the path.
+    """
+    file = os.path.abspath(file)
+    if file.startswith(LIBRARIES):
+        return True
+    folders = [os.path.join(os.path.abspath(folder), "") for folder in sys.path]
+    inside = [(folder, file[len(folder) :]) for folder in folders if file.startswith(folder)]
+    return any(rest.partition(os.sep)[0] in _installed_in(folder) for folder, rest in inside)
+
+
+@functools.cache
+def _installed_in(folder: str) -> frozenset[str]:
+    """Return the files and folders that ``pip install --target`` has put into `folder`.
+
+    Others beside them may be the user's.
+    """
+    records = Path(folder).glob("*.dist-info/RECORD")
+    return frozenset(
+        line.partition(",")[0].partition("/")[0]
+        for each in records
+        for line in each.open(encoding="utf-8")
+    )

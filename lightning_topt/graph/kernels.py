@@ -1,17 +1,20 @@
-"""Low-level operator calls: what they cost, how they are written down, how they are made again on a
-device.
+"""Low-level operator calls: what they cost, how they are written down and made again on a device.
 
 quantity   rule                                                           source
-flops      2 per multiply-add of matrix products, convolutions,           `flop_formulas`
-           attention; otherwise 0
+flops      2 per multiply-add of matrix products, convolutions,           torch.utils.flop_counter,
+           attention; otherwise 0                                         `_extra_formulas`
 bytes      every tensor read and every tensor written, once               roofline convention
-allocated  the storages of the results that are not those of arguments    torch's allocators
+allocated  the storages of the results that are not those of arguments,   torch's allocators;
+           and what convolutions copy again for each of their passes      measured: page faults
 workspace  convolutions on CPU copy their arguments into oneDNN's         measured: at most that
            blocked layouts                                                much
-allocated  results, and what convolutions copy again for each of their    measured: page faults
-           passes
 saved      oneDNN's LSTM keeps a workspace for backward, of no size in    measured, see
            shapes                                                         `hidden_bytes`
+
+`measure` returns these of a call that has run; `make_call` makes it again on invented arguments,
+where `is_replayable` allows that. Dispatch modes ask the rest: whether a call makes views only
+(`is_view`), which tensors it writes to (`written_tensors`), whether it communicates
+(`is_collective`).
 """
 
 from __future__ import annotations
@@ -25,14 +28,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.library import Library
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from lightning_topt.graph.collective_ops import is_collective
-from lightning_topt.graph.flop_formulas import FLOPS
 from lightning_topt.graph.op_graph import Kernel
-from lightning_topt.graph.replayable import is_replayable
+from lightning_topt.graph.structures import tensors_in
 
 Frozen = Any  # nested tuples: hashable arguments
-
 # Share their input's storage, although their schema does not say so.
 UNDECLARED_VIEWS = {"aten::_unsafe_view", "aten::unsafe_split", "aten::unsafe_split_with_sizes"}
 # Read from their first argument only the rows that they return.
@@ -42,24 +44,14 @@ SCATTERS = {
     f"aten::{name}_"
     for name in ("scatter", "scatter_add", "scatter_reduce", "index_add", "index_copy")
 }
-# Overwrite their first argument, or look at its shape only.
+# Overwrite their first argument, or need its shape only.
 UNREAD = {
-    *(
-        "aten::fill_",
-        "aten::zero_",
-        "aten::copy_",
-        "aten::bernoulli_",
-        "aten::uniform_",
-        "aten::normal_",
-    ),
-    *(
-        "aten::ones_like",
-        "aten::zeros_like",
-        "aten::full_like",
-        "aten::rand_like",
-        "aten::randn_like",
-    ),
-    *("aten::new_zeros", "aten::new_ones", "aten::new_full"),
+    f"aten::{name}"
+    for name in (
+        *("fill_", "zero_", "copy_", "bernoulli_", "uniform_", "normal_"),
+        *("ones_like", "zeros_like", "full_like", "rand_like", "randn_like"),
+        *("new_zeros", "new_ones", "new_full"),
+    )
 }
 # oneDNN's convolutions, which hold copies of their arguments while they run.
 REORDERED = {"aten::convolution", "aten::convolution_backward"}
@@ -69,8 +61,22 @@ ALLOCATIONS = {
     *("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::empty_permuted"),
     *("aten::new_empty", "aten::new_empty_strided"),
 }
-# Compute nothing.
+# Compute nothing, and are asked all the time.
 QUERIES = {"prim::device", "prim::layout", "aten::sym_size", "aten::sym_stride", "aten::sym_numel"}
+# Update running statistics (arguments 3 and 4) when training (argument 5).
+BATCH_NORMS = {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"}
+SEEN = "topt.collective_.default"
+NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"}
+# An operator that does nothing, and stands for a collective along a tensor axis (by its index)
+# while the step of one rank is captured.
+LIBRARY = Library("topt", "DEF")  # type: ignore[no-untyped-call]
+LIBRARY.define("collective_(Tensor(a!) tensor, str op, int axis) -> ()")  # type: ignore[no-untyped-call]
+LIBRARY.impl(  # type: ignore[no-untyped-call]
+    "collective_", lambda tensor, op, axis: None, "CompositeExplicitAutograd"
+)
+
+
+# ---- costs ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -85,19 +91,121 @@ class Measured:
     workspace: float = 0.0
 
 
-@functools.cache
-def is_view(func: OpOverload) -> bool:
-    """Return whether `func` returns views of its inputs and touches no element."""
-    schema = func._schema
-    if schema.name in UNDECLARED_VIEWS:
-        return True
-    aliases = [result.alias_info for result in schema.returns]
-    return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
+def measure(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Measured:
+    """Return the FLOPs and bytes of the call ``func(*args, **kwargs)`` that returned `out`.
+
+    A collective computes nothing.
+    """
+    if is_collective(func):
+        return Measured(str(func), {"args": [], "kwargs": {}}, 0.0, 0.0)
+    formula = FLOPS.get(func._overloadpacket)
+    flops = float(formula(*args, **kwargs, out_val=out)) if formula else 0.0
+    given: list[Tensor] = []
+    freeze((args, tuple(kwargs.values())), given)
+    size, allocated, workspace = float(_bytes(func, given[:], out)), _allocated(given, out), 0.0
+    if all(tensor.device.type == "cpu" for tensor in given):
+        workspace = float(_workspace(func, args, given, out))
+        allocated += float(_copied_again(func, args, given, out))
+    return Measured(str(func), encode_arguments(args, kwargs), flops, size, allocated, workspace)
+
+
+def hidden_bytes(func: OpOverload, args: tuple[Any, ...]) -> float:
+    """Return the bytes that the call's last result has on a device but not in its shape.
+
+    That is the workspace of oneDNN's LSTM: 8 floats per step, sample and hidden unit stay resident
+    after forward (measured: 320 units, 800 steps of samples).
+    """
+    if func._schema.name != "aten::mkldnn_rnn_layer":
+        return 0.0
+    x, w_hidden = args[0], args[2]  # (step, sample, input), (4 * unit, unit)
+    return float(32 * math.prod(x.shape[:2]) * w_hidden.shape[1])
+
+
+def _bytes(func: OpOverload, read: list[Tensor], out: Any) -> int:
+    """Return the bytes read and written; `read` are the tensors among the arguments."""
+    written = list(_tensors(out))
+    if func._schema.name in LOOKUPS:
+        read[:1] = written
+    elif func._schema.name in UNREAD:
+        del read[:1]
+    elif func._schema.name in SCATTERS:
+        read[:1] = written = read[-1:]
+    return sum(_touched(tensor) for tensor in (*read, *written))
+
+
+def _allocated(given: list[Tensor], out: Any) -> float:
+    """Return the bytes of results whose storages are not those of arguments."""
+    old = {tensor.untyped_storage()._cdata for tensor in given}
+    new = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in _tensors(out)}
+    return float(sum(size for storage, size in new.items() if storage not in old))
+
+
+def _workspace(func: OpOverload, args: tuple[Any, ...], given: list[Tensor], out: Any) -> float:
+    """Return the bytes that a CPU kernel takes for copies while it runs."""
+    name = func._schema.name
+    if name in REORDERED:
+        is_backward = name.endswith("backward")
+        transposed = args[7 if is_backward else 6]
+        results = [] if is_backward else list(_tensors(out))
+        # All arguments but the bias are copied; the result too where its channels do not fill the
+        # layout's blocks, and of a transposed convolution.
+        copied = [t for t in results if transposed or t.shape[1] % _CHANNEL_BLOCK]
+        return sum(map(_blocked, [t for t in given if t.ndim > 1] + copied))
+    if name in ("aten::mkldnn_rnn_layer", "aten::mkldnn_rnn_layer_backward"):
+        x, w_input, w_hidden = args[:3]
+        copies = 4.0 * (w_input.numel() + w_hidden.numel())
+        # what only backward touches
+        rest = 4.0 * math.prod(x.shape[:2]) * (5 * w_hidden.shape[1] + 2 * x.shape[2])
+        return float(copies + rest if name.endswith("backward") else copies)
+    return 0.0
+
+
+def _copied_again(func: OpOverload, args: tuple[Any, ...], given: list[Tensor], out: Any) -> float:
+    """Return what a convolution takes and gives back before or after its `_workspace`.
+
+    oneDNN copies all tensors for each pass: forward is one pass, backward one for the input and one
+    for the weight. Counted as page faults.
+    """
+    name = func._schema.name
+    # argument 6: transposed; 10: which gradients are wanted (input, weight, bias)
+    if name == "aten::convolution":
+        return sum(
+            _blocked(t) for t in _tensors(out) if not (args[6] or t.shape[1] % _CHANNEL_BLOCK)
+        )
+    if name == "aten::convolution_backward" and all(args[10][:2]):
+        return sum(_blocked(t) for t in given if t.ndim > 1)
+    return 0.0
+
+
+def _blocked(tensor: Tensor) -> int:
+    """Return the bytes of (sample, channel, ...) with channels padded to full blocks."""
+    channels = max(tensor.shape[1], 1)
+    return _touched(tensor) // channels * -(-channels // _CHANNEL_BLOCK) * _CHANNEL_BLOCK
+
+
+def _touched(tensor: Tensor) -> int:
+    """Return the bytes of `tensor` in memory; an expanded dim is there once."""
+    sizes = [
+        size
+        for size, step in zip(tensor.shape, tensor.stride(), strict=True)
+        if step != 0 or size == 0
+    ]
+    return math.prod(sizes) * tensor.element_size()
+
+
+def _tensors(out: Any) -> Iterator[Tensor]:
+    for item in out if isinstance(out, (list, tuple)) else (out,):
+        if isinstance(item, Tensor) and item.layout is torch.strided:
+            yield item
+
+
+# ---- arguments as values -------------------------------------------------------------------------
 
 
 def freeze(value: Any, tensors: list[Tensor]) -> Frozen:
-    """Return `value` as nested tuples which are equal only for equal calls; its tensors are
-    appended to `tensors`.
+    """Return `value` as nested tuples which are equal only for equal calls.
+
+    Its tensors are appended to `tensors`.
     """
     if isinstance(value, Tensor):
         if value.layout is not torch.strided:
@@ -134,8 +242,9 @@ def thaw(value: Frozen) -> Any:
 
 
 def encode_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the arguments of a low-level call as a JSON value: tensors by shape, stride (elements)
-    and dtype, no values.
+    """Return the arguments of a low-level call as a JSON value.
+
+    Tensors are written by shape, stride (in elements) and dtype, without values.
     """
     return {
         "args": [thaw(freeze(value, [])) for value in args],
@@ -143,91 +252,20 @@ def encode_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     }
 
 
-def measure(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Measured:
-    """Return the FLOPs and bytes of the call ``func(*args, **kwargs)`` that returned `out`; a
-    collective computes nothing.
-    """
-    if is_collective(func):
-        return Measured(str(func), {"args": [], "kwargs": {}}, 0.0, 0.0)
-    formula = FLOPS.get(func._overloadpacket)
-    flops = float(formula(*args, **kwargs, out_val=out)) if formula else 0.0
-    given: list[Tensor] = []
-    freeze((args, tuple(kwargs.values())), given)
-    size, allocated, workspace = (
-        float(_bytes(func, given[:], out)),
-        float(_allocated(given, out)),
-        0.0,
-    )
-    if _on_cpu(given):
-        workspace = float(_workspace(func, args, given, out))
-        allocated += float(_copied_again(func, args, given, out))
-    return Measured(str(func), encode_arguments(args, kwargs), flops, size, allocated, workspace)
-
-
-def hidden_bytes(func: OpOverload, args: tuple[Any, ...]) -> float:
-    """Return the bytes that the call's last result has on a device and does not have in shapes: the
-    workspace of oneDNN's LSTM.
-
-    8 floats per step, sample and hidden unit stay resident after forward (320 units, 800 steps of
-    samples).
-    """
-    if func._schema.name != "aten::mkldnn_rnn_layer":
-        return 0.0
-    x, w_hidden = args[0], args[2]  # (step, sample, input), (4 * unit, unit)
-    return float(32 * math.prod(x.shape[:2]) * w_hidden.shape[1])
-
-
-def _workspace(func: OpOverload, args: tuple[Any, ...], given: list[Tensor], out: Any) -> float:
-    name = func._schema.name
-    if name in REORDERED:
-        is_backward = name.endswith("backward")
-        transposed, results = (
-            args[7 if is_backward else 6],
-            [] if is_backward else list(_tensors(out)),
-        )
-        # The result too where its channels do not fill the layout's blocks, and of a transposed
-        # convolution.
-        copied = [t for t in results if transposed or t.shape[1] % _CHANNEL_BLOCK]
-        return sum(map(_blocked, [t for t in given if t.ndim > 1] + copied))
-    if name in ("aten::mkldnn_rnn_layer", "aten::mkldnn_rnn_layer_backward"):
-        x, w_input, w_hidden = args[:3]
-        copies = 4.0 * (w_input.numel() + w_hidden.numel())
-        # what only backward touches
-        rest = 4.0 * math.prod(x.shape[:2]) * (5 * w_hidden.shape[1] + 2 * x.shape[2])
-        return float(copies + rest if name.endswith("backward") else copies)
-    return 0.0
-
-
-def _copied_again(func: OpOverload, args: tuple[Any, ...], given: list[Tensor], out: Any) -> float:
-    """Bytes that a convolution takes and gives back before or after its `_workspace`: oneDNN copies
-    all tensors for each pass.
-
-    Counted as page faults: forward is one pass, backward one for the input and one for the weight.
-    """
-    name = func._schema.name
-    if name == "aten::convolution":
-        return sum(
-            _blocked(t) for t in _tensors(out) if not (args[6] or t.shape[1] % _CHANNEL_BLOCK)
-        )
-    if name == "aten::convolution_backward" and all(args[10][:2]):
-        return sum(_blocked(t) for t in given if t.ndim > 1)
-    return 0.0
-
-
-def _blocked(tensor: Tensor) -> int:
-    """Bytes of a copy of (sample, channel, ...) whose channels are padded to whole blocks."""
-    channels = max(tensor.shape[1], 1)
-    return _touched(tensor) // channels * -(-channels // _CHANNEL_BLOCK) * _CHANNEL_BLOCK
+# ---- calls made again ----------------------------------------------------------------------------
 
 
 def make_call(kernel: Kernel, device: torch.device | str) -> Callable[[], None]:
-    """Return a function that makes the call of `kernel` on `device`, on tensors of the same shape,
-    stride and dtype.
+    """Return a function that makes the call of `kernel` on `device`.
 
-    Floating-point tensors are uniform in [0, 1), all others zero, which is a valid index and mask.
-    A call with random numbers uses the device's generator. Raises ValueError when the operator is
-    not known here, might misread invented values (see `is_replayable`), or has an argument that
-    cannot be made again; the function raises it when the operator does not exist for `device`.
+    Its tensors have the same shapes, strides and dtypes. Floating-point ones are uniform in [0, 1),
+    all others zero, which is a valid index and mask. A call with random numbers uses the device's
+    generator.
+
+    Raises:
+        ValueError: the operator is not known here, might misread invented values (see
+            `is_replayable`), or has an argument that cannot be made again; the function raises it
+            when the operator does not exist for `device`.
     """
     namespace, name, overload = kernel.name.split(".")
     try:
@@ -289,46 +327,255 @@ def _random_tensor(shape: list[int], stride: list[int], dtype: str, device: torc
     return flat.as_strided(shape, stride)
 
 
-def _bytes(func: OpOverload, read: list[Tensor], out: Any) -> int:
-    written = list(_tensors(out))
-    if func._schema.name in LOOKUPS:
-        read[:1] = written
-    elif func._schema.name in UNREAD:
-        del read[:1]
-    elif func._schema.name in SCATTERS:
-        read[:1] = written = read[-1:]
-    return sum(_touched(tensor) for tensor in (*read, *written))
+# ---- what dispatch modes ask ---------------------------------------------------------------------
 
 
-def _allocated(given: list[Tensor], out: Any) -> int:
-    old = {tensor.untyped_storage()._cdata for tensor in given}
-    new = {
-        t.untyped_storage()._cdata: t.untyped_storage().nbytes()
-        for t in _tensors(out)
-        if _is_strided(t)
-    }
-    return sum(size for storage, size in new.items() if storage not in old)
+@functools.cache
+def is_view(func: OpOverload) -> bool:
+    """Return whether `func` returns views of its inputs and touches no element."""
+    schema = func._schema
+    if schema.name in UNDECLARED_VIEWS:
+        return True
+    aliases = [result.alias_info for result in schema.returns]
+    return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
 
 
-def _on_cpu(tensors: list[Tensor]) -> bool:
-    return all(tensor.device.type == "cpu" for tensor in tensors)
-
-
-def _is_strided(tensor: Tensor) -> bool:
+def is_strided(tensor: Tensor) -> bool:
+    """Return whether `tensor` is plain memory: not sparse, nested or packed for a library."""
     return tensor.layout is torch.strided
 
 
-def _touched(tensor: Tensor) -> int:
-    """Bytes of `tensor` in memory; an expanded dimension is there once."""
-    sizes = [
-        size
-        for size, step in zip(tensor.shape, tensor.stride(), strict=True)
-        if step != 0 or size == 0
+def written_tensors(
+    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[Tensor]:
+    """Return the strided tensors among the arguments that ``func(*args, **kwargs)`` may write to.
+
+    These are also running statistics, and what a collective is given, of which schemas say nothing.
+    """
+    written = [
+        args[i] if i < len(args) else kwargs.get(name) for i, name in _written_arguments(func)
     ]
-    return math.prod(sizes) * tensor.element_size()
+    if func._schema.name in BATCH_NORMS and args[5]:
+        written += args[3:5]
+    if is_collective(func):
+        written.append(args)
+    return [tensor for tensor in tensors_in(written) if is_strided(tensor)] if written else []
 
 
-def _tensors(out: Any) -> Iterator[Tensor]:
-    for item in out if isinstance(out, (list, tuple)) else (out,):
-        if isinstance(item, Tensor) and item.layout is torch.strided:
-            yield item
+@functools.cache
+def _written_arguments(func: OpOverload) -> tuple[tuple[int, str], ...]:
+    """Return (position, name) of the arguments that the schema of `func` marks as written."""
+    return tuple(
+        (index, argument.name)
+        for index, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+def is_collective(func: OpOverload) -> bool:
+    """Return whether `func` communicates with other ranks."""
+    return func.namespace in NAMESPACES
+
+
+def skip_collective(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return what `func` returns, but send nothing.
+
+    Outputs stay as they are, and the work is finished: a capture on fake tensors runs on one rank,
+    so no collective may wait for others.
+    """
+    if func.namespace != "c10d":  # functional collectives have shape-only kernels
+        return func(*args, **kwargs)
+    results = [
+        _finished() if "Work" in str(result.type) else args[0] for result in func._schema.returns
+    ]
+    return results[0] if len(results) == 1 else tuple(results) or None
+
+
+def _finished() -> Any:
+    return torch._C._distributed_c10d.FakeWork().boxed()
+
+
+def show_collective(tensor: Tensor, *, op: str, axis: int) -> None:
+    """Let a capture see that ranks along tensor axis `axis` run the collective `op`.
+
+    `tensor` is the larger one of what is given and received.
+    """
+    torch.ops.topt.collective_(tensor, op, axis)
+
+
+def shown_collective(kernel: Kernel) -> tuple[str, int] | None:
+    """Return the op and tensor axis of a kernel that `show_collective` made.
+
+    None for other kernels.
+    """
+    if kernel.name != SEEN:
+        return None
+    _, op, axis = kernel.arguments["args"]
+    return op, axis
+
+
+# ---- operators that may run on invented arguments ------------------------------------------------
+
+
+@functools.cache
+def is_replayable(func: OpOverload) -> bool:
+    """Return whether `func` may be called on tensors of the right shapes with any values.
+
+    A tensor may hold lengths, offsets, packed weights, reserved space or the state of a generator.
+    With invented ones a kernel may read or write beyond its memory, and end the process. So what
+    may run is listed: arithmetic on dense tensors, and lookups, for which index zero is valid.
+    """
+    if func.namespace != "aten":
+        return False
+    return func._schema.name in REPLAYABLE or torch.Tag.pointwise in func.tags
+
+
+_MATRIX = (
+    "mm bmm addmm baddbmm addbmm _addmm_activation dot vdot mv addmv addr ger outer linear "
+    "_cdist_forward"
+)
+_CONVOLUTION = (
+    "convolution convolution_overrideable _convolution mkldnn_convolution cudnn_convolution "
+    "miopen_convolution _slow_conv2d_forward slow_conv3d_forward conv_depthwise3d "
+    "_conv_depthwise2d convolution_backward convolution_backward_overrideable im2col col2im"
+)
+_NORMALIZATION = (
+    "native_layer_norm native_layer_norm_backward native_group_norm native_group_norm_backward "
+    "native_batch_norm native_batch_norm_backward _native_batch_norm_legit "
+    "_native_batch_norm_legit_no_training _fused_rms_norm _fused_rms_norm_backward "
+    "cudnn_batch_norm _weight_norm_interface _weight_norm_interface_backward"
+)
+_SOFTMAX = (
+    "_softmax _softmax_backward_data _log_softmax _log_softmax_backward_data _safe_softmax "
+    "_masked_softmax _masked_softmax_backward logsumexp _logcumsumexp"
+)
+_ATTENTION = (
+    "_scaled_dot_product_flash_attention_for_cpu "
+    "_scaled_dot_product_flash_attention_for_cpu_backward _scaled_dot_product_flash_attention "
+    "_scaled_dot_product_flash_attention_backward _scaled_dot_product_efficient_attention "
+    "_scaled_dot_product_efficient_attention_backward _scaled_dot_product_attention_math"
+)
+_LOSSES = (
+    "nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward mse_loss "
+    "mse_loss_backward smooth_l1_loss smooth_l1_loss_backward huber_loss huber_loss_backward "
+    "binary_cross_entropy binary_cross_entropy_backward binary_cross_entropy_with_logits"
+)
+_REDUCTIONS = (
+    "sum mean prod amax amin max min argmax argmin all any var var_mean std std_mean norm "
+    "linalg_vector_norm nansum aminmax count_nonzero median cumsum cumprod logcumsumexp cummax "
+    "cummin sort topk"
+)
+_COPIES = (
+    "clone copy copy_ _to_copy contiguous cat stack repeat constant_pad_nd flip roll tril triu "
+    "tril_ triu_ diagonal_copy select_backward slice_backward diagonal_backward select_scatter "
+    "slice_scatter diagonal_scatter as_strided_copy split_with_sizes_copy unfold_backward "
+    "channel_shuffle pixel_shuffle pixel_unshuffle native_channel_shuffle reflection_pad1d "
+    "reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d replication_pad3d "
+    "reflection_pad1d_backward reflection_pad2d_backward replication_pad1d_backward "
+    "replication_pad2d_backward view_as_real view_as_complex _conj_physical"
+)
+_FILLED = (
+    "arange full full_like ones ones_like zeros zeros_like new_full new_ones new_zeros "
+    "scalar_tensor eye linspace fill_ zero_ zero fill rand rand_like randn randn_like randint "
+    "randint_like bernoulli bernoulli_ uniform_ normal_ random_ exponential_ native_dropout "
+    "native_dropout_backward _fused_dropout"
+)
+_LOOKUPS = (
+    "embedding embedding_dense_backward index index_select gather gather_backward index_put "
+    "index_put_ _index_put_impl_ _unsafe_index _unsafe_index_put index_add index_add_ index_fill "
+    "index_fill_ index_copy index_copy_ scatter scatter_ scatter_add scatter_add_ scatter_reduce "
+    "scatter_reduce_ index_select_backward"
+)
+_POOLING = (
+    "max_pool2d_with_indices max_pool2d_with_indices_backward max_pool3d_with_indices "
+    "max_pool3d_with_indices_backward avg_pool2d avg_pool2d_backward avg_pool3d "
+    "avg_pool3d_backward _adaptive_avg_pool2d _adaptive_avg_pool2d_backward _adaptive_avg_pool3d "
+    "_adaptive_avg_pool3d_backward upsample_nearest1d upsample_nearest2d upsample_nearest3d "
+    "upsample_nearest1d_backward upsample_nearest2d_backward upsample_nearest3d_backward "
+    "upsample_bilinear2d upsample_bilinear2d_backward upsample_linear1d upsample_linear1d_backward "
+    "upsample_trilinear3d upsample_trilinear3d_backward upsample_bicubic2d "
+    "upsample_bicubic2d_backward _upsample_bilinear2d_aa _upsample_bilinear2d_aa_backward"
+)
+_GROUPS = (
+    _MATRIX,
+    _CONVOLUTION,
+    _NORMALIZATION,
+    _SOFTMAX,
+    _ATTENTION,
+    _LOSSES,
+    _REDUCTIONS,
+    _COPIES,
+    _FILLED,
+    _LOOKUPS,
+)
+REPLAYABLE = {f"aten::{name}" for group in (*_GROUPS, _POOLING) for name in group.split()}
+
+
+# ---- FLOPs that torch.utils.flop_counter lacks ---------------------------------------------------
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> int:
+    return int(sdpa_flop_count(query.shape, key.shape, value.shape))  # type: ignore[no-untyped-call]
+
+
+def _attention_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+) -> int:
+    shapes = grad.shape, query.shape, key.shape, value.shape
+    return int(sdpa_backward_flop_count(*shapes))  # type: ignore[no-untyped-call]
+
+
+def _matrix_vector(matrix: Tensor, vector: Tensor, *args: Any, **kwargs: Any) -> int:
+    return 2 * matrix.numel()
+
+
+def _add_matrix_vector(
+    start: Tensor, matrix: Tensor, vector: Tensor, *args: Any, **kwargs: Any
+) -> int:
+    return 2 * matrix.numel()
+
+
+def _add_matrices(start: Tensor, left: Tensor, right: Tensor, *args: Any, **kwargs: Any) -> int:
+    return 2 * left.numel() * right.shape[-1]
+
+
+def _product_of_groups(left: Tensor, right: Tensor, *args: Any, **kwargs: Any) -> int:
+    # each has some of the columns
+    groups = left.shape[0] if left.ndim == 3 and right.ndim == 2 else 1
+    return 2 * left.numel() // groups * right.shape[-1]
+
+
+def _rnn_layer(x: Tensor, w_input: Tensor, w_hidden: Tensor, *args: Any, **kwargs: Any) -> int:
+    return 2 * math.prod(x.shape[:-1]) * (w_input.numel() + w_hidden.numel())
+
+
+def _rnn_layer_backward(*args: Any, **kwargs: Any) -> int:
+    return 2 * _rnn_layer(*args)
+
+
+def _extra_formulas() -> dict[Any, Callable[..., int]]:
+    """Return the FLOPs of operators that torch.utils.flop_counter lacks."""
+    formulas: dict[str, Callable[..., int]] = {
+        "_scaled_dot_product_flash_attention_for_cpu": _attention,
+        "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+        "_scaled_dot_product_fused_attention_overrideable": _attention,
+        "_scaled_dot_product_fused_attention_overrideable_backward": _attention_backward,
+        "dot": _matrix_vector,
+        "vdot": _matrix_vector,
+        "mv": _matrix_vector,
+        "addmv": _add_matrix_vector,
+        "addbmm": _add_matrices,
+        "_addmm_activation": _add_matrices,
+        "_grouped_mm": _product_of_groups,
+        "mkldnn_rnn_layer": _rnn_layer,
+        "mkldnn_rnn_layer_backward": _rnn_layer_backward,
+    }
+    aten = torch.ops.aten
+    return {
+        getattr(aten, name): formula for name, formula in formulas.items() if hasattr(aten, name)
+    }
+
+
+# By operator, all overloads alike; a formula takes the call's arguments, and what the call returned
+# as `out_val`.
+FLOPS: dict[Any, Callable[..., int]] = {**_extra_formulas(), **flop_registry}

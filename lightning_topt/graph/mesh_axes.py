@@ -20,16 +20,15 @@ import numpy as np
 
 SCOPES = ("intra", "inter")  # inside a node, between nodes
 DATA_AXES = ("data", "data_replicate", "data_shard")  # the batch is split along these
-# operators are split along these
-TENSOR_AXES = ("tensor", "tensor_rows", "tensor_columns", "tensor_tokens")
+TENSOR_AXES = ("tensor", "tensor_rows", "tensor_columns", "tensor_tokens")  # operators are split
 PIPELINE_AXES = ("pipeline",)  # the stages of a model are spread along these
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One direction of a mesh: `size` ranks; `scope` says whether its groups lie inside a node or
-    cross nodes.
+    """One direction of a mesh: `size` ranks.
 
+    `scope` says whether its groups lie inside a node (``"intra"``) or cross nodes (``"inter"``).
     Raises ValueError for a name that is no identifier, a size below 1 or another scope.
     """
 
@@ -52,8 +51,9 @@ class Axis:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The axes of a plan, outermost first. Raises ValueError when there is none or a name
-    repeats.
+    """The axes of a plan, outermost first.
+
+    Raises ValueError when there is none or a name repeats.
     """
 
     axes: tuple[Axis, ...]
@@ -96,9 +96,7 @@ class Mesh:
 
     @cached_property
     def pipeline_size(self) -> int:
-        """Number of ranks that run the stages of one model one after the other; 1 without a
-        pipeline axis.
-        """
+        """Number of pipeline stages of one model; 1 without a pipeline axis."""
         return self.ranks_along(self.pipeline_axes)
 
     @cached_property
@@ -107,8 +105,9 @@ class Mesh:
         return math.prod(self.shape[index] for index in self.data_axes)
 
     def data_rank(self, rank: int) -> int:
-        """Return which part of the global batch `rank` gets: its position along the data axes, row
-        by row.
+        """Return which part of the global batch `rank` gets.
+
+        It is its position along the data axes, row by row.
         """
         return self._position(rank, self.data_axes)
 
@@ -121,15 +120,18 @@ class Mesh:
         return next(ranks for ranks in self.groups_along(self.pipeline_axes) if rank in ranks)
 
     def _position(self, rank: int, axes: Sequence[int]) -> int:
+        """Return the position of `rank` along `axes`, the last one fastest."""
         position = 0
         for axis in axes:
             position = position * self.shape[axis] + rank // self.stride([axis]) % self.shape[axis]
         return position
 
     def groups_along(self, axes: Sequence[int]) -> list[list[int]]:
-        """Return the ranks of each group along `axes` (indices), in order; without axes every rank
-        is alone.
+        """Return the ranks of each group along `axes` (indices), in order.
+
+        Without axes every rank is a group of its own.
         """
+        # the axes of the group go last: each row of the reshaped array is then one group
         ranks = np.arange(self.size).reshape(self.shape)
         others = [axis for axis in range(len(self.axes)) if axis not in axes]
         rows: list[list[int]] = (
@@ -138,8 +140,9 @@ class Mesh:
         return rows
 
     def stride(self, axes: Iterable[int]) -> int:
-        """Return the distance between neighbours of a group along `axes` (indices): the ranks of
-        all axes after the last.
+        """Return the distance between neighbours of a group along `axes` (indices).
+
+        It is the number of ranks of all axes after the last of them.
         """
         return math.prod(self.shape[max(axes, default=len(self.shape)) + 1 :])
 
@@ -156,8 +159,9 @@ def data_mesh(size: int, *, scope: str = "intra") -> Mesh:
 def hybrid_mesh(
     replicate: int, shard: int, *, scopes: tuple[str, str] = ("inter", "intra")
 ) -> Mesh:
-    """Return the mesh of hybrid sharding: copies of the model along the first axis, pieces of it
-    along the second.
+    """Return the mesh of hybrid sharding.
+
+    Copies of the model lie along the first axis, pieces of a copy along the second.
     """
     return Mesh(
         (Axis("data_replicate", replicate, scopes[0]), Axis("data_shard", shard, scopes[1]))

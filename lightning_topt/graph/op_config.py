@@ -1,5 +1,4 @@
-"""A configuration says how an operator or a block of them is placed on the axes of a mesh: as it
-computes, and as it rests between steps.
+"""How an operator, or a block of them, is placed on a mesh: as it computes, and between steps.
 
 A placement per axis, named as in torch's DTensor. Along the data axes of a mesh the ZeRO levels
 (Rajbhandari et al., arXiv 1910.02054, section 5) are values of `Storage`:
@@ -11,21 +10,22 @@ A placement per axis, named as in torch's DTensor. Along the data axes of a mesh
     3       Shard(0)      Shard(0)      Shard(0)
 
 Sharded along the last data axis only, and replicated along the others, levels 2 and 3 are hybrid
-sharding.
+sharding. `JointModule` names a module that runs once on the batches of a tensor group.
 """
 
 from __future__ import annotations
 
 import re
 import reprlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True)
 class Replicate:
-    """Every rank of the axis holds the whole tensor."""
+    """Every rank of the axis holds the full tensor."""
 
     def __str__(self) -> str:
         return "replicate"
@@ -33,8 +33,10 @@ class Replicate:
 
 @dataclass(frozen=True)
 class Shard:
-    """Every rank of the axis holds one slice along `dim`; of `parts` equal parts of it, one slice
-    each (queries, keys and values in one matrix).
+    """Every rank of the axis holds one slice along `dim`.
+
+    With `parts` the dim has that many equal parts, and a rank holds one slice of each (queries,
+    keys and values in one matrix).
     """
 
     dim: int = 0
@@ -59,8 +61,9 @@ _SHARD = re.compile(r"shard\(([0-9]{1,3})(?:, ?parts=([1-9][0-9]{0,3}))?\)")
 
 
 def parse_placement(text: object) -> Placement:
-    """Read ``"replicate"``, ``"partial"``, ``"shard(0)"`` or ``"shard(0, parts=3)"``. Raises
-    ValueError on anything else.
+    """Read ``"replicate"``, ``"partial"``, ``"shard(0)"`` or ``"shard(0, parts=3)"``.
+
+    Raises ValueError on anything else.
     """
     if text == "replicate":
         return Replicate()
@@ -75,11 +78,10 @@ def parse_placement(text: object) -> Placement:
 
 @dataclass(frozen=True)
 class Storage:
-    """A `Storage` says where parameters, their gradients and the optimizer's state rest between
-    steps: a placement per axis of the mesh.
+    """Placement of parameters, gradients and optimizer state between steps, one per axis.
 
-    Raises ValueError where the three do not name equally many axes, one is partial, or a tensor
-    would be sharded along an axis along which one derived from it is whole.
+    Raises ValueError where the three do not name equally many axes or one is partial. So does a
+    tensor that is sharded along an axis along which one derived from it is replicated.
     """
 
     parameters: Placements
@@ -87,12 +89,14 @@ class Storage:
     optimizer_state: Placements
 
     def __post_init__(self) -> None:
+        # in the order in which one is derived from the other
         order = (self.parameters, self.gradients, self.optimizer_state)
         if len({len(placements) for placements in order}) != 1:
             raise ValueError(
                 f"a storage has one placement per axis for each of its three tensors, got {self}"
             )
         for along in zip(*order, strict=True):
+            # False before True: what is sharded stays sharded in all that is derived from it
             sharded = [isinstance(placement, Shard) for placement in along]
             if sharded != sorted(sharded) or Partial() in along:
                 raise ValueError(
@@ -106,18 +110,19 @@ class Storage:
 
     @classmethod
     def zero(cls, level: int, *, axes: int = 1, over: Iterable[int] | None = None) -> Storage:
-        """Return the storage of a ZeRO level on a mesh of `axes` axes, sharded along the axes
-        `over` (None: all).
+        """Return the storage of a ZeRO level on a mesh of `axes` axes.
 
-        Raises ValueError for a level other than 0, 1, 2 and 3.
+        It is sharded along the axes `over`, None for all. Raises ValueError for a level other than
+        0, 1, 2 and 3.
         """
         if level not in range(4):
             raise ValueError(f"a ZeRO level is 0, 1, 2 or 3; got {level}")
         return _zero_storage(level, axes, frozenset(range(axes) if over is None else over))
 
     def sharded_axes(self, kind: str) -> tuple[int, ...]:
-        """Return the indices of the axes along which `kind` (``"parameters"``, ``"gradients"``,
-        ``"optimizer_state"``) is sharded.
+        """Return the indices of the axes along which `kind` is sharded.
+
+        `kind` is ``"parameters"``, ``"gradients"`` or ``"optimizer_state"``.
         """
         return self._sharded_axes[kind]
 
@@ -142,7 +147,7 @@ class Storage:
     def _hash(self) -> int:
         return hash((self.parameters, self.gradients, self.optimizer_state))
 
-    def __hash__(self) -> int:  # searches look configurations up by the million
+    def __hash__(self) -> int:  # searches hash configurations by the million
         return self._hash
 
 
@@ -150,10 +155,14 @@ class Storage:
 class OpConfig:
     """One way to place an operator, or a block whose operators are alike, on a mesh.
 
-    `storage` says where parameters, gradients and optimizer state rest. `inputs`, `outputs` and
-    `parameters` say how the operator computes: a placement per axis for each tensor; without any,
-    as data parallelism has it (activations split along dim 0 over the data axes, parameters whole).
-    `recompute`: the forward runs again in the backward pass.
+    Args:
+        storage: where parameters, gradients and optimizer state are between steps.
+        recompute: the forward runs again in the backward pass.
+        inputs, outputs, parameters: how it computes, a placement per axis for each tensor; empty
+            for data parallelism (activations split along dim 0 over the data axes, parameters
+            replicated).
+        sums: placement of the sums of its products; empty for none.
+        gathers: names of the axes along which it gathers parameters before it computes.
     """
 
     storage: Storage
@@ -194,6 +203,7 @@ class OpConfig:
 # Searches ask for these by the thousand.
 @lru_cache(maxsize=1024)
 def _zero_storage(level: int, axes: int, along: frozenset[int]) -> Storage:
+    # level 1 shards the optimizer state, 2 the gradients too, 3 the parameters too
     def placed(needed: int) -> Placements:
         return tuple(
             Shard(0) if level >= needed and axis in along else Replicate() for axis in range(axes)
@@ -205,3 +215,66 @@ def _zero_storage(level: int, axes: int, along: frozenset[int]) -> Storage:
 @lru_cache(maxsize=1024)
 def _stored(storage: Storage, recompute: bool) -> OpConfig:
     return OpConfig(storage, recompute)
+
+
+# ---- modules that run jointly --------------------------------------------------------------------
+
+
+class JointModule(NamedTuple):
+    """A module that runs once on the samples of all ranks of a tensor group.
+
+    `module` is its path. `inputs` and `outputs` have, for each tensor among its arguments and
+    results in order, the dim of its samples; None for a tensor that does not depend on the batch,
+    and is equal on all ranks.
+    """
+
+    module: str
+    inputs: tuple[int | None, ...]
+    outputs: tuple[int | None, ...]
+
+    def holds(self, path: str) -> bool:
+        """Return whether `path` is the module, or something in it."""
+        return path == self.module or path.startswith(f"{self.module}.")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values."""
+        return {"module": self.module, "inputs": [*self.inputs], "outputs": [*self.outputs]}
+
+
+def joint_from_value(value: Any, *, name: str) -> tuple[JointModule, ...]:
+    """Read what `to_dict` wrote of several. Raises ValueError that names the entry."""
+    if not isinstance(value, list | tuple):
+        raise ValueError(f"{name} must be a list of modules, got {type(value).__name__}")
+    found = tuple(_one(entry, f"{name}[{index}]") for index, entry in enumerate(value))
+    # joint modules do not contain one another
+    for joint in found:
+        if inside := [
+            other.module for other in found if other is not joint and joint.holds(other.module)
+        ]:
+            raise ValueError(
+                f"{name}: module {inside[0]!r} is {joint.module!r}, or inside of it; name one of "
+                "them"
+            )
+    return found
+
+
+def _one(entry: Any, name: str) -> JointModule:
+    if not isinstance(entry, Mapping) or set(entry) != set(JointModule._fields):
+        raise ValueError(
+            f"{name} must be a mapping with the entries {', '.join(JointModule._fields)}"
+        )
+    module, inputs, outputs = (entry[field] for field in JointModule._fields)
+    if not isinstance(module, str) or not module:
+        raise ValueError(f"{name}.module must be the path of a module, got {module!r}")
+    return JointModule(module, _dims(inputs, f"{name}.inputs"), _dims(outputs, f"{name}.outputs"))
+
+
+def _dims(value: Any, name: str) -> tuple[int | None, ...]:
+    if not isinstance(value, list | tuple) or not all(
+        each is None or (type(each) is int and 0 <= each < 64) for each in value
+    ):
+        raise ValueError(
+            f"{name} must be a list with the dim of the samples of each tensor, or null; got "
+            f"{value!r}"
+        )
+    return tuple(value)

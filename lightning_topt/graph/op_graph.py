@@ -1,54 +1,60 @@
 """The operator graph of one training step: frozen values, validated once, with a JSON round trip.
 
-Symbols: B batch size (samples per rank), Amount(B) = fixed + per_sample * B.
-Nothing here knows how a graph was captured or what it will be used for.
+    graph.ops          operators in execution order, with their kernels and parameters
+    graph.edges        who feeds whom
+    graph.blocks       the modules that a plan decides about; "" is everything outside of them
+    graph.step         order of the kernels, lifetimes of all tensors (`step_memory`)
+
+Nothing here knows how a graph was captured or what it will be used for. In JSON, what repeats
+(kernels and shapes) is written once and referred to by index.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
-from collections.abc import Container, Iterable, Iterator
+import math
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from lightning_topt.graph.graph_json import decode_parts, encode_parts
-from lightning_topt.graph.operators import Block, Kernel, Op, Parameter, TensorEdge
-from lightning_topt.graph.quantities import Amount, TensorSpec
-from lightning_topt.graph.step_tensors import Module, ModuleCall, Step, StepTensor
-from lightning_topt.graph.timeline import Segment, segments
+import torch
 
-__all__ = [
-    "Amount",
-    "Block",
-    "Kernel",
-    "Module",
-    "ModuleCall",
-    "Op",
-    "OpGraph",
-    "Parameter",
-    "Segment",
-    "Step",
-    "StepTensor",
-    "TensorEdge",
-    "TensorSpec",
-    "model_fingerprint",
-]
+from lightning_topt.graph.step_memory import (
+    NOTHING,
+    Amount,
+    Module,
+    ModuleCall,
+    Segment,
+    Step,
+    StepTensor,
+    TensorSpec,
+    segments,
+)
 
 
 @dataclass(frozen=True)
 class OpGraph:
-    """One training step of `model`: operators, who feeds whom, parameters, blocks and the tensors
-    it makes.
+    """One training step of `model`: its operators, parameters, blocks and tensors.
 
-    `ops` are in execution order; `step` says when their kernels run and how long every tensor
-    lives. `buffer_bytes` are the module's buffers, `input_bytes` the batch. `batch_scaling` says
-    whether amounts are known for other batches than those of `batch_size` samples; without it they
-    are constants, and `batch_size` may be 1 for a batch whose size is unknown. `unused` are the
-    trainable parameters that the step gave no gradient. `whole_model`: the step is that of one
-    rank, whose parameters are slices of those of the model with this fingerprint. Raises ValueError
-    when the parts contradict.
+    Raises ValueError when the parts contradict one another.
+
+    Args:
+        model: class name of the module.
+        batch_size: samples of the batch that was captured; may be 1 for an unknown size.
+        ops: in execution order.
+        edges: which operator reads what another one made.
+        parameters: all of the module, also frozen ones.
+        blocks: ``""`` and the modules that a plan decides about.
+        step: when the kernels run and how long every tensor lives.
+        buffer_bytes: the module's buffers.
+        input_bytes: the batch.
+        batch_scaling: amounts are known for other batch sizes too; else they are constants.
+        unused: trainable parameters that the step gave no gradient.
+        whole_model: the step is that of one rank, whose parameters are slices of those of the
+            model with this fingerprint.
     """
 
     model: str
@@ -65,6 +71,7 @@ class OpGraph:
     whole_model: str | None = None
 
     def __post_init__(self) -> None:
+        # names are unique, and everything that refers to one of them finds it
         names = [op.name for op in self.ops]
         blocks = {block.name for block in self.blocks}
         known = set(names)
@@ -72,6 +79,7 @@ class OpGraph:
             raise ValueError("two operators have the same name")
         if self.batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
+        # edges, blocks and the step name what exists
         for edge in self.edges:
             if edge.source not in known or edge.target not in known:
                 raise ValueError(
@@ -92,18 +100,20 @@ class OpGraph:
 
     @cached_property
     def timeline(self) -> tuple[Segment, ...]:
-        """The memory of the step, block by block in forward order; the backward pass runs through
-        it in reverse.
+        """The memory of the step, block by block in forward order.
+
+        The backward pass runs through it in reverse.
         """
         return segments(self.step, [block.name for block in self.blocks])
 
     def with_blocks(self, blocks: Iterable[Block]) -> OpGraph:
-        """Return the same step with `blocks` to decide about: operators and parameters go to the
-        outermost block around them.
+        """Return the same step with other `blocks` to decide about.
 
-        `blocks` are block ``""`` and modules that are not inside one another. Raises ValueError
-        where one of them is no module of this graph.
+        Operators and parameters go to the outermost block around them. `blocks` are block ``""``
+        and modules that are not inside one another. Raises ValueError where one of them is no
+        module of this graph.
         """
+        # modules around an operator or parameter are tried from the outside in
         chosen = tuple(blocks)
         names = {block.name for block in chosen}
         if unknown := names - {"", *(module.path for module in self.step.modules)}:
@@ -143,8 +153,11 @@ class OpGraph:
 
 
 def model_fingerprint(model: str, parameters: Iterable[tuple[str, tuple[int, ...], str]]) -> str:
-    """Return a short hash of a model's class name and its parameters: name, shape and dtype
-    (``"float32"``) of each.
+    """Return a short hash of a model.
+
+    Args:
+        model: its class name.
+        parameters: name, shape and dtype (``"float32"``) of each parameter.
     """
     text = json.dumps(
         [model, sorted((name, list(shape), dtype) for name, shape, dtype in parameters)]
@@ -157,10 +170,255 @@ def _moved(item: Any, block: str) -> Any:
 
 
 def _around(name: str, paths: Container[str]) -> Iterator[str]:
-    """The modules of `paths` that parameter `name` is in, outermost first."""
+    """Return the modules among `paths` that parameter `name` is in, outermost first."""
     parts = name.split(".")[:-1]
     return (
         path
         for path in (".".join(parts[:count]) for count in range(1, len(parts) + 1))
         if path in paths
+    )
+
+
+# ---- parts ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Op:
+    """A leaf module call or a functional operator between modules.
+
+    `kind` is the class name of the leaf module, or ``"aten.add"``. `module` is the innermost module
+    that ran it, `block` the block it belongs to, `stack` all the modules around it, outermost
+    first; the last one is `module`.
+    """
+
+    name: str
+    kind: str
+    module: str
+    block: str
+    parameters: tuple[str, ...]
+    outputs: tuple[TensorSpec, ...]
+    forward: tuple[Kernel, ...]
+    backward: tuple[Kernel, ...]
+    saved_bytes: Amount
+    stack: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Identical low-level operator calls: `count` calls of `name` with `arguments`.
+
+    `arguments` is a JSON value from which the call can be made again on a device (see
+    `kernels.encode_arguments`). `flops`, `bytes` (read and written) and `allocated` (bytes of new
+    tensors, and of what it takes inside) are those of one call.
+    """
+
+    name: str
+    arguments: Any
+    flops: Amount
+    bytes: Amount
+    count: int = 1
+    allocated: Amount = NOTHING
+
+
+@dataclass(frozen=True)
+class TensorEdge:
+    """Operator `source` produces a tensor that operator `target` reads."""
+
+    source: str
+    target: str
+    tensor: TensorSpec
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter under the first name it is met by.
+
+    Tied weights list their other names in `aliases`.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    block: str
+    trainable: bool = True
+    aliases: tuple[str, ...] = ()
+
+    @cached_property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the unsharded parameter."""
+        return self.numel * int(getattr(torch, self.dtype).itemsize)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A module called once per step that a plan decides about, or ``""`` for all that is outside.
+
+    Blocks with equal `group` are repetitions of one structure. `recomputable` says whether its
+    forward may run again in the backward pass (see `blocks`).
+    """
+
+    name: str
+    group: int
+    recomputable: bool
+
+
+VERSION = 2  # of the JSON format
+_PLAIN = ("model", "batch_size", "buffer_bytes", "batch_scaling", "whole_model")
+
+
+# ---- JSON ----------------------------------------------------------------------------------------
+
+
+def encode_parts(graph: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of an OpGraph as a JSON value."""
+    # the table numbers kernels and shapes as they are met, and is written last
+    table = _Table()
+    step: Step = graph["step"]
+    return {
+        "version": VERSION,
+        **{name: graph[name] for name in _PLAIN},
+        "input_bytes": _amount(graph["input_bytes"]),
+        "unused": graph["unused"],
+        "parameters": [_fields(parameter) for parameter in graph["parameters"]],
+        "blocks": [_fields(block) for block in graph["blocks"]],
+        "ops": [table.op(op) for op in graph["ops"]],
+        "edges": [[edge.source, edge.target, table.spec(edge.tensor)] for edge in graph["edges"]],
+        "step": {
+            **_fields(step),
+            "tensors": [table.tensor(tensor) for tensor in step.tensors],
+            "calls": [list(_fields(call).values()) for call in step.calls],
+            "modules": [list(_fields(module).values()) for module in step.modules],
+            "workspaces": [[position, _amount(amount)] for position, amount in step.workspaces],
+        },
+        "kernels": [
+            {**_fields(k), **_amounts(k, "flops", "bytes", "allocated")}
+            for k in table.kernels.values()
+        ],
+        "specs": [list(_fields(spec).values()) for spec in table.specs],
+    }
+
+
+def decode_parts(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of an OpGraph from what `encode_parts` returned.
+
+    Raises ValueError on another version.
+    """
+    if data.get("version") != VERSION:
+        raise ValueError(
+            f"this graph was not written by version {VERSION} of the format; capture it again"
+        )
+    # what others refer to by index comes first
+    specs = [
+        TensorSpec(tuple(shape), dtype, batch_dim) for shape, dtype, batch_dim in data["specs"]
+    ]
+    kernels = [
+        Kernel(**{**k, **_read_amounts(k, "flops", "bytes", "allocated")}) for k in data["kernels"]
+    ]
+    return {
+        **{name: data.get(name) for name in _PLAIN},
+        "input_bytes": Amount(*data["input_bytes"]),
+        "unused": tuple(data["unused"]),
+        "parameters": tuple(
+            Parameter(**_tuples(p, "shape", "aliases")) for p in data["parameters"]
+        ),
+        "blocks": tuple(Block(**block) for block in data["blocks"]),
+        "ops": tuple(_read_op(op, specs, kernels) for op in data["ops"]),
+        "edges": tuple(
+            TensorEdge(source, target, specs[spec]) for source, target, spec in data["edges"]
+        ),
+        "step": _read_step(data["step"], specs),
+    }
+
+
+class _Table:
+    """Numbers of the kernels and shapes that were written so far."""
+
+    def __init__(self) -> None:
+        self.kernels: dict[str, Kernel] = {}
+        self.specs: dict[TensorSpec, int] = {}
+        self._numbers: dict[str, int] = {}
+
+    def spec(self, spec: TensorSpec) -> int:
+        return self.specs.setdefault(spec, len(self.specs))
+
+    def kernel(self, kernel: Kernel) -> int:
+        # frozen, but not hashable: arguments are JSON values
+        key = f"{kernel} {json.dumps(kernel.arguments)}"
+        self.kernels.setdefault(key, kernel)
+        return self._numbers.setdefault(key, len(self._numbers))
+
+    def op(self, op: Op) -> dict[str, Any]:
+        return {
+            **_fields(op),
+            **_amounts(op, "saved_bytes"),
+            "outputs": [self.spec(spec) for spec in op.outputs],
+            "forward": [self.kernel(kernel) for kernel in op.forward],
+            "backward": [self.kernel(kernel) for kernel in op.backward],
+        }
+
+    def tensor(self, tensor: StepTensor) -> list[Any]:
+        return list(
+            {
+                **_fields(tensor),
+                **_amounts(tensor, "bytes"),
+                "spec": self.spec(tensor.spec),
+            }.values()
+        )
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+
+
+def _amount(amount: Amount) -> list[float]:
+    return [amount.fixed, amount.per_sample]
+
+
+def _amounts(value: Any, *names: str) -> dict[str, Any]:
+    return {name: _amount(getattr(value, name)) for name in names}
+
+
+def _read_amounts(data: Mapping[str, Any], *names: str) -> dict[str, Amount]:
+    return {name: Amount(*data[name]) for name in names}
+
+
+def _tuples(data: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {**data, **{name: tuple(data[name]) for name in names}}
+
+
+def _read_op(data: Mapping[str, Any], specs: list[TensorSpec], kernels: list[Kernel]) -> Op:
+    calls = {
+        name: tuple(kernels[index] for index in data[name]) for name in ("forward", "backward")
+    }
+    outputs = tuple(specs[index] for index in data["outputs"])
+    return Op(
+        **{
+            **_tuples(data, "parameters", "stack"),
+            **_read_amounts(data, "saved_bytes"),
+            **calls,
+            "outputs": outputs,
+        }
+    )
+
+
+def _read_step(data: Mapping[str, Any], specs: list[TensorSpec]) -> Step:
+    return Step(
+        batch_sizes=tuple(data["batch_sizes"]),
+        order=tuple(data["order"]),
+        backward_start=data["backward_start"],
+        tensors=tuple(
+            StepTensor(producer, specs[spec], Amount(*size), *rest)
+            for producer, spec, size, *rest in data["tensors"]
+        ),
+        calls=tuple(
+            ModuleCall(module, first, end, tuple(inputs), tuple(outputs), *rest)
+            for module, first, end, inputs, outputs, *rest in data["calls"]
+        ),
+        modules=tuple(Module(*module) for module in data["modules"]),
+        workspaces=tuple((position, Amount(*amount)) for position, amount in data["workspaces"]),
     )

@@ -1,51 +1,99 @@
-"""A recording is what one run of a training step left behind: operators, calls of modules,
-lifetimes of memory. Plain values.
+"""What one run of a step left behind, and the operator graph that two such runs give.
+
+    first, second = (recorder.recording, ...)            # at two batch sizes (`recorder`)
+    graph = assemble(module, (first, second), ...)       # amounts are lines through both
 
 Time is counted in kernels: tick t is the moment after the t-th low-level call that computes
 something.
+
+[Note: one recording] One recording on fake tensors may stand for two. Its batch is `PRIME` times as
+large as the first: a size that is a multiple of `PRIME` follows the batch then, one of its square
+twice, and all others do not; strides, counts and bytes likewise. What this leaves open (a part of a
+batch, a batch and one more) raises `Unclear`. That other operators run on a batch as large is not
+found here: `capture.one_is_enough` compares with two recordings of the step without changes.
 """
 
 from __future__ import annotations
 
+import functools
+import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from lightning_topt.graph.kernels import Measured
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from lightning_topt.graph.errors import WAY_OUT, CaptureError
+from lightning_topt.graph.kernels import Measured, measure
+from lightning_topt.graph.op_graph import Block, Kernel, Op, OpGraph, Parameter, TensorEdge
+from lightning_topt.graph.step_memory import (
+    Amount,
+    Module,
+    ModuleCall,
+    Step,
+    StepTensor,
+    TensorSpec,
+)
 
 T = TypeVar("T")
 Shape = tuple[tuple[int, ...], str]  # sizes, dtype
 OUTSIDE = -1  # older than the recording: parameters, buffers, the batch
-COPIED = -2  # source of an edge that stands for those of a call left out
-
-
-def changed(value: T, **changes: Any) -> T:
-    """Return what `dataclasses.replace` does, in a fifth of its time: nothing is checked or made
-    anew.
-    """
-    made = object.__new__(type(value))
-    made.__dict__ = value.__dict__ | changes
-    return made
+SKIPPED = -2  # source of an edge that stands for those of a skipped call
 
 
 @dataclass(eq=False)
-class Storage:
-    """Memory of one tensor and its views: live at ticks ``born <= t < died``, made or last written
-    by operator `op`.
+class Recording:
+    """All that one run of a step did.
+
+    Args:
+        ops: operators in execution order.
+        edges: shape of what operator i gave to operator j, by (i, j).
+        storages: all memory that was allocated, in order.
+        calls: forward calls of modules, in the order of their beginnings.
+        kernel_ops: the operator at each tick.
+        kernels: its kernel; None for a call that was skipped.
+        writes: (tick, birth) of every tensor changed in place, `OUTSIDE` for older ones.
+        backward_start: tick of the first kernel of the backward pass.
+        with_gradient: parameters that the backward pass gave a gradient.
+        has_collectives: the step talked to other ranks.
+        models: pairs of equal calls that ran, whose repetitions were skipped (see `equal_calls`).
+        skipped: the calls that were skipped.
+        repetitions: the models by the paths of the modules whose calls were skipped.
+        measured_at: kernels at other batch sizes, by identity.
     """
 
-    bytes: int
-    born: int
-    op: int
-    shape: Shape
-    made: int = 0  # the tick at which it came; `born` may be later
-    died: float = math.inf
-    saved: bool = False  # for backward, by an operator that may still be to come
-    saved_by: int | None = None
-    gradient_of: str | None = None  # parameter whose gradient it is, or is added to
-    is_left: bool = False  # as a parameter's gradient when the step is over
-    parts: tuple[Storage, ...] = ()  # the gradients that autograd added to get this one
+    ops: list[OpRecord] = field(default_factory=list)
+    edges: dict[tuple[int, int], Shape] = field(default_factory=dict)
+    storages: list[StorageRecord] = field(default_factory=list)
+    calls: list[CallRecord] = field(default_factory=list)
+    kernel_ops: list[int] = field(default_factory=list)
+    kernels: list[Measured | None] = field(default_factory=list)
+    writes: list[tuple[int, int]] = field(default_factory=list)
+    backward_start: int = 0
+    with_gradient: set[str] = field(default_factory=set)
+    has_collectives: bool = False
+    models: list[tuple[Any, Any]] = field(default_factory=list)
+    skipped: list[Any] = field(default_factory=list)
+    repetitions: dict[str, Any] = field(default_factory=dict)
+    measured_at: dict[int, tuple[Measured, ...]] = field(default_factory=dict)
+
+    def sequence(self) -> Sequence[tuple[object, ...]]:
+        """Return what two comparable runs share: every operator, the names of its kernels."""
+        return [
+            (
+                op.name,
+                tuple(kernel.name for kernel in op.forward),
+                tuple(kernel.name for kernel in op.backward),
+            )
+            for op in self.ops
+        ]
 
 
 @dataclass(eq=False)
@@ -63,52 +111,437 @@ class OpRecord:
 
 
 @dataclass(eq=False)
-class Call:
+class CallRecord:
     """One forward call of the module at `path`, ticks ``enter <= t < exit``."""
 
     path: str
     enter: int
     exit: int
-    inputs: list[Storage]
-    outputs: list[Storage] = field(default_factory=list)
+    inputs: list[StorageRecord]
+    outputs: list[StorageRecord] = field(default_factory=list)
     needs_grad: bool = False
 
 
 @dataclass(eq=False)
-class Recording:
-    """A whole step.
+class StorageRecord:
+    """Memory of one tensor and its views, live at ticks ``born <= t < died``.
 
-    By tick: `kernel_ops` the operator, `kernels` its kernel, None for a call left out. `writes`:
-    (tick, birth) of every tensor changed in place. `with_gradient`: names of the parameters that
-    the backward pass gave a gradient. `copies` are calls left out and `models` what was run instead
-    (see `observed_calls`); `repetitions` are the models by the paths of the modules whose calls
-    were left out. `measured_at`: kernels at other sizes, by identity (see `one_recording`).
+    It was made, or last written to, by operator `op`.
     """
 
-    ops: list[OpRecord] = field(default_factory=list)
-    edges: dict[tuple[int, int], Shape] = field(default_factory=dict)
-    storages: list[Storage] = field(default_factory=list)
-    calls: list[Call] = field(default_factory=list)
-    kernel_ops: list[int] = field(default_factory=list)
-    kernels: list[Measured | None] = field(default_factory=list)
-    writes: list[tuple[int, int]] = field(default_factory=list)
-    backward_start: int = 0
-    with_gradient: set[str] = field(default_factory=set)
-    has_collectives: bool = False
-    models: list[tuple[Any, Any]] = field(default_factory=list)
-    copies: list[Any] = field(default_factory=list)
-    repetitions: dict[str, Any] = field(default_factory=dict)
-    measured_at: dict[int, tuple[Measured, ...]] = field(default_factory=dict)
+    bytes: int
+    born: int
+    op: int
+    shape: Shape
+    made: int = 0  # the tick at which it came; `born` may be later
+    died: float = math.inf
+    saved: bool = False  # for backward, by an operator that may still be to come
+    saved_by: int | None = None
+    gradient_of: str | None = None  # parameter whose gradient it is, or is added to
+    is_left: bool = False  # as a parameter's gradient when the step is over
+    parts: tuple[StorageRecord, ...] = ()  # the gradients that autograd added to get this one
 
-    def sequence(self) -> Sequence[tuple[object, ...]]:
-        """Return what two runs must have in common to be compared: every operator and the names of
-        its kernels.
-        """
-        return [
-            (
-                op.name,
-                tuple(kernel.name for kernel in op.forward),
-                tuple(kernel.name for kernel in op.backward),
+
+def changed(value: T, **changes: Any) -> T:
+    """Return what `dataclasses.replace` does, in a fifth of its time.
+
+    Nothing is checked or computed anew.
+    """
+    made = object.__new__(type(value))
+    made.__dict__ = value.__dict__ | changes
+    return made
+
+
+Sizes = tuple[int, int]  # the two batch sizes
+
+
+# ---- two recordings -> graph ---------------------------------------------------------------------
+
+
+def assemble(
+    module: nn.Module,
+    recordings: tuple[Recording, Recording],
+    *,
+    name: str,
+    sizes: Sizes,
+    input_bytes: tuple[int, int],
+) -> OpGraph:
+    """Return the graph of `module` from its recordings at two batch sizes, as one block.
+
+    Raises CaptureError when the recordings differ in more than shapes.
+
+    Args:
+        module: the copy that ran.
+        recordings: one per size; the same one twice gives a graph for that size alone.
+        name: of the model in the graph.
+        sizes: samples of the two batches.
+        input_bytes: bytes of the two batches.
+    """
+    _check_equal(recordings, sizes)
+    first, second = recordings
+    # Operators that only made views run no kernel: they are dropped, the others renumbered.
+    runs = {*first.kernel_ops}
+    kept = {
+        index: None
+        for index, op in enumerate(first.ops)
+        if op.forward or op.backward or index in runs
+    }
+    fit = _Fit(sizes)
+    ops = [fit.op(first.ops[index], second.ops[index]) for index in kept]
+    return OpGraph(
+        model=name,
+        batch_size=sizes[0],
+        ops=tuple(ops),
+        edges=tuple(
+            TensorEdge(first.ops[i].name, first.ops[j].name, fit.spec(shape, second.edges[i, j]))
+            for (i, j), shape in first.edges.items()
+            if i in kept and j in kept
+        ),
+        parameters=tuple(_parameters(module)),
+        blocks=(Block("", group=0, recomputable=False),),
+        step=_step(
+            module, recordings, fit, numbers={index: number for number, index in enumerate(kept)}
+        ),
+        buffer_bytes=sum(buffer.nbytes for buffer in module.buffers()),
+        input_bytes=Amount.fit(sizes, input_bytes),
+        batch_scaling=sizes[0] != sizes[1],
+        unused=tuple(
+            name
+            for name, p in module.named_parameters()
+            if p.requires_grad and name not in first.with_gradient
+        ),
+    )
+
+
+def _check_equal(recordings: tuple[Recording, Recording], sizes: Sizes) -> None:
+    """Raise CaptureError unless both recordings ran the same operators in the same order."""
+    if recordings[0] is recordings[1]:
+        return
+    first, second = (recording.sequence() for recording in recordings)
+    for a, b in zip(first, second, strict=False):
+        if a != b:
+            raise CaptureError(
+                f"training_step runs other operators on {sizes[0]} samples than on {sizes[1]}, "
+                f"first at {a[0]!r} against {b[0]!r}: the graph must not depend on the batch size. "
+                f"{WAY_OUT}"
             )
-            for op in self.ops
-        ]
+    if (
+        len(first) != len(second)
+        or recordings[0].edges.keys() != recordings[1].edges.keys()
+        or recordings[0].kernel_ops != recordings[1].kernel_ops
+        or len(recordings[0].storages) != len(recordings[1].storages)
+    ):
+        raise CaptureError(
+            f"training_step runs {len(first)} operators on {sizes[0]} samples and {len(second)} on "
+            f"{sizes[1]}, or connects them otherwise: the graph must not depend on the batch size. "
+            f"{WAY_OUT}"
+        )
+
+
+class _Fit:
+    """Values of the graph from two measurements.
+
+    What is the same object in both recordings is made once.
+    """
+
+    def __init__(self, sizes: Sizes) -> None:
+        self.sizes = sizes
+        self._amounts: dict[tuple[float, float], Amount] = {}
+        self._specs: dict[tuple[Shape, Shape], TensorSpec] = {}
+        self._kernels: dict[tuple[int, int], tuple[str, Kernel]] = {}
+        self._groups: dict[tuple[int, ...], tuple[Kernel, ...]] = {}
+
+    def amount(self, first: float, second: float) -> Amount:
+        key = first, second
+        if key not in self._amounts:
+            self._amounts[key] = Amount.fit(self.sizes, key)
+        return self._amounts[key]
+
+    def spec(self, first: Shape, second: Shape) -> TensorSpec:
+        key = first, second
+        if key not in self._specs:
+            # the dim that follows the batch is the first that differs
+            differing = [
+                dim for dim, (m, n) in enumerate(zip(first[0], second[0], strict=True)) if m != n
+            ]
+            self._specs[key] = TensorSpec(first[0], first[1], differing[0] if differing else None)
+        return self._specs[key]
+
+    def op(self, first: OpRecord, second: OpRecord) -> Op:
+        return Op(
+            name=first.name,
+            kind=first.kind,
+            module=first.stack[-1] if first.stack else "",
+            block="",
+            parameters=tuple(first.parameters),
+            outputs=tuple(
+                self.spec(a, b) for a, b in zip(first.outputs, second.outputs, strict=True)
+            ),
+            forward=self.kernels(first.forward, second.forward),
+            backward=self.kernels(first.backward, second.backward),
+            saved_bytes=self.amount(first.saved_bytes, second.saved_bytes),
+            stack=first.stack,
+        )
+
+    def kernels(self, first: Sequence[Measured], second: Sequence[Measured]) -> tuple[Kernel, ...]:
+        """Return one Kernel for all identical calls, in the order of their first call."""
+        calls = [self._kernel(a, b) for a, b in zip(first, second, strict=True)]
+        key = tuple(id(call) for call in calls)
+        if key not in self._groups:
+            groups: dict[str, list[Kernel]] = {}
+            for text, kernel in calls:
+                groups.setdefault(text, []).append(kernel)
+            self._groups[key] = tuple(
+                replace(group[0], count=len(group)) for group in groups.values()
+            )
+        return self._groups[key]
+
+    def _kernel(self, first: Measured, second: Measured) -> tuple[str, Kernel]:
+        # recorders make one object for all equal calls
+        found = self._kernels.get((id(first), id(second)))
+        if found is None:
+            flops = self.amount(first.flops, second.flops)
+            size = self.amount(first.bytes, second.bytes)
+            allocated = self.amount(
+                first.allocated + first.workspace, second.allocated + second.workspace
+            )
+            text = json.dumps([first.name, first.arguments, flops.per_sample, size.per_sample])
+            found = text, Kernel(first.name, first.arguments, flops, size, allocated=allocated)
+            self._kernels[id(first), id(second)] = found
+        return found
+
+
+def _parameters(module: nn.Module) -> list[Parameter]:
+    names: dict[int, list[str]] = {}
+    tensors = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+        tensors[id(parameter)] = parameter
+    return [
+        Parameter(
+            name=first,
+            shape=tuple(tensors[key].shape),
+            dtype=str(tensors[key].dtype).removeprefix("torch."),
+            block="",
+            trainable=tensors[key].requires_grad,
+            aliases=tuple(aliases),
+        )
+        for key, (first, *aliases) in names.items()
+    ]
+
+
+def _step(
+    module: nn.Module,
+    recordings: tuple[Recording, Recording],
+    fit: _Fit,
+    *,
+    numbers: Mapping[int, int],
+) -> Step:
+    first, second = recordings
+    ticks = len(first.kernel_ops)
+    indices = {id(storage): index for index, storage in enumerate(first.storages)}
+    return Step(
+        batch_sizes=fit.sizes,
+        order=tuple(numbers[index] for index in first.kernel_ops),
+        backward_start=first.backward_start,
+        tensors=tuple(
+            _tensor(a, b, fit, names=first.ops, ticks=ticks)
+            for a, b in zip(first.storages, second.storages, strict=True)
+        ),
+        calls=tuple(_calls(first, indices)),
+        modules=tuple(_modules(module)),
+        workspaces=tuple(
+            (tick, fit.amount(a.workspace, b.workspace))
+            for tick, (a, b) in enumerate(zip(first.kernels, second.kernels, strict=True))
+            if a is not None and b is not None and (a.workspace or b.workspace)
+        ),
+    )
+
+
+def _tensor(
+    first: StorageRecord, second: StorageRecord, fit: _Fit, *, names: Sequence[OpRecord], ticks: int
+) -> StepTensor:
+    """Return a tensor of the graph; one that the step leaves behind ends after its last tick."""
+    return StepTensor(
+        producer=names[first.op].name,
+        spec=fit.spec(first.shape, second.shape),
+        bytes=fit.amount(first.bytes, second.bytes),
+        first=first.born,
+        end=ticks + 1 if first.is_left else max(first.born, int(min(first.died, ticks + 1))),
+        saved_by=None if first.saved_by is None else names[first.saved_by].name,
+        gradient_of=first.gradient_of,
+    )
+
+
+def _calls(recording: Recording, indices: Mapping[int, int]) -> Iterable[ModuleCall]:
+    """Yield the calls of modules, with the storages that they read and made by index."""
+    # writes are in the order of time: those during a call are found by bisection
+    ticks = [tick for tick, _ in recording.writes]
+    for call in recording.calls:
+        writes = recording.writes[bisect_left(ticks, call.enter) : bisect_left(ticks, call.exit)]
+        yield ModuleCall(
+            call.path,
+            first=call.enter,
+            end=call.exit,
+            inputs=tuple(indices[id(storage)] for storage in call.inputs),
+            outputs=tuple(indices[id(storage)] for storage in call.outputs),
+            needs_grad=call.needs_grad,
+            writes_outside=any(born < call.enter for _, born in writes),
+        )
+
+
+def _modules(root: nn.Module) -> Iterable[Module]:
+    """Return the submodules, parents first; see `Module` for what makes them equal."""
+    numbers: dict[Hashable, int] = {}
+    found: list[Module] = []
+
+    def visit(module: nn.Module, path: str, around: frozenset[int]) -> int:
+        position = len(found)
+        children = tuple(
+            (name, visit(child, f"{path}.{name}" if path else name, around | {id(child)}))
+            for name, child in module.named_children()
+            if id(child) not in around
+        )
+        parameters = tuple(
+            (name, p.shape, p.dtype, p.requires_grad)
+            for name, p in module._parameters.items()
+            if p is not None
+        )
+        structure = numbers.setdefault((type(module), parameters, children), len(numbers))
+        if path:
+            found.insert(position, Module(path, structure))
+        return structure
+
+    visit(root, "", frozenset({id(root)}))
+    return found
+
+
+PRIME = 1_048_583
+TIMES = 1, 2  # the two sizes, in batches
+_LARGEST = PRIME // 4  # a larger size that is no multiple may be a part of the batch
+
+
+class Unclear(Exception):
+    """It is not clear whether a size follows the batch."""
+
+
+# ---- one recording at other sizes ----------------------------------------------------------------
+
+
+def recording_at(recording: Recording, place: int) -> Recording:
+    """Return `recording`, of `PRIME` batches, as if made with ``TIMES[place]`` batches.
+
+    Raises Unclear.
+    """
+    times, measured = TIMES[place], recording.measured_at
+    # bytes that each operator saved, by its storages: then, and at the new size
+    saved: Counter[int] = Counter()
+    saved_now: Counter[int] = Counter()
+    new: dict[int, StorageRecord] = {}
+    for storage in recording.storages:
+        resized = changed(
+            storage, bytes=number_at(times, storage.bytes), shape=shape_at(times, storage.shape)
+        )
+        new[id(storage)] = resized
+        if storage.saved_by is not None:
+            saved[storage.saved_by] += storage.bytes
+            saved_now[storage.saved_by] += resized.bytes
+    if any(saved[index] != op.saved_bytes for index, op in enumerate(recording.ops)):
+        raise Unclear("bytes were saved that are in no tensor")
+    # all that has a size, at the new one; storages keep their identity in calls
+    ops = [
+        changed(
+            op,
+            outputs=[shape_at(times, shape) for shape in op.outputs],
+            forward=[measured[id(kernel)][place] for kernel in op.forward],
+            backward=[measured[id(kernel)][place] for kernel in op.backward],
+            saved_bytes=saved_now[index],
+        )
+        for index, op in enumerate(recording.ops)
+    ]
+    calls = [
+        changed(
+            call,
+            inputs=[new[id(storage)] for storage in call.inputs],
+            outputs=[new[id(s)] for s in call.outputs],
+        )
+        for call in recording.calls
+    ]
+    return changed(
+        recording,
+        ops=ops,
+        edges={pair: shape_at(times, shape) for pair, shape in recording.edges.items()},
+        storages=[*new.values()],
+        calls=calls,
+        kernels=[
+            None if kernel is None else measured[id(kernel)][place] for kernel in recording.kernels
+        ],
+    )
+
+
+def measure_at_sizes(
+    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, mode: FakeTensorMode
+) -> tuple[Measured, ...]:
+    """Return what `measure` does, of the call with each of `TIMES` batches.
+
+    Raises Unclear.
+    """
+    return tuple(
+        measure(func, resized.of(args), resized.of(kwargs), resized.of(out))
+        for resized in (_Resized(times, mode) for times in TIMES)
+    )
+
+
+class _Resized:
+    """Make fake tensors of other sizes; those that share memory do so again."""
+
+    def __init__(self, times: int, mode: FakeTensorMode) -> None:
+        self._times, self._mode = times, mode
+        self._memory: dict[int, Tensor] = {}
+
+    def of(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._tensor(value) if value.layout is torch.strided else value
+        if isinstance(value, dict):
+            return {key: self.of(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            items = [self.of(item) for item in value]
+            return items if isinstance(value, list) else tuple(items)
+        return number_at(self._times, value)
+
+    def _tensor(self, tensor: Tensor) -> Tensor:
+        # shape, strides, offset and memory follow the batch by the same rule
+        storage = tensor.untyped_storage()
+        shape, _ = shape_at(self._times, (tuple(tensor.shape), ""))
+        stride = [number_at(self._times, step) for step in tensor.stride()]
+        offset = number_at(self._times, tensor.storage_offset())
+        with _disable_current_modes():
+            if storage._cdata not in self._memory:
+                size = number_at(self._times, storage.nbytes())
+                self._memory[storage._cdata] = torch.empty(size, dtype=torch.uint8, device="meta")
+            view = torch.empty(0, dtype=tensor.dtype, device="meta")
+            view.set_(self._memory[storage._cdata].untyped_storage(), offset, shape, stride)
+            return FakeTensor(self._mode, view, tensor.device)
+
+
+def size_at(times: int, size: int) -> int:
+    """Return a size with `times` batches instead of `PRIME`. Raises Unclear."""
+    if size % PRIME and size > _LARGEST:
+        raise Unclear(f"{size} may be a part of {PRIME} batches")
+    found: int = number_at(times, size)
+    return found
+
+
+def number_at(times: int, number: Any) -> Any:
+    """Return an argument of a call likewise; what is no multiple or no number stays."""
+    if type(number) is not int and not (type(number) is float and number.is_integer()):
+        return number
+    while number and not number % PRIME:
+        number = number // PRIME * times
+    return number
+
+
+@functools.lru_cache(maxsize=2**14)
+def shape_at(times: int, shape: Shape) -> Shape:
+    """Return a shape likewise. Raises Unclear."""
+    return tuple(size_at(times, size) for size in shape[0]), shape[1]

@@ -1,16 +1,22 @@
-"""Watch one real training step of a live module, and return its operator graph. Nothing runs that
-would not run anyway.
+"""Watch real training steps of a live module. Nothing runs that would not run anyway.
 
-    observer = StepObserver(module, batch)
+    observer = StepObserver(module, batch)      # one step: its operator graph
     with observer.forward():
         loss = module.training_step(batch, 0)
     with observer.backward(loss):
         loss.backward()
     graph = observer.graph()
 
+    timer = StepTimer(device)                   # later steps: seconds of every operator
+    with timer:
+        loss = module.training_step(batch, 0)
+    with timer:
+        loss.backward()
+    timer.seconds()
+
 A dispatch mode sees every operator with its real arguments, and hooks see calls of modules
-(`record`). What runs beside the step (DDP's buckets, a loss scaler) is left out. The graph is the
-one that `capture` makes on fake tensors, for batches of this size; only which operator saved a
+(`recorder`). What runs beside the step (DDP's buckets, a loss scaler) is not recorded. The graph is
+the one that `capture` makes on fake tensors, for batches of this size; only which operator saved a
 tensor for backward is not known, since the step saves them in its own way.
 
 [Note: pure calls] A module may run its forward again in the backward pass if its call, as it was
@@ -27,50 +33,52 @@ seen,
 from __future__ import annotations
 
 import dataclasses
-import random
-from collections import Counter
+import json
+import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from time import perf_counter
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
+from torch._ops import HigherOrderOperator, OpOverload
 
-from lightning_topt.graph.assemble import assemble
-from lightning_topt.graph.blocks import choose_blocks, may_repeat
-from lightning_topt.graph.collective_ops import is_collective
+from lightning_topt.graph.blocks import choose_blocks, mark_repeatable, repeat_candidates
+from lightning_topt.graph.capture import call_training_step, loss_of
 from lightning_topt.graph.errors import CaptureError
-from lightning_topt.graph.live_storages import LiveStorages
+from lightning_topt.graph.kernels import (
+    ALLOCATIONS,
+    QUERIES,
+    encode_arguments,
+    freeze,
+    is_collective,
+    is_strided,
+    is_view,
+)
 from lightning_topt.graph.module_copy import filled_copy
 from lightning_topt.graph.op_graph import OpGraph
-from lightning_topt.graph.python_state import describe, describe_surroundings
-from lightning_topt.graph.record import Recorder
-from lightning_topt.graph.recording import Call
-from lightning_topt.graph.sample_counts import common_size
-from lightning_topt.graph.step_run import call_training_step, loss_of
-from lightning_topt.graph.structures import copied_batch, tensors_in
-from lightning_topt.graph.writes import is_strided
+from lightning_topt.graph.python_state import ModuleState, describe, host_random_state
+from lightning_topt.graph.recorder import LiveMode, LiveStorages, Recorder
+from lightning_topt.graph.recording import CallRecord, assemble
+from lightning_topt.graph.structures import common_size, copied_batch, nbytes_of, tensors_in
 
 _PLAIN = (Tensor, bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
-_REGISTRIES = frozenset(["_parameters", "_buffers", "_modules"])
 
 
 class StepObserver:
-    """Watches one training step of `module` with the arguments `batch`; `name` is that of the model
-    in the graph.
+    """Watches one training step of `module` with the arguments `batch`.
 
-    Whatever goes wrong in watching never reaches the step: `graph` says so afterwards.
+    `name` is that of the model in the graph. Whatever goes wrong in watching never reaches the
+    step: `graph` says so afterwards.
     """
 
     def __init__(self, module: nn.Module, batch: Any, *, name: str | None = None) -> None:
         self.module, self.name = module, name or type(module).__name__
         leaves = list(tensors_in(batch))
         self._samples = common_size(batch)
-        self._input_bytes = sum(
-            t.nbytes if is_strided(t) else t.numel() * t.element_size() for t in leaves
-        )
+        self._input_bytes = nbytes_of(leaves)
+        # Python state and calls are compared beside the recording
         self._state = ModuleState(module)
         self._has_loss = False
         self._recorder = Recorder(module, leaves, live=True)
@@ -97,13 +105,11 @@ class StepObserver:
         self._recorder.close()
 
     def graph(self, *, changed: Iterable[str] | None = None) -> OpGraph:
-        """Return the graph of the step that is over, with the blocks that are chosen where nobody
-        says otherwise.
+        """Return the graph of the step that is over, cut into the default blocks.
 
         `changed` are paths of modules whose attributes a step leaves changed, where a later step
-        has shown them; None: those that this one did.
-
-        Raises CaptureError where the step was not seen whole.
+        has shown them; None: those that this one did. Raises CaptureError where the step was not
+        seen completely.
         """
         recording, problem = self._recorder.recording, self._recorder.problem
         self.close()
@@ -120,23 +126,16 @@ class StepObserver:
             sizes=(self._samples, self._samples),
             input_bytes=(self._input_bytes, self._input_bytes),
         )
+        # which modules may run again: called once, pure as seen, nothing inside of them changed
         changed = self._state.changed() if changed is None else set(changed)
-        calls = Counter(call.module for call in graph.step.calls)
         impure = self._calls.impure()
         pure = {
-            call.module
-            for call in graph.step.calls
-            if calls[call.module] == 1
-            and may_repeat(call)
-            and call.module not in impure
-            and not any(
-                path == call.module or path.startswith(f"{call.module}.") for path in changed
-            )
+            module
+            for module in repeat_candidates(graph)
+            if module not in impure
+            and not any(path == module or path.startswith(f"{module}.") for path in changed)
         }
-        modules = tuple(
-            dataclasses.replace(m, repeatable=m.path in pure) for m in graph.step.modules
-        )
-        graph = dataclasses.replace(graph, step=dataclasses.replace(graph.step, modules=modules))
+        graph = mark_repeatable(graph, pure)
         return graph.with_blocks(choose_blocks(graph))
 
 
@@ -146,12 +145,11 @@ def observe_step(
     *,
     forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> OpGraph:
-    """Run one real step of a copy of `module` on the CPU, and return its graph, for batches of the
-    size of `batch`.
+    """Run one real step of a copy of `module` on the CPU, and return its graph.
 
-    For commands, in a process of their own: the copy is silent, but its code runs, and may leave
-    traces in this process. Raises CaptureError where the step was not seen whole, and whatever the
-    step itself raises.
+    The graph holds for batches of the size of `batch`. This is for commands, in a process of their
+    own: the copy is silent, but its code runs, and may leave traces in this process. Raises
+    CaptureError where the step was not seen completely, and whatever the step itself raises.
     """
     copied = filled_copy(module)
     observer = StepObserver(copied, (batch := copied_batch(batch)))
@@ -166,66 +164,15 @@ def observe_step(
         observer.close()
 
 
-class ModuleState:
-    """The attributes of each part of `module`, and the globals of the files that their classes are
-    in, at one moment.
-
-    Nothing is copied or called: values are described (`python_state`), tensors by their shapes.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._parts, self._files = _attributes_of(module), _files_of(module)
-
-    def changed(self) -> set[str]:
-        """Return the paths of the modules that have changed since."""
-        now, files = _attributes_of(self._module), _files_of(self._module)
-        paths = {
-            path
-            for path in self._parts.keys() | now.keys()
-            if self._parts.get(path) != now.get(path)
-        }
-        classes = {
-            name
-            for name, (cls, state) in files.items()
-            if self._files.get(name, (cls, None))[1] != state
-        }
-        return paths | {
-            path
-            for path, part in self._module.named_modules()
-            if _class_name(type(part)) in classes
-        }
-
-
-def _class_name(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
-
-
-def _attributes_of(module: nn.Module) -> dict[str, Any]:
-    found = {}
-    for path, part in module.named_modules():
-        if path:  # the root is no block, and Lightning keeps its own notes there
-            own = {
-                name: value
-                for name, value in vars(part).items()
-                if name not in _REGISTRIES and "_hooks" not in name
-            }
-            found[path] = describe([own])
-    return found
-
-
-def _files_of(module: nn.Module) -> dict[str, tuple[type, Any]]:
-    classes = {_class_name(type(part)): type(part) for path, part in module.named_modules() if path}
-    return {name: (cls, describe_surroundings([cls])) for name, cls in classes.items()}
-
-
 @dataclasses.dataclass(eq=False)
 class _Open:
-    """A call under way: how its arguments looked, where the generators of Python and NumPy were,
-    and the storages of this step that it read though they are older than the call.
+    """A call under way.
+
+    `before` is how its `arguments` were, `drawn` where the generators of Python and NumPy were.
+    `read` are the storages of this step that it read though they are older than the call.
     """
 
-    call: Call
+    call: CallRecord
     arguments: Callable[[], Any] | None
     before: Any
     drawn: Any
@@ -233,11 +180,10 @@ class _Open:
 
 
 class _CallPurity:
-    """See [Note: pure calls]: what calls read and do beside their arguments, while they are
-    recorded.
+    """What calls read and do beside their arguments, while they are recorded.
 
-    `known` tensors may be read by anybody and are not written to in a step that a plan suits;
-    `buffers` may be written to.
+    See [Note: pure calls]. `known` tensors may be read by anybody and are not written to in a step
+    that a plan suits; `buffers` may be written to.
     """
 
     def __init__(
@@ -250,7 +196,7 @@ class _CallPurity:
         } - self._known
         self._open: list[_Open] = []
         self._impure: set[str] = set()
-        # paths of the calls that read memory older than the step, by its address
+        # paths of the calls that read memory older than the step, by address
         self._read: dict[int, set[str]] = {}
         self._written: set[int] = set()
         self._held: list[Any] = []  # so that no address is used twice
@@ -261,24 +207,25 @@ class _CallPurity:
             *(paths for address, paths in self._read.items() if address in self._written)
         )
 
-    def enter(self, call: Call, module: nn.Module, args: Any) -> None:
+    def enter(self, call: CallRecord, module: nn.Module, args: Any) -> None:
         """A call begins."""
         others = [value for value in args if not isinstance(value, _PLAIN)]
         arguments = (lambda: describe(others, identities=True)) if others else None
-        drawn = None if type(module).__module__.startswith("torch.nn.") else _drawn()
+        drawn = None if type(module).__module__.startswith("torch.nn.") else host_random_state()
         self._open.append(_Open(call, arguments, arguments() if arguments else None, drawn))
 
-    def leave(self, call: Call, kwargs: Any) -> None:
+    def leave(self, call: CallRecord, kwargs: Any) -> None:
         """The innermost call under way ends."""
         ended = self._open.pop()
         path = ended.call.path
         if ended.arguments is not None and ended.arguments() != ended.before:
             self._impure.add(path)
-        # how they looked before is not known
+        # what they were before is not known
         if any(not isinstance(value, _PLAIN) for value in kwargs.values()):
             self._impure.add(path)
-        if ended.drawn is not None and ended.drawn != _drawn():
+        if ended.drawn is not None and ended.drawn != host_random_state():
             self._impure.update(each.call.path for each in (ended, *self._open))
+        # read a tensor of this step that it was not given
         if ended.read.keys() - set(map(id, ended.call.inputs)):
             self._impure.add(path)
 
@@ -309,7 +256,78 @@ class _CallPurity:
             self._written.add(tensor.untyped_storage()._cdata)
 
 
-def _drawn() -> Mapping[str, Any]:
-    """The states of the generators that a recomputation does not set back."""
-    state: Any = np.random.get_state()
-    return {"python": random.getstate(), "numpy": (state[1].tobytes(), *state[2:])}
+# ---- seconds of operators ------------------------------------------------------------------------
+
+
+class StepTimer(LiveMode):
+    """A mode that times every operator in place, with its own arguments and warm caches.
+
+    Enter it around the forward and the backward pass of one or more steps. Kernels are named as in
+    an `OpGraph`, so that a search finds them (`costs.compute.kernel_key`). On CPUs a call takes
+    from its beginning to its end; on CUDA the device's time between two events counts.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._on_host = device.type == "cpu"
+        self._times: dict[Any, list[Any]] = {}
+        self._names: dict[Any, tuple[str, str]] = {}
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run `func` between two readings of the clock."""
+        kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):
+            return func(*args, **kwargs)
+        name = func._schema.name
+        if name in QUERIES or name in ALLOCATIONS or is_view(func) or is_collective(func):
+            return func(*args, **kwargs)
+        try:
+            key = self._key(func, args, kwargs)
+        except Exception:  # tensors of which not even the shape can be asked
+            return func(*args, **kwargs)
+        if self._on_host:
+            start = perf_counter()
+            out = func(*args, **kwargs)
+            self._times[key].append(perf_counter() - start)
+            return out
+        # on the device: nothing waits, events are read in `seconds`
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        first.record()
+        out = func(*args, **kwargs)
+        last.record()
+        self._times[key].append((first, last))
+        return out
+
+    def _key(self, func: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Return what sets calls of one kernel apart from others.
+
+        Its name is made once, before the call may change its arguments.
+        """
+        tensors: list[Tensor] = []
+        key = func, freeze(args, tensors), freeze(tuple(kwargs.items()), tensors)
+        if key not in self._times:
+            self._times[key] = []
+            self._names[key] = str(func), json.dumps(encode_arguments(args, kwargs), sort_keys=True)
+        return key
+
+    def seconds(self) -> Mapping[tuple[str, str], float]:
+        """Return the median seconds of the calls of each kernel.
+
+        Keys are its name and the JSON text of its arguments.
+        """
+        if not self._on_host and self._times:
+            torch.cuda.synchronize()
+        found: dict[tuple[str, str], float] = {}
+        for key, times in self._times.items():
+            if times:
+                calls = (
+                    times
+                    if self._on_host
+                    else [first.elapsed_time(last) / 1e3 for first, last in times]
+                )
+                found[self._names[key]] = statistics.median(calls)
+        return found

@@ -1,21 +1,20 @@
-"""Whether a training step changed anything but tensors, buffers, logs and metrics, seen from
-outside while it ran once.
+"""Whether a training step changed anything but tensors, buffers, logs and metrics.
 
-watch = PurityWatch(module)
-...                                  # training_step, once
-watch.change()                       # "attribute 'count' of Net changed"; None for a pure step
+    watch = PurityWatch(module)
+    ...                                  # training_step, once
+    watch.change()                       # "attribute 'count' of Net changed"; None for a pure step
 
-Nothing is copied and no code of the user is called: what is reachable is looked at shallowly,
-object by object, before and after: which objects it holds, numbers and strings by value, arrays and
+Nothing is copied and no code of the user is called: what can be reached is read shallowly, object
+by object, before and after: which objects it holds, numbers and strings by value, arrays and
 generators by their contents, tensors by identity and version. What cannot be compared counts as
 changed.
 
 [Note: what is watched] From the module: attributes of all its parts but metrics and what Lightning
-keeps there, containers and objects in them; of the code that a step may run, as far as names tell,
-closures, defaults, attributes of classes, and the globals that it names in files of the user;
-attributes of the data module and of callbacks. Values of parameters and buffers are free to change,
+keeps there, containers and objects in them. Of code that a step may run, judged by names: closures,
+defaults, attributes of classes, and globals in files of the user. Attributes of the data module and
+of callbacks. Values of parameters and buffers are free to change,
 which buffer it is too. So are torch's default generators, but not Python's and NumPy's. What only
-writes to screens and loggers is not looked at, nor what is ours.
+writes to screens and loggers is not watched, nor what is ours.
 """
 
 from __future__ import annotations
@@ -49,65 +48,32 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from lightning_topt.graph.containers import is_users
-from lightning_topt.graph.silence import runs_metrics
+from lightning_topt.graph.errors import is_users
+from lightning_topt.graph.module_copy import runs_metrics
 
 MAX_OBJECTS = 200_000
 MAX_ITEMS = 100_000
 MAX_BYTES = 1 << 28  # of an array whose contents are compared
-
 _ATOMS: tuple[type, ...] = (
-    *(
-        str,
-        bytes,
-        bool,
-        int,
-        float,
-        complex,
-        type(None),
-        type(...),
-        range,
-        slice,
-        np.generic,
-        np.dtype,
-    ),
+    *(str, bytes, bool, int, float, complex, type(None), type(...), range, slice),
+    *(np.generic, np.dtype),
     *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format),
 )
 # Cannot change, or have nothing that a step depends on.
 _SETTLED: tuple[Any, ...] = (
     *(enum.Enum, re.Pattern, decimal.Decimal, uuid.UUID, pathlib.PurePath),
     *(datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo),
-    *(
-        types.BuiltinFunctionType,
-        types.MethodDescriptorType,
-        types.WrapperDescriptorType,
-        types.CodeType,
-    ),
-    *(
-        types.MethodWrapperType,
-        types.GetSetDescriptorType,
-        types.MemberDescriptorType,
-        types.ClassMethodDescriptorType,
-    ),
+    *(types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType),
+    *(types.MethodWrapperType, types.GetSetDescriptorType, types.MemberDescriptorType),
+    *(types.ClassMethodDescriptorType, types.CodeType, types.GenericAlias, typing.TypeVar),
     *(operator.attrgetter, operator.itemgetter, operator.methodcaller),
-    *(
-        weakref.ref,
-        types.GenericAlias,
-        typing.TypeVar,
-        type(threading.Lock()),
-        type(threading.RLock()),
-    ),
+    *(weakref.ref, type(threading.Lock()), type(threading.RLock())),
     *(logging.Logger, logging.Handler, torch.Stream, torch.Event, np.ufunc, type(np.asarray)),
     *(torch._ops.OpOverload, torch._ops.OpOverloadPacket),
 )
 _BUFFERS = (
-    bytearray,
-    memoryview,
-    array,
-    mmap.mmap,
-    ctypes.Array,
-    ctypes._SimpleCData,
-    ctypes.Structure,
+    *(bytearray, memoryview, array, mmap.mmap),
+    *(ctypes.Array, ctypes._SimpleCData, ctypes.Structure),
 )
 _CONTAINERS = (list, tuple, set, frozenset, collections.deque)
 _CALLABLES = (types.MethodType, functools.partial, property, staticmethod, classmethod)
@@ -117,7 +83,7 @@ _LOGS = {
     *("lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "torchmetrics"),
     *("logging", "tqdm", "rich"),
     *("wandb", "tensorboard", "tensorboardX", "mlflow", "neptune", "comet_ml"),
-    "lightning_topt",  # which may look on
+    "lightning_topt",  # which may be watching
 }
 _REGISTRIES = frozenset(["_buffers", "_non_persistent_buffers_set"])
 _SLOT_BYTES = 8
@@ -128,7 +94,7 @@ class _Plain:
 
 
 class _Held(NamedTuple):
-    """A tensor, without keeping it alive, as it is now."""
+    """A tensor as it is now, without keeping it alive."""
 
     tensor: weakref.ref[Tensor]
     version: int | None
@@ -144,8 +110,9 @@ Entry = tuple[str, Any]  # what to call it, what it is
 
 
 class _Scope(NamedTuple):
-    """A class of a module, or a file: of its names those count that code asks for; `done` have been
-    looked at.
+    """A class of a module, or a file.
+
+    Of its names those count that code asks for; `done` have been read.
     """
 
     name: str
@@ -154,7 +121,7 @@ class _Scope(NamedTuple):
 
 
 class PurityWatch:
-    """Looks at all that a step of `module` can reach when it is made; `change` looks again."""
+    """Reads all that a step of `module` can reach when it is made; `change` reads it again."""
 
     def __init__(self, module: nn.Module) -> None:
         self._own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
@@ -164,6 +131,7 @@ class PurityWatch:
         self._names = {"training_step", "forward", "__call__", "__getattr__"}
         self._scopes: list[_Scope] = []
         self._todo: collections.deque[Entry] = collections.deque([("the module", module)])
+        # all that the module leads to, then random states, then the trainer's user code
         self._walk()
         self._watch(_generators)
         self._watch_trainer(vars(module).get("_trainer"))
@@ -177,6 +145,7 @@ class PurityWatch:
                     f"more than {MAX_OBJECTS} objects can be reached, too many to compare"
                 )
                 self._todo.clear()
+            # code that was met since names more globals and attributes: these are read as well
             for scope in self._scopes:
                 if new := self._names - scope.done:
                     scope.done.update(new)
@@ -194,9 +163,11 @@ class PurityWatch:
         self._todo.clear()
 
     def change(self) -> str | None:
-        """Return what has changed since, or what cannot be compared, as a clause; None where
-        nothing has.
+        """Return what has changed since, or what cannot be compared, as a clause.
+
+        None where nothing has.
         """
+        # the same readers again, in the same order
         for read, before in self._before:
             after = list(self._held(read()))
             if (name := _difference(before, after)) is not None:
@@ -225,7 +196,9 @@ class PurityWatch:
     # ---- what is inside --------------------------------------------------------------------------
 
     def _visit(self, name: str, value: Any) -> None:
-        kind = type(value)  # `isinstance` may ask the object for its class
+        """Find out how to read `value`, and watch it."""
+        # By class, and by `type`: `isinstance` may ask the object for its class.
+        kind = type(value)
         if id(value) in self._seen or issubclass(kind, _SETTLED):
             return
         self._seen[id(value)] = value
@@ -249,7 +222,7 @@ class PurityWatch:
             self._visit_object(name, value, kind)
 
     def _visit_module(self, module: nn.Module) -> None:
-        if not runs_metrics(module):
+        if not runs_metrics(module):  # metrics count by design
             skipped = _REGISTRIES | _names_of_lightning(type(module))
             self._watch(functools.partial(_of_module, module, skipped))
             for cls in type(module).__mro__:
@@ -260,7 +233,7 @@ class PurityWatch:
                     )
 
     def _visit_class(self, cls: type) -> None:
-        """All code of a class that a step may use."""
+        """Watch all code of a class that a step may use."""
         if is_users(cls.__module__):
             self._watch(functools.partial(_of_class, cls))
             self._todo += [(f"class {base.__name__}", base) for base in cls.__bases__]
@@ -276,6 +249,7 @@ class PurityWatch:
                 self._todo.append((function.__qualname__, function.__wrapped__))
             return
         if is_users(function.__module__):
+            # globals by the names that its code mentions, also in inner functions
             names = _names_in(function.__code__)
             self._names |= names
             self._watch(functools.partial(_globals_of, function, names))
@@ -283,6 +257,7 @@ class PurityWatch:
             self._watch(functools.partial(_of_function, function))
 
     def _visit_object(self, name: str, value: Any, kind: type) -> None:
+        # what advances by itself, is outside of Python or of this process, cannot be compared
         is_iterator = issubclass(
             kind, (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
         )
@@ -303,8 +278,9 @@ class PurityWatch:
 
 
 def _difference(before: list[Entry], after: list[Entry]) -> str | None:
-    """The name of the first entry that is not as it was."""
+    """Return the name of the first entry that is not as it was."""
     for (name, old), (new_name, new) in zip(before, after, strict=False):
+        # another name: an entry came or went before this one
         if name != new_name or not _is_same(old, new):
             return new_name if name != new_name else name
     if len(before) != len(after):
@@ -313,6 +289,7 @@ def _difference(before: list[Entry], after: list[Entry]) -> str | None:
 
 
 def _is_same(old: Any, new: Any) -> bool:
+    # the same object, whose contents are compared by a reader of their own
     if old is new:
         return True
     if isinstance(old, _Held):
@@ -321,6 +298,7 @@ def _is_same(old: Any, new: Any) -> bool:
             and old.tensor() is new.tensor() is not None
             and old.version == new.version
         )
+    # plain values by what they are; a tuple item by item
     kind = type(old)
     if kind is not type(new):
         return False
@@ -380,7 +358,7 @@ def _globals_of(function: types.FunctionType, names: frozenset[str]) -> Iterator
 
 @functools.cache
 def _names_in(code: types.CodeType) -> frozenset[str]:
-    """The globals and attributes that code names."""
+    """Return the globals and attributes that code names."""
     inner = (
         _names_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)
     )
@@ -407,8 +385,9 @@ def _generators() -> Iterator[Entry]:
 
 
 def _reader_of(name: str, value: Any, kind: type) -> Callable[[], Iterator[Entry]] | None:
-    """What reads a container, or the contents of something that has no other way; None for all
-    else.
+    """Return what reads a container, or the contents of something that has no other way.
+
+    None for all else.
     """
     if issubclass(kind, dict):
         return functools.partial(_items, name, value)
@@ -425,7 +404,7 @@ def _read_contents(name: str, value: Any, read: Callable[[Any], Any]) -> Iterato
 
 
 def _contents_of(value: Any, kind: type) -> Callable[[Any], Any] | None:
-    """What gives the contents of `value` as something that can be hashed."""
+    """Return what gives the contents of `value` as something that can be hashed."""
     if issubclass(kind, np.ndarray):
         is_known = not value.dtype.hasobject and value.nbytes <= MAX_BYTES
         return _array if is_known else None
@@ -471,16 +450,9 @@ def _parts_of_callable(name: str, value: Any) -> Iterator[Entry]:
 
 
 _BUILT_IN: set[type] = {
-    dict,
-    list,
-    tuple,
-    set,
-    frozenset,
-    collections.deque,
-    collections.OrderedDict,
-    collections.defaultdict,
+    *(dict, list, tuple, set, frozenset, np.ndarray, *_CALLABLES),
+    *(collections.deque, collections.OrderedDict, collections.defaultdict),
 }
-_BUILT_IN |= {np.ndarray, *_CALLABLES}
 _READERS: dict[Any, Callable[[Any], Any]] = {
     _BUFFERS: lambda buffer: xxhash.xxh3_64_intdigest(memoryview(buffer).cast("B")),
     torch.Generator: lambda generator: generator.get_state().numpy().tobytes(),
@@ -500,7 +472,7 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 
 def _slots(cls: type) -> tuple[Any, ...]:
-    """The descriptors of values that instances hold beside their dictionary."""
+    """Return the descriptors of values that instances hold beside their dictionary."""
     found = (vars(base).values() for base in cls.__mro__ if base is not object)
     return tuple(
         each for values in found for each in values if isinstance(each, types.MemberDescriptorType)
@@ -508,8 +480,9 @@ def _slots(cls: type) -> tuple[Any, ...]:
 
 
 def _is_of_python(cls: type) -> bool:
-    """Whether all that instances of `cls` hold is in their dictionary and slots: nothing was added
-    by a language below.
+    """Return whether all that instances of `cls` hold is in their dictionary and slots.
+
+    Nothing was added by a language below then.
     """
     return (
         cls.__basicsize__ <= _Plain.__basicsize__ + _SLOT_BYTES * len(_slots(cls))
@@ -518,20 +491,16 @@ def _is_of_python(cls: type) -> bool:
 
 
 def _names_of_lightning(cls: type) -> frozenset[str]:
-    """Names of attributes in which Lightning keeps its own things on a module of this class."""
+    """Return the attributes in which Lightning keeps its own things on such a module."""
     packages = ("lightning.", "pytorch_lightning.", "lightning_fabric.")
+    # all names that the constructors of Lightning's classes mention
     bases = (
         base
         for base in cls.__mro__
         if base.__module__.startswith(packages) and "__init__" in vars(base)
     )
     found: set[str] = {
-        "_trainer",
-        "_fabric",
-        "_hparams_initial",
-        "_log_hyperparams",
-        "_device",
-        "_dtype",
+        *("_trainer", "_fabric", "_hparams_initial", "_log_hyperparams", "_device", "_dtype")
     }
     for base in bases:
         if ".demos." not in base.__module__:

@@ -1,5 +1,8 @@
-"""The tensors of a batch: in mappings, sequences, dataclasses, packed sequences and objects, nested
-in any way.
+"""The tensors of a batch, nested in any way, and how many samples they hold.
+
+A batch is a tensor, a mapping, sequence, dataclass, packed sequence or another object that holds
+tensors. `tensors_in` yields them, `map_tensors` copies the structure around them, `batch_sizes`
+says how many samples two batches have, `fake_batch` makes one of another size without memory.
 """
 
 from __future__ import annotations
@@ -7,14 +10,33 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from lightning_topt.graph.errors import WAY_OUT, CaptureError
+
 PLAIN = (str, bytes, int, float, complex, type(None))
 CONTAINERS = (Tensor, Mapping, list, tuple, collections.deque)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a batch in the order of `map_tensors`."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, PLAIN):
+        return
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (list, tuple, collections.deque)):
+        for item in value:
+            yield from tensors_in(item)
+    else:
+        yield from tensors_in(_fields(value))
 
 
 def _nothing(_: Any) -> bool:
@@ -24,10 +46,10 @@ def _nothing(_: Any) -> bool:
 def map_tensors(
     value: Any, function: Callable[[Any], Any], *, also: Callable[[Any], bool] = _nothing
 ) -> Any:
-    """Return a copy of a batch with `function` applied to the tensors in mappings, sequences,
-    dataclasses and objects.
+    """Return a copy of a batch with `function` applied to its tensors.
 
-    It is applied as well to values for which `also` holds.
+    Mappings, sequences, dataclasses and objects are copied. `function` is applied as well to values
+    for which `also` holds.
     """
     if isinstance(value, PLAIN):
         return value
@@ -49,6 +71,7 @@ def map_tensors(
         for key, item in value.items():
             copied[key] = map_tensors(item, function, also=also)
         return copied
+    # another object: copied only where it holds tensors, without its constructor
     fields = _fields(value)
     if not any(True for _ in tensors_in(fields)):
         return value
@@ -65,27 +88,12 @@ def copied_batch(batch: Any) -> Any:
     )
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors of a batch in the order of `map_tensors`."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, PLAIN):
-        return
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, (list, tuple, collections.deque)):
-        for item in value:
-            yield from tensors_in(item)
-    else:
-        yield from tensors_in(_fields(value))
-
-
 def _fields(value: Any) -> dict[str, Any]:
-    """Attributes of a dataclass; of another object those that hold tensors or move to devices as it
-    does.
+    """Return the attributes of `value` that are part of a batch.
 
-    An object may know the whole program: what it refers to otherwise is not a part of the batch.
+    Of a dataclass these are all fields; of another object those that hold tensors or move to
+    devices as it does. An object may refer to all of the program: what else it holds is not part of
+    the batch.
     """
     if isinstance(value, (type, nn.Module)):
         return {}
@@ -95,6 +103,7 @@ def _fields(value: Any) -> dict[str, Any]:
             for field in dataclasses.fields(value)
             if hasattr(value, field.name)
         }
+    # attributes and slots
     attributes = dict(getattr(value, "__dict__", {}))
     for cls in type(value).__mro__:
         slots = vars(cls).get("__slots__", ())
@@ -112,3 +121,89 @@ def _is_part(value: Any) -> bool:
     if isinstance(value, (*PLAIN, type, nn.Module)):
         return False
     return dataclasses.is_dataclass(value) or callable(getattr(type(value), "to", None))
+
+
+# ---- sizes ---------------------------------------------------------------------------------------
+
+
+def batch_sizes(batch: Any, second_batch: Any | None) -> tuple[int, int]:
+    """Return the samples in the two batches; a missing second one counts as twice as large.
+
+    With two batches the batch size is whatever differs between their tensors, in any dim; with one
+    it is the size of dim 0, which all tensors that have one must share. Raises CaptureError with
+    advice otherwise.
+    """
+    leaves = list(tensors_in(batch))
+    if not leaves:
+        raise CaptureError(f"the batch holds no tensor, so its size is unknown. {WAY_OUT}")
+    if second_batch is None:
+        sizes = {tensor.shape[0] for tensor in leaves if tensor.dim()}
+        if len(sizes) != 1 or 0 in sizes:
+            raise CaptureError(
+                "the tensors of the batch have no common size in dimension 0 (they are "
+                f"{_shapes(leaves)}), so the batch size is unknown. Pass a second batch of another "
+                f"size: capture(..., second_batch=...). {WAY_OUT}"
+            )
+        size = sizes.pop()
+        return size, 2 * size
+    # two batches: exactly one pair of sizes differs
+    others = list(tensors_in(second_batch))
+    if len(others) != len(leaves) or any(
+        a.dim() != b.dim() for a, b in zip(leaves, others, strict=True)
+    ):
+        raise CaptureError(
+            f"the two batches differ in more than their sizes: {_shapes(leaves)} and "
+            f"{_shapes(others)}"
+        )
+    pairs = {
+        (m, n)
+        for a, b in zip(leaves, others, strict=True)
+        for m, n in zip(a.shape, b.shape, strict=True)
+        if m != n
+    }
+    # the same pair may be in many tensors and dims
+    if len(pairs) != 1:
+        raise CaptureError(
+            "two batches must differ in exactly one size, the number of samples; they are "
+            f"{_shapes(leaves)} and {_shapes(others)}"
+        )
+    return pairs.pop()
+
+
+def common_size(batch: Any) -> int:
+    """Return the size of dim 0 that all tensors of `batch` share, 1 where there is none."""
+    sizes = {tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim()}
+    return max(sizes.pop(), 1) if len(sizes) == 1 else 1
+
+
+def nbytes_of(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of `tensors`; of sparse ones those of as many dense elements."""
+    return sum(
+        t.nbytes if t.layout is torch.strided else t.numel() * t.element_size() for t in tensors
+    )
+
+
+def fake_batch(batch: Any, *, samples: tuple[int, int], device: torch.device) -> Any:
+    """Return `batch` with empty tensors on `device`; call it under a fake mode.
+
+    Args:
+        batch: tensors anywhere inside.
+        samples: (m, n) makes n samples of m along dim 0; nothing changes when they are equal.
+        device: where the tensors seem to be.
+    """
+    have, want = samples
+
+    def resize(tensor: Tensor) -> Tensor:
+        shape, stride = list(tensor.shape), list(tensor.stride())
+        if have != want and shape:
+            shape[0] = want
+            # dims outside of the batch dim in memory move apart
+            stride = [step * want // have if step > stride[0] else step for step in stride]
+        fake = torch.empty_strided(shape, stride, dtype=tensor.dtype, device=device)
+        return fake.requires_grad_(tensor.requires_grad)
+
+    return map_tensors(batch, resize)
+
+
+def _shapes(tensors: list[Tensor]) -> str:
+    return ", ".join(str(tuple(tensor.shape)) for tensor in tensors)

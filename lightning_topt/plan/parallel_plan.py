@@ -33,9 +33,8 @@ from lightning_topt.costs.plain_values import (
     truth,
     whole,
 )
-from lightning_topt.graph.joint_module import JointModule, joint_from_value
 from lightning_topt.graph.mesh_axes import Mesh, data_mesh
-from lightning_topt.graph.op_config import OpConfig
+from lightning_topt.graph.op_config import JointModule, OpConfig, joint_from_value
 from lightning_topt.plan.plan_values import (
     BlockPlan,
     PlanError,

@@ -4,7 +4,7 @@ saw. No user code runs twice.
     clock    forward, backward, the optimizer and the whole step are timed, nothing else
     record   operators, calls of modules, lifetimes of tensors (`graph.step_observer`), the
              optimizer's state
-    time     every operator in place (`graph.step_timer`), the optimizer's traffic
+    time     every operator in place (`graph.step_observer`), the optimizer's traffic
 
 On CPUs the first steps have the clock alone: plans on data axes compute what DDP computes, so where
 that is nearly all of a step DDP goes on, and nothing more is looked at. Where more might be gained,
@@ -47,10 +47,10 @@ from lightning_topt.costs.observed_optimizer import OptimizerObserver
 from lightning_topt.graph.errors import CaptureError, one_line
 from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.graph.op_graph import OpGraph
-from lightning_topt.graph.record import entered
-from lightning_topt.graph.step_observer import ModuleState, StepObserver
+from lightning_topt.graph.python_state import ModuleState
+from lightning_topt.graph.recorder import entered
+from lightning_topt.graph.step_observer import StepObserver, StepTimer
 from lightning_topt.graph.step_purity import PurityWatch
-from lightning_topt.graph.step_timer import StepTimer
 from lightning_topt.graph.structures import map_tensors
 from lightning_topt.plan.choose import TIME_ERROR, TIME_ERROR_SECONDS
 from lightning_topt.plan.explanation import price_plan

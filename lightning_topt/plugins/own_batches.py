@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torchmetrics import Metric, MetricCollection
 
-from lightning_topt.graph.collective_ops import NAMESPACES
+from lightning_topt.graph.kernels import NAMESPACES
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.graph.python_state import describe, describe_surroundings
 from lightning_topt.graph.step_purity import PurityWatch

@@ -13,7 +13,7 @@ from lightning.pytorch.core.optimizer import _configure_optimizers
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_topt.graph.fake import fake_copy
+from lightning_topt.graph.module_copy import fake_copy
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
 

@@ -26,7 +26,8 @@ from lightning_topt.costs.compute import KernelKey
 from lightning_topt.costs.measurements import Measurements
 from lightning_topt.costs.optimizer import OptimizerProfile, read_optimizer
 from lightning_topt.graph.blocks import why_not_recomputed
-from lightning_topt.graph.capture import capture, may_need_values
+from lightning_topt.graph.capture import capture
+from lightning_topt.graph.errors import may_need_values
 from lightning_topt.graph.op_config import Shard
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.graph.step_observer import observe_step

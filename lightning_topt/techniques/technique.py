@@ -32,9 +32,8 @@ from lightning_topt.communication.topology import own_group
 from lightning_topt.costs.communication import Collective
 from lightning_topt.costs.lifetimes import Lifetime
 from lightning_topt.costs.training_step import TrainingStep
-from lightning_topt.graph.joint_module import JointModule
 from lightning_topt.graph.mesh_axes import Mesh
-from lightning_topt.graph.op_config import OpConfig
+from lightning_topt.graph.op_config import JointModule, OpConfig
 from lightning_topt.graph.op_graph import Block, Parameter
 from lightning_topt.optim.parallel_step import ParallelStep
 from lightning_topt.techniques.run_options import RunOptions

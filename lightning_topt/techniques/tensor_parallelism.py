@@ -28,9 +28,8 @@ from typing_extensions import override
 
 from lightning_topt.communication.exchange_method import GradientMethod
 from lightning_topt.communication.topology import own_group
-from lightning_topt.graph.joint_module import JointModule
 from lightning_topt.graph.mesh_axes import Mesh
-from lightning_topt.graph.op_config import OpConfig, Partial, Placements, Replicate
+from lightning_topt.graph.op_config import JointModule, OpConfig, Partial, Placements, Replicate
 from lightning_topt.techniques.technique import Applied, ParallelModel, Technique
 from lightning_topt.techniques.tensor_parallel.block_rules import (
     BlockRule,

@@ -20,7 +20,7 @@ from lightning_topt.cli.tasks.hugging_face import (
     model_class,
     read_config,
 )
-from lightning_topt.graph.meta_build import build_on_meta, is_on_meta
+from lightning_topt.graph.module_copy import build_on_meta, is_on_meta
 from tests.test_conf import choices, composed
 
 BILLIONS = {

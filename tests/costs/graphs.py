@@ -9,17 +9,19 @@ import random
 from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.costs.optimizer import OptimizerProfile, ParameterUpdate
 from lightning_topt.graph.op_graph import (
-    Amount,
     Block,
     Kernel,
-    ModuleCall,
     Op,
     OpGraph,
     Parameter,
+    TensorEdge,
+)
+from lightning_topt.graph.step_memory import (
+    Amount,
+    ModuleCall,
     Segment,
     Step,
     StepTensor,
-    TensorEdge,
     TensorSpec,
 )
 

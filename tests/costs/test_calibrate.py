@@ -32,7 +32,13 @@ from lightning_topt.costs.timers import (
     process_groups,
 )
 from lightning_topt.graph.kernels import encode_arguments
-from lightning_topt.graph.op_graph import Amount, Block, Kernel, Op, OpGraph, Step
+from lightning_topt.graph.op_graph import (
+    Block,
+    Kernel,
+    Op,
+    OpGraph,
+)
+from lightning_topt.graph.step_memory import Amount, Step
 from tests.launch import run_ranks
 
 

@@ -16,7 +16,8 @@ from lightning_topt.costs.compute import (
     kernel_key,
 )
 from lightning_topt.costs.sizes import kernels_bytes
-from lightning_topt.graph.op_graph import Amount, Kernel
+from lightning_topt.graph.op_graph import Kernel
+from lightning_topt.graph.step_memory import Amount
 
 NOTHING = Amount()
 DEVICE = Device("d", 1, {"float32": 100.0, "bfloat16": 200.0}, 10.0, 0.5)

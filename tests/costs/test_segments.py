@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from lightning_topt.costs.segments import chain_of, find_crossings, locate, uses_of_parameters
 from lightning_topt.graph.blocks import choose_blocks
 from lightning_topt.graph.capture import capture
-from lightning_topt.graph.flow_stages import assign_calls
 from lightning_topt.graph.flow_trace import trace_flow
+from lightning_topt.graph.step_flow import assign_calls
 from tests.models import GPT
 from tests.techniques.tensor_parallel.traced import Step
 

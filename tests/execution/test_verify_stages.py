@@ -11,9 +11,9 @@ import torch
 from lightning_topt.execution.observed_step import Observation, ObservedRun, with_observations
 from lightning_topt.execution.pipeline.pipeline_run import Example
 from lightning_topt.execution.verify_plan import Verification, verify_plan
+from lightning_topt.graph.capture import call_training_step
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import OpConfig
-from lightning_topt.graph.step_run import call_training_step
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, StagePlan
 from lightning_topt.plan.plan_values import PRESETS
 from tests.launch import run_ranks

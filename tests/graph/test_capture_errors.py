@@ -13,7 +13,8 @@ import torch
 import torchmetrics
 from torch import Tensor, nn
 
-from lightning_topt.graph.capture import CaptureError, capture
+from lightning_topt.graph.capture import capture
+from lightning_topt.graph.errors import CaptureError
 from tests.graph.measure import flops_of
 from tests.models import GPT, MLP, ConvNet, batch_for
 
@@ -394,8 +395,9 @@ def test_transforms_of_functions() -> None:
 
     class Gradients(Net):
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            gradient_of = torch.func.grad(lambda row: row.square().sum())
-            return (self.net(batch) * torch.func.vmap(gradient_of)(batch)).mean()  # by samples
+            # by samples
+            gradients = torch.func.vmap(torch.func.grad(lambda row: row.square().sum()))(batch)
+            return (self.net(batch) * gradients).mean()
 
     refuse(Vmapped(), X, "torch.func", "# by rows", WAY_OUT)
     refuse(Gradients(), X, "torch.func", "# by samples", WAY_OUT)

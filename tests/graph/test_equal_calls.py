@@ -1,4 +1,4 @@
-"""Calls that are left out of a recording and copied, against recordings in which every call
+"""Calls that are skipped in a recording and put back, against recordings in which every call
 runs.
 """
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_topt.graph import step_run
+from lightning_topt.graph import capture as capturing
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.graph.recording import Recording
@@ -395,21 +395,21 @@ RUN = {
 def copied(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The paths of modules whose calls were copied."""
     found: list[str] = []
-    expand = step_run.expand
+    expand = capturing.expand
 
     def counting(recording: Recording) -> Recording:
         whole = expand(recording)
         found.extend(whole.repetitions)
         return whole
 
-    monkeypatch.setattr(step_run, "expand", counting)
+    monkeypatch.setattr(capturing, "expand", counting)
     yield found
 
 
 def slow(module: Any, batch: Any, **kwargs: Any) -> OpGraph:
     """The graph of a capture in which every call runs."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step_run, "find_equal", lambda module: {})
+        patch.setattr(capturing, "find_equal", lambda module: {})
         return capture(module, batch, **kwargs)
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import textwrap
 from typing import Any
 
 import pytest
 import torch
 
 from lightning_topt.graph.capture import capture
-from lightning_topt.graph.flop_formulas import FLOPS
-from lightning_topt.graph.kernels import encode_arguments, make_call, measure
-from lightning_topt.graph.op_graph import Amount, Kernel
+from lightning_topt.graph.kernels import FLOPS, REPLAYABLE, encode_arguments, make_call, measure
+from lightning_topt.graph.op_graph import Kernel
+from lightning_topt.graph.step_memory import Amount
 from tests.models import GPT, Branching, ConvNet, DictBatch, batch_for
+from tests.preloaded import preloaded_python
 
 
 @pytest.mark.parametrize(
@@ -161,3 +164,171 @@ def test_the_workspace_of_an_lstm_is_kept_for_backward() -> None:
     assert any("mkldnn_rnn" in kernel.name for op in graph.ops for kernel in op.forward)
     kept = sum(segment.kept_bytes.at(4) for segment in graph.timeline)
     assert kept > 32 * 4 * 10 * 32
+
+
+# Kernels are replayed on invented arguments, and none may end the process: everything runs in a
+# process of its own.
+
+
+PROGRAM = """
+import warnings
+import lightning as L
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence
+from torch.utils._python_dispatch import TorchDispatchMode
+from lightning_topt.costs.calibrate import measure_kernels
+from lightning_topt.graph.capture import capture
+from lightning_topt.graph.kernels import encode_arguments, make_call
+from lightning_topt.graph.op_graph import Kernel
+from lightning_topt.graph.step_memory import Amount
+
+warnings.simplefilter("ignore")
+torch.set_num_threads(1)
+tried = set()
+
+class Replay(TorchDispatchMode):
+    # Makes every call that is seen once more on invented arguments, as a measurement does.
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        try:
+            encoded = encode_arguments(args, kwargs or {})
+            call = make_call(Kernel(str(func), encoded, Amount(), Amount()), "cpu")
+            tried.add(str(func))
+            call()
+        except (ValueError, RuntimeError, IndexError, TypeError):
+            pass
+        return out
+
+x = torch.rand(6, 5, 8, requires_grad=True)
+m = x[0]
+
+def recurrent(cls):
+    out = cls(8, 8, num_layers=2, bidirectional=True, dropout=0.1)(x)[0].sum()
+    packed = pack_padded_sequence(x, torch.tensor([6, 4, 3, 2, 1]), enforce_sorted=True)
+    (out + cls(8, 8)(packed)[0].data.sum() + cls(8, 8, batch_first=True)(x)[0].sum()).backward()
+
+def ctc():
+    F.ctc_loss(
+        x.log_softmax(-1), torch.ones(5, 3, dtype=torch.long),
+        torch.full((5,), 6), torch.full((5,), 3),
+    ).backward()
+
+def counting():
+    torch.bincount(torch.tensor([1, 2, 9]))
+    torch.histc(m.detach())
+    torch.unique(torch.tensor([1, 2, 9]))
+    torch.searchsorted(torch.arange(9.0), m.detach())
+    torch.bucketize(m.detach(), torch.arange(9.0))
+    torch.multinomial(torch.ones(4), 2)
+    torch.repeat_interleave(torch.tensor([1, 4]))
+    torch.nonzero(m.detach())
+
+def sparse():
+    table = nn.Embedding(9, 8, sparse=True)
+    nn.EmbeddingBag(9, 8, mode="max")(torch.tensor([[1, 2]])).sum().backward()
+    bags = nn.EmbeddingBag(9, 8, sparse=True)
+    bags(torch.tensor([1, 2, 8]), torch.tensor([0, 2])).sum().backward()
+    table(torch.tensor([1, 8])).sum().backward()
+    torch.sparse.mm(torch.eye(5).to_sparse(), m).sum().backward()
+    torch.eye(5).to_sparse_csr() @ m.detach()
+    nested = torch.nested.nested_tensor([torch.rand(2, 3), torch.rand(4, 3)], layout=torch.jagged)
+    (nested * 2).sum()
+
+def quantized():
+    q = torch.quantize_per_tensor(m.detach(), 0.1, 0, torch.quint8)
+    q.dequantize()
+    F.relu(q)
+    torch.fake_quantize_per_tensor_affine(m, 0.1, 0, 0, 255).sum().backward()
+
+def indexing():
+    torch.masked_select(m, m > 0.5).sum().backward()
+    y = torch.zeros(5, 8)
+    y[torch.tensor([4, 4])] = 1.0
+    y.index_put((torch.tensor([1, 3]),), torch.ones(2, 8), accumulate=True)
+    y[y > 0] = 2.0
+    y.scatter_add(0, torch.full((5, 8), 4), y)
+    y.masked_scatter(y > 0, torch.ones(40))
+    y.take(torch.tensor([39]))
+    y.put_(torch.tensor([39]), torch.ones(1))
+    m.take_along_dim(torch.full((5, 1), 7), 1).sum().backward()
+
+def transforms():
+    torch.fft.irfft(torch.fft.rfft(m)).sum().backward()
+    torch.stft(m.flatten(), 8, return_complex=True).abs().sum().backward()
+    square = m[:5, :5] @ m[:5, :5].T + torch.eye(5)
+    (torch.linalg.cholesky(square).sum() + torch.linalg.inv(square).sum()
+     + torch.linalg.svd(square)[1].sum() + torch.linalg.eigh(square)[0].sum()
+     + torch.linalg.solve(square, m).sum() + torch.linalg.qr(square)[0].sum()
+     + torch.det(square) + torch.linalg.lstsq(square, m)[0].sum()).backward()
+
+def pooling():
+    image = torch.rand(2, 3, 8, 8, requires_grad=True)
+    pooled, where = F.max_pool2d(image, 2, return_indices=True)
+    up = F.max_unpool2d(pooled, where, 2)
+    warped = F.grid_sample(
+        image, F.affine_grid(torch.eye(2, 3).repeat(2, 1, 1), (2, 3, 8, 8), align_corners=False)
+    )
+    (
+        up + warped + nn.Conv2d(3, 3, 3, padding=1)(image) + nn.BatchNorm2d(3)(image)
+        + nn.GroupNorm(3, 3)(image)
+    ).sum().backward()
+    F.fractional_max_pool2d(image, 2, output_size=4).sum().backward()
+    F.adaptive_max_pool2d(image, 3).sum().backward()
+
+def attention():
+    nn.TransformerEncoderLayer(8, 2, dim_feedforward=16)(x).sum().backward()
+    F.scaled_dot_product_attention(x, x, x, attn_mask=torch.zeros(5, 5)).sum().backward()
+    nn.TransformerEncoderLayer(8, 2, dim_feedforward=16).eval()(x.detach())
+
+for case in (lambda: recurrent(nn.LSTM), lambda: recurrent(nn.GRU), lambda: recurrent(nn.RNN), ctc,
+             counting, sparse, quantized, indexing, transforms, pooling, attention):
+    with Replay():
+        case()
+
+class Speech(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.rnn = nn.LSTM(8, 8)
+
+    def training_step(self, batch, batch_idx):
+        return self.rnn(batch)[0].square().mean()
+
+graph = capture(Speech(), torch.rand(4, 5, 8))
+assert any("mkldnn_rnn_layer" in kernel.name for op in graph.ops for kernel in op.forward)
+measured = measure_kernels(graph, device=torch.device("cpu"), budget_seconds=0.2)
+assert measured and not any("rnn_layer" in name for name, _ in measured)
+assert {
+    "aten.native_batch_norm.default", "aten.mm.default", "aten.native_layer_norm.default"
+} <= tried, tried
+assert not any(
+    "rnn" in name or "ctc" in name or "quant" in name or "linalg_inv" in name for name in tried
+), tried
+print("survived", len(tried))
+"""
+
+
+def test_no_operator_ends_the_process() -> None:
+    done = subprocess.run(
+        [preloaded_python(), "-c", textwrap.dedent(PROGRAM)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}{done.stderr[-3000:]}"
+    assert "survived" in done.stdout
+
+
+def test_unknown_operators_are_refused() -> None:
+    with pytest.raises(ValueError, match="might misread"):
+        make_call(kernel("aten._ctc_loss.default"), "cpu")
+    with pytest.raises(ValueError, match="might misread"):
+        make_call(kernel("c10d.barrier.default"), "cpu")
+
+
+def test_listed_names_exist() -> None:
+    missing = {
+        name for name in REPLAYABLE if not hasattr(torch.ops.aten, name.removeprefix("aten::"))
+    }
+    assert missing == set()

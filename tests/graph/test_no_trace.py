@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_topt.graph.capture import capture
-from lightning_topt.graph.containers import SavedContainers, is_users
-from lightning_topt.graph.no_trace import no_trace
+from lightning_topt.graph.errors import is_users
+from lightning_topt.graph.no_trace import SavedContainers, no_trace
 from tests.models import GPT
 
 SEEN: list[Any] = []

@@ -23,12 +23,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_topt.graph import record
-from lightning_topt.graph.capture import CaptureError, capture
+from lightning_topt.graph import recorder
+from lightning_topt.graph.capture import call_training_step, capture, loss_of
+from lightning_topt.graph.errors import CaptureError
 from lightning_topt.graph.op_graph import OpGraph
-from lightning_topt.graph.step_observer import ModuleState, StepObserver
-from lightning_topt.graph.step_run import call_training_step, loss_of
-from lightning_topt.graph.step_timer import StepTimer
+from lightning_topt.graph.python_state import ModuleState
+from lightning_topt.graph.step_observer import StepObserver, StepTimer
 from tests.foreign import awkward, classics, transformers_models, vision  # noqa: F401  (fill the shelf)
 from tests.foreign.shelf import PROGRAMS
 from tests.launch import run_ranks
@@ -302,7 +302,7 @@ def test_what_goes_wrong_in_watching_does_not_reach_the_step(
     def fails(*args: Any, **kwargs: Any) -> Any:
         raise KeyError("a mistake of ours")
 
-    monkeypatch.setattr(record, "measure", fails)
+    monkeypatch.setattr(recorder, "measure", fails)
     net, batch = Net(), torch.randn(4, 8)
     observer = StepObserver(net, batch)
     with observer.forward():

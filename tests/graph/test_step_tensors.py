@@ -17,8 +17,8 @@ from torch import Tensor
 
 from lightning_topt.graph.blocks import choose_blocks
 from lightning_topt.graph.capture import capture
-from lightning_topt.graph.op_graph import Amount, Block, OpGraph, Step, StepTensor
-from lightning_topt.graph.timeline import StepPart, segments
+from lightning_topt.graph.op_graph import Block, OpGraph
+from lightning_topt.graph.step_memory import Amount, Step, StepPart, StepTensor, segments
 from tests.graph.test_capture import MODEL_IDS, MODELS
 from tests.models import GPT, MLP, Branching, ConvNet, batch_for
 

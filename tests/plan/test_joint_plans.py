@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from lightning_topt.costs.sizes import gradient_bytes
-from lightning_topt.graph.joint_module import JointModule
 from lightning_topt.graph.mesh_axes import data_mesh
+from lightning_topt.graph.op_config import JointModule
 from lightning_topt.plan.choose import choose
 from lightning_topt.plan.explanation import explain_plan, step_of
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError

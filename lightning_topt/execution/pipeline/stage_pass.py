@@ -31,12 +31,18 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from lightning_topt.execution.pipeline.random_order import RandomOrder
 from lightning_topt.execution.pipeline.split_backward import SplitBackward
-from lightning_topt.graph.draws import PLAIN, draw_again, draw_of
 from lightning_topt.graph.errors import CaptureError, explain, user_line
-from lightning_topt.graph.fake import ShapeMode, empty_fake
-from lightning_topt.graph.flow_units import unit_modules
-from lightning_topt.graph.silence import runs_metrics
-from lightning_topt.graph.step_flow import LeafSpec, StepFlow, TensorRef, UnitCall
+from lightning_topt.graph.flow_trace import unit_modules
+from lightning_topt.graph.module_copy import ShapeMode, empty_fake, runs_metrics
+from lightning_topt.graph.step_flow import (
+    PLAIN,
+    LeafSpec,
+    StepFlow,
+    TensorRef,
+    UnitCall,
+    draw_again,
+    draw_of,
+)
 
 ABSENT: Any = object()
 Attribute = tuple[dict[str, Any], str, Any]  # a namespace, a name in it, the value

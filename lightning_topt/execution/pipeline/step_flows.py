@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from lightning_topt.execution.pipeline.messages import Crossings, ProgramStep, rank_program
 from lightning_topt.execution.pipeline.random_order import RandomOrder
 from lightning_topt.execution.pipeline.stage_pass import StagePass
-from lightning_topt.graph.flow_stages import assign_calls
 from lightning_topt.graph.flow_trace import trace_flow
-from lightning_topt.graph.step_flow import StepFlow
+from lightning_topt.graph.step_flow import StepFlow, assign_calls
 from lightning_topt.graph.structures import PLAIN, tensors_in
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.schedules.schedules import Schedule, forward_schedule, make_schedule

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from lightning_topt.graph.record import Recorder
+from lightning_topt.graph.recorder import Recorder
 from lightning_topt.graph.structures import tensors_in as tensors_anywhere
 from lightning_topt.techniques.tensor_parallel.decisions import is_in_place
 from lightning_topt.techniques.tensor_parallel.op_rules import KINDS

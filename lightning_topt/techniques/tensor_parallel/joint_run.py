@@ -29,9 +29,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from typing_extensions import override
 
-from lightning_topt.graph.joint_module import JointModule
 from lightning_topt.graph.mesh_axes import Mesh
-from lightning_topt.graph.op_config import Shard
+from lightning_topt.graph.op_config import JointModule, Shard
 from lightning_topt.techniques.tensor_parallel import moves
 from lightning_topt.techniques.tensor_parallel.block_rules import BlockRule
 from lightning_topt.techniques.tensor_parallel.layout import (

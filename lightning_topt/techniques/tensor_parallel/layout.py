@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_topt.communication.topology import own_group
-from lightning_topt.graph.collective_ops import show_collective
+from lightning_topt.graph.kernels import show_collective
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.op_config import LAYOUT, Partial, Placement, Replicate, Shard
 

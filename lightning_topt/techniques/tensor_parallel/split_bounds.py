@@ -29,13 +29,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_topt.costs.compute import kernel_dtype
-from lightning_topt.graph.collective_ops import SEEN
+from lightning_topt.graph.kernels import SEEN
 from lightning_topt.graph.op_config import Placement, Shard
-from lightning_topt.graph.op_graph import Op, OpGraph
-from lightning_topt.graph.operators import Kernel, Parameter
-from lightning_topt.graph.quantities import NOTHING, Amount
-from lightning_topt.graph.step_tensors import StepTensor
-from lightning_topt.graph.timeline import StepPart, segments
+from lightning_topt.graph.op_graph import Kernel, Op, OpGraph, Parameter
+from lightning_topt.graph.step_memory import NOTHING, Amount, StepPart, StepTensor, segments
 from lightning_topt.techniques.tensor_parallel.function_trace import TracedCall
 from lightning_topt.techniques.tensor_parallel.layout import Layout
 from lightning_topt.techniques.tensor_parallel.op_rules import KINDS

@@ -24,11 +24,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_topt.graph.capture import capture
-from lightning_topt.graph.fake import contiguous_stride, empty_fake
-from lightning_topt.graph.joint_module import JointModule
-from lightning_topt.graph.one_recording import TIMES, number_at
-from lightning_topt.graph.op_config import Placements, Shard
+from lightning_topt.graph.module_copy import contiguous_stride, empty_fake
+from lightning_topt.graph.op_config import JointModule, Placements, Shard
 from lightning_topt.graph.op_graph import OpGraph
+from lightning_topt.graph.recording import TIMES, number_at
 from lightning_topt.graph.structures import tensors_in
 from lightning_topt.techniques.tensor_parallel.block_rules import BlockRule, rules_by_block
 from lightning_topt.techniques.tensor_parallel.decisions import numbers_in
@@ -89,7 +88,7 @@ def capture_split(
         second_batch: as in `capture`
         forward_context: as in `capture`
         device: as in `capture`
-        one_recording: `like` is one that `is_told_by_one`
+        one_recording: `like` is one that `one_is_enough`
 
     Raises:
         ValueError: a parameter cannot be cut so; the split step makes something else than the

@@ -20,9 +20,8 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from lightning_topt.graph.joint_module import JointModule
 from lightning_topt.graph.mesh_axes import Axis
-from lightning_topt.graph.op_config import Placement, Placements, Shard
+from lightning_topt.graph.op_config import JointModule, Placement, Placements, Shard
 from lightning_topt.techniques.tensor_parallel.block_rules import BlockRule
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace, Ref
 from lightning_topt.techniques.tensor_parallel.layout import REPLICATE, pieces

@@ -28,11 +28,10 @@ from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.communication import Group
 from lightning_topt.costs.optimizer import OptimizerProfile
 from lightning_topt.graph.blocks import block_of
-from lightning_topt.graph.capture import is_told_by_one
+from lightning_topt.graph.capture import one_is_enough
 from lightning_topt.graph.errors import WAY_OUT
-from lightning_topt.graph.joint_module import JointModule
 from lightning_topt.graph.mesh_axes import Axis, Mesh
-from lightning_topt.graph.op_config import Placement, Replicate, Shard
+from lightning_topt.graph.op_config import JointModule, Placement, Replicate, Shard
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.techniques.tensor_parallel.decisions import DRAWING
 from lightning_topt.techniques.tensor_parallel.function_trace import Border, FunctionTrace
@@ -225,7 +224,7 @@ class SplitModel:
 
     @cached_property
     def _is_told_by_one(self) -> bool:
-        return is_told_by_one(
+        return one_is_enough(
             self.module,
             self.batch,
             self.graph,

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from lightning_topt.execution.pipeline.random_order import RandomOrder
 from lightning_topt.execution.pipeline.stage_layout import StageLayout
 from lightning_topt.execution.pipeline.stage_pass import StagePass
-from lightning_topt.graph.flow_stages import assign_calls
+from lightning_topt.graph.capture import call_training_step, loss_of
 from lightning_topt.graph.flow_trace import trace_flow
-from lightning_topt.graph.step_flow import StepFlow, TensorRef
-from lightning_topt.graph.step_run import call_training_step, loss_of
+from lightning_topt.graph.step_flow import StepFlow, TensorRef, assign_calls
 
 Step = Callable[[Any, Any], Any]
 

@@ -18,10 +18,10 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_topt.execution.pipeline.random_order import RandomOrder
 from lightning_topt.execution.pipeline.stage_pass import StagePass
+from lightning_topt.graph.capture import call_training_step
 from lightning_topt.graph.errors import CaptureError
-from lightning_topt.graph.flow_stages import assign_calls
 from lightning_topt.graph.flow_trace import trace_flow
-from lightning_topt.graph.step_run import call_training_step
+from lightning_topt.graph.step_flow import assign_calls
 from tests.execution.pipeline.pipelined_models import MODELS, Mixed
 from tests.execution.pipeline.stages_in_turn import assert_same, run_plain, run_stages
 from tests.execution.pipeline.test_stage_pass import microbatches

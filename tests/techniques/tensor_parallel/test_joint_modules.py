@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_topt.graph.capture import capture
-from lightning_topt.graph.collective_ops import shown_collective
-from lightning_topt.graph.joint_module import JointModule
+from lightning_topt.graph.kernels import shown_collective
 from lightning_topt.graph.mesh_axes import Axis
+from lightning_topt.graph.op_config import JointModule
 from lightning_topt.graph.op_graph import Op, OpGraph
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 from lightning_topt.techniques.tensor_parallel.split_model import SplitModel

@@ -12,9 +12,14 @@ import transformers
 from torch import Tensor, nn
 
 from lightning_topt.graph import capture as capturing
+from lightning_topt.graph.capture import StepRun
 from lightning_topt.graph.mesh_axes import Axis
-from lightning_topt.graph.one_recording import PRIME, Unclear, number_at, size_at
-from lightning_topt.graph.step_run import StepRun
+from lightning_topt.graph.recording import (
+    PRIME,
+    Unclear,
+    number_at,
+    size_at,
+)
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 from lightning_topt.techniques.tensor_parallel.split_model import SplitModel
 from tests.models import GPT, Mixture

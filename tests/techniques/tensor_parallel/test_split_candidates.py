@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_topt.graph.collective_ops import shown_collective
+from lightning_topt.graph.kernels import shown_collective
 from lightning_topt.graph.op_config import Shard
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.techniques.tensor_parallel.split_model import SplitModel

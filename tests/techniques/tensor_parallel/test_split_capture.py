@@ -14,9 +14,9 @@ from lightning_topt.costs.communication import Group, estimate_collective_second
 from lightning_topt.costs.compute import estimate_pass_seconds
 from lightning_topt.costs.optimizer import read_optimizer
 from lightning_topt.costs.training_step import TrainingStep
-from lightning_topt.graph import step_run
+from lightning_topt.graph import capture as step_run
 from lightning_topt.graph.capture import capture
-from lightning_topt.graph.collective_ops import shown_collective
+from lightning_topt.graph.kernels import shown_collective
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import Placement, Replicate, Shard
 from lightning_topt.graph.op_graph import Kernel, OpGraph

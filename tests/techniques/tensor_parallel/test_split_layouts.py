@@ -19,7 +19,7 @@ from lightning_topt.cli.tasks.byte_lm import ByteGPT
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.communication import Group
 from lightning_topt.costs.optimizer import read_optimizer
-from lightning_topt.graph import step_run
+from lightning_topt.graph import capture as step_run
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import Replicate, Shard

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.costs.communication import Group
 from lightning_topt.costs.optimizer import read_optimizer
-from lightning_topt.graph.capture import capture
-from lightning_topt.graph.fake import fake_copy
+from lightning_topt.graph.capture import call_training_step, capture
+from lightning_topt.graph.module_copy import fake_copy
 from lightning_topt.graph.op_config import Placement
 from lightning_topt.graph.op_graph import OpGraph
-from lightning_topt.graph.step_run import call_training_step
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 from lightning_topt.techniques.tensor_parallel.layout import (
     CollectiveCall,

@@ -1,10 +1,27 @@
-"""Records one forward and backward pass: a dispatch mode below autograd, hooks on modules, hooks on
-saved tensors.
+"""Record one forward and backward pass: operators, calls of modules, lifetimes of memory.
+
+    recorder = Recorder(copied, tensors_of_the_batch)
+    with recorder.forward():
+        loss = copied.training_step(batch, 0)
+    with recorder.backward(loss):
+        loss.backward()
+    recorder.recording
+
+Where it comes from:
+    operators         a dispatch mode below autograd sees every low-level call
+    their module      hooks on modules; in the backward pass sequence numbers of autograd nodes
+                      (`AutogradNodes`)
+    what is saved     hooks on saved tensors
+    when it is freed  weak references to storages (`LiveStorages`)
+
+A recorder watches a copy on fake tensors, or, with `live`, the module that trains in a step of its
+own; there it must not change what runs, and its own errors must never reach the step.
 """
 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -25,9 +42,7 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from lightning_topt.graph.autograd_nodes import AutogradNodes
-from lightning_topt.graph.collective_ops import is_collective, skip_collective
-from lightning_topt.graph.fake import fake_device
+from lightning_topt.graph.equal_calls import ObservedCall
 from lightning_topt.graph.kernels import (
     ALLOCATIONS,
     QUERIES,
@@ -35,23 +50,33 @@ from lightning_topt.graph.kernels import (
     Measured,
     freeze,
     hidden_bytes,
+    is_collective,
+    is_strided,
     is_view,
     measure,
+    skip_collective,
+    written_tensors,
 )
-from lightning_topt.graph.live_storages import LiveStorages, shape_of
-from lightning_topt.graph.observed_calls import ObservedCall
-from lightning_topt.graph.one_recording import measure_at_sizes
-from lightning_topt.graph.recording import OUTSIDE, Call, OpRecord, Recording, Storage
+from lightning_topt.graph.module_copy import fake_device
+from lightning_topt.graph.recording import (
+    OUTSIDE,
+    CallRecord,
+    OpRecord,
+    Recording,
+    Shape,
+    StorageRecord,
+    measure_at_sizes,
+)
 from lightning_topt.graph.structures import tensors_in
-from lightning_topt.graph.writes import is_strided, written_tensors
 
 SUM_OF_GRADIENTS, CAST = "aten::add", "aten::_to_copy"
 
 
 @contextmanager
 def entered(mode: TorchDispatchMode) -> Iterator[None]:
-    """Enter `mode`, and at the end leave it, wherever it is by then: user code may have entered
-    modes that it has not left.
+    """Enter `mode`, and at the end leave it, wherever it is by then.
+
+    User code may have entered modes that it has not left.
     """
     mode.__enter__()  # type: ignore[no-untyped-call]
     try:
@@ -67,14 +92,15 @@ def entered(mode: TorchDispatchMode) -> Iterator[None]:
 
 
 class CallWatch(Protocol):
-    """Looks at what calls of modules read and leave behind, while they are recorded."""
+    """Watches what calls of modules read and leave behind, while they are recorded."""
 
-    def enter(self, call: Call, module: nn.Module, args: Any) -> None:
+    def enter(self, call: CallRecord, module: nn.Module, args: Any) -> None:
         """A call begins."""
 
-    def leave(self, call: Call, kwargs: Any) -> None:
-        """The innermost call under way ends, perhaps by an exception; its keywords are known
-        now.
+    def leave(self, call: CallRecord, kwargs: Any) -> None:
+        """The innermost call under way ends, perhaps by an exception.
+
+        Its keywords are known now.
         """
 
     def operator(self, func: OpOverload, values: Iterable[Any], tensors: Iterable[Tensor]) -> None:
@@ -84,25 +110,42 @@ class CallWatch(Protocol):
         """An operator writes to `tensor`."""
 
 
+class LiveMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Base of modes that may watch a module while it trains."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Say that compiled functions stay compiled under this mode.
+
+        Otherwise they would be skipped for good.
+        """
+        return True
+
+
 class _Frame:
     """A module call that is under way; `op` is its operator when the module is a leaf."""
 
-    def __init__(self, call: Call, op: int | None) -> None:
+    def __init__(self, call: CallRecord, op: int | None) -> None:
         self.call, self.op = call, op
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Enter it inside the fake mode, run the forward pass, then the backward pass within
-    `backward`; see `recording`.
+class Recorder(LiveMode):
+    """A mode that records a step; `recording` has the result.
 
     Args:
-        module: the copy that will run; hooks are put on its submodules and its parameters.
+        module: what will run; hooks are put on its submodules and its parameters.
         outside: further tensors that exist before the pass (the batch).
         resizes: the mode of a pass on `PRIME` batches, whose kernels are measured at other sizes
-            too (see `one_recording`).
+            too (see [Note: one recording] in `recording`).
         live: `module` is the one that trains, in a step of its own (see `step_observer`): nothing
             is changed or put back, collectives are real, and what runs beside the step's operators,
-            such as DDP's buckets, is left out.
+            such as DDP's buckets, is not recorded.
+
+    Attributes:
+        failed: the operator that was running when an error was raised, of a copy.
+        problem: what ended a live recording; the step goes on.
+        observed: the call whose reads and writes are compared with those of its equals.
+        current: the operator that runs, or ran last.
     """
 
     def __init__(
@@ -114,15 +157,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         live: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        # the result, and what ended it
         self.recording = Recording()
         self.failed: OpOverload | None = None
-        # of a live recording, which ends there; the step goes on
         self.problem: Exception | None = None
         self._resizes, self._live = resizes, live
         self.supports_higher_order_operators = live
         self._handles: list[RemovableHandle] = []
         # the autograd node whose gradient is complete, and goes to DDP's buckets
         self._reduced: Any = None
+        # where the step is
         self.is_backward, self.is_on, self.current = False, False, 0
         self.calls: CallWatch | None = None
         outside = list(outside)
@@ -130,24 +174,26 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.recording, [*module.parameters(), *module.buffers(), *outside]
         )
         self.observed: ObservedCall | None = None
+        # parameters by address; of tied ones the first name counts
         self._parameters = {
             p.untyped_storage()._cdata: name
             for name, p in reversed(list(module.named_parameters()))
             if is_strided(p)
         }
-        self._measured: dict[Frozen, Measured] = {}
-        self._counts: Counter[str] = Counter()
+        self._measured: dict[Frozen, Measured] = {}  # by operator and arguments
+        self._counts: Counter[str] = Counter()  # how often a name was given
         self._frames: list[_Frame] = []
         self.nodes = AutogradNodes()
-        self._unclaimed: list[Storage] = []
+        self._unclaimed: list[StorageRecord] = []  # saved by an operator that is not known yet
         self._hook(module)
 
     # ---- life cycle ------------------------------------------------------------------------------
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Wrap the forward pass. Of a copy the tensors that autograd saves are recorded; a live
-        step saves in its own way.
+        """Wrap the forward pass.
+
+        Of a copy the tensors that autograd saves are recorded; a live step saves in its own way.
         """
         with ExitStack() as stack:
             stack.enter_context(entered(self))
@@ -155,6 +201,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 stack.enter_context(
                     torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
                 )
+            # operators outside of the two passes are not of the step
             self.is_on = True
             stack.callback(setattr, self, "is_on", False)
             yield
@@ -174,6 +221,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield
 
     def _hook(self, module: nn.Module) -> None:
+        # gradients of parameters, then calls of modules; the root is no block, and has no hooks
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
                 accumulated = partial(self._accumulated, name)
@@ -190,15 +238,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._handles.append(submodule.register_forward_hook(leave, with_kwargs=True))
 
     def _hook_all_modules(self, paths: Mapping[nn.Module, str]) -> None:
-        """See the calls of live modules by hooks for all modules: theirs would be copied with them,
-        and change what torch runs.
+        """See the calls of live modules by hooks for all modules.
 
-        What goes wrong ends the recording, not the step.
+        Hooks of their own would be copied with them, and change what torch runs. What goes wrong
+        ends the recording, not the step.
         """
-        thread, known = (
-            threading.get_ident(),
-            {id(submodule): path for submodule, path in paths.items()},
-        )
+        # by identity: a module may have its own idea of equality; other threads run other steps
+        thread = threading.get_ident()
+        known = {id(submodule): path for submodule, path in paths.items()}
 
         def is_seen(module: nn.Module) -> bool:
             is_live = self.problem is None and self.is_on and not self.is_backward
@@ -242,9 +289,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.is_backward:
             return
         self.nodes.claim(self.current)
+        # storages made from this tick on are the call's own
         tick = len(self.recording.kernel_ops)
-        call = Call(path, tick, tick, self.memory.within((args, kwargs)))
+        call = CallRecord(path, tick, tick, self.memory.within((args, kwargs)))
         self.recording.calls.append(call)
+        # a leaf module is one operator, whatever runs inside of it
         is_leaf = next(module.children(), None) is None
         op = self._new_op(path, type(module).__name__, (*self.stack(), path)) if is_leaf else None
         self._frames.append(_Frame(call, op))
@@ -281,10 +330,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._note_gradient(name, parameter)
 
     def _note_gradient(self, name: str, parameter: Tensor) -> None:
+        """Note that the gradient of a parameter, and so its parts, is complete."""
         if self._live:
             self._reduced = torch._C._current_autograd_node()
         if parameter.grad is not None:
             self.recording.with_gradient.add(name)
+            # the gradient itself, and the parts that autograd added to get it
             todo = self.memory.within(parameter.grad)
             for storage in todo:
                 storage.is_left = True
@@ -295,13 +346,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     todo += storage.parts
 
     # ---- operators -------------------------------------------------------------------------------
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Say that compiled functions stay compiled under this mode; else they would be skipped for
-        good.
-        """
-        return True
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
@@ -318,6 +362,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs) if device is None else device
         if self._live:
             return self._live_dispatch(func, args, kwargs)
+        # A copy: the operator is found before the call, since its autograd nodes follow.
         index = self._backward_op() if self.is_backward else self._forward_op(func)
         self.failed = func
         if is_collective(func):
@@ -346,8 +391,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _is_beside(self, func: OpOverload) -> bool:
-        """Whether an operator of the backward pass is none of the recorded step's: DDP's, a loss
-        scaler's, a logger's.
+        """Return whether an operator of the backward pass is not of the recorded step.
+
+        It is DDP's then, a loss scaler's, or a logger's.
         """
         node = torch._C._current_autograd_node()
         # Without a node DDP copies what came out of its buckets; before the first one, only the
@@ -366,6 +412,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._record_kernel(index, func, args, kwargs, out)
 
     def _forward_op(self, func: OpOverload) -> int:
+        """Return the operator that a call belongs to: its leaf module, or one of its own."""
         frame = self._frames[-1] if self._frames else None
         if frame is not None and frame.op is not None:
             index = frame.op
@@ -375,6 +422,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             name = f"{path}:{kind.rpartition('.')[2]}"
             self._counts[name] += 1
             index = self._new_op(f"{name}_{self._counts[name]}", kind, self.stack())
+        # The newest node was made for this call, all before it for the last one.
         self.nodes.claim(self.current, keep_last=True)
         self.nodes.claim(index)
         self._claim_saved(index)
@@ -382,6 +430,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return index
 
     def _backward_op(self) -> int:
+        """Return the operator whose autograd node runs."""
         self.current = self.nodes.op_of(torch._C._current_autograd_node(), self.current)
         self.nodes.claim(self.current)
         return self.current
@@ -393,8 +442,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return len(self.recording.ops) - 1
 
     def names_since(self, count: int) -> tuple[str, ...]:
-        """Return the operators that ran since there were `count`: that of the leaf module under
-        way, else new ones.
+        """Return the operators that ran since there were `count`.
+
+        Inside of a leaf module that is its operator, otherwise the new ones.
         """
         op = self._frames[-1].op if self._frames else None
         return tuple(
@@ -411,6 +461,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _record_kernel(
         self, index: int, func: OpOverload, args: Any, kwargs: Any, out: Any
     ) -> None:
+        # one `Measured` for all equal calls
         tensors: list[Tensor] = []
         key = (func, freeze(args, tensors), freeze(tuple(kwargs.items()), tensors))
         kernel = self._measured.get(key)
@@ -423,6 +474,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         record, op, tick = self.recording, self.recording.ops[index], len(self.recording.kernel_ops)
         if func._schema.name not in ALLOCATIONS:
             (op.backward if self.is_backward else op.forward).append(kernel)
+        # reads and writes of the forward pass; new memory; what a device has beyond shapes
         sources = self.memory.within(tensors)
         is_sum = self.is_backward and func._schema.name == SUM_OF_GRADIENTS and len(sources) == 2
         if not self.is_backward:
@@ -451,7 +503,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         record.kernel_ops.append(index)
         record.kernels.append(kernel)
 
-    def _read(self, index: int, tensors: list[Tensor], sources: list[Storage]) -> None:
+    def _read(self, index: int, tensors: list[Tensor], sources: list[StorageRecord]) -> None:
         op = self.recording.ops[index]
         for tensor in tensors:
             name = self._parameters.get(tensor.untyped_storage()._cdata)
@@ -477,6 +529,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 storage.op, storage.shape = index, shape_of(tensor)
 
     def _pack(self, tensor: Tensor) -> Tensor:
+        """Note that autograd saves `tensor`."""
         for storage in self.memory.within(tensor):
             if self.observed is not None:
                 self.observed.save(storage)
@@ -494,3 +547,107 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             storage = self._unclaimed.pop()
             storage.saved_by = op
             self.recording.ops[op].saved_bytes += storage.bytes
+
+
+# ---- memory and autograd nodes -------------------------------------------------------------------
+
+
+class LiveStorages:
+    """The storages of a recording that are alive, by address.
+
+    Their end is noted when the last tensor lets go of them. `outside` are tensors that are older;
+    they are held, so that no address of theirs is used again.
+    """
+
+    def __init__(self, recording: Recording, outside: Iterable[Tensor]) -> None:
+        self._recording = recording
+        self._live: dict[int, StorageRecord] = {}
+        self._references: dict[int, Any] = {}
+        self._outside = list(outside)
+        self._outside_ids = {
+            tensor.untyped_storage()._cdata for tensor in self._outside if is_strided(tensor)
+        }
+
+    def forget(self) -> None:
+        """Let go of the older tensors, and of all that is noted of live ones."""
+        self._outside, self._live, self._references = [], {}, {}
+
+    def of(self, tensor: Tensor) -> StorageRecord | None:
+        """Return the storage of `tensor`; None where it is older or not strided."""
+        return self._live.get(tensor.untyped_storage()._cdata) if is_strided(tensor) else None
+
+    def within(self, value: Any) -> list[StorageRecord]:
+        """Return the storages of the tensors in a structure, each once."""
+        found = {t.untyped_storage()._cdata: None for t in tensors_in(value) if is_strided(t)}
+        return [self._live[address] for address in found if address in self._live]
+
+    def track(
+        self, tensor: Tensor, *, born: int, op: int, parts: tuple[StorageRecord, ...] = ()
+    ) -> None:
+        """Note the memory of `tensor`, made by operator `op`, unless it is known."""
+        if not is_strided(tensor):
+            return
+        memory = tensor.untyped_storage()
+        address = memory._cdata
+        if address in self._live or address in self._outside_ids:
+            return
+        made = len(self._recording.kernel_ops)
+        storage = StorageRecord(memory.nbytes(), born, op, shape_of(tensor), made=made, parts=parts)
+        self._live[address] = storage
+        self._recording.storages.append(storage)
+
+        def freed(_: object) -> None:
+            storage.died = len(self._recording.kernel_ops)
+            self._live.pop(address, None)
+            self._references.pop(address, None)
+
+        self._references[address] = weakref.ref(memory, freed)
+
+
+def shape_of(tensor: Tensor) -> Shape:
+    """Return the sizes and dtype of a tensor."""
+    return tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+
+
+class AutogradNodes:
+    """The operator that each autograd node belongs to.
+
+    A node carries a sequence number, counted up by the thread that makes it. The numbers given out
+    since the last low-level call belong to the operator of this call; so a node of the backward
+    pass finds its operator.
+    """
+
+    def __init__(self) -> None:
+        self._ops: dict[int, int] = {}
+        self._next = torch._C._autograd._get_sequence_nr()
+        self._between = range(0)
+
+    def claim(self, op: int, *, keep_last: bool = False) -> None:
+        """Note that nodes made since the last claim belong to operator `op`.
+
+        `keep_last` leaves the newest unclaimed.
+        """
+        until = torch._C._autograd._get_sequence_nr() - keep_last
+        for node in range(self._next, until):
+            self._ops[node] = op
+        self._next = max(self._next, until)
+
+    def op_of(self, node: Any, default: int) -> int:
+        """Return the operator of `node`, `default` for None and nodes that nobody claimed."""
+        return default if node is None else self._ops.get(node._sequence_nr(), default)
+
+    def begin_backward(self) -> None:
+        """Note that nodes made since the last claim are not of the step.
+
+        Such as that of a loss that is divided for accumulation.
+        """
+        self._between = range(self._next, torch._C._autograd._get_sequence_nr())
+
+    def is_between(self, node: Any) -> bool:
+        """Return whether `node` was made between the forward and the backward pass."""
+        return node._sequence_nr() in self._between
+
+    @property
+    def are_claimed(self) -> bool:
+        """Whether no node was made since the last claim."""
+        return bool(torch._C._autograd._get_sequence_nr() == self._next)

@@ -395,9 +395,8 @@ def test_transforms_of_functions() -> None:
 
     class Gradients(Net):
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            # by samples
-            gradients = torch.func.vmap(torch.func.grad(lambda row: row.square().sum()))(batch)
-            return (self.net(batch) * gradients).mean()
+            gradient_of = torch.func.grad(lambda row: row.square().sum())
+            return (self.net(batch) * torch.func.vmap(gradient_of)(batch)).mean()  # by samples
 
     refuse(Vmapped(), X, "torch.func", "# by rows", WAY_OUT)
     refuse(Gradients(), X, "torch.func", "# by samples", WAY_OUT)

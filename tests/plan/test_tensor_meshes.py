@@ -369,7 +369,7 @@ def test_captured_steps_go_to_another_process(request_of_gpt: SearchRequest) -> 
     split = request_of_gpt.split
     assert split is not None
     local_graphs(request_of_gpt)
-    other = pickle.loads(pickle.dumps(replace(split, _graphs={}, _refusals={})))
+    other = pickle.loads(pickle.dumps(replace(split, _known=type(split._known)())))
     assert len(other.trace.calls) == len(split.trace.calls) and not other.captured.graphs
     other.take_over(pickle.loads(pickle.dumps(split.captured)))
     assert other.captured == split.captured and other.captured.graphs

@@ -44,7 +44,7 @@ format: $(STAMP) ## Rewrite the code in the project's style
 	$(BIN)/ruff format .
 
 bench: $(STAMP) ## Run every benchmark; results go to benchmarks/results
-	@for name in frontier_search overhead memory_limits; do \
+	@for name in search.frontier foreign.overhead prediction.memory_limits; do \
 		echo "benchmarks.$$name" && $(BIN)/python -m benchmarks.$$name || exit 1; done
 
 clean: ## Remove the environment and caches

@@ -1,4 +1,8 @@
-"""What the benchmark scripts share: running one measured job, and saying where it ran."""
+"""Shared by all benchmarks: run a measured job elsewhere, and say on which machine it ran.
+
+`run_module` runs a job in a process of its own, `measure_at` with the package of another checkout.
+Jobs on several nodes run in `benchmarks.lab`. Pages of results are written to `RESULTS`.
+"""
 
 from __future__ import annotations
 
@@ -29,17 +33,27 @@ class JobFailed(RuntimeError):
 
 
 def run_gpt(*, timeout: float = 560, **options: Any) -> dict[str, Any]:
-    """Run `gpt_run.py` with ``--key value`` options (None is left out). Raises JobFailed."""
-    return run_script("gpt_run.py", timeout=timeout, **options)
+    """Run `benchmarks.gpt_run` with ``--key=value`` options, as `run_module` does."""
+    return run_module("benchmarks.gpt_run", timeout=timeout, **options)
 
 
-def run_script(name: str, *, timeout: float = 560, **options: Any) -> dict[str, Any]:
-    """Run a script of this folder that writes its result as JSON to ``--out``. Raises JobFailed."""
+def run_module(name: str, *flags: str, timeout: float = 560, **options: Any) -> dict[str, Any]:
+    """Run a module that writes its result as JSON to ``--out``, here, and return that result.
+
+    Args:
+        name: as after ``python -m``.
+        flags: arguments before the options, such as ``--worker``.
+        timeout: seconds.
+        options: ``key=value`` becomes ``--key=value``; None is left out.
+
+    Raises:
+        JobFailed: the job ended without a result.
+    """
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
         arguments = [f"--{k.replace('_', '-')}={v}" for k, v in options.items() if v is not None]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, str(ROOT / "benchmarks" / name), f"--out={out}", *arguments]
+        command = [sys.executable, "-m", name, *flags, f"--out={out}", *arguments]
         job = subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=timeout, check=False
         )
@@ -56,11 +70,10 @@ def run_script(name: str, *, timeout: float = 560, **options: Any) -> dict[str, 
 def measure_at(
     checkout: Path, name: str, arguments: Sequence[Any], *, timeout: float | None = None
 ) -> dict[str, Any]:
-    """Return what ``benchmarks.<name>.measure(*arguments)`` returns in a new process, with the
-    package of `checkout`.
+    """Return what ``benchmarks.<name>.measure(*arguments)`` finds with `checkout`'s package.
 
-    Benchmarks are those of this folder. Raises TimeoutExpired after `timeout` seconds, JobFailed
-    with the output of errors.
+    It runs in a new process. The benchmarks are always those of this folder. Raises TimeoutExpired
+    after `timeout` seconds, JobFailed with the output of errors.
     """
     code = (
         "import importlib, json, sys, types; benchmarks = "

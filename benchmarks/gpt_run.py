@@ -1,8 +1,8 @@
-"""One measured run of a byte-level GPT on the CPU, for the scripts beside this one; writes a JSON
-file on rank 0.
+"""One measured run of a byte-level GPT on CPU ranks, for other benchmarks.
 
-With --cgroup every rank puts itself into a memory cgroup of that many bytes first (needs root; v1
-or v2), so that the kernel kills what exceeds them.
+Started by `common.run_gpt` and `Lab.run_gpt`; rank 0 writes its result as JSON to ``--out``. With
+``--cgroup`` every rank first enters a memory cgroup of that many bytes (needs root; v1 or v2), so
+that the kernel kills what exceeds them.
 """
 
 from __future__ import annotations
@@ -69,8 +69,9 @@ class Progress(L.Callback):
 
 
 class Enough(L.Callback):
-    """Ends the fit when as many steps as asked for were measured, under the plan that a search
-    beside training has found.
+    """End the fit when as many steps as asked for were measured.
+
+    They count under the plan that a search beside training has found.
     """
 
     def __init__(self, monitor: StepMonitor, *, steps: int) -> None:

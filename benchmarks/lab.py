@@ -1,11 +1,14 @@
-"""A cluster with slow links on one Linux machine, for the benchmarks of communication.
+"""A cluster with slow links on one Linux machine, for benchmarks of communication.
 
     python -m benchmarks.lab --nodes 2 --ranks-per-node 2 --rate 1gbit -- script.py arguments
 
-Every node is a network namespace on one bridge; traffic between nodes passes a token bucket of the
-given rate in each direction, ranks of one node talk over its loopback at full speed. Ranks start as
-torchrun would start them (RANK, LOCAL_RANK, GROUP_RANK, MASTER_ADDR, ...), with one thread each.
-Needs root, iproute2 and a kernel with veth and tbf; losses at random need iptables and ethtool too.
+Every node is a network namespace on one bridge. Traffic between nodes passes a token bucket of the
+given rate in each direction; ranks of one node talk over its loopback at full speed. Ranks start
+as under torchrun (RANK, LOCAL_RANK, GROUP_RANK, MASTER_ADDR, ...), with one thread each. Needs
+root, iproute2 and a kernel with veth and tbf; random losses also need iptables and ethtool.
+
+Node i of a lab is ``topt<mark>n<i>``, with the link ``tv<mark>n<i>`` to the bridge ``tbr<mark>``.
+The mark is the id of the process that made the lab, and a number.
 """
 
 from __future__ import annotations
@@ -14,26 +17,17 @@ import argparse
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
-
-from benchmarks.lab_nodes import (
-    LabError,
-    LinkLimits,
-    add_bridge,
-    add_node,
-    check_root,
-    remove_abandoned,
-    remove_bridge,
-    remove_node,
-)
 
 ROOT = Path(__file__).resolve().parents[1]
 PORT = "29500"
@@ -57,8 +51,9 @@ while True:
 
 
 def end_on_signals() -> None:
-    """Let SIGTERM and SIGHUP end this process as an exception, so that a lab is taken down; for the
-    main thread of a script.
+    """Let SIGTERM and SIGHUP end this process as an exception, so that a lab is taken down.
+
+    For the main thread of a script.
     """
 
     def leave(number: int, frame: FrameType | None) -> None:
@@ -69,14 +64,17 @@ def end_on_signals() -> None:
 
 
 class Lab:
-    """Nodes 0 .. `nodes` - 1 as long as the context lasts. What labs of killed processes left is
-    taken down first.
+    """Nodes 0 to `nodes` - 1, for as long as the context lasts.
+
+    What labs of killed processes left is taken down first.
 
     `rate` of each node's link is in tc's units ("1gbit"), None: unlimited. A full link queues
-    `queue` ("64kb"; None: 50 ms) before it drops; every receiver loses the share `loss` of all
-    packets; TCP uses `congestion` ("bbr"; None: the machine's); packets have `mtu` bytes at most
-    (None: 1500). Raises ValueError for a number of nodes that is not 1 to 250, LabError where the
-    machine cannot make one.
+    `queue` ("64kb"; None: 50 ms) before it drops. Every receiver loses the share `loss` of all
+    packets. TCP uses `congestion` ("bbr"; None: the machine's). Packets have `mtu` bytes at most
+    (None: 1500).
+
+    Raises ValueError for a number of nodes that is not 1 to 250, LabError where the machine cannot
+    make one.
     """
 
     def __init__(
@@ -136,8 +134,9 @@ class Lab:
         remove_bridge(self.bridge)
 
     def add_flow(self, source: int, target: int, *, bytes_per_second: float) -> None:
-        """Datagrams from one node to another, at that rate with their headers, until the lab
-        ends.
+        """Send datagrams from one node to another until the lab ends.
+
+        `bytes_per_second` includes their headers.
         """
         arguments = [sys.executable, "-c", FLOW, self.address(target), "9", str(bytes_per_second)]
         self._flows.append(
@@ -152,10 +151,10 @@ class Lab:
         nodes: int | None = None,
         timeout: float = 900,
     ) -> str:
-        """Run ``python *command`` on every rank of the first `nodes` (None: all), `timeout` seconds
-        at most; rank 0's output.
+        """Run ``python *command`` on every rank of the first `nodes` (None: all).
 
-        Raises LabError with the output of a rank that failed; the others are killed.
+        Returns rank 0's output, after `timeout` seconds at most. Raises LabError with the output of
+        a rank that failed; the others are killed.
         """
         nodes = len(self.nodes) if nodes is None else nodes
         world_size = nodes * ranks_per_node
@@ -185,23 +184,37 @@ class Lab:
     def run_gpt(
         self, *, ranks_per_node: int, timeout: float = 500, **options: Any
     ) -> dict[str, Any]:
-        """Run `gpt_run.py` on all nodes with ``--key=value`` options; its result. Raises LabError
-        as `run` does.
-        """
+        """Run `benchmarks.gpt_run` on all nodes, as `run_module` does."""
         return self.run_module(
             "benchmarks.gpt_run", ranks_per_node=ranks_per_node, timeout=timeout, **options
         )
 
     def run_module(
-        self, name: str, *, ranks_per_node: int, timeout: float = 500, **options: Any
+        self,
+        name: str,
+        *flags: str,
+        ranks_per_node: int,
+        timeout: float = 500,
+        **options: Any,
     ) -> dict[str, Any]:
-        """Run a module that writes its result as JSON to ``--out``. Raises LabError as `run`
-        does.
+        """Run a module on every rank; rank 0 writes the result as JSON to ``--out``.
+
+        Args:
+            name: as after ``python -m``.
+            flags: arguments before the options, such as ``--worker``.
+            ranks_per_node: on all nodes.
+            timeout: seconds.
+            options: ``key=value`` becomes ``--key=value``.
+
+        Raises:
+            LabError: as `run` does.
         """
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "result.json"
             arguments = [f"--{key}={value}" for key, value in {**options, "out": out}.items()]
-            self.run(["-m", name, *arguments], ranks_per_node=ranks_per_node, timeout=timeout)
+            self.run(
+                ["-m", name, *flags, *arguments], ranks_per_node=ranks_per_node, timeout=timeout
+            )
             result: dict[str, Any] = json.loads(out.read_text())
             return result
 
@@ -251,8 +264,9 @@ def sent_bytes(device: str = "eth0") -> int:
 
 
 def sent_payload(device: str = "eth0") -> int:
-    """The same without the headers of TCP, IP and Ethernet. What is cut into packets later (by the
-    link) has one header.
+    """The same without the headers of TCP, IP and Ethernet.
+
+    What the link cuts into packets later has one header.
     """
     nbytes, packets = _sent(device)
     return nbytes - HEADERS * packets
@@ -328,6 +342,141 @@ def main(arguments: Sequence[str] | None = None) -> None:
             )
     except LabError as error:
         sys.exit(f"lab: {error}")
+
+
+# ---- nodes as Linux has them: a network namespace each, with a limited link to one bridge --------
+
+CONGESTION = Path("/proc/sys/net/ipv4")
+
+
+class LabError(RuntimeError):
+    """The machine cannot make a lab, or a job in it failed."""
+
+
+def check_root() -> None:
+    """Raise LabError without root."""
+    if os.geteuid() != 0:
+        raise LabError(
+            "the lab makes network namespaces, which needs root: run it with sudo, or leave it out"
+        )
+
+
+@dataclass(frozen=True)
+class LinkLimits:
+    """What a node's link does to packets, as `Lab` takes it."""
+
+    rate: str | None
+    burst: str
+    queue: str | None
+    loss: float
+    congestion: str | None
+    mtu: int | None
+
+
+def add_bridge(name: str) -> None:
+    """Add a bridge that nodes can be added to."""
+    _sh("ip", "link", "add", name, "type", "bridge")
+    _sh("ip", "link", "set", name, "up")
+
+
+def remove_bridge(name: str) -> None:
+    """Delete a bridge, which may be gone."""
+    _sh("ip", "link", "del", name, check=False)
+
+
+def add_node(name: str, link: str, *, bridge: str, address: str, limits: LinkLimits) -> None:
+    """Add the namespace `name` with an interface ``eth0`` of this IPv4 address.
+
+    Its other end is `link`, on the bridge.
+    """
+    _sh("ip", "netns", "add", name)
+    _sh("ip", "link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", name)
+    _sh("ip", "link", "set", link, "master", bridge, "up")
+    _sh("ip", "-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
+    _sh("ip", "-n", name, "link", "set", "eth0", "up")
+    _sh("ip", "-n", name, "link", "set", "lo", "up")
+    if limits.mtu:
+        _sh("ip", "link", "set", link, "mtu", str(limits.mtu))
+        _sh("ip", "-n", name, "link", "set", "eth0", "mtu", str(limits.mtu))
+    inside = ["ip", "netns", "exec", name]
+    if limits.rate:
+        queue = ["limit", limits.queue] if limits.queue else ["latency", "50ms"]
+        shape = ["root", "tbf", "rate", limits.rate, "burst", limits.burst, *queue]
+        _sh(*inside, "tc", "qdisc", "add", "dev", "eth0", *shape)
+        _sh("tc", "qdisc", "add", "dev", link, *shape)
+    if limits.loss:
+        # What is lost is one packet of the link's size, not 64 kB that would have been cut later.
+        for where, device in ((inside, "eth0"), ([], link)):
+            _sh(
+                *where,
+                "ethtool",
+                "-K",
+                device,
+                "tso",
+                "off",
+                "gso",
+                "off",
+                "gro",
+                "off",
+                "tx-udp-segmentation",
+                "off",
+            )
+        at_random = ["-m", "statistic", "--mode", "random", "--probability", f"{limits.loss:.6f}"]
+        _sh(*inside, "iptables", "-A", "INPUT", "-i", "eth0", *at_random, "-j", "DROP")
+    if limits.congestion:
+        allow_in_namespaces(limits.congestion)
+        _sh(
+            *inside,
+            "sh",
+            "-c",
+            f"echo {limits.congestion} > {CONGESTION / 'tcp_congestion_control'}",
+        )
+
+
+def allow_in_namespaces(congestion: str) -> None:
+    """Let processes of namespaces choose a congestion control of this machine.
+
+    What the machine itself uses stays.
+    """
+    allowed = CONGESTION / "tcp_allowed_congestion_control"
+    if congestion not in allowed.read_text().split():
+        allowed.write_text(f"{allowed.read_text().strip()} {congestion}")
+
+
+def remove_node(name: str) -> None:
+    """Kill what runs in a node, and delete it with its link."""
+    for pid in _sh("ip", "netns", "pids", name, check=False).split():
+        try:
+            os.kill(int(pid), signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    # The link by itself, for a namespace lives on as long as a packet of it is somewhere.
+    _sh("ip", "link", "del", name.replace("topt", "tv"), check=False)
+    _sh("ip", "netns", "del", name, check=False)
+
+
+def remove_abandoned() -> None:
+    """Take down what labs left whose process was killed; names tell the process."""
+    names = re.findall(
+        r"^(topt(([0-9a-f]+)-[0-9a-f]+)n\d+)\b", _sh("ip", "netns", "list"), re.MULTILINE
+    )
+    for name, mark, pid in names:
+        if not Path(f"/proc/{int(pid, 16)}").exists():
+            remove_node(name)
+            remove_bridge(f"tbr{mark}")
+
+
+def _sh(*command: str, check: bool = True) -> str:
+    try:
+        job = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        raise LabError(
+            f"the lab needs the command {command[0]!r}: install iproute2 (iptables and ethtool for "
+            "losses)"
+        ) from None
+    if job.returncode and check:
+        raise LabError(f"{' '.join(command)}: {job.stderr.strip()}")
+    return job.stdout
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import adam_compression, adam_local_steps, adam_methods
-from benchmarks.adam_simulator import AdamW, Model, Text, batched_losses, gradients, rate
+from benchmarks.exchange import adam_compression, adam_simulator
+from benchmarks.exchange.adam_simulator import AdamW, Model, Text, batched_losses, gradients, rate
 from lightning_topt.cli.tasks.byte_lm import ByteGPT
 
 MODEL = Model(layers=1, hidden=16, heads=2, seq_len=8)
@@ -23,7 +23,7 @@ def text():
 
 
 def _method(make, ranks, steps=8, runs=1, **options):
-    setting = adam_methods.Setting(MODEL, ranks, (4e-3,) * runs, steps)
+    setting = adam_simulator.Setting(MODEL, ranks, (4e-3,) * runs, steps)
     return make(setting, torch.stack([MODEL.initial(seed) for seed in range(runs)]), **options)
 
 
@@ -71,23 +71,23 @@ def test_the_optimizer_is_torchs():
 
 
 def test_more_ranks_of_the_same_batch_are_the_same_dense_run(text):
-    one = _train(_method(adam_methods.Mean, 1), text, 1)
-    four = _train(_method(adam_methods.Mean, 4), text, 4)
+    one = _train(_method(adam_simulator.Mean, 1), text, 1)
+    four = _train(_method(adam_simulator.Mean, 4), text, 4)
     torch.testing.assert_close(one, four, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize(
     ("make", "options"),
     [
-        (adam_methods.TopK, {"density": 1.0}),
-        (adam_local_steps.LocalSteps, {"every": 1}),
-        (adam_local_steps.SparseLoCo, {"every": 1, "density": 1.0, "bits": 8}),
-        (adam_local_steps.FewBits, {"every": 1, "bits": 8}),
-        (adam_local_steps.RotatingMean, {"parts": 1, "value_bytes": 4}),
+        (adam_simulator.TopK, {"density": 1.0}),
+        (adam_simulator.LocalSteps, {"every": 1}),
+        (adam_simulator.SparseLoCo, {"every": 1, "density": 1.0, "bits": 8}),
+        (adam_simulator.FewBits, {"every": 1, "bits": 8}),
+        (adam_simulator.RotatingMean, {"parts": 1, "value_bytes": 4}),
     ],
 )
 def test_with_one_rank_and_all_entries_it_is_the_dense_run(text, make, options):
-    dense = _train(_method(adam_methods.Mean, 1), text, 1)
+    dense = _train(_method(adam_simulator.Mean, 1), text, 1)
     found = _train(_method(make, 1, **options), text, 1)
     exact = "bits" not in options
     torch.testing.assert_close(

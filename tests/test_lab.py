@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import lab, lab_nodes, network
-from benchmarks.lab import ROOT, Lab
-from benchmarks.lab_nodes import LabError
+from benchmarks import lab
+from benchmarks.exchange import network
+from benchmarks.lab import ROOT, Lab, LabError
 
 SENT = 500_000
 RANK = f"""
@@ -121,7 +121,7 @@ def start_and_wait(path: str) -> subprocess.Popen[bytes]:
 )
 def test_without_root_it_says_so_and_stops(run, arguments, monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    monkeypatch.setattr(lab_nodes, "_sh", lambda *command, **_: pytest.fail(f"ran {command}"))
+    monkeypatch.setattr(lab, "_sh", lambda *command, **_: pytest.fail(f"ran {command}"))
     with pytest.raises(SystemExit, match="needs root"):
         run(arguments)
 
@@ -144,7 +144,7 @@ def test_number_of_nodes():
 
 def test_missing_command():
     with pytest.raises(LabError, match="install iproute2"):
-        lab_nodes._sh("no-such-command-as-ip")
+        lab._sh("no-such-command-as-ip")
 
 
 def test_two_nodes_talk_over_a_shaped_link(namespaces, tmp_path):

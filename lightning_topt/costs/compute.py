@@ -8,7 +8,7 @@
     T = (T^q + H^q)^(1/q) where the host runs ahead         host_bound_seconds [2]
 
 [1] Williams, Waterman & Patterson, CACM 52(4), 2009 (roofline); f is Hockney's half-performance
-length, 1988. [2] benchmarks/gpu_cost_model.py.
+length, 1988. [2] benchmarks/prediction/gpu_cost_model.py.
 
 The host issues kernels while the device runs earlier ones: a pass takes as long as the slower of
 the two, and a little more where they are close (q). h is `Device.launch_seconds` on accelerators,

@@ -48,8 +48,8 @@ from lightning_topt.graph.op_graph import Block, OpGraph, Parameter
 from lightning_topt.techniques.technique import ALONE, BlockSeconds, Neighbours
 
 # A reserve, not a model: what sharded plans took on gloo beyond everything listed here. Measured on
-# 12 model families: up to 14 MiB, mostly 2 to 6 (benchmarks/strangers.py). It is work objects, and
-# small blocks between large ones.
+# 12 model families: up to 14 MiB, mostly 2 to 6 (benchmarks/foreign/model_families.py). It is work
+# objects, and small blocks between large ones.
 RESERVE_BYTES = 8 << 20
 # Time of FSDP2's hooks and copies of views beside a gather or reduction: per block and per
 # parameter, where nothing hides it. Read from steps of tiny blocks on two ranks: 0.5 to 0.9 ms, 11

@@ -1,15 +1,12 @@
-"""A part of the matrix of benchmarks/tensor_equality.py, and that it finds what is not equal."""
+"""A part of the matrix of benchmarks/tensor/equality.py, and that it finds what is not equal."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.equality_runs import compare
-from benchmarks.equality_tables import Refusal, cell, count_cells, read_rows, table
-from benchmarks.tensor_equality import COMPARISON, against_one_process, row, run_plan
-from benchmarks.tensor_equality_models import MODELS
-from benchmarks.tensor_equality_plans import PLANS, Plan
+from benchmarks.equality import MODELS, Refusal, cell, compare, count_cells, read_rows, table
+from benchmarks.tensor.equality import COMPARISON, PLANS, Plan, against_one_process, row, run_plan
 from tests.launch import run_ranks
 
 BY_NAME = {plan.name: plan for plan in PLANS}

@@ -12,8 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn, optim
 
-from benchmarks.continuous_by_definition import DefinedTraining, passes_by_clock
-from benchmarks.continuous_simulator import ContinuousTraining, Step
+from benchmarks.pipelines.simulators import (
+    ContinuousTraining,
+    DefinedTraining,
+    Step,
+    passes_by_clock,
+)
 from lightning_topt.schedules.schedules import continuous_schedule
 from lightning_topt.schedules.staleness import staleness
 

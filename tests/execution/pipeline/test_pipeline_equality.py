@@ -1,4 +1,4 @@
-"""A part of the matrix of benchmarks/pipeline_equality.py, and that it finds what is not equal."""
+"""A part of the matrix of benchmarks/pipelines/equality.py, and that it finds what is not equal."""
 
 from __future__ import annotations
 
@@ -7,12 +7,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.equality_runs import compare
-from benchmarks.equality_tables import cell
-from benchmarks.pipeline_cuts import cut
-from benchmarks.pipeline_equality import COMPARISON, against_one_process, run_plan
-from benchmarks.pipeline_equality_models import MODELS
-from benchmarks.pipeline_equality_plans import PLANS
+from benchmarks.equality import cell, compare
+from benchmarks.pipelines.equality import COMPARISON, MODELS, PLANS, against_one_process, run_plan
+from benchmarks.pipelines.shared import cut
 from lightning_topt.schedules.schedules import SCHEDULES
 from tests.launch import run_ranks
 

@@ -1,5 +1,6 @@
-"""Two stages of a CNN on scikit-learn's digits that never wait for an update, two CPU ranks; the
-module knows nothing of it.
+"""An asynchronous pipeline: a CNN on scikit-learn's digits in two stages, on two CPU ranks.
+
+The module knows nothing of it.
 
 python examples/continuous_pipeline.py
 """

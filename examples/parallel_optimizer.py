@@ -1,5 +1,6 @@
-"""Two CPU ranks share the optimizer step: an MLP on scikit-learn's digits, each update of which
-takes a matrix factorisation.
+"""Two CPU ranks share the optimizer step of an MLP on scikit-learn's digits.
+
+Each update takes a matrix factorisation.
 
 python examples/parallel_optimizer.py
 """
@@ -15,8 +16,9 @@ from lightning_topt.cli.tasks.digits import DigitsDataModule
 
 
 class SignDescent(torch.optim.Optimizer):
-    """Steps by the orthogonal factor of each gradient matrix: an expensive update that needs whole
-    parameters.
+    """Step by the orthogonal factor of each gradient matrix.
+
+    An expensive update that needs unsharded parameters.
     """
 
     def __init__(self, params: Any, lr: float) -> None:

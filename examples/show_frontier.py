@@ -1,5 +1,6 @@
-"""The search in thirty lines: no model, no training. Three blocks with two configurations each,
-written by hand.
+"""The search in thirty lines: no model, no training.
+
+Three blocks with two configurations each, written by hand.
 
     python examples/show_frontier.py
 
@@ -19,8 +20,9 @@ MIB = 2**20
 
 
 def block(milliseconds: float, mebibytes: float) -> BlockCosts:
-    """One that keeps `mebibytes` from forward to backward, or takes a third longer and keeps a
-    tenth of that.
+    """Return the costs of a block that keeps `mebibytes` from forward to backward.
+
+    Or takes a third longer, and keeps a tenth of that.
     """
     seconds = 1e-3 * milliseconds * np.array([1.0, 4 / 3])  # keep, recompute
     return BlockCosts(

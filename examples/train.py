@@ -1,5 +1,6 @@
-"""Plan and train: a small GPT on two CPU ranks within a memory limit. The module does not know of
-it.
+"""Plan and train: a small GPT on two CPU ranks within a memory limit.
+
+The module does not know of it.
 
 python examples/train.py
 """

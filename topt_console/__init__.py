@@ -1,5 +1,4 @@
-"""Entry point of the console script `topt`: answers what needs no Lightning before Lightning is
-imported.
+"""Entry point of the console script `topt`: what needs no Lightning is answered without it.
 
 It is a package of its own because `import lightning_topt` imports Lightning, which takes seconds:
 help, version and shell completion import at most Hydra.
@@ -62,8 +61,10 @@ def main() -> None:
 
 
 def _import_without_collection(name: str) -> ModuleType:
-    """Import a module with the garbage collector off: what imports make stays, and looking through
-    it takes a third of their time, and more of every later collection.
+    """Import a module with the garbage collector off.
+
+    What imports make stays, and looking through it takes a third of their time, and more of every
+    later collection.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -82,9 +83,9 @@ def refuse(sentence: str) -> NoReturn:
 
 
 def complete(request: str) -> None:
-    """Serve Hydra's shell completion: ``install=bash``, ``uninstall=bash``, and ``query=bash`` for
-    the line in COMP_LINE.
+    """Serve Hydra's shell completion.
 
+    ``install=bash``, ``uninstall=bash``, and ``query=bash`` for the line in COMP_LINE.
     The first word of a line is a command, which Hydra knows nothing of; the rest is completed from
     the configuration of that command.
     """

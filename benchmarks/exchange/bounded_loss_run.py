@@ -1,6 +1,6 @@
-"""One rank of the benchmarks of the bounded-loss exchange: it sums buckets, step by step.
+r"""One rank of the benchmarks of the bounded-loss exchange: it sums buckets, step by step.
 
-    sudo python -m benchmarks.lab --nodes 2 -- -m benchmarks.exchange.bounded_loss_run \\
+    sudo python -m benchmarks.lab --nodes 2 -- -m benchmarks.exchange.bounded_loss_run \
         --steps 5000 --parameters 200000 --out /tmp/growth.json
 
 Started in a lab by `bounded_loss_shared` and `bounded_loss_priorities`, or by hand as above. Rank 0

@@ -1,10 +1,10 @@
-"""Run Lightning's own tests with `AutoParallelStrategy` in place of `DDPStrategy`.
+r"""Run Lightning's own tests with `AutoParallelStrategy` in place of `DDPStrategy`.
 
     git clone https://github.com/Lightning-AI/pytorch-lightning
     git -C pytorch-lightning checkout 2.6.5
-    pip install cloudpickle jsonargparse[signatures] onnx pandas psutil pytest-rerunfailures \\
+    pip install cloudpickle jsonargparse[signatures] onnx pandas psutil pytest-rerunfailures \
         pytest-timeout scikit-learn tensorboardX
-    python -m benchmarks.foreign.lightning_suite pytorch-lightning/tests \\
+    python -m benchmarks.foreign.lightning_suite pytorch-lightning/tests \
         [--one-device] [tests_pytorch/loops ...]
 
 Shows what fails that passes under ``ddp``. Every name of Lightning's registry that builds a

@@ -1,6 +1,6 @@
-"""What a step costs that `AdaptiveStep` has decided not to share, against the plain step.
+r"""What a step costs that `AdaptiveStep` has decided not to share, against the plain step.
 
-    OMP_NUM_THREADS=1 python -m torch.distributed.run --standalone --nproc-per-node 2 \\
+    OMP_NUM_THREADS=1 python -m torch.distributed.run --standalone --nproc-per-node 2 \
         -m benchmarks.optimizer.declined
 
 Two copies of one optimizer in each of two processes alternate, step by step; who begins alternates

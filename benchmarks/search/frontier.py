@@ -34,7 +34,6 @@ PATIENCE = 60  # seconds for one table
 
 def measure(name: str, seed: int) -> dict[str, Any]:
     """Search one table, here."""
-
     # where this checkout has it, and where earlier ones have it
     homes = (
         "tests.frontier.graph_search",

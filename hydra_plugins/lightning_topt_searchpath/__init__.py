@@ -1,6 +1,6 @@
-"""Puts lightning_topt's configuration groups on the search path of every Hydra app:
-``strategy=topt``, ``cluster=...``.
+"""Put the configuration groups of lightning_topt on the search path of every Hydra app.
 
+They are then composed by ``strategy=topt``, ``cluster=...``.
 Hydra imports this module whenever any of its apps starts, so it must not import torch.
 """
 
@@ -16,8 +16,9 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 
 
 def conf_dir() -> Path:
-    """Return the folder of configuration groups: inside the installed package, or beside it in a
-    checkout.
+    """Return the folder of configuration groups.
+
+    It is inside the installed package, or beside it in a checkout.
     """
     spec = importlib.util.find_spec("lightning_topt")
     assert spec is not None and spec.origin is not None, "lightning_topt is not installed"
@@ -27,8 +28,9 @@ def conf_dir() -> Path:
 
 
 class LightningToptSearchPath(SearchPathPlugin):
-    """Appends our groups (the app's own come first) and registers the strategy names where
-    Lightning is in use.
+    """Append our groups; those of the app come first.
+
+    Where Lightning is in use, the strategy names are registered too.
     """
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:

@@ -95,6 +95,10 @@ def search_with_axes(
     which captures steps for it.
 
     Args:
+        request: what the user asked for.
+        trainer: of this fit.
+        batch: of this rank, which is captured.
+        search: what to search on data axes.
         are_joint: see `TensorLook`.
         kernels: seconds of kernels on slices; None: where they are wanted, the graphs that hold
             them are returned.

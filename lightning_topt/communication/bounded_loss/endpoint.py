@@ -199,7 +199,7 @@ def _accept(
     deadline: float,
     world_size: int,
 ) -> None:
-    """Accept one connection, and refuse it if it is not of a higher rank of this session."""
+    """Accept one connection, and refuse it if it is not of a higher rank of this run."""
     endpoint.listener.settimeout(max(0.01, deadline - time.monotonic()))
     try:
         made, _ = endpoint.listener.accept()

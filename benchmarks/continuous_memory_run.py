@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from lightning_topt import PipelineStrategy
 from lightning_topt.cli.tasks.byte_lm import ByteGPT, StdlibBytesDataModule
-from lightning_topt.plugins.ddp_parts import destroy_process_group
-from lightning_topt.plugins.step_monitor import StepMonitor
+from lightning_topt.plugins.ddp_base import destroy_process_group
+from lightning_topt.plugins.monitors import StepMonitor
 
 RANKS = 4
 

@@ -30,7 +30,7 @@ from benchmarks.data_sources import CLASSES, HttpFiles
 from lightning_topt.cli.stalls import QUIET, measure, serving
 from lightning_topt.data.stalls.loop import Watched, loader_over
 from lightning_topt.data.stalls.measurement import MeasurementOptions
-from lightning_topt.plugins.measured_cache import MeasuredCache
+from lightning_topt.plugins.cached_data import MeasuredCache
 
 BATCH, PORT, CONNECTIONS = 32, 8000, 32
 EPOCHS = 12  # of items, more than a run takes

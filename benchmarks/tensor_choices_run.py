@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_topt import AutoParallelStrategy
 from lightning_topt.cli.tasks.byte_lm import ByteGPT
-from lightning_topt.plugins.step_monitor import StepMonitor
+from lightning_topt.plugins.monitors import StepMonitor
 
 SAMPLES = 4096
 

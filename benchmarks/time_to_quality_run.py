@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Subset
 
 from lightning_topt import PipelineStrategy
 from lightning_topt.cli.tasks.byte_lm import StdlibBytesDataModule
-from lightning_topt.plugins.ddp_parts import destroy_process_group
+from lightning_topt.plugins.ddp_base import destroy_process_group
 
 # bytes of a sequence, sequences and updates between validations
 SEQ_LEN, SAMPLES, EVERY = 16, 32, 25

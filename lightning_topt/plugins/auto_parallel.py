@@ -1,6 +1,4 @@
-"""The Lightning strategy ``"topt"``: as ``ddp`` until the first training batch, then by the plan
-that suits it best.
-"""
+"""The strategies that run a plan: ``"topt"``, which searches one, and ``"topt_pipeline"``."""
 
 from __future__ import annotations
 
@@ -32,35 +30,33 @@ from lightning_topt.execution.memory import (
     warm_up,
 )
 from lightning_topt.graph.mesh_axes import data_mesh
-from lightning_topt.plan.parallel_plan import ParallelPlan, preset_plan
+from lightning_topt.plan.parallel_plan import ParallelPlan, preset_plan, rule_from_value
 from lightning_topt.plan.plan_values import PRESETS
-from lightning_topt.plugins.allowed_exchanges import Allow, AllowedExchanges
-from lightning_topt.plugins.allowed_staleness import AllowedStaleness, AllowStaleness
+from lightning_topt.plugins.clipping import clip_sharded
 from lightning_topt.plugins.data_ranks import DataRanks
-from lightning_topt.plugins.ddp_parts import known_options, register_names, run_options
-from lightning_topt.plugins.example_batch import example_batches
-from lightning_topt.plugins.exchange_monitor import add_monitor
-from lightning_topt.plugins.given_plans import PipelinePlan
-from lightning_topt.plugins.observed_fit import (
-    WATCHED_STEPS,
-    Decision,
-    ObservedFit,
-    ObservedPlanning,
-    WatchingRedirection,
-    refine_observed,
-)
-from lightning_topt.plugins.plan_request import PlanRequest
-from lightning_topt.plugins.planning import Planning
-from lightning_topt.plugins.planning_ranks import check_agreement
-from lightning_topt.plugins.read_options import (
+from lightning_topt.plugins.ddp_base import known_options, run_options
+from lightning_topt.plugins.monitors import StepMonitor, add_monitor
+from lightning_topt.plugins.plan_options import (
+    PipelinePlan,
     check_planner_options,
     read_cluster,
     read_memory_limit,
     read_plan_option,
 )
-from lightning_topt.plugins.run_plan import UNTIL_WATCHED, decide_plan
-from lightning_topt.plugins.sharded_clipping import clip_sharded
-from lightning_topt.plugins.step_monitor import StepMonitor
+from lightning_topt.plugins.plan_request import (
+    Allow,
+    AllowedExchanges,
+    AllowedStaleness,
+    AllowStaleness,
+    PlanRequest,
+)
+from lightning_topt.plugins.planning import Decision, Planning, check_agreement, example_batches
+from lightning_topt.plugins.register import register_names
+from lightning_topt.plugins.traced_planning import UNTIL_WATCHED, decide_plan
+from lightning_topt.plugins.watched_planning import ObservedPlanning, refine_observed
+from lightning_topt.plugins.watched_steps import WATCHED_STEPS, ObservedFit, WatchingRedirection
+from lightning_topt.prediction import Prediction
+from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
 from lightning_topt.techniques.ddp_wrapper import bytes_of_buckets, register_hook, wrap_in_ddp
 from lightning_topt.techniques.run_options import RunOptions
 
@@ -212,8 +208,9 @@ class AutoParallelStrategy(DataRanks):
                 self._observe_more()
 
     def _set_up_evaluation(self, trainer: pl.Trainer) -> None:
-        """As ddp does; where the last fit evaluated in shards, in these again, which the device is
-        known to hold.
+        """Set up as ddp does, or in the shards of the last fit.
+
+        The device is known to hold these.
         """
         self._open_exchange(None)
         plan = self.parallel_plan
@@ -245,7 +242,7 @@ class AutoParallelStrategy(DataRanks):
         self._observe_more()
 
     def _observe_more(self) -> None:
-        """Watch steps where the plan that has begun is not the last one."""
+        """Watch steps where the plan that has begun is not the final one."""
         assert self.parallel_plan is not None
         if self.planned_by == UNTIL_WATCHED:
             self._observe(steps=self.watch_steps)
@@ -292,8 +289,9 @@ class AutoParallelStrategy(DataRanks):
         super().on_train_batch_start(batch, batch_idx)
 
     def _switch_plan(self, trainer: pl.Trainer, batch: Any) -> None:
-        """Let the plan take over from what ran the steps before, between two steps. A collective
-        call.
+        """Let the plan take over from what ran the steps before, between two steps.
+
+        A collective call.
         """
         engine, plan = self._engine, self.parallel_plan
         assert plan is not None
@@ -447,4 +445,90 @@ class AutoParallelStrategy(DataRanks):
     def register_strategies(cls, strategy_registry: Any) -> None:
         register_names(
             "topt", cls, registry=strategy_registry, description="Searches and runs a parallel plan"
+        )
+
+
+class PipelineStrategy(AutoParallelStrategy):
+    """A pipeline for any LightningModule, as it is.
+
+    ``Trainer(strategy=PipelineStrategy(stages=4, microbatches=8))``
+
+    At the first training batch the step is captured, and its blocks are cut into the stages whose
+    step is fastest. From then on a rank holds the parameters of its stages alone. It runs the
+    module's own `training_step` on each microbatch, in which only its own blocks compute. Losses
+    and gradients are those of the batch in one process: the mean of those of microbatches, weighted
+    by what their means are over, or their sum where the loss is one (which is tested at the first
+    batch). Ranks of one pipeline get the same batches. What the last stage returns and logs is
+    returned and logged on every rank.
+
+    Args:
+        stages: number of stages; None: as many as fit on all ranks. With fewer, ranks that are left
+            form a data axis.
+        schedule: the order of passes: ``"1f1b"``, ``"gpipe"``, ``"interleaved"``, ``"looped_bfs"``,
+            ``"zero_bubble"``, ``"interleaved_zero_bubble"``, ``"zbv"`` (see `schedules`). Under
+            ``"continuous"``, and ``"continuous_overlapped"`` for slow links, stages never wait for
+            an update, and compute with weights that miss some: another training.
+        microbatches: parts that a rank's batch is split into; a batch of fewer samples has as many
+            as samples. None: four per rank of the pipeline, fewer where the batch does not divide.
+        prediction: with these two, the rule of the weights that passes compute with: a name such as
+            ``"spectrain"``, a mapping ``{"rule": name, option: value}`` or a `Prediction`; None:
+            the optimizer's (docs/weight_prediction.md).
+        stages_per_rank: None: the fewest that the schedule takes, 1 or 2.
+        recompute: whether blocks run forward again in the backward pass, instead of keeping
+            activations.
+        cluster: as in `AutoParallelStrategy`: the machines that stages are balanced for.
+        checkpoint: as there.
+        ddp_options: arguments of Lightning's `DDPStrategy`, such as ``timeout`` and
+            ``process_group_backend``.
+
+    For other cuts, ZeRO-1 and recomputation of single blocks give `AutoParallelStrategy` a plan
+    with stages. Raises ValueError for sizes that the schedule does not take and for a loss that
+    depends on the batch as a whole, PlanError for fewer blocks than stages, and for modules whose
+    step the ranks cannot run together, saying why.
+    """
+
+    def __init__(
+        self,
+        stages: int | None = None,
+        schedule: str = "1f1b",
+        microbatches: int | None = None,
+        *,
+        prediction: Prediction | Mapping[str, Any] | str | None = None,
+        stages_per_rank: int | None = None,
+        recompute: bool = False,
+        cluster: Cluster | Mapping[str, Any] | str | Path | None = None,
+        checkpoint: str = "full",
+        **ddp_options: Any,
+    ) -> None:
+        for name in (
+            "plan",
+            "memory_limit",
+            "objective",
+            "memory_margin",
+            "allow_compression",
+            "allow_staleness",
+        ):
+            if name in ddp_options:
+                raise TypeError(
+                    f"PipelineStrategy searches no plan, so it does not take {name!r}; "
+                    "AutoParallelStrategy does"
+                )
+        given = PipelinePlan(
+            stages,
+            schedule,
+            microbatches,
+            stages_per_rank,
+            recompute,
+            prediction=rule_from_value(prediction),
+        )
+        stale = schedule in CONTINUOUS_SCHEDULES
+        super().__init__(
+            plan=given, allow_staleness=stale, cluster=cluster, checkpoint=checkpoint, **ddp_options
+        )
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        register_names(
+            "topt_pipeline", cls, registry=strategy_registry, description="Pipelines", unused=False
         )

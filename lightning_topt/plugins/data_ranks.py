@@ -27,13 +27,11 @@ from lightning_topt.execution.pipeline.pipeline_run import Example
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plugins.continuous_steps import ContinuousSteps
-from lightning_topt.plugins.ddp_parts import CHECKPOINT_KEY, PIPELINE_KEY
+from lightning_topt.plugins.ddp_base import CHECKPOINT_KEY, PIPELINE_KEY
 from lightning_topt.plugins.engine_checkpoints import EngineCheckpoints
-from lightning_topt.plugins.given_plans import GivenPlan, MeshPlan, PipelinePlan
-from lightning_topt.plugins.joint_batches import JointBatches
-from lightning_topt.plugins.pipeline_members import PipelineMembers
-from lightning_topt.plugins.pipeline_steps import PipelineSteps
-from lightning_topt.plugins.turns import Turns
+from lightning_topt.plugins.pipeline_steps import OwnBatchPipeline, PipelineSteps
+from lightning_topt.plugins.plan_options import GivenPlan, MeshPlan, PipelinePlan
+from lightning_topt.plugins.sequential_batches import JointBatches, SequentialBatches
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
 from lightning_topt.techniques.tensor_parallel.user_code import among_all_ranks
 
@@ -41,17 +39,17 @@ Output = TypeVar("Output")
 
 
 class DataRanks(EngineCheckpoints):
-    """A strategy whose mesh may have tensor axes or stages: `_known_mesh` as soon as the plan is
-    given, before the engine.
+    """A strategy whose mesh may have tensor axes or stages.
 
-    It is None where every rank has its own samples; `_turns` or `_members` are there while a plan
-    of that kind runs, `_pipeline` while another one with stages does.
+    `_known_mesh` is there as soon as the plan is given, before the engine. It is None where every
+    rank has its own samples; `_turns` or `_members` are there while a plan of that kind runs,
+    `_pipeline` while another one with stages does.
     """
 
     _given_plan: GivenPlan | None = None
     _metrics: tuple[Metric, ...] = ()
-    _turns: Turns | None = None
-    _members: PipelineMembers | None = None
+    _turns: SequentialBatches | None = None
+    _members: OwnBatchPipeline | None = None
     _pipeline: PipelineSteps | None = None
     # the same, where its stages never wait for an update
     _continuous: ContinuousSteps | None = None
@@ -78,7 +76,7 @@ class DataRanks(EngineCheckpoints):
 
     @property
     def _holds_parts(self) -> bool:
-        """Whether this rank holds a part of the parameters alone."""
+        """Whether this rank holds a part of the parameters only."""
         return self._pipeline is not None or (self._engine is not None and self._engine.has_shards)
 
     @property
@@ -92,8 +90,9 @@ class DataRanks(EngineCheckpoints):
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Return whether all ranks of the run decide so, or any: these count, not those of the
-        data.
+        """Return whether all ranks of the run decide so, or any.
+
+        All ranks count, not those of the data axes.
         """
         votes = super().reduce(
             torch.tensor(int(decision), device=self.root_device), reduce_op="sum"
@@ -128,8 +127,9 @@ class DataRanks(EngineCheckpoints):
     # ---- steps -----------------------------------------------------------------------------------
 
     def _example_of(self, batch: Any) -> Example | None:
-        """Return a step for an engine that is to run stages, and get ready for them; None for other
-        plans. Collective.
+        """Return a step for an engine that is to run stages; None for other plans.
+
+        Gets ready for them. A collective call.
         """
         plan, module, engine = self.parallel_plan, self.lightning_module, self._engine
         assert plan is not None and module is not None and engine is not None
@@ -137,7 +137,7 @@ class DataRanks(EngineCheckpoints):
         if plan.schedule is None:
             return None
         if plan.own_batches:
-            self._members = PipelineMembers(
+            self._members = OwnBatchPipeline(
                 engine, module, precision=self.precision_plugin, device=self.root_device
             )
             return self._members.example(batch)
@@ -151,8 +151,9 @@ class DataRanks(EngineCheckpoints):
         return self._example
 
     def _take_turns(self) -> None:
-        """Begin to run a plan, which the engine has applied; in turns, if it has microbatches or
-        joint modules. A collective call.
+        """Begin to run a plan that the engine has applied.
+
+        Where ranks bring batches, they are run sequentially or in joint modules. A collective call.
         """
         plan, module, engine = self.parallel_plan, self.lightning_module, self._engine
         assert plan is not None and module is not None and engine is not None
@@ -164,7 +165,7 @@ class DataRanks(EngineCheckpoints):
                 steps.check()
         if plan.brings_batches and plan.schedule is None:
             group = own_group(plan.mesh.groups_along(plan.mesh.tensor_axes))
-            kind = JointBatches if plan.joint else Turns
+            kind = JointBatches if plan.joint else SequentialBatches
             self._turns = kind(engine, module, group, device=self.root_device)
 
     def _end_turns(self, *, failed: bool) -> None:
@@ -175,8 +176,8 @@ class DataRanks(EngineCheckpoints):
         self._turns, self._members, self._pipeline, self._continuous = None, None, None, None
 
     @property
-    def _together(self) -> Turns | PipelineMembers | None:
-        """Return what runs the batches of several ranks, which evaluate by themselves."""
+    def _together(self) -> SequentialBatches | OwnBatchPipeline | None:
+        """What runs the batches of several ranks, which evaluate by themselves."""
         return self._turns or self._members
 
     @contextmanager
@@ -320,7 +321,7 @@ class DataRanks(EngineCheckpoints):
             yield
 
     def _whole(self, output: Output) -> Output:
-        """Hooks and predictions get whole tensors."""
+        """Return `output` unsharded: hooks and predictions get full tensors."""
         if self._engine is None or not self._running:
             return output
         whole: Output = self._engine.whole(output)
@@ -328,8 +329,9 @@ class DataRanks(EngineCheckpoints):
 
 
 class _Gathered(torch.autograd.Function):
-    """The tensors of all ranks of a group, stacked; torch's own knows backward among all ranks
-    only, on some backends.
+    """The tensors of all ranks of a group, stacked, with gradients.
+
+    torch's own knows backward among all ranks only, and on some backends.
     """
 
     @staticmethod

@@ -26,19 +26,19 @@ from lightning_topt.execution.sharded_checkpoint import (
     save_sharded,
 )
 from lightning_topt.plan.parallel_plan import ParallelPlan
-from lightning_topt.plugins.ddp_parts import CHECKPOINT_KEY
+from lightning_topt.plugins.ddp_base import CHECKPOINT_KEY
 from lightning_topt.plugins.exchange_steps import ExchangeSteps
 
 
 class EngineCheckpoints(ExchangeSteps):
-    """Files are those of ``ddp``, with the plan beside them, whenever they are written; or folders
-    of shards.
+    """Checkpoints of a strategy whose engine comes with the first training batch.
 
-    `checkpoint_form` (``"full"`` or ``"sharded"``) says which are written; both are read. `_engine`
-    runs the plan while `_running`; `_fitted` is that of the last fit, which knows its optimizers:
-    an evaluation may have one of its own. A state that is loaded before there is an engine is kept
-    in `_resumed` for it; where `_holds_back`, optimizers get all but their tensors, which may be
-    too large to be whole on the device.
+    Files are those of ``ddp`` with the plan beside them, whenever they are written; or folders of
+    shards. `checkpoint_form` (``"full"`` or ``"sharded"``) says which are written; both are read.
+    `_engine` runs the plan while `_running`; `_fitted` is that of the last fit, which knows its
+    optimizers: an evaluation may have one of its own. A state that is loaded before there is an
+    engine is kept in `_resumed` for it; where `_holds_back`, optimizers get all but their tensors,
+    which may be too large to be whole on the device.
     """
 
     parallel_plan: ParallelPlan | None = None
@@ -56,10 +56,10 @@ class EngineCheckpoints(ExchangeSteps):
         self._fitted = self._engine
 
     def _release_engine(self, *, failed: bool = False) -> None:
-        """Make the module whole again if an engine runs it, and with it the state of optimizers
-        that are used after the fit.
+        """Unshard the module if an engine runs it.
 
-        Where it has `failed`, other ranks may be anywhere: states stay where they are.
+        So is the state of optimizers that are used after the fit. Where it has `failed`, other
+        ranks may be anywhere: states stay where they are.
         """
         if self._engine is None or not self._running:
             return
@@ -207,8 +207,9 @@ def _whole(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_held_by(module: nn.Module, optimizer: Optimizer) -> bool:
-    """Whether an attribute of `module` is, or directly holds, `optimizer`: then it may be used
-    after the fit.
+    """Return whether an attribute of `module` is, or directly holds, `optimizer`.
+
+    Then it may be used after the fit.
     """
     for submodule in module.modules():
         for value in vars(submodule).values():

@@ -65,12 +65,12 @@ def is_library(module_name: str | None) -> bool:
 def why_held(
     module: nn.Module, *, optimizers: Sequence[Optimizer], model: nn.Module | None = None
 ) -> str | None:
-    """Return who holds parameters of `module` besides `module` and `optimizers`, as a clause, or
-    None.
+    """Return who else holds parameters of `module`, as a clause, or None.
 
-    Variables of running functions do not count: they cannot be used before the step is over.
-    `model` is what wraps `module` (DistributedDataParallel), and may hold them too. Without such a
-    holder, reference counts answer at once; otherwise the heap is searched.
+    Else: besides `module` and `optimizers`. Variables of running functions do not count: they
+    cannot be used before the step is over. `model` is what wraps `module`
+    (DistributedDataParallel), and may hold them too. Without such a holder, reference counts answer
+    at once; otherwise the heap is searched.
     """
     if shared := _shares_memory(module):
         return shared
@@ -93,8 +93,9 @@ def why_held(
 def _known_containers(
     module: nn.Module, optimizers: Iterable[Optimizer], model: nn.Module
 ) -> dict[int, Any]:
-    """Return the containers where parameters may be, by id: the tree's own dictionaries,
-    optimizers, the wrapper.
+    """Return the containers where parameters may be, by id.
+
+    They are the tree's own dictionaries, optimizers, the wrapper.
     """
     containers: list[Any] = [m._parameters for part in (module, model) for m in part.modules()]
     for optimizer in optimizers:
@@ -110,7 +111,7 @@ def _known_containers(
 
 
 def _suspects(module: nn.Module, known: dict[int, Any]) -> list[nn.Parameter]:
-    """The parameters with more references than `known` containers and torch itself explain."""
+    """Return the parameters with more references than torch and `known` explain."""
     explained: Counter[int] = Counter()
     for container in known.values():
         if isinstance(container, dict):
@@ -130,10 +131,10 @@ def _suspects(module: nn.Module, known: dict[int, Any]) -> list[nn.Parameter]:
 
 
 def _references_of_torch() -> tuple[int, int]:
-    """The reference counts that a loop over a list sees of a parameter: only there, and held by
-    autograd as well.
+    """Return the reference counts of a parameter that a loop over a list sees.
 
-    (Releases of torch differ in whether C++ counts among the references.)
+    The first: it is only in the list; the second: autograd holds it as well. (Releases of torch
+    differ in whether C++ counts among the references.)
     """
     counts, parameters = [], [nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))]
     graph = parameters[1] * 2
@@ -144,8 +145,9 @@ def _references_of_torch() -> tuple[int, int]:
 
 
 def _shares_memory(module: nn.Module) -> str | None:
-    """A buffer or a plain tensor attribute that is a view of a parameter: nobody holds the
-    Parameter, only its memory.
+    """Name a buffer or a tensor attribute that is a view of a parameter.
+
+    Nobody holds the Parameter then, only its memory.
     """
     owners: dict[int, str] = {
         p.data_ptr(): n for n, p in module.named_parameters() if _has_memory(p)
@@ -175,8 +177,9 @@ def _has_memory(tensor: Tensor) -> bool:
 
 
 def _referrers(objects: Sequence[Any]) -> list[Any]:
-    """Every object that refers to one of `objects`; as gc.get_referrers, in time that does not grow
-    with their number.
+    """Return every object that refers to one of `objects`.
+
+    As gc.get_referrers, in time that does not grow with their number.
     """
     if len(objects) <= FEW:
         return gc.get_referrers(*objects) if objects else []
@@ -198,8 +201,9 @@ def _referrers(objects: Sequence[Any]) -> list[Any]:
 
 @dataclass(frozen=True, eq=False)
 class _Link:
-    """An object on the way up from a parameter: `below` is what it refers to, None for a
-    parameter.
+    """An object on the way up from a parameter.
+
+    `below` is what it refers to, None for a parameter.
     """
 
     value: Any
@@ -207,8 +211,9 @@ class _Link:
 
 
 class _Level(list[_Link]):
-    """Links of the same height; a class of its own, so that the search knows itself when it meets
-    itself.
+    """Links of the same height.
+
+    A class of its own, so that the search knows itself when it meets itself.
     """
 
 
@@ -309,7 +314,7 @@ def _attribute(link: _Link) -> str:
 
 
 def _attribute_name(link: _Link) -> str | None:
-    """The attribute of `link`'s object through which the climb came."""
+    """Return the attribute of `link`'s object through which the climb came."""
     below = link.below
     values = getattr(link.value, "__dict__", None)
     if below is not None and below.value is values:

@@ -24,13 +24,13 @@ from lightning_topt.communication.method_registry import read_method
 from lightning_topt.communication.rank_watch import is_of_collective
 from lightning_topt.communication.topology import Topology
 from lightning_topt.plugins.compressed_ddp import make_topology
-from lightning_topt.plugins.ddp_parts import (
+from lightning_topt.plugins.ddp_base import (
     CHECKPOINT_KEY,
     EXCHANGE_KEY,
+    NamesLostRanks,
     checked_ddp_options,
 )
-from lightning_topt.plugins.exchange_monitor import add_monitor
-from lightning_topt.plugins.lost_ranks import NamesLostRanks
+from lightning_topt.plugins.monitors import add_monitor
 from lightning_topt.techniques.ddp_wrapper import names_to_ignore
 
 State = dict[str, dict[str, torch.Tensor]]
@@ -186,8 +186,9 @@ class LocalStepsStrategy(NamesLostRanks):
         return output
 
     def exchange_statistics(self) -> ExchangeStatistics | None:
-        """Return what was exchanged since the fit began, None outside of a fit: outer steps are too
-        rare for shorter periods.
+        """Return what was exchanged since the fit began, None outside of a fit.
+
+        Outer steps are too rare for shorter periods.
         """
         if self.outer is None:
             return None
@@ -221,8 +222,9 @@ class LocalStepsStrategy(NamesLostRanks):
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def _outer_state(self) -> dict[str, Any]:
-        """Collective call: the state of all ranks, whole on rank 0. What is equal on all ranks is
-        there once.
+        """Return the state of all ranks, on rank 0.
+
+        What is equal on all ranks is there once. A collective call.
         """
         assert self.outer is not None and dist.group.WORLD is not None
         state = self.outer.state_dict()

@@ -1,12 +1,4 @@
-"""Losses and logged values of the parts of a batch: means over what the parts have, sums, or
-neither; found by a test.
-
-[Note: divisors] A mean is a sum that is divided by how much it has: samples, tokens that are not
-padding, weights of classes. The graph of the loss says by what each of its summands is divided, in
-every part of a batch. In a sum over samples that is the same in all parts; in a mean it grows with
-the part, and is the part's weight in the mean of the whole batch. What they are multiplied by is a
-constant.
-"""
+"""DOC"""
 
 from __future__ import annotations
 
@@ -21,20 +13,20 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
 
-from lightning_topt.plugins.metric_states import uncounted
-from lightning_topt.plugins.pipeline_values import Call
-from lightning_topt.plugins.turns import loss_of
+from lightning_topt.plugins.step_records import LoggedCall, loss_of, uncounted
 from lightning_topt.techniques.tensor_parallel.random_states import random_states, set_random_states
 
 _RELATIVE = 1e-4  # by which equal losses may differ, in float32
+
+
 _RELATIVE_HALF, _RELATIVE_RANDOM = 3e-2, 0.4
+
+
 _MEAN = 1  # torch.nn._reduction.get_enum
 
 
 class Summand(NamedTuple):
-    """A `Summand` of a loss is a sum over a batch, divided by `divisor`, and multiplied by
-    `factor`.
-    """
+    """A sum over a batch, divided by `divisor` and multiplied by `factor`."""
 
     divisor: float
     factor: float
@@ -48,13 +40,12 @@ Summands = tuple[Summand, ...]
 
 @dataclass(frozen=True)
 class LossKinds:
-    """A step's `loss` over parts of its batch is a ``"mean"`` or a ``"sum"``. None: the test batch
-    did not tell.
+    """How the values of a step over parts of its batch make that of the batch.
 
-    So are the values that it `logged`, by name, and the leaves of what it `returned`, by place:
-    ``"sum"`` or ``"loss"``, which has the weights of the loss; all else are means over samples.
-    `loops`: the loss has a summand for each sample. `unlike`: logged values that the test found to
-    be none of these.
+    `loss` is a ``"mean"`` or a ``"sum"``; None: the test batch did not tell. So are the values that
+    it `logged`, by name, and the leaves of what it `returned`, by place: ``"sum"`` or ``"loss"``,
+    which has the weights of the loss; all else are means over samples. `loops`: the loss has a
+    summand for each sample. `unlike`: logged values that the test found to be none of these.
     """
 
     loss: str | None
@@ -66,12 +57,13 @@ class LossKinds:
 
 @dataclass(frozen=True)
 class TriedStep:
-    """A step of the test on `size` samples: what it returned, its calls, the summands of its
-    loss.
+    """A step of the test on `size` samples.
+
+    What it returned, its calls, the summands of its loss.
     """
 
     output: Any
-    calls: Sequence[Call]
+    calls: Sequence[LoggedCall]
     summands: Summands
     size: int
 
@@ -126,9 +118,7 @@ def compare_steps(
 def _check_whole(
     kind: str | None, parts: Sequence[Summands], whole: Summands, *, relative: float
 ) -> None:
-    """Raise ValueError where the summands of a batch are not those of a sum or a mean over its
-    parts.
-    """
+    """Raise ValueError unless the batch has the summands of a sum or mean over parts."""
     for summands in zip(*parts, whole, strict=True):
         first, second, both = (each.divisor for each in summands)
         expected = first if kind == "sum" else first + second
@@ -151,8 +141,9 @@ def _kind_of(
     weights: tuple[Sequence[float], Sequence[float]],
     relative: float,
 ) -> str | None:
-    """The kind of what is logged or returned; `weights` are those of samples and of the loss. None:
-    no number, or not told.
+    """Return the kind of what is logged or returned.
+
+    `weights` are those of samples and of the loss. None: no number, or not told.
     """
     if not all(
         isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
@@ -176,8 +167,9 @@ def _kind_of(
 
 
 def _kind(values: Sequence[float], weights: Sequence[float], relative: float) -> str | None:
-    """The kind of what is the third value for a batch, and the first two for its parts, which have
-    these `weights`.
+    """Return the kind of a value that is the third for a batch, and two for its parts.
+
+    The parts have these `weights`.
     """
     first, second = (
         0.0 if weight == 0 else value for value, weight in zip(values, weights, strict=False)
@@ -195,8 +187,9 @@ def _kind(values: Sequence[float], weights: Sequence[float], relative: float) ->
 
 
 def loss_weights(parts: Sequence[Summands], *, kind: str | None) -> list[float]:
-    """Return the weights of parts whose losses have these summands, in the loss of all; [] where
-    there are none.
+    """Return the weights of parts, with these summands, in the loss of all.
+
+    [] where there are no summands.
 
     Raises ValueError where no weights give that loss.
     """
@@ -228,11 +221,10 @@ def loss_weights(parts: Sequence[Summands], *, kind: str | None) -> list[float]:
 
 
 def summands_of(loss: Tensor, *, samples: int) -> Summands:
-    """Return the summands of the loss of a batch with so many `samples`, in the order of its graph
-    (see [Note: divisors]).
+    """Return the summands of a loss, in the order of its graph.
 
-    Those of parameters alone, such as a penalty, are the same in all parts of a batch, and left
-    out.
+    See [Note: divisors]. The batch has so many `samples`. Those of parameters alone, such as a
+    penalty, are the same in all parts of a batch, and left out.
     """
     if loss.grad_fn is None:
         return ()
@@ -263,13 +255,13 @@ def summands_of(loss: Tensor, *, samples: int) -> Summands:
 
 
 def _shape(node: Node, number: int) -> tuple[int, ...] | None:
-    """The shape of an output of `node`; None where it is not known."""
+    """Return the shape of an output of `node`; None where it is not known."""
     metadata = getattr(node, "_input_metadata", ())
     return tuple(metadata[number].shape) if number < len(metadata) else None
 
 
 def _stacked(node: Node) -> list[Node]:
-    """The single numbers that `node` puts together."""
+    """Return the single numbers that `node` puts together."""
     is_join = node.name().startswith(("StackBackward", "CatBackward"))
     inputs = [
         (parent, _shape(parent, number))
@@ -284,7 +276,7 @@ def _stacked(node: Node) -> list[Node]:
 
 
 def _is_of_parameters(node: Node) -> bool:
-    """Whether `node` computes of parameters and numbers alone."""
+    """Return whether `node` computes of parameters and numbers alone."""
     todo, seen = [node], set[Node]()
     while todo:
         node = todo.pop()
@@ -300,7 +292,7 @@ def _is_of_parameters(node: Node) -> bool:
 
 
 def _constant(node: Node) -> float | None:
-    """The constant by which `node` multiplies or divides a number; None for other nodes."""
+    """Return the constant by which `node` multiplies or divides a number, or None."""
     sides = [parent is not None for parent, _ in node.next_functions]
     if not node.name().startswith(("MulBackward", "DivBackward")) or sum(sides) > 1:
         return None
@@ -310,7 +302,7 @@ def _constant(node: Node) -> float | None:
 
 
 def _reduced(node: Any, entries: int) -> float:
-    """By what `node`, which makes one number of so many entries, divides their sum."""
+    """Return by what `node`, which sums so many entries, divides them."""
     name = node.name()
     if name.startswith("NllLoss"):
         return _total_weight(node) if node._saved_reduction == _MEAN else 1.0
@@ -319,7 +311,7 @@ def _reduced(node: Any, entries: int) -> float:
 
 
 def _total_weight(node: Any) -> float:
-    """The weight of all targets of a cross-entropy that it does not ignore."""
+    """Return the weight of all targets of a cross-entropy that it does not ignore."""
     ignored = node._saved_ignore_index
     kept = node._saved_target[
         node._saved_target != (ignored - 2**64 if ignored >= 2**63 else ignored)
@@ -330,7 +322,7 @@ def _total_weight(node: Any) -> float:
 
 
 def _close(one: float, other: float) -> bool:
-    """Whether they are equal, or not both finite, which shows in the loss."""
+    """Return whether they are equal, or not both finite, which shows in the loss."""
     return math.isclose(one, other, rel_tol=_RELATIVE) or not (
         math.isfinite(one) and math.isfinite(other)
     )
@@ -341,8 +333,9 @@ def _close(one: float, other: float) -> bool:
 
 @contextmanager
 def without_trace(module: nn.Module) -> Generator[None, None, None]:
-    """Run `module` in evaluation mode, without gradients; modes, random numbers, buffers and
-    metrics stay as they were.
+    """Run `module` in evaluation mode, without gradients, and leave no trace.
+
+    Modes, random numbers, buffers and metrics stay as they were.
     """
     states, modes = random_states(), [(part, part.training) for part in module.modules()]
     buffers = [

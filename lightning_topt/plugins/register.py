@@ -15,8 +15,9 @@ START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "
 
 
 def register_strategies() -> None:
-    """Register our names with `lightning`, and with `pytorch_lightning`, where that is loaded, a
-    clear refusal.
+    """Register our names with `lightning`.
+
+    With `pytorch_lightning`, where that is loaded, a clear refusal is registered.
     """
     register_names(
         "topt",
@@ -87,7 +88,7 @@ def _make_compressed(**options: Any) -> Any:
 
 
 def _make_pipeline(**options: Any) -> Any:
-    return importlib.import_module("lightning_topt.plugins.pipeline_strategy").PipelineStrategy(
+    return importlib.import_module("lightning_topt.plugins.auto_parallel").PipelineStrategy(
         **options
     )
 

@@ -35,12 +35,10 @@ from lightning_topt.plan.choose import choose
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
 from lightning_topt.plan.plan_search import SearchRequest, local_graphs, search_plans
-from lightning_topt.plugins.allowed_exchanges import exchanges_of_run
-from lightning_topt.plugins.given_plans import MeshPlan
-from lightning_topt.plugins.plan_request import PlanRequest
-from lightning_topt.plugins.planning import Planning, optimizers_of
-from lightning_topt.plugins.planning_ranks import on_every_rank, on_rank_0
-from lightning_topt.plugins.whole_parameters import why_whole
+from lightning_topt.plugins.plan_options import MeshPlan
+from lightning_topt.plugins.plan_request import PlanRequest, exchanges_of_run
+from lightning_topt.plugins.planning import Planning, on_every_rank, on_rank_0, optimizers_of
+from lightning_topt.plugins.sharding_checks import why_unsharded
 from lightning_topt.techniques.ddp_wrapper import names_to_ignore
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 from lightning_topt.techniques.tensor_parallel.split_model import SplitModel
@@ -100,11 +98,10 @@ def capture_on_ranks(
 def capture_step(
     trainer: pl.Trainer, batch: Any, *, trace: Trace | None = None, scales: bool = False
 ) -> OpGraph:
-    """Return the graph of this rank's step on fake tensors. `trace` gets the calls of torch
-    functions.
+    """Return the graph of this rank's step on fake tensors.
 
-    With `scales` the graph says how the step grows with the batch, where that can be found. Raises
-    what the last attempt did.
+    `trace` gets the calls of torch functions. With `scales` the graph says how the step grows with
+    the batch, where that can be found. Raises what the last attempt did.
     """
 
     def on(*, scales: bool) -> OpGraph:
@@ -127,8 +124,9 @@ def capture_step(
 
 @dataclass(frozen=True)
 class RunCosts:
-    """`RunCosts` are what a search needs besides the graph; `measurements` are None where the
-    cluster was given.
+    """What a search needs besides the graph.
+
+    `measurements` are None where the cluster was given.
     """
 
     optimizer: OptimizerProfile
@@ -257,7 +255,10 @@ def search_mesh(
 
 
 def _preset_of(given: MeshPlan, frontier: PlanFrontier) -> PlanPoint:
-    """The uniform plan that splits most, and recomputes all that it can or nothing."""
+    """Return the uniform plan that splits most.
+
+    It recomputes all that it can, or nothing.
+    """
     again = [
         (sum(block.config.recompute for block in point.plan.blocks), point)
         for point in frontier.uniform
@@ -299,8 +300,9 @@ def _progress(line: str) -> None:
 
 
 def choose_for(request: PlanRequest, frontier: PlanFrontier, cluster: Cluster) -> PlanPoint:
-    """Return the point of `frontier` that meets `request`; no limit means the memory of a device.
-    Raises NoPlanFitsError.
+    """Return the point of `frontier` that meets `request`.
+
+    No limit means the memory of a device. Raises NoPlanFitsError.
     """
     limit = cluster.device.memory_bytes if request.memory_limit is None else request.memory_limit
     margin = request.memory_margin
@@ -316,7 +318,10 @@ def needs_whole_parameters(
     *,
     would_shard: Callable[[str], bool] = lambda _: True,
 ) -> str | None:
-    """Why plans that shard the parameters whose name `would_shard` cannot run here, or None."""
+    """Return why plans that shard parameters cannot run here, as a clause, or None.
+
+    Parameters count whose name `would_shard`.
+    """
     if request.only_replicated:
         return "options of DistributedDataParallel were given, and sharded plans do not run it"
     if ignored := names_to_ignore(trainer.lightning_module):
@@ -335,4 +340,4 @@ def needs_whole_parameters(
             f"the step gives {unused[0]} no gradient, which only DistributedDataParallel sees and "
             "answers"
         )
-    return why_whole(trainer, would_shard=would_shard)
+    return why_unsharded(trainer, would_shard=would_shard)

@@ -31,16 +31,16 @@ _WORKERS_ONLY = {"persistent_workers": False, "timeout": 0, "multiprocessing_con
 
 
 class TunedDataModule(WrappedDataModule):
-    """A `TunedDataModule` is `datamodule` with `num_workers`, `prefetch_factor` and `pin_memory` of
-    its training loaders chosen for it.
+    """A DataModule whose loader settings are chosen by measurement.
 
-    For each of the three "auto" is chosen, a value is taken, None leaves what the loader has. The
-    first time that the training loaders are asked for, they are tried on this machine with
-    different numbers of workers for some seconds; the choice is printed, kept in `choices` and used
-    for all later epochs and fits. With several ranks, rank 0 tries and all do the same. Several
-    training loaders share the cores. Everything else of a loader stays, but what torch allows with
-    workers only (persistent workers, timeout, start method) goes where none are chosen. Other
-    loaders than training's stay as they are.
+    They are `num_workers`, `prefetch_factor` and `pin_memory` of the training loaders of
+    `datamodule`. For each of the three "auto" is chosen, a value is taken, None leaves what the
+    loader has. The first time that the training loaders are asked for, they are tried on this
+    machine with different numbers of workers for some seconds; the choice is printed, kept in
+    `choices` and used for all later epochs and fits. With several ranks, rank 0 tries and all do
+    the same. Several training loaders share the cores. Everything else of a loader stays, but what
+    torch allows with workers only (persistent workers, timeout, start method) goes where none are
+    chosen. Other loaders than training's stay as they are.
 
     Samples without randomness and their order, and so the losses, do not depend on the choice. What
     torch draws otherwise with another number of workers, with or without us: random augmentation;
@@ -145,8 +145,9 @@ class TunedDataModule(WrappedDataModule):
         )
 
     def _agreed(self, tune: Callable[[], LoaderChoice]) -> LoaderChoice:
-        """Return what rank 0 chooses, on all ranks: workers are seeded by their number. An error of
-        rank 0 is one of all.
+        """Return what rank 0 chooses, on all ranks: workers are seeded by their number.
+
+        An error of rank 0 is one of all.
         """
         trainer = self.trainer
         if trainer is None or trainer.world_size == 1:
@@ -173,8 +174,9 @@ class TunedDataModule(WrappedDataModule):
 
 
 def apply_choice(loader: DataLoader[Any], choice: LoaderChoice) -> None:
-    """Change `loader` as chosen, also for when Lightning makes it anew with a distributed
-    sampler.
+    """Change `loader` as chosen.
+
+    Also for when Lightning makes it anew with a distributed sampler.
     """
     arguments: dict[str, Any] = {
         "num_workers": choice.num_workers,

@@ -21,7 +21,7 @@ from torch.utils.data import (
 )
 
 from lightning_topt.data.cache.determinism import NotDeterministicError, deterministic
-from lightning_topt.plugins import cache_defaults
+from lightning_topt.plugins import cached_data as cache_defaults
 from lightning_topt.plugins.cached_data import CachedDataModule
 from tests.plugins.trainer_ranks import on_ranks
 

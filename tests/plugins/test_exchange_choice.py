@@ -19,12 +19,8 @@ from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.costs.optimizer import read_optimizer
 from lightning_topt.plan.parallel_plan import PlanError, uniform_plan
 from lightning_topt.plan.plan_search import SearchRequest, search_plans
-from lightning_topt.plugins import allowed_exchanges
-from lightning_topt.plugins.allowed_exchanges import (
-    DEFAULT_CANDIDATES,
-    AllowedExchanges,
-    steps_of_fit,
-)
+from lightning_topt.plugins import plan_request as allowed_exchanges
+from lightning_topt.plugins.plan_request import DEFAULT_CANDIDATES, AllowedExchanges, steps_of_fit
 from tests.costs.graphs import profile_of, random_graph
 
 EXCHANGES = (

@@ -19,7 +19,7 @@ from lightning_topt import AutoParallelStrategy
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.graph.errors import CaptureError
 from lightning_topt.plan.choose import NoPlanFitsError
-from lightning_topt.plugins import observed_fit
+from lightning_topt.plugins import watched_planning as observed_fit
 from tests.plugins.trainer_ranks import RecordingGPT, loader, make_trainer, on_ranks
 
 # a search that measures nothing

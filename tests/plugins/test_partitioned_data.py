@@ -19,9 +19,8 @@ from torch.utils.data import ConcatDataset, DataLoader, Subset
 
 from lightning_topt.data.cache import sample_cache as cached_tiers
 from lightning_topt.data.peers.client import owners
-from lightning_topt.plugins import cache_partition
-from lightning_topt.plugins.cache_partition import CachePartition
-from lightning_topt.plugins.cached_data import CachedDataModule
+from lightning_topt.plugins import cached_data as cache_partition
+from lightning_topt.plugins.cached_data import CachedDataModule, CachePartition
 from tests.launch import run_ranks
 from tests.plugins.test_cached_data import ITEMS, Model, Module, Numbers, Plain
 from tests.plugins.trainer_ranks import make_trainer

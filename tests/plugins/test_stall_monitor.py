@@ -16,8 +16,8 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lightning_topt.plugins import stall_monitor
-from lightning_topt.plugins.stall_monitor import StallMonitor
+from lightning_topt.plugins import monitors as stall_monitor
+from lightning_topt.plugins.monitors import StallMonitor
 from tests.clock import Clock
 from tests.plugins.trainer_ranks import make_trainer
 

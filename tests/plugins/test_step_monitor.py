@@ -15,8 +15,8 @@ from lightning_topt import AutoParallelStrategy
 from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.plan.parallel_plan import preset_plan
 from lightning_topt.plan.plan_values import PRESETS
-from lightning_topt.plugins import step_monitor
-from lightning_topt.plugins.step_monitor import StepMonitor
+from lightning_topt.plugins import monitors as step_monitor
+from lightning_topt.plugins.monitors import StepMonitor
 from tests.clock import Clock
 from tests.plugins.trainer_ranks import make_trainer, on_ranks
 

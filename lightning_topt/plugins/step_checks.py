@@ -1,7 +1,4 @@
-"""Why the ranks of a tensor group cannot take the turns of one another in this fit, or those of a
-pipeline not run one step together: a step that another rank ran as well would not have been the
-same, or would have left something behind.
-"""
+"""DOC"""
 
 from __future__ import annotations
 
@@ -27,14 +24,18 @@ from lightning_topt.graph.python_state import describe, describe_surroundings
 from lightning_topt.graph.step_purity import PurityWatch
 from lightning_topt.graph.structures import tensors_in
 from lightning_topt.plugins.held_parameters import is_library
-from lightning_topt.plugins.member_batches import check_packs
 from lightning_topt.plugins.searched_plan import capture_step
+from lightning_topt.plugins.value_exchange import check_packs
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 
 _RANKS = frozenset(
     ["global_rank", "local_rank", "node_rank", "is_global_zero", "get_rank", "is_local_zero"]
 )
+
+
 _COUNTS = frozenset(["global_step", "current_epoch"])
+
+
 _WRITERS = frozenset(
     [
         "logger",
@@ -45,14 +46,17 @@ _WRITERS = frozenset(
         "rank_zero_deprecation",
     ]
 )
+
+
 _REGISTRIES = ("_parameters", "_buffers", "_modules", "forward")
 
 
-def why_no_turns(
+def why_no_sequential_batches(
     trainer: pl.Trainer, batch: Any = None, graph: OpGraph | None = None
 ) -> str | None:
-    """Return why ranks cannot run the batches of one another, as far as that can be seen before a
-    step runs, as a clause.
+    """Return why ranks cannot run each other's batches, as a clause, or None.
+
+    That is what can be seen before a step runs.
     """
     strategy = trainer.strategy
     if getattr(strategy, "checkpoint_form", "full") != "full":
@@ -62,11 +66,12 @@ def why_no_turns(
     return _why_not_another_rank(trainer.lightning_module, batch, graph)
 
 
-def why_no_members(
+def why_no_own_batches(
     trainer: pl.Trainer, batch: Any = None, graph: OpGraph | None = None
 ) -> str | None:
-    """Return why the ranks of a pipeline cannot run the batches of one another, as far as that can
-    be seen before a step runs, as a clause.
+    """Return why pipeline ranks cannot run each other's batches, as a clause, or None.
+
+    That is what can be seen before a step runs.
     """
     module = trainer.lightning_module
     if reason := _why_not_another_rank(module, batch, graph):
@@ -91,8 +96,9 @@ def why_no_members(
 
 
 def why_steps_may_differ(module: pl.LightningModule) -> str | None:
-    """Return why one step may call other modules than the next one, as far as names tell, as a
-    clause.
+    """Return why one step may call other modules than the next one, as a clause.
+
+    That is as far as names tell.
     """
     name = _name_in(module, _COUNTS)
     return (
@@ -122,8 +128,9 @@ def _why_not_another_rank(
 
 
 def why_no_pipeline(trainer: pl.Trainer) -> str | None:
-    """Return why the ranks of a pipeline cannot run one step together, as far as that is seen
-    before it runs, as a clause.
+    """Return why the ranks of a pipeline cannot run one step together, as a clause.
+
+    That is what can be seen before it runs.
     """
     return _why_not_together(
         trainer.lightning_module,
@@ -133,8 +140,9 @@ def why_no_pipeline(trainer: pl.Trainer) -> str | None:
 
 
 def _why_not_together(module: pl.LightningModule, *, backward: str, rank: str) -> str | None:
-    """Why no ranks can run one step; `backward` and `rank` say what its own backward, and a rank
-    that is read, would spoil.
+    """Return why no ranks can run one step together, as a clause.
+
+    `backward` and `rank` say what a backward of its own, and a rank that is read, would spoil.
     """
     if any(
         "backward" in vars(cls) for cls in type(module).__mro__ if not is_library(cls.__module__)
@@ -167,7 +175,10 @@ def _name_in(module: nn.Module, asked_for: frozenset[str]) -> str | None:
 
 
 def _names_of_step(module: nn.Module) -> set[str]:
-    """All names of globals and attributes in the user's code that `training_step` may run."""
+    """Return all names of globals and attributes that `training_step` may use.
+
+    Names in the user's code count.
+    """
     todo = [
         getattr(type(module), "training_step", None),
         *(type(part).forward for part in module.modules()),
@@ -200,10 +211,10 @@ def _names_in(code: types.CodeType) -> set[str]:
 
 
 def digest_of_values(module: nn.Module) -> int:
-    """Return a number that is equal on ranks whose parts of `module` hold equal values, beside
-    parameters and buffers, under names that the step's code uses.
+    """Return a number that is equal on ranks whose modules hold equal values.
 
-    A rank that kept something of its own first batch would run batches of other ranks with that.
+    Values beside parameters and buffers count, under names that the step's code uses. A rank that
+    kept something of its own first batch would run batches of other ranks with that.
     """
     names = _names_of_step(module) - set(vars(pl.LightningModule())) - set(_REGISTRIES)
     parts = [part for part in module.modules() if not isinstance(part, Metric)]
@@ -220,8 +231,9 @@ def digest_of_values(module: nn.Module) -> int:
 
 
 class TracedStep:
-    """The step of this rank with `batch`, traced on fake tensors once somebody asks: its graph,
-    calls, and what it changes.
+    """The step of this rank with `batch`, traced on fake tensors when first asked for.
+
+    Its graph, calls, and what it changes.
     """
 
     def __init__(self, trainer: pl.Trainer, batch: Any) -> None:
@@ -230,8 +242,9 @@ class TracedStep:
 
     @cached_property
     def graph(self) -> OpGraph:
-        """The graph. Raises what `capture_step` does, and ValueError where the step changes
-        objects.
+        """The graph.
+
+        Raises what `capture_step` does, and ValueError where the step changes objects.
         """
         graph = capture_step(self.trainer, self.batch, trace=self._watched)
         if self._watched.change is not None:
@@ -250,16 +263,18 @@ class TracedStep:
 
 @dataclass
 class WatchedTrace:
-    """A trace of a step's calls that also sees whether the step changes Python objects: `change`
-    names one, after a capture.
+    """A trace of a step's calls that also sees whether it changes Python objects.
+
+    `change` names one, after a capture.
     """
 
     trace: FunctionTrace
     change: str | None = None
 
     def of(self, module: nn.Module) -> AbstractContextManager[Any]:
-        """Return the context in which the forward pass of `module`, a copy that is thrown away, is
-        traced.
+        """Return the context that traces the forward pass of `module`.
+
+        This is a copy that is thrown away.
         """
         return self._watching(module, self.trace.of(module))
 

@@ -1,9 +1,8 @@
-"""A run gets one plan: given or searched, on rank 0, and the same on every rank or an error on
-every rank.
-"""
+"""DOC"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,28 +13,33 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_topt.communication.rank_watch import is_of_collective
 from lightning_topt.execution.plan_problems import check_world_size
-from lightning_topt.graph.blocks import block_of
+from lightning_topt.graph.blocks import block_of, choose_blocks
 from lightning_topt.graph.errors import may_need_values, one_line
-from lightning_topt.graph.mesh_axes import data_mesh
+from lightning_topt.graph.mesh_axes import Mesh, data_mesh
 from lightning_topt.graph.op_graph import OpGraph, model_fingerprint
-from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError, preset_plan, uniform_plan
-from lightning_topt.plan.pipeline_search import StaleWeights
-from lightning_topt.plan.plan_search import local_graphs
-from lightning_topt.plan.plan_values import PRESETS
-from lightning_topt.plugins.allowed_exchanges import check_exchange_of_run
-from lightning_topt.plugins.allowed_staleness import check_flight, why_not_continuous, with_rule
-from lightning_topt.plugins.batch_parts import count_samples
-from lightning_topt.plugins.given_plans import MeshPlan, PipelinePlan, UniformPlan
-from lightning_topt.plugins.own_batches import why_no_members, why_no_pipeline, why_no_turns
-from lightning_topt.plugins.pipeline_plan import (
-    choose_pipeline,
-    microbatch_of,
-    pipeline_request,
-    with_blocks_for,
+from lightning_topt.plan.parallel_plan import (
+    BlockPlan,
+    ParallelPlan,
+    PlanError,
+    StagePlan,
+    preset_plan,
+    uniform_plan,
 )
-from lightning_topt.plugins.plan_request import PlanRequest
-from lightning_topt.plugins.planning import Planning, optimizers_of
-from lightning_topt.plugins.planning_ranks import on_every_rank, on_rank_0
+from lightning_topt.plan.pipeline_search import StaleWeights
+from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
+from lightning_topt.plan.plan_search import SearchRequest, local_graphs, search_plans
+from lightning_topt.plan.plan_values import PRESETS
+from lightning_topt.plugins.default_search import search_default
+from lightning_topt.plugins.microbatches import count_samples, split_batch
+from lightning_topt.plugins.plan_options import MeshPlan, PipelinePlan, UniformPlan
+from lightning_topt.plugins.plan_request import (
+    PlanRequest,
+    check_exchange_of_run,
+    check_flight,
+    why_not_continuous,
+    with_rule,
+)
+from lightning_topt.plugins.planning import Decision, on_every_rank, on_rank_0, optimizers_of
 from lightning_topt.plugins.searched_plan import (
     capture_on_ranks,
     choose_for,
@@ -47,23 +51,26 @@ from lightning_topt.plugins.searched_plan import (
     search_request,
     split_model,
 )
-from lightning_topt.plugins.tensor_look import search_default
+from lightning_topt.plugins.step_checks import (
+    why_no_own_batches,
+    why_no_pipeline,
+    why_no_sequential_batches,
+)
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 
-Decision = tuple[ParallelPlan, Planning | None, str]
 UNTIL_WATCHED = "ddp until a plan is made of its first steps"
 
 
 def decide_plan(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> Decision:
-    """Return the plan for this fit, equal on every rank, what was searched (on rank 0), and where
-    the plan comes from.
+    """Return the plan for this fit, what was searched, and where the plan comes from.
 
-    A collective call. `batch` is the one that will be trained on; it is only looked at. Optimizers
-    that the strategy has set up are read; without any, the module's own are made on a fake copy. A
-    step that fake tensors cannot follow is to be watched, under plain DDP (`UNTIL_WATCHED`), or
-    with the whole module as the one block of the uniform plan that was given. What cannot be
-    planned runs as ``ddp`` does, with a warning, unless the request insists.
+    The plan is equal on every rank; rank 0 has what was searched. A collective call. `batch` is the
+    one that will be trained on; it is only looked at. Optimizers that the strategy has set up are
+    read; without any, the module's own are made on a fake copy. A step that fake tensors cannot
+    follow is to be watched, under plain DDP (`UNTIL_WATCHED`), or with the whole module as the one
+    block of the uniform plan that was given. What cannot be planned runs as ``ddp`` does, with a
+    warning, unless the request insists.
     """
     module = trainer.lightning_module
     world_size = dist.get_world_size()
@@ -152,7 +159,10 @@ def _given(plan: ParallelPlan, request: PlanRequest, trainer: pl.Trainer) -> Par
 def _pipeline(
     request: PlanRequest, trainer: pl.Trainer, batch: Any, given: PipelinePlan
 ) -> ParallelPlan:
-    """A plan with stages for the captured microbatch, which rank 0 searches. A collective call."""
+    """Return a plan with stages for the captured microbatch, which rank 0 searches.
+
+    A collective call.
+    """
     ranks = dist.get_world_size()
     mesh = on_every_rank(lambda: given.mesh(ranks, num_nodes=trainer.num_nodes))
     part, count = on_every_rank(lambda: microbatch_of(batch, given, mesh))
@@ -188,7 +198,7 @@ def _pipeline(
 def _stale_weights(
     request: PlanRequest, trainer: pl.Trainer, given: PipelinePlan
 ) -> StaleWeights | None:
-    """The rule and lags of pipelines that never flush which a search for `given` may choose."""
+    """Return what a search for `given` may choose of continuous pipelines."""
     if not request.stale.allowed:
         return None
     if given.schedule is None and why_not_continuous(trainer):
@@ -202,8 +212,9 @@ def _stale_weights(
 def _check_features(
     plan: ParallelPlan, request: PlanRequest, trainer: pl.Trainer, graph: OpGraph | None = None
 ) -> None:
-    """Raise PlanError where something in this fit does not go together with `plan`, as far as that
-    is seen before it runs.
+    """Raise PlanError where something in this fit does not go together with `plan`.
+
+    That is what can be seen before it runs.
     """
     levels = {block.block: block.config.storage.sharded_axes("gradients") for block in plan.blocks}
     split = {
@@ -218,7 +229,7 @@ def _check_features(
         )
     if plan.schedule in CONTINUOUS_SCHEDULES:
         check_flight(plan, trainer)
-    if plan.own_batches and (reason := why_no_members(trainer)):
+    if plan.own_batches and (reason := why_no_own_batches(trainer)):
         raise PlanError(
             f"under this plan ranks run the batches of one another, but {reason}; leave out "
             "own_batches, or choose a plan without stages"
@@ -238,7 +249,11 @@ def _check_features(
                 "without stages"
             )
         raise PlanError(f"this plan shards parameters, but {reason}; {way_out}")
-    if plan.brings_batches and plan.schedule is None and (reason := why_no_turns(trainer)):
+    if (
+        plan.brings_batches
+        and plan.schedule is None
+        and (reason := why_no_sequential_batches(trainer))
+    ):
         raise PlanError(
             f"under this plan ranks run the batches of one another, but {reason}; leave out "
             "num_microbatches and joint, or choose a plan without tensor axes"
@@ -278,3 +293,98 @@ def _check_manual(request: PlanRequest, plain: ParallelPlan) -> None:
             "or use "
             'strategy="topt_compressed"'
         )
+
+
+MICROBATCHES_PER_RANK = 4  # at most; the bubble of 1F1B is then a fifth of the step, or less
+
+
+def microbatch_of(batch: Any, given: PipelinePlan, mesh: Mesh) -> tuple[Any, int]:
+    """Return the first microbatch of `batch`, and how many a batch is to have.
+
+    Raises ValueError as `split_batch`.
+    """
+    if given.schedule in CONTINUOUS_SCHEDULES:
+        return batch, 1
+    count = given.microbatches or choose_microbatches(count_samples(batch), mesh.pipeline_size)
+    return split_batch(batch, count).batches[0], count
+
+
+def pipeline_request(
+    given: PipelinePlan, mesh: Mesh, search: SearchRequest, *, count: int, samples: int
+) -> SearchRequest:
+    """Return what to search for `count` microbatches like the captured one.
+
+    Where the graph is known for other sizes too: for any number that divides a batch of `samples`.
+    `search` has the graph of one microbatch, with blocks for the stages.
+    """
+    is_free = search.graph.batch_scaling and given.microbatches is None
+    return replace(
+        search,
+        global_batch_size=(samples if is_free else search.graph.batch_size * count)
+        * mesh.data_parallel_size,
+        pipelines=given.wanted(mesh, microbatches=None if is_free else count),
+        exchanges=(),
+    )
+
+
+def choose_pipeline(
+    given: PipelinePlan,
+    mesh: Mesh,
+    search: SearchRequest,
+    *,
+    choose: Callable[[PlanFrontier], PlanPoint],
+) -> ParallelPlan:
+    """Return the plan that `choose` takes of those of a `pipeline_request`.
+
+    Raises PlanError where there are fewer blocks than stages, NoPlanFitsError.
+    """
+    num_stages, graph = mesh.pipeline_size * given.per_rank, search.graph
+    names = [*dict.fromkeys(op.block for op in graph.ops if op.block)]
+    if len(names) < num_stages:
+        raise PlanError(
+            f"{graph.model} has {len(names)} block(s) that can be stages of a pipeline "
+            f"({', '.join(names) or 'none'}), and {num_stages} stages are wanted: choose fewer "
+            "stages, or let the model consist of more submodules that are called one after the "
+            "other"
+        )
+    plan = choose(search_plans(search)).plan
+    return _recomputed(plan, graph) if given.recompute else plan
+
+
+def _recomputed(plan: ParallelPlan, graph: OpGraph) -> ParallelPlan:
+    again = {block.name for block in graph.blocks if block.recomputable}
+
+    def with_it(block: BlockPlan) -> BlockPlan:
+        return (
+            replace(block, config=replace(block.config, recompute=True))
+            if block.block in again
+            else block
+        )
+
+    return replace(
+        plan, stages=tuple(StagePlan(tuple(map(with_it, stage.blocks))) for stage in plan.stages)
+    )
+
+
+def with_blocks_for(graph: OpGraph, given: PipelinePlan, mesh: Mesh) -> OpGraph:
+    """Return `graph` with blocks enough for the stages.
+
+    They are smaller modules where too few are of the size worth a decision.
+    """
+    count = mesh.pipeline_size * given.per_rank
+    if len(graph.blocks) > count:
+        return graph
+    finer = choose_blocks(graph, min_parameter_share=0.0, min_kept_share=0.0, max_share=0.5 / count)
+    return graph.with_blocks(finer) if len(finer) > len(graph.blocks) else graph
+
+
+def choose_microbatches(samples: int, ranks: int) -> int:
+    """Return into how many parts a batch of `samples` is split for `ranks` stages at once.
+
+    A multiple of the ranks, up to four times as many, that divides the batch if there is one.
+    """
+    multiples = [
+        ranks * times for times in range(MICROBATCHES_PER_RANK, 0, -1) if ranks * times <= samples
+    ]
+    even = [count for count in multiples if samples % count == 0]
+    return (even or multiples or [samples])[0]

@@ -377,7 +377,7 @@ class AutoParallelStrategy(DataRanks):
             self._unclip = clip_sharded(self.precision_plugin, self._continuous or self._engine)
         module.to(self.root_device)
         self._running = True
-        self._take_turns()
+        self._begin_plan()
         self._group_metrics(module)
 
     def _start_plan(self, trainer: pl.Trainer, batch: Any) -> None:
@@ -424,7 +424,7 @@ class AutoParallelStrategy(DataRanks):
         self._stop_watching()
         self._waits_for_batch, holds_parts = False, self._holds_parts
         self._ungroup_metrics()
-        self._end_turns(failed=self._failed)
+        self._end_plan(failed=self._failed)
         self._unclip_gradients()
         if self._failed and holds_parts:
             # The other ranks may be anywhere: collecting the parameters could wait for them. They

@@ -1,4 +1,12 @@
-"""DOC"""
+"""A LightningDataModule with its samples kept in memory, on disk and on other nodes.
+
+    CachedDataModule   wraps a DataModule: a cache before each of its map-style data sets
+    CachePartition     options of a cache whose parts are on all nodes of the run
+    CacheMonitor       a callback that logs where samples came from
+    MeasuredCache      the same cache for a measurement of stalls (``topt stalls``)
+
+The caches themselves, their files and the protocol between nodes are in `lightning_topt.data`.
+"""
 
 from __future__ import annotations
 
@@ -42,6 +50,11 @@ from lightning_topt.data.peers.server import PeerServer
 from lightning_topt.data.resumable_loader import Lookahead, make_resumable
 from lightning_topt.data.stalls.loop import loader_over
 from lightning_topt.plugins.wrapped_data import WrappedDataModule
+
+MEMORY_SHARE = 4  # a fourth of what is free
+SECRET_BYTES = 32
+IPV4, IPV6 = 2, 10  # address families, as psutil numbers them on Linux
+COUNTS = ("memory_hits", "disk_hits", "peer_hits", "misses", "damaged")
 
 TRAIN = "train"
 
@@ -294,9 +307,6 @@ def replace_argument(loader: DataLoader[Any], name: str, value: Any) -> None:
         object.__setattr__(loader, "__pl_saved_kwargs", keywords)
 
 
-MEMORY_SHARE = 4  # a fourth of what is free
-
-
 def default_directory() -> Path:
     """Return ``lightning_topt/samples/HOST`` in the user's cache directory.
 
@@ -318,12 +328,6 @@ def default_memory_bytes(*, promised_bytes: int) -> int:
     The memory of the control group counts, where that is less.
     """
     return max(1, (available_bytes() - promised_bytes) // MEMORY_SHARE)
-
-
-SECRET_BYTES = 32
-
-
-IPV4, IPV6 = 2, 10  # address families, as psutil numbers them on Linux
 
 
 @dataclass(frozen=True)
@@ -575,9 +579,6 @@ def _all_addresses(
         raise ValueError("the nodes cannot share their caches. " + "; ".join(errors))
     found = {words["node"]: words["address"] for words in said if "address" in words}
     return [found[node] for node in range(num_nodes)]
-
-
-COUNTS = ("memory_hits", "disk_hits", "peer_hits", "misses", "damaged")
 
 
 class CacheMonitor(pl.Callback):

@@ -1,4 +1,4 @@
-"""With `CoordinatedDataModule`, jobs on one machine prepare their training batches together."""
+"""A DataModule whose training batches are prepared together by the jobs of one machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""DOC"""
+"""What our strategies share: lost ranks are named, DDP's options checked, the end is orderly.
+
+`NamesLostRanks` is the base of the strategies. When a rank dies, hangs or is stopped, the others
+get an error of a collective call that says nothing of it; here that error says which rank is lost,
+and why (`communication.rank_watch`), however ranks were started.
+"""
 
 from __future__ import annotations
 
@@ -39,6 +44,15 @@ from lightning_topt.communication.rank_watch import (
 from lightning_topt.communication.topology import Topology
 from lightning_topt.plugins.register import register_names as register_names
 from lightning_topt.techniques.run_options import RunOptions
+
+CHECKPOINT_KEY, EXCHANGE_KEY, PIPELINE_KEY = "lightning_topt", "gradient_exchange", "pipeline"
+HOOK_OPTIONS = (
+    "ddp_comm_hook",
+    "ddp_comm_state",
+    "ddp_comm_wrapper",
+    "model_averaging_period",
+    "mixed_precision",
+)
 
 log = logging.getLogger(__name__)
 
@@ -180,18 +194,6 @@ class PatientObserver(_ChildProcessObserver):
             return
         for process in self._child_processes:
             process.send_signal(self._termination_signal)
-
-
-CHECKPOINT_KEY, EXCHANGE_KEY, PIPELINE_KEY = "lightning_topt", "gradient_exchange", "pipeline"
-
-
-HOOK_OPTIONS = (
-    "ddp_comm_hook",
-    "ddp_comm_state",
-    "ddp_comm_wrapper",
-    "model_averaging_period",
-    "mixed_precision",
-)
 
 
 def checked_ddp_options(

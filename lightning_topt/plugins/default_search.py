@@ -1,4 +1,15 @@
-"""DOC"""
+"""The search without a plan, where every rank has its own batch.
+
+Three searches, each only where it may beat what was found before (`pays`):
+
+    data axes    every ZeRO level and recomputation per block (`plan.plan_search`)
+    tensor axes  the ranks of a tensor group run their batches in joint modules or sequentially
+                 (`sequential_batches`), whichever is faster
+    stages       the ranks of a pipeline run their batches as microbatches (`pipeline_steps`)
+
+The last two need a step that is captured on fake tensors, and user code that other ranks may run
+(`step_checks`). All that was found becomes one frontier, from which the plan is chosen.
+"""
 
 from __future__ import annotations
 
@@ -104,22 +115,39 @@ def search_with_axes(
     Runs on rank 0, which captures steps for it.
 
     Args:
+        request: what the user asked for.
+        trainer: whose step it is.
+        batch: of that step.
+        search: what to search on data axes.
         are_joint: see `TensorSearch`.
         kernels: seconds of kernels on slices; None: where they are wanted, the graphs that hold
             them are returned.
         why_not: why data axes alone are looked at, as a clause.
         as_measured: corrects the times of what was found.
 
-    Raises NoPlanFitsError, which says what was left out and why.
+    Returns:
+        The frontier of all that was found, with the plan chosen from it; or the graphs whose
+        kernels are to be measured first.
+
+    Raises:
+        NoPlanFitsError: which says what was left out and why.
     """
+    # Data axes: the watched or captured step as it is.
     found = [search_plans(search)]
+    # Tensor axes: whatever goes wrong is the reason why there are none.
     step = TracedStep(trainer, batch)
-    look = TensorSearch(request, step, search, found[0], are_joint=are_joint)
-    reason, graphs = (why_not, []) if why_not is not None else _reasoned(look.by_formula)
+    tensor_search = TensorSearch(request, step, search, found[0], are_joint=are_joint)
+    no_tensor_axes, graphs = why_not, list[OpGraph]()
+    if no_tensor_axes is None:
+        try:
+            no_tensor_axes, graphs = tensor_search.by_formula()
+        except Exception as error:
+            no_tensor_axes = one_line(error)
     if graphs and kernels is None:
         return graphs
-    if reason is None:
-        found.append(look.frontier(kernels or {}))
+    if no_tensor_axes is None:
+        found.append(tensor_search.frontier(kernels or {}))
+    # Stages: these have to beat both.
     no_stages = why_not
     if no_stages is None:
         try:
@@ -127,7 +155,7 @@ def search_with_axes(
         except Exception as error:
             no_stages = one_line(error)
     whys = {
-        "Parameters were not split over tensor axes": reason,
+        "Parameters were not split over tensor axes": no_tensor_axes,
         "Stages of a pipeline were left out": no_stages,
         "Activation checkpointing was left out": why_not_recomputed(search.graph),
     }
@@ -143,14 +171,7 @@ def search_with_axes(
         ) from error
 
 
-def _reasoned(
-    function: Callable[[], tuple[str | None, list[OpGraph]]],
-) -> tuple[str | None, list[OpGraph]]:
-    """Return what `function` returns; whatever goes wrong in it is a reason."""
-    try:
-        return function()
-    except Exception as error:
-        return one_line(error), []
+# ---- tensor axes ---------------------------------------------------------------------------------
 
 
 class TensorSearch:
@@ -179,19 +200,21 @@ class TensorSearch:
         """
         if reason := self._why_not():
             return reason, []
-        trainer, batch, graph, trace = (
-            self._step.trainer,
-            self._step.batch,
-            self._step.graph,
-            self._step.trace,
-        )
+        trainer, batch = self._step.trainer, self._step.batch
+        graph, trace = self._step.graph, self._step.trace
         if reason := why_no_sequential_batches(trainer, batch, graph):
             return reason, []
-        if self._are_joint:  # else turns would be taken in most steps
+        if self._are_joint:  # else most steps would run batches sequentially
             _trace_larger(trace, trainer, batch, graph)
         split = split_model(trainer, batch, graph, trace)
-        of_turns = {"own_batches": True, "evaluates": trainer.enable_validation, "layout": "tensor"}
-        self._search = dataclasses.replace(self._search, graph=graph, split=split, **of_turns)  # type: ignore[arg-type]
+        self._search = dataclasses.replace(
+            self._search,
+            graph=graph,
+            split=split,
+            own_batches=True,
+            evaluates=trainer.enable_validation,
+            layout="tensor",
+        )
         request, frontier = self._request, search_plans(self._search)
         split_best, best = (
             fastest(request, self._search, [each]) for each in (frontier, self._best)
@@ -261,15 +284,27 @@ def _trace_larger(trace: FunctionTrace, trainer: pl.Trainer, batch: Any, graph: 
         trace.first_borders, trace.first_samples = larger.borders, 2 * samples
 
 
+# ---- stages --------------------------------------------------------------------------------------
+
+
 def add_pipelines(
     request: PlanRequest, step: TracedStep, search: SearchRequest, found: list[PlanFrontier]
 ) -> str | None:
     """Add plans with stages to `found`, or return why there are none, as a clause.
 
-    Runs on rank 0, which captures steps for it. On rank 0, which captures steps for it.
+    Runs on rank 0, which captures steps for it.
     """
     trainer, batch = step.trainer, step.batch
-    if reason := _why_no_look(request, step, search, found):
+    # Cheap reasons first: a lower bound of the time, then names, then the traced step.
+    limit = seconds_that_pay(request, search, found)
+    if (
+        search.optimizer.by_parameter
+        and limit is not None
+        and least_own_batch_seconds(search) >= limit
+    ):
+        return "computation alone takes so long that the rest is not worth it"
+    traced = dataclasses.replace(search, graph=step.graph)
+    if reason := why_left_out(request, trainer, batch, traced):
         return reason
     frontier = _search_stages(
         request, dataclasses.replace(search, evaluates=trainer.enable_validation), found
@@ -287,22 +322,6 @@ def add_pipelines(
         return reason
     found.append(frontier)
     return None
-
-
-def _why_no_look(
-    request: PlanRequest, step: TracedStep, search: SearchRequest, found: list[PlanFrontier]
-) -> str | None:
-    """Return why no plan with stages can be chosen, as a clause; None where one might be."""
-    limit = seconds_that_pay(request, search, found)
-    if (
-        search.optimizer.by_parameter
-        and limit is not None
-        and least_own_batch_seconds(search) >= limit
-    ):
-        return "computation alone takes so long that the rest is not worth it"
-    return why_left_out(
-        request, step.trainer, step.batch, dataclasses.replace(search, graph=step.graph)
-    )
 
 
 def why_left_out(

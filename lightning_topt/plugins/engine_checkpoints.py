@@ -1,5 +1,10 @@
-"""Checkpoints of a strategy whose engine comes with the first training batch: plain files before,
-with and after it.
+"""Checkpoints of a strategy whose engine comes with the first training batch.
+
+    full      the plain file of ddp: rank 0 collects the state of all ranks
+    sharded   a folder, to which every rank writes what it keeps
+
+Both have the plan, and are loaded under any plan and number of ranks; before, with and after the
+engine.
 """
 
 from __future__ import annotations

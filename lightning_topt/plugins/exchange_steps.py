@@ -1,6 +1,4 @@
-"""This is what a strategy does around its steps and checkpoints for a `CompressedExchange` of its
-DDP module.
-"""
+"""Loss scaling, error translation and checkpointing for a compressed gradient exchange."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Parameters that somebody holds besides the module and the strategy's optimizers, and who that is.
+"""Parameters that somebody holds besides the module and the optimizers, and who that is.
 
 Sharding puts other Parameter objects into the module and the optimizers; whoever else holds one
-would go on with the old.
+would go on with the old. Without such a holder, reference counts tell at once; otherwise the heap
+is searched upwards, from a parameter to the first holder that outlives the step.
 """
 
 from __future__ import annotations

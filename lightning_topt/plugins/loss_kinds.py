@@ -1,4 +1,16 @@
-"""DOC"""
+"""How losses and logged values of microbatches add up to those of the batch; found by a test.
+
+They are means over what the parts have, sums, or neither. Three steps forward tell: two parts of
+the first batch, and both together (`compare_steps`).
+
+[Note: divisors] A mean is a sum that is divided by how much it has: samples, tokens that are not
+padding, weights of classes. The graph of the loss says by what each of its summands is divided, in
+every part of a batch. In a sum over samples that is the same in all parts; in a mean it grows with
+the part, and is the part's weight in the mean of the whole batch. What they are multiplied by is a
+constant.
+
+A subject of its own, which `pipeline_steps` uses.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""DOC"""
+"""Callbacks that measure a fit.
+
+StepMonitor      seconds and peak bytes of steady steps, in `measurement` after the fit
+ExchangeMonitor  bytes and seconds of the exchange of gradients, in the logs
+StallMonitor     how long training waits for data, in the logs; for any loader
+"""
 
 from __future__ import annotations
 
@@ -19,6 +24,13 @@ from lightning_topt.basics.argument_checks import check_whole
 from lightning_topt.communication.hook import ExchangeStatistics
 from lightning_topt.costs.measuring import synchronize
 from lightning_topt.execution.memory import MemoryMeter, warm_up
+
+# where the Trainer logs nothing (log_every_n_steps=0) and only the progress bar shows them
+DEFAULT_EVERY_N_STEPS = 50
+_HOOKS = (
+    "_on_before_fetch",
+    "_on_after_fetch",
+)  # which Lightning's training loop calls around each `next` of its loader
 
 
 @dataclass(frozen=True)
@@ -137,10 +149,6 @@ def _of_all_ranks(mine: Tensor) -> Tensor:  # (n,) -> (world_size, n)
     return torch.stack(ranks)
 
 
-# where the Trainer logs nothing (log_every_n_steps=0) and only the progress bar shows them
-DEFAULT_EVERY_N_STEPS = 50
-
-
 class ExchangeMonitor(pl.Callback):
     """Logs what `CompressedDDPStrategy` exchanged.
 
@@ -239,12 +247,6 @@ def add_monitor(trainer: pl.Trainer) -> None:
         if isinstance(callback, ProgressBar | Checkpoint)
     ]
     callbacks.insert(readers[0] if readers else len(callbacks), ExchangeMonitor())
-
-
-_HOOKS = (
-    "_on_before_fetch",
-    "_on_after_fetch",
-)  # which Lightning's training loop calls around each `next` of its loader
 
 
 class DataWait(NamedTuple):

@@ -1,4 +1,9 @@
-"""DOC"""
+"""The callback that shares the optimizer step between the ranks of ``ddp``.
+
+It does so where that saves time (`optim.adaptive_step`), or with gradients reduce-scattered
+(`optim.reduce_scatter`). Ranks can share a step of equal gradients, equal optimizers and full
+parameters, which is checked at the start of the fit: `check_strategy` and what follows it.
+"""
 
 from __future__ import annotations
 

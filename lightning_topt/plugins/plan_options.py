@@ -1,4 +1,13 @@
-"""DOC"""
+"""What users say about a plan: options of the strategies in any of the forms they may have.
+
+    plan="zero3+recompute"                     UniformPlan   the same for every block
+    plan="tensor", {"mesh": {"tensor": 4}}     MeshPlan      the best plan on a mesh, or a layout
+    plan={"mesh": {"pipeline": 2, "data": 2}}  PipelinePlan  stages; what is not given is searched
+    plan="plan.yaml", a mapping                ParallelPlan  a whole plan, run as it is
+
+`read_plan_option` returns one of these; the other functions read clusters, limits and counts. They
+are also used by the command line.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +42,10 @@ from lightning_topt.techniques.tensor_parallel.split_layouts import (
     layout_axes,
     layout_named_by,
 )
+
+_OF_PIPELINE = ("pipeline", "data", "tensor")
+# of a pipeline
+_BESIDE_MESH = {"stages": "stages", "schedule": "schedule", "num_microbatches": "microbatches"}
 
 
 @dataclass(frozen=True)
@@ -257,13 +270,6 @@ def read_mesh(sizes: Any) -> MeshPlan | PipelinePlan:
             "hand (docs/schemas.md)"
         )
     return PipelinePlan(schedule=None, sizes=found)
-
-
-_OF_PIPELINE = ("pipeline", "data", "tensor")
-
-
-# of a pipeline
-_BESIDE_MESH = {"stages": "stages", "schedule": "schedule", "num_microbatches": "microbatches"}
 
 
 def _read_searched(plan: Mapping[str, Any]) -> MeshPlan | PipelinePlan:

@@ -1,4 +1,13 @@
-"""DOC"""
+"""What the user asked of the planner, and what that means for the start of a fit.
+
+`PlanRequest` has all options of `AutoParallelStrategy`. Two of them change the training, so that
+they need the user's word:
+
+    AllowedExchanges   gradients may travel compressed (`allow_compression`)
+    AllowedStaleness   stages may never wait for an update (`allow_staleness`)
+
+Each knows how to read its option, checks a given plan against it, and says what this run can have.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +43,17 @@ from lightning_topt.plugins.plan_options import (
 )
 from lightning_topt.prediction import Prediction, TwoVersions, default_prediction, make_prediction
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
+
+Allow = (
+    bool
+    | str
+    | Mapping[str, Any]
+    | ExchangeMethod
+    | Sequence[str | Mapping[str, Any] | ExchangeMethod]
+)
+DEFAULT_CANDIDATES = (TopK(), TopK(density=None, bits=2), BF16())
+AllowStaleness = bool | str | Mapping[str, Any] | Prediction
+_NO_RULE_NEEDED = "stash"
 
 
 @dataclass(frozen=True)
@@ -173,18 +193,6 @@ class PlanRequest:
 
 def _parameter_bytes(module: pl.LightningModule) -> int:
     return sum(parameter.nbytes for parameter in module.parameters())
-
-
-Allow = (
-    bool
-    | str
-    | Mapping[str, Any]
-    | ExchangeMethod
-    | Sequence[str | Mapping[str, Any] | ExchangeMethod]
-)
-
-
-DEFAULT_CANDIDATES = (TopK(), TopK(density=None, bits=2), BF16())
 
 
 @dataclass(frozen=True)
@@ -335,12 +343,6 @@ def _read_exchange(entry: Any) -> GradientMethod:
         return read_exchange(entry)
     except ValueError as error:
         raise ValueError(f"allow_compression: {entry!r}: {error}") from error
-
-
-AllowStaleness = bool | str | Mapping[str, Any] | Prediction
-
-
-_NO_RULE_NEEDED = "stash"
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,12 @@
-"""DOC"""
+"""What planning takes from a Trainer, and how ranks agree on its result.
+
+    optimizers_of, make_fake_optimizers   the optimizers, on a fake copy before there are any
+    example_batches, batches_of           a batch, without starting workers or advancing the data
+    check_agreement                       ranks start with equal versions, options and models
+    on_rank_0, on_every_rank              one result on all ranks, or one error on all ranks
+
+`Planning` is what is kept of a search, `Decision` what a strategy gets.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Registration of the strategy names with Lightning, and one clear sentence for users of the other
-package.
+"""Registration of the strategy names with Lightning.
+
+Users of the other package, `pytorch_lightning`, get one clear sentence.
 """
 
 from __future__ import annotations

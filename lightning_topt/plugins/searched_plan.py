@@ -1,4 +1,12 @@
-"""A plan is searched by all ranks together: rank 0 captures and searches, all of them measure."""
+"""What a search for a plan needs, and the search on a given mesh.
+
+All ranks take part: rank 0 captures the step and searches, all of them measure.
+
+    graph = capture_on_ranks(trainer, batch)
+    costs = read_costs(request, trainer, graph)               # optimizer, cluster, kernels
+    search = search_request(request, trainer, graph, costs)   # on data axes
+    point = choose_for(request, search_plans(search), costs.cluster)
+"""
 
 from __future__ import annotations
 

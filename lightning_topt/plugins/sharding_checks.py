@@ -1,4 +1,19 @@
-"""DOC"""
+"""Checks whether user code allows that parameters and gradients are sharded.
+
+Sharding puts other Parameter objects into the module. Code that reads parameters or gradients
+between the steps would see shards, and whoever else holds a Parameter would go on with the old one.
+`why_unsharded` returns the first reason against it, as a clause that names what was found and,
+where there is one, the way out:
+
+    why_unshardable           parameters and submodules that torch's FSDP2 cannot shard
+    why_changed_by_callbacks  Lightning's callbacks that prune or freeze
+    why_hooked, why_watched   hooks whose source reads parameters or gradients
+    why_held                  other holders of parameters (`held_parameters`)
+
+Hooks are not run but read: their source is parsed, and so is that of the functions that they call.
+A name is followed to the object that it stands for (a submodule, a method, a helper) where that is
+known without running code.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +36,93 @@ from torch.nn.parameter import is_lazy
 
 from lightning_topt.plugins.held_parameters import is_library, why_held
 
+# Names in source code that read gradients, and parameters.
+GRADIENTS = frozenset(
+    [
+        "grad",
+        "grad_norm",
+        "clip_grad_norm_",
+        "clip_grad_norm",
+        "clip_grad_value_",
+        "clip_grads_with_norm_",
+    ]
+)
+PARAMETERS = frozenset(
+    [
+        "parameters",
+        "named_parameters",
+        "get_parameter",
+        "state_dict",
+        "weight",
+        "bias",
+        "update_parameters",
+        "parameters_to_vector",
+        "vector_to_parameters",
+        "trainable_parameters",
+    ]
+)
+# What of a parameter is the same for its shards.
+HARMLESS = frozenset(
+    [
+        "device",
+        "dtype",
+        "is_cuda",
+        "requires_grad",
+        "numel",
+        "nelement",
+        "shape",
+        "size",
+        "ndim",
+        "dim",
+    ]
+)
+HARMLESS_CALLS = frozenset(
+    [
+        *("isinstance", "issubclass", "type", "id", "print", "repr", "str", "super", "len"),
+        *("next", "callable", "hasattr", "getattr", "setattr", "delattr"),
+    ]
+)
+KNOWS_SHARDS = frozenset({"full_tensor", "to_local"})
+MODES = frozenset({"train", "eval", "training"})
+MAX_DEPTH = 5  # of functions that call one another
+
+_MOMENTS = ("batch_start", "batch_end", "epoch_start", "epoch_end", "end")
+# Hooks of modules and callbacks that run between steps.
+HOOKS = (
+    *(f"on_{stage}_{moment}" for stage in ("train", "validation") for moment in _MOMENTS),
+    "on_validation_start",
+    "on_validation_model_eval",
+    "on_validation_model_train",
+    "on_validation_model_zero_grad",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_before_optimizer_step",
+    "on_before_batch_transfer",
+    "on_after_backward",
+    "on_after_batch_transfer",
+    "transfer_batch_to_device",
+    "on_save_checkpoint",
+    "optimizer_step",
+    "optimizer_zero_grad",
+    "backward",
+    "configure_gradient_clipping",
+    "lr_scheduler_step",
+)
+# In the steps themselves. What a capture sees is left to it: parameters that `training_step` reads
+# are unsharded while it runs.
+READ_IN_STEPS = {
+    "training_step": frozenset({"grad", "state_dict"}),
+    "validation_step": GRADIENTS | PARAMETERS,
+}
 # loggers whose `watch` registers hooks
 WATCHERS = frozenset({"wandb", "comet_ml", "neptune", "clearml", "aim"})
+
+
+class _Unknown:
+    """A value that only running the code would tell."""
+
+
+UNKNOWN = _Unknown()
 
 
 def why_unsharded(
@@ -69,10 +169,12 @@ def why_unshardable(
             return f"parameter {name!r} {reason}"
     dtypes = {parameter.dtype: name for name, parameter in sharded if parameter.requires_grad}
     if len(dtypes) > 1:
-        (one, first), (other, second) = list(dtypes.items())[:2]
+        (one, first), (other, second) = [
+            (str(dtype).removeprefix("torch."), name) for dtype, name in dtypes.items()
+        ][:2]
         return (
-            f"trained parameters differ in dtype ({first!r}: {_short(one)}, {second!r}: "
-            f"{_short(other)}); keep them in one dtype, and compute in another with the Trainer's "
+            f"trained parameters differ in dtype ({first!r}: {one}, {second!r}: "
+            f"{other}); keep them in one dtype, and compute in another with the Trainer's "
             "precision"
         )
     return None
@@ -92,10 +194,6 @@ def _why_unshardable(parameter: nn.Parameter) -> str | None:
     if parameter.numel() == 0 and parameter.requires_grad:
         return "is empty; leave it out, or set its requires_grad to False"
     return None
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def why_changed_by_callbacks(trainer: pl.Trainer) -> str | None:
@@ -125,7 +223,10 @@ def why_hooked(module: pl.LightningModule) -> str | None:
         for hook in _hooks_of_module(submodule):
             of_logger = _module_of(hook).partition(".")[0] in WATCHERS
             if of_logger or why_function_watches(hook, module):
-                return f"a hook on {name or 'the LightningModule'!r} ({_name_of_hook(hook)}) reads parameters"
+                return (
+                    f"a hook on {name or 'the LightningModule'!r} ({_name_of_hook(hook)}) reads "
+                    "parameters"
+                )
     return None
 
 
@@ -154,41 +255,7 @@ def _name_of_hook(function: Any) -> str:
     return getattr(inner, "__qualname__", None) or type(inner).__name__
 
 
-OF_BATCHES = ("batch_start", "batch_end", "epoch_start", "epoch_end", "end")
-
-
-HOOKS = (
-    *(f"on_{stage}_{moment}" for stage in ("train", "validation") for moment in OF_BATCHES),
-    *(
-        f"on_validation_{moment}"
-        for moment in ("start", "model_eval", "model_train", "model_zero_grad")
-    ),
-    *(
-        f"on_before_{what}"
-        for what in ("zero_grad", "backward", "optimizer_step", "batch_transfer")
-    ),
-    *(
-        "on_after_backward",
-        "on_after_batch_transfer",
-        "transfer_batch_to_device",
-        "on_save_checkpoint",
-    ),
-    *(
-        "optimizer_step",
-        "optimizer_zero_grad",
-        "backward",
-        "configure_gradient_clipping",
-        "lr_scheduler_step",
-    ),
-)
-
-
-# What a capture sees by itself is left to it: parameters that `training_step` reads are then whole
-# while it runs.
-SEEN_BY = {
-    "training_step": frozenset({"grad", "state_dict"}),
-    "validation_step": GRADIENTS | PARAMETERS,
-}
+# ---- hooks of modules and callbacks --------------------------------------------------------------
 
 
 def why_watched(trainer: pl.Trainer) -> str | None:
@@ -197,7 +264,7 @@ def why_watched(trainer: pl.Trainer) -> str | None:
     Hooks are those of the module and of callbacks, which run between the steps.
     """
     module = trainer.lightning_module
-    for name, looks in SEEN_BY.items():
+    for name, looks in READ_IN_STEPS.items():
         for function in _own_functions(module, name):
             reader = Reader(module, looks, calls_count=False)
             if found := look_into(function, (module,), reader, 0):
@@ -216,14 +283,18 @@ def why_watched(trainer: pl.Trainer) -> str | None:
                 )
     for name in HOOKS:
         for function in _own_functions(module, name):
-            if found := look_into(function, (module,), _of_hooks(module), 0):
+            if found := look_into(
+                function, (module,), Reader(module, GRADIENTS | PARAMETERS, calls_count=True), 0
+            ):
                 return f"{type(module).__name__}.{name} {_verb(found)}"
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             for function in _own_functions(callback, name):
                 # LambdaCallback: a function of (trainer, module, ...)
                 bound = name in vars(callback)
                 arguments = (trainer, module) if bound else (callback, trainer, module)
-                if found := look_into(function, arguments, _of_hooks(module), 0):
+                if found := look_into(
+                    function, arguments, Reader(module, GRADIENTS | PARAMETERS, calls_count=True), 0
+                ):
                     return f"callback {type(callback).__name__} {_verb(found)} in {name}"
     return None
 
@@ -236,10 +307,6 @@ def why_function_watches(function: Callable[..., Any], module: pl.LightningModul
     return look_into(
         function, (module,), Reader(module, GRADIENTS | PARAMETERS, calls_count=False), 0
     )
-
-
-def _of_hooks(module: pl.LightningModule) -> Reader:
-    return Reader(module, GRADIENTS | PARAMETERS, calls_count=True)
 
 
 def _verb(found: str) -> str:
@@ -258,77 +325,7 @@ def _own_functions(owner: Any, name: str) -> Iterator[Callable[..., Any]]:
             yield vars(cls)[name]
 
 
-GRADIENTS = frozenset(
-    [
-        "grad",
-        "grad_norm",
-        "clip_grad_norm_",
-        "clip_grad_norm",
-        "clip_grad_value_",
-        "clip_grads_with_norm_",
-    ]
-)
-
-
-PARAMETERS = frozenset(
-    [
-        "parameters",
-        "named_parameters",
-        "get_parameter",
-        "state_dict",
-        "weight",
-        "bias",
-        "update_parameters",
-        "parameters_to_vector",
-        "vector_to_parameters",
-        "trainable_parameters",
-    ]
-)
-
-
-HARMLESS = frozenset(
-    [
-        "device",
-        "dtype",
-        "is_cuda",
-        "requires_grad",
-        "numel",
-        "nelement",
-        "shape",
-        "size",
-        "ndim",
-        "dim",
-    ]
-)
-
-
-HARMLESS_CALLS = frozenset(
-    [
-        *(
-            "isinstance",
-            "issubclass",
-            "type",
-            "id",
-            "print",
-            "repr",
-            "str",
-            "super",
-            "len",
-            "next",
-            "callable",
-        ),
-        *("hasattr", "getattr", "setattr", "delattr"),
-    ]
-)
-
-
-KNOWS_SHARDS = frozenset({"full_tensor", "to_local"})
-
-
-MODES = frozenset({"train", "eval", "training"})
-
-
-MAX_DEPTH = 5
+# ---- reading source code -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -361,12 +358,10 @@ def look_into(function: Any, arguments: tuple[Any, ...], reader: Reader, depth: 
     """
     function = _plain_function(function)
     code = getattr(function, "__code__", None)
-    if (
-        code is None
-        or depth > MAX_DEPTH
-        or is_library(function.__module__)
-        or _is_standard(function)
-    ):
+    if code is None or depth > MAX_DEPTH or is_library(function.__module__):
+        return None
+    top_level = (function.__module__ or "").partition(".")[0]
+    if top_level in sys.stdlib_module_names - {"__main__"}:
         return None
     key = (id(code), id(arguments[0]) if arguments else 0)
     if key in reader.seen:
@@ -391,10 +386,6 @@ def _plain_function(function: Any) -> Any:
             function = vars(type(function)).get("__call__", len)
         else:
             return function
-
-
-def _is_standard(function: Any) -> bool:
-    return (function.__module__ or "").partition(".")[0] in sys.stdlib_module_names - {"__main__"}
 
 
 def _source_tree(function: Any) -> ast.AST | None:
@@ -517,7 +508,9 @@ class _Function:
         if isinstance(call.func, ast.Name) and call.func.id in HARMLESS_CALLS:
             return True
         if isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Call):
-            return _is_super(call.func.value)  # base classes are read by themselves
+            # super().method(): base classes are read by themselves
+            made_by = call.func.value.func
+            return isinstance(made_by, ast.Name) and made_by.id == "super"
         value = self._value(call.func)
         return isinstance(value, types.FunctionType | types.MethodType) and not is_library(
             value.__module__
@@ -556,10 +549,6 @@ class _Function:
         return UNKNOWN if name in code.co_varnames else self.function.__globals__.get(name, UNKNOWN)
 
 
-def _is_super(node: ast.Call) -> bool:
-    return isinstance(node.func, ast.Name) and node.func.id == "super"
-
-
 def _is_params_of_group(node: ast.Subscript) -> bool:
     """Return whether this is ``group["params"]`` of an optimizer's groups."""
     return (
@@ -593,13 +582,6 @@ def _is_harmless(node: ast.Attribute, parents: Mapping[ast.AST, ast.AST]) -> boo
             if use.id in names
         )
     return False
-
-
-class _Unknown:
-    """A value that only running the code would tell."""
-
-
-UNKNOWN = _Unknown()
 
 
 def member_of(owner: Any, name: str, module: pl.LightningModule) -> Any:

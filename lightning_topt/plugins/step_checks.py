@@ -1,4 +1,16 @@
-"""DOC"""
+"""Checks whether ranks may run each other's training steps.
+
+The ranks of a tensor group run each other's batches (`sequential_batches`), those of a pipeline run
+one step together (`pipeline_steps`). A step that another rank runs as well must be the same there,
+and must leave nothing behind. Each function returns why it would not, as a clause, or None:
+
+    why_no_pipeline            one batch, all ranks of a pipeline
+    why_no_own_batches         a batch from each rank of a pipeline
+    why_no_sequential_batches  a batch from each rank of a tensor group
+    why_steps_may_differ       steps that may call other modules than the traced one
+
+Most is read from names in compiled code; `TracedStep` also sees which objects a step changes.
+"""
 
 from __future__ import annotations
 

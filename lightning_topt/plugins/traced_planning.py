@@ -1,4 +1,16 @@
-"""DOC"""
+"""One plan before the first step: given, or searched with a step traced on fake tensors.
+
+`decide_plan` is called by all ranks and returns the same plan on each, or raises on each. Rank 0
+captures and searches; all ranks measure.
+
+    manual optimization                ddp
+    a whole plan                       checked, and run as it is
+    a uniform plan                     for the blocks of the captured step
+    a mesh, stages                     searched on that mesh (`search_mesh`, `_pipeline`)
+    no plan, but a memory limit        `default_search`
+
+Without a memory limit planning comes later, from real steps: see `watched_planning`.
+"""
 
 from __future__ import annotations
 
@@ -60,6 +72,7 @@ from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 
 UNTIL_WATCHED = "ddp until a plan is made of its first steps"
+MICROBATCHES_PER_RANK = 4  # at most; the bubble of 1F1B is then a fifth of the step, or less
 
 
 def decide_plan(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> Decision:
@@ -293,9 +306,6 @@ def _check_manual(request: PlanRequest, plain: ParallelPlan) -> None:
             "or use "
             'strategy="topt_compressed"'
         )
-
-
-MICROBATCHES_PER_RANK = 4  # at most; the bubble of 1F1B is then a fifth of the step, or less
 
 
 def microbatch_of(batch: Any, given: PipelinePlan, mesh: Mesh) -> tuple[Any, int]:

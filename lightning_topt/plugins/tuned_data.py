@@ -1,6 +1,4 @@
-"""`TunedDataModule` has the workers, prefetching and pinning of a DataModule's training loaders
-chosen by measurement.
-"""
+"""A DataModule whose workers, prefetching and pinning are chosen by measurement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,17 @@
-"""DOC"""
+"""A plan made of the first real steps, by a search that runs beside training.
+
+On CPUs the first steps have the clock alone (`watched_steps`): plans on data axes compute what DDP
+computes, so where that is nearly all of a step DDP goes on, and nothing more is looked at. Where
+more might be gained, or memory is asked for, a step is recorded, the next one timed, and a plan
+searched. It takes over between two steps that all ranks agree on.
+
+    poll -> _begin         is there anything to gain? else ddp
+         -> _begin_search  in a forked copy of rank 0's process
+         -> _poll_search   ready on rank 0? else None, and the next step runs under DDP
+         -> _go_on         the plan; or kernels on slices are measured, and the search goes on
+
+Where a plan cannot be made, DDP goes on.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,14 @@
-"""DOC"""
+"""The first steps of a fit are real steps under DDP, which rank 0 watches.
+
+No user code runs twice. Each step is watched in one of three ways:
+
+    clock    forward, backward, the optimizer and the whole step are timed, nothing else
+    record   operators, calls of modules, lifetimes of tensors (`graph.step_observer`), and the
+             optimizer's state
+    time     every operator in place (`graph.step_observer`), and the optimizer's traffic
+
+In the place of a recorded step without a loss comes the next one.
+"""
 
 from __future__ import annotations
 

@@ -98,8 +98,8 @@ class AutoParallelStrategy(DataRanks):
         allow_staleness: whether a plan with stages, searched on a mesh or given, may be a pipeline
             that never flushes: passes compute with weights that miss some updates. True, or the
             rule that predicts them, such as ``"spectrain"``.
-        watch_steps: how many steps are watched before a plan takes over. One tells what happens,
-            the second how long kernels take, the third how long a step takes.
+        watch_steps: how many steps are watched before a plan takes over. The first
+            shows what happens, the second how long kernels take, the third how long a step takes.
         checkpoint: ``"full"`` saves the plain file of ``ddp``, for which rank 0 collects the whole
             state; ``"sharded"`` a folder, to which every rank writes what it keeps. Both are
             loaded, under any plan and number of ranks.
@@ -109,7 +109,7 @@ class AutoParallelStrategy(DataRanks):
             its buckets; ``gradient_as_bucket_view=False`` forbids that.
 
     On a device whose memory could not hold the whole module, planning comes before the module gets
-    there: data loaders are then built, and a batch is looked at, when the fit is set up. After an
+    there: data loaders are then built, and a batch is read, when the fit is set up. After an
     exception a module that ran sharded keeps its parameters in shards; load a checkpoint into a new
     one. Manual optimization runs as ``ddp`` does (one plan, no search); it refuses `memory_limit`
     and other plans. Attributes after the first batch: `parallel_plan`, `planned_by` (``"search"``,
@@ -155,6 +155,7 @@ class AutoParallelStrategy(DataRanks):
             or self._ddp_kwargs.get("mixed_precision") is not None,
             gradients_are_views=self._ddp_kwargs.get("gradient_as_bucket_view"),
         )
+        # What the user asked for stays as it is; the rest is of the present fit.
         self._given_plan = self.request.plan
         self.planning: Planning | None = None
         self.planned_by: str | None = None
@@ -174,6 +175,7 @@ class AutoParallelStrategy(DataRanks):
         if trainer.state.fn != TrainerFn.FITTING:
             self._set_up_evaluation(trainer)
             return
+        # A new fit: nothing of the last one is left.
         check_agreement(self.request, self.lightning_module)
         self._engine, self._fitted, self._resumed, self.parallel_plan, self.memory_meter = (
             None,
@@ -191,12 +193,15 @@ class AutoParallelStrategy(DataRanks):
         if self._holds_back and self.request.must_shard_first(
             self.lightning_module, self.root_device
         ):
+            # Not even the parameters fit: shard them before they get to the device.
             self._plan_before_setup(trainer)
         else:
+            # As ddp, so that loaders and hooks come in its order.
             super().setup(trainer)
             if self.request.observes(self.lightning_module) and not self._holds_back:
                 self._observe(steps=self.watch_steps)
                 return
+            # Else a plan comes now, where it needs no batch, or with the first batch.
             self._waits_for_batch = True
             refines = self.request.refines(self.lightning_module, self.root_device)
             if (refines and not self._holds_back) or not self.request.needs_batch(
@@ -228,12 +233,14 @@ class AutoParallelStrategy(DataRanks):
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
         self.model = self.lightning_module
+        # All that DDPStrategy.setup does, but for wrapping the module.
         if self._layer_sync:
             self.model = self._layer_sync.apply(self.model)
         self.precision_plugin.convert_module(self.model)
         self.optimizers = []  # those of an earlier fit
         batch = example_batches(trainer)[0]
         self._plan(trainer, partial(decide_plan, self.request, trainer, batch))
+        # Optimizers are made of the sharded parameters.
         self._apply_plan(trainer, batch)
         self.setup_optimizers(trainer)
         self._attach_optimizers()
@@ -269,12 +276,14 @@ class AutoParallelStrategy(DataRanks):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         assert self.lightning_module is not None
         trainer, fit = self.lightning_module.trainer, self._watched_fit
+        # The first batch: planning, where it has waited for one.
         if fit is None and self._waits_for_batch:
             if self.parallel_plan is None:
                 self._plan(trainer, partial(decide_plan, self.request, trainer, batch))
             self._start_plan(trainer, batch)
             self._observe_more()
             fit = self._watched_fit
+        # All watched steps are done: plan, and switch before this step if there is a plan.
         if fit is not None and fit.begin_batch(
             batch_idx, accumulate=trainer.accumulate_grad_batches
         ):
@@ -295,11 +304,14 @@ class AutoParallelStrategy(DataRanks):
         """
         engine, plan = self._engine, self.parallel_plan
         assert plan is not None
+        # From DDP.
         if engine is None or not self._running:
             self._start_plan(trainer, batch)
+        # From the same plan with one block: only recomputation is new.
         elif plan.keeps_gradients_whole and self.request.plan is not None:
             engine.recompute(plan)
         else:
+            # From another engine: unshard, and begin anew.
             self._unclip_gradients()
             engine.release()
             for optimizer in self.optimizers:
@@ -323,6 +335,7 @@ class AutoParallelStrategy(DataRanks):
         model: pl.LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
+        # Watching ends where the closure does, with forward and backward in it.
         fit = self._watched_fit
         with nullcontext() if fit is None else fit.update(optimizer):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
@@ -339,16 +352,19 @@ class AutoParallelStrategy(DataRanks):
     def _plan(self, trainer: pl.Trainer, decide: Callable[[], Decision | None]) -> bool:
         """Take over what `decide` returns; return whether there is a plan."""
         start = perf_counter()
+        # Planning draws random numbers, and training goes on as if it had not.
         with isolate_rng():
             decision = decide()
         if decision is None:
             self.planning_seconds = (self.planning_seconds or 0.0) + perf_counter() - start
             return False
         self.parallel_plan, self.planning, self.planned_by = decision
+        # What planning has freed is no memory of the plan's.
         if self.request.saves_memory or self.parallel_plan.saves_memory:
             release_free_memory()
             return_freed_memory(self.root_device)
         self.planning_seconds = (self.planning_seconds or 0.0) + perf_counter() - start
+        # Measured memory is what the plan adds to the present state.
         if any(isinstance(callback, StepMonitor) for callback in trainer.callbacks):  # type: ignore[attr-defined]
             warm_up(self.root_device)
             self.memory_meter = MemoryMeter(self.root_device)
@@ -363,6 +379,7 @@ class AutoParallelStrategy(DataRanks):
     def _apply_plan(self, trainer: pl.Trainer, batch: Any = None) -> None:
         plan, module = self.parallel_plan, self.lightning_module
         assert plan is not None and module is not None
+        # DDP is made anew where gradients become views; its buckets are dropped.
         has_views = getattr(self.model, "gradient_as_bucket_view", True)
         if not plan.keeps_gradients_whole or (plan.gradient_views and not has_views):
             self.model = module
@@ -370,11 +387,14 @@ class AutoParallelStrategy(DataRanks):
         wrapped = self.model if isinstance(self.model, DistributedDataParallel) else None
         self._engine = Engine(plan, module, device=self.root_device, options=self._run_options())
         self.model = self._engine.apply(wrapped=wrapped, example=self._example_of(batch))
+        # The plan's own exchange of gradients, if it has one.
         self._open_exchange(self._engine.exchange)
         if self.exchange is not None:
             add_monitor(trainer)
+        # Clipping has to see the gradients of all ranks.
         if self._holds_parts:
             self._unclip = clip_sharded(self.precision_plugin, self._continuous or self._engine)
+        # Ways of running steps come last: they ask the engine what it holds.
         module.to(self.root_device)
         self._running = True
         self._begin_plan()
@@ -418,6 +438,7 @@ class AutoParallelStrategy(DataRanks):
 
     @override
     def teardown(self) -> None:
+        # The fit was shorter than what is watched.
         if self._watched_fit is not None and self.parallel_plan is None and not self._failed:
             self.parallel_plan = preset_plan(PRESETS["ddp"], mesh=data_mesh(self.world_size))
             self.planned_by = "ddp: the fit was over before a plan was made"

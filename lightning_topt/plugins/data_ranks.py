@@ -12,7 +12,8 @@ One batch for all ranks of a pipeline is run by
     _pipeline            `PipelineSteps`: in microbatches
     _continuous          `ContinuousSteps`, which is `_pipeline` then: stages never wait
 
-At most one of these ways is there; without any, a step is the module's own, around which the engine works.
+At most one of these ways is there; without any, a step is the module's own, around which the engine
+works.
 """
 
 from __future__ import annotations

@@ -65,6 +65,7 @@ def name_lost(error: BaseException, watch: RankWatch | None) -> None:
 
     Of any other error word is left for the other ranks.
     """
+    # Somebody has said it already.
     if watch is None or (isinstance(error, PeerLostError) and error.diagnosed):
         return
     if is_of_collective(error):
@@ -86,16 +87,19 @@ class NamesLostRanks(DDPStrategy):
     @override
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
+        # Ranks as processes.
         if isinstance(self._launcher, _SubprocessScriptLauncher):
             assert self.cluster_environment is not None
             self._launcher = PatientLauncher(
                 self.cluster_environment, self.num_processes, self.num_nodes
             )
+        # Ranks by fork or spawn.
         elif self._start_method != "popen":
             self._launcher = NamingLauncher(self, start_method=self._start_method)
 
     @override
     def setup_distributed(self) -> None:
+        # Restarted ranks meet in the same store as those before them.
         if not dist.is_initialized() and shares_store_between_attempts():
             self.set_world_ranks()
             device = None if self.root_device.type == "cpu" else self.root_device
@@ -111,6 +115,7 @@ class NamesLostRanks(DDPStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
+        # That of an earlier fit.
         self._end_watch()
         self._watch, self._ended_with_error = watch_ranks(), False
         atexit.register(destroy_process_group)
@@ -171,6 +176,7 @@ class PatientLauncher(_SubprocessScriptLauncher):
         trainer: pl.Trainer | None = None,
         **kwargs: Any,
     ) -> Any:
+        # As in Lightning, but for the observer.
         self.cluster_environment.validate_settings(
             num_devices=self.num_processes, num_nodes=self.num_nodes
         )
@@ -186,6 +192,7 @@ class PatientObserver(_ChildProcessObserver):
 
     @override
     def _terminate_all(self) -> None:
+        # The main process waits in a collective call until that names the lost rank.
         main, deadline = threading.main_thread(), time.monotonic() + LAST_SECONDS
         while main.is_alive() and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -206,6 +213,7 @@ def checked_ddp_options(
     Raises ValueError for options that bring a communication hook, TypeError for one that nobody
     takes.
     """
+    # Options that would replace our exchange.
     for name in HOOK_OPTIONS:
         if options.get(name) is not None:
             raise ValueError(
@@ -227,6 +235,7 @@ def known_options(
 
     None of them is one of `without`.
     """
+    # All keyword arguments of their constructors.
     known = {
         name
         for owner in owners
@@ -245,6 +254,7 @@ def run_options(strategy: DDPStrategy, *, scales: bool) -> RunOptions:
 
     `scales`: a GradScaler skips gradients that overflow.
     """
+    # As DDPStrategy registers it.
     hook = strategy._ddp_comm_hook
     if hook is not None and strategy._ddp_comm_wrapper is not None:
         hook = strategy._ddp_comm_wrapper(hook)
@@ -261,6 +271,7 @@ def run_options(strategy: DDPStrategy, *, scales: bool) -> RunOptions:
 
 def name_own_strategy(error: BaseException, strategy: str) -> None:
     """Let Lightning's advice on unused parameters name our `strategy`, not its ``ddp``."""
+    # The advice names a strategy string; ours have the same endings.
     name = {"AutoParallelStrategy": "topt", "CompressedDDPStrategy": "topt_compressed"}.get(
         strategy
     )

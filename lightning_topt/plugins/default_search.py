@@ -122,7 +122,7 @@ def search_with_axes(
         are_joint: see `TensorSearch`.
         kernels: seconds of kernels on slices; None: where they are wanted, the graphs that hold
             them are returned.
-        why_not: why data axes alone are looked at, as a clause.
+        why_not: why data axes alone are searched, as a clause.
         as_measured: corrects the times of what was found.
 
     Returns:

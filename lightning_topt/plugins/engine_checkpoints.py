@@ -68,6 +68,7 @@ class EngineCheckpoints(ExchangeSteps):
         """
         if self._engine is None or not self._running:
             return
+        # The device may not hold the unsharded parameters beside the state.
         if self.root_device.type != "cpu":
             self._engine.optimizer_state_to_host()
         self._running = False
@@ -99,6 +100,7 @@ class EngineCheckpoints(ExchangeSteps):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
+        # Loaded before there was an engine, and not used since.
         if self._engine is None and self._holds_back and self._resumed is not None:
             return _whole(self._resumed["optimizer_states"][self.optimizers.index(optimizer)])
         if self._fitted is None:
@@ -108,12 +110,14 @@ class EngineCheckpoints(ExchangeSteps):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         states = checkpoint["optimizer_states"]
+        # The engine takes full and sharded states.
         if self._engine is not None:
             for optimizer, state in zip(self.optimizers, states, strict=False):
                 self._engine.load_optimizer_state(optimizer, state)
             self._load_exchange(checkpoint)
             _optimizers_to_device(self.optimizers, self.root_device)
             return
+        # Optimizers get learning rates and the like now, and the tensors with the engine.
         if self._holds_back:
             for optimizer, state in zip(self.optimizers, states, strict=False):
                 optimizer.load_state_dict({"state": {}, "param_groups": state["param_groups"]})
@@ -133,6 +137,7 @@ class EngineCheckpoints(ExchangeSteps):
         checkpoint, self._resumed = self._resumed, None
         if checkpoint is None:
             return
+        # The tensors that optimizers did not get; their options are the present ones.
         if self._holds_back:
             for optimizer, state in zip(
                 self.optimizers, checkpoint["optimizer_states"], strict=False
@@ -171,6 +176,7 @@ class EngineCheckpoints(ExchangeSteps):
     def _save_folder(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None
     ) -> None:
+        # torch.distributed.checkpoint writes for all ranks.
         if storage_options is not None or type(self.checkpoint_io) is not TorchCheckpointIO:
             raise ValueError(
                 "sharded checkpoints are written by torch.distributed.checkpoint, which takes "

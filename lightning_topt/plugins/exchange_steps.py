@@ -101,7 +101,9 @@ class ExchangeSteps(NamesLostRanks):
         try:
             yield
         except Exception as error:
+            # What the hook has raised in its thread or in backward.
             reason = None if self.exchange is None else self.exchange.error
+            # Another collective failed: somebody is lost.
             if reason is None and is_of_collective(error) and not isinstance(error, PeerLostError):
                 self._give_up_exchange(error)
                 reason = None if self._watch is None else self._watch.diagnose(error)
@@ -159,6 +161,7 @@ class ExchangeSteps(NamesLostRanks):
         state = checkpoint.get(CHECKPOINT_KEY, {}).get(EXCHANGE_KEY)
         if state is None:
             return
+        # What was held back under another method means nothing to this one.
         method = None if self.exchange is None else self.exchange.method.name
         if self.exchange is not None and state["method"] == method:
             self.exchange.load_state_dict(state)

@@ -73,14 +73,17 @@ def why_held(
     (DistributedDataParallel), and may hold them too. Without such a holder, reference counts answer
     at once; otherwise the heap is searched.
     """
+    # Somebody may hold the memory alone.
     if shared := _shares_memory(module):
         return shared
+    # Who may hold them.
     known = _known_containers(module, optimizers, module if model is None else model)
     names = _Names(
         module,
         {id(submodule): name for name, submodule in module.named_modules()},
         {id(parameter): name for name, parameter in module.named_parameters()},
     )
+    # A few by gc.get_referrers; all others in one pass over the heap.
     suspects = _suspects(module, known)
     for part in (suspects[:FEW], suspects[FEW:]):
         found = _Level(
@@ -98,6 +101,7 @@ def _known_containers(
 
     They are the tree's own dictionaries, optimizers, the wrapper.
     """
+    # References that the module tree itself keeps.
     containers: list[Any] = [m._parameters for part in (module, model) for m in part.modules()]
     for optimizer in optimizers:
         containers += [group["params"] for group in optimizer.param_groups]
@@ -122,6 +126,7 @@ def _suspects(module: nn.Module, known: dict[int, Any]) -> list[nn.Parameter]:
         if isinstance(container, dict | list | tuple | set | frozenset):
             explained.update(id(entry) for entry in container if isinstance(entry, nn.Parameter))
     parameters = list(module.parameters())
+    # More references than explained: somebody else has one.
     idle, held = _references_of_torch()
     suspects = []
     for parameter in parameters:
@@ -138,6 +143,7 @@ def _references_of_torch() -> tuple[int, int]:
     differ in whether C++ counts among the references.)
     """
     counts, parameters = [], [nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))]
+    # Autograd's AccumulateGrad holds the second.
     graph = parameters[1] * 2
     for parameter in parameters:
         counts.append(sys.getrefcount(parameter))
@@ -184,6 +190,7 @@ def _referrers(objects: Sequence[Any]) -> list[Any]:
     """
     if len(objects) <= FEW:
         return gc.get_referrers(*objects) if objects else []
+    # By chunks: types are compared first, which is fast.
     wanted, kinds = {id(entry) for entry in objects}, {type(entry) for entry in objects}
     heap, found = gc.get_objects(), []
     for start in range(0, len(heap), CHUNK):
@@ -230,6 +237,7 @@ def _first_owner(level: _Level, names: _Names) -> str | None:
     seen: set[int] = set()
     for _ in range(MAX_LEVELS):
         upper = _Level()
+        # Breadth first, so that the closest owner is named.
         for link in level:
             if id(link.value) in seen or isinstance(link.value, RUNNING):
                 continue
@@ -271,6 +279,7 @@ def _is_judged(entry: Any) -> bool:
 
 def _judge(link: _Link, names: _Names) -> tuple[str | None, bool]:
     """Return (the clause for a holder that counts, whether to climb on instead)."""
+    # Owners that outlive the step count; containers are climbed.
     value, held = link.value, _parameter(link, names)
     kind = type(value)
     if isinstance(value, nn.Module):

@@ -88,6 +88,7 @@ def compare_steps(
     `draws`: they draw random numbers, so that no two steps are equal; `half`: they compute in 16
     bits. Raises ValueError for a loss of neither kind.
     """
+    # How far equal losses may be apart.
     relative = _RELATIVE_RANDOM if draws else _RELATIVE_HALF if half else _RELATIVE
     outputs = [step.output for step in (*parts, whole)]
     losses = [loss_of(output) for output in outputs]
@@ -96,11 +97,13 @@ def compare_steps(
             "training_step returned no loss for a microbatch, which a pipeline cannot leave out; "
             "return one, or use another strategy"
         )
+    # Weights of the two parts: by divisors where the graph tells, else by samples.
     loops = len({len(step.summands) for step in (*parts, whole)}) > 1
     sizes = [float(step.size) for step in parts]
     known = [] if loops else [step.summands for step in parts]
     shares = [size / sum(sizes) for size in sizes]
     weights = loss_weights(known, kind=None) or shares
+    # Mean or sum.
     kind = _kind([float(loss) for loss in losses if loss is not None], weights, relative)
     if kind == "neither":
         first, second, both = (f"{float(loss):.6g}" for loss in losses if loss is not None)
@@ -111,6 +114,7 @@ def compare_steps(
         )
     if known:
         _check_whole(kind, known, whole.summands, relative=_RELATIVE_HALF if half else _RELATIVE)
+    # The same for what is logged, by name, and returned, by place.
     logged, unlike = dict[str, str](), list[str]()
     for calls in zip(*(step.calls for step in (*parts, whole)), strict=False):
         found = _kind_of([call.value for call in calls], losses, (shares, weights), relative)
@@ -155,7 +159,7 @@ def _kind_of(
 ) -> str | None:
     """Return the kind of what is logged or returned.
 
-    `weights` are those of samples and of the loss. None: no number, or not told.
+    `weights` are those of samples and of the loss. None: no number, or not known.
     """
     if not all(
         isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
@@ -189,6 +193,7 @@ def _kind(values: Sequence[float], weights: Sequence[float], relative: float) ->
     both = values[-1]
     if both == 0 or not all(map(math.isfinite, (first, second, both))):
         return None
+    # Compared to the largest of the three.
     near = relative * max(abs(first), abs(second), abs(both))
     if math.isclose(weights[0] * first + weights[1] * second, both, abs_tol=near, rel_tol=0):
         return "mean"
@@ -211,6 +216,7 @@ def loss_weights(parts: Sequence[Summands], *, kind: str | None) -> list[float]:
             "training_step computes the losses of microbatches in different ways; use "
             "microbatches=1"
         )
+    # Each summand gives weights; all must agree.
     found = [[1 / count] * count] if kind == "sum" and parts[0] else []
     for summands in zip(*parts, strict=True):
         if not all(_close(each.factor, summands[0].factor) for each in summands):
@@ -240,6 +246,7 @@ def summands_of(loss: Tensor, *, samples: int) -> Summands:
     """
     if loss.grad_fn is None:
         return ()
+    # Walk down from the loss: numbers are followed, until something sums over entries.
     found, todo = list[Summand](), [(loss.grad_fn, Summand(1.0, 1.0))]
     while todo:
         node, around = todo.pop()
@@ -249,15 +256,18 @@ def summands_of(loss: Tensor, *, samples: int) -> Summands:
             if parent is not None
         ]
         divisor, factor = around.divisor, around.factor
+        # Times or divided by a number: outside of the sum.
         if (constant := _constant(node)) is not None:
             is_product = node.name().startswith("Mul")
             divisor, factor = (
                 (divisor, factor * constant) if is_product else (divisor * constant, factor)
             )
+        # The first input that is no single number.
         entries = next((shape for _, shape in inputs if shape), None)
         stacked = (
             _stacked(inputs[0][0]) if entries and len(inputs) == 1 and entries != (samples,) else []
         )
+        # Single numbers, added or stacked: go on with each.
         if entries is None or stacked:
             inside = stacked or [parent for parent, _ in inputs]
             todo += [(parent, Summand(divisor, factor)) for parent in reversed(inside)]
@@ -349,6 +359,7 @@ def without_trace(module: nn.Module) -> Generator[None, None, None]:
 
     Modes, random numbers, buffers and metrics stay as they were.
     """
+    # All that a step changes is put back.
     states, modes = random_states(), [(part, part.training) for part in module.modules()]
     buffers = [
         (part, name, part._buffers[name]) for part in module.modules() for name in part._buffers

@@ -94,6 +94,7 @@ class ParallelOptimizerStep(pl.Callback):
         reduce_scatter: bool = False,
         timeout_seconds: float = 300.0,
     ) -> None:
+        # Options are checked here, the fit in `on_fit_start`.
         check_flag(always, name="always")
         check_flag(reduce_scatter, name="reduce_scatter")
         check_real(timeout_seconds, name="timeout_seconds", positive=True)
@@ -131,6 +132,7 @@ class ParallelOptimizerStep(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        # Our own strategies watch ranks already.
         if not isinstance(trainer.strategy, NamesLostRanks):
             self._end_watch()
             self._watch = watch_ranks()
@@ -153,6 +155,7 @@ class ParallelOptimizerStep(pl.Callback):
         if trainer.world_size == 1:
             rank_zero_info("ParallelOptimizerStep: there is one rank, which does the whole step")
             return
+        # Rules are tried out before the first step, on small copies.
         check_strategy(trainer.strategy)
         if self.reduce_scatter:
             check_reduce_scatter(trainer.strategy)
@@ -167,6 +170,7 @@ class ParallelOptimizerStep(pl.Callback):
         # at the start.
         if trainer.world_size == 1:
             return
+        # A group of its own: waits have another time limit.
         optimizers = optimizers_of(trainer)
         timeout_seconds = within_limit(self.timeout_seconds)
         self._group = dist.new_group(timeout=timedelta(seconds=timeout_seconds))
@@ -174,6 +178,7 @@ class ParallelOptimizerStep(pl.Callback):
             parameter: name for name, parameter in pl_module.named_parameters()
         }
         check_equal_optimizers(optimizers, names=names, group=self._group)
+        # Ranks of one node share parameters through its memory.
         self._node = node_rows(
             self._group,
             device=trainer.strategy.root_device,
@@ -190,6 +195,7 @@ class ParallelOptimizerStep(pl.Callback):
             gather_dtype=self.gather_dtype,
             node=self._node,
         )
+        # Each step measures first, and decides by itself.
         for number, (optimizer, rule) in enumerate(zip(optimizers, self._rules, strict=True)):
             say = partial(_say, number if len(optimizers) > 1 else None)
             self._steps.append(AdaptiveStep(optimizer, rule=rule, sharing=sharing, say=say))
@@ -225,6 +231,7 @@ class ParallelOptimizerStep(pl.Callback):
         steps = [step.parallel for step in self._steps] + (
             self._scattered.steps if self._scattered else []
         )
+        # Owners have float32 values of what travels in 16 bits.
         exact = {
             p: value
             for step in steps
@@ -242,6 +249,7 @@ class ParallelOptimizerStep(pl.Callback):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # Every rank gets the whole state again.
         for step in self._steps:
             step.finish()
         if self._scattered is not None:
@@ -377,6 +385,7 @@ def check_equal_optimizers(
     groups with their numbers and switches, and parameters (`names`, shapes, dtypes, and whether
     they are trained), in their order.
     """
+    # As texts, so that all ranks find the same first difference.
     own = _describe(optimizers, names)
     everyone: list[list[tuple[str, str]]] = [[] for _ in range(dist.get_world_size(group))]
     dist.all_gather_object(everyone, own, group=group)

@@ -67,6 +67,7 @@ class UniformPlan:
 
         Raises PlanError where these are not several of both.
         """
+        # Ranks are numbered node by node.
         per_node = world_size // num_nodes
         if not self.preset.inner:
             return data_mesh(world_size, scope="intra" if num_nodes == 1 else "inter")
@@ -104,6 +105,7 @@ class MeshPlan:
 
     def mesh(self, world_size: int, *, num_nodes: int) -> Mesh:
         """Return the mesh. Raises PlanError where it is not one of `world_size` ranks."""
+        # Sizes, outermost axis first.
         sizes = self.sizes or tuple((axis.name, axis.size) for axis in self._axes(world_size))
         mesh = Mesh(tuple(Axis(name, size) for name, size in sizes))
         if mesh.size != world_size:
@@ -113,6 +115,7 @@ class MeshPlan:
                 "product must be that"
             )
         per_node = world_size // num_nodes
+        # An axis is inside of nodes if its groups of ranks are.
         spans = (mesh.stride([axis]) * mesh.shape[axis] for axis in range(len(sizes)))
         scopes = (
             "intra" if span <= per_node and per_node % span == 0 else "inter" for span in spans
@@ -151,6 +154,7 @@ class PipelinePlan:
         for name in ("stages", "microbatches", "stages_per_rank"):
             if getattr(self, name) is not None:
                 check_whole(getattr(self, name), name=name)
+        # Stages must fill the ranks of the pipeline.
         ranks, per_rank = dict(self.sizes or ()).get("pipeline"), self.per_rank
         if self.stages is not None and ranks is not None and self.stages % ranks:
             raise ValueError(
@@ -162,6 +166,7 @@ class PipelinePlan:
                 f"schedule {self.schedule!r} runs {per_rank} stages on each rank, so stages is a "
                 f"multiple of that; got {self.stages}"
             )
+        # A searched schedule has no rules of its own yet.
         if self.schedule is None:
             assert self.sizes is not None, "a schedule is searched on a given mesh"
             return
@@ -222,6 +227,7 @@ class PipelinePlan:
         if self.sizes is not None:
             sizes = {"pipeline": 1, "data": 1} | dict(self.sizes)
             return MeshPlan(tuple(sizes.items())).mesh(world_size, num_nodes=num_nodes)
+        # Ranks that are left form a data axis.
         ranks = world_size if self.stages is None else self.stages // self.per_rank
         if world_size % ranks:
             raise PlanError(
@@ -263,6 +269,7 @@ def read_mesh(sizes: Any) -> MeshPlan | PipelinePlan:
     found = tuple(sizes.items())
     if "pipeline" not in sizes:
         return MeshPlan(found)
+    # Order counts: the mesh is laid out by it.
     if [*sizes] != [name for name in _OF_PIPELINE if name in sizes]:
         raise PlanError(
             "beside an axis 'pipeline', which is the first, the search takes the axes 'data' and "
@@ -311,6 +318,7 @@ def read_plan_option(
             "plan is a ParallelPlan, a file, a mapping or a name such as 'zero1', got "
             f"{shown(plan)}"
         )
+    # A name, or else a file.
     name, _, suffix = str(plan).partition("+")
     if name in PRESETS and suffix in ("", "recompute"):
         return UniformPlan(PRESETS[name], suffix == "recompute")

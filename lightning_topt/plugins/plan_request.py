@@ -175,6 +175,7 @@ class PlanRequest:
                 if isinstance(given, ParallelPlan)
                 else given.shards_gradients
             )
+        # A search: does plain DDP, with which a fit begins, fit at all?
         limit = self.memory_limit
         if limit is None:  # parameters, gradients, two moments
             return 4 * _parameter_bytes(module) > device_memory_bytes(device)
@@ -243,6 +244,7 @@ class AllowedExchanges:
         """
         if not self.only_what_holds or not optimizer.adaptive:
             return self.candidates
+        # Methods are known to hold under Adam from some number of steps on.
         held = tuple(
             m
             for m in self.candidates
@@ -284,6 +286,7 @@ def exchanges_of_run(
     candidates = allowed.held(optimizer, steps=steps_of_fit(trainer))
     if trainer.num_nodes > 1:
         return [*candidates]
+    # What between nodes is for is not searched on one.
     one_node = Topology(1, 2, 0)  # how many ranks it has decides nothing
     return [*itertools.chain.from_iterable(method.choices(one_node) for method in candidates)]
 
@@ -375,6 +378,7 @@ class AllowedStaleness:
 
         ValueError where nothing is left to be allowed.
         """
+        # What is not allowed.
         schedule = plan.schedule if isinstance(plan, ParallelPlan | PipelinePlan) else None
         if schedule in CONTINUOUS_SCHEDULES and not self.allowed:
             raise PlanError(
@@ -384,6 +388,7 @@ class AllowedStaleness:
             )
         if not self.allowed or plan is None:
             return
+        # What is allowed, but excluded by the plan.
         if isinstance(plan, PipelinePlan) and schedule in (None, *CONTINUOUS_SCHEDULES):
             if dict(plan.sizes or ()).get("tensor", 1) > 1:
                 raise ValueError(
@@ -397,6 +402,7 @@ class AllowedStaleness:
                 f"allow_staleness is for the schedules {' and '.join(CONTINUOUS_SCHEDULES)}, which "
                 f"{named} excludes: leave out one of them"
             )
+        # Two rules that contradict each other.
         own = plan.weight_prediction
         if self.prediction is not None and own is not None and own != self.prediction:
             raise ValueError(
@@ -438,6 +444,7 @@ def why_not_continuous(trainer: pl.Trainer) -> str | None:
 
     Beside what every pipeline refuses.
     """
+    # Steps that change the training state in other ways than by an update.
     strategy = trainer.strategy
     if getattr(strategy.precision_plugin, "scaler", None) is not None:
         return (
@@ -460,6 +467,7 @@ def why_not_continuous(trainer: pl.Trainer) -> str | None:
 
 def check_flight(plan: ParallelPlan, trainer: pl.Trainer) -> None:
     """Raise PlanError where a rule needs more minibatches in an update than the fit accumulates."""
+    # Minibatches in flight on the first stage.
     rule, flight = (
         plan.weight_prediction,
         (len(plan.stages) - 1) * CONTINUOUS_SCHEDULES[plan.schedule or ""],

@@ -69,6 +69,7 @@ def optimizers_of(trainer: pl.Trainer) -> Optimizers:
 
 def make_fake_optimizers(module: pl.LightningModule, *, device: torch.device) -> Optimizers:
     """Return what the module's own `configure_optimizers` makes, run on a fake copy."""
+    # Parameters on the fake device take no memory, whatever state is built.
     copied, mode = fake_copy(module, device=device.type)
     with mode:
         optimizers, _, _ = _configure_optimizers(copied.configure_optimizers())  # type: ignore[arg-type]
@@ -85,6 +86,7 @@ def check_agreement(request: PlanRequest, module: nn.Module) -> None:
 
     Versions, options and the model are compared. A collective call.
     """
+    # What must be equal: else plans, or shapes of exchanged tensors, differ.
     mine = {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -146,9 +148,11 @@ def _share(function: Callable[[], T], *, only_rank_0: bool) -> T:
         try:
             result = function()
         except Exception as caught:
+            # Not shared with the others.
             if is_of_collective(caught):
                 raise  # a rank is gone: the next collective call would wait for it again
             error = caught
+    # Everyone learns of all errors before anyone raises.
     mine = None if error is None else (f"{type(error).__name__}: {error}", may_need_values(error))
     problems: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(problems, mine)
@@ -172,6 +176,7 @@ def example_batches(trainer: pl.Trainer) -> tuple[Any, Any | None]:
     None where there is no such. Calls `trainer.fit_loop.setup_data()`, as
     `trainer.estimated_stepping_batches` does. Raises ValueError when the training data are empty.
     """
+    # Loaders as the fit will have them, with their samplers.
     trainer.fit_loop.setup_data()
     combined = trainer.fit_loop._combined_loader
     if combined is None:
@@ -187,6 +192,7 @@ def batches_of(loaders: CombinedLoader, trainer: pl.Trainer) -> tuple[Any, Any |
 
     `trainer` has the module and the data module whose transfer hooks run.
     """
+    # Transforms may draw.
     with isolate_rng():
         singles = [_samples(loader, 1) for loader in loaders.flattened]
         doubles = [_samples(loader, 2) for loader in loaders.flattened]
@@ -203,6 +209,7 @@ def _samples(loader: Any, times: int) -> Any | None:
     None where its size cannot be chosen.
     """
     dataset, batch_size = getattr(loader, "dataset", None), _batch_size(loader)
+    # Map-style: the first samples, whatever the sampler's order.
     if isinstance(loader, DataLoader) and batch_size and not isinstance(dataset, IterableDataset):
         dataset = loader.dataset
         size = len(dataset)  # type: ignore[arg-type]
@@ -221,6 +228,7 @@ def _batch_size(loader: Any) -> int | None:
 
 
 def _first(loader: Iterable[Any]) -> Any:
+    # Without workers, which would outlive this.
     if isinstance(loader, DataLoader) and loader.num_workers:
         loader = DataLoader(
             loader.dataset,
@@ -237,6 +245,7 @@ def _transferred(trainer: pl.Trainer, batch: Any) -> Any:
 
     The loader's own tensors stay as they are.
     """
+    # Hooks may change tensors in place.
     batch = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)
     batch = trainer.lightning_module._on_before_batch_transfer(batch)
     return trainer.strategy.batch_to_device(batch, device=torch.device("cpu"))

@@ -160,12 +160,14 @@ def measured_kernels(
 def read_costs(request: PlanRequest, trainer: pl.Trainer, graph: OpGraph) -> RunCosts:
     """Return the costs of this run, measured unless the cluster is given. A collective call."""
     device = trainer.strategy.root_device
+    # The optimizer: which state it keeps, how it updates.
     optimizers, named = optimizers_of(trainer)
     profile = on_every_rank(
         lambda: read_optimizer(optimizers, named_parameters=named, device_type=device.type)
     )
     if request.cluster is not None:
         return RunCosts(profile, request.cluster)
+    # Stored from earlier runs on this machine, or measured now, by all ranks.
     measurements = Measurements.open(device=device, num_nodes=trainer.num_nodes, progress=_progress)
     seconds = on_every_rank(lambda: measurements.update_seconds(optimizers, named_parameters=named))
     cluster = on_every_rank(measurements.cluster)
@@ -223,6 +225,7 @@ def search_mesh(
     request: PlanRequest, trainer: pl.Trainer, batch: Any, given: MeshPlan
 ) -> tuple[ParallelPlan, Planning | None]:
     """Return the best plan on a given mesh, and on rank 0 what was searched. A collective call."""
+    # The step, and how it can be split.
     mesh, trace = given.mesh(dist.get_world_size(), num_nodes=trainer.num_nodes), FunctionTrace()
     graph = capture_on_ranks(trainer, batch, trace=trace)
     reason = on_every_rank(lambda: needs_whole_parameters(request, trainer, graph))
@@ -230,6 +233,7 @@ def search_mesh(
         raise PlanError(
             f"a mesh with tensor axes splits parameters, but {reason}; choose one without"
         )
+    # What to search: on this mesh only, without compression.
     split = split_model(trainer, batch, graph, trace)
     costs = read_costs(request, trainer, graph)
     wanted = dataclasses.replace(
@@ -242,6 +246,7 @@ def search_mesh(
         mesh=mesh,
         layout=given.preset,
     )
+    # Kernels on slices, measured by all ranks.
     kernels = {**costs.kernel_seconds, **costs.measured(on_rank_0(lambda: local_graphs(wanted)))}
     planning: Planning | None = None
 
@@ -282,6 +287,7 @@ def _with_what_is_left(point: PlanPoint, graph: OpGraph) -> PlanPoint:
     plan, axes = point.plan, point.plan.mesh.tensor_axes
     if len(axes) < 2:
         return point
+    # Along which axes each parameter is cut.
     placed = {
         f"{b.block}.{name}".lstrip("."): along
         for b in plan.blocks
@@ -337,15 +343,18 @@ def needs_whole_parameters(
             f"each rank keeps a {min(ignored)!r} of its own (_ddp_params_and_buffers_to_ignore), "
             "which only DistributedDataParallel leaves alone"
         )
+    # Callbacks and precisions that need full parameters.
     averaging = (StochasticWeightAveraging, WeightAveraging)
     if any(isinstance(callback, averaging) for callback in trainer.callbacks):  # type: ignore[attr-defined]
         return "weight-averaging callbacks copy whole parameters"
     if trainer.precision == "16-true":
         return "16-true keeps no float32 weights to shard"
+    # Parameters without a gradient.
     unused = [] if graph is None else [name for name in graph.unused if would_shard(name)]
     if unused:
         return (
             f"the step gives {unused[0]} no gradient, which only DistributedDataParallel sees and "
             "answers"
         )
+    # User code that reads parameters, or holds them.
     return why_unsharded(trainer, would_shard=would_shard)

@@ -155,18 +155,21 @@ def why_unshardable(
 
     The clause names the way out. Parameters count whose name `would_shard`.
     """
+    # Modules.
     for name, submodule in module.named_modules():
         if isinstance(submodule, torch.jit.ScriptModule):
             return f"{name!r} is a TorchScript module; give the module itself in its place"
         table = isinstance(submodule, nn.Embedding | nn.EmbeddingBag)
         if table and submodule.sparse and would_shard(f"{name}.weight"):
             return f"{name!r} has sparse gradients; leave out sparse=True"
+    # Parameters.
     sharded = [
         (name, parameter) for name, parameter in module.named_parameters() if would_shard(name)
     ]
     for name, parameter in sharded:
         if reason := _why_unshardable(parameter):
             return f"parameter {name!r} {reason}"
+    # FSDP2 gathers the parameters of a block in one buffer.
     dtypes = {parameter.dtype: name for name, parameter in sharded if parameter.requires_grad}
     if len(dtypes) > 1:
         (one, first), (other, second) = [
@@ -215,10 +218,12 @@ def why_hooked(module: pl.LightningModule) -> str | None:
 
     It is registered on parameters or submodules.
     """
+    # Hooks on parameters see gradients.
     for name, parameter in module.named_parameters():
         for hook in _hooks_of_parameter(parameter):
             if not is_library(_module_of(hook)):
                 return f"a hook on parameter {name!r} ({_name_of_hook(hook)}) gets its gradient"
+    # Hooks on modules may read anything.
     for name, submodule in module.named_modules():
         for hook in _hooks_of_module(submodule):
             of_logger = _module_of(hook).partition(".")[0] in WATCHERS
@@ -264,10 +269,11 @@ def why_watched(trainer: pl.Trainer) -> str | None:
     Hooks are those of the module and of callbacks, which run between the steps.
     """
     module = trainer.lightning_module
-    for name, looks in READ_IN_STEPS.items():
+    # The steps themselves.
+    for name, names in READ_IN_STEPS.items():
         for function in _own_functions(module, name):
-            reader = Reader(module, looks, calls_count=False)
-            if found := look_into(function, (module,), reader, 0):
+            reader = Reader(module, names, calls_count=False)
+            if found := read_function(function, (module,), reader, 0):
                 return f"{type(module).__name__}.{name} reads {found}"
             reader = Reader(
                 module,
@@ -276,14 +282,15 @@ def why_watched(trainer: pl.Trainer) -> str | None:
                 attributes_count=True,
                 computes=reader.computes,
             )
-            if reader.computes and look_into(function, (module,), reader, 0):
+            if reader.computes and read_function(function, (module,), reader, 0):
                 return (
                     f"{type(module).__name__}.{name} computes gradients, which may be those of "
                     "parameters that it reads"
                 )
+    # Hooks of the module, then those of callbacks.
     for name in HOOKS:
         for function in _own_functions(module, name):
-            if found := look_into(
+            if found := read_function(
                 function, (module,), Reader(module, GRADIENTS | PARAMETERS, calls_count=True), 0
             ):
                 return f"{type(module).__name__}.{name} {_verb(found)}"
@@ -292,7 +299,7 @@ def why_watched(trainer: pl.Trainer) -> str | None:
                 # LambdaCallback: a function of (trainer, module, ...)
                 bound = name in vars(callback)
                 arguments = (trainer, module) if bound else (callback, trainer, module)
-                if found := look_into(
+                if found := read_function(
                     function, arguments, Reader(module, GRADIENTS | PARAMETERS, calls_count=True), 0
                 ):
                     return f"callback {type(callback).__name__} {_verb(found)} in {name}"
@@ -304,7 +311,7 @@ def why_function_watches(function: Callable[..., Any], module: pl.LightningModul
 
     It may have a module as its first argument.
     """
-    return look_into(
+    return read_function(
         function, (module,), Reader(module, GRADIENTS | PARAMETERS, calls_count=False), 0
     )
 
@@ -334,11 +341,11 @@ class Reader:
 
     The model, what counts as reading, and whether calls of the model count, or parameters that are
     attributes. It notes what the code `computes`: ``"gradients"``, by `torch.autograd.grad`, which
-    does not look at those there are.
+    does not read those there are.
     """
 
     module: pl.LightningModule
-    looks: frozenset[str]
+    names: frozenset[str]
     calls_count: bool
     attributes_count: bool = False
     seen: set[tuple[int, int]] = field(default_factory=set)
@@ -351,7 +358,9 @@ class Reader:
         return value is torch.autograd.grad
 
 
-def look_into(function: Any, arguments: tuple[Any, ...], reader: Reader, depth: int) -> str | None:
+def read_function(
+    function: Any, arguments: tuple[Any, ...], reader: Reader, depth: int
+) -> str | None:
     """Return what `function` reads: "gradients", "parameters", "calls the model" ...
 
     None where it reads nothing of these. `arguments`: those that are known, by position.
@@ -363,6 +372,7 @@ def look_into(function: Any, arguments: tuple[Any, ...], reader: Reader, depth: 
     top_level = (function.__module__ or "").partition(".")[0]
     if top_level in sys.stdlib_module_names - {"__main__"}:
         return None
+    # Once for each object that it is called with.
     key = (id(code), id(arguments[0]) if arguments else 0)
     if key in reader.seen:
         return None
@@ -370,8 +380,9 @@ def look_into(function: Any, arguments: tuple[Any, ...], reader: Reader, depth: 
     tree = _source_tree(function)
     if tree is None:
         return _by_names(code, reader)
+    # Arguments that are known.
     scope: dict[str, Any] = dict(zip(code.co_varnames[: code.co_argcount], arguments, strict=False))
-    return _Function(function, tree, scope, reader, depth).looks()
+    return _Function(function, tree, scope, reader, depth).reads()
 
 
 def _plain_function(function: Any) -> Any:
@@ -396,13 +407,13 @@ def _source_tree(function: Any) -> ast.AST | None:
 
 
 def _by_names(code: types.CodeType, reader: Reader) -> str | None:
-    """Look at the names in compiled code alone, without the source.
+    """Return what names in compiled code alone read, without the source.
 
     An interactive session has none.
     """
     names = set(code.co_names)
-    if looked := names & reader.looks:
-        return _kind_of_name(min(looked))
+    if read := names & reader.names:
+        return _kind_of_name(min(read))
     inner = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
     return next((found for constant in inner if (found := _by_names(constant, reader))), None)
 
@@ -419,10 +430,12 @@ class _Function:
     reader: Reader
     depth: int
 
-    def looks(self) -> str | None:
+    def reads(self) -> str | None:
+        # A node does not know where it is used.
         parents = {
             child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)
         }
+        # Code that knows shards may read them.
         if any(isinstance(node, ast.Attribute) and node.attr in KNOWS_SHARDS for node in parents):
             return None
         groups = any(
@@ -445,13 +458,16 @@ class _Function:
 
     def _attribute(self, node: ast.Attribute, parents: Mapping[ast.AST, ast.AST]) -> str | None:
         base = self._value(node.value)
-        if node.attr in self.reader.looks and (
+        # A name that reads, of something with parameters, or of something unknown.
+        if node.attr in self.reader.names and (
             base is UNKNOWN or isinstance(base, types.ModuleType) or has_parameters(base)
         ):
             is_harmless = self.reader.is_computed(self._value(node)) or _is_harmless(node, parents)
             return None if is_harmless else _kind_of_name(node.attr)
+        # A property is read like a function.
         if (getter := property_getter(base, node.attr)) is not None:
-            return look_into(getter, (base,), self.reader, self.depth + 1)
+            return read_function(getter, (base,), self.reader, self.depth + 1)
+        # An attribute that is a parameter, or a module with some.
         value = self._value(node)
         if isinstance(value, nn.Parameter) and (
             self.reader.calls_count or self.reader.attributes_count
@@ -471,7 +487,7 @@ class _Function:
         value = self._value(node)
         if self.reader.is_computed(value):
             return None
-        if node.id in self.reader.looks and isinstance(value, types.FunctionType):
+        if node.id in self.reader.names and isinstance(value, types.FunctionType):
             return _kind_of_name(node.id)
         if not (self.reader.calls_count and isinstance(value, nn.Module) and has_parameters(value)):
             return None
@@ -498,13 +514,13 @@ class _Function:
             return False
         value = self._value(parent)
         return (
-            parent.attr in MODES | self.reader.looks
+            parent.attr in MODES | self.reader.names
             or (value is not UNKNOWN and not callable(value))
             or (isinstance(value, nn.Module))
         )
 
     def _takes_harmlessly(self, call: ast.Call) -> bool:
-        """Return whether the called function is known not to look, or is read itself."""
+        """Return whether the called function is known to be harmless, or is read itself."""
         if isinstance(call.func, ast.Name) and call.func.id in HARMLESS_CALLS:
             return True
         if isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Call):
@@ -523,7 +539,7 @@ class _Function:
         arguments = [self._value(argument) for argument in node.args]
         if isinstance(value, types.MethodType):
             arguments.insert(0, value.__self__)
-        return look_into(value, tuple(arguments), self.reader, self.depth + 1)
+        return read_function(value, tuple(arguments), self.reader, self.depth + 1)
 
     def _value(self, node: ast.AST) -> Any:
         """Return the object that an expression of names and attributes stands for.
@@ -533,13 +549,14 @@ class _Function:
         if isinstance(node, ast.Name):
             return self._variable(node.id)
         if isinstance(node, ast.Attribute):
-            return member_of(self._value(node.value), node.attr, self.reader.module)
+            return attribute_of(self._value(node.value), node.attr, self.reader.module)
         return UNKNOWN
 
     def _variable(self, name: str) -> Any:
         if name in self.scope:
             return self.scope[name]
         code = self.function.__code__
+        # A variable of an enclosing function.
         if name in code.co_freevars and self.function.__closure__:
             cell = self.function.__closure__[code.co_freevars.index(name)]
             try:
@@ -584,11 +601,12 @@ def _is_harmless(node: ast.Attribute, parents: Mapping[ast.AST, ast.AST]) -> boo
     return False
 
 
-def member_of(owner: Any, name: str, module: pl.LightningModule) -> Any:
+def attribute_of(owner: Any, name: str, module: pl.LightningModule) -> Any:
     """Return the object that ``owner.name`` stands for.
 
     `UNKNOWN` where only running the code would tell.
     """
+    # What Lightning sets is known, though not set yet.
     if owner is UNKNOWN:
         return UNKNOWN
     if isinstance(owner, pl.Trainer):
@@ -598,6 +616,7 @@ def member_of(owner: Any, name: str, module: pl.LightningModule) -> Any:
     if isinstance(owner, types.ModuleType):
         return vars(owner).get(name, UNKNOWN)
     if isinstance(owner, nn.Module):
+        # nn.Module keeps these beside its attributes.
         for values in (owner._modules, owner._parameters, owner._buffers):
             if name in values:
                 return values[name]

@@ -70,6 +70,7 @@ def why_no_sequential_batches(
 
     That is what can be seen before a step runs.
     """
+    # What the strategy cannot do with tensor axes.
     strategy = trainer.strategy
     if getattr(strategy, "checkpoint_form", "full") != "full":
         return "sharded checkpoints do not know tensor axes"
@@ -123,6 +124,7 @@ def why_steps_may_differ(module: pl.LightningModule) -> str | None:
 def _why_not_another_rank(
     module: pl.LightningModule, batch: Any, graph: OpGraph | None
 ) -> str | None:
+    # Names in the code.
     why = _why_not_together(
         module,
         backward="may do more with the loss than to differentiate it",
@@ -130,9 +132,11 @@ def _why_not_another_rank(
     )
     if why is not None:
         return why
+    # What the graph shows.
     if graph is not None and (name := _collective_in(graph)):
         return f"training_step calls {name}, which brings ranks with different batches together"
     try:
+        # What is sent.
         check_packs(batch)
     except Exception as error:
         return f"its batches cannot be sent ({error})"
@@ -191,6 +195,7 @@ def _names_of_step(module: nn.Module) -> set[str]:
 
     Names in the user's code count.
     """
+    # Code that a step may run: itself, forward of modules, what these name in turn.
     todo = [
         getattr(type(module), "training_step", None),
         *(type(part).forward for part in module.modules()),
@@ -228,12 +233,14 @@ def digest_of_values(module: nn.Module) -> int:
     Values beside parameters and buffers count, under names that the step's code uses. A rank that
     kept something of its own first batch would run batches of other ranks with that.
     """
+    # What Lightning and torch keep on every module differs between ranks anyway.
     names = _names_of_step(module) - set(vars(pl.LightningModule())) - set(_REGISTRIES)
     parts = [part for part in module.modules() if not isinstance(part, Metric)]
     own = [{name: value for name, value in vars(part).items() if name in names} for part in parts]
     digest = xxhash.xxh3_64(
         repr((describe(own), describe_surroundings({type(part) for part in parts}))).encode()
     )
+    # `repr` shows a part of large tensors only.
     for tensor in tensors_in(own):
         if tensor.layout is torch.strided and not tensor.is_meta:
             digest.update(
@@ -294,6 +301,7 @@ class WatchedTrace:
     def _watching(
         self, module: nn.Module, tracing: AbstractContextManager[Any]
     ) -> Generator[None, None, None]:
+        # On the copy: what is changed there would be changed on the module.
         watch = PurityWatch(module)
         with tracing:
             yield

@@ -79,12 +79,13 @@ def decide_plan(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> Decisi
     """Return the plan for this fit, what was searched, and where the plan comes from.
 
     The plan is equal on every rank; rank 0 has what was searched. A collective call. `batch` is the
-    one that will be trained on; it is only looked at. Optimizers that the strategy has set up are
+    one that will be trained on; it is only read. Optimizers that the strategy has set up are
     read; without any, the module's own are made on a fake copy. A step that fake tensors cannot
     follow is to be watched, under plain DDP (`UNTIL_WATCHED`), or with the whole module as the one
     block of the uniform plan that was given. What cannot be planned runs as ``ddp`` does, with a
     warning, unless the request insists.
     """
+    # What can be said without a look at the step.
     module = trainer.lightning_module
     world_size = dist.get_world_size()
     plain = uniform_plan(0, data_parallel_size=world_size)
@@ -106,6 +107,7 @@ def decide_plan(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> Decisi
     if isinstance(given, MeshPlan):
         _say_traced()
         return *search_mesh(request, trainer, batch, given), "given"
+    # Where blocks do not matter, or come with the first step, no batch is needed.
     if isinstance(given, UniformPlan):
         mesh = given.mesh(world_size, num_nodes=trainer.num_nodes)
         is_known = not request.needs_batch(module) or request.refines(
@@ -119,8 +121,10 @@ def decide_plan(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> Decisi
     _say_traced()
     try:
         try:
+            # The step on fake tensors, on rank 0.
             graph = capture_on_ranks(trainer, batch)
         except Exception as error:
+            # A step that depends on values is watched instead, if it fits unsharded.
             if not may_need_values(error) or not request.may_begin_whole(
                 module, trainer.strategy.root_device
             ):
@@ -141,6 +145,7 @@ def decide_plan(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> Decisi
             return plan, None, "given"
         return *search_default(request, trainer, batch, graph), "search"
     except Exception as error:
+        # A lost rank is no reason to go on as DDP: nobody would answer.
         if request.insists or is_of_collective(error):
             raise
         reason = one_line(error)
@@ -176,24 +181,30 @@ def _pipeline(
 
     A collective call.
     """
+    # The mesh, and the batch that one pass of a stage has.
     ranks = dist.get_world_size()
     mesh = on_every_rank(lambda: given.mesh(ranks, num_nodes=trainer.num_nodes))
     part, count = on_every_rank(lambda: microbatch_of(batch, given, mesh))
+    # Batches of fewer samples have fewer microbatches.
     samples = count_samples(batch)
     if samples < count:
         rank_zero_warn(
             f"topt: {count} microbatches were asked for, and the first batch of a rank has "
             f"{samples} sample(s): batches run in as many microbatches as they have samples"
         )
+    # For other numbers of microbatches the graph has to know other batch sizes.
     scales = given.sizes is not None and given.microbatches is None and samples > 1
+    # With tensor axes, the step's torch functions say how it can be split.
     trace = FunctionTrace() if mesh.tensor_axes else None
     graph = with_blocks_for(
         capture_on_ranks(trainer, part, trace=trace, scales=scales, may_run=True), given, mesh
     )
+    # The search: on rank 0, with kernels that all ranks measure.
     costs = read_costs(request, trainer, graph)
     search = search_request(request, trainer, graph, costs)
     search = pipeline_request(given, mesh, search, count=count, samples=samples)
     search = replace(search, stale=on_every_rank(lambda: _stale_weights(request, trainer, given)))
+    # Kernels on slices of tensors, which the whole step does not have.
     if trace is not None:
         search = replace(search, split=split_model(trainer, part, graph, trace))
         kernels = costs.measured(on_rank_0(lambda: local_graphs(search)))
@@ -229,11 +240,13 @@ def _check_features(
 
     That is what can be seen before it runs.
     """
+    # Which parameters the plan shards, and which it splits.
     levels = {block.block: block.config.storage.sharded_axes("gradients") for block in plan.blocks}
     split = {
         f"{b.block}.{name}".lstrip(".") for b in plan.blocks for name, _ in b.config.parameters
     }
 
+    # Stages.
     if plan.schedule is not None and (reason := why_no_pipeline(trainer)):
         raise PlanError(f"this plan is a pipeline, but {reason}; choose a plan without stages")
     if plan.schedule in CONTINUOUS_SCHEDULES and (reason := why_not_continuous(trainer)):
@@ -242,6 +255,7 @@ def _check_features(
         )
     if plan.schedule in CONTINUOUS_SCHEDULES:
         check_flight(plan, trainer)
+    # A batch from each rank of a pipeline.
     if plan.own_batches and (reason := why_no_own_batches(trainer)):
         raise PlanError(
             f"under this plan ranks run the batches of one another, but {reason}; leave out "
@@ -251,6 +265,7 @@ def _check_features(
     def would_shard(parameter: str) -> bool:
         return bool(levels[block_of(parameter, levels)]) or parameter in split
 
+    # Sharded parameters and gradients.
     shards = not plan.keeps_gradients_whole
     if shards and (
         reason := needs_whole_parameters(request, trainer, graph, would_shard=would_shard)
@@ -327,6 +342,7 @@ def pipeline_request(
     Where the graph is known for other sizes too: for any number that divides a batch of `samples`.
     `search` has the graph of one microbatch, with blocks for the stages.
     """
+    # Free: the search may choose how many microbatches there are.
     is_free = search.graph.batch_scaling and given.microbatches is None
     return replace(
         search,
@@ -349,6 +365,7 @@ def choose_pipeline(
     Raises PlanError where there are fewer blocks than stages, NoPlanFitsError.
     """
     num_stages, graph = mesh.pipeline_size * given.per_rank, search.graph
+    # Blocks in the order of their first operator.
     names = [*dict.fromkeys(op.block for op in graph.ops if op.block)]
     if len(names) < num_stages:
         raise PlanError(
@@ -384,6 +401,7 @@ def with_blocks_for(graph: OpGraph, given: PipelinePlan, mesh: Mesh) -> OpGraph:
     count = mesh.pipeline_size * given.per_rank
     if len(graph.blocks) > count:
         return graph
+    # Two blocks per stage at least, so that cuts can balance.
     finer = choose_blocks(graph, min_parameter_share=0.0, min_kept_share=0.0, max_share=0.5 / count)
     return graph.with_blocks(finer) if len(finer) > len(graph.blocks) else graph
 
@@ -396,5 +414,6 @@ def choose_microbatches(samples: int, ranks: int) -> int:
     multiples = [
         ranks * times for times in range(MICROBATCHES_PER_RANK, 0, -1) if ranks * times <= samples
     ]
+    # Even parts have equal shapes, and no stage waits for a larger one.
     even = [count for count in multiples if samples % count == 0]
     return (even or multiples or [samples])[0]

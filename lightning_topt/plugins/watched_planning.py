@@ -1,7 +1,7 @@
 """A plan made of the first real steps, by a search that runs beside training.
 
 On CPUs the first steps have the clock alone (`watched_steps`): plans on data axes compute what DDP
-computes, so where that is nearly all of a step DDP goes on, and nothing more is looked at. Where
+computes, so where that is nearly all of a step DDP goes on, and nothing more is watched. Where
 more might be gained, or memory is asked for, a step is recorded, the next one timed, and a plan
 searched. It takes over between two steps that all ranks agree on.
 
@@ -110,12 +110,14 @@ class ObservedPlanning:
 
     def _begin(self, batch: Any) -> ParallelPlan | None:
         """Return the plan if it needs no search, or one that is waited for; else begin it."""
+        # Rank 0 decides what comes next: a plan, another recorded step, or a search.
         found = on_rank_0(self._look)
         if found == "record":
             self._fit.record_more()
             return None
         if found is not None:
             return ParallelPlan.from_dict(found)
+        # The cluster is measured by all ranks, before the search is on its own.
         device = self._trainer.strategy.root_device
         self._cluster, self._measurements = _cluster_of(self._request, self._trainer)
         self._are_joint = are_alike(batch, None, device=device)
@@ -124,11 +126,13 @@ class ObservedPlanning:
     def _begin_search(self, kernels: dict[KernelKey, float] | None) -> ParallelPlan | None:
         """Begin a search with `kernels` on slices, and wait for it where it is waited for."""
         cluster, device = self._cluster, self._trainer.strategy.root_device
+        # Steps are captured in a forked process alone: there user code may leave traces.
         forks = hasattr(os, "fork") and device.type == "cpu"
         if not forks:
             self._why_not = "on this device " + _BY_NAME
         elif self._request.objective == "memory":
             self._why_not = "with objective='memory' " + _BY_NAME
+        # Somebody wants the same plan at the same step, or memory is scarce: wait for it.
         waits = self._request.saves_memory or self._request.cluster is not None
         waits = waits or torch.are_deterministic_algorithms_enabled() or not hasattr(os, "fork")
 
@@ -154,6 +158,7 @@ class ObservedPlanning:
                 else None
             )
 
+        # Without waiting, rank 0 has no result yet, and training goes on.
         self._is_searching, self._begun = True, perf_counter()
         return self._go_on(on_rank_0(search))
 
@@ -177,6 +182,7 @@ class ObservedPlanning:
             return self._begin_search(measured_kernels(self._measurements, found))
         if found is None:
             return None
+        # Ranks that run each other's batches must hold equal values; else search again without.
         plan = ParallelPlan.from_dict(found)
         if plan.brings_batches and self._why_not is None and not self._ranks_are_alike():
             self._why_not = (
@@ -191,6 +197,7 @@ class ObservedPlanning:
 
         Values beside parameters and buffers count. A collective call.
         """
+        # The greatest digest equals the least one where all are equal.
         own = on_every_rank(lambda: digest_of_values(self._trainer.lightning_module))
         digests = torch.tensor([own, -own], device=self._trainer.strategy.root_device)
         dist.all_reduce(digests, dist.ReduceOp.MAX)
@@ -202,12 +209,14 @@ class ObservedPlanning:
         ``"record"`` where a step is to be recorded first, None where a search comes.
         """
         fit, ranks = self._fit, dist.get_world_size()
+        # After steps that were timed only: does DDP take longer than what it computes?
         if not fit.has_graph and "record" not in fit.kinds:
             stays = _why_ddp_stays(
                 self._request, fit.clock.median("step"), fit.clock.compute_seconds()
             )
             plan = preset_plan(PRESETS["ddp"], mesh=data_mesh(ranks))
             return dataclasses.replace(plan, reason=f"{stays}.").to_dict() if stays else "record"
+        # After the recorded steps: all is known that a search needs.
         self._observed = fit.result()
         fit.close()
         stays = _why_ddp_stays(
@@ -222,6 +231,7 @@ class ObservedPlanning:
         is_over = torch.tensor(
             int(self._search is not None and (self._search.is_ready() or is_late)), device=device
         )
+        # Rank 0 knows whether its process is done; all ranks switch before the same step.
         dist.broadcast(is_over, 0)
         if not is_over:
             return None
@@ -304,6 +314,7 @@ def _ddp_plan(observed: Observed, ranks: int, reason: str) -> ParallelPlan:
     plan = dataclasses.replace(
         plan, model=graph.model, fingerprint=graph.fingerprint, batch_size=graph.batch_size
     )
+    # Memory is predicted, times are measured.
     priced = price_plan(request, plan)
     compute = observed.compute_seconds or 0.0
     predicted = dataclasses.replace(
@@ -347,6 +358,7 @@ def _search_request(
         cluster,
         observed.kernel_seconds,
     )
+    # Times in place belong to this machine.
     if request.cluster is not None:  # of other machines, perhaps
         profile = dataclasses.replace(costs.optimizer, seconds_per_element={})
         costs = dataclasses.replace(costs, optimizer=profile, kernel_seconds={})
@@ -371,6 +383,7 @@ def _search(
     watched steps changed nothing but tensors: such plans run a rank's step with batches of other
     ranks too.
     """
+    # Such plans run a rank's step with batches of other ranks too.
     if why_not is None and observed.change is not None:
         why_not = f"training_step may not run for other ranks: {observed.change}"
     ddp_seconds = observed.step_seconds if request.cluster is None else None
@@ -399,6 +412,7 @@ def _at_most(seconds: float) -> Iterator[None]:
     def stop(*_: Any) -> None:
         raise TimeoutError(f"a step on fake tensors has not ended within {seconds:.0f} s")
 
+    # This is a forked process: nobody else uses the signal.
     signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     yield
@@ -410,6 +424,7 @@ def _as_measured(frontier: PlanFrontier, ddp_seconds: float) -> PlanFrontier:
 
     Errors of the plans are alike.
     """
+    # The same plan as the steps that were timed.
     plain = [p for p in frontier.candidates if _is_plain(p.plan)]
     if not plain or plain[0].step_seconds <= 0:
         return frontier

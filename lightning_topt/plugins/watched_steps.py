@@ -61,7 +61,7 @@ class Observed:
 class ObservedFit:
     """Watches the first `steps` steps of a fit of `module` with `optimizers`.
 
-    Only rank 0 looks. `records`: the first of them is recorded; else they have the clock alone,
+    Only rank 0 watches. `records`: the first of them is recorded; else they have the clock alone,
     until `record_more`. Every rank has one, so that all of them know when a plan is due.
     """
 
@@ -76,6 +76,7 @@ class ObservedFit:
         is_rank_0: bool,
     ) -> None:
         self.module, self.device = module, device
+        # How each of the steps is watched, in order.
         self.kinds = (
             ["record", "time", *["clock"] * steps][:steps] if records else ["clock"] * steps
         )
@@ -101,6 +102,7 @@ class ObservedFit:
 
         It is when all steps were seen, and none is half done.
         """
+        # The batch before was a whole step.
         if self._has_backward:
             self.seen, self._has_backward = self.seen + 1, False
         self.clock.begin()
@@ -171,6 +173,7 @@ class ObservedFit:
         if self._observer is not None:  # of a step without a backward pass
             self._observer.close()
         self._observer = None
+        # Hooks are put on the module; DDP's own stay.
         with self._own_problems():
             self.problem = why_not_watched()
             if self.problem is None:
@@ -186,6 +189,7 @@ class ObservedFit:
             return
         with self._observer.backward(loss):
             yield
+        # Nothing of the observer stays on the module for the next step.
         self._observer.close()
         self.has_graph = True
 
@@ -194,6 +198,7 @@ class ObservedFit:
         state: ModuleState | None = None
         watch: PurityWatch | None = None
         with self._own_problems():
+            # Besides times, the step shows what Python objects it changes.
             state, watch, self._timer = (
                 ModuleState(self.module),
                 PurityWatch(self.module),
@@ -248,6 +253,7 @@ class ObservedFit:
         graph = self.graph()
         assert self._optimizers is not None
         kernels = {} if self._timer is None else dict(self._timer.seconds())
+        # Without the exchange: forward as timed, and the kernels of backward.
         step, forward = self.clock.median("step"), self.clock.median("forward")
         compute = self.clock.compute_seconds()
         if compute is None and forward is not None and kernels:
@@ -281,6 +287,7 @@ class StepClock:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time a phase of it, by the clock and by the processor."""
+        # Kernels of the phase before are not part of it.
         self._synchronize()
         start, processor = perf_counter(), thread_time()
         yield
@@ -290,6 +297,7 @@ class StepClock:
 
     def median(self, name: str) -> float | None:
         """Return the median seconds of a phase, None where there was none."""
+        # The first one sets up: buckets, kernels, caches.
         found = self._seconds.get(name, [])
         return statistics.median(found[1:] or found) if found else None
 
@@ -326,6 +334,7 @@ class WatchingRedirection(_DDPForwardRedirection):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
+        # As in Lightning: DDP calls forward, which is `training_step` for this call.
         original_forward = original_module.forward
 
         def forward(*inner: Any, **inner_kwargs: Any) -> Any:
@@ -343,6 +352,7 @@ class WatchingRedirection(_DDPForwardRedirection):
 
 def why_not_watched() -> str | None:
     """Return why no step can be recorded or timed now, as a clause; None where one can."""
+    # torch._dynamo is asked only where it is loaded: importing it takes a second.
     frames = getattr(
         sys.modules.get("torch._dynamo.eval_frame"), "always_optimize_code_objects", ()
     )

@@ -359,7 +359,7 @@ class AutoParallelStrategy(DataRanks):
             self.planning_seconds = (self.planning_seconds or 0.0) + perf_counter() - start
             return False
         self.parallel_plan, self.planning, self.planned_by = decision
-        # What planning has freed is no memory of the plan's.
+        # Give back what planning has used, before memory is measured.
         if self.request.saves_memory or self.parallel_plan.saves_memory:
             release_free_memory()
             return_freed_memory(self.root_device)
@@ -394,7 +394,7 @@ class AutoParallelStrategy(DataRanks):
         # Clipping has to see the gradients of all ranks.
         if self._holds_parts:
             self._unclip = clip_sharded(self.precision_plugin, self._continuous or self._engine)
-        # Ways of running steps come last: they ask the engine what it holds.
+        # Engine and module are there: begin the way of running steps that the plan needs.
         module.to(self.root_device)
         self._running = True
         self._begin_plan()

@@ -105,6 +105,7 @@ class CachedDataModule(WrappedDataModule):
         data_version: str | None = None,
         partition: CachePartition | bool = False,
     ) -> None:
+        # Arguments first: what is set after the base class goes to the wrapped module.
         data_version = check_version(data_version, name="data_version")
         self.directory = (
             default_directory() if directory is None else check_folder(directory, name="directory")
@@ -124,6 +125,7 @@ class CachedDataModule(WrappedDataModule):
         if not isinstance(partition, CachePartition | bool | None):
             raise ValueError(f"partition is True, False or a CachePartition, not {partition!r}")
         self.data_version = data_version
+        # The caches are opened with the loaders, by fingerprint.
         self._names = DatasetNames(data_version=data_version, warn=rank_zero_warn)
         self._caches: dict[str, SampleCache] = {}  # by fingerprint: equal data sets share one
         self.partition = CachePartition() if partition is True else partition or None
@@ -167,6 +169,7 @@ class CachedDataModule(WrappedDataModule):
                 "numbers to be found again by. Give it __getitem__ and __len__, or leave its "
                 "DataModule without a cache"
             )
+        # Batches that torch would only stack can be read from the cache as a whole.
         stacks = (
             type(loader) is DataLoader
             and loader.collate_fn is default_collate
@@ -177,6 +180,7 @@ class CachedDataModule(WrappedDataModule):
         )
         if stacks:
             replace_argument(loader, "collate_fn", collate)
+        # A fit may go on in the middle of an epoch.
         if path.startswith(TRAIN):
             make_resumable(
                 loader, is_epoch_over=self._is_epoch_over, lookahead=self._lookahead(loader.dataset)
@@ -200,6 +204,7 @@ class CachedDataModule(WrappedDataModule):
 
         Of subsets and concatenations the parts get one, so that these share their samples.
         """
+        # Look inside of torch's own wrappers.
         if type(dataset) is Subset:
             changed = copy(dataset)
             changed.dataset = self._cached_dataset(
@@ -215,12 +220,14 @@ class CachedDataModule(WrappedDataModule):
             return whole
         if isinstance(dataset, CachedDataset | BatchDataset):
             return dataset
+        # A mark somewhere inside: only the part before it is kept.
         inner = getattr(dataset, "dataset", None)
         if marked_method(dataset) is None and holds_mark(inner):
             self._cached_dataset(
                 inner, place=place, ready_batches=False
             )  # before the marked method; what wraps it stays live
             return dataset
+        # Equal data sets share one cache.
         name = self._name_of(dataset, place)
         if name not in self._caches:
             self._caches[name] = self._new_cache(name, num_items=len(dataset))
@@ -231,6 +238,7 @@ class CachedDataModule(WrappedDataModule):
         return self._names.name_of(dataset, place=place, agree=gathered if self._joined else None)
 
     def _new_cache(self, name: str, *, num_items: int) -> SampleCache:
+        # On one node nothing is exchanged, and writes may come later.
         is_alone = self.partition is None or (
             self.trainer is not None and self.trainer.num_nodes == 1
         )
@@ -254,6 +262,7 @@ class CachedDataModule(WrappedDataModule):
                 "a partitioned cache learns from the Trainer which nodes there are: pass this "
                 "DataModule to fit, or leave the partition out to read its loaders alone"
             )
+        # All ranks open the same caches in the same order.
         number = len(self._caches)
         joined = open_partitioned(
             make, self.partition, trainer=self.trainer, fingerprint=name, number=number
@@ -265,6 +274,7 @@ class CachedDataModule(WrappedDataModule):
         """Return the bytes of memory and of disk for the next cache."""
         if not self.has_default_room:
             return self.memory_bytes, self.disk_bytes
+        # What other caches may still take is not free.
         stores = [store for cache in self._caches.values() for store in cache.tiers]
         promised = sum(max(0, store.capacity_bytes - store.used_bytes) for store in stores)
         nbytes = default_memory_bytes(promised_bytes=promised)
@@ -295,6 +305,7 @@ def replace_argument(loader: DataLoader[Any], name: str, value: Any) -> None:
     object.__setattr__(loader, name, value)  # DataLoader itself refuses to change its data set
     if not hasattr(loader, "__pl_saved_args"):
         return
+    # Lightning makes loaders anew from what it has recorded of them.
     names, arguments = (
         getattr(loader, "__pl_saved_arg_names"),
         list(getattr(loader, "__pl_saved_args")),
@@ -314,6 +325,7 @@ def default_directory() -> Path:
     the host's name: homes of several machines may be one folder, which their locks and memories are
     not.
     """
+    # A relative path is ignored, as the XDG standard says.
     configured = Path(os.environ.get("XDG_CACHE_HOME", ""))
     try:
         caches = configured if configured.is_absolute() else Path.home() / ".cache"
@@ -368,6 +380,7 @@ class CachePartition:
         check_whole(self.port, name="port", least=0, most=(1 << 16) - 1)
         check_whole(self.seed, name="seed", least=None)
         check_whole(self.prefetch_batches, name="prefetch_batches", least=0)
+        # Seconds and sizes.
         for name in ("timeout_seconds", "retry_seconds"):
             check_real(getattr(self, name), name=name, positive=True)
         for name in ("queue_bytes", "prefetch_bytes"):
@@ -387,6 +400,7 @@ class PartitionedCache:
 
     def close(self) -> None:
         """Finish what is on its way to other nodes and stop serving. The cache stays open."""
+        # What waits for other nodes is sent first.
         peers, self.cache.peers = self.cache.peers, None
         if peers is not None:
             peers.close()
@@ -408,6 +422,7 @@ def open_partitioned(
     Raises ValueError on all ranks where one cannot: for ranks that cannot talk yet, data that
     differ, interfaces that are not there, ports in use.
     """
+    # Ranks have to talk.
     if not dist.is_initialized():
         raise ValueError(
             f"a cache partitioned over {trainer.num_nodes} nodes needs torch.distributed, which "
@@ -416,10 +431,13 @@ def open_partitioned(
         )
     cache, offer = _opened(make, partition, trainer)
     try:
+        # Each rank says whether its cache is open, and where its node can be reached.
         offers = gathered({**offer, "fingerprint": fingerprint})
         _check_offers(offers, num_nodes=trainer.num_nodes)
         assert cache is not None
+        # Nodes know each other by a secret of this run.
         secret = gathered(secrets.token_bytes(SECRET_BYTES) if dist.get_rank() == 0 else b"")[0]
+        # One process per node serves the node's cache to the others.
         server, said = None, {"node": trainer.node_rank}
         if trainer.local_rank == 0:
             find_host = functools.partial(_reachable, partition, offers, node=trainer.node_rank)
@@ -428,6 +446,7 @@ def open_partitioned(
                 cache, find_host, port, secret=secret, fingerprint=fingerprint
             )
             said |= answer
+        # All nodes serve, or none does.
         addresses = _all_addresses(gathered(said), trainer.num_nodes, server)
     except BaseException:
         if cache is not None:
@@ -441,6 +460,7 @@ def open_partitioned(
         secret=secret,
         fingerprint=fingerprint,
     )
+    # Loaders with workers fetch ahead in these.
     ahead = partition.prefetch_batches
     cache.peers = (
         PrefetchingPeers(peers, ahead_bytes=int(partition.prefetch_bytes)) if ahead else peers
@@ -534,6 +554,7 @@ def _interface_address(partition: CachePartition, *, towards: str) -> str:
 
 
 def _check_offers(offers: list[dict[str, Any]], *, num_nodes: int) -> None:
+    # The same error on all ranks, as all have the same offers.
     nodes = {offer["node"] for offer in offers}
     if nodes != set(range(num_nodes)):
         raise ValueError(
@@ -572,6 +593,7 @@ def _all_addresses(
     said: list[dict[str, Any]], num_nodes: int, server: PeerServer | None
 ) -> list[tuple[str, int]]:
     """Return the addresses by node. Raises ValueError on all ranks if one cannot serve."""
+    # One that cannot serve is an error of all.
     errors = [f"node {words['node']} {words['error']}" for words in said if "error" in words]
     if errors:
         if server is not None:
@@ -602,6 +624,7 @@ class CacheMonitor(pl.Callback):
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # Counters are not reset: what is logged is the difference.
         counts = totals(_cached_module_of(trainer).statistics())
         for name, count in counts.items():
             value = float(count - self._last.get(name, 0))
@@ -618,6 +641,7 @@ class CacheMonitor(pl.Callback):
 def _cached_module_of(trainer: pl.Trainer) -> CachedDataModule:
     """Return the Trainer's CachedDataModule, which may be inside of other wrappers."""
     datamodule: Any = getattr(trainer, "datamodule", None)
+    # Wrappers of ours may be nested in any order.
     inner = datamodule
     while isinstance(inner, WrappedDataModule) and not isinstance(inner, CachedDataModule):
         inner = inner.datamodule

@@ -76,6 +76,7 @@ class CompressedDDPStrategy(ExchangeSteps):
         self.settings = ExchangeSettings(
             "error" if nonfinite is None else nonfinite, timeout_seconds, debug
         )
+        # Who shares a node, for methods that exchange between nodes.
         for name, size in (("nodes", nodes), ("ranks_per_node", ranks_per_node)):
             if size is not None:
                 check_whole(size, name=name)
@@ -111,6 +112,7 @@ class CompressedDDPStrategy(ExchangeSteps):
         # Lightning registers hooks on CUDA only and drops them silently elsewhere; torch runs them
         # on gloo too.
         assert isinstance(self.model, DistributedDataParallel)
+        # That of an earlier fit ends before a new one begins.
         self._open_exchange(None)
         topology = make_topology(
             nodes=self._nodes, ranks_per_node=self._ranks_per_node, rank=self.global_rank,
@@ -208,6 +210,7 @@ def make_topology(
     given = f"nodes={nodes} and ranks_per_node={ranks_per_node}"
     if nodes is None and ranks_per_node is None:
         nodes = trainer_nodes
+    # One of the two numbers follows from the other.
     ranks_per_node = ranks_per_node or world_size // (nodes or 1)
     nodes = nodes or world_size // ranks_per_node
     if nodes * ranks_per_node != world_size:

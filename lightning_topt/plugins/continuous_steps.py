@@ -117,6 +117,7 @@ class ContinuousSteps(PipelineSteps):
             The output of the step of the batch that came back. Its loss brings all gradients that
             the next update has so far; it is NaN while no batch has come back.
         """
+        # The update before this step was left out.
         if self._returned is not None:
             raise RuntimeError(
                 f"{type(self._module).__name__}.optimizer_step did not step, and the stages of "
@@ -132,6 +133,7 @@ class ContinuousSteps(PipelineSteps):
         )
         self._modes = [(part, part.training) for part in self._module.modules()]
         self._drop_used_gradients()
+        # The run has to know how many batches are left before it is drained.
         index, end = self._run.minibatches, next_end(trainer)
         self._batches_in_flight[index] = batch
         own = _Pass(self, (batch,), args[1] if len(args) > 1 else None)
@@ -191,12 +193,14 @@ class ContinuousSteps(PipelineSteps):
         """
         if self._run.is_drained:
             return
+        # Stages are at different batches.
         if self._module.trainer.interrupted:
             raise RuntimeError(
                 "minibatches were under way in the pipeline when the fit was interrupted, so that "
                 "stages have updates of different batches: go on from the last checkpoint"
             )
         (optimizer,) = self._module.trainer.optimizers
+        # In the middle of a callback, with gradients as in a step.
         with self._as_in_training(), torch.inference_mode(False), torch.enable_grad():
             self._drop_used_gradients()
             for result in self._run.drain():
@@ -362,6 +366,7 @@ class NextEnd(NamedTuple):
 
 def next_end(trainer: pl.Trainer) -> NextEnd:
     """Return where the loop next needs a drained pipeline. Asked during `training_step`."""
+    # The nearest of all reasons to drain.
     progress = trainer.fit_loop.epoch_loop.batch_progress
     batches = max(min(_batches_left(trainer), default=math.inf), 0)
     if not math.isfinite(batches):

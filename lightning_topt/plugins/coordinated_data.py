@@ -118,6 +118,7 @@ class CoordinatedDataModule(WrappedDataModule):
                 "a loader with batch_size=None gives single samples; jobs share batches: give it a "
                 "batch_size"
             )
+        # Jobs share batches of the same rank.
         rank, ranks = (
             (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
         )

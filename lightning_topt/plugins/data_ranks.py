@@ -76,6 +76,7 @@ class DataRanks(EngineCheckpoints):
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         mesh = self._known_mesh
+        # A loader may be made before a fit, when there is a plan but no engine.
         trainer = None if self.lightning_module is None else self.lightning_module.trainer
         if not self._running and trainer is not None and trainer.state.fn != TrainerFn.FITTING:
             mesh = None  # evaluations before a fit run unsharded, each rank by itself
@@ -103,6 +104,7 @@ class DataRanks(EngineCheckpoints):
 
         All ranks count, not those of the data axes.
         """
+        # A sum over all ranks, not over a data group.
         votes = super().reduce(
             torch.tensor(int(decision), device=self.root_device), reduce_op="sum"
         )
@@ -122,6 +124,7 @@ class DataRanks(EngineCheckpoints):
 
     def _group_metrics(self, module: nn.Module) -> None:
         """Let metrics that are synchronized over all ranks count each sample once."""
+        # Ranks that share samples would count them several times.
         if (group := self._data_group) is not None:
             metrics = (metric for metric in module.modules() if isinstance(metric, Metric))
             self._metrics = tuple(metric for metric in metrics if metric.process_group is None)
@@ -142,6 +145,7 @@ class DataRanks(EngineCheckpoints):
         """
         plan, module, engine = self.parallel_plan, self.lightning_module, self._engine
         assert plan is not None and module is not None and engine is not None
+        # Of the plan before.
         self._pipeline, self._own_batch_pipeline, self._continuous = None, None, None
         if plan.schedule is None:
             return None
@@ -155,6 +159,7 @@ class DataRanks(EngineCheckpoints):
             engine, module, precision=self.precision_plugin, device=self.root_device
         )
         self._continuous = self._pipeline if isinstance(self._pipeline, ContinuousSteps) else None
+        # Without a batch, in an evaluation, the step of the last fit is taken.
         if batch is not None:
             self._example = self._pipeline.example(batch)
         return self._example
@@ -178,6 +183,7 @@ class DataRanks(EngineCheckpoints):
             self._sequential = kind(engine, module, group, device=self.root_device)
 
     def _end_plan(self, *, failed: bool) -> None:
+        # Other ranks may be anywhere after an error.
         if self._batch_runner is not None and not failed:
             self._batch_runner.end_evaluation()
         if self._continuous is not None:
@@ -255,6 +261,7 @@ class DataRanks(EngineCheckpoints):
     ) -> Any:
         if self._continuous is None:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
+        # Forward and backward of different batches; the update belongs to the latter.
         output = closure()
         self._continuous.update(optimizer)
         return output
@@ -283,6 +290,7 @@ class DataRanks(EngineCheckpoints):
             return
         assert self.parallel_plan is not None and self._engine is not None
         plan, before = self.parallel_plan, ParallelPlan.from_dict(own["plan"])
+        # The pipeline's own state belongs to its stages and its rule of weights.
         if (len(before.stages), before.prediction) == (len(plan.stages), plan.prediction):
             self._engine.continuous.load_state_dict(own[PIPELINE_KEY])
 
@@ -343,6 +351,7 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
+        # (ranks, *shape)
         parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
         dist.all_gather(parts, tensor, group=group)
         return torch.stack(parts)
@@ -350,6 +359,7 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        # Each rank gets the sum of all gradients of its own part.
         summed = gradient.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(summed, group=ctx.group)
         return summed[dist.get_rank(ctx.group)], None

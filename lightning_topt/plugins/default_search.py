@@ -74,6 +74,7 @@ def search_default(
 
     And on rank 0, what was searched. A collective call.
     """
+    # Measured by all ranks.
     costs = read_costs(request, trainer, graph)
     search = search_request(request, trainer, graph, costs)
     are_joint = are_alike(batch, None, device=trainer.strategy.root_device)
@@ -89,6 +90,7 @@ def search_default(
         planning = found
         return planning.chosen.plan.to_dict()
 
+    # First with kernels on slices by formula: that tells whether any have to be measured.
     found = on_rank_0(lambda: searched(None if costs.measurements is not None else {}))
     if isinstance(found, list):
         kernels = costs.measured(found)
@@ -160,6 +162,7 @@ def search_with_axes(
         "Activation checkpointing was left out": why_not_recomputed(search.graph),
     }
     left_out = {what: why for what, why in whys.items() if why is not None}
+    # One frontier, with times as the steps took them.
     frontier = as_measured(together(found))
     try:
         return Planning(
@@ -204,6 +207,7 @@ class TensorSearch:
         graph, trace = self._step.graph, self._step.trace
         if reason := why_no_sequential_batches(trainer, batch, graph):
             return reason, []
+        # Joint modules are found by how shapes grow with the batch.
         if self._are_joint:  # else most steps would run batches sequentially
             _trace_larger(trace, trainer, batch, graph)
         split = split_model(trainer, batch, graph, trace)
@@ -235,11 +239,13 @@ class TensorSearch:
         """Return why no plan with a tensor axis can be chosen, as a clause, or None."""
         request, trainer, search = self._request, self._step.trainer, self._search
         (ranks,) = search.device_counts
+        # A tensor group stays inside of a node.
         sizes = tensor_sizes(search.cluster, ranks)
         if not sizes or any((ranks // trainer.num_nodes) % size for size in sizes):
             return "no node has several ranks"
         if not search.optimizer.elementwise:
             return "the optimizer does not update elements one by one"
+        # A lower bound of the time rules most models out.
         best = fastest(request, search, [self._best])
         if best is not None and request.objective == "time":
             mesh, samples = data_mesh(ranks), search.graph.batch_size
@@ -359,6 +365,7 @@ def _search_stages(
     They are faster by enough, or within a limit that no other plan keeps.
     """
     limit = seconds_that_pay(request, search, found)
+    # A plan is kept where nothing known is better in time and memory.
     known = [point for frontier in found for point in frontier.candidates]
     if limit is not None:
         # Whatever memory the others take: a plan that is not faster by so much is not chosen.
@@ -375,6 +382,7 @@ def _search_stages(
 def why_not_cut(trainer: pl.Trainer, batch: Any, plan: ParallelPlan) -> str | None:
     """Return why the step cannot run in the stages of `plan`, as a clause."""
     module, device = trainer.lightning_module, trainer.strategy.root_device
+    # One traced step, cut into the stages.
     indices = (0,) if takes_index(module) else ()
 
     def step(model: nn.Module, microbatch: Any) -> Tensor:
@@ -416,6 +424,7 @@ def fastest(
     request: PlanRequest, search: SearchRequest, found: Iterable[PlanFrontier]
 ) -> float | None:
     """Return the least seconds of plans that fit; None where none does."""
+    # Without a limit, the memory of the device.
     limit = (
         search.cluster.device.memory_bytes if request.memory_limit is None else request.memory_limit
     )
@@ -450,6 +459,7 @@ def together(found: Sequence[PlanFrontier]) -> PlanFrontier:
     first = found[0]
     if len(found) == 1:
         return first
+    # `PlanFrontier.of` drops those that others beat.
     points: list[PlanPoint] = [point for frontier in found for point in frontier.points]
     return PlanFrontier.of(
         points,

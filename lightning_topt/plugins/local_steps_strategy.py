@@ -94,6 +94,7 @@ class LocalStepsStrategy(NamesLostRanks):
     def configure_ddp(self) -> None:
         module = self.lightning_module
         assert module is not None
+        # Frozen parameters are no part of outer steps: they are made equal here, once.
         ignored = names_to_ignore(module)
         trained = equal_parameters(module, ignored)
         for name, parameter in module.named_parameters():
@@ -175,6 +176,7 @@ class LocalStepsStrategy(NamesLostRanks):
     ) -> Any:
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         assert self.outer is not None and self.lightning_module is not None
+        # A parameter that is unfrozen later would differ between ranks.
         known, module = self.outer.parameters.tensors, self.lightning_module
         for name in equal_parameters(module, names_to_ignore(module)):
             if name not in known:
@@ -248,6 +250,7 @@ class LocalStepsStrategy(NamesLostRanks):
                 "steps start without what that held back"
             )
             return
+        # This rank's part of what all ranks had, however many they were.
         parameters = self.outer.parameters.tensors
         numels = {name: parameter.numel() for name, parameter in parameters.items()}
         holders = self.outer.holders

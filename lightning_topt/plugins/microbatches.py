@@ -54,6 +54,7 @@ def split_batch(batch: Any, count: int) -> Parts:
     """
     if count == 1:
         return Parts((batch,), (count_samples(batch),))
+    # Sizes differ by one at most: the first parts are larger.
     samples = _Samples.of(batch)
     count = min(count, samples.count)
     sizes = tuple(
@@ -89,6 +90,7 @@ class _Samples:
 
     @classmethod
     def of(cls, batch: Any) -> _Samples:
+        # What cannot be sliced.
         tensors = list(tensors_in(batch))
         if any(tensor.layout != torch.strided for tensor in tensors):
             raise ValueError(
@@ -103,6 +105,7 @@ class _Samples:
         sizes = sizes - {1} or sizes  # of size 1: the same for all samples
         if len(sizes) == 1 and 0 not in sizes:
             return cls(sizes.pop(), as_entries=False)
+        # No common size: sequences of one length, one entry per sample.
         if count := _common_length(batch):
             return cls(count, as_entries=True)
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors[:8]) or "missing"
@@ -113,12 +116,14 @@ class _Samples:
 
     def map(self, batch: Any, along: Callable[[Any], Any]) -> Any:
         """Return `batch` with `along` applied to whatever has the samples."""
+        # Tensors, arrays and lists of plain values, anywhere in the batch.
         if not self.as_entries:
             return map_tensors(
                 batch,
                 lambda leaf: along(leaf) if _length(leaf) == self.count else leaf,
                 also=_is_leaf,
             )
+        # Sequences at the top, whose entries are samples.
         changed = [
             along(value) if _length(value) == self.count else value for value in _children(batch)
         ]
@@ -195,6 +200,7 @@ def combined_output(
     if len(outputs) == 1:
         return outputs[0]
     outputs = [dict(output) if isinstance(output, Mapping) else output for output in outputs]
+    # All outputs must have one structure.
     flat = [tree_flatten(output, is_leaf=_is_plain_list) for output in outputs]
     spec = flat[-1][1]
     if any(other != spec for _, other in flat):
@@ -273,6 +279,7 @@ def _combined_call(same: Sequence[tuple[LoggedCall, int, float]], kinds: Kinds) 
     first = same[0][0]
     if first.method != "log":
         return first
+    # What the calls say counts more than the sizes of microbatches.
     named = [call.keywords.get("batch_size") for call, _, _ in same]
     sizes = [size if own is None else own for own, (_, size, _) in zip(named, same, strict=True)]
     kind = kinds.get(first.name, "mean") if first.averages else first.reduction
@@ -317,6 +324,7 @@ def _weighted_tensors(values: Sequence[Any], sizes: Sequence[int], kind: str) ->
         return stacked.amax(0) if kind == "max" else stacked.amin(0)
     if not last.is_floating_point() and bool((stacked == last).all()):
         return last
+    # In float32 at least, as a mean over the batch would be.
     weights = torch.tensor([*sizes], dtype=torch.float64, device=last.device) / sum(sizes)
     wide = torch.float64 if last.dtype == torch.float64 else torch.float32
     mean: Tensor = torch.tensordot(weights.to(wide), stacked.to(wide), dims=1)

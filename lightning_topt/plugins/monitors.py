@@ -90,6 +90,7 @@ class StepMonitor(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         assert self._meter is not None
+        # Peak and time are of the step alone, with an idle device at both ends.
         self._meter.reset_peak()
         synchronize(trainer.strategy.root_device)
         self._started = time.perf_counter()
@@ -114,6 +115,7 @@ class StepMonitor(pl.Callback):
             self._meter, self._peak_bytes = meter, None
             self._step_seconds.clear()
             self._steps_done = min(self._steps_done, self.warmup_steps - 1)
+        # The first steps build state and buckets.
         steady = self._steps_done >= self.warmup_steps
         peak = self._meter.peak_bytes()
         if peak is not None:
@@ -127,6 +129,7 @@ class StepMonitor(pl.Callback):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # Ranks exchange numbers; NaN stands for an unknown one.
         median = statistics.median(self._step_seconds) if self._step_seconds else float("nan")
         peak = float("nan") if self._peak_bytes is None else float(self._peak_bytes)
         mine = torch.tensor(
@@ -176,6 +179,7 @@ class ExchangeMonitor(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # Any strategy of ours that exchanges gradients.
         if not hasattr(trainer.strategy, "exchange_statistics"):
             raise TypeError(
                 f"{type(trainer.strategy).__name__} exchanges no gradients of ours: leave "
@@ -202,6 +206,7 @@ class ExchangeMonitor(pl.Callback):
         due, self._batches = step // every > last // every, self._batches + 1
         if not due and self._batches > 2:
             return
+        # Since the last report.
         statistics = trainer.strategy.exchange_statistics()  # type: ignore[attr-defined]
         if statistics is None or not statistics.steps or not (due or self._batches == 2):
             return  # the dense first step is not counted into the report on the second
@@ -241,6 +246,7 @@ def add_monitor(trainer: pl.Trainer) -> None:
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     if trainer.barebones or any(isinstance(callback, ExchangeMonitor) for callback in callbacks):
         return
+    # They read what is logged.
     readers = [
         index
         for index, callback in enumerate(callbacks)
@@ -305,18 +311,21 @@ class StallMonitor(pl.Callback):
         self._last_step, self._resumed = trainer.global_step, None
         device = trainer.strategy.root_device
         self._idle = _DeviceIdle(device) if device.type == "cuda" else None
+        # Lightning calls these two around each fetch of the training loop.
         loop: Any = trainer.fit_loop.epoch_loop
         for name, also in zip(_HOOKS, (self._before_fetch, self._after_fetch), strict=True):
             setattr(loop, name, _both(getattr(loop, name), also))
 
     def _before_fetch(self) -> None:
         self._fetch_started = time.perf_counter()
+        # The first fetch after a pause starts the clock.
         if self._resumed is None:
             self._resumed = self._fetch_started
         if self._idle is not None:
             self._idle.mark_start()
 
     def _after_fetch(self) -> None:
+        # On a GPU only as far as the device was idle.
         wait = time.perf_counter() - self._fetch_started
         if self._idle is not None:
             self._idle.mark_end(wait)
@@ -325,6 +334,7 @@ class StallMonitor(pl.Callback):
 
     def _add(self, *, batches: int = 0, wait_seconds: float = 0.0) -> None:
         """Count, up to now."""
+        # Time since the clock went on, or since the last count.
         now, seconds = time.perf_counter(), 0.0
         if self._resumed is not None:
             seconds, self._resumed = now - self._resumed, now
@@ -379,6 +389,7 @@ class StallMonitor(pl.Callback):
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._idle is not None:
+            # The last events.
             torch.cuda.synchronize(self._idle.device)
             self._add(wait_seconds=self._idle.settled_seconds())
         self._take()
@@ -431,6 +442,7 @@ class _DeviceIdle:
     def settled_seconds(self) -> float:
         """Return the idle seconds of the waits that the device has passed since the last call."""
         seconds = 0.0
+        # Events complete in order.
         while self._pending and self._pending[0][1].query():
             start, end, wait = self._pending.pop(0)
             seconds += min(wait, start.elapsed_time(end) / 1e3)

@@ -155,11 +155,11 @@ class ParallelOptimizerStep(pl.Callback):
         if trainer.world_size == 1:
             rank_zero_info("ParallelOptimizerStep: there is one rank, which does the whole step")
             return
-        # Rules are tried out before the first step, on small copies.
         check_strategy(trainer.strategy)
         if self.reduce_scatter:
             check_reduce_scatter(trainer.strategy)
         self._reduced = reduced_parameters(trainer.strategy)
+        # Rules that are not known are tried out on small copies.
         self._rules = [
             update_rule(optimizer, declared=self.rule) for optimizer in optimizers_of(trainer)
         ]
@@ -170,8 +170,8 @@ class ParallelOptimizerStep(pl.Callback):
         # at the start.
         if trainer.world_size == 1:
             return
-        # A group of its own: waits have another time limit.
         optimizers = optimizers_of(trainer)
+        # A group of its own: its waits have another time limit.
         timeout_seconds = within_limit(self.timeout_seconds)
         self._group = dist.new_group(timeout=timedelta(seconds=timeout_seconds))
         names: dict[Tensor, str] = {

@@ -117,6 +117,7 @@ class PipelineSteps:
     ) -> None:
         self._engine, self._module = engine, module
         self._precision, self._device = precision, device
+        # The ranks of this pipeline, and the one among them that sees losses.
         mesh = engine.plan.mesh
         self._group = own_group(mesh.groups_along(mesh.pipeline_axes))
         self._last_place = _place_of_last_stage(engine.plan)
@@ -156,7 +157,9 @@ class PipelineSteps:
         sum, where the loss is a sum.
         """
         batch = self._batches.agreed(args[0])
+        # Microbatches; a small batch has fewer.
         parts = split_batch(batch, self._engine.plan.num_microbatches)
+        # Until a batch tells how the loss adds up.
         if self._kinds.loss is None and len(parts.batches) > 1:
             self._kinds = self._find_kinds(batch, parts, args[1:])
         counting = MetricChanges.begin(self._module)
@@ -177,6 +180,7 @@ class PipelineSteps:
 
     def _combined(self, passes: _Passes, parts: Parts) -> Found | str:
         """Return the output and the calls of the whole step, or why it has none; last stage."""
+        # In the order of microbatches, whatever the schedule.
         done = [passes.finished[index] for index in range(len(parts.batches))]
         outputs, calls = [output for output, _ in done], [calls for _, calls in done]
         if len(done) == 1:
@@ -508,6 +512,7 @@ class OwnBatchPipeline(PipelineSteps):
     @override
     def training_step(self, *args: Any) -> Any:
         """Return the output of this rank's own step, its loss with gradients of the mean loss."""
+        # Everyone gets all batches, with the state that their ranks have.
         own = RankInput((args[0], *args[2:]), random_states(), states_in_use(self._module))
         inputs = list(values_of_ranks(own, self._group, device=self._device))
         passes = _OwnBatchPasses(
@@ -517,6 +522,7 @@ class OwnBatchPipeline(PipelineSteps):
             scale=self._loss_scale(),
             batch_idx=_index_in(args),
         )
+        # Each pass draws as its rank would.
         starts = self._engine.stages.random_starts([each.states for each in inputs])
         with (
             stashed_gradients(
@@ -543,6 +549,7 @@ class OwnBatchPipeline(PipelineSteps):
     ) -> StepRecord:
         """Return the record of a rank's step, if it gets to the end here; it leaves nothing."""
         with uncounted(self._module, unless=[]):
+            # Metrics count there alone, from where the rank was.
             if is_last:
                 replace_metric_states(self._module, rank.counted)
             counting = MetricChanges.begin(self._module)

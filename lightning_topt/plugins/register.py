@@ -38,6 +38,7 @@ def register_strategies() -> None:
         description=pipelines,
         unused=False,
     )
+    # Its registry is another one.
     other: Any = sys.modules.get("pytorch_lightning.strategies")
     if other is not None:
         for name in StrategyRegistry.available_strategies():

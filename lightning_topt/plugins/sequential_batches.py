@@ -93,6 +93,7 @@ class SequentialBatches:
             args: of this rank.
             exchanges: whether backward is to exchange the gradients with other groups.
         """
+        # Buffers as DDP would have them before forward.
         self._buffers.begin(stay_in_sync=exchanges)
         logs, own, last_loss = DelayedLogs(self._module), None, None
         inputs = values_of_ranks((tuple(args), random_states()), self._group, device=self._device)
@@ -118,6 +119,7 @@ class SequentialBatches:
                     if is_own:
                         own = output
                     del output, loss, batch  # not beside the next one
+        # This rank goes on with its own buffers; ranks log together.
         self._buffers.end()
         logs.replay()
         # The value of the own loss, with the graph of the last one.
@@ -286,6 +288,7 @@ class RankBuffers:
         Args:
             stay_in_sync: whether the next pass is to do so too.
         """
+        # As DDP: rank 0's, for all.
         own = {(path, name): buffer for path, name, buffer in self._all()}
         if self._are_to_sync and own:
             world: Any = dist.group.WORLD
@@ -304,6 +307,7 @@ class RankBuffers:
     @contextmanager
     def buffers_of(self, place: int) -> Generator[None, None, None]:
         """Let the module have the buffers of a rank; remember them as they are at the end."""
+        # Before the step of that rank.
         known = self._ranks[place]
         self._write(known)
         before = {(path, name): (buffer, buffer._version) for path, name, buffer in self._all()}
@@ -311,6 +315,7 @@ class RankBuffers:
         was = {key: buffer.clone() for key, (buffer, _) in before.items()} if self._is_first else {}
         self._is_first = False
         yield
+        # After it: which buffers are new, or have new values?
         after = {(path, name): buffer for path, name, buffer in self._all()}
         changed = {
             key

@@ -606,7 +606,6 @@ def attribute_of(owner: Any, name: str, module: pl.LightningModule) -> Any:
 
     `UNKNOWN` where only running the code would tell.
     """
-    # What Lightning sets is known, though not set yet.
     if owner is UNKNOWN:
         return UNKNOWN
     if isinstance(owner, pl.Trainer):

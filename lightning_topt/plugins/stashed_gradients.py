@@ -35,6 +35,7 @@ def stashed_gradients(
         dropped: parameters whose old gradients are not restored, since they are cleared anyway
             before anybody reads them (`cleared_before_backward`). That saves their memory.
     """
+    # From here on backward writes to empty gradients.
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     before = [None if parameter in dropped else parameter.grad for parameter in parameters]
     found: Gradients = {}
@@ -43,6 +44,7 @@ def stashed_gradients(
     try:
         yield found
     finally:
+        # New gradients go into the stash, the old ones back.
         for parameter, gradient in zip(parameters, before, strict=True):
             if parameter.grad is not None:
                 found[parameter] = parameter.grad
@@ -55,6 +57,7 @@ def cleared_before_backward(module: pl.LightningModule) -> frozenset[nn.Paramete
     These are the optimizer's, in the first batch of an accumulation, unless the module or the
     optimizer has a ``zero_grad`` of its own.
     """
+    # Lightning's hook calls `optimizer.zero_grad()`; both may be the user's.
     trainer, own = module.trainer, getattr(module.optimizer_zero_grad, "__func__", None)
     loop = trainer.fit_loop.epoch_loop
     is_first = loop.batch_idx % trainer.accumulate_grad_batches == 0
@@ -105,6 +108,7 @@ class _CarriedGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        # One after the other: gradients are not in memory twice.
         scaled = gradient.reshape(()) * (1.0 if ctx.factor is None else ctx.factor)
         while ctx.gradients:
             parameter, found = ctx.gradients.popitem()

@@ -233,14 +233,14 @@ def digest_of_values(module: nn.Module) -> int:
     Values beside parameters and buffers count, under names that the step's code uses. A rank that
     kept something of its own first batch would run batches of other ranks with that.
     """
-    # What Lightning and torch keep on every module differs between ranks anyway.
+    # Without what Lightning and torch keep on every module.
     names = _names_of_step(module) - set(vars(pl.LightningModule())) - set(_REGISTRIES)
     parts = [part for part in module.modules() if not isinstance(part, Metric)]
     own = [{name: value for name, value in vars(part).items() if name in names} for part in parts]
     digest = xxhash.xxh3_64(
         repr((describe(own), describe_surroundings({type(part) for part in parts}))).encode()
     )
-    # `repr` shows a part of large tensors only.
+    # Tensors count by their bytes.
     for tensor in tensors_in(own):
         if tensor.layout is torch.strided and not tensor.is_meta:
             digest.update(

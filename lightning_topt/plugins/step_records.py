@@ -139,6 +139,7 @@ def recorded_calls(
         if isinstance(each, pl.LightningModule)
     ]
     paths = {id(each): path for path, each in module.named_modules() if isinstance(each, Metric)}
+    # Instances may have methods of their own, which come back at the end.
     before = [own_methods(each) for _, each in modules]
     for path, each in modules:
         vars(each).update({name: _recorder(path, name, calls, paths) for name in RECORDED_METHODS})

@@ -79,6 +79,7 @@ class TunedDataModule(WrappedDataModule):
         seconds: float = 5.0,
         memory_bytes: int | str | None = None,
     ) -> None:
+        # Values are checked before the wrapped module is touched.
         _check_count("num_workers", num_workers, least=0)
         _check_count("prefetch_factor", prefetch_factor, least=1)
         if not (pin_memory is None or isinstance(pin_memory, bool) or pin_memory == AUTO):
@@ -121,6 +122,7 @@ class TunedDataModule(WrappedDataModule):
         return loader
 
     def _tune(self, loader: DataLoader[Any]) -> LoaderChoice:
+        # Ranks of the machine, and several loaders, share its cores and memory.
         trainer = self.trainer
         ranks = 1 if trainer is None else max(1, trainer.world_size // trainer.num_nodes)
         sharers = ranks * self._num_loaders
@@ -150,6 +152,7 @@ class TunedDataModule(WrappedDataModule):
         trainer = self.trainer
         if trainer is None or trainer.world_size == 1:
             return tune()
+        # Rank 0 measures while the others wait.
         choice: LoaderChoice | None = None
         error: Exception | None = None
         if trainer.is_global_zero:

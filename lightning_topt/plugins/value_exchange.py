@@ -34,6 +34,7 @@ def value_of_rank(value: Any, group: dist.ProcessGroup, *, place: int, device: t
     A collective call. Raises what pickle raises there.
     """
     is_own = dist.get_rank(group) == place
+    # First the structure, then the tensors.
     pickled: list[Any] = [None]
     tensors: list[Tensor] = []
     if is_own:
@@ -55,6 +56,7 @@ def values_of_ranks(value: Any, group: dist.ProcessGroup, *, device: torch.devic
     iteration. Raises what pickle raises.
     """
     packer = _Packer(value)
+    # Structures of all ranks at once; tensors one rank at a time.
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, (packer.pickled, packer.forms), group=group)
     for place, (data, forms) in enumerate(everyone):
@@ -179,6 +181,7 @@ class _Unpacker(pickle.Unpickler):
 def _unpickled(
     pickled: bytes, tensors: Sequence[Tensor], forms: Sequence[_Form], device: torch.device
 ) -> Any:
+    # What was on an accelerator comes to this rank's; all else stays on the host.
     placed = [
         tensor.to(device if form.device == device.type else form.device).requires_grad_(
             form.requires_grad
@@ -249,6 +252,7 @@ class AgreedBatches:
         Some elements of each tensor are compared, and texts and numbers. A collective call.
         """
         if not self._differ:
+            # One number per rank.
             own = torch.tensor([checksum(batch)], device=self._device)
             everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(self._group))]
             dist.all_gather(everyone, own, group=self._group)

@@ -173,7 +173,6 @@ class ObservedFit:
         if self._observer is not None:  # of a step without a backward pass
             self._observer.close()
         self._observer = None
-        # Hooks are put on the module; DDP's own stay.
         with self._own_problems():
             self.problem = why_not_watched()
             if self.problem is None:

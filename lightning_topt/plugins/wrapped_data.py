@@ -36,6 +36,7 @@ class WrappedDataModule(pl.LightningDataModule):
         self.allow_zero_length_dataloader_with_multiple_devices = (
             datamodule.allow_zero_length_dataloader_with_multiple_devices
         )
+        # What the wrapped module logs and saves is logged and saved.
         if datamodule._log_hyperparams:
             self.save_hyperparameters(dict(datamodule.hparams_initial))
             self._hparams = datamodule.hparams  # one object: the Trainer's tuners change it
@@ -51,6 +52,7 @@ class WrappedDataModule(pl.LightningDataModule):
 
     @override
     def __setattr__(self, name: str, value: Any) -> None:
+        # Before `datamodule` is there, and for what is the subclass's own.
         own = "datamodule" not in vars(self) or name in vars(self) or hasattr(type(self), name)
         if own or not hasattr(self.datamodule, name):
             super().__setattr__(name, value)

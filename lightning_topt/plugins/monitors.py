@@ -200,10 +200,7 @@ class ExchangeMonitor(pl.Callback):
         if step == last:  # in the middle of an accumulated gradient
             return
         self._last_step = step
-        logs_every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
-        every = self.every_n_steps or logs_every or DEFAULT_EVERY_N_STEPS
-        # Crossed, not reached: with several optimizers Lightning counts several steps per batch.
-        due, self._batches = step // every > last // every, self._batches + 1
+        due, self._batches = _is_due(trainer, last, every=self.every_n_steps), self._batches + 1
         if not due and self._batches > 2:
             return
         # Since the last report.
@@ -214,6 +211,17 @@ class ExchangeMonitor(pl.Callback):
             pl_module.log(name, value)
         for name, value in progress_metrics(statistics).items():
             pl_module.log(name, value, prog_bar=True, logger=False)
+
+
+def _is_due(trainer: pl.Trainer, last: int, *, every: int | None) -> bool:
+    """Return whether a report is due after this step; `last` is the step before.
+
+    `every` None: with the Trainer's logs.
+    """
+    logs_every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+    every = every or logs_every or DEFAULT_EVERY_N_STEPS
+    # Crossed, not reached: with several optimizers Lightning counts several steps per batch.
+    return trainer.global_step // every > last // every
 
 
 def log_metrics(statistics: ExchangeStatistics) -> Mapping[str, float]:
@@ -367,10 +375,7 @@ class StallMonitor(pl.Callback):
         if step == last:  # in the middle of an accumulated gradient
             return
         self._last_step = step
-        logs_every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
-        every = self.every_n_steps or logs_every or DEFAULT_EVERY_N_STEPS
-        # Crossed, not reached: with several optimizers Lightning counts several steps per batch.
-        if step // every > last // every:
+        if _is_due(trainer, last, every=self.every_n_steps):
             self._report(pl_module)
 
     def _report(self, pl_module: pl.LightningModule) -> None:

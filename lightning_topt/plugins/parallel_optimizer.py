@@ -161,7 +161,8 @@ class ParallelOptimizerStep(pl.Callback):
         self._reduced = reduced_parameters(trainer.strategy)
         # Rules that are not known are tried out on small copies.
         self._rules = [
-            update_rule(optimizer, declared=self.rule) for optimizer in optimizers_of(trainer)
+            update_rule(optimizer, declared=self.rule)
+            for optimizer in unwrapped_optimizers(trainer)
         ]
 
     @override
@@ -170,7 +171,7 @@ class ParallelOptimizerStep(pl.Callback):
         # at the start.
         if trainer.world_size == 1:
             return
-        optimizers = optimizers_of(trainer)
+        optimizers = unwrapped_optimizers(trainer)
         # A group of its own: its waits have another time limit.
         timeout_seconds = within_limit(self.timeout_seconds)
         self._group = dist.new_group(timeout=timedelta(seconds=timeout_seconds))
@@ -337,7 +338,7 @@ def check_reduce_scatter(strategy: Strategy) -> None:
         )
 
 
-def optimizers_of(trainer: pl.Trainer) -> list[Optimizer]:
+def unwrapped_optimizers(trainer: pl.Trainer) -> list[Optimizer]:
     """Return the user's optimizers, without Lightning's wrapper.
 
     Raises ValueError for one that shards its state itself, and for sharded parameters.

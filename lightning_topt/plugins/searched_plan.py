@@ -168,12 +168,21 @@ def read_costs(request: PlanRequest, trainer: pl.Trainer, graph: OpGraph) -> Run
     if request.cluster is not None:
         return RunCosts(profile, request.cluster)
     # Stored from earlier runs on this machine, or measured now, by all ranks.
-    measurements = Measurements.open(device=device, num_nodes=trainer.num_nodes, progress=_progress)
+    measurements = open_measurements(trainer)
     seconds = on_every_rank(lambda: measurements.update_seconds(optimizers, named_parameters=named))
     cluster = on_every_rank(measurements.cluster)
     profile = dataclasses.replace(profile, seconds_per_element=seconds)
     costs = RunCosts(profile, cluster, measurements=measurements)
     return dataclasses.replace(costs, kernel_seconds=costs.measured([graph]))
+
+
+def open_measurements(trainer: pl.Trainer) -> Measurements:
+    """Return what measures the cluster and kernels of this run; it says what it does."""
+    return Measurements.open(
+        device=trainer.strategy.root_device,
+        num_nodes=trainer.num_nodes,
+        progress=lambda line: rank_zero_info(f"topt: {line}"),
+    )
 
 
 def search_request(
@@ -307,10 +316,6 @@ def _with_what_is_left(point: PlanPoint, graph: OpGraph) -> PlanPoint:
         f"{', '.join(left[:3])}{more}."
     )
     return dataclasses.replace(point, plan=dataclasses.replace(plan, reason=reason))
-
-
-def _progress(line: str) -> None:
-    rank_zero_info(f"topt: {line}")
 
 
 def choose_for(request: PlanRequest, frontier: PlanFrontier, cluster: Cluster) -> PlanPoint:

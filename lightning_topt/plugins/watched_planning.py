@@ -27,7 +27,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_topt.basics.forked_call import ForkedCall
 from lightning_topt.communication.rank_watch import is_of_collective
@@ -50,6 +50,7 @@ from lightning_topt.plugins.planning import Decision, Planning, on_every_rank, o
 from lightning_topt.plugins.searched_plan import (
     RunCosts,
     measured_kernels,
+    open_measurements,
     say,
     say_what_stays,
     search_request,
@@ -340,12 +341,7 @@ def _cluster_of(request: PlanRequest, trainer: pl.Trainer) -> tuple[Cluster, Mea
     """
     if request.cluster is not None:
         return request.cluster, None
-    device = trainer.strategy.root_device
-    found = Measurements.open(
-        device=device,
-        num_nodes=trainer.num_nodes,
-        progress=lambda line: rank_zero_info(f"topt: {line}"),
-    )
+    found = open_measurements(trainer)
     return on_every_rank(found.cluster), found
 
 

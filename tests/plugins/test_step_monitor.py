@@ -15,7 +15,7 @@ from lightning_topt import AutoParallelStrategy
 from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.plan.parallel_plan import preset_plan
 from lightning_topt.plan.plan_values import PRESETS
-from lightning_topt.plugins import monitors as step_monitor
+from lightning_topt.plugins import monitors
 from lightning_topt.plugins.monitors import StepMonitor
 from tests.clock import Clock
 from tests.plugins.trainer_ranks import make_trainer, on_ranks
@@ -27,7 +27,7 @@ linux = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="n
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(step_monitor, "time", clock)
+    monkeypatch.setattr(monitors, "time", clock)
     return clock
 
 
@@ -82,7 +82,7 @@ class TakesOver(pl.Callback):
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if batch_idx == self.at:
-            trainer.strategy.memory_meter = step_monitor.MemoryMeter(torch.device("cpu"))
+            trainer.strategy.memory_meter = monitors.MemoryMeter(torch.device("cpu"))
             trainer.strategy.memory_meter.mark_base(pl_module)
 
 

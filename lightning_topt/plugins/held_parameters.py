@@ -270,11 +270,12 @@ def _referrers_of_values(children: _Level) -> list[Any]:
     found: list[Any] = []
     for start in range(0, len(children), FEW):
         found += gc.get_referrers(*[link.value for link in children[start : start + FEW]])
-    return [entry for entry in found if not is_library(type(entry).__module__) or _is_judged(entry)]
-
-
-def _is_judged(entry: Any) -> bool:
-    return isinstance(entry, nn.Module | Optimizer)
+    # What libraries hold does not count, but for modules and optimizers, which are judged.
+    return [
+        entry
+        for entry in found
+        if not is_library(type(entry).__module__) or isinstance(entry, nn.Module | Optimizer)
+    ]
 
 
 def _judge(link: _Link, names: _Names) -> tuple[str | None, bool]:
@@ -292,10 +293,9 @@ def _judge(link: _Link, names: _Names) -> tuple[str | None, bool]:
     if kind is dict and isinstance(name := value.get("__name__"), str) and "__builtins__" in value:
         if is_library(name):
             return None, False
-        return (
-            f"variable {_key_of(value, link.below)!r} of {_module_title(name)} holds {held}",
-            False,
-        )
+        is_script = name == "__main__" and "__main__" in sys.modules
+        where = "the script" if is_script else f"module {name}"
+        return f"variable {_key_of(value, link.below)!r} of {where} holds {held}", False
     if isinstance(value, types.FunctionType):
         clause = f"function {value.__qualname__} holds {held}"
         return (None if is_library(value.__module__) else clause), False
@@ -346,7 +346,3 @@ def _parameter(link: _Link, names: _Names) -> str:
         if id(value) in names.parameters:
             return f"parameter {names.parameters[id(value)]!r}"
     return "parameters"
-
-
-def _module_title(name: str) -> str:
-    return "the script" if name == "__main__" and "__main__" in sys.modules else f"module {name}"

@@ -22,7 +22,6 @@ from lightning_topt.communication.hook import ExchangeStatistics, equal_paramete
 from lightning_topt.communication.local_sgd import LocalMethod, OuterSteps
 from lightning_topt.communication.method_registry import read_method
 from lightning_topt.communication.rank_watch import is_of_collective
-from lightning_topt.communication.topology import Topology
 from lightning_topt.plugins.compressed_ddp import make_topology
 from lightning_topt.plugins.ddp_base import (
     CHECKPOINT_KEY,
@@ -106,7 +105,13 @@ class LocalStepsStrategy(NamesLostRanks):
             buffers=[
                 (name, buffer) for name, buffer in module.named_buffers() if name not in ignored
             ],
-            topology=self._topology(),
+            topology=make_topology(
+                nodes=self._nodes,
+                ranks_per_node=self._ranks_per_node,
+                rank=self.global_rank,
+                trainer_nodes=self.num_nodes,
+                world_size=self.world_size,
+            ),
             timeout_seconds=self.timeout_seconds,
         )
         self._fitting = True
@@ -145,12 +150,6 @@ class LocalStepsStrategy(NamesLostRanks):
     def teardown(self) -> None:
         self._fitting = False
         super().teardown()
-
-    def _topology(self) -> Topology:
-        return make_topology(
-            nodes=self._nodes, ranks_per_node=self._ranks_per_node, rank=self.global_rank,
-            trainer_nodes=self.num_nodes, world_size=self.world_size,
-        )  # fmt: skip
 
     def _synchronize(self) -> None:
         if self._fitting and self.outer is not None:

@@ -389,9 +389,6 @@ def drawn_since(states: Any) -> bool:
     if any((a != b).any() for a, b in arrays):
         return True
     return now[3] != before[3] or any(
-        _differs(a, b) for a, b in zip(now[2], before[2], strict=True)
+        bool((a != b).any()) if hasattr(a, "any") else a != b
+        for a, b in zip(now[2], before[2], strict=True)
     )
-
-
-def _differs(one: Any, other: Any) -> bool:
-    return bool((one != other).any()) if hasattr(one, "any") else one != other

@@ -106,7 +106,8 @@ class _Samples:
         if len(sizes) == 1 and 0 not in sizes:
             return cls(sizes.pop(), as_entries=False)
         # No common size: sequences of one length, one entry per sample.
-        if count := _common_length(batch):
+        lengths = {_length(value) for value in _children(batch)} - {None}
+        if len(lengths) == 1 and (count := lengths.pop()):
             return cls(count, as_entries=True)
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors[:8]) or "missing"
         raise ValueError(
@@ -148,11 +149,6 @@ def _length(value: Any) -> int | None:
         return len(value) if value.ndim else None
     is_sequence = isinstance(value, list | tuple) and not hasattr(value, "_fields")
     return len(value) if is_sequence else None
-
-
-def _common_length(batch: Any) -> int:
-    lengths = {_length(value) for value in _children(batch)} - {None}
-    return lengths.pop() or 0 if len(lengths) == 1 else 0
 
 
 def _children(batch: Any) -> list[Any]:

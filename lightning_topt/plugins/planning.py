@@ -208,11 +208,12 @@ def _samples(loader: Any, times: int) -> Any | None:
 
     None where its size cannot be chosen.
     """
-    dataset, batch_size = getattr(loader, "dataset", None), _batch_size(loader)
-    # Map-style: the first samples, whatever the sampler's order.
-    if isinstance(loader, DataLoader) and batch_size and not isinstance(dataset, IterableDataset):
-        dataset = loader.dataset
-        size = len(dataset)  # type: ignore[arg-type]
+    dataset = getattr(loader, "dataset", None)
+    batch_size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    is_map_style = isinstance(loader, DataLoader) and not isinstance(dataset, IterableDataset)
+    # The first samples, whatever the sampler's order.
+    if is_map_style and isinstance(batch_size, int) and batch_size:
+        size = len(dataset)
         if size == 0:
             raise ValueError("planning needs a training batch, but the training data set is empty")
         if times > 1 and size < 2 * batch_size:
@@ -220,11 +221,6 @@ def _samples(loader: Any, times: int) -> Any | None:
         samples = [dataset[index % size] for index in range(times * min(batch_size, size))]
         return loader.collate_fn(samples)
     return _first(loader) if times == 1 else None
-
-
-def _batch_size(loader: Any) -> int | None:
-    size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
-    return size if isinstance(size, int) else None
 
 
 def _first(loader: Iterable[Any]) -> Any:

@@ -114,6 +114,13 @@ READ_IN_STEPS = {
     "training_step": frozenset({"grad", "state_dict"}),
     "validation_step": GRADIENTS | PARAMETERS,
 }
+# where torch keeps what was registered on a module
+HOOKS_OF_MODULES = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+)
 # loggers whose `watch` registers hooks
 WATCHERS = frozenset({"wandb", "comet_ml", "neptune", "clearml", "aim"})
 
@@ -220,12 +227,16 @@ def why_hooked(module: pl.LightningModule) -> str | None:
     """
     # Hooks on parameters see gradients.
     for name, parameter in module.named_parameters():
-        for hook in _hooks_of_parameter(parameter):
+        after = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+        for hook in (*(parameter._backward_hooks or {}).values(), *after.values()):
             if not is_library(_module_of(hook)):
                 return f"a hook on parameter {name!r} ({_name_of_hook(hook)}) gets its gradient"
     # Hooks on modules may read anything.
     for name, submodule in module.named_modules():
-        for hook in _hooks_of_module(submodule):
+        hooks = [hook for kind in HOOKS_OF_MODULES for hook in getattr(submodule, kind).values()]
+        for hook in hooks:
+            if is_library(_module_of(hook)):
+                continue
             of_logger = _module_of(hook).partition(".")[0] in WATCHERS
             if of_logger or why_function_watches(hook, module):
                 return (
@@ -233,21 +244,6 @@ def why_hooked(module: pl.LightningModule) -> str | None:
                     "parameters"
                 )
     return None
-
-
-def _hooks_of_parameter(parameter: nn.Parameter) -> Iterator[Callable[..., Any]]:
-    for hooks in (
-        parameter._backward_hooks,
-        getattr(parameter, "_post_accumulate_grad_hooks", None),
-    ):
-        yield from (hooks or {}).values()
-
-
-def _hooks_of_module(module: nn.Module) -> Iterator[Callable[..., Any]]:
-    for name in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"):
-        for hook in getattr(module, name).values():
-            if not is_library(_module_of(hook)):
-                yield hook
 
 
 def _module_of(function: Any) -> str:

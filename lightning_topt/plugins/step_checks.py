@@ -132,9 +132,14 @@ def _why_not_another_rank(
     )
     if why is not None:
         return why
-    # What the graph shows.
-    if graph is not None and (name := _collective_in(graph)):
-        return f"training_step calls {name}, which brings ranks with different batches together"
+    # What the graph shows: collective calls.
+    for op in () if graph is None else graph.ops:
+        for kernel in (*op.forward, *op.backward):
+            if kernel.name.partition(".")[0] in NAMESPACES:
+                return (
+                    f"training_step calls {kernel.name}, which brings ranks with different batches "
+                    "together"
+                )
     try:
         # What is sent.
         check_packs(batch)
@@ -168,21 +173,13 @@ def _why_not_together(module: pl.LightningModule, *, backward: str, rank: str) -
         return "training_step fetches its own batches"
     if name := _name_in(module, _RANKS):
         return f"training_step reads {name}, and {rank}"
-    if any(_is_compiled(part) for part in module.modules()):
-        return "the calls of a compiled module are not seen"
+    for part in module.modules():
+        # By name: importing torch._dynamo takes a second.
+        if type(part).__name__ == "OptimizedModule" or part._compiled_call_impl is not None:
+            return "the calls of a compiled module are not seen"
     if any(isinstance(metric, Metric) and metric.dist_sync_on_step for metric in module.modules()):
         return "a metric is synchronized in each step"
     return None
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    # By name: importing torch._dynamo takes a second.
-    return type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
-
-
-def _collective_in(graph: OpGraph) -> str | None:
-    names = (kernel.name for op in graph.ops for kernel in (*op.forward, *op.backward))
-    return next((name for name in names if name.partition(".")[0] in NAMESPACES), None)
 
 
 def _name_in(module: nn.Module, asked_for: frozenset[str]) -> str | None:

@@ -318,6 +318,9 @@ def replace_argument(loader: DataLoader[Any], name: str, value: Any) -> None:
         object.__setattr__(loader, "__pl_saved_kwargs", keywords)
 
 
+# ---- where a cache lies, and how large it is -----------------------------------------------------
+
+
 def default_directory() -> Path:
     """Return ``lightning_topt/samples/HOST`` in the user's cache directory.
 
@@ -340,6 +343,9 @@ def default_memory_bytes(*, promised_bytes: int) -> int:
     The memory of the control group counts, where that is less.
     """
     return max(1, (available_bytes() - promised_bytes) // MEMORY_SHARE)
+
+
+# ---- nodes that share a cache --------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -452,13 +458,16 @@ def open_partitioned(
         if cache is not None:
             cache.close()
         raise
-    peers = _make_peers(
-        partition,
+    peers = Peers(
         addresses,
-        trainer.node_rank,
-        cache.num_items,
+        node=trainer.node_rank,
+        num_items=cache.num_items,
+        seed=partition.seed,
         secret=secret,
         fingerprint=fingerprint,
+        timeout_seconds=partition.timeout_seconds,
+        retry_seconds=partition.retry_seconds,
+        queue_bytes=partition.queue_bytes,
     )
     # Loaders with workers fetch ahead in these.
     ahead = partition.prefetch_batches
@@ -498,28 +507,6 @@ def _serving(
     except (ValueError, RuntimeError, OSError) as error:
         return None, {"error": str(error)}
     return server, {"address": server.address}
-
-
-def _make_peers(
-    partition: CachePartition,
-    addresses: list[tuple[str, int]],
-    node: int,
-    num_items: int,
-    *,
-    secret: bytes,
-    fingerprint: str,
-) -> Peers:
-    return Peers(
-        addresses,
-        node=node,
-        num_items=num_items,
-        seed=partition.seed,
-        secret=secret,
-        fingerprint=fingerprint,
-        timeout_seconds=partition.timeout_seconds,
-        retry_seconds=partition.retry_seconds,
-        queue_bytes=partition.queue_bytes,
-    )
 
 
 def gathered(value: Any) -> list[Any]:
@@ -603,6 +590,9 @@ def _all_addresses(
     return [found[node] for node in range(num_nodes)]
 
 
+# ---- what a cache did ----------------------------------------------------------------------------
+
+
 class CacheMonitor(pl.Callback):
     """Logs after each training epoch where its samples came from.
 
@@ -655,6 +645,9 @@ def _cached_module_of(trainer: pl.Trainer) -> CachedDataModule:
 def totals(statistics: Mapping[str, CacheStatistics]) -> dict[str, int]:
     """Return the counts of all caches together."""
     return {name: sum(getattr(one, name) for one in statistics.values()) for name in COUNTS}
+
+
+# ---- a cache under test --------------------------------------------------------------------------
 
 
 class _GivenLoader(pl.LightningDataModule):

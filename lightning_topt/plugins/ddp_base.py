@@ -203,6 +203,9 @@ class PatientObserver(_ChildProcessObserver):
             process.send_signal(self._termination_signal)
 
 
+# ---- options of Lightning's DDPStrategy ----------------------------------------------------------
+
+
 def checked_ddp_options(
     options: dict[str, Any], *, strategy: str, wraps: bool = True
 ) -> dict[str, Any]:

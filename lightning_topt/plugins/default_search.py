@@ -420,6 +420,9 @@ def _has_words(batch: Any) -> bool:
     return False
 
 
+# ---- what may be chosen --------------------------------------------------------------------------
+
+
 def fastest(
     request: PlanRequest, search: SearchRequest, found: Iterable[PlanFrontier]
 ) -> float | None:

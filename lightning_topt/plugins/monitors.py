@@ -152,6 +152,9 @@ def _of_all_ranks(mine: Tensor) -> Tensor:  # (n,) -> (world_size, n)
     return torch.stack(ranks)
 
 
+# ---- the exchange of gradients -------------------------------------------------------------------
+
+
 class ExchangeMonitor(pl.Callback):
     """Logs what `CompressedDDPStrategy` exchanged.
 
@@ -261,6 +264,9 @@ def add_monitor(trainer: pl.Trainer) -> None:
         if isinstance(callback, ProgressBar | Checkpoint)
     ]
     callbacks.insert(readers[0] if readers else len(callbacks), ExchangeMonitor())
+
+
+# ---- waiting for data ----------------------------------------------------------------------------
 
 
 class DataWait(NamedTuple):

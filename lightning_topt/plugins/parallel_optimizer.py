@@ -296,6 +296,9 @@ def _say(number: int | None, reason: str) -> None:
     rank_zero_info(f"optimizer step, {'' if number is None else f'optimizer {number}, '}{reason}")
 
 
+# ---- what a shared step needs --------------------------------------------------------------------
+
+
 def check_strategy(strategy: Strategy) -> None:
     """Raise ValueError unless ranks have full parameters and equal gradients."""
     name, where = type(strategy).__name__, 'it runs under strategy="ddp" and "topt_compressed"'

@@ -243,6 +243,9 @@ class PipelinePlan:
 GivenPlan = ParallelPlan | UniformPlan | MeshPlan | PipelinePlan
 
 
+# ---- reading -------------------------------------------------------------------------------------
+
+
 def read_mesh(sizes: Any) -> MeshPlan | PipelinePlan:
     """Return the best plan on the mesh with these sizes by names of axes.
 

@@ -196,6 +196,9 @@ def _parameter_bytes(module: pl.LightningModule) -> int:
     return sum(parameter.nbytes for parameter in module.parameters())
 
 
+# ---- compressed exchanges ------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class AllowedExchanges:
     """The gradient exchanges that plans may have.
@@ -346,6 +349,9 @@ def _read_exchange(entry: Any) -> GradientMethod:
         return read_exchange(entry)
     except ValueError as error:
         raise ValueError(f"allow_compression: {entry!r}: {error}") from error
+
+
+# ---- continuous pipelines ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -81,6 +81,9 @@ def make_fake_optimizers(module: pl.LightningModule, *, device: torch.device) ->
 T = TypeVar("T")
 
 
+# ---- several ranks -------------------------------------------------------------------------------
+
+
 def check_agreement(request: PlanRequest, module: nn.Module) -> None:
     """Raise RuntimeError on every rank when ranks differ.
 
@@ -168,6 +171,9 @@ def _share(function: Callable[[], T], *, only_rank_0: bool) -> T:
         dist.broadcast_object_list(box, 0)
         result = box[0]
     return cast(T, result)
+
+
+# ---- example batches -----------------------------------------------------------------------------
 
 
 def example_batches(trainer: pl.Trainer) -> tuple[Any, Any | None]:

@@ -323,6 +323,9 @@ def _check_manual(request: PlanRequest, plain: ParallelPlan) -> None:
         )
 
 
+# ---- stages --------------------------------------------------------------------------------------
+
+
 def microbatch_of(batch: Any, given: PipelinePlan, mesh: Mesh) -> tuple[Any, int]:
     """Return the first microbatch of `batch`, and how many a batch is to have.
 

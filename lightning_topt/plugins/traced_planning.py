@@ -174,65 +174,6 @@ def _given(plan: ParallelPlan, request: PlanRequest, trainer: pl.Trainer) -> Par
     )
 
 
-def _pipeline(
-    request: PlanRequest, trainer: pl.Trainer, batch: Any, given: PipelinePlan
-) -> ParallelPlan:
-    """Return a plan with stages for the captured microbatch, which rank 0 searches.
-
-    A collective call.
-    """
-    # The mesh, and the batch that one pass of a stage has.
-    ranks = dist.get_world_size()
-    mesh = on_every_rank(lambda: given.mesh(ranks, num_nodes=trainer.num_nodes))
-    part, count = on_every_rank(lambda: microbatch_of(batch, given, mesh))
-    # Batches of fewer samples have fewer microbatches.
-    samples = count_samples(batch)
-    if samples < count:
-        rank_zero_warn(
-            f"topt: {count} microbatches were asked for, and the first batch of a rank has "
-            f"{samples} sample(s): batches run in as many microbatches as they have samples"
-        )
-    # For other numbers of microbatches the graph has to know other batch sizes.
-    scales = given.sizes is not None and given.microbatches is None and samples > 1
-    # With tensor axes, the step's torch functions say how it can be split.
-    trace = FunctionTrace() if mesh.tensor_axes else None
-    graph = with_blocks_for(
-        capture_on_ranks(trainer, part, trace=trace, scales=scales, may_run=True), given, mesh
-    )
-    # The search: on rank 0, with kernels that all ranks measure.
-    costs = read_costs(request, trainer, graph)
-    search = search_request(request, trainer, graph, costs)
-    search = pipeline_request(given, mesh, search, count=count, samples=samples)
-    search = replace(search, stale=on_every_rank(lambda: _stale_weights(request, trainer, given)))
-    # Kernels on slices of tensors, which the whole step does not have.
-    if trace is not None:
-        search = replace(search, split=split_model(trainer, part, graph, trace))
-        kernels = costs.measured(on_rank_0(lambda: local_graphs(search)))
-        search = replace(search, kernel_seconds={**costs.kernel_seconds, **kernels})
-    choose = partial(choose_for, request, cluster=search.cluster)
-    found = on_rank_0(lambda: choose_pipeline(given, mesh, search, choose=choose).to_dict())
-    plan = ParallelPlan.from_dict(found)
-    on_every_rank(lambda: _check_features(plan, request, trainer, graph))
-    say(plan)
-    if given.recompute:
-        say_what_stays(graph)
-    return plan
-
-
-def _stale_weights(
-    request: PlanRequest, trainer: pl.Trainer, given: PipelinePlan
-) -> StaleWeights | None:
-    """Return what a search for `given` may choose of continuous pipelines."""
-    if not request.stale.allowed:
-        return None
-    if given.schedule is None and why_not_continuous(trainer):
-        return None
-    (optimizer,), _ = optimizers_of(trainer)
-    return replace(request.stale, prediction=given.prediction or request.stale.prediction).weights(
-        optimizer
-    )
-
-
 def _check_features(
     plan: ParallelPlan, request: PlanRequest, trainer: pl.Trainer, graph: OpGraph | None = None
 ) -> None:
@@ -324,6 +265,65 @@ def _check_manual(request: PlanRequest, plain: ParallelPlan) -> None:
 
 
 # ---- stages --------------------------------------------------------------------------------------
+
+
+def _pipeline(
+    request: PlanRequest, trainer: pl.Trainer, batch: Any, given: PipelinePlan
+) -> ParallelPlan:
+    """Return a plan with stages for the captured microbatch, which rank 0 searches.
+
+    A collective call.
+    """
+    # The mesh, and the batch that one pass of a stage has.
+    ranks = dist.get_world_size()
+    mesh = on_every_rank(lambda: given.mesh(ranks, num_nodes=trainer.num_nodes))
+    part, count = on_every_rank(lambda: microbatch_of(batch, given, mesh))
+    # Batches of fewer samples have fewer microbatches.
+    samples = count_samples(batch)
+    if samples < count:
+        rank_zero_warn(
+            f"topt: {count} microbatches were asked for, and the first batch of a rank has "
+            f"{samples} sample(s): batches run in as many microbatches as they have samples"
+        )
+    # For other numbers of microbatches the graph has to know other batch sizes.
+    scales = given.sizes is not None and given.microbatches is None and samples > 1
+    # With tensor axes, the step's torch functions say how it can be split.
+    trace = FunctionTrace() if mesh.tensor_axes else None
+    graph = with_blocks_for(
+        capture_on_ranks(trainer, part, trace=trace, scales=scales, may_run=True), given, mesh
+    )
+    # The search: on rank 0, with kernels that all ranks measure.
+    costs = read_costs(request, trainer, graph)
+    search = search_request(request, trainer, graph, costs)
+    search = pipeline_request(given, mesh, search, count=count, samples=samples)
+    search = replace(search, stale=on_every_rank(lambda: _stale_weights(request, trainer, given)))
+    # Kernels on slices of tensors, which the whole step does not have.
+    if trace is not None:
+        search = replace(search, split=split_model(trainer, part, graph, trace))
+        kernels = costs.measured(on_rank_0(lambda: local_graphs(search)))
+        search = replace(search, kernel_seconds={**costs.kernel_seconds, **kernels})
+    choose = partial(choose_for, request, cluster=search.cluster)
+    found = on_rank_0(lambda: choose_pipeline(given, mesh, search, choose=choose).to_dict())
+    plan = ParallelPlan.from_dict(found)
+    on_every_rank(lambda: _check_features(plan, request, trainer, graph))
+    say(plan)
+    if given.recompute:
+        say_what_stays(graph)
+    return plan
+
+
+def _stale_weights(
+    request: PlanRequest, trainer: pl.Trainer, given: PipelinePlan
+) -> StaleWeights | None:
+    """Return what a search for `given` may choose of continuous pipelines."""
+    if not request.stale.allowed:
+        return None
+    if given.schedule is None and why_not_continuous(trainer):
+        return None
+    (optimizer,), _ = optimizers_of(trainer)
+    return replace(request.stale, prediction=given.prediction or request.stale.prediction).weights(
+        optimizer
+    )
 
 
 def microbatch_of(batch: Any, given: PipelinePlan, mesh: Mesh) -> tuple[Any, int]:

@@ -66,7 +66,7 @@ class AutoParallelStrategy(DataRanks):
 
     A fit begins as it does under Lightning's ``ddp``, hook by hook, and its first steps are real
     steps under DDP. They are watched: operators, lifetimes of tensors, kernel times, the optimizer.
-    Then every combination of ZeRO level and activation checkpointing per block is searched, and the
+    Then every combination of ZeRO level and activation checkpointing per block is searched. The
     plan that fits the limits best takes over between two steps, with parameters and optimizer
     states where they are. On CPUs tensor axes and stages are searched too, where they may pay and
     the watched steps changed nothing but tensors. User code runs exactly as often as under ``ddp``;
@@ -477,10 +477,10 @@ class PipelineStrategy(AutoParallelStrategy):
     At the first training batch the step is captured, and its blocks are cut into the stages whose
     step is fastest. From then on a rank holds the parameters of its stages alone. It runs the
     module's own `training_step` on each microbatch, in which only its own blocks compute. Losses
-    and gradients are those of the batch in one process: the mean of those of microbatches, weighted
-    by what their means are over, or their sum where the loss is one (which is tested at the first
-    batch). Ranks of one pipeline get the same batches. What the last stage returns and logs is
-    returned and logged on every rank.
+    and gradients are those of the batch in one process. They are means of those of microbatches,
+    weighted by what their means are over; or sums, where the loss is one. Which it is, is tested at
+    the first batch. Ranks of one pipeline get the same batches. What the last stage returns and
+    logs is returned and logged on every rank.
 
     Args:
         stages: number of stages; None: as many as fit on all ranks. With fewer, ranks that are left

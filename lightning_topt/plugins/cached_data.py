@@ -71,9 +71,9 @@ class CachedDataModule(WrappedDataModule):
     epoch hold where its training loaders are: they go on at the next batch, in the same order.
 
     Sizes are numbers or text (``"8GiB"``). Without any, each data set may take a quarter of the
-    memory that is free on the machine, and not promised to another one of them, when its loader is
-    first asked for; nothing is written to disk (where there is no such memory, other than on Linux,
-    as many bytes of disk are used). All ranks of a machine share that.
+    memory that is free on the machine when its loader is first asked for. What is promised to
+    another one of them is not free; nothing is written to disk (where there is no such memory,
+    other than on Linux, as many bytes of disk are used). All ranks of a machine share that.
 
     Args:
         datamodule: with map-style data sets.

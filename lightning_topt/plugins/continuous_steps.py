@@ -7,7 +7,7 @@ gradients have arrived; with these the optimizer steps, if they complete an upda
     forward          b0   b1   b2   b3   b4
     backward         -    -    b0   b1   b2      of the first of three stages
 
-What the step of a batch returned and logged travels back with its gradients, so each rank logs it
+What the step of a batch returned and logged travels back with its gradients. Each rank logs it
 then, and its samples count for the means of the epoch. Before the loop validates, saves or ends an
 epoch, the pipeline is drained: all batches in flight come back (`is_end`, `next_end`).
 """

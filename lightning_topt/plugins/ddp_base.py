@@ -310,9 +310,9 @@ def destroy_process_group() -> None:
     """Destroy the process group, for `atexit`.
 
     Lightning does this for NCCL only; threads of a gloo group that outlives the interpreter can
-    abort it. A thread of the group still drops the tensors of the last collective call when that
-    has returned, for which it needs the interpreter, and trainers and models refer to the group in
-    cycles: both are done with after a collection.
+    abort it. A thread of the group drops the tensors of the last collective call after that has
+    returned, for which it needs the interpreter. Trainers and models refer to the group in cycles.
+    Both are done with after a collection.
     """
     if dist.is_initialized():
         gc.collect()

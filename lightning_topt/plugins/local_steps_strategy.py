@@ -43,7 +43,7 @@ class LocalStepsStrategy(NamesLostRanks):
     own.
 
     Besides every so many steps there is an outer step before each validation, before a checkpoint
-    is saved and at the end of the fit, so that all ranks validate and save the same parameters. A
+    is saved and at the end of the fit. So all ranks validate and save the same parameters. A
     checkpoint has the outer momentum, the residual of all ranks (redistributed on another number of
     ranks), and the optimizer state of rank 0, from which all ranks go on.
 

@@ -5,7 +5,7 @@
 
 The engine takes microbatches through the stages, forward and backward, and calls ``training_step``
 for each; only the last stage's rank gets to the end of it. What was returned, logged and counted
-there is combined as one step's would be, and every rank of the pipeline logs it, so that callbacks
+there is combined to what one step would give. Every rank of the pipeline logs it, so that callbacks
 find it everywhere (`step_records`). As the engine has done backward by then, gradients are stashed
 until Lightning calls backward of the loss that the step returned (`stashed_gradients`).
 

@@ -8,8 +8,8 @@ The model is split over the group, so a batch needs all of its ranks. Two ways, 
                        plan, which run those of all ranks at once
                        (`techniques.tensor_parallel.joint_run`)
 
-Batches never meet in a loss, so the loss, its gradients, and all that a step logs, draws or counts
-are those of data parallelism, whatever the loss is. A rank that runs the batch of another one is
+Batches never meet in a loss, whatever that is. So the loss, its gradients, and all that a step
+logs, draws or counts are those of data parallelism. A rank that runs the batch of another one is
 that rank meanwhile: random numbers, buffers, metrics, what rank 0 alone does.
 
 Losses of all batches but the last are differentiated at once, without an exchange; their gradients

@@ -79,10 +79,10 @@ def decide_plan(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> Decisi
     """Return the plan for this fit, what was searched, and where the plan comes from.
 
     The plan is equal on every rank; rank 0 has what was searched. A collective call. `batch` is the
-    one that will be trained on; it is only read. Optimizers that the strategy has set up are
-    read; without any, the module's own are made on a fake copy. A step that fake tensors cannot
-    follow is to be watched, under plain DDP (`UNTIL_WATCHED`), or with the whole module as the one
-    block of the uniform plan that was given. What cannot be planned runs as ``ddp`` does, with a
+    one that will be trained on; it is only read. Optimizers that the strategy has set up are read;
+    without any, the module's own are made on a fake copy. A step that fake tensors cannot follow is
+    to be watched. It runs under plain DDP (`UNTIL_WATCHED`), or under the uniform plan that was
+    given, with the module as its one block. What cannot be planned runs as ``ddp`` does, with a
     warning, unless the request insists.
     """
     # What can be said without a look at the step.

@@ -40,10 +40,10 @@ class TunedDataModule(WrappedDataModule):
     torch allows with workers only (persistent workers, timeout, start method) goes where none are
     chosen. Other loaders than training's stay as they are.
 
-    Samples without randomness and their order, and so the losses, do not depend on the choice. What
-    torch draws otherwise with another number of workers, with or without us: random augmentation;
-    and, where no workers take the place of some or the reverse, later epochs' order of a loader
-    that shuffles with a generator of its own or, on a single rank, has persistent workers. Give
+    Samples without randomness and their order, and so the losses, do not depend on the choice. With
+    or without us, torch draws random augmentation otherwise with another number of workers. Where
+    no workers take the place of some, or the reverse, the order of later epochs may differ too:
+    that of a loader with a generator of its own or, on a single rank, with persistent workers. Give
     numbers to repeat such a run exactly.
 
     The trials read samples, in other processes than this one, and throw them away: what

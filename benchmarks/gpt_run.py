@@ -19,8 +19,8 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_topt import AutoParallelStrategy
 from lightning_topt.cli.tasks.byte_lm import ByteGPT, StdlibBytesDataModule
-from lightning_topt.plugins.ddp_parts import destroy_process_group
-from lightning_topt.plugins.step_monitor import StepMonitor
+from lightning_topt.plugins.ddp_base import destroy_process_group
+from lightning_topt.plugins.monitors import StepMonitor
 
 MOST_BEFORE = 40  # steps under DDP, while a search runs beside training
 CGROUPS = Path("/sys/fs/cgroup")

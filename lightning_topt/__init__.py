@@ -40,8 +40,8 @@ _HOMES = {
     "CoordinatedDataModule": "lightning_topt.plugins.coordinated_data",
     "LocalStepsStrategy": "lightning_topt.plugins.local_steps_strategy",
     "ParallelOptimizerStep": "lightning_topt.plugins.parallel_optimizer",
-    "PipelineStrategy": "lightning_topt.plugins.pipeline_strategy",
-    "StallMonitor": "lightning_topt.plugins.stall_monitor",
+    "PipelineStrategy": "lightning_topt.plugins.auto_parallel",
+    "StallMonitor": "lightning_topt.plugins.monitors",
     "TunedDataModule": "lightning_topt.plugins.tuned_data",
 }
 __all__ = [*_HOMES, "register_strategies"]
@@ -65,17 +65,17 @@ if TYPE_CHECKING:  # the same for type checkers and editors, which do not run `_
     )
     from lightning_topt.plan.parallel_plan import ParallelPlan as ParallelPlan
     from lightning_topt.plugins.auto_parallel import AutoParallelStrategy as AutoParallelStrategy
+    from lightning_topt.plugins.auto_parallel import PipelineStrategy as PipelineStrategy
     from lightning_topt.plugins.cached_data import CachedDataModule as CachedDataModule
     from lightning_topt.plugins.compressed_ddp import CompressedDDPStrategy as CompressedDDPStrategy
     from lightning_topt.plugins.coordinated_data import (
         CoordinatedDataModule as CoordinatedDataModule,
     )
     from lightning_topt.plugins.local_steps_strategy import LocalStepsStrategy as LocalStepsStrategy
+    from lightning_topt.plugins.monitors import StallMonitor as StallMonitor
     from lightning_topt.plugins.parallel_optimizer import (
         ParallelOptimizerStep as ParallelOptimizerStep,
     )
-    from lightning_topt.plugins.pipeline_strategy import PipelineStrategy as PipelineStrategy
-    from lightning_topt.plugins.stall_monitor import StallMonitor as StallMonitor
     from lightning_topt.plugins.tuned_data import TunedDataModule as TunedDataModule
 
 

@@ -33,8 +33,7 @@ from benchmarks.common import RESULTS, machine
 from benchmarks.data.shared import HttpFiles, make_files, requests_of
 from benchmarks.lab import Lab, LabError, end_on_signals, sent_bytes
 from lightning_topt.data.peers.client import owners
-from lightning_topt.plugins.cache_partition import CachePartition
-from lightning_topt.plugins.cached_data import CachedDataModule
+from lightning_topt.plugins.cached_data import CachedDataModule, CachePartition
 
 BATCH, EPOCHS, SEED, PORT = 64, 4, 5, 8000
 ENTRY_BYTES = 150_528 + 400  # a sample and what is stored with it

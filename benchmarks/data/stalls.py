@@ -45,7 +45,7 @@ from lightning_topt.cli.stalls import QUIET, measure, serving
 from lightning_topt.data.stalls.loop import Watched, loader_over
 from lightning_topt.data.stalls.measurement import MeasurementOptions
 from lightning_topt.data.stalls.model import SetUp, StallCosts, least_cache, samples_per_second
-from lightning_topt.plugins.measured_cache import MeasuredCache
+from lightning_topt.plugins.cached_data import MeasuredCache
 
 NUMBER = 2000  # files
 BURSTS = {

@@ -32,7 +32,7 @@ from benchmarks.exchange.convergence import TASKS, Task, compared, train
 from benchmarks.lab import Lab, LabError, end_on_signals
 from lightning_topt import BoundedLoss, CompressedDDPStrategy
 from lightning_topt.cli.tasks.digits import DigitsCNN
-from lightning_topt.plugins.exchange_monitor import ExchangeMonitor
+from lightning_topt.plugins.monitors import ExchangeMonitor
 
 RUNS = RESULTS / "bounded_loss_accuracy.json"
 # Bytes of a packet. Small models have few of 1500 bytes, and of less than 100 for a shard of a

@@ -30,7 +30,7 @@ from benchmarks.common import RESULTS, JobFailed, machine, mib, run_module, spre
 from benchmarks.lab import Lab, LabError, end_on_signals
 from lightning_topt import AutoParallelStrategy
 from lightning_topt.cli.tasks.byte_lm import ByteGPT
-from lightning_topt.plugins.step_monitor import StepMonitor
+from lightning_topt.plugins.monitors import StepMonitor
 
 MESH = '{"mesh": {"data": 2, "tensor": 2}}'
 RUN = "benchmarks.tensor.choices"

@@ -42,8 +42,7 @@ from lightning_topt.plan.plan_frontier import PlanPoint
 from lightning_topt.plan.plan_search import SearchRequest, search_plans
 from lightning_topt.plan.scenario_report import plan_in_words
 from lightning_topt.plan.scenarios import Found, Scenario, of_microbatches
-from lightning_topt.plugins.allowed_exchanges import AllowedExchanges
-from lightning_topt.plugins.plan_request import PlanRequest
+from lightning_topt.plugins.plan_request import AllowedExchanges, PlanRequest
 
 _BATCHES = (0.25, 0.5, 1, 2, 4)  # of the given one
 _MOST_COUNTS = 6

@@ -24,7 +24,7 @@ from lightning_topt.graph.module_copy import is_on_meta
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.graph.step_observer import observe_step
 from lightning_topt.graph.structures import batch_sizes
-from lightning_topt.plugins.example_batch import batches_of
+from lightning_topt.plugins.planning import batches_of
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 from lightning_topt.techniques.tensor_parallel.split_model import SplitModel
 

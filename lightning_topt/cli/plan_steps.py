@@ -46,11 +46,9 @@ from lightning_topt.plan.plan_report import (
 )
 from lightning_topt.plan.plan_search import SearchRequest, local_graphs, stage_blocks
 from lightning_topt.plan.stage_simulation import step_of_plan
-from lightning_topt.plugins.allowed_exchanges import steps_of_fit
 from lightning_topt.plugins.auto_parallel import AutoParallelStrategy
-from lightning_topt.plugins.plan_request import PlanRequest
-from lightning_topt.plugins.planning import Planning, make_fake_optimizers
-from lightning_topt.plugins.planning_ranks import on_rank_0
+from lightning_topt.plugins.plan_request import PlanRequest, steps_of_fit
+from lightning_topt.plugins.planning import Planning, make_fake_optimizers, on_rank_0
 from lightning_topt.techniques.tensor_parallel.split_model import Captured
 
 RequestWithoutCosts = Callable[..., SearchRequest]  # called with the costs

@@ -55,9 +55,14 @@ from lightning_topt.plan.explanation import PricedPlan, price_plan
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plan.plan_report import print_explanation, print_stages
 from lightning_topt.plan.plan_search import SearchRequest
-from lightning_topt.plugins.given_plans import MeshPlan, PipelinePlan, UniformPlan
+from lightning_topt.plugins.plan_options import (
+    MeshPlan,
+    PipelinePlan,
+    UniformPlan,
+    read_cluster,
+    read_plan_option,
+)
 from lightning_topt.plugins.planning import make_fake_optimizers
-from lightning_topt.plugins.read_options import read_cluster, read_plan_option
 
 # of files that are read, rows of the table, runs to fit two factors to
 MOST_RUNS, SHOWN, ENOUGH = 10_000, 20, 3

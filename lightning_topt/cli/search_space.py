@@ -26,13 +26,17 @@ from lightning_topt.plan.parallel_plan import PlanError
 from lightning_topt.plan.pipeline_search import PipelineRequest, StaleWeights
 from lightning_topt.plan.plan_frontier import PlanFrontier
 from lightning_topt.plan.plan_search import SearchRequest, why_unsplit
-from lightning_topt.plugins.given_plans import MeshPlan, PipelinePlan
-from lightning_topt.plugins.own_batches import why_no_pipeline
-from lightning_topt.plugins.pipeline_look import why_left_out
+from lightning_topt.plugins.default_search import why_left_out
+from lightning_topt.plugins.plan_options import (
+    MeshPlan,
+    PipelinePlan,
+    read_device_counts,
+    read_mesh,
+)
 from lightning_topt.plugins.plan_request import PlanRequest
 from lightning_topt.plugins.planning import make_fake_optimizers
-from lightning_topt.plugins.read_options import read_device_counts, read_mesh
 from lightning_topt.plugins.searched_plan import needs_whole_parameters
+from lightning_topt.plugins.step_checks import why_no_pipeline
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES, SCHEDULES
 
 _WAY_OUT = "leave out tensor=true"

@@ -29,7 +29,7 @@ from lightning_topt.data.stalls.measurement import (
 )
 from lightning_topt.data.stalls.model import what_if
 from lightning_topt.data.stalls.stall_report import print_report, save_png
-from lightning_topt.plugins.measured_cache import MeasuredCache
+from lightning_topt.plugins.cached_data import MeasuredCache
 
 QUIET: dict[str, Any] = {  # what the Trainer of a measurement does not do
     "strategy": "auto",

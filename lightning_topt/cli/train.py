@@ -27,7 +27,7 @@ from rich.table import Table
 
 from lightning_topt import __version__
 from lightning_topt.basics.units import format_bytes, format_seconds
-from lightning_topt.plugins.step_monitor import StepMeasurement, StepMonitor
+from lightning_topt.plugins.monitors import StepMeasurement, StepMonitor
 
 SCHEMA_VERSION = 1
 

@@ -51,9 +51,14 @@ from lightning_topt.execution.verify_plan import Verification, print_verificatio
 from lightning_topt.graph.capture import call_training_step, loss_of
 from lightning_topt.graph.module_copy import build_on_meta
 from lightning_topt.plan.parallel_plan import ParallelPlan, preset_plan
-from lightning_topt.plugins.batch_parts import split_batch
-from lightning_topt.plugins.given_plans import MeshPlan, PipelinePlan, UniformPlan
-from lightning_topt.plugins.read_options import read_cluster, read_plan_option
+from lightning_topt.plugins.microbatches import split_batch
+from lightning_topt.plugins.plan_options import (
+    MeshPlan,
+    PipelinePlan,
+    UniformPlan,
+    read_cluster,
+    read_plan_option,
+)
 
 
 def run(config: DictConfig) -> None:

@@ -1,6 +1,4 @@
-"""The Lightning strategy ``"topt"``: as ``ddp`` until the first training batch, then by the plan
-that suits it best.
-"""
+"""The strategies that run a plan: ``"topt"``, which searches one, and ``"topt_pipeline"``."""
 
 from __future__ import annotations
 
@@ -32,35 +30,33 @@ from lightning_topt.execution.memory import (
     warm_up,
 )
 from lightning_topt.graph.mesh_axes import data_mesh
-from lightning_topt.plan.parallel_plan import ParallelPlan, preset_plan
+from lightning_topt.plan.parallel_plan import ParallelPlan, preset_plan, rule_from_value
 from lightning_topt.plan.plan_values import PRESETS
-from lightning_topt.plugins.allowed_exchanges import Allow, AllowedExchanges
-from lightning_topt.plugins.allowed_staleness import AllowedStaleness, AllowStaleness
+from lightning_topt.plugins.clipping import clip_sharded
 from lightning_topt.plugins.data_ranks import DataRanks
-from lightning_topt.plugins.ddp_parts import known_options, register_names, run_options
-from lightning_topt.plugins.example_batch import example_batches
-from lightning_topt.plugins.exchange_monitor import add_monitor
-from lightning_topt.plugins.given_plans import PipelinePlan
-from lightning_topt.plugins.observed_fit import (
-    WATCHED_STEPS,
-    Decision,
-    ObservedFit,
-    ObservedPlanning,
-    WatchingRedirection,
-    refine_observed,
-)
-from lightning_topt.plugins.plan_request import PlanRequest
-from lightning_topt.plugins.planning import Planning
-from lightning_topt.plugins.planning_ranks import check_agreement
-from lightning_topt.plugins.read_options import (
+from lightning_topt.plugins.ddp_base import known_options, run_options
+from lightning_topt.plugins.monitors import StepMonitor, add_monitor
+from lightning_topt.plugins.plan_options import (
+    PipelinePlan,
     check_planner_options,
     read_cluster,
     read_memory_limit,
     read_plan_option,
 )
-from lightning_topt.plugins.run_plan import UNTIL_WATCHED, decide_plan
-from lightning_topt.plugins.sharded_clipping import clip_sharded
-from lightning_topt.plugins.step_monitor import StepMonitor
+from lightning_topt.plugins.plan_request import (
+    Allow,
+    AllowedExchanges,
+    AllowedStaleness,
+    AllowStaleness,
+    PlanRequest,
+)
+from lightning_topt.plugins.planning import Decision, Planning, check_agreement, example_batches
+from lightning_topt.plugins.register import register_names
+from lightning_topt.plugins.traced_planning import UNTIL_WATCHED, decide_plan
+from lightning_topt.plugins.watched_planning import ObservedPlanning, refine_observed
+from lightning_topt.plugins.watched_steps import WATCHED_STEPS, ObservedFit, WatchingRedirection
+from lightning_topt.prediction import Prediction
+from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
 from lightning_topt.techniques.ddp_wrapper import bytes_of_buckets, register_hook, wrap_in_ddp
 from lightning_topt.techniques.run_options import RunOptions
 
@@ -70,7 +66,7 @@ class AutoParallelStrategy(DataRanks):
 
     A fit begins as it does under Lightning's ``ddp``, hook by hook, and its first steps are real
     steps under DDP. They are watched: operators, lifetimes of tensors, kernel times, the optimizer.
-    Then every combination of ZeRO level and activation checkpointing per block is searched, and the
+    Then every combination of ZeRO level and activation checkpointing per block is searched. The
     plan that fits the limits best takes over between two steps, with parameters and optimizer
     states where they are. On CPUs tensor axes and stages are searched too, where they may pay and
     the watched steps changed nothing but tensors. User code runs exactly as often as under ``ddp``;
@@ -102,8 +98,8 @@ class AutoParallelStrategy(DataRanks):
         allow_staleness: whether a plan with stages, searched on a mesh or given, may be a pipeline
             that never flushes: passes compute with weights that miss some updates. True, or the
             rule that predicts them, such as ``"spectrain"``.
-        watch_steps: how many steps are watched before a plan takes over. One tells what happens,
-            the second how long kernels take, the third how long a step takes.
+        watch_steps: how many steps are watched before a plan takes over. The first
+            shows what happens, the second how long kernels take, the third how long a step takes.
         checkpoint: ``"full"`` saves the plain file of ``ddp``, for which rank 0 collects the whole
             state; ``"sharded"`` a folder, to which every rank writes what it keeps. Both are
             loaded, under any plan and number of ranks.
@@ -113,7 +109,7 @@ class AutoParallelStrategy(DataRanks):
             its buckets; ``gradient_as_bucket_view=False`` forbids that.
 
     On a device whose memory could not hold the whole module, planning comes before the module gets
-    there: data loaders are then built, and a batch is looked at, when the fit is set up. After an
+    there: data loaders are then built, and a batch is read, when the fit is set up. After an
     exception a module that ran sharded keeps its parameters in shards; load a checkpoint into a new
     one. Manual optimization runs as ``ddp`` does (one plan, no search); it refuses `memory_limit`
     and other plans. Attributes after the first batch: `parallel_plan`, `planned_by` (``"search"``,
@@ -159,6 +155,7 @@ class AutoParallelStrategy(DataRanks):
             or self._ddp_kwargs.get("mixed_precision") is not None,
             gradients_are_views=self._ddp_kwargs.get("gradient_as_bucket_view"),
         )
+        # What the user asked for stays as it is; the rest is of the present fit.
         self._given_plan = self.request.plan
         self.planning: Planning | None = None
         self.planned_by: str | None = None
@@ -178,6 +175,7 @@ class AutoParallelStrategy(DataRanks):
         if trainer.state.fn != TrainerFn.FITTING:
             self._set_up_evaluation(trainer)
             return
+        # A new fit: nothing of the last one is left.
         check_agreement(self.request, self.lightning_module)
         self._engine, self._fitted, self._resumed, self.parallel_plan, self.memory_meter = (
             None,
@@ -195,12 +193,15 @@ class AutoParallelStrategy(DataRanks):
         if self._holds_back and self.request.must_shard_first(
             self.lightning_module, self.root_device
         ):
+            # Not even the parameters fit: shard them before they get to the device.
             self._plan_before_setup(trainer)
         else:
+            # As ddp, so that loaders and hooks come in its order.
             super().setup(trainer)
             if self.request.observes(self.lightning_module) and not self._holds_back:
                 self._observe(steps=self.watch_steps)
                 return
+            # Else a plan comes now, where it needs no batch, or with the first batch.
             self._waits_for_batch = True
             refines = self.request.refines(self.lightning_module, self.root_device)
             if (refines and not self._holds_back) or not self.request.needs_batch(
@@ -212,8 +213,9 @@ class AutoParallelStrategy(DataRanks):
                 self._observe_more()
 
     def _set_up_evaluation(self, trainer: pl.Trainer) -> None:
-        """As ddp does; where the last fit evaluated in shards, in these again, which the device is
-        known to hold.
+        """Set up as ddp does, or in the shards of the last fit.
+
+        The device is known to hold these.
         """
         self._open_exchange(None)
         plan = self.parallel_plan
@@ -231,12 +233,14 @@ class AutoParallelStrategy(DataRanks):
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
         self.model = self.lightning_module
+        # All that DDPStrategy.setup does, but for wrapping the module.
         if self._layer_sync:
             self.model = self._layer_sync.apply(self.model)
         self.precision_plugin.convert_module(self.model)
         self.optimizers = []  # those of an earlier fit
         batch = example_batches(trainer)[0]
         self._plan(trainer, partial(decide_plan, self.request, trainer, batch))
+        # Optimizers are made of the sharded parameters.
         self._apply_plan(trainer, batch)
         self.setup_optimizers(trainer)
         self._attach_optimizers()
@@ -245,7 +249,7 @@ class AutoParallelStrategy(DataRanks):
         self._observe_more()
 
     def _observe_more(self) -> None:
-        """Watch steps where the plan that has begun is not the last one."""
+        """Watch steps where the plan that has begun is not the final one."""
         assert self.parallel_plan is not None
         if self.planned_by == UNTIL_WATCHED:
             self._observe(steps=self.watch_steps)
@@ -272,12 +276,14 @@ class AutoParallelStrategy(DataRanks):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         assert self.lightning_module is not None
         trainer, fit = self.lightning_module.trainer, self._watched_fit
+        # The first batch: planning, where it has waited for one.
         if fit is None and self._waits_for_batch:
             if self.parallel_plan is None:
                 self._plan(trainer, partial(decide_plan, self.request, trainer, batch))
             self._start_plan(trainer, batch)
             self._observe_more()
             fit = self._watched_fit
+        # All watched steps are done: plan, and switch before this step if there is a plan.
         if fit is not None and fit.begin_batch(
             batch_idx, accumulate=trainer.accumulate_grad_batches
         ):
@@ -292,16 +298,20 @@ class AutoParallelStrategy(DataRanks):
         super().on_train_batch_start(batch, batch_idx)
 
     def _switch_plan(self, trainer: pl.Trainer, batch: Any) -> None:
-        """Let the plan take over from what ran the steps before, between two steps. A collective
-        call.
+        """Let the plan take over from what ran the steps before, between two steps.
+
+        A collective call.
         """
         engine, plan = self._engine, self.parallel_plan
         assert plan is not None
+        # From DDP.
         if engine is None or not self._running:
             self._start_plan(trainer, batch)
+        # From the same plan with one block: only recomputation is new.
         elif plan.keeps_gradients_whole and self.request.plan is not None:
             engine.recompute(plan)
         else:
+            # From another engine: unshard, and begin anew.
             self._unclip_gradients()
             engine.release()
             for optimizer in self.optimizers:
@@ -325,6 +335,7 @@ class AutoParallelStrategy(DataRanks):
         model: pl.LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
+        # Watching ends where the closure does, with forward and backward in it.
         fit = self._watched_fit
         with nullcontext() if fit is None else fit.update(optimizer):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
@@ -341,16 +352,19 @@ class AutoParallelStrategy(DataRanks):
     def _plan(self, trainer: pl.Trainer, decide: Callable[[], Decision | None]) -> bool:
         """Take over what `decide` returns; return whether there is a plan."""
         start = perf_counter()
+        # Planning draws random numbers, and training goes on as if it had not.
         with isolate_rng():
             decision = decide()
         if decision is None:
             self.planning_seconds = (self.planning_seconds or 0.0) + perf_counter() - start
             return False
         self.parallel_plan, self.planning, self.planned_by = decision
+        # Give back what planning has used, before memory is measured.
         if self.request.saves_memory or self.parallel_plan.saves_memory:
             release_free_memory()
             return_freed_memory(self.root_device)
         self.planning_seconds = (self.planning_seconds or 0.0) + perf_counter() - start
+        # Measured memory is what the plan adds to the present state.
         if any(isinstance(callback, StepMonitor) for callback in trainer.callbacks):  # type: ignore[attr-defined]
             warm_up(self.root_device)
             self.memory_meter = MemoryMeter(self.root_device)
@@ -365,6 +379,7 @@ class AutoParallelStrategy(DataRanks):
     def _apply_plan(self, trainer: pl.Trainer, batch: Any = None) -> None:
         plan, module = self.parallel_plan, self.lightning_module
         assert plan is not None and module is not None
+        # DDP is made anew where gradients become views; its buckets are dropped.
         has_views = getattr(self.model, "gradient_as_bucket_view", True)
         if not plan.keeps_gradients_whole or (plan.gradient_views and not has_views):
             self.model = module
@@ -372,14 +387,17 @@ class AutoParallelStrategy(DataRanks):
         wrapped = self.model if isinstance(self.model, DistributedDataParallel) else None
         self._engine = Engine(plan, module, device=self.root_device, options=self._run_options())
         self.model = self._engine.apply(wrapped=wrapped, example=self._example_of(batch))
+        # The plan's own exchange of gradients, if it has one.
         self._open_exchange(self._engine.exchange)
         if self.exchange is not None:
             add_monitor(trainer)
+        # Clipping has to see the gradients of all ranks.
         if self._holds_parts:
             self._unclip = clip_sharded(self.precision_plugin, self._continuous or self._engine)
+        # Engine and module are there: begin the way of running steps that the plan needs.
         module.to(self.root_device)
         self._running = True
-        self._take_turns()
+        self._begin_plan()
         self._group_metrics(module)
 
     def _start_plan(self, trainer: pl.Trainer, batch: Any) -> None:
@@ -420,13 +438,14 @@ class AutoParallelStrategy(DataRanks):
 
     @override
     def teardown(self) -> None:
+        # The fit was shorter than what is watched.
         if self._watched_fit is not None and self.parallel_plan is None and not self._failed:
             self.parallel_plan = preset_plan(PRESETS["ddp"], mesh=data_mesh(self.world_size))
             self.planned_by = "ddp: the fit was over before a plan was made"
         self._stop_watching()
         self._waits_for_batch, holds_parts = False, self._holds_parts
         self._ungroup_metrics()
-        self._end_turns(failed=self._failed)
+        self._end_plan(failed=self._failed)
         self._unclip_gradients()
         if self._failed and holds_parts:
             # The other ranks may be anywhere: collecting the parameters could wait for them. They
@@ -447,4 +466,90 @@ class AutoParallelStrategy(DataRanks):
     def register_strategies(cls, strategy_registry: Any) -> None:
         register_names(
             "topt", cls, registry=strategy_registry, description="Searches and runs a parallel plan"
+        )
+
+
+class PipelineStrategy(AutoParallelStrategy):
+    """A pipeline for any LightningModule, as it is.
+
+    ``Trainer(strategy=PipelineStrategy(stages=4, microbatches=8))``
+
+    At the first training batch the step is captured, and its blocks are cut into the stages whose
+    step is fastest. From then on a rank holds the parameters of its stages alone. It runs the
+    module's own `training_step` on each microbatch, in which only its own blocks compute. Losses
+    and gradients are those of the batch in one process. They are means of those of microbatches,
+    weighted by what their means are over; or sums, where the loss is one. Which it is, is tested at
+    the first batch. Ranks of one pipeline get the same batches. What the last stage returns and
+    logs is returned and logged on every rank.
+
+    Args:
+        stages: number of stages; None: as many as fit on all ranks. With fewer, ranks that are left
+            form a data axis.
+        schedule: the order of passes: ``"1f1b"``, ``"gpipe"``, ``"interleaved"``, ``"looped_bfs"``,
+            ``"zero_bubble"``, ``"interleaved_zero_bubble"``, ``"zbv"`` (see `schedules`). Under
+            ``"continuous"``, and ``"continuous_overlapped"`` for slow links, stages never wait for
+            an update, and compute with weights that miss some: another training.
+        microbatches: parts that a rank's batch is split into; a batch of fewer samples has as many
+            as samples. None: four per rank of the pipeline, fewer where the batch does not divide.
+        prediction: with these two, the rule of the weights that passes compute with: a name such as
+            ``"spectrain"``, a mapping ``{"rule": name, option: value}`` or a `Prediction`; None:
+            the optimizer's (docs/weight_prediction.md).
+        stages_per_rank: None: the fewest that the schedule takes, 1 or 2.
+        recompute: whether blocks run forward again in the backward pass, instead of keeping
+            activations.
+        cluster: as in `AutoParallelStrategy`: the machines that stages are balanced for.
+        checkpoint: as there.
+        ddp_options: arguments of Lightning's `DDPStrategy`, such as ``timeout`` and
+            ``process_group_backend``.
+
+    For other cuts, ZeRO-1 and recomputation of single blocks give `AutoParallelStrategy` a plan
+    with stages. Raises ValueError for sizes that the schedule does not take and for a loss that
+    depends on the batch as a whole, PlanError for fewer blocks than stages, and for modules whose
+    step the ranks cannot run together, saying why.
+    """
+
+    def __init__(
+        self,
+        stages: int | None = None,
+        schedule: str = "1f1b",
+        microbatches: int | None = None,
+        *,
+        prediction: Prediction | Mapping[str, Any] | str | None = None,
+        stages_per_rank: int | None = None,
+        recompute: bool = False,
+        cluster: Cluster | Mapping[str, Any] | str | Path | None = None,
+        checkpoint: str = "full",
+        **ddp_options: Any,
+    ) -> None:
+        for name in (
+            "plan",
+            "memory_limit",
+            "objective",
+            "memory_margin",
+            "allow_compression",
+            "allow_staleness",
+        ):
+            if name in ddp_options:
+                raise TypeError(
+                    f"PipelineStrategy searches no plan, so it does not take {name!r}; "
+                    "AutoParallelStrategy does"
+                )
+        given = PipelinePlan(
+            stages,
+            schedule,
+            microbatches,
+            stages_per_rank,
+            recompute,
+            prediction=rule_from_value(prediction),
+        )
+        stale = schedule in CONTINUOUS_SCHEDULES
+        super().__init__(
+            plan=given, allow_staleness=stale, cluster=cluster, checkpoint=checkpoint, **ddp_options
+        )
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        register_names(
+            "topt_pipeline", cls, registry=strategy_registry, description="Pipelines", unused=False
         )

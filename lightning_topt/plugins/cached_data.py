@@ -1,52 +1,79 @@
-"""`CachedDataModule` is any LightningDataModule with its samples kept in memory and on disk."""
+"""A LightningDataModule with its samples kept in memory, on disk and on other nodes.
+
+    CachedDataModule   wraps a DataModule: a cache before each of its map-style data sets
+    CachePartition     options of a cache whose parts are on all nodes of the run
+    CacheMonitor       a callback that logs where samples came from
+    MeasuredCache      the same cache for a measurement of stalls (``topt stalls``)
+
+The caches themselves, their files and the protocol between nodes are in `lightning_topt.data`.
+"""
 
 from __future__ import annotations
 
+import functools
 import os
+import secrets
+import socket
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
+from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import lightning.pytorch as pl
+import psutil
+import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset, default_collate
 from typing_extensions import override
 
-from lightning_topt.basics.argument_checks import check_folder, check_size, check_version
+from lightning_topt.basics.argument_checks import (
+    check_folder,
+    check_real,
+    check_size,
+    check_text,
+    check_version,
+    check_whole,
+)
 from lightning_topt.data.cache.cached_batches import BatchDataset, collate
 from lightning_topt.data.cache.cached_dataset import CachedDataset
 from lightning_topt.data.cache.dataset_names import DatasetNames
 from lightning_topt.data.cache.determinism import marked_method
+from lightning_topt.data.cache.memory_file import available_bytes
 from lightning_topt.data.cache.sample_cache import CacheStatistics, SampleCache
+from lightning_topt.data.peers.client import NOWHERE, Peers
+from lightning_topt.data.peers.prefetch import PrefetchingPeers
+from lightning_topt.data.peers.protocol import own_address
+from lightning_topt.data.peers.server import PeerServer
 from lightning_topt.data.resumable_loader import Lookahead, make_resumable
-from lightning_topt.plugins.cache_defaults import default_directory, default_memory_bytes
-from lightning_topt.plugins.cache_partition import (
-    CachePartition,
-    PartitionedCache,
-    gathered,
-    open_partitioned,
-)
+from lightning_topt.data.stalls.loop import loader_over
 from lightning_topt.plugins.wrapped_data import WrappedDataModule
+
+MEMORY_SHARE = 4  # a fourth of what is free
+SECRET_BYTES = 32
+IPV4, IPV6 = 2, 10  # address families, as psutil numbers them on Linux
+COUNTS = ("memory_hits", "disk_hits", "peer_hits", "misses", "damaged")
 
 TRAIN = "train"
 
 
 class CachedDataModule(WrappedDataModule):
-    """A `CachedDataModule` is `datamodule` with a cache before each of its map-style data sets;
-    everything else about it stays as it is.
+    """A DataModule with a cache before each of its map-style data sets.
 
-    The first epoch reads the source and fills the cache; later ones, and later runs, read memory,
-    then disk, then the source. Nothing is ever evicted, so what finds no room is read from the
-    source in every epoch. Samples are kept after the part of the data set that is marked with
-    `lightning_topt.data.deterministic`, without a mark as ``__getitem__`` gives them; a part that
-    turns out to be random is refused. All processes and jobs of a node that use the same directory
-    share one cache. Checkpoints of the middle of an epoch hold where its training loaders are: they
-    go on at the next batch, in the same order.
+    Everything else about `datamodule` stays as it is. The first epoch reads the source and fills
+    the cache; later ones, and later runs, read memory, then disk, then the source. Nothing is ever
+    evicted, so what finds no room is read from the source in every epoch. Samples are kept after
+    the part of the data set that is marked with `lightning_topt.data.deterministic`, without a mark
+    as ``__getitem__`` gives them; a part that turns out to be random is refused. All processes and
+    jobs of a node that use the same directory share one cache. Checkpoints of the middle of an
+    epoch hold where its training loaders are: they go on at the next batch, in the same order.
 
     Sizes are numbers or text (``"8GiB"``). Without any, each data set may take a quarter of the
-    memory that is free on the machine, and not promised to another one of them, when its loader is
-    first asked for; nothing is written to disk (where there is no such memory, other than on Linux,
-    as many bytes of disk are used). All ranks of a machine share that.
+    memory that is free on the machine when its loader is first asked for. What is promised to
+    another one of them is not free; nothing is written to disk (where there is no such memory,
+    other than on Linux, as many bytes of disk are used). All ranks of a machine share that.
 
     Args:
         datamodule: with map-style data sets.
@@ -78,6 +105,7 @@ class CachedDataModule(WrappedDataModule):
         data_version: str | None = None,
         partition: CachePartition | bool = False,
     ) -> None:
+        # Arguments first: what is set after the base class goes to the wrapped module.
         data_version = check_version(data_version, name="data_version")
         self.directory = (
             default_directory() if directory is None else check_folder(directory, name="directory")
@@ -97,6 +125,7 @@ class CachedDataModule(WrappedDataModule):
         if not isinstance(partition, CachePartition | bool | None):
             raise ValueError(f"partition is True, False or a CachePartition, not {partition!r}")
         self.data_version = data_version
+        # The caches are opened with the loaders, by fingerprint.
         self._names = DatasetNames(data_version=data_version, warn=rank_zero_warn)
         self._caches: dict[str, SampleCache] = {}  # by fingerprint: equal data sets share one
         self.partition = CachePartition() if partition is True else partition or None
@@ -140,6 +169,7 @@ class CachedDataModule(WrappedDataModule):
                 "numbers to be found again by. Give it __getitem__ and __len__, or leave its "
                 "DataModule without a cache"
             )
+        # Batches that torch would only stack can be read from the cache as a whole.
         stacks = (
             type(loader) is DataLoader
             and loader.collate_fn is default_collate
@@ -150,6 +180,7 @@ class CachedDataModule(WrappedDataModule):
         )
         if stacks:
             replace_argument(loader, "collate_fn", collate)
+        # A fit may go on in the middle of an epoch.
         if path.startswith(TRAIN):
             make_resumable(
                 loader, is_epoch_over=self._is_epoch_over, lookahead=self._lookahead(loader.dataset)
@@ -162,16 +193,18 @@ class CachedDataModule(WrappedDataModule):
         return Lookahead(dataset, batches=self.partition.prefetch_batches)
 
     def _is_epoch_over(self) -> bool:
-        """Whether the Trainer has had the last batch that it wants of this epoch."""
+        """Return whether the Trainer has had the last batch that it wants of this epoch."""
         return (
             self.trainer is not None
             and self.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
         )
 
     def _cached_dataset(self, dataset: Any, *, place: str, ready_batches: bool) -> Any:
-        """Subsets and concatenations are looked through, so that they share the samples of what
-        they are made of.
+        """Return `dataset` with a cache.
+
+        Of subsets and concatenations the parts get one, so that these share their samples.
         """
+        # Look inside of torch's own wrappers.
         if type(dataset) is Subset:
             changed = copy(dataset)
             changed.dataset = self._cached_dataset(
@@ -187,12 +220,14 @@ class CachedDataModule(WrappedDataModule):
             return whole
         if isinstance(dataset, CachedDataset | BatchDataset):
             return dataset
+        # A mark somewhere inside: only the part before it is kept.
         inner = getattr(dataset, "dataset", None)
         if marked_method(dataset) is None and holds_mark(inner):
             self._cached_dataset(
                 inner, place=place, ready_batches=False
             )  # before the marked method; what wraps it stays live
             return dataset
+        # Equal data sets share one cache.
         name = self._name_of(dataset, place)
         if name not in self._caches:
             self._caches[name] = self._new_cache(name, num_items=len(dataset))
@@ -203,6 +238,7 @@ class CachedDataModule(WrappedDataModule):
         return self._names.name_of(dataset, place=place, agree=gathered if self._joined else None)
 
     def _new_cache(self, name: str, *, num_items: int) -> SampleCache:
+        # On one node nothing is exchanged, and writes may come later.
         is_alone = self.partition is None or (
             self.trainer is not None and self.trainer.num_nodes == 1
         )
@@ -226,6 +262,7 @@ class CachedDataModule(WrappedDataModule):
                 "a partitioned cache learns from the Trainer which nodes there are: pass this "
                 "DataModule to fit, or leave the partition out to read its loaders alone"
             )
+        # All ranks open the same caches in the same order.
         number = len(self._caches)
         joined = open_partitioned(
             make, self.partition, trainer=self.trainer, fingerprint=name, number=number
@@ -234,9 +271,10 @@ class CachedDataModule(WrappedDataModule):
         return joined.cache
 
     def _room(self) -> tuple[int, int]:
-        """Bytes of memory and of disk for the next cache."""
+        """Return the bytes of memory and of disk for the next cache."""
         if not self.has_default_room:
             return self.memory_bytes, self.disk_bytes
+        # What other caches may still take is not free.
         stores = [store for cache in self._caches.values() for store in cache.tiers]
         promised = sum(max(0, store.capacity_bytes - store.used_bytes) for store in stores)
         nbytes = default_memory_bytes(promised_bytes=promised)
@@ -244,8 +282,9 @@ class CachedDataModule(WrappedDataModule):
 
 
 def holds_mark(dataset: Any) -> bool:
-    """Return whether `dataset`, or one that it wraps as ``dataset``, has a method marked as
-    deterministic.
+    """Return whether `dataset`, or one inside of it, marks a method as deterministic.
+
+    Inside of it is what it has as ``dataset``.
     """
     while dataset is not None:
         if marked_method(dataset) is not None:
@@ -262,12 +301,11 @@ def replace_dataset(loader: DataLoader[Any], dataset: Any) -> None:
 
 
 def replace_argument(loader: DataLoader[Any], name: str, value: Any) -> None:
-    """Set an attribute of `loader` and the argument that Lightning has recorded of its
-    constructor.
-    """
+    """Set an attribute of `loader`, and the argument that Lightning has recorded of it."""
     object.__setattr__(loader, name, value)  # DataLoader itself refuses to change its data set
     if not hasattr(loader, "__pl_saved_args"):
         return
+    # Lightning makes loaders anew from what it has recorded of them.
     names, arguments = (
         getattr(loader, "__pl_saved_arg_names"),
         list(getattr(loader, "__pl_saved_args")),
@@ -278,3 +316,404 @@ def replace_argument(loader: DataLoader[Any], name: str, value: Any) -> None:
     else:
         keywords = {**getattr(loader, "__pl_saved_kwargs"), name: value}
         object.__setattr__(loader, "__pl_saved_kwargs", keywords)
+
+
+# ---- where a cache lies, and how large it is -----------------------------------------------------
+
+
+def default_directory() -> Path:
+    """Return ``lightning_topt/samples/HOST`` in the user's cache directory.
+
+    That is ``$XDG_CACHE_HOME``, or ``~/.cache``, or a folder in /tmp for users without a home. With
+    the host's name: homes of several machines may be one folder, which their locks and memories are
+    not.
+    """
+    # A relative path is ignored, as the XDG standard says.
+    configured = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    try:
+        caches = configured if configured.is_absolute() else Path.home() / ".cache"
+    except RuntimeError:
+        caches = Path(tempfile.gettempdir()) / f"cache-{os.getuid()}"
+    return caches / "lightning_topt" / "samples" / (socket.gethostname() or "localhost")
+
+
+def default_memory_bytes(*, promised_bytes: int) -> int:
+    """Return a fourth of the machine's free memory, less what is promised already.
+
+    The memory of the control group counts, where that is less.
+    """
+    return max(1, (available_bytes() - promised_bytes) // MEMORY_SHARE)
+
+
+# ---- nodes that share a cache --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CachePartition:
+    """Options of a cache that is partitioned over the nodes of a run.
+
+    They are the same on all nodes.
+
+    - ``interface``: name or address of the network interface to the other nodes, the only one that
+      is listened on; a name is usually the same on all nodes. None: the one that leads to the run's
+      main node (``MASTER_ADDR``).
+    - ``port``: of the first data set; further ones take the numbers that follow. 0: any free ones.
+    - ``seed``: of who stores what.
+    - ``timeout_seconds``: for another node's answer to begin. A node that does not answer is left
+      out, and its samples are read from the source, until it has answered a question that is asked
+      every ``retry_seconds`` in the background.
+    - ``queue_bytes``: per process, of samples that were read and wait to be given to the node that
+      stores them; what finds no place is dropped, and read from the source again.
+    - ``prefetch_batches``, ``prefetch_bytes``: how far a training loader without workers fetches
+      ahead from other nodes; the order of an epoch is known. 0 batches: not at all. Loaders with
+      workers fetch ahead by their ``prefetch_factor``.
+
+    Sizes are numbers or text (``"64MiB"``). Raises ValueError for values that mean nothing.
+    """
+
+    interface: str | None = None
+    port: int = 0
+    seed: int = 0
+    timeout_seconds: float = 5.0
+    retry_seconds: float = 10.0
+    queue_bytes: int | str = 1 << 26
+    prefetch_batches: int = 4
+    prefetch_bytes: int | str = 1 << 28
+
+    def __post_init__(self) -> None:
+        if self.interface is not None:
+            check_text(self.interface, name="interface")
+        check_whole(self.port, name="port", least=0, most=(1 << 16) - 1)
+        check_whole(self.seed, name="seed", least=None)
+        check_whole(self.prefetch_batches, name="prefetch_batches", least=0)
+        # Seconds and sizes.
+        for name in ("timeout_seconds", "retry_seconds"):
+            check_real(getattr(self, name), name=name, positive=True)
+        for name in ("queue_bytes", "prefetch_bytes"):
+            object.__setattr__(self, name, check_size(getattr(self, name), name=name))
+
+
+class PartitionedCache:
+    """A node's cache, joined with those of the other nodes until `close`.
+
+    One process per node has the `server`.
+    """
+
+    def __init__(
+        self, cache: SampleCache, *, server: PeerServer | None, addresses: list[tuple[str, int]]
+    ) -> None:
+        self.cache, self.server, self.addresses = cache, server, addresses
+
+    def close(self) -> None:
+        """Finish what is on its way to other nodes and stop serving. The cache stays open."""
+        # What waits for other nodes is sent first.
+        peers, self.cache.peers = self.cache.peers, None
+        if peers is not None:
+            peers.close()
+        if self.server is not None:
+            self.server.close()
+
+
+def open_partitioned(
+    make: Callable[[], SampleCache],
+    partition: CachePartition,
+    *,
+    trainer: pl.Trainer,
+    fingerprint: str,
+    number: int,
+) -> PartitionedCache:
+    """Open this node's cache with `make` and join it with those of the other nodes.
+
+    It is the run's `number`-th one. Every rank calls this for the same caches in the same order.
+    Raises ValueError on all ranks where one cannot: for ranks that cannot talk yet, data that
+    differ, interfaces that are not there, ports in use.
+    """
+    # Ranks have to talk.
+    if not dist.is_initialized():
+        raise ValueError(
+            f"a cache partitioned over {trainer.num_nodes} nodes needs torch.distributed, which "
+            f"{type(trainer.strategy).__name__} has not initialized when the loaders are made: use "
+            "a DDP or topt strategy, or leave the partition out"
+        )
+    cache, offer = _opened(make, partition, trainer)
+    try:
+        # Each rank says whether its cache is open, and where its node can be reached.
+        offers = gathered({**offer, "fingerprint": fingerprint})
+        _check_offers(offers, num_nodes=trainer.num_nodes)
+        assert cache is not None
+        # Nodes know each other by a secret of this run.
+        secret = gathered(secrets.token_bytes(SECRET_BYTES) if dist.get_rank() == 0 else b"")[0]
+        # One process per node serves the node's cache to the others.
+        server, said = None, {"node": trainer.node_rank}
+        if trainer.local_rank == 0:
+            find_host = functools.partial(_reachable, partition, offers, node=trainer.node_rank)
+            port = partition.port + number if partition.port else 0
+            server, answer = _serving(
+                cache, find_host, port, secret=secret, fingerprint=fingerprint
+            )
+            said |= answer
+        # All nodes serve, or none does.
+        addresses = _all_addresses(gathered(said), trainer.num_nodes, server)
+    except BaseException:
+        if cache is not None:
+            cache.close()
+        raise
+    peers = Peers(
+        addresses,
+        node=trainer.node_rank,
+        num_items=cache.num_items,
+        seed=partition.seed,
+        secret=secret,
+        fingerprint=fingerprint,
+        timeout_seconds=partition.timeout_seconds,
+        retry_seconds=partition.retry_seconds,
+        queue_bytes=partition.queue_bytes,
+    )
+    # Loaders with workers fetch ahead in these.
+    ahead = partition.prefetch_batches
+    cache.peers = (
+        PrefetchingPeers(peers, ahead_bytes=int(partition.prefetch_bytes)) if ahead else peers
+    )
+    return PartitionedCache(cache, server=server, addresses=addresses)
+
+
+def _opened(
+    make: Callable[[], SampleCache], partition: CachePartition, trainer: pl.Trainer
+) -> tuple[SampleCache | None, dict[str, Any]]:
+    """Open the cache; return it and what this rank offers the others.
+
+    An error is part of that, lest they wait.
+    """
+    environment: Any = trainer.strategy.cluster_environment  # type: ignore[attr-defined]
+    offer = {
+        "node": trainer.node_rank,
+        "address": _interface_address(partition, towards=environment.main_address),
+    }
+    try:
+        return make(), offer
+    except (ValueError, OSError) as error:
+        return None, {**offer, "error": f"{type(error).__name__}: {error}"}
+
+
+def _serving(
+    cache: SampleCache, find_host: Callable[[], str], port: int, *, secret: bytes, fingerprint: str
+) -> tuple[PeerServer | None, dict[str, Any]]:
+    if not cache.tiers:  # none could be opened, of which it has warned
+        return None, {"address": NOWHERE}
+    try:
+        server = PeerServer(
+            cache.tiers, host=find_host(), secret=secret, fingerprint=fingerprint, port=port
+        )
+    except (ValueError, RuntimeError, OSError) as error:
+        return None, {"error": str(error)}
+    return server, {"address": server.address}
+
+
+def gathered(value: Any) -> list[Any]:
+    """Return what every rank gives, by rank.
+
+    These are the ranks' own words; nothing that comes from elsewhere is unpickled.
+    """
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _interface_address(partition: CachePartition, *, towards: str) -> str:
+    """Return the address of this node's interface to the others.
+
+    An empty string where there is none, with which `_check_offers` finds the node.
+    """
+    if partition.interface is not None:
+        known = psutil.net_if_addrs()
+        if partition.interface in known:
+            found = {
+                entry.family: entry.address.partition("%")[0]
+                for entry in known[partition.interface]
+            }
+            return str(found.get(IPV4) or found.get(IPV6) or "")
+        here = {entry.address for entries in known.values() for entry in entries}
+        return partition.interface if partition.interface in here else ""
+    try:
+        return own_address(towards=towards)
+    except ValueError:
+        return ""
+
+
+def _check_offers(offers: list[dict[str, Any]], *, num_nodes: int) -> None:
+    # The same error on all ranks, as all have the same offers.
+    nodes = {offer["node"] for offer in offers}
+    if nodes != set(range(num_nodes)):
+        raise ValueError(
+            f"the Trainer has {num_nodes} nodes, but the ranks say that they run on {sorted(nodes)}"
+        )
+    for offer in offers:
+        if "error" in offer:
+            raise ValueError(f"node {offer['node']} cannot open its cache: {offer['error']}")
+        if not offer["address"]:
+            raise ValueError(
+                f"node {offer['node']} has no network interface to the other nodes as it is "
+                "wanted: give CachePartition the interface's name, or its address"
+            )
+        if offer["fingerprint"] != offers[0]["fingerprint"]:
+            raise ValueError(
+                f"nodes {offers[0]['node']} and {offer['node']} have other data or transforms, or "
+                "the same under other paths: a partitioned cache needs equal data sets (see "
+                "data_version)"
+            )
+
+
+def _reachable(partition: CachePartition, offers: list[dict[str, Any]], *, node: int) -> str:
+    """Return the address at which others reach this node.
+
+    Towards its own name, the main node may have found its loopback.
+    """
+    own = next(str(offer["address"]) for offer in offers if offer["node"] == node)
+    if partition.interface is None and node == 0:
+        return own_address(
+            towards=next(str(offer["address"]) for offer in offers if offer["node"] != 0)
+        )
+    return own
+
+
+def _all_addresses(
+    said: list[dict[str, Any]], num_nodes: int, server: PeerServer | None
+) -> list[tuple[str, int]]:
+    """Return the addresses by node. Raises ValueError on all ranks if one cannot serve."""
+    # One that cannot serve is an error of all.
+    errors = [f"node {words['node']} {words['error']}" for words in said if "error" in words]
+    if errors:
+        if server is not None:
+            server.close()
+        raise ValueError("the nodes cannot share their caches. " + "; ".join(errors))
+    found = {words["node"]: words["address"] for words in said if "address" in words}
+    return [found[node] for node in range(num_nodes)]
+
+
+# ---- what a cache did ----------------------------------------------------------------------------
+
+
+class CacheMonitor(pl.Callback):
+    """Logs after each training epoch where its samples came from.
+
+    These are counts of the caches of the Trainer's `CachedDataModule` since the last epoch.
+    ``cache/memory_hits``, ``cache/disk_hits``, ``cache/peer_hits``, ``cache/misses`` and
+    ``cache/damaged``: samples, of all data sets (validation included), all loader workers and all
+    ranks together. What workers read ahead counts too. The counters are not reset:
+    ``CachedDataModule.statistics`` has the sums of the whole run.
+
+    Raises TypeError for a Trainer with another DataModule.
+    """
+
+    def __init__(self) -> None:
+        self._last: Mapping[str, int] = {}
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._last = totals(_cached_module_of(trainer).statistics())
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # Counters are not reset: what is logged is the difference.
+        counts = totals(_cached_module_of(trainer).statistics())
+        for name, count in counts.items():
+            value = float(count - self._last.get(name, 0))
+            pl_module.log(
+                f"cache/{name}",
+                value,
+                on_epoch=True,
+                sync_dist=trainer.world_size > 1,
+                reduce_fx="sum",
+            )
+        self._last = counts
+
+
+def _cached_module_of(trainer: pl.Trainer) -> CachedDataModule:
+    """Return the Trainer's CachedDataModule, which may be inside of other wrappers."""
+    datamodule: Any = getattr(trainer, "datamodule", None)
+    # Wrappers of ours may be nested in any order.
+    inner = datamodule
+    while isinstance(inner, WrappedDataModule) and not isinstance(inner, CachedDataModule):
+        inner = inner.datamodule
+    if not isinstance(inner, CachedDataModule):
+        raise TypeError(
+            f"{type(datamodule).__name__} has no caches of ours: leave CacheMonitor out"
+        )
+    return inner
+
+
+def totals(statistics: Mapping[str, CacheStatistics]) -> dict[str, int]:
+    """Return the counts of all caches together."""
+    return {name: sum(getattr(one, name) for one in statistics.values()) for name in COUNTS}
+
+
+# ---- a cache under test --------------------------------------------------------------------------
+
+
+class _GivenLoader(pl.LightningDataModule):
+    """The loader that was set last."""
+
+    loader: DataLoader[Any]
+
+    @override
+    def train_dataloader(self) -> DataLoader[Any]:
+        return self.loader
+
+
+class _MeasuredModule(CachedDataModule):
+    """A module whose loaders are all over the same data sets.
+
+    What data sets note of their readings changes nothing, so they are named by identity.
+    """
+
+    @override
+    def _name_of(self, dataset: Any, place: str) -> str:
+        return f"{id(dataset):x}"
+
+
+class MeasuredCache:
+    """The cache of a stall measurement: in memory, gone after the context.
+
+    It is a `CacheUnderTest` (see `data.stalls.measurement`) of `memory_bytes`, a number or text. A
+    data set that marks its deterministic part is changed by it for good: measure the source first.
+    """
+
+    def __init__(self, memory_bytes: int | str) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="topt-stalls-")
+        self._given = _GivenLoader()
+        self._module = _MeasuredModule(
+            self._given, directory=self._folder.name, memory_bytes=memory_bytes
+        )
+
+    def __enter__(self) -> MeasuredCache:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._module.close()
+        self._folder.cleanup()
+
+    def loader_over(
+        self, loader: DataLoader[Any], items: Sequence[int], *, num_workers: int
+    ) -> DataLoader[Any]:
+        """Return a loader over `items`: samples come from the cache, or are stored in it."""
+        self._given.loader = loader_over(loader, items, num_workers=num_workers)
+        cached: DataLoader[Any] = self._module.train_dataloader()
+        return cached
+
+    def entry_bytes(self) -> float:
+        """Return the mean size of what is stored.
+
+        Raises ValueError where nothing could be stored.
+        """
+        known = self._module.statistics().values()
+        items = sum(statistics.memory_items for statistics in known)
+        if not items:
+            raise ValueError(
+                "no sample could be stored in memory: see the warnings above, or raise memory_bytes"
+            )
+        return sum(statistics.memory_bytes for statistics in known) / items

@@ -26,20 +26,18 @@ from lightning_topt.communication.method_registry import (
     read_gradient_method,
 )
 from lightning_topt.communication.topology import Topology
-from lightning_topt.plugins.ddp_parts import (
-    checked_ddp_options,
-    refuse_momentum,
-    register_names,
-)
-from lightning_topt.plugins.exchange_monitor import add_monitor
+from lightning_topt.plugins.ddp_base import checked_ddp_options, refuse_momentum
 from lightning_topt.plugins.exchange_steps import ExchangeSteps
+from lightning_topt.plugins.monitors import add_monitor
+from lightning_topt.plugins.register import register_names
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class CompressedDDPStrategy(ExchangeSteps):
-    """Distributed data parallelism whose gradients travel compressed:
-    ``Trainer(strategy="topt_compressed")``.
+    """Distributed data parallelism whose gradients travel compressed.
+
+    ``Trainer(strategy="topt_compressed")``
 
     A `CompressedExchange` is registered on DDP, on every device. What was not sent yet (the
     residual) is part of checkpoints and is redistributed when one is loaded on another number of
@@ -78,6 +76,7 @@ class CompressedDDPStrategy(ExchangeSteps):
         self.settings = ExchangeSettings(
             "error" if nonfinite is None else nonfinite, timeout_seconds, debug
         )
+        # Who shares a node, for methods that exchange between nodes.
         for name, size in (("nodes", nodes), ("ranks_per_node", ranks_per_node)):
             if size is not None:
                 check_whole(size, name=name)
@@ -113,6 +112,7 @@ class CompressedDDPStrategy(ExchangeSteps):
         # Lightning registers hooks on CUDA only and drops them silently elsewhere; torch runs them
         # on gloo too.
         assert isinstance(self.model, DistributedDataParallel)
+        # That of an earlier fit ends before a new one begins.
         self._open_exchange(None)
         topology = make_topology(
             nodes=self._nodes, ranks_per_node=self._ranks_per_node, rank=self.global_rank,
@@ -186,8 +186,9 @@ class CompressedDDPStrategy(ExchangeSteps):
 
 
 def refuse_method_options(options: Mapping[str, Any]) -> None:
-    """Raise TypeError for an option of a method among those of the strategy; the message says where
-    it belongs.
+    """Raise TypeError for an option of a method among those of the strategy.
+
+    The message says where it belongs.
     """
     for kind in (method_classes()[name] for name in (DEFAULT_METHOD, *gradient_methods())):
         for name in [field.name for field in fields(kind) if field.name in options]:
@@ -200,14 +201,16 @@ def refuse_method_options(options: Mapping[str, Any]) -> None:
 def make_topology(
     *, nodes: int | None, ranks_per_node: int | None, rank: int, trainer_nodes: int, world_size: int
 ) -> Topology:
-    """Return the topology given, completed where one of its two numbers is missing; the Trainer's
-    where both are.
+    """Return the topology that is given, or that of the Trainer.
+
+    Where one of its two numbers is missing it follows from the other.
 
     Raises ValueError where it has not `world_size` ranks.
     """
     given = f"nodes={nodes} and ranks_per_node={ranks_per_node}"
     if nodes is None and ranks_per_node is None:
         nodes = trainer_nodes
+    # One of the two numbers follows from the other.
     ranks_per_node = ranks_per_node or world_size // (nodes or 1)
     nodes = nodes or world_size // ranks_per_node
     if nodes * ranks_per_node != world_size:

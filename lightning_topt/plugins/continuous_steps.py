@@ -1,22 +1,28 @@
-"""Steps of a LightningModule under a plan whose stages never wait for an update: one batch of the
-loop comes in, another one comes back.
+"""Steps under a plan whose stages never wait for an update: a continuous pipeline.
 
-In iteration i of Lightning's loop a stage runs forward of batch i and backward of the one whose
-gradients have arrived; with these the optimizer steps, if they complete an update. What this
-batch's step returned and logged travels back with its gradients, so each rank logs it then, and its
-samples count for the means of the epoch. Before the loop validates, saves or ends an epoch all
-batches are waited for (`continuous_ends`).
+In iteration i of Lightning's loop a stage runs forward of batch i, and backward of the batch whose
+gradients have arrived; with these the optimizer steps, if they complete an update.
+
+    iteration        0    1    2    3    4
+    forward          b0   b1   b2   b3   b4
+    backward         -    -    b0   b1   b2      of the first of three stages
+
+What the step of a batch returned and logged travels back with its gradients. Each rank logs it
+then, and its samples count for the means of the epoch. Before the loop validates, saves or ends an
+epoch, the pipeline is drained: all batches in flight come back (`is_end`, `next_end`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+import math
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -26,19 +32,24 @@ from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.pipeline.continuous_run import BackwardResult, ContinuousRun
 from lightning_topt.execution.pipeline.pipeline_run import Example
 from lightning_topt.graph.structures import map_tensors
-from lightning_topt.plugins.continuous_ends import is_end, next_end
-from lightning_topt.plugins.former_gradients import Gradients
-from lightning_topt.plugins.member_batches import packed, unpacked
-from lightning_topt.plugins.metric_states import MetricChanges, take_over
-from lightning_topt.plugins.pipeline_members import takes_index
-from lightning_topt.plugins.pipeline_steps import PipelineSteps, loss_in
-from lightning_topt.plugins.pipeline_values import Call, Told, replay
-from lightning_topt.plugins.turns import loss_of
+from lightning_topt.plugins.pipeline_steps import PipelineSteps, takes_index
+from lightning_topt.plugins.stashed_gradients import Gradients, loss_with_gradients
+from lightning_topt.plugins.step_records import (
+    LoggedCall,
+    MetricChanges,
+    StepRecord,
+    apply_metric_changes,
+    loss_in,
+    loss_of,
+    replay,
+)
+from lightning_topt.plugins.value_exchange import pack_value, unpack_value
 
 
 class ContinuousSteps(PipelineSteps):
-    """The steps of `module`, which `engine` runs in stages on `device` as its plan says. Made
-    before the plan is applied.
+    """The steps of `module`, which `engine` runs in stages on `device` as its plan says.
+
+    Made before the plan is applied.
     """
 
     def __init__(
@@ -51,8 +62,8 @@ class ContinuousSteps(PipelineSteps):
     ) -> None:
         super().__init__(engine, module, precision=precision, device=device)
         self._batches_in_flight: dict[int, Any] = {}
-        self._told_here: dict[int, Told] = {}  # on the last stage
-        self._turn: BackwardResult | None = None  # whose update is to come
+        self._records_here: dict[int, StepRecord] = {}  # by minibatch, on the last stage
+        self._returned: BackwardResult | None = None  # of the minibatch whose update is to come
         self._updated = True
         self._modes: list[tuple[nn.Module, bool]] = []
         self._undo = ExitStack()
@@ -68,27 +79,23 @@ class ContinuousSteps(PipelineSteps):
 
     @override
     def example(self, batch: Any) -> Example:
-        """Return a training step on `batch`, for the engine to see what it needs. A collective
-        call.
-        """
+        """Return a training step on `batch`, for the engine to trace. A collective call."""
         own = _Pass(self, None, 0 if takes_index(self._module) else None)
         return Example(own.loss, (self._batches.agreed(batch),))
 
     # ---- the loop around it ----------------------------------------------------------------------
 
     def begin(self, trainer: pl.Trainer) -> None:
-        """Let the loop of `trainer` wait for minibatches in flight where it has to, and nowhere
-        else.
-        """
+        """Let the loop of `trainer` drain the pipeline where it has to, and wait nowhere else."""
         loop, callbacks = trainer.fit_loop.epoch_loop, trainer.callbacks  # type: ignore[attr-defined]
-        tells, callback = loop._broadcast_sigterm_tensor, _Drains(self)
+        broadcast, callback = loop._broadcast_sigterm_tensor, _DrainFirst(self)
 
-        def tell_when_drained() -> None:
-            # a broadcast in each iteration would make ranks wait for one another
+        def broadcast_when_drained() -> None:
+            # In each iteration it would make ranks wait for one another.
             if self._run.is_drained:
-                tells()
+                broadcast()
 
-        loop._broadcast_sigterm_tensor = tell_when_drained  # type: ignore[method-assign]
+        loop._broadcast_sigterm_tensor = broadcast_when_drained  # type: ignore[method-assign]
         self._undo.callback(loop.__dict__.pop, "_broadcast_sigterm_tensor", None)
         callbacks.insert(0, callback)
         self._undo.callback(lambda: callbacks.remove(callback) if callback in callbacks else None)
@@ -100,18 +107,25 @@ class ContinuousSteps(PipelineSteps):
     # ---- training --------------------------------------------------------------------------------
 
     def minibatch_step(self, args: Sequence[Any], *, completes: bool) -> Any:
-        """Run this rank's passes of an iteration; `completes`: an update follows this batch.
+        """Run this rank's passes of an iteration.
 
-        Returns the output of the step of the batch that came back, its loss with all gradients in
-        its graph that the next update has so far; NaN while none has come back.
+        Args:
+            args: of ``training_step``.
+            completes: whether an update follows this batch.
+
+        Returns:
+            The output of the step of the batch that came back. Its loss brings all gradients that
+            the next update has so far; it is NaN while no batch has come back.
         """
-        if self._turn is not None:
+        # The update before this step was left out.
+        if self._returned is not None:
             raise RuntimeError(
                 f"{type(self._module).__name__}.optimizer_step did not step, and the stages of "
                 "this pipeline update as they go: call optimizer.step(closure=optimizer_closure) "
                 "in it, or choose another schedule"
             )
         trainer, each = self._module.trainer, self._module.trainer.accumulate_grad_batches
+        # Batches are compared when the pipeline is drained: that waits for the other stages.
         batch = (
             self._batches.agreed(args[0])
             if self._run.is_drained or self._batches.differ
@@ -119,15 +133,16 @@ class ContinuousSteps(PipelineSteps):
         )
         self._modes = [(part, part.training) for part in self._module.modules()]
         self._drop_used_gradients()
+        # The run has to know how many batches are left before it is drained.
         index, end = self._run.minibatches, next_end(trainer)
         self._batches_in_flight[index] = batch
         own = _Pass(self, (batch,), args[1] if len(args) > 1 else None)
 
         def payload() -> bytes:
-            self._told_here[index] = told = own.told()
-            return packed(told)
+            self._records_here[index] = record = own.record()
+            return pack_value(record)
 
-        self._turn = self._run.advance(
+        self._returned = self._run.advance(
             own.microbatch,
             own.loss,
             weight=1 / each,
@@ -137,75 +152,81 @@ class ContinuousSteps(PipelineSteps):
             last_completes=end.updates,
             payload=payload,
         )
-        told = self._hear(self._turn)
-        output = None if told is None else told.output
+        record = self._log_returned(self._returned)
+        output = None if record is None else record.output
         value = (
             torch.full((), torch.nan, device=self._device) if output is None else loss_of(output)
         )
         assert value is not None
-        joint = _with_gradients(value, self._take_gradients())
+        # They have the scale of the update: `weight` above.
+        joint = loss_with_gradients(
+            value, self._collected_gradients(), factor=None, device=value.device
+        )
         return {**output, "loss": joint} if isinstance(output, Mapping) else joint
 
     def update(self, optimizer: Optimizer) -> None:
-        """Step with the gradients of the last turn, if they complete an update."""
-        turn, self._turn = self._turn, None
-        if turn is None or not turn.completes:
+        """Step with the gradients that came back last, if they complete an update."""
+        result, self._returned = self._returned, None
+        if result is None or not result.completes:
             optimizer.__dict__["_opt_called"] = True  # schedulers step all the same, and would warn
             return
-        self._turn = turn
+        self._returned = result  # clipping asks for it
         self._precision._after_closure(self._module, optimizer)
-        self._turn = None
-        with self._run.update(turn):
+        self._returned = None
+        with self._run.update(result):
             optimizer.step()
         self._updated = True
 
     def clip_norm(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
-        """Scale the gradients of the turn by their norm over all stages, as far as it is known."""
-        assert self._turn is not None, "gradients are clipped before the update"
-        return self._run.clip_norm(self._turn, max_norm, parameters=parameters)
+        """Scale the gradients of the update by their norm over all stages, as far as known."""
+        assert self._returned is not None, "gradients are clipped before the update"
+        return self._run.clip_norm(self._returned, max_norm, parameters=parameters)
 
     def clip_value(self, parameters: Sequence[Tensor], clip_value: float) -> None:
         """Clamp every gradient to [-`clip_value`, `clip_value`]."""
         self._engine.clip_value(parameters, clip_value)
 
     def drain(self) -> None:
-        """Wait for all minibatches in flight, with their updates, and log what they told. A
-        collective call.
+        """Wait for all minibatches in flight, with their updates, and log what their steps did.
+
+        A collective call.
         """
         if self._run.is_drained:
             return
+        # Stages are at different batches.
         if self._module.trainer.interrupted:
             raise RuntimeError(
                 "minibatches were under way in the pipeline when the fit was interrupted, so that "
                 "stages have updates of different batches: go on from the last checkpoint"
             )
         (optimizer,) = self._module.trainer.optimizers
+        # In the middle of a callback, with gradients as in a step.
         with self._as_in_training(), torch.inference_mode(False), torch.enable_grad():
             self._drop_used_gradients()
-            for turn in self._run.drain():
-                self._turn = turn
-                self._hear(turn)
+            for result in self._run.drain():
+                self._returned = result
+                self._log_returned(result)
                 self.update(optimizer)
                 # before the next backward pass, which is run when the loop goes on
                 self._drop_used_gradients()
 
-    def _hear(self, turn: BackwardResult) -> Told | None:
-        """Log on this rank what the step of the turn's batch told, and return it."""
-        if turn.minibatch is None:
+    def _log_returned(self, result: BackwardResult) -> StepRecord | None:
+        """Log on this rank what the step of the batch that came back has logged; return it."""
+        if result.minibatch is None:
             return None
         batch, own = (
-            self._batches_in_flight.pop(turn.minibatch),
-            self._told_here.pop(turn.minibatch, None),
+            self._batches_in_flight.pop(result.minibatch),
+            self._records_here.pop(result.minibatch, None),
         )
         if own is None:
-            assert turn.payload is not None
-            told: Told = unpacked(turn.payload, device=self._device)
-            take_over(self._module, told.counted)
+            assert result.payload is not None
+            record: StepRecord = unpack_value(result.payload, device=self._device)
+            apply_metric_changes(self._module, record.counted)
         else:
-            told = own
+            record = own
         with _as_training_step(self._module, batch):
-            replay(self._module, told.calls)
-        return told
+            replay(self._module, record.calls)
+        return record
 
     # ---- gradients -------------------------------------------------------------------------------
 
@@ -215,9 +236,10 @@ class ContinuousSteps(PipelineSteps):
                 parameter.grad = None
         self._updated = False
 
-    def _take_gradients(self) -> Gradients:
-        """The gradients of the update that is to come, so far; Lightning clears those in place
-        before its backward.
+    def _collected_gradients(self) -> Gradients:
+        """Return the gradients that the next update has so far, and take them off.
+
+        Lightning clears those that are in place before its backward.
         """
         found: Gradients = {}
         for parameter in self._module.parameters():
@@ -227,8 +249,9 @@ class ContinuousSteps(PipelineSteps):
 
     @contextmanager
     def _as_in_training(self) -> Generator[None, None, None]:
-        """Let the loop, and modules, be as in the last step: recomputation runs these again, and
-        hooks may log.
+        """Let the loop and the modules be as in the last step.
+
+        Recomputation runs modules again, and hooks may log.
         """
         trainer, before = self._module.trainer, [(part, part.training) for part, _ in self._modes]
         stage, trainer.training = trainer.state.stage, True
@@ -242,8 +265,8 @@ class ContinuousSteps(PipelineSteps):
                 part.training = mode
 
 
-class _Drains(pl.Callback):
-    """The first of the callbacks: the others find a pipeline without minibatches in flight."""
+class _DrainFirst(pl.Callback):
+    """Drains the pipeline before other callbacks run, so they never see minibatches in flight."""
 
     def __init__(self, steps: ContinuousSteps) -> None:
         self._steps = steps
@@ -264,35 +287,33 @@ class _Drains(pl.Callback):
 
 @dataclass
 class _Pass:
-    """The passes of one minibatch on this rank; None: there is none yet, only copies to see what
-    they need.
-    """
+    """The passes of one minibatch on this rank; without one, only copies are traced."""
 
     steps: ContinuousSteps
     microbatch: Any
     batch_idx: int | None
-    found: tuple[Any, tuple[Call, ...]] = (None, ())
+    found: tuple[Any, tuple[LoggedCall, ...]] = (None, ())
 
     def __post_init__(self) -> None:
         self._counting = MetricChanges.begin(self.steps._module)
 
     def loss(self, model: nn.Module, microbatch: Any) -> Tensor:
-        """Return the loss of the minibatch, or of a copy of it by a copy of the module."""
+        """Return the loss of the minibatch; the engine also calls it with copies, to trace them."""
         if self.microbatch is None or microbatch is not self.microbatch:
             return loss_in(self.steps.step("training_step", model, microbatch, self.batch_idx))
-        output, calls = self.steps.observed("training_step", microbatch, self.batch_idx)
+        output, calls = self.steps.recorded_step("training_step", microbatch, self.batch_idx)
         self.found = map_tensors(output, Tensor.detach), calls
         return loss_in(output)
 
-    def told(self) -> Told:
-        """Return what the step told, on the last stage."""
+    def record(self) -> StepRecord:
+        """Return the record of the step, on the last stage."""
         output, calls = self.found
-        return Told(output, calls, self._counting.since(self.steps._module))
+        return StepRecord(output, calls, self._counting.since(self.steps._module))
 
 
 @contextmanager
 def _as_training_step(module: pl.LightningModule, batch: Any) -> Generator[None, None, None]:
-    """Let what is logged within count as logged in `training_step` with this `batch`."""
+    """Let what is logged count as logged in `training_step` with this `batch`."""
     trainer, fx = module.trainer, module._current_fx_name
     connector, stage = trainer._logger_connector, trainer.state.stage
     results = trainer.fit_loop.epoch_loop._results
@@ -310,23 +331,72 @@ def _as_training_step(module: pl.LightningModule, batch: Any) -> Generator[None,
         )
 
 
-def _with_gradients(value: Tensor, gradients: Gradients) -> Tensor:
-    anchor = torch.zeros((), device=value.device, requires_grad=True)
-    joint: Tensor = _WithGradients.apply(anchor, value.detach(), gradients)  # type: ignore[no-untyped-call]
-    return joint
+# ---- where the loop needs a drained pipeline -----------------------------------------------------
 
 
-class _WithGradients(torch.autograd.Function):
-    """Has a value, and a backward that gives parameters the gradients which exist already."""
+def is_end(trainer: pl.Trainer) -> bool:
+    """Return whether the loop validates, saves or ends its epoch after the present batch.
 
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, value: Tensor, gradients: Gradients) -> Tensor:
-        ctx.gradients = gradients
-        return value.clone()
+    Asked where callbacks are told of the end of the batch. Validation and saving that depend on
+    later callbacks are not seen.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    fetcher = trainer.fit_loop._data_fetcher
+    assert fetcher is not None
+    saves = any(trainer.global_step % every == 0 for every in _saving_intervals(trainer))
+    return loop._is_training_done or loop._should_check_val_fx(fetcher) or saves
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        while ctx.gradients:
-            parameter, found = ctx.gradients.popitem()
-            parameter.grad = found
-        return torch.zeros_like(gradient), None, None
+
+def _saving_intervals(trainer: pl.Trainer) -> Iterator[int]:
+    for callback in trainer.checkpoint_callbacks:
+        every = callback._every_n_train_steps if isinstance(callback, ModelCheckpoint) else 0
+        if every >= 1 and getattr(callback, "_last_global_step_saved", None) != trainer.global_step:
+            yield every
+
+
+class NextEnd(NamedTuple):
+    """How many `batches` come after this one before the pipeline is drained.
+
+    None where nothing tells. `updates`: whether an update follows the last of them.
+    """
+
+    batches: int | None
+    updates: bool
+
+
+def next_end(trainer: pl.Trainer) -> NextEnd:
+    """Return where the loop next needs a drained pipeline. Asked during `training_step`."""
+    # The nearest of all reasons to drain.
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    batches = max(min(_batches_left(trainer), default=math.inf), 0)
+    if not math.isfinite(batches):
+        return NextEnd(None, updates=True)
+    last = progress.current.ready + int(batches)
+    is_last_of_epoch = last == trainer.num_training_batches or (
+        batches == 0 and progress.is_last_batch
+    )
+    return NextEnd(
+        int(batches), updates=is_last_of_epoch or last % trainer.accumulate_grad_batches == 0
+    )
+
+
+def _batches_left(trainer: pl.Trainer) -> Iterator[int]:
+    loop, each = trainer.fit_loop.epoch_loop, trainer.accumulate_grad_batches
+    """Yield how many batches come after this one: to the epoch's end, a save, a validation."""
+    ready = loop.batch_progress.current.ready  # with this one
+    if loop.batch_progress.is_last_batch:
+        yield 0
+    if math.isfinite(trainer.num_training_batches):
+        yield int(trainer.num_training_batches) - ready
+
+    def after_steps(count: int) -> int:
+        return count * each - 1 - (ready - 1) % each
+
+    if loop.max_steps is not None and loop.max_steps >= 0:
+        yield after_steps(loop.max_steps - trainer.global_step)
+    for every in _saving_intervals(trainer):
+        yield after_steps(every - trainer.global_step % every)
+    every_batch = trainer.val_check_batch
+    if loop._should_check_val_epoch() and every_batch is not None and math.isfinite(every_batch):
+        place = loop.total_batch_idx if trainer.check_val_every_n_epoch is None else loop.batch_idx
+        yield int(-(place + 1) % every_batch)

@@ -1,4 +1,4 @@
-"""With `CoordinatedDataModule`, jobs on one machine prepare their training batches together."""
+"""A DataModule whose training batches are prepared together by the jobs of one machine."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from lightning_topt.plugins.wrapped_data import WrappedDataModule
 
 
 class CoordinatedDataModule(WrappedDataModule):
-    """A `CoordinatedDataModule` is `datamodule` with its training batches prepared once for all
-    jobs that name the same `directory` on this machine.
+    """A DataModule whose training batches are prepared once for several jobs.
 
-    Made for searches whose trials run side by side (Hydra multirun) on the same data: each trial's
-    worker processes prepare a part of the batches, and every trial gets every batch once per epoch,
-    in the same order and with the same augmentation: `seed` and the epoch decide both, in all
-    trials, whatever the trials' own seeds are. Trials may start late, differ in speed, pause and
-    die. Validation, test and prediction loaders stay as they are.
+    These are all jobs on this machine that name the same `directory`. Made for searches whose
+    trials run side by side (Hydra multirun) on the same data: each trial's worker processes prepare
+    a part of the batches, and every trial gets every batch once per epoch, in the same order and
+    with the same augmentation: `seed` and the epoch decide both, in all trials, whatever the
+    trials' own seeds are. Trials may start late, differ in speed, pause and die. Validation, test
+    and prediction loaders stay as they are.
 
     Batches are prepared in ``num_workers`` processes of each job (at least one, also where the
     loader has 0), so the training process never waits for its own preparation; ``prefetch_factor``
@@ -118,6 +118,7 @@ class CoordinatedDataModule(WrappedDataModule):
                 "a loader with batch_size=None gives single samples; jobs share batches: give it a "
                 "batch_size"
             )
+        # Jobs share batches of the same rank.
         rank, ranks = (
             (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
         )
@@ -145,8 +146,9 @@ class CoordinatedDataModule(WrappedDataModule):
         return coordinated
 
     def _batch_sampler(self, loader: DataLoader[Any], rank: int, ranks: int) -> Any:
-        """The loader's own, or what gives this rank its part: Lightning does that for a DataLoader
-        only.
+        """Return the loader's own sampler, or one that gives this rank its part.
+
+        Lightning makes the latter for a DataLoader only.
         """
         sampler = loader.batch_sampler
         inner = getattr(sampler, "sampler", None)

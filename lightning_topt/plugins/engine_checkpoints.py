@@ -1,5 +1,10 @@
-"""Checkpoints of a strategy whose engine comes with the first training batch: plain files before,
-with and after it.
+"""Checkpoints of a strategy whose engine comes with the first training batch.
+
+    full      the plain file of ddp: rank 0 collects the state of all ranks
+    sharded   a folder, to which every rank writes what it keeps
+
+Both have the plan, and are loaded under any plan and number of ranks; before, with and after the
+engine.
 """
 
 from __future__ import annotations
@@ -26,19 +31,19 @@ from lightning_topt.execution.sharded_checkpoint import (
     save_sharded,
 )
 from lightning_topt.plan.parallel_plan import ParallelPlan
-from lightning_topt.plugins.ddp_parts import CHECKPOINT_KEY
+from lightning_topt.plugins.ddp_base import CHECKPOINT_KEY
 from lightning_topt.plugins.exchange_steps import ExchangeSteps
 
 
 class EngineCheckpoints(ExchangeSteps):
-    """Files are those of ``ddp``, with the plan beside them, whenever they are written; or folders
-    of shards.
+    """Checkpoints of a strategy whose engine comes with the first training batch.
 
-    `checkpoint_form` (``"full"`` or ``"sharded"``) says which are written; both are read. `_engine`
-    runs the plan while `_running`; `_fitted` is that of the last fit, which knows its optimizers:
-    an evaluation may have one of its own. A state that is loaded before there is an engine is kept
-    in `_resumed` for it; where `_holds_back`, optimizers get all but their tensors, which may be
-    too large to be whole on the device.
+    Files are those of ``ddp`` with the plan beside them, whenever they are written; or folders of
+    shards. `checkpoint_form` (``"full"`` or ``"sharded"``) says which are written; both are read.
+    `_engine` runs the plan while `_running`; `_fitted` is that of the last fit, which knows its
+    optimizers: an evaluation may have one of its own. A state that is loaded before there is an
+    engine is kept in `_resumed` for it; where `_holds_back`, optimizers get all but their tensors,
+    which may be too large to be whole on the device.
     """
 
     parallel_plan: ParallelPlan | None = None
@@ -56,13 +61,14 @@ class EngineCheckpoints(ExchangeSteps):
         self._fitted = self._engine
 
     def _release_engine(self, *, failed: bool = False) -> None:
-        """Make the module whole again if an engine runs it, and with it the state of optimizers
-        that are used after the fit.
+        """Unshard the module if an engine runs it.
 
-        Where it has `failed`, other ranks may be anywhere: states stay where they are.
+        So is the state of optimizers that are used after the fit. Where it has `failed`, other
+        ranks may be anywhere: states stay where they are.
         """
         if self._engine is None or not self._running:
             return
+        # The device may not hold the unsharded parameters beside the state.
         if self.root_device.type != "cpu":
             self._engine.optimizer_state_to_host()
         self._running = False
@@ -94,6 +100,7 @@ class EngineCheckpoints(ExchangeSteps):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
+        # Loaded before there was an engine, and not used since.
         if self._engine is None and self._holds_back and self._resumed is not None:
             return _whole(self._resumed["optimizer_states"][self.optimizers.index(optimizer)])
         if self._fitted is None:
@@ -103,12 +110,14 @@ class EngineCheckpoints(ExchangeSteps):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         states = checkpoint["optimizer_states"]
+        # The engine takes full and sharded states.
         if self._engine is not None:
             for optimizer, state in zip(self.optimizers, states, strict=False):
                 self._engine.load_optimizer_state(optimizer, state)
             self._load_exchange(checkpoint)
             _optimizers_to_device(self.optimizers, self.root_device)
             return
+        # Optimizers get learning rates and the like now, and the tensors with the engine.
         if self._holds_back:
             for optimizer, state in zip(self.optimizers, states, strict=False):
                 optimizer.load_state_dict({"state": {}, "param_groups": state["param_groups"]})
@@ -128,6 +137,7 @@ class EngineCheckpoints(ExchangeSteps):
         checkpoint, self._resumed = self._resumed, None
         if checkpoint is None:
             return
+        # The tensors that optimizers did not get; their options are the present ones.
         if self._holds_back:
             for optimizer, state in zip(
                 self.optimizers, checkpoint["optimizer_states"], strict=False
@@ -166,6 +176,7 @@ class EngineCheckpoints(ExchangeSteps):
     def _save_folder(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None
     ) -> None:
+        # torch.distributed.checkpoint writes for all ranks.
         if storage_options is not None or type(self.checkpoint_io) is not TorchCheckpointIO:
             raise ValueError(
                 "sharded checkpoints are written by torch.distributed.checkpoint, which takes "
@@ -207,8 +218,9 @@ def _whole(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_held_by(module: nn.Module, optimizer: Optimizer) -> bool:
-    """Whether an attribute of `module` is, or directly holds, `optimizer`: then it may be used
-    after the fit.
+    """Return whether an attribute of `module` is, or directly holds, `optimizer`.
+
+    Then it may be used after the fit.
     """
     for submodule in module.modules():
         for value in vars(submodule).values():

@@ -1,6 +1,4 @@
-"""This is what a strategy does around its steps and checkpoints for a `CompressedExchange` of its
-DDP module.
-"""
+"""Loss scaling, error translation and checkpointing for a compressed gradient exchange."""
 
 from __future__ import annotations
 
@@ -18,16 +16,20 @@ from typing_extensions import override
 
 from lightning_topt.communication.hook import CompressedExchange, ExchangeStatistics
 from lightning_topt.communication.rank_watch import PeerLostError, is_of_collective
-from lightning_topt.plugins.ddp_parts import CHECKPOINT_KEY, EXCHANGE_KEY, name_own_strategy
-from lightning_topt.plugins.lost_ranks import NamesLostRanks
+from lightning_topt.plugins.ddp_base import (
+    CHECKPOINT_KEY,
+    EXCHANGE_KEY,
+    NamesLostRanks,
+    name_own_strategy,
+)
 
 
 class ExchangeSteps(NamesLostRanks):
-    """Errors by their true name; loss scale and skipped steps of a GradScaler, and checkpoints,
-    where there is an `exchange`.
+    """A strategy with a `CompressedExchange`: errors, loss scale and checkpoints.
 
-    The exchange stays open after a fit, for checkpoints, until the next fit or the end of the
-    process.
+    Errors are raised by their true name; the exchange knows the loss scale and the skipped steps of
+    a GradScaler, and is part of checkpoints. The exchange stays open after a fit, for checkpoints,
+    until the next fit or the end of the process.
     """
 
     exchange: CompressedExchange | None = None
@@ -53,8 +55,9 @@ class ExchangeSteps(NamesLostRanks):
         name_own_strategy(exception, type(self).__name__)
 
     def _give_up_exchange(self, error: BaseException) -> None:
-        """Other ranks may wait in the exchange for this one, whose collective call elsewhere has
-        failed.
+        """Tell ranks that wait in the exchange that this one does not come.
+
+        Its collective call elsewhere has failed.
         """
         if (
             self.exchange is not None
@@ -94,13 +97,13 @@ class ExchangeSteps(NamesLostRanks):
 
     @contextmanager
     def _own_errors(self) -> Generator[None, None, None]:
-        """Autograd and DDP may wrap an error of the hook in one of their own: raise the one that
-        says what happened.
-        """
+        """Raise the error of the hook that autograd and DDP may have wrapped in their own."""
         try:
             yield
         except Exception as error:
+            # What the hook has raised in its thread or in backward.
             reason = None if self.exchange is None else self.exchange.error
+            # Another collective failed: somebody is lost.
             if reason is None and is_of_collective(error) and not isinstance(error, PeerLostError):
                 self._give_up_exchange(error)
                 reason = None if self._watch is None else self._watch.diagnose(error)
@@ -134,8 +137,9 @@ class ExchangeSteps(NamesLostRanks):
     # ---- checkpoints -----------------------------------------------------------------------------
 
     def _saves_exchange(self, checkpoint: Mapping[str, Any]) -> bool:
-        """Whether `checkpoint` is to have the exchange's state: with the optimizers', and while the
-        ranks are together.
+        """Return whether `checkpoint` is to have the exchange's state.
+
+        It has that with the optimizers', and while the ranks are together.
         """
         module = self.lightning_module
         return (
@@ -157,6 +161,7 @@ class ExchangeSteps(NamesLostRanks):
         state = checkpoint.get(CHECKPOINT_KEY, {}).get(EXCHANGE_KEY)
         if state is None:
             return
+        # What was held back under another method means nothing to this one.
         method = None if self.exchange is None else self.exchange.method.name
         if self.exchange is not None and state["method"] == method:
             self.exchange.load_state_dict(state)

@@ -1,7 +1,8 @@
-"""Parameters that somebody holds besides the module and the strategy's optimizers, and who that is.
+"""Parameters that somebody holds besides the module and the optimizers, and who that is.
 
 Sharding puts other Parameter objects into the module and the optimizers; whoever else holds one
-would go on with the old.
+would go on with the old. Without such a holder, reference counts tell at once; otherwise the heap
+is searched upwards, from a parameter to the first holder that outlives the step.
 """
 
 from __future__ import annotations
@@ -65,21 +66,24 @@ def is_library(module_name: str | None) -> bool:
 def why_held(
     module: nn.Module, *, optimizers: Sequence[Optimizer], model: nn.Module | None = None
 ) -> str | None:
-    """Return who holds parameters of `module` besides `module` and `optimizers`, as a clause, or
-    None.
+    """Return who else holds parameters of `module`, as a clause, or None.
 
-    Variables of running functions do not count: they cannot be used before the step is over.
-    `model` is what wraps `module` (DistributedDataParallel), and may hold them too. Without such a
-    holder, reference counts answer at once; otherwise the heap is searched.
+    Else: besides `module` and `optimizers`. Variables of running functions do not count: they
+    cannot be used before the step is over. `model` is what wraps `module`
+    (DistributedDataParallel), and may hold them too. Without such a holder, reference counts answer
+    at once; otherwise the heap is searched.
     """
+    # Somebody may hold the memory alone.
     if shared := _shares_memory(module):
         return shared
+    # Who may hold them.
     known = _known_containers(module, optimizers, module if model is None else model)
     names = _Names(
         module,
         {id(submodule): name for name, submodule in module.named_modules()},
         {id(parameter): name for name, parameter in module.named_parameters()},
     )
+    # A few by gc.get_referrers; all others in one pass over the heap.
     suspects = _suspects(module, known)
     for part in (suspects[:FEW], suspects[FEW:]):
         found = _Level(
@@ -93,9 +97,11 @@ def why_held(
 def _known_containers(
     module: nn.Module, optimizers: Iterable[Optimizer], model: nn.Module
 ) -> dict[int, Any]:
-    """Return the containers where parameters may be, by id: the tree's own dictionaries,
-    optimizers, the wrapper.
+    """Return the containers where parameters may be, by id.
+
+    They are the tree's own dictionaries, optimizers, the wrapper.
     """
+    # References that the module tree itself keeps.
     containers: list[Any] = [m._parameters for part in (module, model) for m in part.modules()]
     for optimizer in optimizers:
         containers += [group["params"] for group in optimizer.param_groups]
@@ -110,7 +116,7 @@ def _known_containers(
 
 
 def _suspects(module: nn.Module, known: dict[int, Any]) -> list[nn.Parameter]:
-    """The parameters with more references than `known` containers and torch itself explain."""
+    """Return the parameters with more references than torch and `known` explain."""
     explained: Counter[int] = Counter()
     for container in known.values():
         if isinstance(container, dict):
@@ -120,6 +126,7 @@ def _suspects(module: nn.Module, known: dict[int, Any]) -> list[nn.Parameter]:
         if isinstance(container, dict | list | tuple | set | frozenset):
             explained.update(id(entry) for entry in container if isinstance(entry, nn.Parameter))
     parameters = list(module.parameters())
+    # More references than explained: somebody else has one.
     idle, held = _references_of_torch()
     suspects = []
     for parameter in parameters:
@@ -130,12 +137,13 @@ def _suspects(module: nn.Module, known: dict[int, Any]) -> list[nn.Parameter]:
 
 
 def _references_of_torch() -> tuple[int, int]:
-    """The reference counts that a loop over a list sees of a parameter: only there, and held by
-    autograd as well.
+    """Return the reference counts of a parameter that a loop over a list sees.
 
-    (Releases of torch differ in whether C++ counts among the references.)
+    The first: it is only in the list; the second: autograd holds it as well. (Releases of torch
+    differ in whether C++ counts among the references.)
     """
     counts, parameters = [], [nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))]
+    # Autograd's AccumulateGrad holds the second.
     graph = parameters[1] * 2
     for parameter in parameters:
         counts.append(sys.getrefcount(parameter))
@@ -144,8 +152,9 @@ def _references_of_torch() -> tuple[int, int]:
 
 
 def _shares_memory(module: nn.Module) -> str | None:
-    """A buffer or a plain tensor attribute that is a view of a parameter: nobody holds the
-    Parameter, only its memory.
+    """Name a buffer or a tensor attribute that is a view of a parameter.
+
+    Nobody holds the Parameter then, only its memory.
     """
     owners: dict[int, str] = {
         p.data_ptr(): n for n, p in module.named_parameters() if _has_memory(p)
@@ -175,11 +184,13 @@ def _has_memory(tensor: Tensor) -> bool:
 
 
 def _referrers(objects: Sequence[Any]) -> list[Any]:
-    """Every object that refers to one of `objects`; as gc.get_referrers, in time that does not grow
-    with their number.
+    """Return every object that refers to one of `objects`.
+
+    As gc.get_referrers, in time that does not grow with their number.
     """
     if len(objects) <= FEW:
         return gc.get_referrers(*objects) if objects else []
+    # By chunks: types are compared first, which is fast.
     wanted, kinds = {id(entry) for entry in objects}, {type(entry) for entry in objects}
     heap, found = gc.get_objects(), []
     for start in range(0, len(heap), CHUNK):
@@ -198,8 +209,9 @@ def _referrers(objects: Sequence[Any]) -> list[Any]:
 
 @dataclass(frozen=True, eq=False)
 class _Link:
-    """An object on the way up from a parameter: `below` is what it refers to, None for a
-    parameter.
+    """An object on the way up from a parameter.
+
+    `below` is what it refers to, None for a parameter.
     """
 
     value: Any
@@ -207,8 +219,9 @@ class _Link:
 
 
 class _Level(list[_Link]):
-    """Links of the same height; a class of its own, so that the search knows itself when it meets
-    itself.
+    """Links of the same height.
+
+    A class of its own, so that the search knows itself when it meets itself.
     """
 
 
@@ -224,6 +237,7 @@ def _first_owner(level: _Level, names: _Names) -> str | None:
     seen: set[int] = set()
     for _ in range(MAX_LEVELS):
         upper = _Level()
+        # Breadth first, so that the closest owner is named.
         for link in level:
             if id(link.value) in seen or isinstance(link.value, RUNNING):
                 continue
@@ -256,15 +270,17 @@ def _referrers_of_values(children: _Level) -> list[Any]:
     found: list[Any] = []
     for start in range(0, len(children), FEW):
         found += gc.get_referrers(*[link.value for link in children[start : start + FEW]])
-    return [entry for entry in found if not is_library(type(entry).__module__) or _is_judged(entry)]
-
-
-def _is_judged(entry: Any) -> bool:
-    return isinstance(entry, nn.Module | Optimizer)
+    # What libraries hold does not count, but for modules and optimizers, which are judged.
+    return [
+        entry
+        for entry in found
+        if not is_library(type(entry).__module__) or isinstance(entry, nn.Module | Optimizer)
+    ]
 
 
 def _judge(link: _Link, names: _Names) -> tuple[str | None, bool]:
     """Return (the clause for a holder that counts, whether to climb on instead)."""
+    # Owners that outlive the step count; containers are climbed.
     value, held = link.value, _parameter(link, names)
     kind = type(value)
     if isinstance(value, nn.Module):
@@ -277,10 +293,9 @@ def _judge(link: _Link, names: _Names) -> tuple[str | None, bool]:
     if kind is dict and isinstance(name := value.get("__name__"), str) and "__builtins__" in value:
         if is_library(name):
             return None, False
-        return (
-            f"variable {_key_of(value, link.below)!r} of {_module_title(name)} holds {held}",
-            False,
-        )
+        is_script = name == "__main__" and "__main__" in sys.modules
+        where = "the script" if is_script else f"module {name}"
+        return f"variable {_key_of(value, link.below)!r} of {where} holds {held}", False
     if isinstance(value, types.FunctionType):
         clause = f"function {value.__qualname__} holds {held}"
         return (None if is_library(value.__module__) else clause), False
@@ -309,7 +324,7 @@ def _attribute(link: _Link) -> str:
 
 
 def _attribute_name(link: _Link) -> str | None:
-    """The attribute of `link`'s object through which the climb came."""
+    """Return the attribute of `link`'s object through which the climb came."""
     below = link.below
     values = getattr(link.value, "__dict__", None)
     if below is not None and below.value is values:
@@ -331,7 +346,3 @@ def _parameter(link: _Link, names: _Names) -> str:
         if id(value) in names.parameters:
             return f"parameter {names.parameters[id(value)]!r}"
     return "parameters"
-
-
-def _module_title(name: str) -> str:
-    return "the script" if name == "__main__" and "__main__" in sys.modules else f"module {name}"

@@ -22,15 +22,14 @@ from lightning_topt.communication.hook import ExchangeStatistics, equal_paramete
 from lightning_topt.communication.local_sgd import LocalMethod, OuterSteps
 from lightning_topt.communication.method_registry import read_method
 from lightning_topt.communication.rank_watch import is_of_collective
-from lightning_topt.communication.topology import Topology
 from lightning_topt.plugins.compressed_ddp import make_topology
-from lightning_topt.plugins.ddp_parts import (
+from lightning_topt.plugins.ddp_base import (
     CHECKPOINT_KEY,
     EXCHANGE_KEY,
+    NamesLostRanks,
     checked_ddp_options,
 )
-from lightning_topt.plugins.exchange_monitor import add_monitor
-from lightning_topt.plugins.lost_ranks import NamesLostRanks
+from lightning_topt.plugins.monitors import add_monitor
 from lightning_topt.techniques.ddp_wrapper import names_to_ignore
 
 State = dict[str, dict[str, torch.Tensor]]
@@ -44,7 +43,7 @@ class LocalStepsStrategy(NamesLostRanks):
     own.
 
     Besides every so many steps there is an outer step before each validation, before a checkpoint
-    is saved and at the end of the fit, so that all ranks validate and save the same parameters. A
+    is saved and at the end of the fit. So all ranks validate and save the same parameters. A
     checkpoint has the outer momentum, the residual of all ranks (redistributed on another number of
     ranks), and the optimizer state of rank 0, from which all ranks go on.
 
@@ -94,6 +93,7 @@ class LocalStepsStrategy(NamesLostRanks):
     def configure_ddp(self) -> None:
         module = self.lightning_module
         assert module is not None
+        # Frozen parameters are no part of outer steps: they are made equal here, once.
         ignored = names_to_ignore(module)
         trained = equal_parameters(module, ignored)
         for name, parameter in module.named_parameters():
@@ -105,7 +105,13 @@ class LocalStepsStrategy(NamesLostRanks):
             buffers=[
                 (name, buffer) for name, buffer in module.named_buffers() if name not in ignored
             ],
-            topology=self._topology(),
+            topology=make_topology(
+                nodes=self._nodes,
+                ranks_per_node=self._ranks_per_node,
+                rank=self.global_rank,
+                trainer_nodes=self.num_nodes,
+                world_size=self.world_size,
+            ),
             timeout_seconds=self.timeout_seconds,
         )
         self._fitting = True
@@ -145,12 +151,6 @@ class LocalStepsStrategy(NamesLostRanks):
         self._fitting = False
         super().teardown()
 
-    def _topology(self) -> Topology:
-        return make_topology(
-            nodes=self._nodes, ranks_per_node=self._ranks_per_node, rank=self.global_rank,
-            trainer_nodes=self.num_nodes, world_size=self.world_size,
-        )  # fmt: skip
-
     def _synchronize(self) -> None:
         if self._fitting and self.outer is not None:
             self.outer.synchronize()
@@ -175,6 +175,7 @@ class LocalStepsStrategy(NamesLostRanks):
     ) -> Any:
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         assert self.outer is not None and self.lightning_module is not None
+        # A parameter that is unfrozen later would differ between ranks.
         known, module = self.outer.parameters.tensors, self.lightning_module
         for name in equal_parameters(module, names_to_ignore(module)):
             if name not in known:
@@ -186,8 +187,9 @@ class LocalStepsStrategy(NamesLostRanks):
         return output
 
     def exchange_statistics(self) -> ExchangeStatistics | None:
-        """Return what was exchanged since the fit began, None outside of a fit: outer steps are too
-        rare for shorter periods.
+        """Return what was exchanged since the fit began, None outside of a fit.
+
+        Outer steps are too rare for shorter periods.
         """
         if self.outer is None:
             return None
@@ -221,8 +223,9 @@ class LocalStepsStrategy(NamesLostRanks):
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def _outer_state(self) -> dict[str, Any]:
-        """Collective call: the state of all ranks, whole on rank 0. What is equal on all ranks is
-        there once.
+        """Return the state of all ranks, on rank 0.
+
+        What is equal on all ranks is there once. A collective call.
         """
         assert self.outer is not None and dist.group.WORLD is not None
         state = self.outer.state_dict()
@@ -246,6 +249,7 @@ class LocalStepsStrategy(NamesLostRanks):
                 "steps start without what that held back"
             )
             return
+        # This rank's part of what all ranks had, however many they were.
         parameters = self.outer.parameters.tensors
         numels = {name: parameter.numel() for name, parameter in parameters.items()}
         holders = self.outer.holders

@@ -1,11 +1,15 @@
-"""Losses and logged values of the parts of a batch: means over what the parts have, sums, or
-neither; found by a test.
+"""How losses and logged values of microbatches add up to those of the batch; found by a test.
+
+They are means over what the parts have, sums, or neither. Three steps forward tell: two parts of
+the first batch, and both together (`compare_steps`).
 
 [Note: divisors] A mean is a sum that is divided by how much it has: samples, tokens that are not
 padding, weights of classes. The graph of the loss says by what each of its summands is divided, in
 every part of a batch. In a sum over samples that is the same in all parts; in a mean it grows with
 the part, and is the part's weight in the mean of the whole batch. What they are multiplied by is a
 constant.
+
+A subject of its own, which `pipeline_steps` uses.
 """
 
 from __future__ import annotations
@@ -21,20 +25,20 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
 
-from lightning_topt.plugins.metric_states import uncounted
-from lightning_topt.plugins.pipeline_values import Call
-from lightning_topt.plugins.turns import loss_of
+from lightning_topt.plugins.step_records import LoggedCall, loss_of, uncounted
 from lightning_topt.techniques.tensor_parallel.random_states import random_states, set_random_states
 
 _RELATIVE = 1e-4  # by which equal losses may differ, in float32
+
+
 _RELATIVE_HALF, _RELATIVE_RANDOM = 3e-2, 0.4
+
+
 _MEAN = 1  # torch.nn._reduction.get_enum
 
 
 class Summand(NamedTuple):
-    """A `Summand` of a loss is a sum over a batch, divided by `divisor`, and multiplied by
-    `factor`.
-    """
+    """A sum over a batch, divided by `divisor` and multiplied by `factor`."""
 
     divisor: float
     factor: float
@@ -48,13 +52,12 @@ Summands = tuple[Summand, ...]
 
 @dataclass(frozen=True)
 class LossKinds:
-    """A step's `loss` over parts of its batch is a ``"mean"`` or a ``"sum"``. None: the test batch
-    did not tell.
+    """How the values of a step over parts of its batch make that of the batch.
 
-    So are the values that it `logged`, by name, and the leaves of what it `returned`, by place:
-    ``"sum"`` or ``"loss"``, which has the weights of the loss; all else are means over samples.
-    `loops`: the loss has a summand for each sample. `unlike`: logged values that the test found to
-    be none of these.
+    `loss` is a ``"mean"`` or a ``"sum"``; None: the test batch did not tell. So are the values that
+    it `logged`, by name, and the leaves of what it `returned`, by place: ``"sum"`` or ``"loss"``,
+    which has the weights of the loss; all else are means over samples. `loops`: the loss has a
+    summand for each sample. `unlike`: logged values that the test found to be none of these.
     """
 
     loss: str | None
@@ -66,12 +69,13 @@ class LossKinds:
 
 @dataclass(frozen=True)
 class TriedStep:
-    """A step of the test on `size` samples: what it returned, its calls, the summands of its
-    loss.
+    """A step of the test on `size` samples.
+
+    What it returned, its calls, the summands of its loss.
     """
 
     output: Any
-    calls: Sequence[Call]
+    calls: Sequence[LoggedCall]
     summands: Summands
     size: int
 
@@ -84,6 +88,7 @@ def compare_steps(
     `draws`: they draw random numbers, so that no two steps are equal; `half`: they compute in 16
     bits. Raises ValueError for a loss of neither kind.
     """
+    # How far equal losses may be apart.
     relative = _RELATIVE_RANDOM if draws else _RELATIVE_HALF if half else _RELATIVE
     outputs = [step.output for step in (*parts, whole)]
     losses = [loss_of(output) for output in outputs]
@@ -92,11 +97,13 @@ def compare_steps(
             "training_step returned no loss for a microbatch, which a pipeline cannot leave out; "
             "return one, or use another strategy"
         )
+    # Weights of the two parts: by divisors where the graph tells, else by samples.
     loops = len({len(step.summands) for step in (*parts, whole)}) > 1
     sizes = [float(step.size) for step in parts]
     known = [] if loops else [step.summands for step in parts]
     shares = [size / sum(sizes) for size in sizes]
     weights = loss_weights(known, kind=None) or shares
+    # Mean or sum.
     kind = _kind([float(loss) for loss in losses if loss is not None], weights, relative)
     if kind == "neither":
         first, second, both = (f"{float(loss):.6g}" for loss in losses if loss is not None)
@@ -107,6 +114,7 @@ def compare_steps(
         )
     if known:
         _check_whole(kind, known, whole.summands, relative=_RELATIVE_HALF if half else _RELATIVE)
+    # The same for what is logged, by name, and returned, by place.
     logged, unlike = dict[str, str](), list[str]()
     for calls in zip(*(step.calls for step in (*parts, whole)), strict=False):
         found = _kind_of([call.value for call in calls], losses, (shares, weights), relative)
@@ -126,9 +134,7 @@ def compare_steps(
 def _check_whole(
     kind: str | None, parts: Sequence[Summands], whole: Summands, *, relative: float
 ) -> None:
-    """Raise ValueError where the summands of a batch are not those of a sum or a mean over its
-    parts.
-    """
+    """Raise ValueError unless the batch has the summands of a sum or mean over parts."""
     for summands in zip(*parts, whole, strict=True):
         first, second, both = (each.divisor for each in summands)
         expected = first if kind == "sum" else first + second
@@ -151,8 +157,9 @@ def _kind_of(
     weights: tuple[Sequence[float], Sequence[float]],
     relative: float,
 ) -> str | None:
-    """The kind of what is logged or returned; `weights` are those of samples and of the loss. None:
-    no number, or not told.
+    """Return the kind of what is logged or returned.
+
+    `weights` are those of samples and of the loss. None: no number, or not known.
     """
     if not all(
         isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
@@ -176,8 +183,9 @@ def _kind_of(
 
 
 def _kind(values: Sequence[float], weights: Sequence[float], relative: float) -> str | None:
-    """The kind of what is the third value for a batch, and the first two for its parts, which have
-    these `weights`.
+    """Return the kind of a value that is the third for a batch, and two for its parts.
+
+    The parts have these `weights`.
     """
     first, second = (
         0.0 if weight == 0 else value for value, weight in zip(values, weights, strict=False)
@@ -185,6 +193,7 @@ def _kind(values: Sequence[float], weights: Sequence[float], relative: float) ->
     both = values[-1]
     if both == 0 or not all(map(math.isfinite, (first, second, both))):
         return None
+    # Compared to the largest of the three.
     near = relative * max(abs(first), abs(second), abs(both))
     if math.isclose(weights[0] * first + weights[1] * second, both, abs_tol=near, rel_tol=0):
         return "mean"
@@ -195,8 +204,9 @@ def _kind(values: Sequence[float], weights: Sequence[float], relative: float) ->
 
 
 def loss_weights(parts: Sequence[Summands], *, kind: str | None) -> list[float]:
-    """Return the weights of parts whose losses have these summands, in the loss of all; [] where
-    there are none.
+    """Return the weights of parts, with these summands, in the loss of all.
+
+    [] where there are no summands.
 
     Raises ValueError where no weights give that loss.
     """
@@ -206,6 +216,7 @@ def loss_weights(parts: Sequence[Summands], *, kind: str | None) -> list[float]:
             "training_step computes the losses of microbatches in different ways; use "
             "microbatches=1"
         )
+    # Each summand gives weights; all must agree.
     found = [[1 / count] * count] if kind == "sum" and parts[0] else []
     for summands in zip(*parts, strict=True):
         if not all(_close(each.factor, summands[0].factor) for each in summands):
@@ -228,14 +239,14 @@ def loss_weights(parts: Sequence[Summands], *, kind: str | None) -> list[float]:
 
 
 def summands_of(loss: Tensor, *, samples: int) -> Summands:
-    """Return the summands of the loss of a batch with so many `samples`, in the order of its graph
-    (see [Note: divisors]).
+    """Return the summands of a loss, in the order of its graph.
 
-    Those of parameters alone, such as a penalty, are the same in all parts of a batch, and left
-    out.
+    See [Note: divisors]. The batch has so many `samples`. Those of parameters alone, such as a
+    penalty, are the same in all parts of a batch, and left out.
     """
     if loss.grad_fn is None:
         return ()
+    # Walk down from the loss: numbers are followed, until something sums over entries.
     found, todo = list[Summand](), [(loss.grad_fn, Summand(1.0, 1.0))]
     while todo:
         node, around = todo.pop()
@@ -245,15 +256,18 @@ def summands_of(loss: Tensor, *, samples: int) -> Summands:
             if parent is not None
         ]
         divisor, factor = around.divisor, around.factor
+        # Times or divided by a number: outside of the sum.
         if (constant := _constant(node)) is not None:
             is_product = node.name().startswith("Mul")
             divisor, factor = (
                 (divisor, factor * constant) if is_product else (divisor * constant, factor)
             )
+        # The first input that is no single number.
         entries = next((shape for _, shape in inputs if shape), None)
         stacked = (
             _stacked(inputs[0][0]) if entries and len(inputs) == 1 and entries != (samples,) else []
         )
+        # Single numbers, added or stacked: go on with each.
         if entries is None or stacked:
             inside = stacked or [parent for parent, _ in inputs]
             todo += [(parent, Summand(divisor, factor)) for parent in reversed(inside)]
@@ -263,13 +277,13 @@ def summands_of(loss: Tensor, *, samples: int) -> Summands:
 
 
 def _shape(node: Node, number: int) -> tuple[int, ...] | None:
-    """The shape of an output of `node`; None where it is not known."""
+    """Return the shape of an output of `node`; None where it is not known."""
     metadata = getattr(node, "_input_metadata", ())
     return tuple(metadata[number].shape) if number < len(metadata) else None
 
 
 def _stacked(node: Node) -> list[Node]:
-    """The single numbers that `node` puts together."""
+    """Return the single numbers that `node` puts together."""
     is_join = node.name().startswith(("StackBackward", "CatBackward"))
     inputs = [
         (parent, _shape(parent, number))
@@ -284,7 +298,7 @@ def _stacked(node: Node) -> list[Node]:
 
 
 def _is_of_parameters(node: Node) -> bool:
-    """Whether `node` computes of parameters and numbers alone."""
+    """Return whether `node` computes of parameters and numbers alone."""
     todo, seen = [node], set[Node]()
     while todo:
         node = todo.pop()
@@ -300,7 +314,7 @@ def _is_of_parameters(node: Node) -> bool:
 
 
 def _constant(node: Node) -> float | None:
-    """The constant by which `node` multiplies or divides a number; None for other nodes."""
+    """Return the constant by which `node` multiplies or divides a number, or None."""
     sides = [parent is not None for parent, _ in node.next_functions]
     if not node.name().startswith(("MulBackward", "DivBackward")) or sum(sides) > 1:
         return None
@@ -310,7 +324,7 @@ def _constant(node: Node) -> float | None:
 
 
 def _reduced(node: Any, entries: int) -> float:
-    """By what `node`, which makes one number of so many entries, divides their sum."""
+    """Return by what `node`, which sums so many entries, divides them."""
     name = node.name()
     if name.startswith("NllLoss"):
         return _total_weight(node) if node._saved_reduction == _MEAN else 1.0
@@ -319,7 +333,7 @@ def _reduced(node: Any, entries: int) -> float:
 
 
 def _total_weight(node: Any) -> float:
-    """The weight of all targets of a cross-entropy that it does not ignore."""
+    """Return the weight of all targets of a cross-entropy that it does not ignore."""
     ignored = node._saved_ignore_index
     kept = node._saved_target[
         node._saved_target != (ignored - 2**64 if ignored >= 2**63 else ignored)
@@ -330,7 +344,7 @@ def _total_weight(node: Any) -> float:
 
 
 def _close(one: float, other: float) -> bool:
-    """Whether they are equal, or not both finite, which shows in the loss."""
+    """Return whether they are equal, or not both finite, which shows in the loss."""
     return math.isclose(one, other, rel_tol=_RELATIVE) or not (
         math.isfinite(one) and math.isfinite(other)
     )
@@ -341,9 +355,11 @@ def _close(one: float, other: float) -> bool:
 
 @contextmanager
 def without_trace(module: nn.Module) -> Generator[None, None, None]:
-    """Run `module` in evaluation mode, without gradients; modes, random numbers, buffers and
-    metrics stay as they were.
+    """Run `module` in evaluation mode, without gradients, and leave no trace.
+
+    Modes, random numbers, buffers and metrics stay as they were.
     """
+    # All that a step changes is put back.
     states, modes = random_states(), [(part, part.training) for part in module.modules()]
     buffers = [
         (part, name, part._buffers[name]) for part in module.modules() for name in part._buffers
@@ -373,9 +389,6 @@ def drawn_since(states: Any) -> bool:
     if any((a != b).any() for a, b in arrays):
         return True
     return now[3] != before[3] or any(
-        _differs(a, b) for a, b in zip(now[2], before[2], strict=True)
+        bool((a != b).any()) if hasattr(a, "any") else a != b
+        for a, b in zip(now[2], before[2], strict=True)
     )
-
-
-def _differs(one: Any, other: Any) -> bool:
-    return bool((one != other).any()) if hasattr(one, "any") else one != other

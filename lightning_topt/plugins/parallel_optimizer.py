@@ -1,46 +1,51 @@
-"""The Lightning callback that shares the optimizer step between the ranks of ``ddp`` where that
-saves time.
+"""The callback that shares the optimizer step between the ranks of ``ddp``.
+
+It does so where that saves time (`optim.adaptive_step`), or with gradients reduce-scattered
+(`optim.reduce_scatter`). Ranks can share a step of equal gradients, equal optimizers and full
+parameters, which is checked at the start of the fit: `check_strategy` and what follows it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
+from itertools import zip_longest
 from typing import Any, get_args
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_topt.basics.argument_checks import check_flag, check_real
+from lightning_topt.communication.hook import equal_parameters
 from lightning_topt.communication.node.rows import NodeRows, node_rows
 from lightning_topt.communication.rank_watch import RankWatch, watch_ranks, within_limit
 from lightning_topt.optim.adaptive_step import AdaptiveStep, Decision, Sharing
+from lightning_topt.optim.full_state import parameters_of
 from lightning_topt.optim.reduce_scatter import ScatteredStep
 from lightning_topt.optim.update_rule import UpdateRule, update_rule
-from lightning_topt.plugins.lost_ranks import NamesLostRanks, name_lost
-from lightning_topt.plugins.optimizer_checks import (
-    check_equal_optimizers,
-    check_reduce_scatter,
-    check_strategy,
-    optimizers_of,
-    reduced_parameters,
-)
-from lightning_topt.plugins.scattered_clipping import clip_scattered
+from lightning_topt.plugins.auto_parallel import AutoParallelStrategy
+from lightning_topt.plugins.clipping import clip_scattered
+from lightning_topt.plugins.ddp_base import NamesLostRanks, name_lost
+from lightning_topt.plugins.exchange_steps import ExchangeSteps
+from lightning_topt.plugins.local_steps_strategy import LocalStepsStrategy
 
 GATHER_DTYPES = {"bfloat16": torch.bfloat16}
 
 
 class ParallelOptimizerStep(pl.Callback):
-    """Every rank updates its share of the parameters and receives the others:
-    ``Trainer(callbacks=[ParallelOptimizerStep()])``.
+    """Every rank updates its share of the parameters and receives the others.
+
+    ``Trainer(callbacks=[ParallelOptimizerStep()])``
 
     For strategies ``ddp`` (also by fork, by spawn, with unused parameters) and ``topt_compressed``,
     and for any optimizer whose parameters can be updated by different ranks: those of torch,
@@ -89,6 +94,7 @@ class ParallelOptimizerStep(pl.Callback):
         reduce_scatter: bool = False,
         timeout_seconds: float = 300.0,
     ) -> None:
+        # Options are checked here, the fit in `on_fit_start`.
         check_flag(always, name="always")
         check_flag(reduce_scatter, name="reduce_scatter")
         check_real(timeout_seconds, name="timeout_seconds", positive=True)
@@ -117,15 +123,16 @@ class ParallelOptimizerStep(pl.Callback):
 
     @property
     def decisions(self) -> list[list[Decision]]:
-        """The decisions of each optimizer with parameters, for each of its groups; empty lists as
-        long as nothing is decided.
+        """The decisions of each optimizer with parameters, for each of its groups.
 
-        Empty with `reduce_scatter`, which decides nothing.
+        Lists are empty as long as nothing is decided. Empty with `reduce_scatter`, which decides
+        nothing.
         """
         return [step.decisions for step in self._steps]
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        # Our own strategies watch ranks already.
         if not isinstance(trainer.strategy, NamesLostRanks):
             self._end_watch()
             self._watch = watch_ranks()
@@ -152,8 +159,10 @@ class ParallelOptimizerStep(pl.Callback):
         if self.reduce_scatter:
             check_reduce_scatter(trainer.strategy)
         self._reduced = reduced_parameters(trainer.strategy)
+        # Rules that are not known are tried out on small copies.
         self._rules = [
-            update_rule(optimizer, declared=self.rule) for optimizer in optimizers_of(trainer)
+            update_rule(optimizer, declared=self.rule)
+            for optimizer in unwrapped_optimizers(trainer)
         ]
 
     @override
@@ -162,13 +171,15 @@ class ParallelOptimizerStep(pl.Callback):
         # at the start.
         if trainer.world_size == 1:
             return
-        optimizers = optimizers_of(trainer)
+        optimizers = unwrapped_optimizers(trainer)
+        # A group of its own: its waits have another time limit.
         timeout_seconds = within_limit(self.timeout_seconds)
         self._group = dist.new_group(timeout=timedelta(seconds=timeout_seconds))
         names: dict[Tensor, str] = {
             parameter: name for name, parameter in pl_module.named_parameters()
         }
         check_equal_optimizers(optimizers, names=names, group=self._group)
+        # Ranks of one node share parameters through its memory.
         self._node = node_rows(
             self._group,
             device=trainer.strategy.root_device,
@@ -185,6 +196,7 @@ class ParallelOptimizerStep(pl.Callback):
             gather_dtype=self.gather_dtype,
             node=self._node,
         )
+        # Each step measures first, and decides by itself.
         for number, (optimizer, rule) in enumerate(zip(optimizers, self._rules, strict=True)):
             say = partial(_say, number if len(optimizers) > 1 else None)
             self._steps.append(AdaptiveStep(optimizer, rule=rule, sharing=sharing, say=say))
@@ -220,6 +232,7 @@ class ParallelOptimizerStep(pl.Callback):
         steps = [step.parallel for step in self._steps] + (
             self._scattered.steps if self._scattered else []
         )
+        # Owners have float32 values of what travels in 16 bits.
         exact = {
             p: value
             for step in steps
@@ -237,6 +250,7 @@ class ParallelOptimizerStep(pl.Callback):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # Every rank gets the whole state again.
         for step in self._steps:
             step.finish()
         if self._scattered is not None:
@@ -263,8 +277,9 @@ class ParallelOptimizerStep(pl.Callback):
 
 
 def _named(run_stage: Callable[[], Any], watch: RankWatch | None) -> Callable[[], Any]:
-    """Return `run_stage` of ranks that Lightning forked or spawned: there, it asks no callback what
-    to do with an error.
+    """Return `run_stage` of ranks that Lightning forked or spawned.
+
+    There, it asks no callback what to do with an error.
     """
 
     def run() -> Any:
@@ -279,3 +294,150 @@ def _named(run_stage: Callable[[], Any], watch: RankWatch | None) -> Callable[[]
 
 def _say(number: int | None, reason: str) -> None:
     rank_zero_info(f"optimizer step, {'' if number is None else f'optimizer {number}, '}{reason}")
+
+
+# ---- what a shared step needs --------------------------------------------------------------------
+
+
+def check_strategy(strategy: Strategy) -> None:
+    """Raise ValueError unless ranks have full parameters and equal gradients."""
+    name, where = type(strategy).__name__, 'it runs under strategy="ddp" and "topt_compressed"'
+    if isinstance(strategy, AutoParallelStrategy):
+        raise ValueError(
+            f'{name} shares the optimizer step itself where its plan says so (plan="zero1" always '
+            "does): leave "
+            f"ParallelOptimizerStep out; {where}"
+        )
+    if isinstance(strategy, LocalStepsStrategy):
+        raise ValueError(
+            f"under {name} ranks train alone, each with its own gradients, so there is no common "
+            f"step to share: leave ParallelOptimizerStep out; {where}"
+        )
+    if not isinstance(strategy, DDPStrategy):
+        raise ValueError(
+            "ParallelOptimizerStep shares the step of whole parameters that have the same gradient "
+            f"on all ranks, which {name} does not keep: leave it out (a strategy that shards "
+            f"parameters shards their step too); {where}"
+        )
+    if getattr(strategy, "_model_averager", None) is not None:
+        raise ValueError(
+            "under post-local SGD (ddp_comm_state=PostLocalSGDState) gradients differ between "
+            "ranks, so there is no common step to share: leave ParallelOptimizerStep or that "
+            "communication hook out"
+        )
+
+
+def check_reduce_scatter(strategy: Strategy) -> None:
+    """Raise ValueError where gradients are exchanged in another way than DDP's own all-reduce."""
+    if (
+        not isinstance(strategy, DDPStrategy)
+        or isinstance(strategy, ExchangeSteps)
+        or strategy._ddp_comm_hook is not None
+    ):
+        raise ValueError(
+            "reduce_scatter=True exchanges gradients in place of DDP's all-reduce, and "
+            f"{type(strategy).__name__} has its own exchange (a communication hook): leave one of "
+            "them out"
+        )
+
+
+def unwrapped_optimizers(trainer: pl.Trainer) -> list[Optimizer]:
+    """Return the user's optimizers, without Lightning's wrapper.
+
+    Raises ValueError for one that shards its state itself, and for sharded parameters.
+    """
+    found: list[Optimizer] = [
+        getattr(optimizer, "_optimizer", optimizer) for optimizer in trainer.strategy.optimizers
+    ]
+    for optimizer in found:
+        name = type(optimizer).__name__
+        if isinstance(optimizer.__dict__.get("step"), AdaptiveStep):
+            raise ValueError(
+                f"the state of {name} is spread over the ranks since a fit that ended with an "
+                "exception: build a new one in configure_optimizers, and go on from a checkpoint"
+            )
+        if hasattr(optimizer, "consolidate_state_dict"):
+            raise ValueError(
+                f"{name} shards its state over the ranks by itself: leave ParallelOptimizerStep "
+                "out, or give it the optimizer that is inside"
+            )
+        if any(isinstance(parameter, DTensor) for parameter in parameters_of(optimizer)):
+            raise ValueError(
+                f"{name} has sharded parameters (DTensor), whose step is shared already: leave "
+                "ParallelOptimizerStep out"
+            )
+    return found
+
+
+def reduced_parameters(strategy: Strategy) -> frozenset[Tensor]:
+    """Return the parameters that DDP keeps equal.
+
+    They needed a gradient when the module was wrapped: call it soon after that.
+    """
+    assert isinstance(strategy.model, DistributedDataParallel)
+    return frozenset(
+        equal_parameters(strategy.model.module, strategy.model.parameters_to_ignore).values()
+    )
+
+
+def check_equal_optimizers(
+    optimizers: Sequence[Optimizer], *, names: Mapping[Tensor, str], group: dist.ProcessGroup
+) -> None:
+    """Raise ValueError, on all ranks, for optimizers that differ between ranks.
+
+    It names the first difference from rank 0's. A collective call on `group`. Compared are classes,
+    groups with their numbers and switches, and parameters (`names`, shapes, dtypes, and whether
+    they are trained), in their order.
+    """
+    # As texts, so that all ranks find the same first difference.
+    own = _describe(optimizers, names)
+    everyone: list[list[tuple[str, str]]] = [[] for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(everyone, own, group=group)
+    missing = ("", "missing")
+    for rank, theirs in enumerate(everyone):
+        for (place, value), (first_place, first) in zip_longest(
+            theirs, everyone[0], fillvalue=missing
+        ):
+            if (place, value) != (first_place, first):
+                value, first = (
+                    (value, first)
+                    if place == first_place
+                    else (f"{place} {value}", f"{first_place} {first}")
+                )
+                raise ValueError(
+                    f"ranks can share the step of equal optimizers only: {place or first_place} is "
+                    f"{value.strip()} on rank {rank} and {first.strip()} on rank 0; make "
+                    "configure_optimizers do the same on all ranks"
+                )
+
+
+def _describe(
+    optimizers: Sequence[Optimizer], names: Mapping[Tensor, str]
+) -> list[tuple[str, str]]:
+    """Return (place, what is there) of everything that must be equal, in order."""
+    entries: list[tuple[str, str]] = []
+    for number, optimizer in enumerate(optimizers):
+        entries.append((f"optimizer {number}", type(optimizer).__qualname__))
+        for index, group in enumerate(optimizer.param_groups):
+            place = f"optimizer {number}, group {index}"
+            entries += [
+                (f"{place}, {key}", repr(value))
+                for key, value in sorted(group.items())
+                if _is_plain(value)
+            ]
+            for position, parameter in enumerate(group["params"]):
+                name = names.get(parameter, "(not of the module)")
+                frozen = "" if parameter.requires_grad else ", frozen"
+                entries.append(
+                    (
+                        f"{place}, parameter {position}",
+                        f"{name} {tuple(parameter.shape)} {parameter.dtype}{frozen}",
+                    )
+                )
+    return entries
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(_is_plain(part) for part in value)
+    return value is None or isinstance(value, bool | int | float | str)

@@ -1,24 +1,36 @@
-"""Steps of a LightningModule under a plan with stages: its own code on each rank, results and
-logged values on all of them.
+"""Steps of a LightningModule under a plan with stages: its own code runs on every rank.
 
-A batch is split into microbatches, which the engine takes through the stages. What the last stage's
-passes return, log and count is combined as one step's would be, and every rank logs it itself, so
-that callbacks find it everywhere. The engine has done backward by then; Lightning clears gradients
-after `training_step`, so they wait aside until backward of the loss that it returned.
+    PipelineSteps     the ranks of a pipeline get one batch, which is split into microbatches
+    OwnBatchPipeline  each rank brings a batch, as data ranks do; each batch is one microbatch
+
+The engine takes microbatches through the stages, forward and backward, and calls ``training_step``
+for each; only the last stage's rank gets to the end of it. What was returned, logged and counted
+there is combined to what one step would give. Every rank of the pipeline logs it, so that callbacks
+find it everywhere (`step_records`). As the engine has done backward by then, gradients are stashed
+until Lightning calls backward of the loss that the step returned (`stashed_gradients`).
+
+With own batches the loss, its gradients and all that a step logs, draws or counts are those of data
+parallelism, whatever the loss is: a batch meets no other one. Every rank runs the step of each rank
+as that one would: with its random numbers, and at the end of the pipeline with its metrics. What
+the step returns and logs goes to the rank that brought the batch. Evaluation, whose ranks may then
+have different numbers of batches, runs on unsharded parameters, each rank by itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
+from typing_extensions import override
 
 from lightning_topt.basics.argument_checks import check_choice
 from lightning_topt.communication.topology import own_group
@@ -26,12 +38,6 @@ from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.pipeline.pipeline_run import Example
 from lightning_topt.graph.structures import map_tensors
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
-from lightning_topt.plugins.batch_parts import Parts, first_samples, split_batch
-from lightning_topt.plugins.former_gradients import (
-    Gradients,
-    cleared_before_backward,
-    gradients_aside,
-)
 from lightning_topt.plugins.loss_kinds import (
     LossKinds,
     Summands,
@@ -42,23 +48,51 @@ from lightning_topt.plugins.loss_kinds import (
     summands_of,
     without_trace,
 )
-from lightning_topt.plugins.member_batches import value_of_member, values_of_members
-from lightning_topt.plugins.metric_states import MetricChanges, take_over, uncounted
-from lightning_topt.plugins.pipeline_values import (
-    Call,
-    Told,
+from lightning_topt.plugins.microbatches import (
+    Parts,
     combined_calls,
     combined_output,
-    replay,
-    telling,
+    first_samples,
+    split_batch,
     weighted_losses,
 )
-from lightning_topt.plugins.row_batches import RowBatches
-from lightning_topt.plugins.turns import loss_of
+from lightning_topt.plugins.stashed_gradients import (
+    Gradients,
+    cleared_before_backward,
+    loss_with_gradients,
+    stashed_gradients,
+)
+from lightning_topt.plugins.step_records import (
+    LoggedCall,
+    MetricChanges,
+    States,
+    StepRecord,
+    apply_metric_changes,
+    as_nonzero_rank,
+    loss_in,
+    loss_of,
+    recorded_calls,
+    replace_metric_states,
+    replay,
+    states_in_use,
+    uncounted,
+)
+from lightning_topt.plugins.value_exchange import (
+    AgreedBatches,
+    value_for_rank,
+    value_of_rank,
+    values_of_ranks,
+)
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES, SCHEDULES
-from lightning_topt.techniques.tensor_parallel.random_states import random_states, set_random_states
+from lightning_topt.techniques.tensor_parallel.random_states import (
+    RandomStates,
+    random_states,
+    set_random_states,
+)
 
-Found = tuple[Any, tuple[Call, ...]]  # what a step returned, and what it told
+Found = tuple[Any, tuple[LoggedCall, ...]]  # what a step returned, and its calls
+
+# the contexts of a precision plugin
 _CONTEXTS = {
     "training_step": "train",
     "validation_step": "val",
@@ -68,8 +102,9 @@ _CONTEXTS = {
 
 
 class PipelineSteps:
-    """The steps of `module`, which `engine` runs in stages on `device` as its plan says. Made
-    before the plan is applied.
+    """The steps of `module`, which `engine` runs in stages on `device` as its plan says.
+
+    Made before the plan is applied. Methods are collective calls.
     """
 
     def __init__(
@@ -80,40 +115,30 @@ class PipelineSteps:
         precision: Precision,
         device: torch.device,
     ) -> None:
-        self._engine, self._module, self._precision, self._device = (
-            engine,
-            module,
-            precision,
-            device,
-        )
+        self._engine, self._module = engine, module
+        self._precision, self._device = precision, device
+        # The ranks of this pipeline, and the one among them that sees losses.
         mesh = engine.plan.mesh
-        self._row = own_group(mesh.groups_along(mesh.pipeline_axes))
-        self._teller = _last_rank(engine.plan)
+        self._group = own_group(mesh.groups_along(mesh.pipeline_axes))
+        self._last_place = _place_of_last_stage(engine.plan)
+        # Ranks of a tensor group run the same batch as well.
         alike = (
             own_group(mesh.groups_along([*mesh.pipeline_axes, *mesh.tensor_axes]))
             if mesh.tensor_axes
-            else self._row
+            else self._group
         )
-        self._batches = RowBatches(alike, device=device)
+        self._batches = AgreedBatches(alike, device=device)
         self._kinds = LossKinds(None)
 
     def example(self, batch: Any) -> Example:
-        """Return a training step on a microbatch of `batch`, for the engine to see what it needs. A
-        collective call.
-        """
+        """Return a training step on a microbatch of `batch`, for the engine to trace."""
         parts = split_batch(self._batches.agreed(batch), self._engine.plan.num_microbatches)
-        takes_index = is_param_in_hook_signature(
-            self._module.training_step, "batch_idx", min_args=2
-        )
-        passes = _Passes(
-            self, Parts((), ()), LossKinds(None), scale=1.0, batch_idx=0 if takes_index else None
-        )
+        batch_idx = 0 if takes_index(self._module) else None
+        passes = _Passes(self, Parts((), ()), LossKinds(None), scale=1.0, batch_idx=batch_idx)
         return Example(passes.loss, (parts.batches[0],))
 
     def check(self) -> None:
-        """Raise PlanError where a microbatch depends on the one before, which it would not in one
-        batch.
-        """
+        """Raise PlanError where a microbatch depends on the one before, through a buffer."""
         plan = self._engine.plan
         if plan.num_microbatches > 1 and (carried := self._engine.stages.carried_buffers):
             raise PlanError(
@@ -126,36 +151,36 @@ class PipelineSteps:
     # ---- training --------------------------------------------------------------------------------
 
     def training_step(self, *args: Any) -> Any:
-        """Return the output of the module's step on every rank of the row, whose loss has the
-        gradients of the weighted mean of its microbatches' losses (of their sum, where the loss is
-        a sum). A collective call.
+        """Return the output of the module's step, on every rank of the pipeline.
+
+        Its loss has the gradients of the weighted mean of the microbatches' losses, or of their
+        sum, where the loss is a sum.
         """
         batch = self._batches.agreed(args[0])
+        # Microbatches; a small batch has fewer.
         parts = split_batch(batch, self._engine.plan.num_microbatches)
+        # Until a batch tells how the loss adds up.
         if self._kinds.loss is None and len(parts.batches) > 1:
             self._kinds = self._find_kinds(batch, parts, args[1:])
         counting = MetricChanges.begin(self._module)
         passes = _Passes(
             self, parts, self._kinds, scale=self._loss_scale(), batch_idx=_index_in(args)
         )
-        weights = [1.0] * len(parts.batches)
-        divisor = passes.total if passes.by_divisors else None
-        with gradients_aside(
+        with stashed_gradients(
             self._module, dropped=cleared_before_backward(self._module)
         ) as gradients:
             self._engine.run_step(
-                passes.microbatches, passes.loss, weights=weights, divisor=divisor
+                passes.microbatches,
+                passes.loss,
+                weights=[1.0] * len(parts.batches),
+                divisor=passes.total if passes.by_divisors else None,
             )
-        told = self._told(self._combined(passes, parts) if passes.finished else None, counting)
-        loss = loss_of(told.output)
-        assert loss is not None
-        joint = joint_loss(loss, gradients, scale=passes.scale, device=self._device)
-        return {**told.output, "loss": joint} if isinstance(told.output, Mapping) else joint
+        record = self._shared(self._combined(passes, parts) if passes.finished else None, counting)
+        return self._with_gradients(record.output, gradients, scale=passes.scale)
 
     def _combined(self, passes: _Passes, parts: Parts) -> Found | str:
-        """The output and the calls of the whole step, or why it has none; the last stage alone has
-        them.
-        """
+        """Return the output and the calls of the whole step, or why it has none; last stage."""
+        # In the order of microbatches, whatever the schedule.
         done = [passes.finished[index] for index in range(len(parts.batches))]
         outputs, calls = [output for output, _ in done], [calls for _, calls in done]
         if len(done) == 1:
@@ -173,8 +198,15 @@ class PipelineSteps:
             calls, sizes=parts.sizes, weights=weights, kinds=self._kinds.logged
         )
 
+    def _with_gradients(self, output: Any, gradients: Gradients, *, scale: float) -> Any:
+        """Return `output` with a loss that brings `gradients`, those of the loss times `scale`."""
+        loss = loss_with_gradients(
+            loss_in(output), gradients, factor=1 / scale, device=self._device
+        )
+        return {**output, "loss": loss} if isinstance(output, Mapping) else loss
+
     def _loss_scale(self) -> float:
-        """The number that a scaler will multiply the loss by: microbatches need it already."""
+        """Return by what a scaler will multiply the loss: microbatches need that already."""
         scaler = getattr(self._precision, "scaler", None)
         if scaler is None or not scaler.is_enabled():
             return 1.0
@@ -183,9 +215,11 @@ class PipelineSteps:
         return float(scaler.get_scale())
 
     def _find_kinds(self, batch: Any, parts: Parts, rest: Sequence[Any]) -> LossKinds:
-        """Test how the loss adds up; nothing of the test is left. A collective call. Raises
-        ValueError on every rank.
+        """Test how the loss adds up, with three steps forward; nothing of the test is left.
+
+        Raises ValueError on every rank.
         """
+        # The first two microbatches, and both together, with the same random numbers.
         sizes, draws = (*parts.sizes[:2], sum(parts.sizes[:2])), False
         tried = []
         with without_trace(self._module):
@@ -198,20 +232,20 @@ class PipelineSteps:
                 self._engine.evaluate(step.batch, step)
                 tried.append(step)
                 draws |= drawn_since(before)
+        # The last stage's rank has seen all three, and compares them.
         verdict: Any = None
-        if (done := [step.tried() for step in tried if step.found is not None]) and len(
-            done
-        ) == len(tried):
+        done = [step.tried() for step in tried if step.found is not None]
+        if done and len(done) == len(tried):
             half = self._precision.precision not in ("32-true", "64-true")
             try:
                 verdict = compare_steps((done[0], done[1]), done[2], draws=draws, half=half)
             except ValueError as error:
                 verdict = str(error)
-        verdict = value_of_member(verdict, self._row, member=self._teller, device=self._device)
+        # All pipelines exchange their gradients in one way: the first that can tell decides.
+        verdict = value_of_rank(verdict, self._group, place=self._last_place, device=self._device)
         verdicts = [verdict]
-        # rows exchange their gradients in one way
         if (data := self._engine.data_group) is not None:
-            verdicts = list(values_of_members(verdict, data, device=self._device))
+            verdicts = list(values_of_ranks(verdict, data, device=self._device))
         for each in verdicts:
             if isinstance(each, str):
                 raise ValueError(each)
@@ -228,62 +262,70 @@ class PipelineSteps:
     # ---- evaluation ------------------------------------------------------------------------------
 
     def evaluation_step(self, name: str, *args: Any) -> Any:
-        """Return the output of the module's step of this name on every rank of the row. A
-        collective call.
-        """
+        """Return the output of the module's step `name`, on every rank of the pipeline."""
         counting = MetricChanges.begin(self._module)
-        found = self._pass_through(name, (self._batches.agreed(args[0]), *args[1:]))
-        return self._told(found, counting).output
-
-    def _pass_through(self, name: str, args: Sequence[Any]) -> Found | None:
-        """Run a step forward only; its output and calls on the last stage, None elsewhere."""
+        args = (self._batches.agreed(args[0]), *args[1:])
         batch = (args[0], *args[2:])
         step = _EVALUATIONS[name](self, batch, _index_in(args))
         self._engine.evaluate(batch, step)
-        found: Found | None = step.found
-        return found
+        return self._shared(step.found, counting).output
 
     # ---- both ------------------------------------------------------------------------------------
 
     def step(self, name: str, model: nn.Module, batch: Any, batch_idx: int | None) -> Any:
-        """Return what this step of `model`, the module or a copy of it, returns. `batch`: (batch,
-        dataloader_idx).
+        """Return what this step of `model`, the module or a copy of it, returns.
+
+        `batch` is ``(batch, dataloader_idx)``, or without the latter.
         """
         indices = () if batch_idx is None else (batch_idx,)
         with getattr(self._precision, f"{_CONTEXTS[name]}_step_context")():
             return getattr(model, name)(batch[0], *indices, *batch[1:])
 
-    def observed(self, name: str, batch: Any, batch_idx: int | None) -> Found:
-        """Return the output of the module's own step and the calls that it told; a step that does
-        not end counts nothing.
+    def recorded_step(self, name: str, batch: Any, batch_idx: int | None) -> Found:
+        """Return the output of the module's own step, and its calls.
+
+        A step that does not get to its end, as on all stages but the last, counts nothing.
         """
-        calls, done = list[Call](), list[bool]()
-        with telling(self._module, calls), uncounted(self._module, unless=done):
+        calls, done = list[LoggedCall](), list[bool]()
+        with recorded_calls(self._module, calls), uncounted(self._module, unless=done):
             output = self._engine.whole(self.step(name, self._module, batch, batch_idx))
             done.append(True)
         return output, tuple(calls)
 
-    def _told(self, found: Found | str | None, counting: MetricChanges) -> Told:
-        """Give all ranks of the row what the last stage found; they log it, and count it in their
-        metrics.
+    def _shared(self, found: Found | str | None, counting: MetricChanges) -> StepRecord:
+        """Give all ranks of the pipeline what the last stage found; they log and count it.
 
         Raises ValueError on all of them for a problem that it found.
         """
         if isinstance(found, str):
-            own = Told(problem=found)
+            own = StepRecord(problem=found)
         else:
-            own = Told() if found is None else Told(*found, counting.since(self._module))
-        told: Told = value_of_member(own, self._row, member=self._teller, device=self._device)
-        if told.problem:
-            raise ValueError(told.problem)
+            own = (
+                StepRecord() if found is None else StepRecord(*found, counting.since(self._module))
+            )
+        record: StepRecord = value_of_rank(
+            own, self._group, place=self._last_place, device=self._device
+        )
+        if record.problem:
+            raise ValueError(record.problem)
         if found is None:
-            take_over(self._module, told.counted)
-        replay(self._module, told.calls)
-        return told
+            apply_metric_changes(self._module, record.counted)
+        replay(self._module, record.calls)
+        return record
 
 
-def _last_rank(plan: ParallelPlan) -> int:
-    """The place along the pipeline of the rank that runs the last stage."""
+def takes_index(module: pl.LightningModule) -> bool:
+    """Return whether Lightning gives ``training_step`` the index of the batch."""
+    return is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+
+
+def _index_in(args: Sequence[Any]) -> int | None:
+    """Return the index of the batch, where the module's step takes one."""
+    return args[1] if len(args) > 1 else None
+
+
+def _place_of_last_stage(plan: ParallelPlan) -> int:
+    """Return the place along the pipeline of the rank that runs the last stage."""
     assert plan.schedule is not None
     if plan.schedule in CONTINUOUS_SCHEDULES:
         return plan.mesh.pipeline_size - 1
@@ -293,17 +335,12 @@ def _last_rank(plan: ParallelPlan) -> int:
     )[-1]
 
 
-def _index_in(args: Sequence[Any]) -> int | None:
-    """The index of the batch, where the module's step takes one."""
-    return args[1] if len(args) > 1 else None
-
-
 class _Passes:
-    """The passes of one training step's microbatches on this rank; `finished` has what those that
-    reached the end found.
+    """The passes of one training step's microbatches on this rank.
 
-    `by_divisors`: losses are weighted by what they are divided by, which is not known before;
-    gradients are then those of the loss times `total`.
+    `finished` has what those that reached the end returned and called. With `by_divisors` losses
+    are weighted by what they are divided by, which is known only when they are there; gradients are
+    then those of the loss times `total`.
     """
 
     def __init__(
@@ -326,13 +363,14 @@ class _Passes:
         self._factors: dict[int, float] = {}
 
     def loss(self, model: nn.Module, microbatch: Any) -> Tensor:
-        """Return the loss of a microbatch, scaled and weighted; or of a copy of it by a copy of the
-        module, to see what they need.
+        """Return the loss of a microbatch, scaled and weighted.
+
+        The engine also calls it with copies of the module and of a microbatch, to trace them.
         """
         index = self._places.get(id(microbatch))
         if index is None:
             return loss_in(self._steps.step("training_step", model, microbatch, self._batch_idx))
-        output, calls = self._steps.observed("training_step", microbatch, self._batch_idx)
+        output, calls = self._steps.recorded_step("training_step", microbatch, self._batch_idx)
         loss = loss_in(output)
         self.finished[index] = map_tensors(output, Tensor.detach), calls
         self._summands[index] = summands_of(loss, samples=self._sizes[index])
@@ -342,6 +380,7 @@ class _Passes:
         return loss if self.scale * factor == 1 else loss * (self.scale * factor)
 
     def _factor(self, index: int) -> float:
+        """Return the weight of a microbatch's loss: its divisor, or its share of the samples."""
         if self._kinds.loss == "sum" or len(self._sizes) == 1:
             return 1.0
         divided = {
@@ -360,9 +399,7 @@ class _Passes:
         return sum(self._factors.values()) or 1.0
 
     def weights(self) -> list[float]:
-        """Return the weights of the losses. Raises ValueError where none make them the loss of the
-        batch.
-        """
+        """Return the weights of the losses in that of the batch. Raises ValueError if none fit."""
         places = range(len(self._sizes))
         if not self._kinds.loops:
             loss_weights([self._summands[index] for index in places], kind=self._kinds.loss)
@@ -373,7 +410,7 @@ class _Passes:
 
 @dataclass
 class _Evaluation:
-    """A step forward only; `found` is what it found, where it reached the end."""
+    """A step forward only; `found` is what it returned and called, where it reached the end."""
 
     steps: PipelineSteps
     batch: Any
@@ -382,13 +419,13 @@ class _Evaluation:
     name: ClassVar[str] = ""
 
     def __call__(self, model: nn.Module, batch: Any) -> Any:
-        if batch is not self.batch:  # a copy, to see what it needs
+        if batch is not self.batch:  # a copy, which the engine traces
             return self.steps.step(self.name, model, batch, self.batch_idx)
-        self.found = self.observed()
+        self.found = self.run()
         return None
 
-    def observed(self) -> Found:
-        return self.steps.observed(self.name, self.batch, self.batch_idx)
+    def run(self) -> Found:
+        return self.steps.recorded_step(self.name, self.batch, self.batch_idx)
 
 
 # The engine tells steps apart by their classes.
@@ -405,9 +442,10 @@ class _Trial(_Evaluation):
     summands: Summands = ()
     name: ClassVar[str] = "training_step"
 
-    def observed(self) -> Found:
+    @override
+    def run(self) -> Found:
         with torch.enable_grad():
-            output, calls = super().observed()
+            output, calls = super().run()
         if (loss := loss_of(output)) is not None:
             self.summands = summands_of(loss, samples=self.size)
         return map_tensors(output, Tensor.detach), calls
@@ -417,45 +455,156 @@ class _Trial(_Evaluation):
         return TriedStep(*self.found, self.summands, self.size)
 
 
-def loss_in(output: Any) -> Tensor:
-    """Return the loss in what `training_step` returned. Raises ValueError where there is none."""
-    if (loss := loss_of(output)) is None:
-        raise ValueError(
-            f"training_step returned no loss but {type(output).__name__} for a microbatch, which a "
-            "pipeline cannot leave out; return a loss, or use another strategy"
+# ---- a batch from each rank ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RankInput:
+    """What a rank brings to a step: batch, states of random generators, what metrics counted.
+
+    `batch` is ``(batch, dataloader_idx)``, or without the latter.
+    """
+
+    batch: tuple[Any, ...]
+    states: RandomStates
+    counted: States
+
+
+class OwnBatchPipeline(PipelineSteps):
+    """The steps of `module` on the batches of all ranks of a pipeline."""
+
+    evaluates = False
+
+    def __init__(
+        self,
+        engine: Engine,
+        module: pl.LightningModule,
+        *,
+        precision: Precision,
+        device: torch.device,
+    ) -> None:
+        super().__init__(engine, module, precision=precision, device=device)
+        self._place, self._size = dist.get_rank(self._group), dist.get_world_size(self._group)
+        self._evaluation = ExitStack()
+
+    @override
+    def example(self, batch: Any) -> Example:
+        """Return a training step on the batch of rank 0."""
+        everyone: Any = dist.group.WORLD
+        batch = value_of_rank(batch, everyone, place=0, device=self._device)
+        batch_idx = 0 if takes_index(self._module) else None
+        passes = _OwnBatchPasses(self, [], is_last=False, scale=1.0, batch_idx=batch_idx)
+        return Example(passes.loss, (batch,))
+
+    @override
+    def check(self) -> None:
+        """Raise PlanError where a step changes buffers.
+
+        DDP keeps those of rank 0's batch, and a pipeline has those of all batches.
+        """
+        if changed := self._engine.stages.changed_buffers:
+            raise PlanError(
+                f"training steps change the buffer {changed[0]!r}, of which ddp keeps what rank "
+                "0's batches make; in a pipeline whose ranks bring a batch each they would all "
+                "count: leave out own_batches, or choose a plan without stages"
+            )
+
+    @override
+    def training_step(self, *args: Any) -> Any:
+        """Return the output of this rank's own step, its loss with gradients of the mean loss."""
+        # Everyone gets all batches, with the state that their ranks have.
+        own = RankInput((args[0], *args[2:]), random_states(), states_in_use(self._module))
+        inputs = list(values_of_ranks(own, self._group, device=self._device))
+        passes = _OwnBatchPasses(
+            self,
+            inputs,
+            is_last=self._place == self._last_place,
+            scale=self._loss_scale(),
+            batch_idx=_index_in(args),
         )
-    return loss
+        # Each pass draws as its rank would.
+        starts = self._engine.stages.random_starts([each.states for each in inputs])
+        with (
+            stashed_gradients(
+                self._module, dropped=cleared_before_backward(self._module)
+            ) as gradients,
+            starts as ends,
+            as_nonzero_rank(),
+        ):
+            self._engine.run_step(passes.microbatches, passes.loss)
+        # Each rank gets the record of its own batch, and goes on with its random numbers.
+        records = (
+            [passes.finished[index] for index in range(self._size)] if passes.finished else None
+        )
+        record: StepRecord = value_for_rank(
+            records, self._group, source=self._last_place, device=self._device
+        )
+        set_random_states(ends[self._place])
+        apply_metric_changes(self._module, record.counted)
+        replay(self._module, record.calls)
+        return self._with_gradients(record.output, gradients, scale=passes.scale)
+
+    def pass_of(
+        self, rank: RankInput, batch: Any, batch_idx: int | None, *, is_last: bool
+    ) -> StepRecord:
+        """Return the record of a rank's step, if it gets to the end here; it leaves nothing."""
+        with uncounted(self._module, unless=[]):
+            # Metrics count there alone, from where the rank was.
+            if is_last:
+                replace_metric_states(self._module, rank.counted)
+            counting = MetricChanges.begin(self._module)
+            output, calls = self.recorded_step("training_step", batch, batch_idx)
+            return StepRecord(output, calls, counting.since(self._module))
+
+    def begin_evaluation(self) -> None:
+        """Unshard the parameters."""
+        if not self.evaluates:
+            # Those that come in inference mode could not be trained afterwards.
+            with torch.inference_mode(False), torch.no_grad():
+                self._evaluation.enter_context(self._engine.joined())
+            self.evaluates = True
+
+    def end_evaluation(self) -> None:
+        """Let each rank keep the parameters of its stages alone again."""
+        with torch.inference_mode(False):
+            self._evaluation.close()
+        self.evaluates = False
 
 
-def joint_loss(
-    value: Tensor, gradients: Gradients, *, scale: float, device: torch.device
-) -> Tensor:
-    """Return a loss of this `value`, whose backward adds `gradients` to those of the parameters.
+class _OwnBatchPasses:
+    """The passes of one training step on the batches of all ranks.
 
-    `gradients` are those of the loss times `scale`.
+    `finished` has the records of those that reached the end here, by rank.
     """
-    anchor = torch.zeros((), device=device, requires_grad=True)
-    joint: Tensor = _JointLoss.apply(anchor, value.detach(), 1 / scale, gradients)  # type: ignore[no-untyped-call]
-    return joint
 
+    def __init__(
+        self,
+        steps: OwnBatchPipeline,
+        inputs: Sequence[RankInput],
+        *,
+        is_last: bool,
+        scale: float,
+        batch_idx: int | None,
+    ) -> None:
+        self._steps, self._inputs = steps, inputs
+        self._is_last, self._batch_idx, self.scale = is_last, batch_idx, scale
+        self.microbatches = [each.batch for each in inputs]
+        self._places = {id(batch): index for index, batch in enumerate(self.microbatches)}
+        self.finished: dict[int, StepRecord] = {}
 
-class _JointLoss(torch.autograd.Function):
-    """Has a value, and a backward that adds gradients which exist already, times `share`; it
-    empties their mapping.
-    """
+    def loss(self, model: nn.Module, microbatch: Any) -> Tensor:
+        """Return the loss of a rank's batch, scaled.
 
-    @staticmethod
-    def forward(
-        ctx: Any, anchor: Tensor, value: Tensor, share: float, gradients: Gradients
-    ) -> Tensor:
-        ctx.share, ctx.gradients = share, gradients
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        factor = gradient.reshape(()) * ctx.share
-        while ctx.gradients:
-            parameter, found = ctx.gradients.popitem()
-            found.mul_(factor.to(found.dtype))
-            parameter.grad = found if parameter.grad is None else parameter.grad.add_(found)
-        return torch.zeros_like(gradient.reshape(())), None, None, None
+        The engine also calls it with copies of the module and of a batch, to trace them.
+        """
+        index = self._places.get(id(microbatch))
+        if index is None:
+            return loss_in(self._steps.step("training_step", model, microbatch, self._batch_idx))
+        record = self._steps.pass_of(
+            self._inputs[index], microbatch, self._batch_idx, is_last=self._is_last
+        )
+        loss = loss_in(record.output)
+        self.finished[index] = StepRecord(
+            map_tensors(record.output, Tensor.detach), record.calls, record.counted
+        )
+        return loss if self.scale == 1 else loss * self.scale

@@ -1,23 +1,65 @@
-"""A request is what the user asked of the planner, and what that means for the start of a fit."""
+"""What the user asked of the planner, and what that means for the start of a fit.
+
+`PlanRequest` has all options of `AutoParallelStrategy`. Two of them change the training, so that
+they need the user's word:
+
+    AllowedExchanges   gradients may travel compressed (`allow_compression`)
+    AllowedStaleness   stages may never wait for an update (`allow_staleness`)
+
+Each knows how to read its option, checks a given plan against it, and says what this run can have.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities import rank_zero_info
+from torch.optim import Optimizer
 
+from lightning_topt.communication.exchange_method import ByNodes, ExchangeMethod, GradientMethod
+from lightning_topt.communication.method_registry import gradient_methods
+from lightning_topt.communication.methods.half import BF16
+from lightning_topt.communication.methods.top_k import TopK
+from lightning_topt.communication.selection.vector_top_k import DTYPES
+from lightning_topt.communication.topology import Topology
 from lightning_topt.costs.cluster import Cluster
+from lightning_topt.costs.optimizer import OptimizerProfile
+from lightning_topt.costs.plain_values import shown
 from lightning_topt.costs.timers import device_memory_bytes
-from lightning_topt.plan.parallel_plan import ParallelPlan
-from lightning_topt.plugins.allowed_exchanges import AllowedExchanges
-from lightning_topt.plugins.allowed_staleness import AllowedStaleness
-from lightning_topt.plugins.given_plans import GivenPlan, MeshPlan, PipelinePlan, UniformPlan
+from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError, rule_from_value
+from lightning_topt.plan.pipeline_search import StaleWeights
+from lightning_topt.plan.plan_values import read_exchange
+from lightning_topt.plugins.plan_options import (
+    GivenPlan,
+    MeshPlan,
+    PipelinePlan,
+    UniformPlan,
+)
+from lightning_topt.prediction import Prediction, TwoVersions, default_prediction, make_prediction
+from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
+
+Allow = (
+    bool
+    | str
+    | Mapping[str, Any]
+    | ExchangeMethod
+    | Sequence[str | Mapping[str, Any] | ExchangeMethod]
+)
+DEFAULT_CANDIDATES = (TopK(), TopK(density=None, bits=2), BF16())
+AllowStaleness = bool | str | Mapping[str, Any] | Prediction
+_NO_RULE_NEEDED = "stash"
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """A `PlanRequest` is what the user asked of the planner; see `AutoParallelStrategy`.
+    """What the user asked of the planner; see `AutoParallelStrategy`.
+
     `own_hook`: the user exchanges gradients. `gradients_are_views`: whether they are to be views of
     DDP's buckets; None: where a memory limit is set, as the search finds it best.
 
@@ -32,9 +74,9 @@ class PlanRequest:
     cluster: Cluster | None = None
     memory_margin: float = 0.05
     only_replicated: bool = False
-    allowed: AllowedExchanges = field(default_factory=AllowedExchanges)
+    allowed: AllowedExchanges = field(default_factory=lambda: AllowedExchanges())
     own_hook: bool = False
-    stale: AllowedStaleness = field(default_factory=AllowedStaleness)
+    stale: AllowedStaleness = field(default_factory=lambda: AllowedStaleness())
     gradients_are_views: bool | None = None
 
     def __post_init__(self) -> None:
@@ -69,8 +111,9 @@ class PlanRequest:
         return self.plan is None and module.automatic_optimization and not self.stale.allowed
 
     def needs_graph(self, device: torch.device) -> bool:
-        """Return whether the first step is recorded in any case, since times alone cannot tell that
-        DDP is the best plan.
+        """Return whether the first step is recorded in any case.
+
+        Times alone could then not tell that DDP is the best plan.
         """
         return (
             self.plan is not None
@@ -80,11 +123,10 @@ class PlanRequest:
         )
 
     def refines(self, module: pl.LightningModule, device: torch.device) -> bool:
-        """Return whether a uniform plan begins with the whole module as its one block, until a
-        first step has shown the others.
+        """Return whether a uniform plan begins with the module as its one block.
 
-        Not where such a step, with all parameters and gradients whole, may be more than `device`
-        has.
+        A first step then shows the others. Not where such a step, with all parameters and gradients
+        whole, may be more than `device` has.
         """
         return (
             self.is_by_block
@@ -93,8 +135,9 @@ class PlanRequest:
         )
 
     def may_begin_whole(self, module: pl.LightningModule, device: torch.device) -> bool:
-        """Return whether a step with whole parameters, gradients and two moments should fit on
-        `device`.
+        """Return whether a step with full parameters and gradients should fit on `device`.
+
+        Two moments of the optimizer count as well.
         """
         return 4 * _parameter_bytes(module) <= device_memory_bytes(device)
 
@@ -119,8 +162,9 @@ class PlanRequest:
         )
 
     def may_shard_for_memory(self, module: pl.LightningModule, device: torch.device) -> bool:
-        """Return whether plain DDP, which starts with whole gradients, may be more than is allowed
-        or more than `device` has.
+        """Return whether plain DDP, with full gradients, may need too much memory.
+
+        That is more than is allowed, or more than `device` has.
         """
         if not module.automatic_optimization or self.only_replicated:
             return False
@@ -131,6 +175,7 @@ class PlanRequest:
                 if isinstance(given, ParallelPlan)
                 else given.shards_gradients
             )
+        # A search: does plain DDP, with which a fit begins, fit at all?
         limit = self.memory_limit
         if limit is None:  # parameters, gradients, two moments
             return 4 * _parameter_bytes(module) > device_memory_bytes(device)
@@ -139,8 +184,9 @@ class PlanRequest:
         return 20 * _parameter_bytes(module) > limit
 
     def must_shard_first(self, module: pl.LightningModule, device: torch.device) -> bool:
-        """Return whether even the whole parameters may be too much for `device` (the host of CPU
-        ranks has them already).
+        """Return whether even the full parameters may be too much for `device`.
+
+        The host of CPU ranks has them already.
         """
         limit = device_memory_bytes(device) if self.memory_limit is None else self.memory_limit
         return device.type != "cpu" and 2 * _parameter_bytes(module) > limit
@@ -148,3 +194,312 @@ class PlanRequest:
 
 def _parameter_bytes(module: pl.LightningModule) -> int:
     return sum(parameter.nbytes for parameter in module.parameters())
+
+
+# ---- compressed exchanges ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AllowedExchanges:
+    """The gradient exchanges that plans may have.
+
+    `candidates` are searched, besides plain gradients; plans that are given may have `methods`.
+    With `only_what_holds` those of the candidates are searched that hold for the module's
+    optimizer.
+    """
+
+    candidates: tuple[GradientMethod, ...] = ()
+    methods: tuple[str, ...] = ()
+    only_what_holds: bool = False
+
+    @classmethod
+    def read(cls, allow: Allow) -> AllowedExchanges:
+        """Read what `allow_compression` says.
+
+        That is False; True; any of the forms of `read_method`; or several of these. True searches
+        those of `DEFAULT_CANDIDATES` that hold for the module's optimizer, and lets a given plan
+        have any method. Raises ValueError that names the entry.
+        """
+        if isinstance(allow, bool):
+            return (
+                cls(DEFAULT_CANDIDATES, gradient_methods(), only_what_holds=True)
+                if allow
+                else cls()
+            )
+        several = isinstance(allow, Sequence) and not isinstance(allow, str)
+        entries = allow if several else [allow]
+        candidates = tuple(_read_exchange(entry) for entry in entries)  # type: ignore[union-attr]
+        if not candidates:
+            raise ValueError(
+                "allow_compression is an empty list: name an exchange, or set it to false or true"
+            )
+        return cls(
+            tuple(dict.fromkeys(candidates)),
+            tuple(dict.fromkeys(method.name for method in candidates)),
+        )
+
+    def held(
+        self, optimizer: OptimizerProfile, *, steps: float, say: bool = True
+    ) -> tuple[GradientMethod, ...]:
+        """Return the candidates to search for a training of so many `steps`.
+
+        With `say` the user is told which are left out, and what others need.
+        """
+        if not self.only_what_holds or not optimizer.adaptive:
+            return self.candidates
+        # Methods are known to hold under Adam from some number of steps on.
+        held = tuple(
+            m
+            for m in self.candidates
+            if m.steps_under_adam is not None and m.steps_under_adam <= steps
+        )
+        for method in self.candidates if say else ():
+            if method not in held:
+                rank_zero_info(_left_out(method, optimizer.name))
+            elif needs := method.needs_under_adam:
+                rank_zero_info(
+                    f"topt: {method.words} is searched; {optimizer.name} needs {needs} "
+                    "(docs/compression.md)"
+                )
+        return held
+
+    def check(self, plan: ParallelPlan) -> None:
+        """Raise PlanError where `plan` compresses gradients in a way that is not allowed."""
+        exchange = plan.gradient_exchange
+        if exchange is None or exchange.is_exact or exchange.name in self.methods:
+            return
+        raise PlanError(
+            f"this plan sends gradients compressed ({exchange.words}), which changes the training. "
+            f"To run it, say allow_compression=True, or {[exchange.name]}; or remove "
+            "gradient_exchange from the plan"
+        )
+
+
+def exchanges_of_run(
+    allowed: AllowedExchanges, trainer: pl.Trainer, optimizer: OptimizerProfile
+) -> list[GradientMethod]:
+    """Return the candidates that this run can have.
+
+    The run's own nodes count, not those in the description of its cluster.
+    """
+    if any(
+        p.requires_grad and p.dtype not in DTYPES for p in trainer.lightning_module.parameters()
+    ):
+        return []
+    candidates = allowed.held(optimizer, steps=steps_of_fit(trainer))
+    if trainer.num_nodes > 1:
+        return [*candidates]
+    # What between nodes is for is not searched on one.
+    one_node = Topology(1, 2, 0)  # how many ranks it has decides nothing
+    return [*itertools.chain.from_iterable(method.choices(one_node) for method in candidates)]
+
+
+def steps_of_fit(trainer: pl.Trainer) -> float:
+    """Return the optimizer's steps of this fit.
+
+    Infinity where nothing ends it, or its data are not there yet.
+    """
+    if trainer.train_dataloader is None:
+        return trainer.max_steps if trainer.max_steps >= 0 else math.inf
+    steps = trainer.estimated_stepping_batches
+    return steps if steps >= 0 else math.inf
+
+
+def check_exchange_of_run(plan: ParallelPlan, trainer: pl.Trainer) -> None:
+    """Raise PlanError where this run cannot have the gradient exchange of a given plan."""
+    exchange = plan.gradient_exchange
+    if exchange is None:
+        return
+    if isinstance(exchange, ByNodes) and exchange.hierarchical and trainer.num_nodes == 1:
+        raise PlanError(
+            "this plan exchanges gradients between nodes (hierarchical), and this Trainer has one: "
+            "set num_nodes, or hierarchical: false"
+        )
+    for name, parameter in trainer.lightning_module.named_parameters():
+        if parameter.requires_grad and parameter.dtype not in DTYPES:
+            raise PlanError(
+                "this plan has a gradient exchange, which takes float32, bfloat16 and float16, and "
+                f"{name} is {parameter.dtype}: choose another precision, or remove "
+                "gradient_exchange from the plan"
+            )
+
+
+def _left_out(method: GradientMethod, optimizer: str) -> str:
+    least = method.steps_under_adam
+    which = "training" if least is None else f"fewer than {least} steps"
+    return (
+        f"topt: {method.words} was not searched: {which} with {optimizer} may end worse under it "
+        "than with whole gradients (docs/compression.md). To search it all the same, say "
+        f"allow_compression=[{_shortest_mapping(method)}]"
+    )
+
+
+def _shortest_mapping(method: GradientMethod) -> dict[str, Any]:
+    """Return the shortest mapping that is read as `method`."""
+    changed = {
+        f.name: getattr(method, f.name)
+        for f in fields(method)
+        if getattr(method, f.name) != f.default
+    }
+    return {"method": method.name, **changed}
+
+
+def _read_exchange(entry: Any) -> GradientMethod:
+    try:
+        return read_exchange(entry)
+    except ValueError as error:
+        raise ValueError(f"allow_compression: {entry!r}: {error}") from error
+
+
+# ---- continuous pipelines ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AllowedStaleness:
+    """Whether continuous pipelines are `allowed`, and with which rule of weights.
+
+    `prediction` None: the optimizer's default.
+    """
+
+    allowed: bool = False
+    prediction: Prediction | None = None
+
+    @classmethod
+    def read(cls, allow: AllowStaleness) -> AllowedStaleness:
+        """Read what `allow_staleness` says: False, True, or a rule.
+
+        Raises ValueError for anything else.
+        """
+        if isinstance(allow, bool):
+            return cls(allow)
+        try:
+            return cls(True, rule_from_value(allow))
+        except ValueError as error:
+            raise ValueError(
+                f"allow_staleness is true, false or a rule of weights: {error}"
+            ) from error
+
+    def check(self, plan: GivenPlan | None) -> None:
+        """Raise PlanError for a plan that needs to be allowed and is not.
+
+        ValueError where nothing is left to be allowed.
+        """
+        # What is not allowed.
+        schedule = plan.schedule if isinstance(plan, ParallelPlan | PipelinePlan) else None
+        if schedule in CONTINUOUS_SCHEDULES and not self.allowed:
+            raise PlanError(
+                f"this plan's stages never wait for an update (schedule {schedule!r}), and compute "
+                "with weights that miss some, which changes the training. To run it, say "
+                "allow_staleness=True; or choose another schedule"
+            )
+        if not self.allowed or plan is None:
+            return
+        # What is allowed, but excluded by the plan.
+        if isinstance(plan, PipelinePlan) and schedule in (None, *CONTINUOUS_SCHEDULES):
+            if dict(plan.sizes or ()).get("tensor", 1) > 1:
+                raise ValueError(
+                    f"the search takes the schedules {' and '.join(CONTINUOUS_SCHEDULES)} beside "
+                    "an axis 'data' alone: leave out the axis 'tensor', or allow_staleness"
+                )
+            return
+        if not isinstance(plan, ParallelPlan) or schedule not in CONTINUOUS_SCHEDULES:
+            named = "the mesh" if isinstance(plan, MeshPlan) else "the plan"
+            raise ValueError(
+                f"allow_staleness is for the schedules {' and '.join(CONTINUOUS_SCHEDULES)}, which "
+                f"{named} excludes: leave out one of them"
+            )
+        # Two rules that contradict each other.
+        own = plan.weight_prediction
+        if self.prediction is not None and own is not None and own != self.prediction:
+            raise ValueError(
+                f"the plan predicts weights by {own.name!r}, and allow_staleness names another "
+                "rule: say allow_staleness=True, or change the plan's prediction"
+            )
+
+    def weights(self, optimizer: Optimizer) -> StaleWeights | None:
+        """Return what a search may choose, None where nothing is allowed.
+
+        Raises ValueError as `rule_for`.
+        """
+        return StaleWeights(rule_for(optimizer, self.prediction)) if self.allowed else None
+
+
+def rule_for(optimizer: Optimizer, prediction: Prediction | None = None) -> Prediction:
+    """Return the rule of weights for an optimizer: `prediction`, else its default.
+
+    Raises ValueError where `prediction` does not know the optimizer, or this needs its closure.
+    """
+    if type(optimizer).__name__ == "LBFGS":
+        raise ValueError(
+            "LBFGS runs the training step several times per update, which stages that never wait "
+            "cannot do: choose another optimizer, or another schedule"
+        )
+    if prediction is not None:
+        prediction.on(optimizer, stage=0, num_stages=2)
+        return prediction
+    default = default_prediction(optimizer)
+    try:
+        default.on(optimizer, stage=0, num_stages=2)
+    except ValueError:  # SGD without momentum, say
+        return make_prediction(_NO_RULE_NEEDED)
+    return default
+
+
+def why_not_continuous(trainer: pl.Trainer) -> str | None:
+    """Return why this fit cannot run in a continuous pipeline, as a clause.
+
+    Beside what every pipeline refuses.
+    """
+    # Steps that change the training state in other ways than by an update.
+    strategy = trainer.strategy
+    if getattr(strategy.precision_plugin, "scaler", None) is not None:
+        return (
+            "a gradient scaler skips updates and changes its scale with minibatches in flight "
+            "(bf16-mixed needs none)"
+        )
+    if getattr(trainer, "_val_check_time_interval", None) is not None:
+        return (
+            "each rank's clock would decide when to validate (val_check_interval is a number of "
+            "batches, or a share of them)"
+        )
+    for config in strategy.lr_scheduler_configs:
+        if config.reduce_on_plateau and config.interval == "step":
+            return (
+                "ReduceLROnPlateau in each step sees other values on each stage (interval='epoch' "
+                "sees the same)"
+            )
+    return None
+
+
+def check_flight(plan: ParallelPlan, trainer: pl.Trainer) -> None:
+    """Raise PlanError where a rule needs more minibatches in an update than the fit accumulates."""
+    # Minibatches in flight on the first stage.
+    rule, flight = (
+        plan.weight_prediction,
+        (len(plan.stages) - 1) * CONTINUOUS_SCHEDULES[plan.schedule or ""],
+    )
+    if isinstance(rule, TwoVersions) and trainer.accumulate_grad_batches < flight:
+        raise PlanError(
+            f"prediction {rule.name!r} needs as many minibatches in an update as are in flight, "
+            f"{flight}: set accumulate_grad_batches={flight}, or use prediction 'stash'"
+        )
+
+
+def with_rule(
+    plan: ParallelPlan, optimizers: Sequence[Optimizer], allowed: AllowedStaleness
+) -> ParallelPlan:
+    """Return `plan`, a continuous pipeline, with its rule of weights.
+
+    Raises PlanError where none suits.
+    """
+    if len(optimizers) != 1:
+        raise PlanError(
+            f"the schedule {plan.schedule!r} updates with one optimizer, and the module has "
+            f"{shown(len(optimizers))}"
+        )
+    try:
+        return replace(
+            plan, prediction=rule_for(optimizers[0], plan.weight_prediction or allowed.prediction)
+        )
+    except ValueError as error:
+        raise PlanError(str(error)) from error

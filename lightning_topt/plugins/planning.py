@@ -1,29 +1,49 @@
-"""This is what the strategy and `topt plan` take from a Trainer for the search, and what they keep
-of its result.
+"""What planning takes from a Trainer, and how ranks agree on its result.
+
+    optimizers_of, make_fake_optimizers   the optimizers, on a fake copy before there are any
+    example_batches, batches_of           a batch, without starting workers or advancing the data
+    check_agreement                       ranks start with equal versions, options and models
+    on_rank_0, on_every_rank              one result on all ranks, or one error on all ranks
+
+`Planning` is what is kept of a search, `Decision` what a strategy gets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import platform
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import Any, TypeVar, cast
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.pytorch.core.optimizer import _configure_optimizers
-from torch import nn
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map, tree_unflatten
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
+from lightning_topt.communication.rank_watch import is_of_collective
+from lightning_topt.graph.errors import may_need_values
 from lightning_topt.graph.module_copy import fake_copy
 from lightning_topt.graph.op_graph import OpGraph
+from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
+from lightning_topt.plugins.plan_request import (
+    PlanRequest,
+)
 
 
 @dataclass(frozen=True)
 class Planning:
-    """A frontier and the point chosen from it (its plan says why); `graph` is what was planned.
+    """A frontier and the point chosen from it; its plan says why.
 
-    `left_out` says which kinds of plans were not searched or not found, and why, by the sentence
-    that a clause completes.
+    `graph` is what was planned. `left_out` says which kinds of plans were not searched or not
+    found, and why, by the sentence that a clause completes.
     """
 
     frontier: PlanFrontier
@@ -37,8 +57,9 @@ Optimizers = tuple[list[Optimizer], list[tuple[str, nn.Parameter]]]
 
 
 def optimizers_of(trainer: pl.Trainer) -> Optimizers:
-    """Return the optimizers of a fit; where they do not exist yet, what the module would make, on a
-    fake copy of it.
+    """Return the optimizers of a fit.
+
+    Where they do not exist yet: what the module would make, on a fake copy of it.
     """
     module, strategy = trainer.lightning_module, trainer.strategy
     if not strategy.optimizers:
@@ -48,9 +69,188 @@ def optimizers_of(trainer: pl.Trainer) -> Optimizers:
 
 def make_fake_optimizers(module: pl.LightningModule, *, device: torch.device) -> Optimizers:
     """Return what the module's own `configure_optimizers` makes, run on a fake copy."""
+    # Parameters on the fake device take no memory, whatever state is built.
     copied, mode = fake_copy(module, device=device.type)
     with mode:
         optimizers, _, _ = _configure_optimizers(copied.configure_optimizers())  # type: ignore[arg-type]
     # Modules may ask their trainer for the parameters (`self.trainer.model.parameters()`), which
     # are the original ones.
     return optimizers, [*copied.named_parameters(), *module.named_parameters()]
+
+
+T = TypeVar("T")
+
+
+# ---- several ranks -------------------------------------------------------------------------------
+
+
+def check_agreement(request: PlanRequest, module: nn.Module) -> None:
+    """Raise RuntimeError on every rank when ranks differ.
+
+    Versions, options and the model are compared. A collective call.
+    """
+    # What must be equal: else plans, or shapes of exchanged tensors, differ.
+    mine = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "lightning": version("lightning"),
+        "options of the strategy": repr(request),
+        "parameters of the model": [
+            (name, tuple(p.shape), str(p.dtype)) for name, p in module.named_parameters()
+        ],
+    }
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    for rank, other in enumerate(everyone):
+        for name, value in everyone[0].items():
+            if other[name] != value:
+                first, second = _first_difference(value, other[name])
+                raise RuntimeError(
+                    f"rank 0 and rank {rank} differ in {name}: {first} against {second}"
+                )
+
+
+def _first_difference(one: Any, two: Any) -> tuple[Any, Any]:
+    if not isinstance(one, list):
+        return one, two
+    for a, b in zip(one, two, strict=False):
+        if a != b:
+            return a, b
+    return f"{len(one)} entries", f"{len(two)} entries"
+
+
+class RemotePlanningError(RuntimeError):
+    """Planning failed on another rank, whose message this is.
+
+    `needs_values` is that rank's as well (see `CaptureError`).
+    """
+
+    needs_values = False
+
+
+def on_rank_0(function: Callable[[], T]) -> T:
+    """Run `function` on rank 0; every rank gets its result, or an error.
+
+    A collective call.
+    """
+    return _share(function, only_rank_0=True)
+
+
+def on_every_rank(function: Callable[[], T]) -> T:
+    """Run `function` on every rank; when one fails, all raise.
+
+    A collective call, and `function` may hold some.
+    """
+    return _share(function, only_rank_0=False)
+
+
+def _share(function: Callable[[], T], *, only_rank_0: bool) -> T:
+    result: Any = None
+    error: BaseException | None = None
+    if dist.get_rank() == 0 or not only_rank_0:
+        try:
+            result = function()
+        except Exception as caught:
+            # Not shared with the others.
+            if is_of_collective(caught):
+                raise  # a rank is gone: the next collective call would wait for it again
+            error = caught
+    # Everyone learns of all errors before anyone raises.
+    mine = None if error is None else (f"{type(error).__name__}: {error}", may_need_values(error))
+    problems: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, mine)
+    if error is not None:
+        raise error
+    for rank, problem in enumerate(problems):
+        if problem is not None:
+            remote = RemotePlanningError(f"planning failed on rank {rank}: {problem[0]}")
+            remote.needs_values = problem[1]
+            raise remote
+    if only_rank_0:
+        box = [result]
+        dist.broadcast_object_list(box, 0)
+        result = box[0]
+    return cast(T, result)
+
+
+# ---- example batches -----------------------------------------------------------------------------
+
+
+def example_batches(trainer: pl.Trainer) -> tuple[Any, Any | None]:
+    """Return a training batch as `training_step` will get it, and one twice as large.
+
+    None where there is no such. Calls `trainer.fit_loop.setup_data()`, as
+    `trainer.estimated_stepping_batches` does. Raises ValueError when the training data are empty.
+    """
+    # Loaders as the fit will have them, with their samplers.
+    trainer.fit_loop.setup_data()
+    combined = trainer.fit_loop._combined_loader
+    if combined is None:
+        raise ValueError(
+            "planning needs a training batch, but there are no training data "
+            "(limit_train_batches=0?)"
+        )
+    return batches_of(combined, trainer)
+
+
+def batches_of(loaders: CombinedLoader, trainer: pl.Trainer) -> tuple[Any, Any | None]:
+    """Return the same for given training loaders.
+
+    `trainer` has the module and the data module whose transfer hooks run.
+    """
+    # Transforms may draw.
+    with isolate_rng():
+        singles = [_samples(loader, 1) for loader in loaders.flattened]
+        doubles = [_samples(loader, 2) for loader in loaders.flattened]
+    single = tree_unflatten(singles, loaders._spec)
+    double = (
+        None if any(batch is None for batch in doubles) else tree_unflatten(doubles, loaders._spec)
+    )
+    return _transferred(trainer, single), None if double is None else _transferred(trainer, double)
+
+
+def _samples(loader: Any, times: int) -> Any | None:
+    """Return a batch of `loader` with `times` as many samples, or None.
+
+    None where its size cannot be chosen.
+    """
+    dataset: Any = getattr(loader, "dataset", None)
+    batch_size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    is_map_style = isinstance(loader, DataLoader) and not isinstance(dataset, IterableDataset)
+    # The first samples, whatever the sampler's order.
+    if is_map_style and isinstance(batch_size, int) and batch_size:
+        size = len(dataset)
+        if size == 0:
+            raise ValueError("planning needs a training batch, but the training data set is empty")
+        if times > 1 and size < 2 * batch_size:
+            return None
+        samples = [dataset[index % size] for index in range(times * min(batch_size, size))]
+        return loader.collate_fn(samples)
+    return _first(loader) if times == 1 else None
+
+
+def _first(loader: Iterable[Any]) -> Any:
+    # Without workers, which would outlive this.
+    if isinstance(loader, DataLoader) and loader.num_workers:
+        loader = DataLoader(
+            loader.dataset,
+            batch_size=loader.batch_size,
+            collate_fn=loader.collate_fn or default_collate,
+        )
+    for batch in loader:
+        return batch
+    raise ValueError("planning needs a training batch, but the training data are empty")
+
+
+def _transferred(trainer: pl.Trainer, batch: Any) -> Any:
+    """Return `batch` after the module's transfer hooks, on the CPU.
+
+    The loader's own tensors stay as they are.
+    """
+    # Hooks may change tensors in place.
+    batch = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)
+    batch = trainer.lightning_module._on_before_batch_transfer(batch)
+    return trainer.strategy.batch_to_device(batch, device=torch.device("cpu"))
+
+
+Decision = tuple[ParallelPlan, Planning | None, str]

@@ -1,5 +1,6 @@
-"""Registration of the strategy names with Lightning, and one clear sentence for users of the other
-package.
+"""Registration of the strategy names with Lightning.
+
+Users of the other package, `pytorch_lightning`, get one clear sentence.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "
 
 
 def register_strategies() -> None:
-    """Register our names with `lightning`, and with `pytorch_lightning`, where that is loaded, a
-    clear refusal.
+    """Register our names with `lightning`.
+
+    With `pytorch_lightning`, where that is loaded, a clear refusal is registered.
     """
     register_names(
         "topt",
@@ -36,6 +38,7 @@ def register_strategies() -> None:
         description=pipelines,
         unused=False,
     )
+    # Its registry is another one.
     other: Any = sys.modules.get("pytorch_lightning.strategies")
     if other is not None:
         for name in StrategyRegistry.available_strategies():
@@ -87,7 +90,7 @@ def _make_compressed(**options: Any) -> Any:
 
 
 def _make_pipeline(**options: Any) -> Any:
-    return importlib.import_module("lightning_topt.plugins.pipeline_strategy").PipelineStrategy(
+    return importlib.import_module("lightning_topt.plugins.auto_parallel").PipelineStrategy(
         **options
     )
 

@@ -1,4 +1,12 @@
-"""A plan is searched by all ranks together: rank 0 captures and searches, all of them measure."""
+"""What a search for a plan needs, and the search on a given mesh.
+
+All ranks take part: rank 0 captures the step and searches, all of them measure.
+
+    graph = capture_on_ranks(trainer, batch)
+    costs = read_costs(request, trainer, graph)               # optimizer, cluster, kernels
+    search = search_request(request, trainer, graph, costs)   # on data axes
+    point = choose_for(request, search_plans(search), costs.cluster)
+"""
 
 from __future__ import annotations
 
@@ -35,12 +43,10 @@ from lightning_topt.plan.choose import choose
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
 from lightning_topt.plan.plan_search import SearchRequest, local_graphs, search_plans
-from lightning_topt.plugins.allowed_exchanges import exchanges_of_run
-from lightning_topt.plugins.given_plans import MeshPlan
-from lightning_topt.plugins.plan_request import PlanRequest
-from lightning_topt.plugins.planning import Planning, optimizers_of
-from lightning_topt.plugins.planning_ranks import on_every_rank, on_rank_0
-from lightning_topt.plugins.whole_parameters import why_whole
+from lightning_topt.plugins.plan_options import MeshPlan
+from lightning_topt.plugins.plan_request import PlanRequest, exchanges_of_run
+from lightning_topt.plugins.planning import Planning, on_every_rank, on_rank_0, optimizers_of
+from lightning_topt.plugins.sharding_checks import why_unsharded
 from lightning_topt.techniques.ddp_wrapper import names_to_ignore
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 from lightning_topt.techniques.tensor_parallel.split_model import SplitModel
@@ -100,11 +106,10 @@ def capture_on_ranks(
 def capture_step(
     trainer: pl.Trainer, batch: Any, *, trace: Trace | None = None, scales: bool = False
 ) -> OpGraph:
-    """Return the graph of this rank's step on fake tensors. `trace` gets the calls of torch
-    functions.
+    """Return the graph of this rank's step on fake tensors.
 
-    With `scales` the graph says how the step grows with the batch, where that can be found. Raises
-    what the last attempt did.
+    `trace` gets the calls of torch functions. With `scales` the graph says how the step grows with
+    the batch, where that can be found. Raises what the last attempt did.
     """
 
     def on(*, scales: bool) -> OpGraph:
@@ -127,8 +132,9 @@ def capture_step(
 
 @dataclass(frozen=True)
 class RunCosts:
-    """`RunCosts` are what a search needs besides the graph; `measurements` are None where the
-    cluster was given.
+    """What a search needs besides the graph.
+
+    `measurements` are None where the cluster was given.
     """
 
     optimizer: OptimizerProfile
@@ -154,18 +160,29 @@ def measured_kernels(
 def read_costs(request: PlanRequest, trainer: pl.Trainer, graph: OpGraph) -> RunCosts:
     """Return the costs of this run, measured unless the cluster is given. A collective call."""
     device = trainer.strategy.root_device
+    # The optimizer: which state it keeps, how it updates.
     optimizers, named = optimizers_of(trainer)
     profile = on_every_rank(
         lambda: read_optimizer(optimizers, named_parameters=named, device_type=device.type)
     )
     if request.cluster is not None:
         return RunCosts(profile, request.cluster)
-    measurements = Measurements.open(device=device, num_nodes=trainer.num_nodes, progress=_progress)
+    # Stored from earlier runs on this machine, or measured now, by all ranks.
+    measurements = open_measurements(trainer)
     seconds = on_every_rank(lambda: measurements.update_seconds(optimizers, named_parameters=named))
     cluster = on_every_rank(measurements.cluster)
     profile = dataclasses.replace(profile, seconds_per_element=seconds)
     costs = RunCosts(profile, cluster, measurements=measurements)
     return dataclasses.replace(costs, kernel_seconds=costs.measured([graph]))
+
+
+def open_measurements(trainer: pl.Trainer) -> Measurements:
+    """Return what measures the cluster and kernels of this run; it says what it does."""
+    return Measurements.open(
+        device=trainer.strategy.root_device,
+        num_nodes=trainer.num_nodes,
+        progress=lambda line: rank_zero_info(f"topt: {line}"),
+    )
 
 
 def search_request(
@@ -217,6 +234,7 @@ def search_mesh(
     request: PlanRequest, trainer: pl.Trainer, batch: Any, given: MeshPlan
 ) -> tuple[ParallelPlan, Planning | None]:
     """Return the best plan on a given mesh, and on rank 0 what was searched. A collective call."""
+    # The step, and how it can be split.
     mesh, trace = given.mesh(dist.get_world_size(), num_nodes=trainer.num_nodes), FunctionTrace()
     graph = capture_on_ranks(trainer, batch, trace=trace)
     reason = on_every_rank(lambda: needs_whole_parameters(request, trainer, graph))
@@ -224,6 +242,7 @@ def search_mesh(
         raise PlanError(
             f"a mesh with tensor axes splits parameters, but {reason}; choose one without"
         )
+    # What to search: on this mesh only, without compression.
     split = split_model(trainer, batch, graph, trace)
     costs = read_costs(request, trainer, graph)
     wanted = dataclasses.replace(
@@ -236,6 +255,7 @@ def search_mesh(
         mesh=mesh,
         layout=given.preset,
     )
+    # Kernels on slices, measured by all ranks.
     kernels = {**costs.kernel_seconds, **costs.measured(on_rank_0(lambda: local_graphs(wanted)))}
     planning: Planning | None = None
 
@@ -257,7 +277,10 @@ def search_mesh(
 
 
 def _preset_of(given: MeshPlan, frontier: PlanFrontier) -> PlanPoint:
-    """The uniform plan that splits most, and recomputes all that it can or nothing."""
+    """Return the uniform plan that splits most.
+
+    It recomputes all that it can, or nothing.
+    """
     again = [
         (sum(block.config.recompute for block in point.plan.blocks), point)
         for point in frontier.uniform
@@ -273,6 +296,7 @@ def _with_what_is_left(point: PlanPoint, graph: OpGraph) -> PlanPoint:
     plan, axes = point.plan, point.plan.mesh.tensor_axes
     if len(axes) < 2:
         return point
+    # Along which axes each parameter is cut.
     placed = {
         f"{b.block}.{name}".lstrip("."): along
         for b in plan.blocks
@@ -294,13 +318,10 @@ def _with_what_is_left(point: PlanPoint, graph: OpGraph) -> PlanPoint:
     return dataclasses.replace(point, plan=dataclasses.replace(plan, reason=reason))
 
 
-def _progress(line: str) -> None:
-    rank_zero_info(f"topt: {line}")
-
-
 def choose_for(request: PlanRequest, frontier: PlanFrontier, cluster: Cluster) -> PlanPoint:
-    """Return the point of `frontier` that meets `request`; no limit means the memory of a device.
-    Raises NoPlanFitsError.
+    """Return the point of `frontier` that meets `request`.
+
+    No limit means the memory of a device. Raises NoPlanFitsError.
     """
     limit = cluster.device.memory_bytes if request.memory_limit is None else request.memory_limit
     margin = request.memory_margin
@@ -316,7 +337,10 @@ def needs_whole_parameters(
     *,
     would_shard: Callable[[str], bool] = lambda _: True,
 ) -> str | None:
-    """Why plans that shard the parameters whose name `would_shard` cannot run here, or None."""
+    """Return why plans that shard parameters cannot run here, as a clause, or None.
+
+    Parameters count whose name `would_shard`.
+    """
     if request.only_replicated:
         return "options of DistributedDataParallel were given, and sharded plans do not run it"
     if ignored := names_to_ignore(trainer.lightning_module):
@@ -324,15 +348,18 @@ def needs_whole_parameters(
             f"each rank keeps a {min(ignored)!r} of its own (_ddp_params_and_buffers_to_ignore), "
             "which only DistributedDataParallel leaves alone"
         )
+    # Callbacks and precisions that need full parameters.
     averaging = (StochasticWeightAveraging, WeightAveraging)
     if any(isinstance(callback, averaging) for callback in trainer.callbacks):  # type: ignore[attr-defined]
         return "weight-averaging callbacks copy whole parameters"
     if trainer.precision == "16-true":
         return "16-true keeps no float32 weights to shard"
+    # Parameters without a gradient.
     unused = [] if graph is None else [name for name in graph.unused if would_shard(name)]
     if unused:
         return (
             f"the step gives {unused[0]} no gradient, which only DistributedDataParallel sees and "
             "answers"
         )
-    return why_whole(trainer, would_shard=would_shard)
+    # User code that reads parameters, or holds them.
+    return why_unsharded(trainer, would_shard=would_shard)

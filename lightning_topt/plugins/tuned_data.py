@@ -1,6 +1,4 @@
-"""`TunedDataModule` has the workers, prefetching and pinning of a DataModule's training loaders
-chosen by measurement.
-"""
+"""A DataModule whose workers, prefetching and pinning are chosen by measurement."""
 
 from __future__ import annotations
 
@@ -31,21 +29,21 @@ _WORKERS_ONLY = {"persistent_workers": False, "timeout": 0, "multiprocessing_con
 
 
 class TunedDataModule(WrappedDataModule):
-    """A `TunedDataModule` is `datamodule` with `num_workers`, `prefetch_factor` and `pin_memory` of
-    its training loaders chosen for it.
+    """A DataModule whose loader settings are chosen by measurement.
 
-    For each of the three "auto" is chosen, a value is taken, None leaves what the loader has. The
-    first time that the training loaders are asked for, they are tried on this machine with
-    different numbers of workers for some seconds; the choice is printed, kept in `choices` and used
-    for all later epochs and fits. With several ranks, rank 0 tries and all do the same. Several
-    training loaders share the cores. Everything else of a loader stays, but what torch allows with
-    workers only (persistent workers, timeout, start method) goes where none are chosen. Other
-    loaders than training's stay as they are.
+    They are `num_workers`, `prefetch_factor` and `pin_memory` of the training loaders of
+    `datamodule`. For each of the three "auto" is chosen, a value is taken, None leaves what the
+    loader has. The first time that the training loaders are asked for, they are tried on this
+    machine with different numbers of workers for some seconds; the choice is printed, kept in
+    `choices` and used for all later epochs and fits. With several ranks, rank 0 tries and all do
+    the same. Several training loaders share the cores. Everything else of a loader stays, but what
+    torch allows with workers only (persistent workers, timeout, start method) goes where none are
+    chosen. Other loaders than training's stay as they are.
 
-    Samples without randomness and their order, and so the losses, do not depend on the choice. What
-    torch draws otherwise with another number of workers, with or without us: random augmentation;
-    and, where no workers take the place of some or the reverse, later epochs' order of a loader
-    that shuffles with a generator of its own or, on a single rank, has persistent workers. Give
+    Samples without randomness and their order, and so the losses, do not depend on the choice. With
+    or without us, torch draws random augmentation otherwise with another number of workers. Where
+    no workers take the place of some, or the reverse, the order of later epochs may differ too:
+    that of a loader with a generator of its own or, on a single rank, with persistent workers. Give
     numbers to repeat such a run exactly.
 
     The trials read samples, in other processes than this one, and throw them away: what
@@ -81,6 +79,7 @@ class TunedDataModule(WrappedDataModule):
         seconds: float = 5.0,
         memory_bytes: int | str | None = None,
     ) -> None:
+        # Values are checked before the wrapped module is touched.
         _check_count("num_workers", num_workers, least=0)
         _check_count("prefetch_factor", prefetch_factor, least=1)
         if not (pin_memory is None or isinstance(pin_memory, bool) or pin_memory == AUTO):
@@ -123,6 +122,7 @@ class TunedDataModule(WrappedDataModule):
         return loader
 
     def _tune(self, loader: DataLoader[Any]) -> LoaderChoice:
+        # Ranks of the machine, and several loaders, share its cores and memory.
         trainer = self.trainer
         ranks = 1 if trainer is None else max(1, trainer.world_size // trainer.num_nodes)
         sharers = ranks * self._num_loaders
@@ -145,12 +145,14 @@ class TunedDataModule(WrappedDataModule):
         )
 
     def _agreed(self, tune: Callable[[], LoaderChoice]) -> LoaderChoice:
-        """Return what rank 0 chooses, on all ranks: workers are seeded by their number. An error of
-        rank 0 is one of all.
+        """Return what rank 0 chooses, on all ranks: workers are seeded by their number.
+
+        An error of rank 0 is one of all.
         """
         trainer = self.trainer
         if trainer is None or trainer.world_size == 1:
             return tune()
+        # Rank 0 measures while the others wait.
         choice: LoaderChoice | None = None
         error: Exception | None = None
         if trainer.is_global_zero:
@@ -173,8 +175,9 @@ class TunedDataModule(WrappedDataModule):
 
 
 def apply_choice(loader: DataLoader[Any], choice: LoaderChoice) -> None:
-    """Change `loader` as chosen, also for when Lightning makes it anew with a distributed
-    sampler.
+    """Change `loader` as chosen.
+
+    Also for when Lightning makes it anew with a distributed sampler.
     """
     arguments: dict[str, Any] = {
         "num_workers": choice.num_workers,

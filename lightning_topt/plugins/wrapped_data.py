@@ -17,11 +17,11 @@ TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_b
 
 
 class WrappedDataModule(pl.LightningDataModule):
-    """A `WrappedDataModule` is `datamodule` as it is, down to its attributes, hyper-parameters and
-    state; a subclass overrides what gives loaders.
+    """Another DataModule as it is, but for its loaders.
 
-    What is set on it goes to `datamodule` where that has the attribute, as tuners do with
-    ``batch_size``. What belongs to a subclass itself is set before it calls this constructor.
+    Attributes, hyper-parameters and state are those of `datamodule`; a subclass overrides what
+    gives loaders. What is set on it goes to `datamodule` where that has the attribute, as tuners do
+    with ``batch_size``. What belongs to a subclass itself is set before it calls this constructor.
     """
 
     def __init__(self, datamodule: pl.LightningDataModule) -> None:
@@ -36,6 +36,7 @@ class WrappedDataModule(pl.LightningDataModule):
         self.allow_zero_length_dataloader_with_multiple_devices = (
             datamodule.allow_zero_length_dataloader_with_multiple_devices
         )
+        # What the wrapped module logs and saves is logged and saved.
         if datamodule._log_hyperparams:
             self.save_hyperparameters(dict(datamodule.hparams_initial))
             self._hparams = datamodule.hparams  # one object: the Trainer's tuners change it
@@ -51,6 +52,7 @@ class WrappedDataModule(pl.LightningDataModule):
 
     @override
     def __setattr__(self, name: str, value: Any) -> None:
+        # Before `datamodule` is there, and for what is the subclass's own.
         own = "datamodule" not in vars(self) or name in vars(self) or hasattr(type(self), name)
         if own or not hasattr(self.datamodule, name):
             super().__setattr__(name, value)
@@ -121,8 +123,9 @@ class WrappedDataModule(pl.LightningDataModule):
         return self.datamodule.on_after_batch_transfer(batch, dataloader_idx)
 
     def _changed(self, loaders: Any, *, path: str = "") -> Any:
-        """Return `loaders`, a DataLoader or a collection of them, with `_changed_loader` applied to
-        each. ValueError for others.
+        """Return `loaders` with `_changed_loader` applied to each.
+
+        They are a DataLoader or a collection of them. Raises ValueError for others.
         """
         if isinstance(loaders, DataLoader):
             return self._changed_loader(loaders, path)
@@ -144,7 +147,8 @@ class WrappedDataModule(pl.LightningDataModule):
         )
 
     def _changed_loader(self, loader: DataLoader[Any], path: str) -> Any:
-        """Return what takes the place of one loader; `path` says which one it is in a
-        collection.
+        """Return what takes the place of one loader.
+
+        `path` says which one it is in a collection.
         """
         raise NotImplementedError

@@ -21,8 +21,7 @@ from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from lightning_topt.plan.pipeline_search import PipelineRequest
 from lightning_topt.plan.plan_search import SearchRequest
 from lightning_topt.plugins.auto_parallel import AutoParallelStrategy
-from lightning_topt.plugins.given_plans import PipelinePlan
-from lightning_topt.plugins.read_options import read_mesh, read_plan_option
+from lightning_topt.plugins.plan_options import PipelinePlan, read_mesh, read_plan_option
 from lightning_topt.prediction import make_prediction
 from tests.cli.test_main import TINY, finished, topt
 from tests.models import GPT

@@ -49,7 +49,7 @@ from lightning_topt.data.stalls.measurement import (
 )
 from lightning_topt.data.stalls.model import what_if
 from lightning_topt.data.stalls.stall_report import advice, print_report, save_png
-from lightning_topt.plugins.measured_cache import MeasuredCache
+from lightning_topt.plugins.cached_data import MeasuredCache
 from tests.clock import Clock
 from tests.data.test_stall_model import COSTS
 

@@ -15,13 +15,12 @@ from lightning_topt import (
     ParallelOptimizerStep,
 )
 from lightning_topt.communication import ExchangeSettings, LinkCosts, PowerSGD, Sign, TopK
-from lightning_topt.plugins.exchange_monitor import ExchangeMonitor
-from lightning_topt.plugins.read_options import (
+from lightning_topt.plugins.monitors import ExchangeMonitor, StepMonitor
+from lightning_topt.plugins.plan_options import (
     check_planner_options,
     read_device_counts,
     read_memory_limit,
 )
-from lightning_topt.plugins.step_monitor import StepMonitor
 
 NAN, INF = math.nan, math.inf
 NO_COUNT: list[Any] = [0, -1, 1.5, 2.0, NAN, True, "2", [2]]

@@ -8,8 +8,7 @@ import torch
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_topt.plugins.cache_monitor import CacheMonitor
-from lightning_topt.plugins.cached_data import CachedDataModule
+from lightning_topt.plugins.cached_data import CachedDataModule, CacheMonitor
 from tests.plugins.trainer_ranks import on_ranks
 
 ITEMS = 16

@@ -21,7 +21,7 @@ from torch.utils.data import (
 )
 
 from lightning_topt.data.cache.determinism import NotDeterministicError, deterministic
-from lightning_topt.plugins import cache_defaults
+from lightning_topt.plugins import cached_data
 from lightning_topt.plugins.cached_data import CachedDataModule
 from tests.plugins.trainer_ranks import on_ranks
 
@@ -296,7 +296,7 @@ def test_without_numbers_it_has_a_quarter_of_the_free_memory_and_a_folder_of_the
     tmp_path, monkeypatch
 ):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(cache_defaults, "available_bytes", lambda: 1 << 30)
+    monkeypatch.setattr(cached_data, "available_bytes", lambda: 1 << 30)
     module = CachedDataModule(Validated(dataset=Numbers()))
     module.train_dataloader(), module.val_dataloader()
     first, second = module._caches.values()
@@ -315,17 +315,17 @@ class Validated(Module):
 def test_the_users_cache_directory(tmp_path, monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert cache_defaults.default_directory().parents[2] == tmp_path / ".cache"
+    assert cached_data.default_directory().parents[2] == tmp_path / ".cache"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # which the standard says to ignore
-    assert cache_defaults.default_directory().parents[2] == tmp_path / ".cache"
+    assert cached_data.default_directory().parents[2] == tmp_path / ".cache"
     monkeypatch.setattr(
         pathlib.Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home"))
     )
-    assert cache_defaults.default_directory().is_absolute()
+    assert cached_data.default_directory().is_absolute()
 
 
 def test_little_free_memory_is_no_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(cache_defaults, "available_bytes", lambda: 0)
+    monkeypatch.setattr(cached_data, "available_bytes", lambda: 0)
     assert fit(CachedDataModule(Module(), directory=tmp_path))[0] == fit(Module())[0]
 
 

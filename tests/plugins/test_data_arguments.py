@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_topt.plugins.cache_monitor import CacheMonitor
-from lightning_topt.plugins.cache_partition import CachePartition
-from lightning_topt.plugins.cached_data import CachedDataModule
+from lightning_topt.plugins.cached_data import (
+    CachedDataModule,
+    CacheMonitor,
+    CachePartition,
+    MeasuredCache,
+)
 from lightning_topt.plugins.coordinated_data import CoordinatedDataModule
-from lightning_topt.plugins.measured_cache import MeasuredCache
-from lightning_topt.plugins.stall_monitor import StallMonitor
+from lightning_topt.plugins.monitors import StallMonitor
 from lightning_topt.plugins.tuned_data import TunedDataModule
 
 

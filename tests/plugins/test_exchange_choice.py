@@ -19,12 +19,8 @@ from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.costs.optimizer import read_optimizer
 from lightning_topt.plan.parallel_plan import PlanError, uniform_plan
 from lightning_topt.plan.plan_search import SearchRequest, search_plans
-from lightning_topt.plugins import allowed_exchanges
-from lightning_topt.plugins.allowed_exchanges import (
-    DEFAULT_CANDIDATES,
-    AllowedExchanges,
-    steps_of_fit,
-)
+from lightning_topt.plugins import plan_request
+from lightning_topt.plugins.plan_request import DEFAULT_CANDIDATES, AllowedExchanges, steps_of_fit
 from tests.costs.graphs import profile_of, random_graph
 
 EXCHANGES = (
@@ -112,7 +108,7 @@ def test_forms_of_the_permission(allow, candidates, methods):
 )
 def test_what_holds_depends_on_the_optimizer(optimizer, held, monkeypatch):
     said = []
-    monkeypatch.setattr(allowed_exchanges, "rank_zero_info", said.append)
+    monkeypatch.setattr(plan_request, "rank_zero_info", said.append)
     assert AllowedExchanges.read(True).held(profile_of_optimizer(optimizer), steps=math.inf) == held
     if held == DEFAULT_CANDIDATES:
         assert not said
@@ -138,7 +134,7 @@ def profile_of_optimizer(make):
 
 def test_what_holds_depends_on_the_length_of_the_training(monkeypatch):
     said, allowed, few = [], AllowedExchanges.read(True), DEFAULT_CANDIDATES[1]
-    monkeypatch.setattr(allowed_exchanges, "rank_zero_info", said.append)
+    monkeypatch.setattr(plan_request, "rank_zero_info", said.append)
     optimizer = profile_of_optimizer(torch.optim.AdamW)
     assert allowed.held(optimizer, steps=few.steps_under_adam) == (few, BF16())
     assert allowed.held(optimizer, steps=few.steps_under_adam - 1) == (BF16(),)

@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader
 
 from lightning_topt import LocalSteps, LocalStepsStrategy
-from lightning_topt.plugins.exchange_monitor import ExchangeMonitor
+from lightning_topt.plugins.monitors import ExchangeMonitor
 from tests.plugins.trainer_ranks import compressed, make_trainer, on_ranks
 
 INPUTS, OUTPUTS = 100, 50

@@ -11,7 +11,7 @@ import pytest
 from lightning_topt import AutoParallelStrategy, ParallelPlan
 from lightning_topt.plan.choose import NoPlanFitsError
 from lightning_topt.plan.parallel_plan import PlanError, uniform_plan
-from lightning_topt.plugins.planning_ranks import RemotePlanningError
+from lightning_topt.plugins.planning import RemotePlanningError
 from tests.models import GPT
 from tests.plugins.trainer_ranks import RecordingGPT, loader, make_trainer, on_ranks, topt_trainer
 

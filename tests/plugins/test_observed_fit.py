@@ -19,7 +19,7 @@ from lightning_topt import AutoParallelStrategy
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.graph.errors import CaptureError
 from lightning_topt.plan.choose import NoPlanFitsError
-from lightning_topt.plugins import observed_fit
+from lightning_topt.plugins import watched_planning
 from tests.plugins.trainer_ranks import RecordingGPT, loader, make_trainer, on_ranks
 
 # a search that measures nothing
@@ -162,16 +162,16 @@ class Patient(Callback):
 
 def searched_beside(rank: int, fails: bool) -> tuple[Any, Any, list[int]]:
     torch.manual_seed(0)
-    observed_fit._why_ddp_stays = lambda *_: None  # type: ignore[assignment]
-    observed_fit._cluster_of = lambda *_: (Cluster.load(CLUSTER), None)  # type: ignore[assignment]
-    search = observed_fit._search
+    watched_planning._why_ddp_stays = lambda *_: None  # type: ignore[assignment]
+    watched_planning._cluster_of = lambda *_: (Cluster.load(CLUSTER), None)  # type: ignore[assignment]
+    search = watched_planning._search
 
     def searched(*args: Any, **kwargs: Any) -> Any:
         if fails:
             raise NoPlanFitsError("none fits")
         return search(*args, **kwargs)
 
-    observed_fit._search = searched  # type: ignore[assignment]
+    watched_planning._search = searched  # type: ignore[assignment]
     expected = run(DDPStrategy())
     strategy = AutoParallelStrategy(watch_steps=1)
     torch.manual_seed(0)

@@ -21,9 +21,13 @@ from lightning_topt import AutoParallelStrategy
 from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.graph.capture import capture
 from lightning_topt.plan.choose import NoPlanFitsError
-from lightning_topt.plugins.member_batches import values_of_members
-from lightning_topt.plugins.member_state import LoggedLater, foreign_turn
-from lightning_topt.plugins.own_batches import WatchedTrace, why_no_members, why_no_turns
+from lightning_topt.plugins.sequential_batches import DelayedLogs, as_other_rank
+from lightning_topt.plugins.step_checks import (
+    WatchedTrace,
+    why_no_own_batches,
+    why_no_sequential_batches,
+)
+from lightning_topt.plugins.value_exchange import values_of_ranks
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 from lightning_topt.techniques.tensor_parallel.random_states import random_states
 from tests.launch import run_ranks
@@ -57,7 +61,7 @@ def batch_of(rank: int) -> Boxed:
 
 def received(rank: int) -> None:
     group = dist.new_group([0, 1])
-    found = [*values_of_members(batch_of(rank), group, device=torch.device("cpu"))]
+    found = [*values_of_ranks(batch_of(rank), group, device=torch.device("cpu"))]
     assert found[rank].values[0].is_contiguous()
     for member, box in enumerate(found):
         expected = batch_of(member)
@@ -187,7 +191,7 @@ def test_fits_whose_ranks_cannot_take_turns(
 ) -> None:
     trainer = make_trainer()
     trainer.strategy.connect(module)
-    found = why_no_turns(trainer, batch)
+    found = why_no_sequential_batches(trainer, batch)
     assert found is None if reason is None else reason in (found or "")
 
 
@@ -223,14 +227,16 @@ def test_fits_whose_ranks_cannot_share_stages(
 ) -> None:
     trainer = make_trainer()
     trainer.strategy.connect(module)
-    found = why_no_members(trainer, torch.zeros(1))
+    found = why_no_own_batches(trainer, torch.zeros(1))
     assert found is None if reason is None else reason in (found or "")
 
 
 def reason_of_collective(rank: int) -> str | None:
     trainer, module = make_trainer(), Gathering()
     trainer.strategy.connect(module)
-    return why_no_turns(trainer, None, capture(module, torch.zeros(4, 16), batch_scaling=False))
+    return why_no_sequential_batches(
+        trainer, None, capture(module, torch.zeros(4, 16), batch_scaling=False)
+    )
 
 
 def test_collectives_of_a_step_are_named() -> None:
@@ -260,7 +266,7 @@ class Telling(Measuring):
 
 def test_nothing_is_left_of_the_turn_of_another_member() -> None:
     module = Telling()
-    logged, calls = LoggedLater(module), list[Any]()
+    logged, calls = DelayedLogs(module), list[Any]()
     vars(module)["log"] = lambda *args, **kwargs: calls.append((args, kwargs))
     vars(module)["print"] = lambda *args: calls.append((args, {}))
     module.mean.update(1.0)
@@ -270,7 +276,7 @@ def test_nothing_is_left_of_the_turn_of_another_member() -> None:
     torch.manual_seed(2)
     expected = torch.rand(2)
     torch.manual_seed(2)
-    with foreign_turn(module, states), logged.on(own=False):
+    with as_other_rank(module, states), logged.on(own=False):
         assert torch.equal(torch.get_rng_state(), torch.from_numpy(states[0]))
         module.training_step(others)
         assert module.mean._update_count == 2

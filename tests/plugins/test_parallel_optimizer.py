@@ -34,7 +34,7 @@ from lightning_topt.optim import adaptive_step
 from lightning_topt.optim.adaptive_step import GatherCost
 from lightning_topt.optim.lars import LARS
 from lightning_topt.optim.update_rule import UnsplittableOptimizer
-from lightning_topt.plugins.optimizer_checks import check_strategy
+from lightning_topt.plugins.parallel_optimizer import check_strategy
 from tests.models import GPT
 from tests.plugins.trainer_ranks import RecordingGPT, loader, make_trainer, on_ranks
 

@@ -19,9 +19,8 @@ from torch.utils.data import ConcatDataset, DataLoader, Subset
 
 from lightning_topt.data.cache import sample_cache as cached_tiers
 from lightning_topt.data.peers.client import owners
-from lightning_topt.plugins import cache_partition
-from lightning_topt.plugins.cache_partition import CachePartition
-from lightning_topt.plugins.cached_data import CachedDataModule
+from lightning_topt.plugins import cached_data
+from lightning_topt.plugins.cached_data import CachedDataModule, CachePartition
 from tests.launch import run_ranks
 from tests.plugins.test_cached_data import ITEMS, Model, Module, Numbers, Plain
 from tests.plugins.trainer_ranks import make_trainer
@@ -293,7 +292,7 @@ def finds_no_way(node, devices, nodes, folder):
         raise ValueError("no interface leads to node 1")
 
     if node == 0:
-        cache_partition._reachable = nowhere  # in this rank's process
+        cached_data._reachable = nowhere  # in this rank's process
     return refused(node, devices, nodes, folder, in_batches, room())
 
 

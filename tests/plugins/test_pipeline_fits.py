@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_topt import AutoParallelStrategy, PipelineStrategy
 from lightning_topt.costs.cluster import Cluster, Device, Link
-from lightning_topt.plugins.batch_parts import split_batch
+from lightning_topt.plugins.microbatches import split_batch
 from tests.plugins.trainer_ranks import RecordingGPT, Tokens, loader, make_trainer, on_ranks
 
 CPU = Device("core", 2**33, {"float32": 3e9}, 8e9, 3e-6)

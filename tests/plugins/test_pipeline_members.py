@@ -17,8 +17,8 @@ from torch import nn
 
 from lightning_topt.costs.cluster import Link
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
-from lightning_topt.plugins.own_batches import why_steps_may_differ
-from lightning_topt.plugins.pipeline_look import why_not_cut
+from lightning_topt.plugins.default_search import why_not_cut
+from lightning_topt.plugins.step_checks import why_steps_may_differ
 from tests.models import GPT
 from tests.plugins.test_turns import (
     CLIPPED,

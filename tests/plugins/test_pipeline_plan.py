@@ -9,10 +9,9 @@ import torch
 
 from lightning_topt import AutoParallelStrategy, PipelineStrategy
 from lightning_topt.plan.parallel_plan import PlanError
-from lightning_topt.plugins.allowed_staleness import AllowedStaleness, rule_for
-from lightning_topt.plugins.given_plans import PipelinePlan
-from lightning_topt.plugins.pipeline_plan import choose_microbatches
-from lightning_topt.plugins.read_options import read_plan_option
+from lightning_topt.plugins.plan_options import PipelinePlan, read_plan_option
+from lightning_topt.plugins.plan_request import AllowedStaleness, rule_for
+from lightning_topt.plugins.traced_planning import choose_microbatches
 from lightning_topt.prediction import default_prediction, make_prediction
 
 

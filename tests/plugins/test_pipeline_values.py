@@ -22,13 +22,14 @@ from lightning_topt.plugins.loss_kinds import (
     summands_of,
     without_trace,
 )
-from lightning_topt.plugins.metric_states import MetricChanges, take_over, uncounted
-from lightning_topt.plugins.pipeline_values import (
-    Call,
-    combined_calls,
-    combined_output,
+from lightning_topt.plugins.microbatches import combined_calls, combined_output
+from lightning_topt.plugins.step_records import (
+    LoggedCall,
+    MetricChanges,
+    apply_metric_changes,
+    recorded_calls,
     replay,
-    telling,
+    uncounted,
 )
 from lightning_topt.techniques.tensor_parallel.random_states import random_states
 
@@ -61,9 +62,9 @@ class Logs(L.LightningModule):
         return loss
 
 
-def told(module: Logs, x: Tensor, target: Tensor) -> list[Call]:
-    calls: list[Call] = []
-    with telling(module, calls):
+def told(module: Logs, x: Tensor, target: Tensor) -> list[LoggedCall]:
+    calls: list[LoggedCall] = []
+    with recorded_calls(module, calls):
         module.step(x, target)
     return calls
 
@@ -116,7 +117,7 @@ def test_another_rank_takes_over_what_metrics_counted() -> None:
         told(first, X[start : start + 2], TARGET[start : start + 2])
         changes = counting.since(first)
         assert len(changes["seen"]["value"].entries) == 1  # lists are not sent again
-        take_over(second, changes)
+        apply_metric_changes(second, changes)
     assert float(second.accuracy.compute()) == pytest.approx(float(first.accuracy.compute()))
     torch.testing.assert_close(second.seen.compute(), first.seen.compute())
     torch.testing.assert_close(second.several.compute(), first.several.compute())
@@ -172,7 +173,7 @@ def test_outputs_of_parts_are_joined() -> None:
 
 
 def tried(loss: float, *divided: float, size: int = 2, **logged: float) -> TriedStep:
-    calls = [Call("", "log", (name, value), {}) for name, value in logged.items()]
+    calls = [LoggedCall("", "log", (name, value), {}) for name, value in logged.items()]
     return TriedStep(
         {"loss": torch.tensor(loss), "extra": torch.tensor(loss)},
         calls,

@@ -19,9 +19,8 @@ from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.plan.choose import choose
 from lightning_topt.plan.plan_search import SearchRequest, search_plans
 from lightning_topt.plan.plan_values import Preset
-from lightning_topt.plugins.example_batch import batches_of
-from lightning_topt.plugins.given_plans import UniformPlan
-from lightning_topt.plugins.planning import make_fake_optimizers
+from lightning_topt.plugins.plan_options import UniformPlan
+from lightning_topt.plugins.planning import batches_of, make_fake_optimizers
 
 
 class Residual(nn.Module):

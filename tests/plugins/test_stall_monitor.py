@@ -16,8 +16,8 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lightning_topt.plugins import stall_monitor
-from lightning_topt.plugins.stall_monitor import StallMonitor
+from lightning_topt.plugins import monitors
+from lightning_topt.plugins.monitors import StallMonitor
 from tests.clock import Clock
 from tests.plugins.trainer_ranks import make_trainer
 
@@ -27,7 +27,7 @@ WAIT, STEP, VALIDATION = 3.0, 1.0, 1000.0
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(stall_monitor, "time", clock)
+    monkeypatch.setattr(monitors, "time", clock)
     return clock
 
 
@@ -113,7 +113,7 @@ def fit(
     validation = options.pop("validation", None)
     trainer = make_trainer(**options)
     trainer.fit(module, loader, validation)
-    assert not set(stall_monitor._HOOKS) & set(vars(trainer.fit_loop.epoch_loop))
+    assert not set(monitors._HOOKS) & set(vars(trainer.fit_loop.epoch_loop))
     return monitor
 
 
@@ -225,7 +225,7 @@ def test_nothing_stays_behind_after_an_exception(clock):
     trainer = make_trainer(callbacks=[StallMonitor()])
     with pytest.raises(RuntimeError, match="broken"):
         trainer.fit(Breaks(clock), DataLoader(Items(clock)))
-    assert not set(stall_monitor._HOOKS) & set(vars(trainer.fit_loop.epoch_loop))
+    assert not set(monitors._HOOKS) & set(vars(trainer.fit_loop.epoch_loop))
 
 
 def test_every_n_steps_is_checked():
@@ -273,7 +273,7 @@ def test_a_device_with_work_does_not_wait(clock, monkeypatch):
     monkeypatch.setattr(Event, "clock", clock, raising=False)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    idle = stall_monitor._DeviceIdle(torch.device("cuda", 0))
+    idle = monitors._DeviceIdle(torch.device("cuda", 0))
 
     def wait(seconds: float, *, busy_seconds: float) -> None:
         monkeypatch.setattr(Event, "busy_until", clock.now + busy_seconds)

@@ -15,8 +15,8 @@ from lightning_topt import AutoParallelStrategy
 from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.plan.parallel_plan import preset_plan
 from lightning_topt.plan.plan_values import PRESETS
-from lightning_topt.plugins import step_monitor
-from lightning_topt.plugins.step_monitor import StepMonitor
+from lightning_topt.plugins import monitors
+from lightning_topt.plugins.monitors import StepMonitor
 from tests.clock import Clock
 from tests.plugins.trainer_ranks import make_trainer, on_ranks
 
@@ -27,7 +27,7 @@ linux = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="n
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(step_monitor, "time", clock)
+    monkeypatch.setattr(monitors, "time", clock)
     return clock
 
 
@@ -82,7 +82,7 @@ class TakesOver(pl.Callback):
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if batch_idx == self.at:
-            trainer.strategy.memory_meter = step_monitor.MemoryMeter(torch.device("cpu"))
+            trainer.strategy.memory_meter = monitors.MemoryMeter(torch.device("cpu"))
             trainer.strategy.memory_meter.mark_base(pl_module)
 
 
@@ -142,8 +142,13 @@ def peak_of(rank, kind, views):
     return max(monitor.measurement.peak_bytes_per_rank)
 
 
+def least_peak_of(kind, views):
+    # gloo's threads at times hold copies of buckets longer, which only adds to a peak.
+    return min(max(on_ranks(peak_of, kind, views)) for _ in range(3))
+
+
 @linux
 @pytest.mark.parametrize("views", [False, True])
 def test_a_plan_that_is_given_is_measured_as_ddp_is(views):
-    ddp, plan = (max(on_ranks(peak_of, kind, views)) for kind in ("ddp", "given plan"))
+    ddp, plan = (least_peak_of(kind, views) for kind in ("ddp", "given plan"))
     assert plan == pytest.approx(ddp, abs=32 * MIB)  # a quarter of a copy of the parameters

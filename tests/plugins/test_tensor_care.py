@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lightning_topt import AutoParallelStrategy
 from lightning_topt.plan.parallel_plan import PlanError
-from lightning_topt.plugins.planning_ranks import RemotePlanningError
+from lightning_topt.plugins.planning import RemotePlanningError
 from tests.plugins.test_pipeline_fits import pipeline
 from tests.plugins.test_tensor_fits import plan
 from tests.plugins.trainer_ranks import RecordingGPT, loader, make_trainer, on_ranks, topt_trainer

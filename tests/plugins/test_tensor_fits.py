@@ -17,8 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_topt import AutoParallelStrategy
 from lightning_topt.plan.parallel_plan import PlanError
-from lightning_topt.plugins.given_plans import MeshPlan
-from lightning_topt.plugins.read_options import read_plan_option
+from lightning_topt.plugins.plan_options import MeshPlan, read_plan_option
 from tests.plugins.split_plans import split_plan
 from tests.plugins.trainer_ranks import (
     RecordingGPT,

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 
 from lightning_topt import AutoParallelStrategy
-from lightning_topt.plugins.planning_ranks import RemotePlanningError
+from lightning_topt.plugins.planning import RemotePlanningError
 from tests.models import GPT, ConvNet
 from tests.plugins.trainer_ranks import (
     RecordingGPT,

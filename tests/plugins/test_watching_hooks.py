@@ -24,11 +24,11 @@ from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.autograd import grad
 
-from lightning_topt.plugins.watching_hooks import why_watched
-from lightning_topt.plugins.whole_parameters import (
+from lightning_topt.plugins.sharding_checks import (
     why_changed_by_callbacks,
     why_hooked,
-    why_whole,
+    why_unsharded,
+    why_watched,
 )
 from tests.plugins.test_whole_parameters import Net
 from tests.plugins.trainer_ranks import make_trainer
@@ -256,7 +256,7 @@ def test_ordinary_hooks_and_callbacks() -> None:
         ModelSummary(),
         Timer(),
     )
-    assert why_whole(trainer_of(Ordinary(), Printer(), *usual)) is None
+    assert why_unsharded(trainer_of(Ordinary(), Printer(), *usual)) is None
 
 
 class CallbackLooks(L.Callback):

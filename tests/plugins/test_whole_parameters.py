@@ -18,10 +18,7 @@ from torchmetrics import MeanMetric
 
 from lightning_topt.plugins import held_parameters
 from lightning_topt.plugins.held_parameters import why_held
-from lightning_topt.plugins.whole_parameters import (
-    why_unshardable,
-    why_whole,
-)
+from lightning_topt.plugins.sharding_checks import why_unshardable, why_unsharded
 from tests.models import GPT, MLP, ConvNet
 from tests.plugins.trainer_ranks import RecordingGPT, loader, make_trainer, on_ranks
 
@@ -325,7 +322,7 @@ class Asks(L.Callback):
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
-        pl_module.answers.append(why_whole(trainer))
+        pl_module.answers.append(why_unsharded(trainer))
 
 
 def fit_and_ask(rank: int) -> list[str | None]:

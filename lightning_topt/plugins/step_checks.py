@@ -1,6 +1,15 @@
-"""Why the ranks of a tensor group cannot take the turns of one another in this fit, or those of a
-pipeline not run one step together: a step that another rank ran as well would not have been the
-same, or would have left something behind.
+"""Checks whether ranks may run each other's training steps.
+
+The ranks of a tensor group run each other's batches (`sequential_batches`), those of a pipeline run
+one step together (`pipeline_steps`). A step that another rank runs as well must be the same there,
+and must leave nothing behind. Each function returns why it would not, as a clause, or None:
+
+    why_no_pipeline            one batch, all ranks of a pipeline
+    why_no_own_batches         a batch from each rank of a pipeline
+    why_no_sequential_batches  a batch from each rank of a tensor group
+    why_steps_may_differ       steps that may call other modules than the traced one
+
+Most is read from names in compiled code; `TracedStep` also sees which objects a step changes.
 """
 
 from __future__ import annotations
@@ -27,14 +36,18 @@ from lightning_topt.graph.python_state import describe, describe_surroundings
 from lightning_topt.graph.step_purity import PurityWatch
 from lightning_topt.graph.structures import tensors_in
 from lightning_topt.plugins.held_parameters import is_library
-from lightning_topt.plugins.member_batches import check_packs
 from lightning_topt.plugins.searched_plan import capture_step
+from lightning_topt.plugins.value_exchange import check_packs
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 
 _RANKS = frozenset(
     ["global_rank", "local_rank", "node_rank", "is_global_zero", "get_rank", "is_local_zero"]
 )
+
+
 _COUNTS = frozenset(["global_step", "current_epoch"])
+
+
 _WRITERS = frozenset(
     [
         "logger",
@@ -45,15 +58,19 @@ _WRITERS = frozenset(
         "rank_zero_deprecation",
     ]
 )
+
+
 _REGISTRIES = ("_parameters", "_buffers", "_modules", "forward")
 
 
-def why_no_turns(
+def why_no_sequential_batches(
     trainer: pl.Trainer, batch: Any = None, graph: OpGraph | None = None
 ) -> str | None:
-    """Return why ranks cannot run the batches of one another, as far as that can be seen before a
-    step runs, as a clause.
+    """Return why ranks cannot run each other's batches, as a clause, or None.
+
+    That is what can be seen before a step runs.
     """
+    # What the strategy cannot do with tensor axes.
     strategy = trainer.strategy
     if getattr(strategy, "checkpoint_form", "full") != "full":
         return "sharded checkpoints do not know tensor axes"
@@ -62,11 +79,12 @@ def why_no_turns(
     return _why_not_another_rank(trainer.lightning_module, batch, graph)
 
 
-def why_no_members(
+def why_no_own_batches(
     trainer: pl.Trainer, batch: Any = None, graph: OpGraph | None = None
 ) -> str | None:
-    """Return why the ranks of a pipeline cannot run the batches of one another, as far as that can
-    be seen before a step runs, as a clause.
+    """Return why pipeline ranks cannot run each other's batches, as a clause, or None.
+
+    That is what can be seen before a step runs.
     """
     module = trainer.lightning_module
     if reason := _why_not_another_rank(module, batch, graph):
@@ -91,8 +109,9 @@ def why_no_members(
 
 
 def why_steps_may_differ(module: pl.LightningModule) -> str | None:
-    """Return why one step may call other modules than the next one, as far as names tell, as a
-    clause.
+    """Return why one step may call other modules than the next one, as a clause.
+
+    That is as far as names tell.
     """
     name = _name_in(module, _COUNTS)
     return (
@@ -105,6 +124,7 @@ def why_steps_may_differ(module: pl.LightningModule) -> str | None:
 def _why_not_another_rank(
     module: pl.LightningModule, batch: Any, graph: OpGraph | None
 ) -> str | None:
+    # Names in the code.
     why = _why_not_together(
         module,
         backward="may do more with the loss than to differentiate it",
@@ -112,9 +132,16 @@ def _why_not_another_rank(
     )
     if why is not None:
         return why
-    if graph is not None and (name := _collective_in(graph)):
-        return f"training_step calls {name}, which brings ranks with different batches together"
+    # What the graph shows: collective calls.
+    for op in () if graph is None else graph.ops:
+        for kernel in (*op.forward, *op.backward):
+            if kernel.name.partition(".")[0] in NAMESPACES:
+                return (
+                    f"training_step calls {kernel.name}, which brings ranks with different batches "
+                    "together"
+                )
     try:
+        # What is sent.
         check_packs(batch)
     except Exception as error:
         return f"its batches cannot be sent ({error})"
@@ -122,8 +149,9 @@ def _why_not_another_rank(
 
 
 def why_no_pipeline(trainer: pl.Trainer) -> str | None:
-    """Return why the ranks of a pipeline cannot run one step together, as far as that is seen
-    before it runs, as a clause.
+    """Return why the ranks of a pipeline cannot run one step together, as a clause.
+
+    That is what can be seen before it runs.
     """
     return _why_not_together(
         trainer.lightning_module,
@@ -133,8 +161,9 @@ def why_no_pipeline(trainer: pl.Trainer) -> str | None:
 
 
 def _why_not_together(module: pl.LightningModule, *, backward: str, rank: str) -> str | None:
-    """Why no ranks can run one step; `backward` and `rank` say what its own backward, and a rank
-    that is read, would spoil.
+    """Return why no ranks can run one step together, as a clause.
+
+    `backward` and `rank` say what a backward of its own, and a rank that is read, would spoil.
     """
     if any(
         "backward" in vars(cls) for cls in type(module).__mro__ if not is_library(cls.__module__)
@@ -144,21 +173,13 @@ def _why_not_together(module: pl.LightningModule, *, backward: str, rank: str) -
         return "training_step fetches its own batches"
     if name := _name_in(module, _RANKS):
         return f"training_step reads {name}, and {rank}"
-    if any(_is_compiled(part) for part in module.modules()):
-        return "the calls of a compiled module are not seen"
+    for part in module.modules():
+        # By name: importing torch._dynamo takes a second.
+        if type(part).__name__ == "OptimizedModule" or part._compiled_call_impl is not None:
+            return "the calls of a compiled module are not seen"
     if any(isinstance(metric, Metric) and metric.dist_sync_on_step for metric in module.modules()):
         return "a metric is synchronized in each step"
     return None
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    # By name: importing torch._dynamo takes a second.
-    return type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
-
-
-def _collective_in(graph: OpGraph) -> str | None:
-    names = (kernel.name for op in graph.ops for kernel in (*op.forward, *op.backward))
-    return next((name for name in names if name.partition(".")[0] in NAMESPACES), None)
 
 
 def _name_in(module: nn.Module, asked_for: frozenset[str]) -> str | None:
@@ -167,7 +188,11 @@ def _name_in(module: nn.Module, asked_for: frozenset[str]) -> str | None:
 
 
 def _names_of_step(module: nn.Module) -> set[str]:
-    """All names of globals and attributes in the user's code that `training_step` may run."""
+    """Return all names of globals and attributes that `training_step` may use.
+
+    Names in the user's code count.
+    """
+    # Code that a step may run: itself, forward of modules, what these name in turn.
     todo = [
         getattr(type(module), "training_step", None),
         *(type(part).forward for part in module.modules()),
@@ -200,17 +225,19 @@ def _names_in(code: types.CodeType) -> set[str]:
 
 
 def digest_of_values(module: nn.Module) -> int:
-    """Return a number that is equal on ranks whose parts of `module` hold equal values, beside
-    parameters and buffers, under names that the step's code uses.
+    """Return a number that is equal on ranks whose modules hold equal values.
 
-    A rank that kept something of its own first batch would run batches of other ranks with that.
+    Values beside parameters and buffers count, under names that the step's code uses. A rank that
+    kept something of its own first batch would run batches of other ranks with that.
     """
+    # Without what Lightning and torch keep on every module.
     names = _names_of_step(module) - set(vars(pl.LightningModule())) - set(_REGISTRIES)
     parts = [part for part in module.modules() if not isinstance(part, Metric)]
     own = [{name: value for name, value in vars(part).items() if name in names} for part in parts]
     digest = xxhash.xxh3_64(
         repr((describe(own), describe_surroundings({type(part) for part in parts}))).encode()
     )
+    # Tensors count by their bytes.
     for tensor in tensors_in(own):
         if tensor.layout is torch.strided and not tensor.is_meta:
             digest.update(
@@ -220,8 +247,9 @@ def digest_of_values(module: nn.Module) -> int:
 
 
 class TracedStep:
-    """The step of this rank with `batch`, traced on fake tensors once somebody asks: its graph,
-    calls, and what it changes.
+    """The step of this rank with `batch`, traced on fake tensors when first asked for.
+
+    Its graph, calls, and what it changes.
     """
 
     def __init__(self, trainer: pl.Trainer, batch: Any) -> None:
@@ -230,8 +258,9 @@ class TracedStep:
 
     @cached_property
     def graph(self) -> OpGraph:
-        """The graph. Raises what `capture_step` does, and ValueError where the step changes
-        objects.
+        """The graph.
+
+        Raises what `capture_step` does, and ValueError where the step changes objects.
         """
         graph = capture_step(self.trainer, self.batch, trace=self._watched)
         if self._watched.change is not None:
@@ -250,16 +279,18 @@ class TracedStep:
 
 @dataclass
 class WatchedTrace:
-    """A trace of a step's calls that also sees whether the step changes Python objects: `change`
-    names one, after a capture.
+    """A trace of a step's calls that also sees whether it changes Python objects.
+
+    `change` names one, after a capture.
     """
 
     trace: FunctionTrace
     change: str | None = None
 
     def of(self, module: nn.Module) -> AbstractContextManager[Any]:
-        """Return the context in which the forward pass of `module`, a copy that is thrown away, is
-        traced.
+        """Return the context that traces the forward pass of `module`.
+
+        This is a copy that is thrown away.
         """
         return self._watching(module, self.trace.of(module))
 
@@ -267,6 +298,7 @@ class WatchedTrace:
     def _watching(
         self, module: nn.Module, tracing: AbstractContextManager[Any]
     ) -> Generator[None, None, None]:
+        # On the copy: what is changed there would be changed on the module.
         watch = PurityWatch(module)
         with tracing:
             yield

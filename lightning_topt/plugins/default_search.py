@@ -1,0 +1,473 @@
+"""The search without a plan, where every rank has its own batch.
+
+Three searches, each only where it may beat what was found before (`pays`):
+
+    data axes    every ZeRO level and recomputation per block (`plan.plan_search`)
+    tensor axes  the ranks of a tensor group run their batches in joint modules or sequentially
+                 (`sequential_batches`), whichever is faster
+    stages       the ranks of a pipeline run their batches as microbatches (`pipeline_steps`)
+
+The last two need a step that is captured on fake tensors, and user code that other ranks may run
+(`step_checks`). All that was found becomes one frontier, from which the plan is chosen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+
+from lightning_topt.costs.compute import KernelKey
+from lightning_topt.costs.training_step import TrainingStep
+from lightning_topt.execution.pipeline.stage_layout import written_buffers
+from lightning_topt.execution.pipeline.step_flows import StepFlows
+from lightning_topt.graph.blocks import why_not_recomputed
+from lightning_topt.graph.capture import capture
+from lightning_topt.graph.errors import one_line
+from lightning_topt.graph.mesh_axes import data_mesh
+from lightning_topt.graph.op_graph import OpGraph
+from lightning_topt.graph.structures import map_tensors
+from lightning_topt.plan.choose import (
+    TIME_ERROR,
+    TIME_ERROR_SECONDS,
+    NoPlanFitsError,
+    fitting_points,
+)
+from lightning_topt.plan.own_batches import least_own_batch_seconds, search_own_batches
+from lightning_topt.plan.parallel_plan import ParallelPlan
+from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
+from lightning_topt.plan.plan_search import SearchRequest, local_graphs, search_plans
+from lightning_topt.plan.tensor_meshes import least_seconds, tensor_sizes
+from lightning_topt.plugins.pipeline_steps import takes_index
+from lightning_topt.plugins.plan_request import PlanRequest
+from lightning_topt.plugins.planning import Planning, on_rank_0
+from lightning_topt.plugins.searched_plan import (
+    choose_for,
+    needs_whole_parameters,
+    read_costs,
+    say,
+    search_request,
+    split_model,
+)
+from lightning_topt.plugins.sequential_batches import are_alike
+from lightning_topt.plugins.step_checks import (
+    TracedStep,
+    why_no_own_batches,
+    why_no_sequential_batches,
+    why_steps_may_differ,
+)
+from lightning_topt.plugins.step_records import loss_of
+from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
+
+
+def search_default(
+    request: PlanRequest, trainer: pl.Trainer, batch: Any, graph: OpGraph
+) -> tuple[ParallelPlan, Planning | None]:
+    """Return the best plan for ranks that have a batch each.
+
+    And on rank 0, what was searched. A collective call.
+    """
+    # Measured by all ranks.
+    costs = read_costs(request, trainer, graph)
+    search = search_request(request, trainer, graph, costs)
+    are_joint = are_alike(batch, None, device=trainer.strategy.root_device)
+    planning: Planning | None = None
+
+    def searched(kernels: Mapping[KernelKey, float] | None) -> list[OpGraph] | dict[str, Any]:
+        nonlocal planning
+        found = search_with_axes(
+            request, trainer, batch, search, are_joint=are_joint, kernels=kernels
+        )
+        if isinstance(found, list):
+            return found
+        planning = found
+        return planning.chosen.plan.to_dict()
+
+    # First with kernels on slices by formula: that tells whether any have to be measured.
+    found = on_rank_0(lambda: searched(None if costs.measurements is not None else {}))
+    if isinstance(found, list):
+        kernels = costs.measured(found)
+        found = on_rank_0(lambda: searched(kernels))
+    assert isinstance(found, dict)
+    plan = ParallelPlan.from_dict(found)
+    say(plan)
+    return plan, planning
+
+
+def search_with_axes(
+    request: PlanRequest,
+    trainer: pl.Trainer,
+    batch: Any,
+    search: SearchRequest,
+    *,
+    are_joint: bool,
+    kernels: Mapping[KernelKey, float] | None,
+    why_not: str | None = None,
+    as_measured: Callable[[PlanFrontier], PlanFrontier] = lambda frontier: frontier,
+) -> Planning | list[OpGraph]:
+    """Search on data axes, then on tensor axes and in stages where that may pay.
+
+    Runs on rank 0, which captures steps for it.
+
+    Args:
+        request: what the user asked for.
+        trainer: whose step it is.
+        batch: of that step.
+        search: what to search on data axes.
+        are_joint: see `TensorSearch`.
+        kernels: seconds of kernels on slices; None: where they are wanted, the graphs that hold
+            them are returned.
+        why_not: why data axes alone are searched, as a clause.
+        as_measured: corrects the times of what was found.
+
+    Returns:
+        The frontier of all that was found, with the plan chosen from it; or the graphs whose
+        kernels are to be measured first.
+
+    Raises:
+        NoPlanFitsError: which says what was left out and why.
+    """
+    # Data axes: the watched or captured step as it is.
+    found = [search_plans(search)]
+    # Tensor axes: whatever goes wrong is the reason why there are none.
+    step = TracedStep(trainer, batch)
+    tensor_search = TensorSearch(request, step, search, found[0], are_joint=are_joint)
+    no_tensor_axes, graphs = why_not, list[OpGraph]()
+    if no_tensor_axes is None:
+        try:
+            no_tensor_axes, graphs = tensor_search.by_formula()
+        except Exception as error:
+            no_tensor_axes = one_line(error)
+    if graphs and kernels is None:
+        return graphs
+    if no_tensor_axes is None:
+        found.append(tensor_search.frontier(kernels or {}))
+    # Stages: these have to beat both.
+    no_stages = why_not
+    if no_stages is None:
+        try:
+            no_stages = add_pipelines(request, step, search, found)
+        except Exception as error:
+            no_stages = one_line(error)
+    whys = {
+        "Parameters were not split over tensor axes": no_tensor_axes,
+        "Stages of a pipeline were left out": no_stages,
+        "Activation checkpointing was left out": why_not_recomputed(search.graph),
+    }
+    left_out = {what: why for what, why in whys.items() if why is not None}
+    # One frontier, with times as the steps took them.
+    frontier = as_measured(together(found))
+    try:
+        return Planning(
+            frontier, choose_for(request, frontier, search.cluster), search.graph, left_out
+        )
+    except NoPlanFitsError as error:
+        raise NoPlanFitsError(
+            ". ".join([str(error), *(f"{what}: {why}" for what, why in left_out.items())])
+        ) from error
+
+
+# ---- tensor axes ---------------------------------------------------------------------------------
+
+
+class TensorSearch:
+    """A search on tensor axes, where it may beat the `best` found on data axes.
+
+    `are_joint`: batches of all ranks are alike, so that they can run as one.
+    """
+
+    def __init__(
+        self,
+        request: PlanRequest,
+        step: TracedStep,
+        search: SearchRequest,
+        best: PlanFrontier,
+        *,
+        are_joint: bool,
+    ) -> None:
+        self._request, self._step, self._best = request, step, best
+        self._are_joint = are_joint
+        self._search = search  # of the whole step; from `by_formula` on of a step that can be split
+
+    def by_formula(self) -> tuple[str | None, list[OpGraph]]:
+        """Search with kernels on slices by formula.
+
+        Returns why no plan may be chosen, as a clause, or the graphs of the kernels to measure.
+        """
+        if reason := self._why_not():
+            return reason, []
+        trainer, batch = self._step.trainer, self._step.batch
+        graph, trace = self._step.graph, self._step.trace
+        if reason := why_no_sequential_batches(trainer, batch, graph):
+            return reason, []
+        # Joint modules are found by how shapes grow with the batch.
+        if self._are_joint:  # else most steps would run batches sequentially
+            _trace_larger(trace, trainer, batch, graph)
+        split = split_model(trainer, batch, graph, trace)
+        self._search = dataclasses.replace(
+            self._search,
+            graph=graph,
+            split=split,
+            own_batches=True,
+            evaluates=trainer.enable_validation,
+            layout="tensor",
+        )
+        request, frontier = self._request, search_plans(self._search)
+        split_best, best = (
+            fastest(request, self._search, [each]) for each in (frontier, self._best)
+        )
+        # Where nothing fits at all, the error is to name the smallest plan, be it one of these.
+        if best is not None and (
+            split_best is None or (request.objective == "time" and not pays(split_best, best))
+        ):
+            return "no plan with a tensor axis is better", []
+        return None, local_graphs(self._search)
+
+    def frontier(self, kernels: Mapping[KernelKey, float]) -> PlanFrontier:
+        """Search with the seconds of `kernels` on slices."""
+        kernels = {**self._search.kernel_seconds, **kernels}
+        return search_plans(dataclasses.replace(self._search, kernel_seconds=kernels))
+
+    def _why_not(self) -> str | None:
+        """Return why no plan with a tensor axis can be chosen, as a clause, or None."""
+        request, trainer, search = self._request, self._step.trainer, self._search
+        (ranks,) = search.device_counts
+        # A tensor group stays inside of a node.
+        sizes = tensor_sizes(search.cluster, ranks)
+        if not sizes or any((ranks // trainer.num_nodes) % size for size in sizes):
+            return "no node has several ranks"
+        if not search.optimizer.elementwise:
+            return "the optimizer does not update elements one by one"
+        # A lower bound of the time rules most models out.
+        best = fastest(request, search, [self._best])
+        if best is not None and request.objective == "time":
+            mesh, samples = data_mesh(ranks), search.graph.batch_size
+            step = TrainingStep(
+                search.graph, search.cluster, search.optimizer, mesh, samples, search.kernel_seconds
+            )
+            if not pays(min(least_seconds(step, size) for size in sizes), best):
+                return "computation alone takes so long that the rest is not worth it"
+        return needs_whole_parameters(request, trainer, search.graph) or why_no_sequential_batches(
+            trainer
+        )
+
+
+def _trace_larger(trace: FunctionTrace, trainer: pl.Trainer, batch: Any, graph: OpGraph) -> None:
+    """Let `trace` know the shapes of a larger batch too, if the step runs with one.
+
+    Joint modules are found by these.
+    """
+    if graph.batch_scaling:
+        return
+    larger, samples = FunctionTrace(), graph.step.batch_sizes[1]
+
+    def doubled(tensor: Tensor) -> Tensor:
+        return torch.cat([tensor, tensor]) if tensor.ndim and tensor.shape[0] == samples else tensor
+
+    context, device = trainer.precision_plugin.forward_context, trainer.strategy.root_device.type
+    options: dict[str, Any] = {
+        "forward_context": context,
+        "device": device,
+        "like": graph,
+        "adapt": larger.of,
+    }
+    with (
+        contextlib.suppress(Exception),
+        warnings.catch_warnings(),
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
+        warnings.simplefilter("ignore")
+        capture(
+            trainer.lightning_module, map_tensors(batch, doubled), batch_scaling=False, **options
+        )
+        trace.first_borders, trace.first_samples = larger.borders, 2 * samples
+
+
+# ---- stages --------------------------------------------------------------------------------------
+
+
+def add_pipelines(
+    request: PlanRequest, step: TracedStep, search: SearchRequest, found: list[PlanFrontier]
+) -> str | None:
+    """Add plans with stages to `found`, or return why there are none, as a clause.
+
+    Runs on rank 0, which captures steps for it.
+    """
+    trainer, batch = step.trainer, step.batch
+    # Cheap reasons first: a lower bound of the time, then names, then the traced step.
+    limit = seconds_that_pay(request, search, found)
+    if (
+        search.optimizer.by_parameter
+        and limit is not None
+        and least_own_batch_seconds(search) >= limit
+    ):
+        return "computation alone takes so long that the rest is not worth it"
+    traced = dataclasses.replace(search, graph=step.graph)
+    if reason := why_left_out(request, trainer, batch, traced):
+        return reason
+    frontier = _search_stages(
+        request, dataclasses.replace(search, evaluates=trainer.enable_validation), found
+    )
+    if not frontier.points:
+        return "no plan with stages is better"
+    every = together([*found, frontier])
+    try:
+        plan = choose_for(request, every, search.cluster).plan
+    except NoPlanFitsError:  # the error will name the smallest
+        plan = min(every.candidates, key=lambda point: point.peak_bytes).plan
+    if not plan.own_batches:
+        return "no plan with stages is better"
+    if reason := why_not_cut(trainer, batch, plan):
+        return reason
+    found.append(frontier)
+    return None
+
+
+def why_left_out(
+    request: PlanRequest,
+    trainer: pl.Trainer,
+    batch: Any,
+    search: SearchRequest,
+    *,
+    would_shard: Callable[[str], bool] = lambda _: True,
+) -> str | None:
+    """Return why ranks with a batch each cannot run in stages, as a clause.
+
+    That is what can be seen before a search. What torch cannot shard counts where the parameter's
+    name `would_shard`.
+    """
+    if not search.optimizer.by_parameter:
+        return "the optimizer does not update each parameter by itself"
+    if _has_words(batch):
+        return (
+            "batches hold texts or whole numbers, on which a step may depend, so that each would "
+            "be traced"
+        )
+    return (
+        needs_whole_parameters(request, trainer, search.graph, would_shard=would_shard)
+        or why_no_own_batches(trainer, batch, search.graph)
+        or why_steps_may_differ(trainer.lightning_module)
+    )
+
+
+def _search_stages(
+    request: PlanRequest, search: SearchRequest, found: list[PlanFrontier]
+) -> PlanFrontier:
+    """Search for plans with stages that may be chosen.
+
+    They are faster by enough, or within a limit that no other plan keeps.
+    """
+    limit = seconds_that_pay(request, search, found)
+    # A plan is kept where nothing known is better in time and memory.
+    known = [point for frontier in found for point in frontier.candidates]
+    if limit is not None:
+        # Whatever memory the others take: a plan that is not faster by so much is not chosen.
+        known = [dataclasses.replace(known[0], step_seconds=limit, peak_bytes=0.0)]
+    frontier = search_own_batches(search, known)
+    if limit is None or not frontier.points:
+        return frontier
+    best = fastest(request, search, [frontier])
+    return (
+        frontier if best is not None and best < limit else dataclasses.replace(frontier, points=())
+    )
+
+
+def why_not_cut(trainer: pl.Trainer, batch: Any, plan: ParallelPlan) -> str | None:
+    """Return why the step cannot run in the stages of `plan`, as a clause."""
+    module, device = trainer.lightning_module, trainer.strategy.root_device
+    # One traced step, cut into the stages.
+    indices = (0,) if takes_index(module) else ()
+
+    def step(model: nn.Module, microbatch: Any) -> Tensor:
+        with trainer.precision_plugin.train_step_context():
+            loss = loss_of(model.training_step(microbatch[0], *indices))  # type: ignore[operator]
+        return torch.zeros(()) if loss is None else loss
+
+    stages = [[block.block for block in stage.blocks if block.block] for stage in plan.stages]
+    try:
+        (flow,) = StepFlows(module, stages, device=device).of(step, [(batch,)])
+    except ValueError as error:
+        return one_line(error)
+    if flow.flow.reads_values:
+        return "the step reads values of its batch, so that each would be traced"
+    if flow.flow.draws_on_host:
+        return (
+            "the step draws numbers of Python or NumPy, on which the modules that it calls may "
+            "depend"
+        )
+    if written := written_buffers(flow.flow, flow.stage_of_call):
+        return (
+            f"training steps change the buffer {sorted(written)[0]!r}, of which ddp keeps what "
+            "rank 0's batches make"
+        )
+    return None
+
+
+def _has_words(batch: Any) -> bool:
+    if isinstance(batch, Mapping):
+        return any(map(_has_words, batch.values()))
+    if isinstance(batch, list | tuple):
+        return any(map(_has_words, batch))
+    if isinstance(batch, str | bytes | int):
+        return not isinstance(batch, bool)
+    return False
+
+
+# ---- what may be chosen --------------------------------------------------------------------------
+
+
+def fastest(
+    request: PlanRequest, search: SearchRequest, found: Iterable[PlanFrontier]
+) -> float | None:
+    """Return the least seconds of plans that fit; None where none does."""
+    # Without a limit, the memory of the device.
+    limit = (
+        search.cluster.device.memory_bytes if request.memory_limit is None else request.memory_limit
+    )
+    points = (point for frontier in found for point in frontier.candidates)
+    fitting = fitting_points(points, memory_limit=limit, memory_margin=request.memory_margin)
+    return min((point.step_seconds for point in fitting), default=None)
+
+
+def pays(seconds: float, best: float) -> bool:
+    """Return whether a step of `seconds` would be chosen before simpler ones of `best`.
+
+    See `choose`.
+    """
+    return seconds * (1 + TIME_ERROR) + TIME_ERROR_SECONDS < best
+
+
+def seconds_that_pay(
+    request: PlanRequest, search: SearchRequest, found: Iterable[PlanFrontier]
+) -> float | None:
+    """Return the seconds below which a step would be chosen before what was `found`.
+
+    None where memory decides.
+    """
+    best = fastest(request, search, found)
+    if best is None or request.objective != "time":
+        return None
+    return max((best - TIME_ERROR_SECONDS) / (1 + TIME_ERROR), 0.0)
+
+
+def together(found: Sequence[PlanFrontier]) -> PlanFrontier:
+    """Return one frontier of all that was searched."""
+    first = found[0]
+    if len(found) == 1:
+        return first
+    # `PlanFrontier.of` drops those that others beat.
+    points: list[PlanPoint] = [point for frontier in found for point in frontier.points]
+    return PlanFrontier.of(
+        points,
+        uniform=[point for frontier in found for point in frontier.uniform],
+        capture_seconds=first.capture_seconds,
+        search_seconds=sum(frontier.search_seconds for frontier in found),
+        error_bound=max(frontier.error_bound for frontier in found),
+    )

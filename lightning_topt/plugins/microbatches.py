@@ -1,0 +1,327 @@
+"""A batch split into microbatches, and their results combined to those of one step.
+
+    parts = split_batch(batch, 4)              # .batches, .sizes: samples of each
+    outputs, calls, losses = ...               # one step per microbatch
+    combined_output(outputs, sizes=..., weights=..., kinds=...)
+    combined_calls(calls, sizes=..., weights=..., kinds=...)
+
+`weights` are those of the microbatches in the loss of the batch, and `kinds` say what is a sum, a
+loss or a mean over samples; both come from `loss_kinds`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from lightning_topt.graph.structures import PLAIN, map_tensors, tensors_in
+from lightning_topt.plugins.step_records import EXTREMES, LoggedCall, LoggedMetric
+
+_WAY_OUT = "let dimension 0 of all tensors be the samples, or use microbatches=1"
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The `batches` that a batch was split into, and how many samples each has."""
+
+    batches: tuple[Any, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """The share of the samples that each part has; together 1."""
+        return tuple(size / sum(self.sizes) for size in self.sizes)
+
+
+def split_batch(batch: Any, count: int) -> Parts:
+    """Return `batch` in `count` parts in order, whose sizes differ by one at most.
+
+    A batch of fewer samples has as many parts as samples. Dimension 0 of tensors and arrays is
+    split where it has the size of the batch, and so are lists of as many texts or numbers. What has
+    another size is in every part: dimensions of size 1, scalars, options. A batch whose tensors
+    have no common size is split where it consists of sequences of one length, one entry per sample.
+    Tensors of parts are views.
+
+    Raises ValueError, with the way out, for a batch that cannot be split.
+    """
+    if count == 1:
+        return Parts((batch,), (count_samples(batch),))
+    # Sizes differ by one at most: the first parts are larger.
+    samples = _Samples.of(batch)
+    count = min(count, samples.count)
+    sizes = tuple(
+        samples.count // count + (index < samples.count % count) for index in range(count)
+    )
+    starts = np.cumsum((0, *sizes)).tolist()
+    parts = (samples.map(batch, _slice(start, stop)) for start, stop in itertools.pairwise(starts))
+    return Parts(tuple(parts), sizes)
+
+
+def count_samples(batch: Any) -> int:
+    """Return the number of samples of `batch`; 1 for one that cannot be split."""
+    try:
+        return _Samples.of(batch).count
+    except ValueError:
+        return 1
+
+
+def first_samples(batch: Any, count: int) -> Any:
+    """Return the first `count` samples of `batch`, as views. Raises ValueError as `split_batch`."""
+    return _Samples.of(batch).map(batch, _slice(0, count))
+
+
+@dataclass(frozen=True)
+class _Samples:
+    """Where the `count` samples of a batch are: along dimension 0 of tensors, or `as_entries`.
+
+    These are entries of the sequences that the batch consists of.
+    """
+
+    count: int
+    as_entries: bool
+
+    @classmethod
+    def of(cls, batch: Any) -> _Samples:
+        # What cannot be sliced.
+        tensors = list(tensors_in(batch))
+        if any(tensor.layout != torch.strided for tensor in tensors):
+            raise ValueError(
+                "a batch with sparse or nested tensors cannot be split into microbatches: "
+                f"{_WAY_OUT}"
+            )
+        if _has_packed(batch):
+            raise ValueError(
+                "a packed sequence cannot be split into microbatches: pack it in training_step"
+            )
+        sizes = {tensor.shape[0] for tensor in tensors if tensor.dim()}
+        sizes = sizes - {1} or sizes  # of size 1: the same for all samples
+        if len(sizes) == 1 and 0 not in sizes:
+            return cls(sizes.pop(), as_entries=False)
+        # No common size: sequences of one length, one entry per sample.
+        lengths = {_length(value) for value in _children(batch)} - {None}
+        if len(lengths) == 1 and (count := lengths.pop()):
+            return cls(count, as_entries=True)
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors[:8]) or "missing"
+        raise ValueError(
+            "a batch cannot be split into microbatches: its tensors have no common size in "
+            f"dimension 0 (they are {shapes}); {_WAY_OUT}"
+        )
+
+    def map(self, batch: Any, along: Callable[[Any], Any]) -> Any:
+        """Return `batch` with `along` applied to whatever has the samples."""
+        # Tensors, arrays and lists of plain values, anywhere in the batch.
+        if not self.as_entries:
+            return map_tensors(
+                batch,
+                lambda leaf: along(leaf) if _length(leaf) == self.count else leaf,
+                also=_is_leaf,
+            )
+        # Sequences at the top, whose entries are samples.
+        changed = [
+            along(value) if _length(value) == self.count else value for value in _children(batch)
+        ]
+        if isinstance(batch, Mapping):
+            return type(batch)(zip(batch, changed, strict=True))  # type: ignore[call-arg]
+        return type(batch)(*changed) if hasattr(batch, "_fields") else type(batch)(changed)
+
+
+def _is_leaf(value: Any) -> bool:
+    """Return whether it is an array, or a list of values that are no batches themselves."""
+    if isinstance(value, np.ndarray):
+        return True
+    return (
+        isinstance(value, list | tuple)
+        and len(value) > 0
+        and all(isinstance(entry, PLAIN) for entry in value)
+    )
+
+
+def _length(value: Any) -> int | None:
+    if isinstance(value, Tensor | np.ndarray):
+        return len(value) if value.ndim else None
+    is_sequence = isinstance(value, list | tuple) and not hasattr(value, "_fields")
+    return len(value) if is_sequence else None
+
+
+def _children(batch: Any) -> list[Any]:
+    if isinstance(batch, Mapping):
+        return list(batch.values())
+    return (
+        list(batch)
+        if isinstance(batch, list | tuple) and not isinstance(batch, PackedSequence)
+        else []
+    )
+
+
+def _has_packed(value: Any) -> bool:
+    return isinstance(value, PackedSequence) or any(
+        _has_packed(child) for child in _children(value)
+    )
+
+
+def _slice(start: int, stop: int) -> Callable[[Any], Any]:
+    return lambda value: value[start:stop]
+
+
+# ---- microbatches as one -------------------------------------------------------------------------
+
+# "sum" for what adds up over parts of a batch, "loss" for the loss; all else is a mean over samples
+Kinds = Mapping[Any, str]
+Weights = Sequence[float]
+
+
+def combined_output(
+    outputs: Sequence[Any], *, sizes: Sequence[int], weights: Weights, kinds: Kinds
+) -> Any:
+    """Return the output of a step from those of its microbatches.
+
+    Tensors and lists with an entry for each sample are joined; scalars and tensors of one shape are
+    averaged over samples, or added or weighted as losses where `kinds` says so for their place
+    among the leaves; of all else the last microbatch's remains.
+
+    Args:
+        outputs: of the microbatches, in order.
+        sizes: how many samples they have.
+        weights: of their losses in that of the batch.
+        kinds: by the place among the leaves.
+    """
+    if len(outputs) == 1:
+        return outputs[0]
+    outputs = [dict(output) if isinstance(output, Mapping) else output for output in outputs]
+    # All outputs must have one structure.
+    flat = [tree_flatten(output, is_leaf=_is_plain_list) for output in outputs]
+    spec = flat[-1][1]
+    if any(other != spec for _, other in flat):
+        return outputs[-1]
+    columns = zip(*(found for found, _ in flat), strict=True)
+    leaves = [
+        _combined_leaf(column, sizes, weights, kinds.get(place, "mean"))
+        for place, column in enumerate(columns)
+    ]
+    return tree_unflatten(leaves, spec)
+
+
+def _is_plain_list(value: Any) -> bool:
+    return isinstance(value, list) and not any(
+        isinstance(one, Tensor | Mapping | list | tuple) for one in value
+    )
+
+
+def _combined_leaf(values: Sequence[Any], sizes: Sequence[int], weights: Weights, kind: str) -> Any:
+    # An entry for each sample: joined, tensors along dimension 0.
+    if all(isinstance(value, Tensor) for value in values):
+        if all(
+            value.dim() and len(value) == size for value, size in zip(values, sizes, strict=True)
+        ):
+            return torch.cat([*values])
+    elif all(
+        isinstance(value, list) and len(value) == size
+        for value, size in zip(values, sizes, strict=True)
+    ):
+        return [entry for value in values for entry in value]
+    return weighted_losses(values, weights) if kind == "loss" else _weighted(values, sizes, kind)
+
+
+def weighted_losses(values: Sequence[Any], weights: Weights) -> Any:
+    """Return the weighted sum of `values`; one with weight 0 may be NaN, as of padding alone."""
+    return sum(value * weight for value, weight in zip(values, weights, strict=True) if weight != 0)
+
+
+def combined_calls(
+    microbatches: Sequence[Sequence[LoggedCall]],
+    *,
+    sizes: Sequence[int],
+    weights: Weights,
+    kinds: Kinds,
+) -> tuple[LoggedCall, ...]:
+    """Return the calls of a step from those of its microbatches.
+
+    Values logged under one name become one: added where ``reduce_fx="sum"`` or `kinds` says so (by
+    name), the greatest or least for ``"max"`` and ``"min"``, weighted as losses where `kinds` says
+    so, else the mean over samples, or over the ``batch_size`` that the calls name. Metrics are
+    logged once; texts are printed in order.
+
+    Args:
+        microbatches: their calls, in order.
+        sizes: how many samples they have.
+        weights: of their losses in that of the batch.
+        kinds: by the name that is logged.
+    """
+    if len(microbatches) == 1:
+        return tuple(microbatches[0])
+    # Calls that belong together: the n-th that a step makes under a name of a module. What is
+    # printed stays apart.
+    found: dict[Any, list[tuple[LoggedCall, int, float]]] = {}
+    for index, (calls, size, weight) in enumerate(zip(microbatches, sizes, weights, strict=True)):
+        seen: dict[Any, int] = {}
+        for call in calls:
+            key = (call.path, call.method, call.name)
+            seen[key] = seen.get(key, 0) + 1
+            found.setdefault((*key, seen[key], index if call.method == "print" else -1), []).append(
+                (call, size, weight)
+            )
+    return tuple(_combined_call(same, kinds) for same in found.values())
+
+
+def _combined_call(same: Sequence[tuple[LoggedCall, int, float]], kinds: Kinds) -> LoggedCall:
+    first = same[0][0]
+    if first.method != "log":
+        return first
+    # What the calls say counts more than the sizes of microbatches.
+    named = [call.keywords.get("batch_size") for call, _, _ in same]
+    sizes = [size if own is None else own for own, (_, size, _) in zip(named, same, strict=True)]
+    kind = kinds.get(first.name, "mean") if first.averages else first.reduction
+    values = [call.value for call, _, _ in same]
+    is_loss = kind == "loss" and len(same) > 1
+    value = (
+        weighted_losses(values, [each for *_, each in same])
+        if is_loss
+        else _weighted(values, sizes, kind)
+    )
+    return first.with_value(value, batch_size=None if named[0] is None else sum(sizes))
+
+
+def _weighted(values: Sequence[Any], sizes: Sequence[int], kind: str) -> Any:
+    """Return the sum, extreme or mean over samples of what microbatches logged or returned."""
+    last = values[-1]
+    if isinstance(last, LoggedMetric):
+        return replace(last, value=_weighted([value.value for value in values], sizes, kind))
+    if isinstance(last, Mapping):
+        return {name: _weighted([value[name] for value in values], sizes, kind) for name in last}
+    if isinstance(last, Tensor):
+        return _weighted_tensors(values, sizes, kind)
+    if isinstance(last, bool) or not isinstance(last, int | float):
+        return last
+    if all(value == last for value in values) and kind != "sum":
+        return last
+    if kind == "sum":
+        return sum(values)
+    if kind in EXTREMES:
+        return EXTREMES[kind](values)
+    return sum(value * size for value, size in zip(values, sizes, strict=True)) / sum(sizes)
+
+
+def _weighted_tensors(values: Sequence[Any], sizes: Sequence[int], kind: str) -> Tensor:
+    last: Tensor = values[-1]
+    if last.dtype == torch.bool or any(value.shape != last.shape for value in values):
+        return last
+    stacked = torch.stack([*values])  # (microbatches, ...)
+    if kind == "sum":
+        return stacked.sum(0).to(last.dtype)
+    if kind in EXTREMES:
+        return stacked.amax(0) if kind == "max" else stacked.amin(0)
+    if not last.is_floating_point() and bool((stacked == last).all()):
+        return last
+    # In float32 at least, as a mean over the batch would be.
+    weights = torch.tensor([*sizes], dtype=torch.float64, device=last.device) / sum(sizes)
+    wide = torch.float64 if last.dtype == torch.float64 else torch.float32
+    mean: Tensor = torch.tensordot(weights.to(wide), stacked.to(wide), dims=1)
+    return mean.to(last.dtype) if last.is_floating_point() else mean

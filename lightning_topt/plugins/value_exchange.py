@@ -1,0 +1,303 @@
+"""Batches and other values of any structure, exchanged between the ranks of a group.
+
+    value_of_rank    one rank's value, on all ranks
+    values_of_ranks  every rank's value, on all ranks, one after the other
+    value_for_rank   one rank has a value for each rank
+    pack_value       a value as bytes, for a channel of one's own; `unpack_value`
+    AgreedBatches    batches that should be equal on all ranks: checked, and sent if they are not
+
+Values are pickled but for their plain tensors, which travel by themselves as bytes (backends do not
+know all dtypes), straight from where they are. A rank's own value is never copied.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+from typing_extensions import override
+
+_COMPARED_ELEMENTS = 512  # of each tensor, by `checksum`
+
+
+def value_of_rank(value: Any, group: dist.ProcessGroup, *, place: int, device: torch.device) -> Any:
+    """Return the `value` of the rank at this `place` of `group`; there, the value itself.
+
+    A collective call. Raises what pickle raises there.
+    """
+    is_own = dist.get_rank(group) == place
+    # First the structure, then the tensors.
+    pickled: list[Any] = [None]
+    tensors: list[Tensor] = []
+    if is_own:
+        packer = _Packer(value)
+        pickled, tensors = [(packer.pickled, packer.forms)], packer.tensors
+    dist.broadcast_object_list(pickled, group=group, group_src=place)
+    data, forms = pickled[0]
+    if is_own:
+        _broadcast(tensors, group, place, device)
+        return value
+    return _received(data, forms, group, place, device)
+
+
+def values_of_ranks(value: Any, group: dist.ProcessGroup, *, device: torch.device) -> Iterator[Any]:
+    """Yield the value of every rank of `group` in its order, this rank's own as it is.
+
+    Tensors of other ranks come when it is their turn, so that one value is in memory at a time;
+    they are on the same type of device as there. A collective call, and so is every step of the
+    iteration. Raises what pickle raises.
+    """
+    packer = _Packer(value)
+    # Structures of all ranks at once; tensors one rank at a time.
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, (packer.pickled, packer.forms), group=group)
+    for place, (data, forms) in enumerate(everyone):
+        if place == dist.get_rank(group):
+            _broadcast(packer.tensors, group, place, device)
+            yield value
+        else:
+            yield _received(data, forms, group, place, device)
+
+
+def value_for_rank(
+    values: Sequence[Any] | None, group: dist.ProcessGroup, *, source: int, device: torch.device
+) -> Any:
+    """Return the one of `values` that is for this rank.
+
+    The rank at place `source` of `group` has all of them, in the order of the group; on the other
+    ranks `values` is None. A collective call. Raises what pickle raises there.
+    """
+    if dist.get_rank(group) == source:
+        assert values is not None
+        for place, value in enumerate(values):
+            if place != source:
+                _send(value, group, place, device)
+        return values[source]
+    pickled: list[Any] = [None]
+    dist.recv_object_list(pickled, group=group, group_src=source, device=device)
+    data, forms = pickled[0]
+    tensors = [torch.empty(form.shape, dtype=form.dtype, device=device) for form in forms]
+    for tensor in tensors:
+        if tensor.numel():
+            dist.recv(tensor.view(-1).view(torch.uint8), group=group, group_src=source)
+    return _unpickled(data, tensors, forms, device)
+
+
+def check_packs(value: Any) -> None:
+    """Raise what pickle raises where `value` cannot be sent."""
+    _Packer(value)
+
+
+def pack_value(value: Any) -> bytes:
+    """Return `value` as bytes, its tensors among them. Raises what pickle raises."""
+    packer = _Packer(value)
+    elements = [
+        tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        if tensor.numel()
+        else b""
+        for tensor in packer.tensors
+    ]
+    return pickle.dumps((packer.pickled, packer.forms, elements), protocol=pickle.HIGHEST_PROTOCOL)
+
+
+def unpack_value(data: bytes, *, device: torch.device) -> Any:
+    """Return the value of `pack_value`; its tensors are on the same type of device as they were."""
+    pickled, forms, elements = pickle.loads(data)
+    tensors = [torch.empty(form.shape, dtype=form.dtype) for form in forms]
+    for tensor, of_tensor in zip(tensors, elements, strict=True):
+        if of_tensor:
+            tensor.view(-1).view(torch.uint8).copy_(
+                torch.frombuffer(bytearray(of_tensor), dtype=torch.uint8)
+            )
+    return _unpickled(pickled, tensors, forms, device)
+
+
+# ---- pickling ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Form:
+    """All about a tensor but its elements."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+    requires_grad: bool
+
+
+class _Packer(pickle.Pickler):
+    """Pickles a value without its plain tensors.
+
+    `pickled` has the number of a tensor in its place; `tensors` (detached) and `forms` have these
+    in order. A tensor that is there twice is sent once. What is not plain (sparse, quantized, part
+    of a graph, a subclass) is pickled with the rest.
+    """
+
+    def __init__(self, value: Any) -> None:
+        file = io.BytesIO()
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self.forms: list[_Form] = []
+        self._numbers: dict[int, int] = {}
+        self._found: list[Tensor] = []  # kept: the id of a temporary one could come again
+        self.dump(value)
+        self.pickled, self.tensors = file.getvalue(), [tensor.detach() for tensor in self._found]
+
+    @override
+    def persistent_id(self, value: Any) -> int | None:
+        if (
+            type(value) is not Tensor
+            or value.layout != torch.strided
+            or value.is_quantized
+            or not value.is_leaf
+        ):
+            return None
+        if id(value) not in self._numbers:
+            self._numbers[id(value)] = len(self._found)
+            self._found.append(value)
+            self.forms.append(
+                _Form(tuple(value.shape), value.dtype, value.device.type, value.requires_grad)
+            )
+        return self._numbers[id(value)]
+
+
+class _Unpacker(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, tensors: Sequence[Tensor]) -> None:
+        super().__init__(file)
+        self._tensors = tensors
+
+    @override
+    def persistent_load(self, number: int) -> Tensor:
+        return self._tensors[number]
+
+
+def _unpickled(
+    pickled: bytes, tensors: Sequence[Tensor], forms: Sequence[_Form], device: torch.device
+) -> Any:
+    # What was on an accelerator comes to this rank's; all else stays on the host.
+    placed = [
+        tensor.to(device if form.device == device.type else form.device).requires_grad_(
+            form.requires_grad
+        )
+        for tensor, form in zip(tensors, forms, strict=True)
+    ]
+    return _Unpacker(io.BytesIO(pickled), placed).load()
+
+
+# ---- sending -------------------------------------------------------------------------------------
+
+
+def _send(value: Any, group: dist.ProcessGroup, place: int, device: torch.device) -> None:
+    packer = _Packer(value)
+    dist.send_object_list(
+        [(packer.pickled, packer.forms)], group=group, group_dst=place, device=device
+    )
+    for tensor in packer.tensors:
+        if tensor.numel():
+            sent = tensor.to(device).contiguous().view(-1).view(torch.uint8)
+            dist.send(sent, group=group, group_dst=place)
+
+
+def _received(
+    pickled: bytes,
+    forms: Sequence[_Form],
+    group: dist.ProcessGroup,
+    place: int,
+    device: torch.device,
+) -> Any:
+    tensors = [torch.empty(form.shape, dtype=form.dtype, device=device) for form in forms]
+    _broadcast(tensors, group, place, device)
+    return _unpickled(pickled, tensors, forms, device)
+
+
+@torch.no_grad()
+def _broadcast(
+    tensors: Sequence[Tensor], group: dist.ProcessGroup, place: int, device: torch.device
+) -> None:
+    """Send the elements as bytes: backends do not know all dtypes."""
+    sent = (
+        tensor.to(device).contiguous().view(-1).view(torch.uint8)
+        for tensor in tensors
+        if tensor.numel()
+    )
+    for work in [dist.broadcast(one, group=group, group_src=place, async_op=True) for one in sent]:
+        work.wait()
+
+
+# ---- batches that should be equal ----------------------------------------------------------------
+
+
+class AgreedBatches:
+    """Batches of the ranks in `group`, which must be equal: those of a pipeline's stages."""
+
+    def __init__(self, group: dist.ProcessGroup, *, device: torch.device) -> None:
+        self._group, self._device = group, device
+        self._differ = False
+
+    @property
+    def differ(self) -> bool:
+        """Whether batches were found to differ."""
+        return self._differ
+
+    def agreed(self, batch: Any) -> Any:
+        """Return `batch`, or that of the first rank if batches differ now or did before.
+
+        Some elements of each tensor are compared, and texts and numbers. A collective call.
+        """
+        if not self._differ:
+            # One number per rank.
+            own = torch.tensor([checksum(batch)], device=self._device)
+            everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(self._group))]
+            dist.all_gather(everyone, own, group=self._group)
+            self._differ = not all(torch.equal(other, own) for other in everyone)
+            if self._differ:
+                rank_zero_warn(
+                    "topt: the ranks of a pipeline got different batches, so each of these is sent "
+                    "from the first rank to the others. That takes time: leave "
+                    "use_distributed_sampler=True, or let loaders shuffle, and transforms draw, "
+                    "from a generator with the same seed on all ranks"
+                )
+        if not self._differ:
+            return batch
+        return value_of_rank(batch, self._group, place=0, device=self._device)
+
+
+def checksum(batch: Any) -> int:
+    """Return a number that very likely differs for batches that differ, if only in a shape."""
+    found = 0
+    for piece in _pieces(batch):
+        found = zlib.crc32(piece, found)
+    return found
+
+
+def _pieces(value: Any) -> Iterator[bytes]:
+    """Yield the parts of a batch that its checksum is made of."""
+    if isinstance(value, Tensor):
+        yield f"{tuple(value.shape)} {value.dtype}".encode()
+        if value.layout == torch.strided and value.numel():
+            flat = (
+                value.detach().reshape(-1)
+                if value.is_contiguous()
+                else value.detach().contiguous().view(-1)
+            )
+            # about 512 elements, evenly spread
+            sample = flat[:: max(1, len(flat) // _COMPARED_ELEMENTS)].contiguous().cpu()
+            yield sample.view(torch.uint8).numpy().tobytes()
+    elif isinstance(value, Mapping):
+        for name, entry in value.items():
+            yield repr(name).encode()
+            yield from _pieces(entry)
+    elif isinstance(value, list | tuple):
+        for entry in value:
+            yield from _pieces(entry)
+    elif isinstance(value, str | bytes | int | float | complex | bool | None):
+        yield repr(value).encode()
+    elif hasattr(value, "__dict__"):
+        yield from _pieces(vars(value))

@@ -13,36 +13,36 @@ Importing this package registers the strategy names ``"topt"``, ``"topt_compress
 ``"_find_unused_parameters_true"``). The classes are imported when they are first used.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from lightning_topt.basics.lazy_names import lazy_names
 from lightning_topt.plugins.register import register_strategies as register_strategies
 from topt_console import __version__ as __version__
 
 # Public names, and the module that each is imported from at its first use.
 _HOMES = {
-    "BoundedLoss": "lightning_topt.communication.methods.bounded_loss",
-    "DeMo": "lightning_topt.communication.methods.demo",
-    "Dense": "lightning_topt.communication.methods.dense",
-    "BF16": "lightning_topt.communication.methods.half",
-    "FP16": "lightning_topt.communication.methods.half",
-    "LocalSteps": "lightning_topt.communication.methods.local_steps",
-    "PowerSGD": "lightning_topt.communication.methods.power_sgd",
-    "QuantizedSteps": "lightning_topt.communication.methods.quantized_steps",
-    "Sign": "lightning_topt.communication.methods.sign",
-    "SparseLoCo": "lightning_topt.communication.methods.sparse_loco",
-    "TopK": "lightning_topt.communication.methods.top_k",
-    "read_sharded_checkpoint": "lightning_topt.execution.sharded_checkpoint",
-    "ParallelPlan": "lightning_topt.plan.parallel_plan",
-    "AutoParallelStrategy": "lightning_topt.plugins.auto_parallel",
-    "CachedDataModule": "lightning_topt.plugins.cached_data",
-    "CompressedDDPStrategy": "lightning_topt.plugins.compressed_ddp",
-    "CoordinatedDataModule": "lightning_topt.plugins.coordinated_data",
-    "LocalStepsStrategy": "lightning_topt.plugins.local_steps_strategy",
-    "ParallelOptimizerStep": "lightning_topt.plugins.parallel_optimizer",
-    "PipelineStrategy": "lightning_topt.plugins.auto_parallel",
-    "StallMonitor": "lightning_topt.plugins.monitors",
-    "TunedDataModule": "lightning_topt.plugins.tuned_data",
+    "BoundedLoss": "communication.methods.bounded_loss",
+    "DeMo": "communication.methods.demo",
+    "Dense": "communication.methods.dense",
+    "BF16": "communication.methods.half",
+    "FP16": "communication.methods.half",
+    "LocalSteps": "communication.methods.local_steps",
+    "PowerSGD": "communication.methods.power_sgd",
+    "QuantizedSteps": "communication.methods.quantized_steps",
+    "Sign": "communication.methods.sign",
+    "SparseLoCo": "communication.methods.sparse_loco",
+    "TopK": "communication.methods.top_k",
+    "read_sharded_checkpoint": "execution.sharded_checkpoint",
+    "ParallelPlan": "plan.parallel_plan",
+    "AutoParallelStrategy": "plugins.auto_parallel",
+    "CachedDataModule": "plugins.cached_data",
+    "CompressedDDPStrategy": "plugins.compressed_ddp",
+    "CoordinatedDataModule": "plugins.coordinated_data",
+    "LocalStepsStrategy": "plugins.local_steps_strategy",
+    "ParallelOptimizerStep": "plugins.parallel_optimizer",
+    "PipelineStrategy": "plugins.auto_parallel",
+    "StallMonitor": "plugins.monitors",
+    "TunedDataModule": "plugins.tuned_data",
 }
 __all__ = [*_HOMES, "register_strategies"]
 
@@ -79,16 +79,5 @@ if TYPE_CHECKING:  # the same for type checkers and editors, which do not run `_
     from lightning_topt.plugins.tuned_data import TunedDataModule as TunedDataModule
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
-    globals()[name] = value  # the next access does not come here
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
-
-
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)
 register_strategies()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -164,3 +166,12 @@ def test_words_that_are_gone():
     assert [
         path for path in FILES if GONE.search(path.read_text()) and path.name not in of_addresses
     ] == []
+
+
+def test_an_exchange_alone_imports_little():
+    code = (
+        "import sys; from lightning_topt import CompressedDDPStrategy;"
+        "print(sum(name.startswith('lightning_topt.') for name in sys.modules))"
+    )
+    job = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(job.stdout) <= 30

@@ -1,15 +1,25 @@
-"""The public names of `lightning_topt` are there twice: for users, and for type checkers."""
+"""Public names that are imported at first use are there twice: for users, and type checkers."""
 
 from __future__ import annotations
 
 import ast
+import importlib
 from pathlib import Path
 
-import lightning_topt
+import pytest
+
+PACKAGES = (
+    "lightning_topt",
+    "lightning_topt.communication",
+    "lightning_topt.communication.bounded_loss",
+    "lightning_topt.optim",
+)
 
 
-def test_type_checkers_see_what_is_imported_at_first_use() -> None:
-    tree = ast.parse(Path(lightning_topt.__file__).read_text())
+@pytest.mark.parametrize("name", PACKAGES)
+def test_type_checkers_see_what_is_imported_at_first_use(name: str) -> None:
+    package = importlib.import_module(name)
+    tree = ast.parse(Path(str(package.__file__)).read_text())
     (typed,) = (node.body for node in tree.body if isinstance(node, ast.If))
     seen = {
         alias.name: node.module
@@ -17,4 +27,9 @@ def test_type_checkers_see_what_is_imported_at_first_use() -> None:
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
-    assert seen == lightning_topt._HOMES
+    assert seen == {key: f"{name}.{home}" for key, home in package._HOMES.items()}
+    assert set(seen) <= set(package.__all__) and set(seen) <= set(dir(package))
+    for key in seen:
+        assert getattr(package, key) is not None
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = package.no_such_name

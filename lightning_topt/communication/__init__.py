@@ -1,23 +1,57 @@
 """Gradient exchange and collectives, usable without the rest of the package."""
 
-from lightning_topt.communication.bucket import ExchangeSettings
-from lightning_topt.communication.exchange_method import ExchangeMethod, GradientMethod
-from lightning_topt.communication.hook import CompressedExchange, ExchangeStatistics
-from lightning_topt.communication.local_sgd import LocalMethod, OuterSteps
-from lightning_topt.communication.method_registry import read_method
-from lightning_topt.communication.methods.bounded_loss import BoundedLoss
-from lightning_topt.communication.methods.demo import DeMo
-from lightning_topt.communication.methods.dense import Dense
-from lightning_topt.communication.methods.half import BF16, FP16
-from lightning_topt.communication.methods.local_steps import LocalSteps
-from lightning_topt.communication.methods.power_sgd import PowerSGD
-from lightning_topt.communication.methods.quantized_steps import QuantizedSteps
-from lightning_topt.communication.methods.sign import Sign
-from lightning_topt.communication.methods.sparse_loco import SparseLoCo
-from lightning_topt.communication.methods.top_k import LinkCosts, TopK
-from lightning_topt.communication.rank_watch import PeerLostError
-from lightning_topt.communication.selection import Selection, feedback_top_k, top_k
-from lightning_topt.communication.topology import Topology
+from typing import TYPE_CHECKING
+
+from lightning_topt.basics.lazy_names import lazy_names
+
+if TYPE_CHECKING:  # the same names, for type checkers and editors
+    from lightning_topt.communication.bucket import ExchangeSettings
+    from lightning_topt.communication.exchange_method import ExchangeMethod, GradientMethod
+    from lightning_topt.communication.hook import CompressedExchange, ExchangeStatistics
+    from lightning_topt.communication.local_sgd import LocalMethod, OuterSteps
+    from lightning_topt.communication.method_registry import read_method
+    from lightning_topt.communication.methods.bounded_loss import BoundedLoss
+    from lightning_topt.communication.methods.demo import DeMo
+    from lightning_topt.communication.methods.dense import Dense
+    from lightning_topt.communication.methods.half import BF16, FP16
+    from lightning_topt.communication.methods.local_steps import LocalSteps
+    from lightning_topt.communication.methods.power_sgd import PowerSGD
+    from lightning_topt.communication.methods.quantized_steps import QuantizedSteps
+    from lightning_topt.communication.methods.sign import Sign
+    from lightning_topt.communication.methods.sparse_loco import SparseLoCo
+    from lightning_topt.communication.methods.top_k import LinkCosts, TopK
+    from lightning_topt.communication.rank_watch import PeerLostError
+    from lightning_topt.communication.selection import Selection, feedback_top_k, top_k
+    from lightning_topt.communication.topology import Topology
+
+# Each name, and the module that it is imported from at its first use.
+_HOMES = {
+    "ExchangeSettings": "bucket",
+    "ExchangeMethod": "exchange_method",
+    "GradientMethod": "exchange_method",
+    "CompressedExchange": "hook",
+    "ExchangeStatistics": "hook",
+    "LocalMethod": "local_sgd",
+    "OuterSteps": "local_sgd",
+    "read_method": "method_registry",
+    "BoundedLoss": "methods.bounded_loss",
+    "DeMo": "methods.demo",
+    "Dense": "methods.dense",
+    "BF16": "methods.half",
+    "FP16": "methods.half",
+    "LocalSteps": "methods.local_steps",
+    "PowerSGD": "methods.power_sgd",
+    "QuantizedSteps": "methods.quantized_steps",
+    "Sign": "methods.sign",
+    "SparseLoCo": "methods.sparse_loco",
+    "LinkCosts": "methods.top_k",
+    "TopK": "methods.top_k",
+    "PeerLostError": "rank_watch",
+    "Selection": "selection",
+    "feedback_top_k": "selection",
+    "top_k": "selection",
+    "Topology": "topology",
+}
 
 __all__ = [
     "BF16",
@@ -46,3 +80,4 @@ __all__ = [
     "read_method",
     "top_k",
 ]
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

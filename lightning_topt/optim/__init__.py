@@ -11,11 +11,28 @@
 `lars` and `lamb` are optimizers for large batches.
 """
 
-from lightning_topt.optim.lamb import LAMB
-from lightning_topt.optim.lars import LARS, share_trust_ratios, unshare_trust_ratios
-from lightning_topt.optim.parallel_step import ParallelStep, install_parallel_step
-from lightning_topt.optim.pieces import Piece
-from lightning_topt.optim.update_rule import UnsplittableOptimizer
+from typing import TYPE_CHECKING
+
+from lightning_topt.basics.lazy_names import lazy_names
+
+if TYPE_CHECKING:  # the same names, for type checkers and editors
+    from lightning_topt.optim.lamb import LAMB
+    from lightning_topt.optim.lars import LARS, share_trust_ratios, unshare_trust_ratios
+    from lightning_topt.optim.parallel_step import ParallelStep, install_parallel_step
+    from lightning_topt.optim.pieces import Piece
+    from lightning_topt.optim.update_rule import UnsplittableOptimizer
+
+# Each name, and the module that it is imported from at its first use.
+_HOMES = {
+    "LAMB": "lamb",
+    "LARS": "lars",
+    "share_trust_ratios": "lars",
+    "unshare_trust_ratios": "lars",
+    "ParallelStep": "parallel_step",
+    "install_parallel_step": "parallel_step",
+    "Piece": "pieces",
+    "UnsplittableOptimizer": "update_rule",
+}
 
 __all__ = [
     "LAMB",
@@ -27,3 +44,4 @@ __all__ = [
     "share_trust_ratios",
     "unshare_trust_ratios",
 ]
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

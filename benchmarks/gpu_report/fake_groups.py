@@ -114,7 +114,8 @@ def run(report: Report) -> None:
                 row["planning_s"] = round(time.perf_counter() - start, 2)
                 row["plan"] = expected.plan.summary()
                 row["predicted_seconds"] = expected.seconds
-                row["predicted_bytes"] = expected.nbytes
+                # The prediction is of the fullest rank, which is the first.
+                row["fullest_bytes" if rank else "predicted_bytes"] = expected.nbytes
                 row.update(run_rank(setting, expected.plan, rank=rank, quick=report.quick))
 
 
@@ -216,9 +217,7 @@ def expected_tensor(setting: Setting, ranks: int) -> Expected:
     axes = (Axis("data", data, scope="intra"), Axis("tensor", ranks, scope="intra"))
     mesh, trace = Mesh(axes if data > 1 else axes[1:]), FunctionTrace()
     given: dict[str, Any] = {"device": setting.device.type}
-    graph = capture(
-        setting.module, setting.batch, batch_scaling=False, adapt=trace.of, **given
-    )
+    graph = capture(setting.module, setting.batch, batch_scaling=False, adapt=trace.of, **given)
     request = SearchRequest(
         graph,
         setting.cluster,
@@ -237,13 +236,14 @@ def expected_tensor(setting: Setting, ranks: int) -> Expected:
             local, device=setting.device, budget_seconds=0.5, known=kernels.keys()
         )
     found = search_plans(replace(request, kernel_seconds=kernels)).candidates
+    plain = [p for p in found if not any(block.config.recompute for block in p.plan.blocks)]
     # The smallest splits most; several splits are equally fast where nothing takes time on links.
-    point = min(found, key=lambda each: (each.peak_bytes, each.step_seconds))
+    point = min(plain or found, key=lambda each: (each.peak_bytes, each.step_seconds))
     return Expected(point.plan, point.step_seconds, point.peak_bytes)
 
 
 def expected_pipeline(setting: Setting) -> Expected:
-    """Return four stages in a row under 1F1B; seconds are those of all ranks, with bubbles."""
+    """Return four stages in a row under 1F1B; seconds are those of a rank that never waits."""
     request = SearchRequest(
         setting.graph,
         setting.cluster,
@@ -256,15 +256,14 @@ def expected_pipeline(setting: Setting) -> Expected:
         pipelines=PipelineRequest(STAGES, "1f1b", MICROBATCHES, ranks=STAGES, tensor=1),
     )
     point = min(search_plans(request).candidates, key=lambda each: each.step_seconds)
-    return Expected(point.plan, point.step_seconds, point.peak_bytes)
+    busy = MICROBATCHES / (MICROBATCHES + STAGES - 1)  # the rest of the step are bubbles
+    return Expected(point.plan, busy * point.step_seconds, point.peak_bytes)
 
 
 # ---- steps of one rank ---------------------------------------------------------------------------
 
 
-def run_rank(
-    setting: Setting, plan: ParallelPlan, *, rank: int, quick: bool
-) -> dict[str, Any]:
+def run_rank(setting: Setting, plan: ParallelPlan, *, rank: int, quick: bool) -> dict[str, Any]:
     """Run steps of `plan` as one of its ranks; return columns of its row."""
     device = setting.device
     steps = 2 if quick else 5

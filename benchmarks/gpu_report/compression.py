@@ -88,11 +88,11 @@ def run(report: Report) -> None:
     # What a fake group does not fill may be an index out of range, and end the device's context.
     with eight_fake_ranks():
         for name, kind in method_classes().items():
-            method = kind()
-            if isinstance(method, GradientMethod) and not isinstance(method, BoundedLoss):
-                if report.left() > _LEAST_LEFT:
-                    with report.attempt(f"{name}, of 8") as row:
-                        bucket_columns(row, method, shapes, device, OF_EIGHT)
+            method, on_collectives = kind(), not issubclass(kind, BoundedLoss)
+            is_next = on_collectives and report.left() > _LEAST_LEFT
+            if is_next and isinstance(method, GradientMethod):
+                with report.attempt(f"{name}, of 8") as row:
+                    bucket_columns(row, method, shapes, device, OF_EIGHT)
 
 
 @contextmanager

@@ -58,11 +58,11 @@ class Report:
 
     def row(self, name: str, **columns: Any) -> None:
         """Write one row of this part's table."""
-        self._write("row", {"name": name, **_with_ratios(columns)})
+        self.write("row", {"name": name, **_with_ratios(columns)})
 
     def note(self, name: str, **values: Any) -> None:
         """Write what belongs into the JSON and not into the table."""
-        self._write("note", {"name": name, **values})
+        self.write("note", {"name": name, **values})
 
     def failure(self, name: str, error: BaseException, **columns: Any) -> None:
         """Write an exception with the end of its traceback."""
@@ -70,7 +70,7 @@ class Report:
         text = f"{type(error).__name__}: {error}".strip()
         print(f"FAILED {name}", *lines, sep="\n", file=sys.stderr, flush=True)
         columns = {**columns, "error": text[:600], "traceback": lines[-TRACEBACK_LINES:]}
-        self._write("failure", {"name": name, **columns})
+        self.write("failure", {"name": name, **columns})
 
     @contextmanager
     def attempt(self, name: str, **columns: Any) -> Iterator[dict[str, Any]]:
@@ -90,7 +90,8 @@ class Report:
         """Return all lines of this part so far, also those of its other processes."""
         return [line for line in read_lines(self.path) if line["part"] == self.part]
 
-    def _write(self, kind: str, values: Mapping[str, Any]) -> None:
+    def write(self, kind: str, values: Mapping[str, Any]) -> None:
+        """Write one line of any kind, and print it unless it is a failure."""
         at = round(time.monotonic() - self.started, 2)
         line = {"part": self.part, "kind": kind, "at": at, **values}
         text = json.dumps(_plain(line)) + "\n"

@@ -305,7 +305,8 @@ def _with_ratios(columns: Mapping[str, Any]) -> dict[str, Any]:
     for key, predicted in columns.items():
         what = key.removeprefix("predicted_")
         measured = columns.get(f"measured_{what}")
-        if what != key and isinstance(measured, int | float) and measured:
+        both = isinstance(predicted, int | float) and isinstance(measured, int | float)
+        if what != key and both and measured:
             result[f"ratio_{what}"] = predicted / measured
     return result
 

@@ -397,7 +397,12 @@ def measure(
         "retries": memory.get("alloc_retries", 0) - retries,
         "warm_up_s": round(warmed, 2),
     }
-    operators = _profile(step, device) if profiled else {}
+    operators = {}
+    if profiled:
+        try:
+            operators = _profile(step, device)
+        except Exception as error:  # the figures above are kept
+            columns["not_profiled"] = f"{type(error).__name__}: {error}"
     if engine is not None:
         engine.release()
     return Measured(columns, operators)
@@ -495,7 +500,13 @@ def single_rank(report: Report) -> Iterator[None]:
         for number, backend in enumerate(backends):
             try:
                 store = dist.FileStore(str(Path(folder) / str(number)), 1)
-                dist.init_process_group(backend, store=store, rank=0, world_size=1)
+                dist.init_process_group(
+                    backend,
+                    store=store,
+                    rank=0,
+                    world_size=1,
+                    device_id=report.device if backend == "nccl" else None,  # as Lightning does
+                )
                 dist.all_reduce(torch.ones(1, device=report.device))
                 synchronize(report.device)
                 break

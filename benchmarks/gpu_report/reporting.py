@@ -111,13 +111,13 @@ def run_part(part: str, run: Callable[[Report], None], description: str | None) 
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--deadline", type=float, default=600)
     options = parser.parse_args()
-    report = Report(
-        part, options.out, torch.device(options.device), options.quick, options.deadline
-    )
+    device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
+    report = Report(part, options.out, device, options.quick, options.deadline)
     # A part that hangs says where before it is ended.
     faulthandler.dump_traceback_later(max(1.0, options.deadline - 3))
     try:
         if options.device == "cuda":
+            torch.cuda.set_device(device)
             torch.cuda.init()
         run(report)
     except BaseException as error:

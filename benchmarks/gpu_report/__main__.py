@@ -39,12 +39,12 @@ PARTS = [
     Part(0, "probe", 25),
     Part(1, "gpu_tests", 90),
     Part(2, "constants", 60),
-    Part(3, "models", 110),
+    Part(3, "models", 120),
     Part(4, "fake_groups", 90),
     Part(5, "two_processes", 50),
     Part(6, "one_rank_nccl", 20),
     Part(7, "compression", 40),
-    Part(8, "memory_fractions", 30),
+    Part(8, "memory_fractions", 40),
 ]
 _LEAST_SECONDS, _GRACE = 4.0, 2.0
 

@@ -58,11 +58,11 @@ class Report:
 
     def row(self, name: str, **columns: Any) -> None:
         """Write one row of this part's table."""
-        self._write("row", {"name": name, **_with_ratios(columns)})
+        self.write("row", {"name": name, **_with_ratios(columns)})
 
     def note(self, name: str, **values: Any) -> None:
         """Write what belongs into the JSON and not into the table."""
-        self._write("note", {"name": name, **values})
+        self.write("note", {"name": name, **values})
 
     def failure(self, name: str, error: BaseException, **columns: Any) -> None:
         """Write an exception with the end of its traceback."""
@@ -70,7 +70,7 @@ class Report:
         text = f"{type(error).__name__}: {error}".strip()
         print(f"FAILED {name}", *lines, sep="\n", file=sys.stderr, flush=True)
         columns = {**columns, "error": text[:600], "traceback": lines[-TRACEBACK_LINES:]}
-        self._write("failure", {"name": name, **columns})
+        self.write("failure", {"name": name, **columns})
 
     @contextmanager
     def attempt(self, name: str, **columns: Any) -> Iterator[dict[str, Any]]:
@@ -90,7 +90,8 @@ class Report:
         """Return all lines of this part so far, also those of its other processes."""
         return [line for line in read_lines(self.path) if line["part"] == self.part]
 
-    def _write(self, kind: str, values: Mapping[str, Any]) -> None:
+    def write(self, kind: str, values: Mapping[str, Any]) -> None:
+        """Write one line of any kind, and print it unless it is a failure."""
         at = round(time.monotonic() - self.started, 2)
         line = {"part": self.part, "kind": kind, "at": at, **values}
         text = json.dumps(_plain(line)) + "\n"
@@ -110,13 +111,13 @@ def run_part(part: str, run: Callable[[Report], None], description: str | None) 
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--deadline", type=float, default=600)
     options = parser.parse_args()
-    report = Report(
-        part, options.out, torch.device(options.device), options.quick, options.deadline
-    )
+    device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
+    report = Report(part, options.out, device, options.quick, options.deadline)
     # A part that hangs says where before it is ended.
     faulthandler.dump_traceback_later(max(1.0, options.deadline - 3))
     try:
         if options.device == "cuda":
+            torch.cuda.set_device(device)
             torch.cuda.init()
         run(report)
     except BaseException as error:
@@ -304,7 +305,8 @@ def _with_ratios(columns: Mapping[str, Any]) -> dict[str, Any]:
     for key, predicted in columns.items():
         what = key.removeprefix("predicted_")
         measured = columns.get(f"measured_{what}")
-        if what != key and isinstance(measured, int | float) and measured:
+        both = isinstance(predicted, int | float) and isinstance(measured, int | float)
+        if what != key and both and measured:
             result[f"ratio_{what}"] = predicted / measured
     return result
 

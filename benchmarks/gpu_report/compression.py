@@ -152,7 +152,7 @@ def bucket_columns(
     reset_peaks(device)
     columns_of_call(row, call, device)
     row["copy_seconds"] = device_seconds(lambda: buffer.copy_(gradient), device)
-    row["gb_per_s"] = buffer.nbytes / row["seconds"] / 1e9
+    row["gb_per_s"] = buffer.nbytes / row["call_seconds"] / 1e9
     row.update(memory_columns(device))
     exchange.close()
 
@@ -182,7 +182,7 @@ def outer_columns(
     row["first_seconds"] = time.perf_counter() - start
     reset_peaks(device)
     columns_of_call(row, call, device)
-    row["gb_per_s"] = row["bucket_bytes"] / row["seconds"] / 1e9
+    row["gb_per_s"] = row["bucket_bytes"] / row["call_seconds"] / 1e9
     row.update(memory_columns(device))
 
 
@@ -206,9 +206,11 @@ def thread_columns(
     try:
         for _ in range(3):
             call()
+        exchange.statistics()
         columns_of_call(row, call, device)
-        row["average_seconds"] = row.pop("seconds")
-        row["exchange_seconds"] = exchange.statistics(reset=False).exchange_seconds
+        row["average_seconds"] = row.pop("call_seconds")
+        found = exchange.statistics()
+        row["exchange_seconds"] = found.exchange_seconds / found.steps
     finally:
         exchange.close()
 
@@ -218,7 +220,7 @@ def thread_columns(
 
 def columns_of_call(row: dict[str, Any], call: Callable[[], None], device: torch.device) -> None:
     """Add seconds, launches, waits and the lines that wait."""
-    row["seconds"] = device_seconds(call, device, least_seconds=2e-2, batches=3)
+    row["call_seconds"] = device_seconds(call, device, least_seconds=2e-2, batches=3)
     row["host_seconds"] = host_seconds(call, device, calls=5)
     if device.type == "cuda":
         lines = waiting_lines(call)

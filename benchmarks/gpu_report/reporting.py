@@ -33,6 +33,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 TRACEBACK_LINES = 30
@@ -112,9 +113,11 @@ def run_part(part: str, run: Callable[[Report], None], description: str | None) 
     parser.add_argument("--deadline", type=float, default=600)
     options = parser.parse_args()
     device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
-    report = Report(part, options.out, device, options.quick, options.deadline)
+    importing = time.time() - psutil.Process().create_time()  # has been paid for already
+    started = time.monotonic() - importing
+    report = Report(part, options.out, device, options.quick, options.deadline, started)
     # A part that hangs says where before it is ended.
-    faulthandler.dump_traceback_later(max(1.0, options.deadline - 3))
+    faulthandler.dump_traceback_later(max(1.0, report.left() - 3))
     try:
         if options.device == "cuda":
             torch.cuda.set_device(device)

@@ -17,6 +17,16 @@ def device() -> torch.device:
     return DEVICE
 
 
+@pytest.fixture(autouse=True)
+def no_group_is_left() -> Iterator[None]:
+    """A fit may leave its process group, in which the next test would start."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 @pytest.fixture
 def one_rank(tmp_path: Path) -> Iterator[None]:
     """This process is the only rank, of NCCL on CUDA."""

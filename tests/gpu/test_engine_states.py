@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_topt.execution.engine import Engine
@@ -21,18 +19,10 @@ STEPS, WIDTH = 3, 32
 BLOCKS = ["0", "1", "2"]
 
 
-@pytest.fixture(scope="module")
-def device() -> Iterator[torch.device]:
-    one = torch.device("cuda", 0)
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=one)
-    yield one
-    dist.destroy_process_group()
-
-
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("level", range(4))
 def test_losses_are_those_of_plain_torch_on_the_cpu(
-    level: int, recompute: bool, device: torch.device
+    level: int, recompute: bool, one_rank: None, device: torch.device
 ) -> None:
     module = make_model()
     expected = train_plain(make_model())
@@ -43,7 +33,7 @@ def test_losses_are_those_of_plain_torch_on_the_cpu(
 
 
 @pytest.mark.parametrize("level", range(4))
-def test_states_go_there_and_back(level: int, device: torch.device) -> None:
+def test_states_go_there_and_back(level: int, one_rank: None, device: torch.device) -> None:
     engine, optimizer, model = start(make_model(), level, device)
     train(model, optimizer, range(STEPS), device)
     state = copy.deepcopy(engine.state_dict())

@@ -44,7 +44,7 @@ PARTS = [
     Part(5, "two_processes", 50),
     Part(6, "one_rank_nccl", 20),
     Part(7, "compression", 40),
-    Part(8, "memory_fractions", 40),
+    Part(8, "memory_fractions", 50),
 ]
 _LEAST_SECONDS, _GRACE = 4.0, 2.0
 

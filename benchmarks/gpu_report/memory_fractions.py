@@ -80,7 +80,7 @@ def run(report: Report) -> None:
                     row["predicted_reserved_bytes"] = point.peak_bytes
                     row["measured_reserved_bytes"] = columns.pop("reserved_bytes")
                     row["headroom_bytes"] = fraction * total - row["measured_reserved_bytes"]
-    for fraction in (0.9, 0.5):
+    for fraction in (0.3, 0.9):
         if report.left() > _STRATEGY_SECONDS:
             with report.attempt(f"strategy with {fraction} of the card", fraction=fraction) as row:
                 row |= fit(model, fraction, int(fraction * total), report.device)

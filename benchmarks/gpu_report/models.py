@@ -328,9 +328,11 @@ def given_plan(name: str, graph: OpGraph) -> ParallelPlan:
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
-    """Return the context of a forward pass in this precision."""
+    """Return the context of a forward pass in this precision, as Lightning makes it."""
     dtype = DTYPES[precision]
-    return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
+    if dtype is None:
+        return nullcontext()
+    return torch.autocast(device.type, dtype=dtype, cache_enabled=False)
 
 
 # ---- measurements --------------------------------------------------------------------------------

@@ -24,6 +24,9 @@ pytestmark = [
 ]
 
 
+_COPIES = {"aten::detach", "aten::copy_", "aten::new_empty_strided"}
+
+
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +79,9 @@ class Calls(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         first = out[0] if isinstance(out, tuple | list) and out else out
-        if isinstance(first, Tensor) and not func.is_view and "detach" not in str(func):
+        # A gradient that autograd may not keep is copied; which those are is not the step's.
+        own = not func.is_view and func._schema.name not in _COPIES
+        if isinstance(first, Tensor) and own:
             self.seen[f"{func} {tuple(first.shape)} {first.dtype}"] += 1
         return out
 

@@ -1,0 +1,84 @@
+"""The lines and the summary of the GPU report, whatever happens in a part."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.gpu_report.__main__ import PARTS
+from benchmarks.gpu_report.reporting import Report, device_seconds, read_lines, summarize
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def report(tmp_path: Path) -> Report:
+    return Report("part", tmp_path / "lines.jsonl", CPU, True, 10.0)
+
+
+def test_rows_get_ratios_where_both_figures_are_numbers(report: Report) -> None:
+    report.row("one", predicted_seconds=2.0, measured_seconds=4.0, predicted_bytes=None)
+    report.row("two", predicted_seconds=3.0, measured_seconds=0.0)
+    one, two = read_lines(report.path)
+    assert one["ratio_seconds"] == 0.5
+    assert not [key for line in (one, two) for key in line if key == "ratio_bytes"]
+    assert "ratio_seconds" not in two
+
+
+def test_an_exception_is_a_line_with_what_was_known(report: Report) -> None:
+    with report.attempt("fails", size=3) as row:
+        row["half"] = float("nan")
+        raise RuntimeError("out of\nmemory | here")
+    with report.attempt("works"):
+        pass
+    failure, row = read_lines(report.path)
+    assert (failure["kind"], failure["size"], failure["half"]) == ("failure", 3, "nan")
+    assert "out of" in failure["error"] and "test_gpu_report" in "".join(failure["traceback"])
+    assert (row["kind"], row["name"]) == ("row", "works")
+    summary = summarize(read_lines(report.path))
+    assert "- part: fails: RuntimeError: out of memory | here" in summary.splitlines()
+
+
+def test_the_summary_has_medians_and_leaves_out_lines_cut_short(report: Report) -> None:
+    for measured in (1.0, 2.0, 4.0):
+        report.row("x", predicted_step_seconds=2.0, measured_step_seconds=measured)
+    with report.path.open("a") as file:
+        file.write('{"part": "part", "ki')
+    summary = summarize(read_lines(report.path))
+    assert "| part | step_seconds | 3 | 1.000 | 0.500 | 2.000 |" in summary
+    assert summary.endswith("## Failures: 0\n\n") or "Failures: 0" in summary
+
+
+def test_seconds_of_a_call_are_those_of_the_call() -> None:
+    calls = []
+    seconds = device_seconds(lambda: calls.append(0), CPU, least_seconds=1e-4, batches=3)
+    assert 0 < seconds < 1e-3
+    assert len(calls) >= 5
+
+
+def test_a_part_that_does_not_end_is_ended_and_the_next_runs(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.gpu_report", f"--out={tmp_path}", "--device=cpu"]
+    job = subprocess.run(
+        [*command, "--quick", "--only=0,3", "--budget=14"], capture_output=True, timeout=120
+    )
+    assert job.returncode == 0, job.stderr.decode()[-2000:]
+    lines = read_lines(tmp_path / "gpu_report.jsonl")
+    ends = {line["part"]: line for line in lines if "status" in line}
+    assert set(ends) == {"probe", "models"}
+    assert "deadline" in ends["models"]["status"] or "spent" in ends["models"]["status"]
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "gpu_report.jsonl",
+        "log.txt",
+        "summary.md",
+    }
+    assert json.loads((tmp_path / "gpu_report.jsonl").read_text().splitlines()[0])
+
+
+def test_parts_keep_the_time_of_one_loan() -> None:
+    assert sum(part.seconds for part in PARTS) <= 600
+    assert [part.number for part in PARTS] == [*range(9)]

@@ -1,0 +1,30 @@
+"""What is measured and remembered on CUDA; skipped without CUDA."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from lightning_topt.costs.measurements import describe_setup
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+DEVICE = torch.device("cuda", 0)
+
+
+def test_the_set_up_names_the_libraries_and_the_precision() -> None:
+    matmul = torch.backends.cuda.matmul
+    before, was = describe_setup(DEVICE, num_nodes=1), matmul.fp32_precision
+    driver, cuda, cudnn, nccl = before["machines"][0]["libraries"]
+    assert driver and cuda and cudnn and len(nccl) >= 3
+    matmul.fp32_precision = "tf32"
+    try:
+        after = describe_setup(DEVICE, num_nodes=1)
+    finally:
+        matmul.fp32_precision = was
+    assert after["settings"] != before["settings"]
+    assert after == json.loads(json.dumps(after))  # as the file gives it back

@@ -18,8 +18,8 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
+from lightning_topt.communication.collectives import backend_of
 from lightning_topt.costs.cluster import (
     COLLECTIVES,
     Cluster,
@@ -143,7 +143,7 @@ def calibrate(
         overlap=_overlap(
             device, curves.get(("all_reduce", ranks, 1)), budget_seconds=0.1 * budget_seconds
         ),
-        backend=dist.get_backend() if ranks > 1 else ("gloo" if device.type == "cpu" else "nccl"),
+        backend=backend_of(device) if ranks > 1 else ("gloo" if device.type == "cpu" else "nccl"),
         source=f"measured by {ranks} rank(s) with torch {torch.__version__} on {measured.name}",
     )
 

@@ -407,8 +407,7 @@ def _cuda_libraries() -> list[Any]:
         driver = _DRIVER.read_text().strip()
     except OSError:
         driver = ""
-    library: Any = nccl
-    found = library.version() if dist.is_nccl_available() else ()
+    found = nccl.version() if dist.is_nccl_available() else ()  # type: ignore[no-untyped-call]
     return [driver, torch.version.cuda, torch.backends.cudnn.version(), list(found)]
 
 

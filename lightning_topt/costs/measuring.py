@@ -16,6 +16,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from lightning_topt.communication.collectives import travel_device
+
 _SHORT_SECONDS, _MIN_REPEATS = 1e-4, 3
 T = TypeVar("T")
 
@@ -80,8 +82,7 @@ def average(values: Sequence[float]) -> list[float]:
     """Return the mean over ranks, bit for bit the same on all of them. Collective."""
     if world_size() == 1 or not values:
         return list(values)
-    device = "cpu" if dist.get_backend() == "gloo" else "cuda"
-    tensor = torch.tensor(values, dtype=torch.float64, device=device)
+    tensor = torch.tensor(values, dtype=torch.float64, device=travel_device())
     dist.all_reduce(tensor)
     dist.broadcast(tensor, 0)  # an all_reduce need not give all ranks the same last bit
     return [float(value) / world_size() for value in tensor.tolist()]

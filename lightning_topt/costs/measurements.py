@@ -408,7 +408,8 @@ def _cuda_libraries() -> list[Any]:
     except OSError:
         driver = ""
     found = nccl.version() if dist.is_nccl_available() else ()  # type: ignore[no-untyped-call]
-    return [driver, torch.version.cuda, torch.backends.cudnn.version(), list(found)]
+    cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    return [driver, torch.version.cuda, cudnn, list(found)]
 
 
 def _cpu_model() -> str:

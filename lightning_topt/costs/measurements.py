@@ -238,7 +238,11 @@ class Measurements:
         training: they stay as they are. Raises OptimizerError for a parameter that is not among
         `named_parameters`, and for an optimizer that cannot be tried on a copy.
         """
-        kinds = on_all_ranks(lambda: update_kinds(optimizers, named_parameters=named_parameters))
+        kinds = on_all_ranks(
+            lambda: update_kinds(
+                optimizers, named_parameters=named_parameters, device_type=self.device.type
+            )
+        )
         found = [
             self._seconds(self._name("update", kind.key)) if kind.key else None for kind in kinds
         ]

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_topt.communication.collectives import travel_device
+
 State = dict[str, dict[str, Tensor]]  # kind -> parameter name -> tensor
 SIZED = ("residual", "velocity")  # kinds with one element for each of the parameter
 
@@ -89,10 +91,7 @@ def gather_state(state: State, *, senders: Sequence[int], group: dist.ProcessGro
     everyone: list[list[tuple[str, str, torch.Size, torch.dtype]]] = [[] for _ in range(world_size)]
     dist.all_gather_object(everyone, own, group=group)
     gathered: list[State] = []
-    device = next(
-        (tensor.device for tensors in state.values() for tensor in tensors.values()),
-        torch.device("cpu"),
-    )
+    device = travel_device(group)  # exchanges keep some state on the device, some in host memory
     # one tensor after another
     for sender in senders:
         received: State = {}
@@ -105,7 +104,7 @@ def gather_state(state: State, *, senders: Sequence[int], group: dist.ProcessGro
                     dist.recv(tensor, group=group, group_src=sender)
                 received.setdefault(kind, {})[name] = tensor.detach().cpu().clone()
             elif rank == sender:
-                dist.send(state[kind][name].contiguous(), group=group, group_dst=0)
+                dist.send(state[kind][name].to(device).contiguous(), group=group, group_dst=0)
         if rank == 0:
             gathered.append(received)
     return gathered

@@ -5,6 +5,9 @@ copies too often. For 100 MB on two ranks of one machine they took 111 ms and 92
 slices and adding them locally takes 56 ms, one broadcast per slice 28 ms. On every other backend
 these functions are torch's.
 
+A process group may have one backend per type of device ("cpu:gloo,cuda:nccl"): `backend_of` says
+which one runs a tensor, `travel_device` where tensors must be that any group takes.
+
 FSDP2 takes the same two as objects (`AllGather`, `ReduceScatter`). What is in flight anywhere in
 the package is a `Waitable`.
 """
@@ -27,6 +30,24 @@ T = TypeVar("T")
 _all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
+def backend_of(device: torch.device, group: dist.ProcessGroup | None = None) -> str:
+    """Return the backend of `group` for tensors of `device`; an empty text where it has none."""
+    pairs = (part.split(":") for part in dist.get_backend_config(group).split(","))
+    return dict(pairs).get(device.type, "")
+
+
+def travel_device(group: dist.ProcessGroup | None = None) -> torch.device:
+    """Return where tensors must be that `group` sends and receives.
+
+    Host memory if it takes that, as gloo does (whose sends take nothing else); NCCL takes memory of
+    the rank's device only.
+    """
+    host = torch.device("cpu")
+    if backend_of(host, group):
+        return host
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 def all_gather_into(
     output: Tensor, local: Tensor, *, group: dist.ProcessGroup | None = None, async_op: bool = False
 ) -> Any:
@@ -35,7 +56,7 @@ def all_gather_into(
     `local` may be this rank's slice of `output`. Returns something to `wait` for with `async_op`,
     else None.
     """
-    if dist.get_backend(group) != "gloo":
+    if backend_of(output.device, group) != "gloo":
         return dist.all_gather_into_tensor(output, local, group=group, async_op=async_op)
     # gloo: one broadcast per slice
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
@@ -60,7 +81,7 @@ def ring_all_gather(rows: Tensor, local: Tensor, *, group: dist.ProcessGroup | N
     Each rank sends only to the next, so a link between nodes carries (world size - 1) * n; the
     broadcasts of `all_gather_into` carry more. Returns something to `wait` for.
     """
-    if dist.get_backend(group) == "gloo":
+    if backend_of(rows.device, group) == "gloo":
         return dist.all_gather(list(rows), local, group=group, async_op=True)
     return _all_gather_single(rows.view(-1), local, group=group, async_op=True)
 
@@ -79,7 +100,7 @@ def reduce_scatter_into(
     Raises:
         ValueError: for another `op` than SUM or AVG, on gloo.
     """
-    if dist.get_backend(group) != "gloo":
+    if backend_of(output.device, group) != "gloo":
         dist.reduce_scatter_tensor(output, whole, op=op, group=group)
         return
     if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):

@@ -18,8 +18,8 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
+from lightning_topt.communication.collectives import backend_of
 from lightning_topt.costs.cluster import (
     COLLECTIVES,
     Cluster,
@@ -34,7 +34,7 @@ from lightning_topt.costs.measuring import (
     average,
     kept_global_state,
     synchronize,
-    time_call,
+    time_kernel,
     world_size,
 )
 from lightning_topt.costs.timers import (
@@ -76,13 +76,14 @@ def calibrate(
     Collective: every rank calls it. The least that is measured takes longer than that over slow
     links.
 
-    Half of the time goes to `collectives` of 4 KiB to 64 MiB over all ranks, as many sizes as it
-    allows; the rest to matrix products per dtype, memory bandwidth, the cost of a small operator,
-    and to what an all_reduce hides behind matrix products. Each other kind of group that a mesh of
-    these ranks can have (`mesh_groups`; two ranks have none) takes a sixth of the time more, all
-    groups of a kind at once. Each part is measured in two halves, with all the others between them.
-    Where a time of the halves differs by more than 20 %, that part is measured again, until 1.4
-    times the time is over; of all rounds the fastest counts, of waits the median.
+    Half of the time goes to `collectives` of 4 KiB to 64 MiB (CUDA: 256 MiB) over all ranks, as
+    many sizes as it allows; the rest to matrix products per dtype, memory bandwidth, the cost of a
+    small operator, and to what an all_reduce hides behind matrix products. Each other kind of group
+    that a mesh of these ranks can have (`mesh_groups`; two ranks have none) takes a sixth of the
+    time more, all groups of a kind at once. Making groups and opening their connections comes
+    before, and is not counted. Each part is measured in two halves, with all the others between
+    them. Where a time of the halves differs by more than 20 %, that part is measured again, until
+    1.4 times the time is over; of all rounds the fastest counts, of waits the median.
 
     Args:
         device: what ranks train on.
@@ -96,14 +97,14 @@ def calibrate(
         ValueError: unless the ranks can be spread evenly over that many nodes.
     """
     assert "all_reduce" in collectives and set(collectives) <= set(COLLECTIVES)
-    device, ranks, start = torch.device(device), world_size(), time.perf_counter()
+    device, ranks = torch.device(device), world_size()
     if num_nodes < 1 or ranks % num_nodes:
         raise ValueError(f"{ranks} ranks cannot be spread evenly over {num_nodes} nodes")
     local = ranks // num_nodes
     half = 0.5 * budget_seconds
     groups = mesh_groups(ranks, devices_per_node=local)
     budgets = {group: (0.45 if group.size == ranks else _GROUP_SHARE) * half for group in groups}
-    deadline = start + 1.4 * budget_seconds * (1 + _GROUP_SHARE * (len(groups) - 1))
+    allowed = 1.4 * budget_seconds * (1 + _GROUP_SHARE * (len(groups) - 1))
     parts: dict[Any, Callable[[], Mapping[Any, float]]] = dict(
         device_timers(device, budget_seconds=0.35 * half)
     )
@@ -114,6 +115,7 @@ def calibrate(
             ("wait", group): WaitTimer(found, device=device, budget_seconds=budgets[group] / 4)
             for group, found in made.items()
         }
+        deadline = time.perf_counter() + allowed  # connections are open by now
         rounds = repeat_parts(
             parts | timers | waits,
             seconds_left=lambda: average([deadline - time.perf_counter()])[0],
@@ -143,7 +145,7 @@ def calibrate(
         overlap=_overlap(
             device, curves.get(("all_reduce", ranks, 1)), budget_seconds=0.1 * budget_seconds
         ),
-        backend=dist.get_backend() if ranks > 1 else ("gloo" if device.type == "cpu" else "nccl"),
+        backend=backend_of(device) if ranks > 1 else ("gloo" if device.type == "cpu" else "nccl"),
         source=f"measured by {ranks} rank(s) with torch {torch.__version__} on {measured.name}",
     )
 
@@ -279,7 +281,7 @@ def measure_kernels(
         if spent >= budget_seconds * (1 if ahead + cost < enough else _LATEST):
             break
         if possible == 1.0 and call is not None:
-            seconds[key] = time_call(call, device=device, budget_seconds=0.0, max_repeats=2)
+            seconds[key] = time_kernel(call, device=device, budget_seconds=0.0, max_repeats=2)
     return dict(zip(seconds, average([*seconds.values()]), strict=True))
 
 

@@ -40,6 +40,7 @@ import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.cuda import nccl
 from torch.optim import Optimizer
 
 from lightning_topt.basics.own_files import not_own_reason
@@ -84,6 +85,7 @@ _PREFIXES = (
     "PYTORCH_",
 )
 _NAMES = ("GLIBC_TUNABLES", "LD_PRELOAD", "ATEN_CPU_CAPABILITY", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
+_DRIVER = Path("/sys/module/nvidia/version")
 _NETNS_COOKIE = 71  # SO_NETNS_COOKIE, which Python has no name for
 _WITHOUT_EFFECT = ("CUDA_VISIBLE_DEVICES", "MKL_NUM_THREADS")
 Progress = Callable[[str], None]
@@ -236,7 +238,11 @@ class Measurements:
         training: they stay as they are. Raises OptimizerError for a parameter that is not among
         `named_parameters`, and for an optimizer that cannot be tried on a copy.
         """
-        kinds = on_all_ranks(lambda: update_kinds(optimizers, named_parameters=named_parameters))
+        kinds = on_all_ranks(
+            lambda: update_kinds(
+                optimizers, named_parameters=named_parameters, device_type=self.device.type
+            )
+        )
         found = [
             self._seconds(self._name("update", kind.key)) if kind.key else None for kind in kinds
         ]
@@ -346,9 +352,9 @@ def _links_are_as_in(cluster: Cluster, device: torch.device) -> bool:
 def describe_setup(device: torch.device, *, num_nodes: int) -> dict[str, Any]:
     """Return the set-up as JSON values, the same on all ranks. Collective.
 
-    Machines with their processors, devices and threads per rank; ranks and nodes; backend; versions
-    of torch and of this package; a hash of the environment variables that matter; settings of
-    torch.
+    Machines with their processors, devices, drivers and threads per rank; ranks and nodes; backend;
+    versions of torch, of what it calls on CUDA and of this package; a hash of the environment
+    variables that matter; settings of torch.
     """
     machines: list[Any] = []
     for machine in gather(_machine(device)):
@@ -364,7 +370,7 @@ def describe_setup(device: torch.device, *, num_nodes: int) -> dict[str, Any]:
         "package": sys.modules["lightning_topt"].__version__,
         "environment": _environment(),
         "settings": {
-            "matmul_precision": torch.get_float32_matmul_precision(),
+            "fp32_precision": _fp32_precisions(),
             "deterministic": torch.are_deterministic_algorithms_enabled(),
             "cudnn": [torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic],
         },
@@ -383,8 +389,31 @@ def _machine(device: torch.device) -> dict[str, Any]:
         "memory": psutil.virtual_memory().total,
         "network": _network(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "libraries": _cuda_libraries() if device.type == "cuda" else [],
         "threads": torch.get_num_threads(),
     }
+
+
+def _fp32_precisions() -> list[str]:
+    """Return the precision of products, convolutions and recurrent layers in float32.
+
+    `torch.get_float32_matmul_precision` raises once one of these was set by itself.
+    """
+    backends: Any = torch.backends
+    parts = [backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn]
+    parts += [backends.mkldnn.matmul, backends.mkldnn.conv, backends.mkldnn.rnn]
+    return [part.fp32_precision for part in parts]
+
+
+def _cuda_libraries() -> list[Any]:
+    """Return the versions of the driver, CUDA, cuDNN and NCCL, as far as they are known."""
+    try:
+        driver = _DRIVER.read_text().strip()
+    except OSError:
+        driver = ""
+    found = nccl.version() if dist.is_nccl_available() else ()  # type: ignore[no-untyped-call]
+    cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    return [driver, torch.version.cuda, cudnn, list(found)]
 
 
 def _cpu_model() -> str:

@@ -16,7 +16,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from lightning_topt.communication.collectives import travel_device
+
 _SHORT_SECONDS, _MIN_REPEATS = 1e-4, 3
+# of a kernel on CUDA
+_KERNEL_SECONDS, _KERNEL_REPEATS = 2e-3, (3, 30)
+_CYCLES_PER_SECOND = 3e9  # more than any of NVIDIA's devices has
 T = TypeVar("T")
 
 
@@ -59,6 +64,50 @@ def time_call(
     return statistics.median(time_once(batch, device=device) / inner for _ in range(repeats))
 
 
+def time_kernel(
+    call: Callable[[], Any], *, device: torch.device, budget_seconds: float, max_repeats: int = 100
+) -> float:
+    """Return the median seconds that a call keeps the device busy, after one unmeasured one.
+
+    On CUDA between events of the device, which waits until the host has issued everything: neither
+    launches nor synchronization are in it. The L2 cache holds nothing that the call reads, as in a
+    step, which moves much more between a kernel and the next of its kind. 2 ms are measured, or
+    `budget_seconds`, whichever is more. On other devices as `time_call`.
+    """
+    if device.type != "cuda":
+        return time_call(
+            call, device=device, budget_seconds=budget_seconds, max_repeats=max_repeats
+        )
+    call()
+    first, (least, most) = time_once(call, device=device), _KERNEL_REPEATS
+    repeats = min(max(int(max(budget_seconds, _KERNEL_SECONDS) / max(first, 1e-7)), least), most)
+    cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+    other = torch.empty(max(2 * cache_bytes, 1), dtype=torch.uint8, device=device)
+    with torch.cuda.device(device):
+        marks = [
+            (torch.Event(device, enable_timing=True), torch.Event(device, enable_timing=True))
+            for _ in range(repeats)
+        ]
+
+        def issue(marked: Sequence[tuple[torch.Event, torch.Event]]) -> None:
+            for start, stop in marked:
+                other.zero_()
+                start.record()
+                call()
+                stop.record()
+
+        # once to see how long the host takes, then all behind a kernel that only waits
+        began = time.perf_counter()
+        issue(marks[:1])
+        cycles = (time.perf_counter() - began) * repeats * _CYCLES_PER_SECOND
+        synchronize(device)
+        torch.cuda._sleep(int(cycles))  # type: ignore[no-untyped-call]
+        issue(marks)
+        synchronize(device)
+    milliseconds: list[float] = [start.elapsed_time(stop) for start, stop in marks]
+    return statistics.median(milliseconds) / 1e3
+
+
 # ---- Numbers and texts that all ranks of the default process group agree on
 
 
@@ -80,8 +129,7 @@ def average(values: Sequence[float]) -> list[float]:
     """Return the mean over ranks, bit for bit the same on all of them. Collective."""
     if world_size() == 1 or not values:
         return list(values)
-    device = "cpu" if dist.get_backend() == "gloo" else "cuda"
-    tensor = torch.tensor(values, dtype=torch.float64, device=device)
+    tensor = torch.tensor(values, dtype=torch.float64, device=travel_device())
     dist.all_reduce(tensor)
     dist.broadcast(tensor, 0)  # an all_reduce need not give all ranks the same last bit
     return [float(value) / world_size() for value in tensor.tolist()]
@@ -135,8 +183,8 @@ def kept_global_state() -> Iterator[None]:
 
     The states of Python's, NumPy's and torch's default generators (of CUDA: all devices, if it is
     in use) are put back. Inside, gradients are enabled, inference mode and autocast are off and the
-    default dtype is float32: what is measured does not depend on where it is measured from. Also
-    usable as a decorator.
+    default dtype is float32: what is measured does not depend on where it is measured from. CUDA's
+    memory that was measured with is given back. Also usable as a decorator.
     """
     python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
     # Asking for the state would start CUDA in a process that does not use it.
@@ -154,6 +202,7 @@ def kept_global_state() -> Iterator[None]:
         torch.set_rng_state(cpu)
         if cuda:
             torch.cuda.set_rng_state_all(cuda)
+            torch.cuda.empty_cache()  # the training lays out its memory anew
 
 
 @contextmanager

@@ -20,7 +20,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_topt.costs.cluster import Device
-from lightning_topt.costs.measuring import kept_global_state, time_call
+from lightning_topt.costs.measuring import kept_global_state, time_kernel
 from lightning_topt.costs.optimizer_copy import OptimizerCopy, OptimizerError, no_global_hooks
 from lightning_topt.graph.no_trace import kept_objects
 from lightning_topt.optim.update_rule import (
@@ -50,6 +50,8 @@ _PRIMES = tuple(n for n in range(5, 320) if all(n % d for d in range(2, math.isq
 _PROBE_NUMEL, _PROBE_COUNT = 4096, 4
 _MAX_DIMS = 6  # of a parameter; the product of seven primes is too many elements for a trial
 _SEED = 20131
+# elements of an update that is timed; memory of a step in tensors of as many elements, with room
+_MAX_NUMEL, _TENSORS = {"cpu": 1 << 22, "cuda": 1 << 27}, 16
 
 
 @dataclass(frozen=True)
@@ -209,7 +211,7 @@ def measure_update_seconds(
     *,
     named_parameters: Iterable[tuple[str, nn.Parameter]],
     device: torch.device,
-    max_numel: int = 1 << 22,
+    max_numel: int | None = None,
     budget_seconds: float = 0.5,
 ) -> dict[str, float]:
     """Return the seconds per element of each parameter's update, by name.
@@ -218,7 +220,12 @@ def measure_update_seconds(
     five steps per kind), on copies: optimizers, parameters and random generators stay as they are.
     Raises OptimizerError as `read_optimizer` does.
     """
-    kinds = update_kinds(optimizers, named_parameters=named_parameters, max_numel=max_numel)
+    kinds = update_kinds(
+        optimizers,
+        named_parameters=named_parameters,
+        device_type=device.type,
+        max_numel=max_numel,
+    )
     seconds: dict[str, float] = {}
     for kind in kinds:
         measured = measure_kind(kind, device=device, budget_seconds=budget_seconds / len(kinds))
@@ -230,16 +237,20 @@ def update_kinds(
     optimizers: Iterable[Optimizer],
     *,
     named_parameters: Iterable[tuple[str, nn.Parameter]],
-    max_numel: int = 1 << 22,
+    device_type: str = "cpu",
+    max_numel: int | None = None,
 ) -> list[UpdateKind]:
     """Sort the trained parameters into kinds.
 
-    `numel` is that of a kind's largest parameter, at most `max_numel`. Left out are those of LBFGS,
+    `numel` is that of a kind's largest parameter, at most `max_numel` (by default 4 M, on CUDA
+    128 M). On CUDA, which updates many small parameters at once, that of all vectors of a kind
+    together. Left out are those of LBFGS,
     whose step runs the model several times, and those of optimizers that communicate in their step:
     ranks measure for a time, and may do so with different numbers of steps. Raises OptimizerError
     as `read_optimizer` does.
     """
     optimizers = list(optimizers)
+    most = max_numel or _MAX_NUMEL["cuda" if device_type == "cuda" else "cpu"]
     untimed = {
         id(each) for each in optimizers if isinstance(each, optim.LBFGS) or _communicates(each)
     }
@@ -253,7 +264,9 @@ def update_kinds(
     kinds = []
     for key, named in by_kind.items():
         (optimizer, group), (_, options, ndim, dtype) = first[key], key
-        numel = max(1, min(max_numel, max(parameter.numel() for _, parameter in named)))
+        sizes = [parameter.numel() for _, parameter in named]
+        together = device_type == "cuda" and ndim <= 1
+        numel = max(1, min(most, sum(sizes) if together else max(sizes)))
         code = code_key(type(optimizer))
         text = json.dumps([code, options, ndim, str(dtype), numel]) if code else ""
         kinds.append(
@@ -270,11 +283,13 @@ def measure_kind(kind: UpdateKind, *, device: torch.device, budget_seconds: floa
     when its step fails.
     """
     ndim, dtype, numel = kind.ndim, kind.dtype, kind.numel
+    if device.type == "cuda":
+        numel = min(numel, torch.cuda.mem_get_info(device)[0] // (_TENSORS * dtype.itemsize))
     with kept_objects(kind.optimizer, type(kind.optimizer)):
         step = make_step(
             kind.optimizer, kind.group, ndim=ndim, dtype=dtype, device=device, numel=numel
         )
-        return time_call(step, device=device, budget_seconds=budget_seconds) / kind.numel
+        return time_kernel(step, device=device, budget_seconds=budget_seconds) / numel
 
 
 @dataclass(frozen=True)
@@ -438,15 +453,19 @@ def probe_group(
     if isinstance(optimizer, optim.LBFGS):
         return lbfgs_probe(group, ndim, dtype)
     _check_can_be_tried(optimizer, ndim=ndim)
+    # where it trains, if that is here: some optimizers run on CUDA only
+    device = torch.device("cpu")
+    if device_type == "cuda" and torch.cuda.is_available():
+        device = torch.device("cuda")
+    copied = partial(_copy, optimizer, group, dtype=dtype, device_type=device_type, device=device)
     dims = _PRIMES[:ndim]
     # the first step on a parameter of distinct dims shows the shapes of its state
-    copy = _copy(optimizer, group, shapes=[dims], dtype=dtype, device_type=device_type)
-    states = copy.first_states()
+    states = copied(shapes=[dims]).first_states()
     shape = (64, _PROBE_NUMEL // 64) if ndim >= 2 else (_PROBE_NUMEL,)
     # the second step on one and on several parameters shows traffic, calls and temporaries
     watched = []
     for count in (1, _PROBE_COUNT):
-        copy = _copy(optimizer, group, shapes=[shape] * count, dtype=dtype, device_type=device_type)
+        copy = copied(shapes=[shape] * count)
         copy.step()
         with _Watch() as watch:
             copy.step()
@@ -530,13 +549,12 @@ def _copy(
     shapes: Sequence[tuple[int, ...]],
     dtype: torch.dtype,
     device_type: str,
-    device: torch.device | None = None,
+    device: torch.device,
 ) -> _Steps:
     """Return `optimizer` over fresh parameters of `shapes`, not yet stepped.
 
     With the options of `group`.
     """
-    device = device or torch.device("cpu")
     try:
         parameters = [nn.Parameter(_random(shape, dtype, device)) for shape in shapes]
         for parameter in parameters:
@@ -548,7 +566,7 @@ def _copy(
         ) from error
     copy = OptimizerCopy(optimizer, group, parameters=parameters)
     for options in copy.optimizer.param_groups:
-        if options.get("capturable"):
+        if options.get("capturable") and device.type == "cpu":
             # needs an accelerator; changes where `step` lives, not what is kept
             options["capturable"] = False
         if (

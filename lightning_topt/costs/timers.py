@@ -38,11 +38,19 @@ from lightning_topt.communication.bounded_loss.over_store import connect_over_st
 from lightning_topt.communication.collectives import all_gather_into, reduce_scatter_into
 from lightning_topt.costs.cluster import CollectiveCurve, CurveKey, DatagramPath, Device, Link
 from lightning_topt.costs.communication import Group, ranks_of_groups
-from lightning_topt.costs.measuring import average, own_rank, time_call, time_once, world_size
+from lightning_topt.costs.measuring import (
+    average,
+    own_rank,
+    time_call,
+    time_kernel,
+    time_once,
+    world_size,
+)
 
 # one device
 _MATRIX_SIZES = {"cpu": (256, 512, 1024), "cuda": (2048, 4096, 8192)}
-_BYTES_MOVED = 1 << 26  # of the memory bandwidth measurement: far more than a cache holds
+# of the memory bandwidth measurement: far more than a cache holds
+_BYTES_MOVED = {"cpu": 1 << 26, "cuda": 1 << 31}
 # Beside their tensors, training ranks of GPTs of 3 to 50 M parameters kept 4 to 14 MiB: objects of
 # DDP and the optimizer, buffers of gloo, small blocks on the C heap
 # (benchmarks/results/memory_limits.md). torch counts no such bytes on CUDA.
@@ -54,10 +62,13 @@ _LEAST = 1e-6  # seconds of the framework around a layer
 _BLOCK_BYTES, _BLOCKS, _FAULT_ROUNDS = 1 << 20, 16, 9  # of page faults
 # links
 SIZES = tuple(4 << shift for shift in (10, 13, 16, 19, 22, 24))  # 4 KiB to 64 MiB
+CUDA_SIZES = (*SIZES, 4 << 26)  # to 256 MiB: NVLink reaches its rate there
+_BACK_TO_BACK_SECONDS = 2e-3  # of collectives that a device waits for once
 _MIN_SIZES, _MIN_REPEATS = 4, 2  # of collectives, however short the time is
 # of the time of the other collectives, which steps have more of
 _SHARES = {"broadcast": 0.5, "all_to_all": 0.25, "send_recv": 0.25}
-_OVERLAP_BYTES, _OVERLAP_SECONDS = 4 << 20, 0.05  # at most, of one exchange beside computation
+# at most, of one exchange beside computation
+_OVERLAP_BYTES, _OVERLAP_SECONDS = {"cpu": 4 << 20, "cuda": 256 << 20}, 0.05
 _MATRIX = {"cpu": 256, "cuda": 2048}
 # what ranks compute between the exchanges of a step; the bytes of an activation
 _WORK_SECONDS, _WAIT_BYTES, _WAIT_PARTS = 0.02, 1 << 18, 4
@@ -85,16 +96,19 @@ def device_timers(device: torch.device, *, budget_seconds: float) -> dict[str, T
     """
 
     def copies() -> dict[Any, float]:
-        source = torch.ones(_BYTES_MOVED // 8, device=device)
+        nbytes = _BYTES_MOVED["cpu" if device.type == "cpu" else "cuda"]
+        if device.type == "cuda":
+            nbytes = min(nbytes, torch.cuda.mem_get_info(device)[0] // 4)
+        source = torch.ones(nbytes // 8, device=device)
         target = torch.empty_like(source)
-        copying = time_call(
+        copying = time_kernel(
             lambda: target.copy_(source), device=device, budget_seconds=0.2 * budget_seconds
         )
         return {"byte": average([copying / (2 * source.nbytes)])[0]}
 
     def small() -> dict[Any, float]:
         tiny = torch.zeros(1, device=device)
-        overhead = time_call(
+        overhead = time_kernel(
             lambda: tiny.add_(1), device=device, budget_seconds=0.2 * budget_seconds
         )
         return {"call": average([overhead])[0]}
@@ -174,7 +188,7 @@ class ProductTimer:
         left, right = (torch.rand(size, size, device=self.device).to(dtype) for _ in range(2))
         product = partial(torch.mm, left, right, out=torch.empty_like(left))
         budget = self._each / len(_MATRIX_SIZES["cpu"])
-        return average([time_call(product, device=self.device, budget_seconds=budget)])[0]
+        return average([time_kernel(product, device=self.device, budget_seconds=budget)])[0]
 
 
 def product_flops(size: int) -> float:
@@ -357,7 +371,7 @@ class CollectiveTimer:
     """Times one collective by size of the whole tensor, in all groups of one kind at once.
 
     That is how they train. `make` is given a tensor of a multiple of `elements` elements. The first
-    call finds out how many sizes the time allows.
+    call finds out how many sizes the time allows. Making one is collective: it opens connections.
     """
 
     def __init__(
@@ -371,12 +385,14 @@ class CollectiveTimer:
         self.make, self.elements = make, elements
         self.device, self.budget_seconds = device, budget_seconds
         self.sizes: Sequence[int] = ()
+        # NCCL and gloo open connections in the first call of a kind
+        time_once(make(torch.ones(elements, device=device)), device=device)
 
     def __call__(self) -> Points:
         """Return the seconds by size, the same on every rank. Collective."""
         points: Points = {}
         deadline = time.perf_counter() + self.budget_seconds
-        sizes = self.sizes or SIZES
+        sizes = self.sizes or (SIZES if self.device.type == "cpu" else CUDA_SIZES)
         for size, larger in zip(sizes, (*sizes[1:], 0), strict=True):
             numel = max(size // 4 // self.elements, 1) * self.elements  # float32
             whole = torch.ones(numel, device=self.device)
@@ -406,7 +422,7 @@ class WaitTimer:
         self.group, self.device, self.budget_seconds = group, device, budget_seconds
         self.message = torch.ones(_WAIT_BYTES // 4, device=device)
         product = average(
-            [time_call(_products(device, 1), device=device, budget_seconds=0.1 * budget_seconds)]
+            [time_kernel(_products(device, 1), device=device, budget_seconds=0.1 * budget_seconds)]
         )[0]
         self.work = _products(device, max(1, round(_WORK_SECONDS / product)))
 
@@ -472,14 +488,16 @@ def measure_overlap(
 ) -> float:
     """Return the share of an all_reduce that runs beside matrix products of about its length.
 
-    The least of several rounds; collective. The message has 4 MiB, less where `all_reduce`, the
-    measured curve, says that this takes more than 50 ms; 0 for a single rank, which has no curve.
+    The least of several rounds; collective. The message has 4 MiB (CUDA: 256 MiB), less where
+    `all_reduce`, the measured curve, says that this takes more than 50 ms; 0 for a single rank,
+    which has no curve.
     """
     if all_reduce is None:
         return 0.0
     short = [size for size in all_reduce.sizes if all_reduce.seconds_at(size) <= _OVERLAP_SECONDS]
+    most = _OVERLAP_BYTES["cpu" if device.type == "cpu" else "cuda"]
     message = torch.ones(
-        int(min(_OVERLAP_BYTES, max(short, default=all_reduce.sizes[0]))) // 4, device=device
+        int(min(most, max(short, default=all_reduce.sizes[0]))) // 4, device=device
     )
 
     def exchange() -> None:
@@ -561,14 +579,23 @@ def _products(device: torch.device, count: int) -> Call:
 def _time_together(call: Call, *, device: torch.device, deadline: float) -> float:
     """Return the median seconds of a collective call, the same result on every rank.
 
-    Every rank makes the same number of calls.
+    Every rank makes the same number of calls. A device gets short ones back to back: it would wait
+    for the host else, as it does not in a step.
     """
     first = time_once(call, device=device)
     first, left = average([first, deadline - time.perf_counter()])
     repeats = int(np.clip(left / 4 / max(first, 1e-6), _MIN_REPEATS, 20))
-    return float(
-        average([float(np.median([time_once(call, device=device) for _ in range(repeats)]))])[0]
-    )
+    at_once = 1
+    if device.type != "cpu":
+        at_once = int(np.clip(_BACK_TO_BACK_SECONDS / max(first, 1e-6), 1, repeats))
+
+    def calls() -> None:
+        for _ in range(at_once):
+            call()
+
+    rounds = max(repeats // at_once, _MIN_REPEATS)
+    times = [time_once(calls, device=device) / at_once for _ in range(rounds)]
+    return float(average([float(np.median(times))])[0])
 
 
 # ---- Datagrams between ranks, measured by the exchange that uses them

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_topt.communication.collectives import travel_device
 from lightning_topt.execution.gathered_state import (
     follow_parameters,
     gather_parameter_states,
@@ -436,7 +437,7 @@ class StageOptimizer:
                 states |= sent or {}
             elif self._groups.rank in (0, place):
                 group, rank = self._groups.pipeline_group, self._groups.rank
-                states |= _sent_states(place, sent, group, rank, self._device)
+                states |= _sent_states(place, sent, group, rank, travel_device(group))
         if self._groups.rank != 0:
             return {}
         return {"state": dict(sorted(states.items())), "param_groups": own["param_groups"]}

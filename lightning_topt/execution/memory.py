@@ -203,7 +203,8 @@ def warm_up(device: torch.device) -> None:
 
     Those are buffers of matrix products and of autograd.
     """
-    with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), torch.inference_mode(False), torch.enable_grad():
         layer = nn.Linear(1024, 1024, device=device)
         torch.autograd.backward(
             nn.functional.gelu(layer(torch.ones(1024, 1024, device=device))).sum()

@@ -8,8 +8,8 @@ allocated  the storages of the results that are not those of arguments,   torch'
            and what convolutions copy again for each of their passes      measured: page faults
 workspace  convolutions on CPU copy their arguments into oneDNN's         measured: at most that
            blocked layouts                                                much
-saved      oneDNN's LSTM keeps a workspace for backward, of no size in    measured, see
-           shapes                                                         `hidden_bytes`
+saved      recurrent layers of oneDNN and cuDNN keep a workspace for      measured (oneDNN), see
+           backward, of no size in shapes                                 `hidden_bytes`
 
 `measure` returns these of a call that has run; `make_call` makes it again on invented arguments,
 where `is_replayable` allows that. Dispatch modes ask the rest: whether a call makes views only
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +55,12 @@ UNREAD = {
 }
 # oneDNN's convolutions, which hold copies of their arguments while they run.
 REORDERED = {"aten::convolution", "aten::convolution_backward"}
+# Arguments that a CUDA operator reads in host memory.
+_ON_HOST = {
+    "aten::_scaled_dot_product_efficient_attention_backward": ("philox_seed", "philox_offset")
+}
+# Per unit and step of a sample, by cuDNN's number of the kind: of ReLU, tanh, LSTM and GRU.
+_CUDNN_VALUES = (2, 2, 6, 5)
 _CHANNEL_BLOCK = 16  # floats of a 512-bit register
 # Allocate and touch nothing.
 ALLOCATIONS = {
@@ -109,16 +115,22 @@ def measure(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out
     return Measured(str(func), encode_arguments(args, kwargs), flops, size, allocated, workspace)
 
 
-def hidden_bytes(func: OpOverload, args: tuple[Any, ...]) -> float:
-    """Return the bytes that the call's last result has on a device but not in its shape.
+def hidden_bytes(func: OpOverload, args: tuple[Any, ...]) -> tuple[int, float]:
+    """Return a result of the call (-1: the last) and the bytes that it has beyond its shape.
 
-    That is the workspace of oneDNN's LSTM: 8 floats per step, sample and hidden unit stay resident
-    after forward (measured: 320 units, 800 steps of samples).
+    That is the workspace of recurrent layers, which stays resident after forward. Of oneDNN's LSTM
+    8 floats per step, sample and hidden unit (measured: 320 units, 800 steps of samples). Of cuDNN
+    what backward needs per step, sample, unit, direction and layer: each gate, and of an LSTM the
+    cell and the output, of a GRU its hidden part and the output.
     """
-    if func._schema.name != "aten::mkldnn_rnn_layer":
-        return 0.0
-    x, w_hidden = args[0], args[2]  # (step, sample, input), (4 * unit, unit)
-    return float(32 * math.prod(x.shape[:2]) * w_hidden.shape[1])
+    if func._schema.name == "aten::mkldnn_rnn_layer":
+        x, w_hidden = args[0], args[2]  # (step, sample, input), (4 * unit, unit)
+        return -1, float(32 * math.prod(x.shape[:2]) * w_hidden.shape[1])
+    if func._schema.name == "aten::_cudnn_rnn" and args[12]:
+        x, (mode, units), (layers, is_both_ways) = args[0], args[6:8], (args[9], args[13])
+        values = _CUDNN_VALUES[mode] * units * layers * (2 if is_both_ways else 1)
+        return 3, float(math.prod(x.shape[:-1]) * values * x.element_size())
+    return -1, 0.0
 
 
 def _bytes(func: OpOverload, read: list[Tensor], out: Any) -> int:
@@ -278,8 +290,11 @@ def make_call(kernel: Kernel, device: torch.device | str) -> Callable[[], None]:
         raise ValueError(
             f"operator {kernel.name} is not called on invented arguments, which it might misread"
         )
-    target = torch.device(device)
-    args = [_revive(value, target) for value in kernel.arguments["args"]]
+    target, on_host = torch.device(device), _ON_HOST.get(func._schema.name, ())
+    args = [
+        _revive(value, torch.device("cpu") if declared.name in on_host else target)
+        for value, declared in zip(kernel.arguments["args"], func._schema.arguments, strict=False)
+    ]
     kwargs = {key: _revive(value, target) for key, value in kernel.arguments["kwargs"].items()}
 
     def call() -> None:
@@ -432,7 +447,7 @@ def is_replayable(func: OpOverload) -> bool:
 
 _MATRIX = (
     "mm bmm addmm baddbmm addbmm _addmm_activation dot vdot mv addmv addr ger outer linear "
-    "_cdist_forward"
+    "_cdist_forward _scaled_mm"
 )
 _CONVOLUTION = (
     "convolution convolution_overrideable _convolution mkldnn_convolution cudnn_convolution "
@@ -449,11 +464,17 @@ _SOFTMAX = (
     "_softmax _softmax_backward_data _log_softmax _log_softmax_backward_data _safe_softmax "
     "_masked_softmax _masked_softmax_backward logsumexp _logcumsumexp"
 )
+# of recurrent layers; their products are calls of their own
+_CELLS = (
+    "_thnn_fused_lstm_cell _thnn_fused_lstm_cell_backward_impl _thnn_fused_gru_cell "
+    "_thnn_fused_gru_cell_backward"
+)
 _ATTENTION = (
     "_scaled_dot_product_flash_attention_for_cpu "
     "_scaled_dot_product_flash_attention_for_cpu_backward _scaled_dot_product_flash_attention "
     "_scaled_dot_product_flash_attention_backward _scaled_dot_product_efficient_attention "
-    "_scaled_dot_product_efficient_attention_backward _scaled_dot_product_attention_math"
+    "_scaled_dot_product_efficient_attention_backward _scaled_dot_product_attention_math "
+    "_scaled_dot_product_cudnn_attention _scaled_dot_product_cudnn_attention_backward"
 )
 _LOSSES = (
     "nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward mse_loss "
@@ -502,6 +523,7 @@ _GROUPS = (
     _NORMALIZATION,
     _SOFTMAX,
     _ATTENTION,
+    _CELLS,
     _LOSSES,
     _REDUCTIONS,
     _COPIES,
@@ -553,6 +575,16 @@ def _rnn_layer_backward(*args: Any, **kwargs: Any) -> int:
     return 2 * _rnn_layer(*args)
 
 
+def _rnn(x: Tensor, weights: Sequence[Tensor], *args: Any, **kwargs: Any) -> int:
+    # (..., input) per step and sample; biases have one dim
+    per_sample = sum(weight.numel() for weight in weights if weight.ndim > 1)
+    return 2 * math.prod(x.shape[:-1]) * per_sample
+
+
+def _rnn_backward(*args: Any, **kwargs: Any) -> int:
+    return 2 * _rnn(*args)
+
+
 def _extra_formulas() -> dict[Any, Callable[..., int]]:
     """Return the FLOPs of operators that torch.utils.flop_counter lacks."""
     formulas: dict[str, Callable[..., int]] = {
@@ -567,6 +599,8 @@ def _extra_formulas() -> dict[Any, Callable[..., int]]:
         "addbmm": _add_matrices,
         "_addmm_activation": _add_matrices,
         "_grouped_mm": _product_of_groups,
+        "_cudnn_rnn": _rnn,
+        "_cudnn_rnn_backward": _rnn_backward,
         "mkldnn_rnn_layer": _rnn_layer,
         "mkldnn_rnn_layer_backward": _rnn_layer_backward,
     }

@@ -492,12 +492,9 @@ class Recorder(LiveMode):
         if self.observed is not None and func._schema.name == CAST:
             self.observed.cast(args[0], self.memory.of(out))
         # A live tensor has all of its bytes.
-        if (
-            not self._live
-            and (hidden := hidden_bytes(func, args))
-            and (last := self.memory.of(outputs[-1]))
-        ):
-            last.bytes += int(hidden)
+        place, hidden = hidden_bytes(func, args)
+        if not self._live and hidden and (storage := self.memory.of(outputs[place])):
+            storage.bytes += int(hidden)
         if not self.is_backward and not op.outputs:
             op.outputs = [shape_of(tensor) for tensor in outputs]
         record.kernel_ops.append(index)

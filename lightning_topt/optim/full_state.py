@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from lightning_topt.communication.collectives import travel_device
 from lightning_topt.optim.pieces import Piece, is_whole, rows_of
 
 State = dict[Any, Any]
@@ -145,8 +146,7 @@ class _Move:
             return leaf.detach().to("cpu", copy=True) if rank == owner else None
         if self.to is not None and rank not in (self.to, owner):
             return None
-        # gloo sends host memory, nccl that of the device
-        travels_on = "cpu" if dist.get_backend(self.group) == "gloo" else self.device
+        travels_on = travel_device(self.group)
         buffer = (
             torch.empty(outline.shape, dtype=outline.dtype, device=travels_on)
             if leaf is None

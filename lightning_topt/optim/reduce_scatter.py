@@ -43,6 +43,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
+from lightning_topt.communication.collectives import backend_of
 from lightning_topt.communication.exchange_worker import make_streams
 from lightning_topt.communication.node.rows import NodeRows
 from lightning_topt.communication.rank_watch import PeerMonitor
@@ -436,7 +437,10 @@ def exchange_parts(
     averaging: two ranks 22 ms, four 46 ms; an all-reduce 31 and 76, `dist.reduce` per slice 21 and
     74, gloo's all-to-all 60 and 94.
     """
-    if dist.get_backend(group) == "gloo":
+    device = next((part.device for part in (*received.values(), *sent.values())), None)
+    if device is None:
+        return []
+    if backend_of(device, group) == "gloo":
         works: list[Any] = [
             dist.irecv(part, group=group, group_src=rank) for rank, part in received.items()
         ]
@@ -450,7 +454,7 @@ def exchange_parts(
     operations += [
         dist.P2POp(dist.isend, part, group=group, group_peer=rank) for rank, part in sent.items()
     ]
-    return dist.batch_isend_irecv(operations) if operations else []
+    return dist.batch_isend_irecv(operations)
 
 
 def average_into(own: Tensor, others: Sequence[Tensor]) -> None:

@@ -34,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_topt.communication.collectives import AllGather, ReduceScatter
+from lightning_topt.communication.collectives import AllGather, ReduceScatter, backend_of
 from lightning_topt.costs.communication import Collective
 from lightning_topt.costs.lifetimes import Lifetime
 from lightning_topt.costs.sizes import ROOT, shard_share
@@ -366,7 +366,7 @@ def _shard(
         parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
         parameter.grad = None
     # under gloo our own collectives take the place of those that FSDP2 calls
-    if dist.get_backend(mesh.get_group(mesh.ndim - 1)) == "gloo":
+    if backend_of(torch.device(mesh.device_type), mesh.get_group(mesh.ndim - 1)) == "gloo":
         sharded.set_custom_all_gather(AllGather())  # type: ignore[arg-type]  # the interface, without torch's private base
         sharded.set_custom_reduce_scatter(ReduceScatter())  # type: ignore[arg-type]
         if mesh.ndim == 2:

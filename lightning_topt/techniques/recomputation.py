@@ -99,7 +99,15 @@ class _RecomputedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
-        return checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
+        names, count = tuple(kwargs), len(args)
+
+        def forward(*values: Any) -> Any:
+            named = dict(zip(names, values[count:], strict=True))
+            return self.forward(*values[:count], **named)
+
+        # All by position: torch keeps the random states of the devices of positional arguments
+        # only, and saves only those so that a change in place is noticed.
+        return checkpoint(forward, *args, *kwargs.values(), use_reentrant=False)
 
 
 def apply_recomputation(module: nn.Module, blocks: Iterable[str]) -> None:

@@ -11,7 +11,9 @@ from lightning_topt.communication.collectives import (
     AllGather,
     ReduceScatter,
     all_gather_into,
+    backend_of,
     reduce_scatter_into,
+    travel_device,
 )
 from tests.launch import run_ranks
 
@@ -81,3 +83,21 @@ def compare_in_groups(rank: int) -> None:
 
 def test_equal_to_torch_in_the_groups_of_a_mesh() -> None:
     run_ranks(compare_in_groups, 4)
+
+
+@pytest.mark.parametrize(
+    ("config", "host", "device", "travels"),
+    [
+        ("cpu:gloo,cuda:gloo", "gloo", "gloo", "cpu"),
+        ("cuda:nccl", "", "nccl", "cuda"),
+        ("cpu:gloo,cuda:nccl", "gloo", "nccl", "cpu"),
+    ],
+)
+def test_a_group_has_a_backend_for_each_device(
+    config: str, host: str, device: str, travels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert backend_of(torch.device("cpu")) == host
+    assert backend_of(torch.device("cuda", 1)) == device
+    assert travel_device() == torch.device(travels, *([1] if travels == "cuda" else []))

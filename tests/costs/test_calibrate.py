@@ -25,6 +25,8 @@ from lightning_topt.costs.communication import (
     ranks_of_groups,
 )
 from lightning_topt.costs.timers import (
+    SIZES,
+    CollectiveTimer,
     WaitTimer,
     collective_timers,
     curve,
@@ -294,3 +296,30 @@ def test_repeating_is_bounded_by_rounds_and_by_time():
         and len(count) == 5
     )
     assert fastest(repeat_parts({"a": part(*never)}, seconds_left=lambda: -1.0)["a"]) == {"t": 0.5}
+
+
+def test_opening_connections_takes_no_time_from_a_collective():
+    """Its first call may take longer than all others together; larger messages are timed too."""
+    calls = []
+
+    def make(whole):
+        def call():
+            time.sleep(0.0 if calls else 0.4)
+            calls.append(whole.nbytes)
+
+        return call
+
+    timer = CollectiveTimer(make, elements=3, device=torch.device("cpu"), budget_seconds=0.2)
+    assert [*timer()] == [size // 12 * 12 for size in SIZES]
+
+
+def test_a_device_gets_messages_to_256_mib(monkeypatch):
+    monkeypatch.setattr(timers, "_time_together", lambda call, **_: 1e-6)
+    monkeypatch.setattr(timers, "time_once", lambda call, **_: 1e-6)
+    timer = CollectiveTimer(
+        lambda whole: lambda: None,
+        elements=1,
+        device=torch.device("meta"),
+        budget_seconds=10.0,
+    )
+    assert max(timer()) == 256 << 20

@@ -23,6 +23,7 @@ from lightning_topt.costs.measurements import (
     Entry,
     Measurements,
     default_directory,
+    describe_setup,
     load_entries,
     save_entries,
 )
@@ -94,6 +95,17 @@ def test_another_set_up_and_a_refresh_measure_again(tmp_path, counted, monkeypat
     assert counted[8:] == ["calibrate"]
     everything(tmp_path)  # kernels and updates of before the refresh are gone
     assert sorted(counted[9:]) == ["measure_kernels", "measure_kind", "measure_kind"]
+
+
+@pytest.mark.parametrize("part", [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul])
+def test_the_precision_of_float32_is_part_of_the_set_up(part):
+    before, was = describe_setup(torch.device("cpu"), num_nodes=1), part.fp32_precision
+    part.fp32_precision = "bf16" if part is torch.backends.mkldnn.matmul else "tf32"
+    try:
+        after = describe_setup(torch.device("cpu"), num_nodes=1)
+    finally:
+        part.fp32_precision = was
+    assert after["settings"] != before["settings"]
 
 
 @pytest.mark.parametrize(("refresh", "count"), [(False, 4), (True, 6)])

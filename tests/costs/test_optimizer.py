@@ -10,7 +10,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_topt.costs.cluster import Device
-from lightning_topt.costs.optimizer import OptimizerError, measure_update_seconds, read_optimizer
+from lightning_topt.costs.optimizer import (
+    OptimizerError,
+    measure_update_seconds,
+    read_optimizer,
+    update_kinds,
+)
 
 CASES = [
     (optim.AdamW, {}),
@@ -249,3 +254,20 @@ def test_a_step_that_communicates_is_not_timed():
     finally:
         dist.destroy_process_group()
     assert seconds == {} and Shared.steps == 0
+
+
+def test_updates_on_cuda_are_timed_on_as_much_as_is_updated_at_once() -> None:
+    """Small vectors are updated together there; matrices, whose updates may cost more in larger
+    ones, one by one.
+    """
+    module = nn.Sequential(*(nn.Linear(48, 64) for _ in range(5)))
+    given = {"named_parameters": [*module.named_parameters()]}
+    optimizer = optim.AdamW(module.parameters())
+    for device_type, vectors in (("cpu", 64), ("cuda", 5 * 64)):
+        kinds = update_kinds([optimizer], device_type=device_type, **given)
+        assert sorted((kind.ndim, kind.numel) for kind in kinds) == [(1, vectors), (2, 48 * 64)]
+    large = nn.Linear(1 << 12, 1 << 11, device="meta")
+    optimizer, given = optim.AdamW([large.weight]), {"named_parameters": [("w", large.weight)]}
+    for device_type, numel in (("cpu", 1 << 22), ("cuda", 1 << 23)):
+        (kind,) = update_kinds([optimizer], device_type=device_type, **given)
+        assert kind.numel == numel

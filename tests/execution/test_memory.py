@@ -13,7 +13,12 @@ import torch
 from lightning_topt.communication.collectives import reduce_scatter_into
 from lightning_topt.costs.sizes import gloo_workspace
 from lightning_topt.execution import memory
-from lightning_topt.execution.memory import MemoryMeter, release_free_memory, return_freed_memory
+from lightning_topt.execution.memory import (
+    MemoryMeter,
+    release_free_memory,
+    return_freed_memory,
+    warm_up,
+)
 from tests.launch import run_ranks
 
 MIB = 2**20
@@ -91,6 +96,15 @@ def test_without_a_base_there_is_no_answer():
     meter = MemoryMeter(torch.device("cpu"))
     meter.reset_peak()
     assert meter.peak_bytes() is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_warm_up_draws_no_numbers() -> None:
+    torch.cuda.manual_seed(0)
+    state = torch.cuda.get_rng_state()
+    warm_up(torch.device("cuda", 0))
+    assert torch.equal(torch.cuda.get_rng_state(), state)
 
 
 @pytest.mark.gpu

@@ -9,9 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_topt.graph.capture import capture
-from lightning_topt.graph.kernels import FLOPS, REPLAYABLE, encode_arguments, make_call, measure
+from lightning_topt.graph.kernels import (
+    FLOPS,
+    REPLAYABLE,
+    encode_arguments,
+    hidden_bytes,
+    make_call,
+    measure,
+)
 from lightning_topt.graph.op_graph import Kernel
 from lightning_topt.graph.step_memory import Amount
 from tests.models import GPT, Branching, ConvNet, DictBatch, batch_for
@@ -164,6 +172,43 @@ def test_the_workspace_of_an_lstm_is_kept_for_backward() -> None:
     assert any("mkldnn_rnn" in kernel.name for op in graph.ops for kernel in op.forward)
     kept = sum(segment.kept_bytes.at(4) for segment in graph.timeline)
     assert kept > 32 * 4 * 10 * 32
+
+
+def test_recurrent_layers_of_cudnn_have_a_price() -> None:
+    # a call as torch makes it, on shapes alone: 2 layers both ways, 5 steps, 3 samples
+    layer = torch.nn.LSTM(8, 16, num_layers=2, bidirectional=True, device="meta")
+    x, hx = torch.zeros(5, 3, 8, device="meta"), torch.zeros(4, 3, 16, device="meta")
+    flat = torch.zeros(sum(w.numel() for w in layer.parameters()), device="meta")
+    weights = list(layer.parameters())
+    args = (x, weights, 4, flat, hx, hx, 2, 16, 0, 2, False, 0.0, True, True, [], None)
+    cudnn = torch.ops.aten._cudnn_rnn.default
+    found = measure(cudnn, args, {}, cudnn(*args))
+    # per direction and step of a sample: 4 gates from the input (8, then both ways 32) and 16 units
+    products = 4 * 16 * (8 + 16) + 4 * 16 * (32 + 16)
+    assert found.flops == 2 * 2 * 5 * 3 * products
+    place, kept = hidden_bytes(cudnn, args)
+    assert cudnn(*args)[place].dtype == torch.uint8  # the reserve
+    assert kept == 4 * 5 * 3 * 2 * 2 * 16 * 6
+
+
+@pytest.mark.parametrize("name", ["philox_seed", "philox_offset"])
+def test_what_cuda_reads_in_host_memory_is_made_there(name: str) -> None:
+    backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
+    q, row, seed = torch.zeros(1, 2, 8, 4), torch.zeros(1, 2, 32), torch.zeros((), dtype=torch.long)
+    args = (q, q, q, q, None, q, row, seed, seed, 0.1, [True, True, True, False])
+    seen: list[Any] = []
+
+    class Look(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            if func is backward:
+                seen.extend(args)
+            return func(*args, **(kwargs or {}))
+
+    call = make_call(kernel(str(backward), *args), "meta")
+    with Look():
+        call()
+    index = [argument.name for argument in backward._schema.arguments].index(name)
+    assert seen[index].device.type == "cpu" and seen[0].device.type == "meta"
 
 
 # Kernels are replayed on invented arguments, and none may end the process: everything runs in a

@@ -421,10 +421,10 @@ class LossyBuckets(BucketExchange):
                 outcomes[id(entry)].add_to(residual.numpy())
             if self.node is None:
                 return residual
-            bucket = torch.zeros(sum(entry.layout.numels))
+            bucket = torch.zeros(sum(entry.layout.numels), device=self.device)
             bucket[entry.start : entry.stop] = residual
             self.node.gather_shards(bucket).wait()
-            return bucket
+            return bucket.cpu()
 
         return self.store.collect(unsharded)
 

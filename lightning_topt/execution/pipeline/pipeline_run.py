@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from lightning_topt.communication.collectives import travel_device
 from lightning_topt.communication.rank_watch import PeerLostError
 from lightning_topt.execution.applied_techniques import AppliedTechniques
 from lightning_topt.execution.gathered_state import load_module_state, module_state
@@ -525,8 +526,7 @@ def share_value(value: Any, *, group: dist.ProcessGroup, source: int, device: to
     text, specs = head[0]
     shared = []
     for index, (shape, dtype, on_device) in enumerate(specs):
-        # NCCL takes tensors of the device alone.
-        where = device if on_device or dist.get_backend(group) != "gloo" else torch.device("cpu")
+        where = device if on_device else travel_device(group)
         if is_source:
             sent = tensors[index].detach().to(where).contiguous()
         else:

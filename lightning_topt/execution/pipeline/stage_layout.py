@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_topt.communication.collectives import travel_device
 from lightning_topt.communication.rank_watch import time_limit
 from lightning_topt.communication.topology import own_group
 from lightning_topt.execution.pipeline.step_flows import StageFlow
@@ -266,7 +267,7 @@ class NonLocalParameters:
 
         Those of other ranks are in host memory: a device may have no room for all.
         """
-        before, parameters = {}, self.parameters
+        before, parameters, where = {}, self.parameters, travel_device(self.group)
         missing = (
             ()
             if self._is_unsharded
@@ -276,11 +277,12 @@ class NonLocalParameters:
         for name in sorted(missing):
             if self._rank == 0 and name in self.names:
                 parameter = parameters[name]
-                value = torch.empty(parameter.shape, dtype=parameter.dtype, device=self.device)
+                value = torch.empty(parameter.shape, dtype=parameter.dtype, device=where)
                 dist.recv(value, group=self.group, group_src=self.owners[name])
                 before[name], parameter.data = parameter.data, value.cpu()
             elif self._rank == self.owners[name]:
-                dist.send(parameters[name].data.contiguous(), group=self.group, group_dst=0)
+                value = parameters[name].data.to(where).contiguous()
+                dist.send(value, group=self.group, group_dst=0)
         try:
             yield
         finally:

@@ -16,12 +16,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_topt.communication.collectives import all_gather_into
+from lightning_topt.communication.collectives import all_gather_into, travel_device
 from lightning_topt.graph.op_config import Placement, Shard
+from lightning_topt.graph.structures import tensors_in
 from lightning_topt.techniques.tensor_parallel.layout import TensorAxes, joined
 from lightning_topt.techniques.tensor_parallel.op_rules.rules import (
     Kind,
@@ -236,10 +236,14 @@ def noise_for(
     if layout.placements == (layout.batch,):
         return make(tuple(part))
     # samples of all ranks are cut otherwise: the numbers of all, in the order of ranks
-    return cut(joined(_drawn_by_all(lambda: make(tuple(part)), placed.axes), layout.batch))
+    device = next(tensors_in((placed.args, placed.kwargs))).device
+    drawn = _drawn_by_all(lambda: make(tuple(part)), placed.axes, device=device)
+    return cut(joined(drawn, layout.batch))
 
 
-def _drawn_by_all(make: Callable[[], Tensor], axes: TensorAxes) -> list[Tensor]:
+def _drawn_by_all(
+    make: Callable[[], Tensor], axes: TensorAxes, *, device: torch.device
+) -> list[Tensor]:
     """Return what `make` gives on each rank of the axis, in their order.
 
     The generator here then is as after this rank's own numbers.
@@ -248,10 +252,10 @@ def _drawn_by_all(make: Callable[[], Tensor], axes: TensorAxes) -> list[Tensor]:
     if group is None:  # a rank that is looked at, not run
         axes.note("all_gather", 0, torch.empty(axes.sizes[0] * _STATE_BYTES, dtype=torch.uint8))
         return [make() for _ in range(axes.sizes[0])]
-    on_cuda = dist.get_backend(group) == "nccl"
+    on_cuda = device.type == "cuda"
     own = torch.cuda.get_rng_state() if on_cuda else torch.get_rng_state()
     set_state = torch.cuda.set_rng_state if on_cuda else torch.set_rng_state
-    sent = own.cuda() if on_cuda else own
+    sent = own.to(travel_device(group))
     states = sent.repeat(axes.sizes[0], 1)  # a fake group leaves them as they are
     axes.note("all_gather", 0, states)
     all_gather_into(states.view(-1), sent, group=group)

@@ -42,8 +42,7 @@ from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.plan.choose import choose
 from lightning_topt.plan.plan_frontier import PlanPoint
 from lightning_topt.plan.plan_search import SearchRequest, search_plans
-from lightning_topt.plugins.given_plans import UniformPlan
-from lightning_topt.plugins.read_options import read_plan_option
+from lightning_topt.plugins.plan_options import UniformPlan, read_plan_option
 from lightning_topt.techniques.explain import explain
 from lightning_topt.techniques.plan_costs import PlanCosts
 

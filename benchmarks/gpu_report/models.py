@@ -54,9 +54,8 @@ from lightning_topt.graph.capture import capture
 from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.plan.parallel_plan import ParallelPlan
-from lightning_topt.plugins.given_plans import UniformPlan
+from lightning_topt.plugins.plan_options import UniformPlan, read_plan_option
 from lightning_topt.plugins.planning import make_fake_optimizers
-from lightning_topt.plugins.read_options import read_plan_option
 from lightning_topt.techniques.explain import Explanation, explain
 from lightning_topt.techniques.plan_costs import PlanCosts
 from tests.models import GPT

@@ -15,7 +15,7 @@ from lightning_topt.execution.engine import Engine
 from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.plan.parallel_plan import preset_plan
 from lightning_topt.plan.plan_values import PRESETS
-from lightning_topt.plugins.step_monitor import StepMonitor
+from lightning_topt.plugins.monitors import StepMonitor
 
 pytestmark = [
     pytest.mark.gpu,

@@ -100,7 +100,13 @@ def one_rank(device: torch.device) -> Iterator[None]:
     """Make this process the one rank of a group."""
     given: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
     backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, **given)
+    dist.init_process_group(
+        backend,
+        store=dist.TCPStore("127.0.0.1", 0, 1, is_master=True),
+        rank=0,
+        world_size=1,
+        **given,
+    )
     try:
         yield
     finally:

@@ -66,7 +66,11 @@ def one_rank(report: Report, device: torch.device) -> Iterator[None]:
     with report.attempt("process group, first all-reduce") as row:
         before, start = used_bytes(device), time.perf_counter()
         dist.init_process_group(
-            "nccl" if cuda else "gloo", store=dist.HashStore(), rank=0, world_size=1, **given
+            "nccl" if cuda else "gloo",
+            store=dist.TCPStore("127.0.0.1", 0, 1, is_master=True),
+            rank=0,
+            world_size=1,
+            **given,
         )
         row["init_seconds"] = time.perf_counter() - start
         dist.all_reduce(torch.ones(1 << 20, device=device))

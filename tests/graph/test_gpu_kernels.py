@@ -41,7 +41,7 @@ class Attention(nn.Module):
 
 
 with sdpa_kernel([backend]):
-    graph = capture(Attention(), torch.zeros(2, 128, 64, device="cuda", dtype=dtype))
+    graph = capture(Attention(), torch.zeros(2, 128, 64, device="cuda", dtype=dtype), device="cuda")
     kernels = [k for op in graph.ops for k in (*op.forward, *op.backward)]
     found = [k for k in kernels if "attention" in k.name]
     assert len(found) >= 2, sorted({k.name for k in kernels})
@@ -106,4 +106,4 @@ def test_a_timed_step_has_no_launches_in_its_kernels() -> None:
     ((name, _),) = timer.seconds()
     assert name.startswith("aten.add_")
     (seconds,) = timer.seconds().values()
-    assert 5e-7 < seconds < 6e-6  # the host takes longer to issue one
+    assert 5e-7 < seconds < 1e-5  # the host takes longer to issue one

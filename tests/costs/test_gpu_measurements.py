@@ -74,6 +74,9 @@ def test_the_calibrated_device_is_this_one() -> None:
     before = torch.cuda.memory_reserved(DEVICE)
     device = calibrate(device=DEVICE).device
     assert torch.cuda.memory_reserved(DEVICE) <= before + (256 << 20)  # of cuBLAS
+    free, total = torch.cuda.mem_get_info(DEVICE)
+    assert device.memory_bytes < total  # the context and the libraries have some of it
+    assert device.memory_bytes == pytest.approx(free + torch.cuda.memory_reserved(DEVICE), rel=0.02)
     source = torch.empty(1 << 30, dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -67,13 +67,16 @@ def test_a_product_takes_what_a_graph_of_it_takes(size: int) -> None:
 def test_a_tiny_kernel_takes_less_than_its_launch_by_the_host() -> None:
     tiny = torch.zeros(1, device=DEVICE)
     found = time_kernel(lambda: tiny.add_(1), device=DEVICE, budget_seconds=0.0)
-    assert 5e-7 < found < 8e-6
+    assert 5e-7 < found < 1e-5
 
 
 def test_the_calibrated_device_is_this_one() -> None:
     before = torch.cuda.memory_reserved(DEVICE)
     device = calibrate(device=DEVICE).device
-    assert torch.cuda.memory_reserved(DEVICE) <= before + (64 << 20)
+    assert torch.cuda.memory_reserved(DEVICE) <= before + (256 << 20)  # of cuBLAS
+    free, total = torch.cuda.mem_get_info(DEVICE)
+    assert device.memory_bytes < total  # the context and the libraries have some of it
+    assert device.memory_bytes == pytest.approx(free + torch.cuda.memory_reserved(DEVICE), rel=0.02)
     source = torch.empty(1 << 30, dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -85,5 +88,5 @@ def test_the_calibrated_device_is_this_one() -> None:
     torch.cuda.synchronize()
     bandwidth = 5 * 2 * source.nbytes / (start.elapsed_time(stop) / 1e3)
     assert device.memory_bandwidth == pytest.approx(bandwidth, rel=0.1)
-    assert 5e-7 < device.op_overhead_seconds < 8e-6
+    assert 5e-7 < device.op_overhead_seconds < 1e-5
     assert 1e-6 < device.launch_seconds < 1e-4

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_topt.basics.argument_checks import check_choice, check_whole
+from lightning_topt.communication.topology import Topology
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.memory import (
@@ -34,7 +35,8 @@ from lightning_topt.plan.parallel_plan import ParallelPlan, preset_plan, rule_fr
 from lightning_topt.plan.plan_values import PRESETS
 from lightning_topt.plugins.clipping import clip_sharded
 from lightning_topt.plugins.data_ranks import DataRanks
-from lightning_topt.plugins.ddp_base import known_options, run_options
+from lightning_topt.plugins.ddp_options import known_options
+from lightning_topt.plugins.exchange_guard import scaler_of
 from lightning_topt.plugins.monitors import StepMonitor, add_monitor
 from lightning_topt.plugins.plan_options import (
     PipelinePlan,
@@ -185,7 +187,7 @@ class AutoParallelStrategy(DataRanks):
             None,
         )
         self.planning_seconds = None
-        self._open_exchange(None)
+        self._guard.open(None)
         # Whole gradients and optimizer state may be too much for what has to be sharded.
         self._holds_back = self.request.may_shard_for_memory(
             self.lightning_module, self.root_device
@@ -217,7 +219,7 @@ class AutoParallelStrategy(DataRanks):
 
         The device is known to hold these.
         """
-        self._open_exchange(None)
+        self._guard.open(None)
         plan = self.parallel_plan
         if plan is None or plan.keeps_gradients_whole or plan.brings_batches:
             super().setup(trainer)
@@ -388,7 +390,7 @@ class AutoParallelStrategy(DataRanks):
         self._engine = Engine(plan, module, device=self.root_device, options=self._run_options())
         self.model = self._engine.apply(wrapped=wrapped, example=self._example_of(batch))
         # The plan's own exchange of gradients, if it has one.
-        self._open_exchange(self._engine.exchange)
+        self._guard.open(self._engine.exchange)
         if self.exchange is not None:
             add_monitor(trainer)
         # Clipping has to see the gradients of all ranks.
@@ -409,27 +411,29 @@ class AutoParallelStrategy(DataRanks):
 
     @override
     def configure_ddp(self) -> None:
-        if not self._holds_back:
-            super().configure_ddp()
-            return
         assert self.model is not None
-        # all that DDP would do by now, but for the memory of gradients
-        _sync_module_states(self.model)
+        if self._holds_back:
+            # all that DDP would do by now, but for the memory of gradients
+            _sync_module_states(self.model)
+            return
+        options = self._run_options()
+        self.model = ddp = wrap_in_ddp(self.model, device=self.root_device, arguments=options.ddp)
+        # On every device: torch runs hooks on gloo too, which Lightning drops silently.
+        register_hook(ddp, options.hook, options.hook_state)
 
     def _run_options(self) -> RunOptions:
-        return run_options(self, scales=self._scaler is not None)
-
-    @override
-    def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
-        return wrap_in_ddp(model, device=self.root_device, arguments=self._run_options().ddp)
-
-    @override
-    def _register_ddp_hooks(self) -> None:
-        # Lightning registers hooks on CUDA only and drops them silently elsewhere; torch runs them
-        # on gloo too.
-        assert isinstance(self.model, DistributedDataParallel)
-        options = self._run_options()
-        register_hook(self.model, options.hook, options.hook_state)
+        """Return what Lightning's DDPStrategy would make of its options."""
+        # As DDPStrategy registers it.
+        hook = self._ddp_comm_hook
+        if hook is not None and self._ddp_comm_wrapper is not None:
+            hook = self._ddp_comm_wrapper(hook)
+        return RunOptions(
+            ddp=self._ddp_kwargs,
+            hook=hook,
+            hook_state=self._ddp_comm_state,
+            topology=Topology(self.num_nodes, self.world_size // self.num_nodes, self.global_rank),
+            nonfinite="error" if scaler_of(self.precision_plugin) is None else "skip",
+        )
 
     @override
     def on_exception(self, exception: BaseException) -> None:

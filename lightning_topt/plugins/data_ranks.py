@@ -38,8 +38,8 @@ from lightning_topt.execution.pipeline.pipeline_run import Example
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plugins.continuous_steps import ContinuousSteps
-from lightning_topt.plugins.ddp_base import CHECKPOINT_KEY, PIPELINE_KEY
 from lightning_topt.plugins.engine_checkpoints import EngineCheckpoints
+from lightning_topt.plugins.exchange_guard import CHECKPOINT_KEY
 from lightning_topt.plugins.pipeline_steps import OwnBatchPipeline, PipelineSteps
 from lightning_topt.plugins.plan_options import GivenPlan, MeshPlan, PipelinePlan
 from lightning_topt.plugins.sequential_batches import JointBatches, SequentialBatches
@@ -47,6 +47,7 @@ from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
 from lightning_topt.techniques.tensor_parallel.user_code import among_all_ranks
 
 Output = TypeVar("Output")
+PIPELINE_KEY = "pipeline"  # in checkpoints, of what is ours: the state of an asynchronous pipeline
 
 
 class DataRanks(EngineCheckpoints):

@@ -9,18 +9,22 @@ engine.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from torch import nn
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_topt.communication.hook import CompressedExchange, ExchangeStatistics
 from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.sharded_checkpoint import (
     REST,
@@ -31,11 +35,12 @@ from lightning_topt.execution.sharded_checkpoint import (
     save_sharded,
 )
 from lightning_topt.plan.parallel_plan import ParallelPlan
-from lightning_topt.plugins.ddp_base import CHECKPOINT_KEY
-from lightning_topt.plugins.exchange_steps import ExchangeSteps
+from lightning_topt.plugins.ddp_options import name_own_strategy
+from lightning_topt.plugins.exchange_guard import CHECKPOINT_KEY, ExchangeGuard
+from lightning_topt.plugins.lost_ranks import LostRankWatch
 
 
-class EngineCheckpoints(ExchangeSteps):
+class EngineCheckpoints(DDPStrategy):
     """Checkpoints of a strategy whose engine comes with the first training batch.
 
     Files are those of ``ddp`` with the plan beside them, whenever they are written; or folders of
@@ -53,6 +58,77 @@ class EngineCheckpoints(ExchangeSteps):
     _running = False
     _holds_back = False
     _resumed: Mapping[str, Any] | None = None
+
+    def __init__(self, **ddp_options: Any) -> None:
+        super().__init__(**ddp_options)
+        self.rank_watch = LostRankWatch()
+        self._guard = ExchangeGuard(self.rank_watch)
+
+    @property
+    def exchange(self) -> CompressedExchange | None:
+        """The exchange of the plan's gradients, None where that has none."""
+        return self._guard.exchange
+
+    def exchange_statistics(self) -> ExchangeStatistics | None:
+        """Return what was exchanged since the last call; None without an exchange."""
+        return self._guard.statistics()
+
+    @property
+    @override
+    def launcher(self) -> Any:
+        return self.rank_watch.launcher(self, super().launcher)
+
+    @override
+    def setup_distributed(self) -> None:
+        self.rank_watch.meet(self)
+        super().setup_distributed()
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self.rank_watch.begin()
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self._guard.give_up(exception)
+        self.rank_watch.name(exception)
+        super().on_exception(exception)
+        name_own_strategy(exception, type(self).__name__)
+
+    @override
+    def teardown(self) -> None:
+        if self._start_method != "popen":  # such ranks end without running what `atexit` holds
+            self._guard.close()
+        with self.rank_watch.last():
+            super().teardown()
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        with self._guard.errors():
+            return super().training_step(*args, **kwargs)
+
+    @override
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        self._guard.begin_backward(self.precision_plugin)
+        with self._guard.errors():
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._guard.end_step(self.precision_plugin)
+        return output
+
+    def _load_exchange(self, checkpoint: Mapping[str, Any]) -> None:
+        self._guard.load_state(checkpoint)
 
     def _attach_optimizers(self) -> None:
         """Let the engine run the optimizers of this fit."""
@@ -162,7 +238,7 @@ class EngineCheckpoints(ExchangeSteps):
             # The user's hooks were given `checkpoint`, and may keep it.
             checkpoint = {**checkpoint, CHECKPOINT_KEY: self._own_state()}
             if self.checkpoint_form == "full":
-                self._save_exchange(checkpoint)
+                self._guard.add_state(checkpoint, self.lightning_module)
         if self.checkpoint_form == "sharded" and "pytorch-lightning_version" in checkpoint:
             self._save_folder(checkpoint, filepath, storage_options)
             return
@@ -199,7 +275,7 @@ class EngineCheckpoints(ExchangeSteps):
             module=checkpoint["state_dict"],
             optimizers=checkpoint.get("optimizer_states", []),
             exchange=self.exchange.own_state_dict()
-            if self.exchange and self._saves_exchange(checkpoint)
+            if self.exchange and self._guard.saves_state(checkpoint, self.lightning_module)
             else None,
             rest=rest,
             save_rest=self.checkpoint_io.save_checkpoint,

@@ -1,26 +1,31 @@
-"""The strategies that run a plan: ``"topt"``, which searches one, and ``"topt_pipeline"``."""
+"""The strategy ``"topt"``, which searches a plan for a fit and runs it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.overrides.distributed import _sync_module_states
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.ddp import _DDPForwardRedirection
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.seed import isolate_rng
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_topt.basics.argument_checks import check_choice, check_whole
+from lightning_topt.communication.hook import CompressedExchange, ExchangeStatistics
 from lightning_topt.communication.topology import Topology
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.execution.engine import Engine
@@ -30,14 +35,24 @@ from lightning_topt.execution.memory import (
     return_freed_memory,
     warm_up,
 )
+from lightning_topt.execution.pipeline.pipeline_run import Example
 from lightning_topt.graph.mesh_axes import data_mesh
-from lightning_topt.plan.parallel_plan import ParallelPlan, preset_plan, rule_from_value
+from lightning_topt.plan.parallel_plan import ParallelPlan, preset_plan
 from lightning_topt.plan.plan_values import PRESETS
 from lightning_topt.plugins.clipping import clip_sharded
-from lightning_topt.plugins.data_ranks import DataRanks
-from lightning_topt.plugins.ddp_options import known_options
-from lightning_topt.plugins.exchange_guard import scaler_of
+from lightning_topt.plugins.continuous_steps import ContinuousRunner
+from lightning_topt.plugins.data_group import DataGroup, shared_mesh
+from lightning_topt.plugins.ddp_options import known_options, name_own_strategy
+from lightning_topt.plugins.exchange_guard import ExchangeGuard, scaler_of
+from lightning_topt.plugins.lost_ranks import LostRankWatch
 from lightning_topt.plugins.monitors import StepMonitor, add_monitor
+from lightning_topt.plugins.pipeline_steps import OwnBatchPipeline, PipelineRunner, StageSteps
+from lightning_topt.plugins.plan_checkpoints import (
+    PlanCheckpoints,
+    load_any_form,
+    release_engine,
+    with_full_module,
+)
 from lightning_topt.plugins.plan_options import (
     PipelinePlan,
     check_planner_options,
@@ -54,16 +69,18 @@ from lightning_topt.plugins.plan_request import (
 )
 from lightning_topt.plugins.planning import Decision, Planning, check_agreement, example_batches
 from lightning_topt.plugins.register import register_names
+from lightning_topt.plugins.sequential_batches import JointBatches, SequentialBatches
+from lightning_topt.plugins.step_runner import PlainRunner, StepRunner
 from lightning_topt.plugins.traced_planning import UNTIL_WATCHED, decide_plan
 from lightning_topt.plugins.watched_planning import ObservedPlanning, refine_observed
 from lightning_topt.plugins.watched_steps import WATCHED_STEPS, ObservedFit, WatchingRedirection
-from lightning_topt.prediction import Prediction
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
 from lightning_topt.techniques.ddp_wrapper import bytes_of_buckets, register_hook, wrap_in_ddp
 from lightning_topt.techniques.run_options import RunOptions
+from lightning_topt.techniques.tensor_parallel.user_code import among_all_ranks
 
 
-class AutoParallelStrategy(DataRanks):
+class AutoParallelStrategy(DDPStrategy):
     """Distributed data parallelism that plans before it runs: ``Trainer(strategy="topt")``.
 
     A fit begins as it does under Lightning's ``ddp``, hook by hook, and its first steps are real
@@ -137,7 +154,6 @@ class AutoParallelStrategy(DataRanks):
     ) -> None:
         super().__init__(**known_options(ddp_options, strategy=type(self).__name__))
         check_choice(checkpoint, name="checkpoint", allowed=("full", "sharded"))
-        self.checkpoint_form = checkpoint
         check_whole(watch_steps, name="watch_steps (one step is recorded)")
         self.watch_steps = watch_steps
         check_planner_options(
@@ -167,9 +183,47 @@ class AutoParallelStrategy(DataRanks):
         self._watched_fit: ObservedFit | None = None
         self._observed_planning: ObservedPlanning | None = None
         self._failed = False
+        self.parallel_plan: ParallelPlan | None = None
+        # What it has: who watches the ranks, the exchange, checkpoints, and how steps run.
+        self.rank_watch = LostRankWatch()
+        self._guard = ExchangeGuard(self.rank_watch)
+        self._checkpoints = PlanCheckpoints(checkpoint, self._guard)
+        self._data = DataGroup()
+        self._runner: StepRunner = PlainRunner()
         self._unclip: Callable[[], None] | None = None
+        self._accumulates = False
+        self._example: Example | None = None  # of the last fit under a plan with stages
+
+    @property
+    def checkpoint_form(self) -> str:
+        """Which checkpoints are written: ``"full"`` or ``"sharded"``."""
+        return self._checkpoints.form
+
+    @property
+    def exchange(self) -> CompressedExchange | None:
+        """The exchange of the plan's gradients, None where that has none."""
+        return self._guard.exchange
+
+    def exchange_statistics(self) -> ExchangeStatistics | None:
+        """Return what was exchanged since the last call; None without an exchange."""
+        return self._guard.statistics()
 
     # ---- life cycle ------------------------------------------------------------------------------
+
+    @property
+    @override
+    def launcher(self) -> Any:
+        return self.rank_watch.launcher(self, super().launcher)
+
+    @override
+    def setup_distributed(self) -> None:
+        self.rank_watch.meet(self)
+        super().setup_distributed()
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self.rank_watch.begin()
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -179,20 +233,14 @@ class AutoParallelStrategy(DataRanks):
             return
         # A new fit: nothing of the last one is left.
         check_agreement(self.request, self.lightning_module)
-        self._engine, self._fitted, self._resumed, self.parallel_plan, self.memory_meter = (
-            None,
-            None,
-            None,
-            None,
-            None,
-        )
-        self.planning_seconds = None
+        self._checkpoints.begin_fit()
+        self.parallel_plan = self.memory_meter = self.planning_seconds = None
         self._guard.open(None)
         # Whole gradients and optimizer state may be too much for what has to be sharded.
-        self._holds_back = self.request.may_shard_for_memory(
+        self._checkpoints.holds_back = self.request.may_shard_for_memory(
             self.lightning_module, self.root_device
         )
-        if self._holds_back and self.request.must_shard_first(
+        if self._checkpoints.holds_back and self.request.must_shard_first(
             self.lightning_module, self.root_device
         ):
             # Not even the parameters fit: shard them before they get to the device.
@@ -200,13 +248,13 @@ class AutoParallelStrategy(DataRanks):
         else:
             # As ddp, so that loaders and hooks come in its order.
             super().setup(trainer)
-            if self.request.observes(self.lightning_module) and not self._holds_back:
+            if self.request.observes(self.lightning_module) and not self._checkpoints.holds_back:
                 self._observe(steps=self.watch_steps)
                 return
             # Else a plan comes now, where it needs no batch, or with the first batch.
             self._waits_for_batch = True
             refines = self.request.refines(self.lightning_module, self.root_device)
-            if (refines and not self._holds_back) or not self.request.needs_batch(
+            if (refines and not self._checkpoints.holds_back) or not self.request.needs_batch(
                 self.lightning_module
             ):
                 self._plan(trainer, partial(decide_plan, self.request, trainer, None))
@@ -245,7 +293,7 @@ class AutoParallelStrategy(DataRanks):
         # Optimizers are made of the sharded parameters.
         self._apply_plan(trainer, batch)
         self.setup_optimizers(trainer)
-        self._attach_optimizers()
+        self._checkpoints.attach_optimizers(self._runner, self.optimizers)
         self.setup_precision_plugin()
         _optimizers_to_device(self.optimizers, self.root_device)
         self._observe_more()
@@ -304,10 +352,10 @@ class AutoParallelStrategy(DataRanks):
 
         A collective call.
         """
-        engine, plan = self._engine, self.parallel_plan
+        engine, plan = self._runner.engine, self.parallel_plan
         assert plan is not None
         # From DDP.
-        if engine is None or not self._running:
+        if engine is None:
             self._start_plan(trainer, batch)
         # From the same plan with one block: only recomputation is new.
         elif plan.keeps_gradients_whole and self.request.plan is not None:
@@ -315,32 +363,12 @@ class AutoParallelStrategy(DataRanks):
         else:
             # From another engine: unshard, and begin anew.
             self._unclip_gradients()
+            self._data.end()
             engine.release()
             for optimizer in self.optimizers:
                 engine.return_optimizer_state(optimizer)
-            self.model, self._engine, self._running = self.lightning_module, None, False
+            self.model, self._runner = self.lightning_module, PlainRunner()
             self._start_plan(trainer, batch)
-
-    @override
-    def backward(
-        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        fit = self._watched_fit
-        with nullcontext() if fit is None else fit.backward(closure_loss):
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
-
-    @override
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: pl.LightningModule | nn.Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        # Watching ends where the closure does, with forward and backward in it.
-        fit = self._watched_fit
-        with nullcontext() if fit is None else fit.update(optimizer):
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def _stop_watching(self) -> None:
         fit, self._watched_fit = self._watched_fit, None
@@ -387,32 +415,39 @@ class AutoParallelStrategy(DataRanks):
             self.model = module
             release_free_memory()  # DDP's buckets
         wrapped = self.model if isinstance(self.model, DistributedDataParallel) else None
-        self._engine = Engine(plan, module, device=self.root_device, options=self._run_options())
-        self.model = self._engine.apply(wrapped=wrapped, example=self._example_of(batch))
+        engine = Engine(plan, module, device=self.root_device, options=self._run_options())
+        self._checkpoints.begin_plan(engine)
+        runner = choose_runner(
+            engine, module, precision=self.precision_plugin, device=self.root_device
+        )
+        # Without a batch, in an evaluation, the step of the last fit is taken.
+        if batch is not None:
+            self._example = runner.example(batch)
+        self.model = engine.apply(wrapped=wrapped, example=self._example)
         # The plan's own exchange of gradients, if it has one.
-        self._guard.open(self._engine.exchange)
+        self._guard.open(engine.exchange)
         if self.exchange is not None:
             add_monitor(trainer)
         # Clipping has to see the gradients of all ranks.
-        if self._holds_parts:
-            self._unclip = clip_sharded(self.precision_plugin, self._continuous or self._engine)
-        # Engine and module are there: begin the way of running steps that the plan needs.
+        if engine.has_shards:
+            self._unclip = clip_sharded(self.precision_plugin, runner.clips)
+        # Engine and module are there: steps run as the plan says.
         module.to(self.root_device)
-        self._running = True
-        self._begin_plan()
-        self._group_metrics(module)
+        self._runner = runner
+        runner.begin(trainer)
+        self._data.begin(None if plan.brings_batches else engine.data_group, module)
 
     def _start_plan(self, trainer: pl.Trainer, batch: Any) -> None:
         """Apply the plan to a module and to optimizers that are set up."""
         self._waits_for_batch = False
         self._apply_plan(trainer, batch)
-        self._attach_optimizers()
-        self._load_resumed()
+        self._checkpoints.attach_optimizers(self._runner, self.optimizers)
+        self._checkpoints.load_resumed(self.optimizers, self.root_device)
 
     @override
     def configure_ddp(self) -> None:
         assert self.model is not None
-        if self._holds_back:
+        if self._checkpoints.holds_back:
             # all that DDP would do by now, but for the memory of gradients
             _sync_module_states(self.model)
             return
@@ -438,7 +473,10 @@ class AutoParallelStrategy(DataRanks):
     @override
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True
+        self._guard.give_up(exception)
+        self.rank_watch.name(exception)
         super().on_exception(exception)
+        name_own_strategy(exception, type(self).__name__)
 
     @override
     def teardown(self) -> None:
@@ -447,21 +485,209 @@ class AutoParallelStrategy(DataRanks):
             self.parallel_plan = preset_plan(PRESETS["ddp"], mesh=data_mesh(self.world_size))
             self.planned_by = "ddp: the fit was over before a plan was made"
         self._stop_watching()
-        self._waits_for_batch, holds_parts = False, self._holds_parts
-        self._ungroup_metrics()
-        self._end_plan(failed=self._failed)
+        self._waits_for_batch = False
+        self._end_plan()
+        if self._start_method != "popen":  # such ranks end without running what `atexit` holds
+            self._guard.close()
+        with self.rank_watch.last():
+            super().teardown()
+
+    def _end_plan(self) -> None:
+        """Give the module back unsharded, to DDP, if a plan runs."""
+        runner, engine = self._runner, self._runner.engine
+        has_shards = engine is not None and engine.has_shards
+        self._data.end()
+        runner.close(failed=self._failed)
         self._unclip_gradients()
-        if self._failed and holds_parts:
-            # The other ranks may be anywhere: collecting the parameters could wait for them. They
-            # stay in shards.
-            self._running = False
-        self._release_engine(failed=self._failed)
-        super().teardown()
+        self._runner = PlainRunner()
+        # After an error the other ranks may be anywhere: collecting the parameters could wait for
+        # them. They stay in shards.
+        if engine is None or (self._failed and has_shards):
+            return
+        model, module = self.model, self.lightning_module
+        assert module is not None
+        self.model = module
+        release_engine(
+            engine, module, self.optimizers, device=self.root_device, failed=self._failed
+        )
+        if isinstance(model, DistributedDataParallel):
+            self.model = model  # the superclass unwraps it
 
     def _unclip_gradients(self) -> None:
         if self._unclip is not None:
             self._unclip()
             self._unclip = None
+
+    # ---- steps -----------------------------------------------------------------------------------
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        output: STEP_OUTPUT = self._runner.training_step(
+            self._own_step, args, kwargs, exchanges=not self._accumulates
+        )
+        return output
+
+    def _own_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        with self._guard.errors():
+            return super().training_step(*args, **kwargs)
+
+    @override
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        fit = self._watched_fit
+        with nullcontext() if fit is None else fit.backward(closure_loss):
+            self._guard.begin_backward(self.precision_plugin)
+            with self._guard.errors():
+                return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        self._accumulates = True
+        try:
+            with self._runner.block_backward_sync(super().block_backward_sync()):
+                yield
+        finally:
+            self._accumulates = False
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        own_step = super().optimizer_step
+
+        def step() -> Any:
+            output = own_step(optimizer, closure, model, **kwargs)
+            self._guard.end_step(self.precision_plugin)
+            return output
+
+        # Watching ends where the closure does, with forward and backward in it.
+        fit = self._watched_fit
+        with nullcontext() if fit is None else fit.update(optimizer):
+            return self._runner.update(step, optimizer, closure)
+
+    @override
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        self._runner.begin_evaluation()
+
+    @override
+    def on_validation_end(self) -> None:
+        self._runner.end_evaluation()
+        super().on_validation_end()
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._runner.evaluate("validation_step", super().validation_step, args, kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._runner.evaluate("test_step", super().test_step, args, kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._runner.evaluate("predict_step", super().predict_step, args, kwargs)
+
+    # ---- data ranks ------------------------------------------------------------------------------
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        # A loader may be made before a fit, when there is a plan but no engine.
+        trainer = None if self.lightning_module is None else self.lightning_module.trainer
+        is_fit = trainer is None or trainer.state.fn == TrainerFn.FITTING
+        mesh = None
+        # Evaluations before a fit run unsharded, each rank by itself.
+        if self._runner.engine is not None or is_fit:
+            plan = self.parallel_plan or self._given_plan
+            mesh = shared_mesh(plan, world_size=self.world_size, num_nodes=self.num_nodes)
+        if mesh is None:
+            return super().distributed_sampler_kwargs
+        return {"num_replicas": mesh.data_parallel_size, "rank": mesh.data_rank(self.global_rank)}
+
+    @override
+    def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
+        return super().reduce(tensor, self._data.group if group is None else group, reduce_op)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        # All ranks of the run decide, not those of the data axes.
+        votes = super().reduce(
+            torch.tensor(int(decision), device=self.root_device), reduce_op="sum"
+        )
+        return int(votes) == self.world_size if all else bool(votes)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        if self._data.replaces(group):
+            return self._data.all_gather(self._runner.unsharded(tensor), sync_grads=sync_grads)
+        # A step that is traced sends nothing.
+        with among_all_ranks() if self._runner.engine is None else nullcontext():
+            return super().all_gather(tensor, group, sync_grads)
+
+    # ---- checkpoints -----------------------------------------------------------------------------
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        self._runner.drain()  # for files that user code writes when it likes
+        engine = self._runner.engine
+        if engine is None:
+            return super().lightning_module_state_dict()
+        return engine.module_state(full=self._checkpoints.are_full)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if self._runner.engine is not None:
+            self._runner.engine.load_module_state(checkpoint["state_dict"], strict=strict)
+        else:
+            super().load_model_state_dict(with_full_module(checkpoint), strict=strict)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return self._checkpoints.optimizer_state(
+            optimizer, self.optimizers, without_plan=super().optimizer_state
+        )
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        self._checkpoints.load_optimizer_states(
+            checkpoint,
+            self.optimizers,
+            self.root_device,
+            without_plan=super().load_optimizer_state_dict,
+        )
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
+    ) -> None:
+        # A checkpoint of a Trainer names Lightning's version; bare weights (sent back by forked
+        # ranks) stay bare.
+        is_bare, module = "pytorch-lightning_version" not in checkpoint, self.lightning_module
+        if self.parallel_plan is not None and not is_bare:
+            checkpoint = self._checkpoints.with_plan(
+                checkpoint, self.parallel_plan, self._runner, module
+            )
+        if self._checkpoints.are_full or is_bare:
+            super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+            return
+        self._checkpoints.save_folder(
+            checkpoint,
+            filepath,
+            module=module,
+            checkpoint_io=self.checkpoint_io,
+            storage_options=storage_options,
+        )
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        own_load = super().load_checkpoint
+        return load_any_form(checkpoint_path, lambda path: own_load(path, *args, **kwargs))
 
     # ---- registration ----------------------------------------------------------------------------
 
@@ -473,87 +699,19 @@ class AutoParallelStrategy(DataRanks):
         )
 
 
-class PipelineStrategy(AutoParallelStrategy):
-    """A pipeline for any LightningModule, as it is.
-
-    ``Trainer(strategy=PipelineStrategy(stages=4, microbatches=8))``
-
-    At the first training batch the step is captured, and its blocks are cut into the stages whose
-    step is fastest. From then on a rank holds the parameters of its stages alone. It runs the
-    module's own `training_step` on each microbatch, in which only its own blocks compute. Losses
-    and gradients are those of the batch in one process. They are means of those of microbatches,
-    weighted by what their means are over; or sums, where the loss is one. Which it is, is tested at
-    the first batch. Ranks of one pipeline get the same batches. What the last stage returns and
-    logs is returned and logged on every rank.
-
-    Args:
-        stages: number of stages; None: as many as fit on all ranks. With fewer, ranks that are left
-            form a data axis.
-        schedule: the order of passes: ``"1f1b"``, ``"gpipe"``, ``"interleaved"``, ``"looped_bfs"``,
-            ``"zero_bubble"``, ``"interleaved_zero_bubble"``, ``"zbv"`` (see `schedules`). Under
-            ``"continuous"``, and ``"continuous_overlapped"`` for slow links, stages never wait for
-            an update, and compute with weights that miss some: another training.
-        microbatches: parts that a rank's batch is split into; a batch of fewer samples has as many
-            as samples. None: four per rank of the pipeline, fewer where the batch does not divide.
-        prediction: with these two, the rule of the weights that passes compute with: a name such as
-            ``"spectrain"``, a mapping ``{"rule": name, option: value}`` or a `Prediction`; None:
-            the optimizer's (docs/weight_prediction.md).
-        stages_per_rank: None: the fewest that the schedule takes, 1 or 2.
-        recompute: whether blocks run forward again in the backward pass, instead of keeping
-            activations.
-        cluster: as in `AutoParallelStrategy`: the machines that stages are balanced for.
-        checkpoint: as there.
-        ddp_options: arguments of Lightning's `DDPStrategy`, such as ``timeout`` and
-            ``process_group_backend``.
-
-    For other cuts, ZeRO-1 and recomputation of single blocks give `AutoParallelStrategy` a plan
-    with stages. Raises ValueError for sizes that the schedule does not take and for a loss that
-    depends on the batch as a whole, PlanError for fewer blocks than stages, and for modules whose
-    step the ranks cannot run together, saying why.
-    """
-
-    def __init__(
-        self,
-        stages: int | None = None,
-        schedule: str = "1f1b",
-        microbatches: int | None = None,
-        *,
-        prediction: Prediction | Mapping[str, Any] | str | None = None,
-        stages_per_rank: int | None = None,
-        recompute: bool = False,
-        cluster: Cluster | Mapping[str, Any] | str | Path | None = None,
-        checkpoint: str = "full",
-        **ddp_options: Any,
-    ) -> None:
-        for name in (
-            "plan",
-            "memory_limit",
-            "objective",
-            "memory_margin",
-            "allow_compression",
-            "allow_staleness",
-        ):
-            if name in ddp_options:
-                raise TypeError(
-                    f"PipelineStrategy searches no plan, so it does not take {name!r}; "
-                    "AutoParallelStrategy does"
-                )
-        given = PipelinePlan(
-            stages,
-            schedule,
-            microbatches,
-            stages_per_rank,
-            recompute,
-            prediction=rule_from_value(prediction),
-        )
-        stale = schedule in CONTINUOUS_SCHEDULES
-        super().__init__(
-            plan=given, allow_staleness=stale, cluster=cluster, checkpoint=checkpoint, **ddp_options
-        )
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        register_names(
-            "topt_pipeline", cls, registry=strategy_registry, description="Pipelines", unused=False
-        )
+def choose_runner(
+    engine: Engine, module: pl.LightningModule, *, precision: Precision, device: torch.device
+) -> StepRunner:
+    """Return the way of running steps that the plan of `engine` needs, before it is applied."""
+    plan = engine.plan
+    if plan.schedule is None:
+        if not plan.brings_batches:
+            return PlainRunner(engine)
+        kind = JointBatches if plan.joint else SequentialBatches
+        return kind(engine, module, device=device)
+    steps = StageSteps(engine, module, precision=precision, device=device)
+    if plan.own_batches:
+        return OwnBatchPipeline(steps)
+    return (
+        ContinuousRunner(steps) if plan.schedule in CONTINUOUS_SCHEDULES else PipelineRunner(steps)
+    )

@@ -131,7 +131,7 @@ class Held(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         """Note the bytes of weights and copies, and the minibatches in flight."""
-        run = trainer.strategy._runner.engine.continuous  # type: ignore[attr-defined]
+        run = trainer.strategy._run.engine.continuous  # type: ignore[attr-defined]
         self.copied, self.in_flight = (
             max(self.copied, run.held_bytes[0]),
             max(self.in_flight, run.in_flight),

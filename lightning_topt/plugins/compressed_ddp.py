@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -213,9 +214,8 @@ class CompressedDDPStrategy(DDPStrategy):
         model: pl.LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        self._guard.end_step(self.precision_plugin)
-        return output
+        step = partial(super().optimizer_step, optimizer, closure, model, **kwargs)
+        return self._guard.step(step, self.precision_plugin)
 
     # ---- checkpoints -----------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ A strategy has an `ExchangeGuard`, to which its hooks delegate:
 
     training_step, backward     in `errors`: what the exchange has raised keeps its true name
     backward                    `begin_backward`: the exchange knows the loss scale
-    optimizer_step              `end_step`: it knows of steps that a GradScaler has skipped
+    optimizer_step              in `step`: it knows of steps that a GradScaler has skipped
     save_checkpoint             `add_state`: what is held back is part of checkpoints
     on_exception                `give_up`: ranks that wait in the exchange do not wait for this one
 """
@@ -12,7 +12,7 @@ A strategy has an `ExchangeGuard`, to which its hooks delegate:
 from __future__ import annotations
 
 import atexit
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -106,14 +106,16 @@ class ExchangeGuard:
         if self.exchange is not None and scaler is not None:
             self.exchange.loss_scale = scaler.get_scale()
 
-    def end_step(self, precision: Precision) -> None:
-        """Tell the exchange where the optimizer step was skipped.
+    def step(self, step: Callable[[], Any], precision: Precision) -> Any:
+        """Return what an optimizer's `step` returns; tell the exchange where it was skipped.
 
         A scaler lowers its scale exactly then.
         """
+        output = step()
         exchange, scaler = self.exchange, scaler_of(precision)
         if exchange is not None and scaler is not None and scaler.get_scale() < exchange.loss_scale:
             exchange.step_skipped()
+        return output
 
     # ---- checkpoints -----------------------------------------------------------------------------
 

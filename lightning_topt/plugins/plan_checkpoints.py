@@ -13,18 +13,18 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import Strategy
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_topt.basics.argument_checks import check_choice
 from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.sharded_checkpoint import (
     REST,
-    StoredModule,
     StoredOptimizer,
     holds_shards,
     open_sharded,
@@ -44,15 +44,18 @@ class PlanCheckpoints:
     Args:
         form: ``"full"`` or ``"sharded"``: which are written; both are read.
         guard: of the exchange whose state is saved too.
+
+    Raises ValueError for another form.
     """
 
     def __init__(self, form: str, guard: ExchangeGuard) -> None:
+        check_choice(form, name="checkpoint", allowed=("full", "sharded"))
         self.form = form
         self.engine: Engine | None = None
         # Whether optimizers get all but their tensors, until there is an engine: these may be too
         # large to be whole on the device.
         self.holds_back = False
-        self._guard = guard
+        self.guard = guard
         self._runner: StepRunner = PlainRunner()
         # That of the last fit, which knows its optimizers: an evaluation may have one of its own.
         self._fitted: Engine | None = None
@@ -65,14 +68,19 @@ class PlanCheckpoints:
 
     # ---- a fit, and its plan ---------------------------------------------------------------------
 
-    def begin_fit(self) -> None:
-        """Forget the last fit."""
+    def begin_fit(self, *, holds_back: bool) -> None:
+        """Forget the last fit. See `holds_back`."""
+        self.holds_back = holds_back
         self.engine = self._fitted = self._resumed = None
         self._runner = PlainRunner()
 
     def begin_plan(self, engine: Engine) -> None:
         """Know the engine of the present plan."""
         self.engine = engine
+
+    def end_plan(self) -> None:
+        """Know that nothing runs the plan any more; its engine still has the states."""
+        self._runner = PlainRunner()
 
     def attach_optimizers(self, runner: StepRunner, optimizers: Sequence[Optimizer]) -> None:
         """Let the engine of `runner` run the optimizers of this fit."""
@@ -121,22 +129,21 @@ class PlanCheckpoints:
     def load_optimizer_states(
         self,
         checkpoint: Mapping[str, Any],
-        optimizers: Sequence[Optimizer],
-        device: torch.device,
+        strategy: Strategy,
         *,
         without_plan: Callable[[Mapping[str, Any]], None],
     ) -> None:
-        """Load the states of `optimizers`, and of the exchange and the runner.
+        """Load the states of the optimizers, of the exchange and of the runner.
 
         By `without_plan` where no plan has begun.
         """
-        states = checkpoint["optimizer_states"]
+        states, optimizers = checkpoint["optimizer_states"], strategy.optimizers
         # The engine takes full and sharded states.
         if self.engine is not None:
             for optimizer, state in zip(optimizers, states, strict=False):
                 self.engine.load_optimizer_state(optimizer, state)
             self._load_own(checkpoint)
-            _optimizers_to_device(optimizers, device)
+            _optimizers_to_device(optimizers, strategy.root_device)
             return
         # Optimizers get learning rates and the like now, and the tensors with the engine.
         if self.holds_back:
@@ -151,50 +158,60 @@ class PlanCheckpoints:
         }
 
     def _load_own(self, checkpoint: Mapping[str, Any]) -> None:
-        self._guard.load_state(checkpoint)
+        self.guard.load_state(checkpoint)
         self._runner.load_state_dict(checkpoint.get(CHECKPOINT_KEY, {}))
 
     # ---- files and folders -----------------------------------------------------------------------
 
-    def with_plan(
+    def save(
         self,
         checkpoint: dict[str, Any],
-        plan: ParallelPlan,
-        runner: StepRunner,
-        module: pl.LightningModule | None,
-    ) -> dict[str, Any]:
-        """Return a copy of `checkpoint` that has the plan too. A collective call.
-
-        The user's hooks were given `checkpoint`, and may keep it.
-        """
-        found = {
-            **checkpoint,
-            CHECKPOINT_KEY: {"plan": plan.to_dict(), **runner.state_dict()},
-        }
-        if self.are_full:
-            self._guard.add_state(found, module)
-        return found
-
-    def save_folder(
-        self,
-        checkpoint: dict[str, Any],
-        folder: Any,
-        *,
-        module: pl.LightningModule | None,
-        checkpoint_io: CheckpointIO,
+        path: Any,
         storage_options: Any | None,
+        strategy: Strategy,
+        *,
+        plan: ParallelPlan | None,
+        runner: StepRunner,
+        as_file: Callable[..., None],
     ) -> None:
-        """Save `checkpoint`, of which every rank writes its shards. A collective call.
+        """Save `checkpoint` of `strategy` with the `plan` that `runner` runs.
 
-        Raises ValueError where torch.distributed.checkpoint cannot write there.
+        One that is no folder is saved by `as_file`.
+
+        A collective call.
         """
-        # torch.distributed.checkpoint writes for all ranks.
-        if storage_options is not None or type(checkpoint_io) is not TorchCheckpointIO:
+        # A checkpoint of a Trainer names Lightning's version; bare weights (sent back by forked
+        # ranks) stay bare.
+        is_bare, module = "pytorch-lightning_version" not in checkpoint, strategy.lightning_module
+        if plan is not None and not is_bare:
+            # The user's hooks were given `checkpoint`, and may keep it.
+            own = {"plan": plan.to_dict(), **runner.state_dict()}
+            checkpoint = {**checkpoint, CHECKPOINT_KEY: own}
+            if self.are_full:
+                self.guard.add_state(checkpoint, module)
+        if is_bare or self.are_full:
+            as_file(checkpoint, path, storage_options=storage_options)
+        elif storage_options is not None or type(strategy.checkpoint_io) is not TorchCheckpointIO:
+            # torch.distributed.checkpoint writes for all ranks.
             raise ValueError(
                 "sharded checkpoints are written by torch.distributed.checkpoint, which takes "
                 "neither storage_options nor a "
                 'checkpoint_io plugin: leave them out, or use checkpoint="full"'
             )
+        else:
+            self._save_folder(checkpoint, path, strategy)
+
+    def load(self, path: Any, load: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
+        """Return the checkpoint at `path`, a file or a folder, of which `load` reads plain files.
+
+        `args` are those of `load` after the path.
+        """
+        if not holds_shards(path):
+            return load(path, *args)
+        return open_sharded(path, load(Path(path) / REST, *args))
+
+    def _save_folder(self, checkpoint: dict[str, Any], folder: Any, strategy: Strategy) -> None:
+        """Let every rank write what it keeps of `checkpoint`."""
         if "://" in str(folder):
             raise ValueError(
                 "sharded checkpoints are folders on a file system that all ranks see, and "
@@ -206,32 +223,17 @@ class PlanCheckpoints:
             for name, value in checkpoint.items()
             if name not in ("state_dict", "optimizer_states")
         }
-        exchange = self._guard.exchange
+        exchange = self.guard.exchange
         save_sharded(
             folder,
             module=checkpoint["state_dict"],
             optimizers=checkpoint.get("optimizer_states", []),
             exchange=exchange.own_state_dict()
-            if exchange and self._guard.saves_state(checkpoint, module)
+            if exchange and self.guard.saves_state(checkpoint, strategy.lightning_module)
             else None,
             rest=rest,
-            save_rest=checkpoint_io.save_checkpoint,
+            save_rest=strategy.checkpoint_io.save_checkpoint,
         )
-
-
-def load_any_form(path: Any, load: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
-    """Return the checkpoint at `path`, a file or a folder, of which `load` reads plain files."""
-    if not holds_shards(path):
-        return load(path)
-    return open_sharded(path, load(Path(path) / REST))
-
-
-def with_full_module(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return `checkpoint` with the state of a full module, read from shards where it is there."""
-    state = checkpoint["state_dict"]
-    if isinstance(state, StoredModule):
-        return {**checkpoint, "state_dict": state.read()}
-    return checkpoint
 
 
 def release_engine(

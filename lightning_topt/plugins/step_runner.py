@@ -1,7 +1,7 @@
 """How the user's steps run under a plan: the base of five runners, and the plain one.
 
 A strategy has a `StepRunner`, to which its hooks delegate. It is chosen once, when the plan is
-applied (`auto_parallel.choose_runner`):
+applied (`plan_run.choose_runner`):
 
     PlainRunner        a step is the module's own, around which the engine works (data axes)
     SequentialBatches  ranks of a tensor group run each other's batches, one after the other

@@ -19,7 +19,7 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_topt import AutoParallelStrategy
 from lightning_topt.cli.tasks.byte_lm import ByteGPT, StdlibBytesDataModule
-from lightning_topt.plugins.ddp_base import destroy_process_group
+from lightning_topt.plugins.lost_ranks import destroy_process_group
 from lightning_topt.plugins.monitors import StepMonitor
 
 MOST_BEFORE = 40  # steps under DDP, while a search runs beside training

@@ -40,7 +40,7 @@ _HOMES = {
     "CoordinatedDataModule": "plugins.coordinated_data",
     "LocalStepsStrategy": "plugins.local_steps_strategy",
     "ParallelOptimizerStep": "plugins.parallel_optimizer",
-    "PipelineStrategy": "plugins.auto_parallel",
+    "PipelineStrategy": "plugins.pipeline_strategy",
     "StallMonitor": "plugins.monitors",
     "TunedDataModule": "plugins.tuned_data",
 }
@@ -65,7 +65,6 @@ if TYPE_CHECKING:  # the same for type checkers and editors, which do not run `_
     )
     from lightning_topt.plan.parallel_plan import ParallelPlan as ParallelPlan
     from lightning_topt.plugins.auto_parallel import AutoParallelStrategy as AutoParallelStrategy
-    from lightning_topt.plugins.auto_parallel import PipelineStrategy as PipelineStrategy
     from lightning_topt.plugins.cached_data import CachedDataModule as CachedDataModule
     from lightning_topt.plugins.compressed_ddp import CompressedDDPStrategy as CompressedDDPStrategy
     from lightning_topt.plugins.coordinated_data import (
@@ -76,6 +75,7 @@ if TYPE_CHECKING:  # the same for type checkers and editors, which do not run `_
     from lightning_topt.plugins.parallel_optimizer import (
         ParallelOptimizerStep as ParallelOptimizerStep,
     )
+    from lightning_topt.plugins.pipeline_strategy import PipelineStrategy as PipelineStrategy
     from lightning_topt.plugins.tuned_data import TunedDataModule as TunedDataModule
 
 

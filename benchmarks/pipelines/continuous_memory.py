@@ -22,7 +22,7 @@ import torch.distributed as dist
 from benchmarks.common import RESULTS, machine, mib, run_module
 from lightning_topt import PipelineStrategy
 from lightning_topt.cli.tasks.byte_lm import ByteGPT, StdlibBytesDataModule
-from lightning_topt.plugins.ddp_base import destroy_process_group
+from lightning_topt.plugins.lost_ranks import destroy_process_group
 from lightning_topt.plugins.monitors import StepMonitor
 from lightning_topt.prediction import make_prediction
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES, lag_of
@@ -131,7 +131,7 @@ class Held(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         """Note the bytes of weights and copies, and the minibatches in flight."""
-        run = trainer.strategy._engine.continuous  # type: ignore[attr-defined]
+        run = trainer.strategy._run.engine.continuous  # type: ignore[attr-defined]
         self.copied, self.in_flight = (
             max(self.copied, run.held_bytes[0]),
             max(self.in_flight, run.in_flight),

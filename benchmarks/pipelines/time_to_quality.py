@@ -30,7 +30,7 @@ from benchmarks.common import RESULTS, machine, spread
 from benchmarks.lab import Lab, LabError, end_on_signals
 from lightning_topt import PipelineStrategy
 from lightning_topt.cli.tasks.byte_lm import StdlibBytesDataModule
-from lightning_topt.plugins.ddp_base import destroy_process_group
+from lightning_topt.plugins.lost_ranks import destroy_process_group
 
 NODES = 4
 RUN = "benchmarks.pipelines.time_to_quality"

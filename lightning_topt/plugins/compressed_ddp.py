@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import nn
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_topt.basics.argument_checks import check_whole
 from lightning_topt.communication.bucket import ExchangeSettings
 from lightning_topt.communication.exchange_method import ExchangeMethod
-from lightning_topt.communication.hook import CompressedExchange
+from lightning_topt.communication.hook import CompressedExchange, ExchangeStatistics
 from lightning_topt.communication.method_registry import (
     DEFAULT_METHOD,
     gradient_methods,
@@ -26,15 +30,20 @@ from lightning_topt.communication.method_registry import (
     read_gradient_method,
 )
 from lightning_topt.communication.topology import Topology
-from lightning_topt.plugins.ddp_base import checked_ddp_options, refuse_momentum
-from lightning_topt.plugins.exchange_steps import ExchangeSteps
+from lightning_topt.plugins.ddp_options import (
+    checked_ddp_options,
+    name_own_strategy,
+    refuse_momentum,
+)
+from lightning_topt.plugins.exchange_guard import ExchangeGuard, scaler_of
+from lightning_topt.plugins.lost_ranks import LostRankWatch
 from lightning_topt.plugins.monitors import add_monitor
 from lightning_topt.plugins.register import register_names
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class CompressedDDPStrategy(ExchangeSteps):
+class CompressedDDPStrategy(DDPStrategy):
     """Distributed data parallelism whose gradients travel compressed.
 
     ``Trainer(strategy="topt_compressed")``
@@ -81,8 +90,34 @@ class CompressedDDPStrategy(ExchangeSteps):
             if size is not None:
                 check_whole(size, name=name)
         self._nonfinite, self._nodes, self._ranks_per_node = nonfinite, nodes, ranks_per_node
+        self.rank_watch = LostRankWatch()
+        self._guard = ExchangeGuard(self.rank_watch)
+
+    @property
+    def exchange(self) -> CompressedExchange | None:
+        """The exchange of the last fit, None before the first one."""
+        return self._guard.exchange
+
+    def exchange_statistics(self) -> ExchangeStatistics | None:
+        """Return what was exchanged since the last call; None without an exchange."""
+        return self._guard.statistics()
 
     # ---- life cycle ------------------------------------------------------------------------------
+
+    @property
+    @override
+    def launcher(self) -> Any:
+        return self.rank_watch.launcher(self, super().launcher)
+
+    @override
+    def setup_distributed(self) -> None:
+        self.rank_watch.meet(self)
+        super().setup_distributed()
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self.rank_watch.begin()
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -91,29 +126,13 @@ class CompressedDDPStrategy(ExchangeSteps):
             add_monitor(trainer)
 
     @override
-    def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
-        for name, parameter in model.named_parameters():
-            if isinstance(parameter, DTensor):
-                raise ValueError(
-                    f"gradients of sharded parameters cannot be exchanged compressed, and {name} "
-                    "is sharded (by fully_shard "
-                    'or tensor parallelism): leave it whole, or take strategy="topt"'
-                )
-            if parameter.requires_grad and parameter.dtype not in DTYPES:
-                raise ValueError(
-                    "gradients of float32, bfloat16 and float16 parameters can be exchanged "
-                    f"compressed, and {name} is {parameter.dtype}: choose another precision, or "
-                    "Lightning's own ddp"
-                )
-        return super()._setup_model(model)
-
-    @override
-    def _register_ddp_hooks(self) -> None:
-        # Lightning registers hooks on CUDA only and drops them silently elsewhere; torch runs them
-        # on gloo too.
+    def configure_ddp(self) -> None:
+        assert self.model is not None
+        check_exchangeable(self.model)
+        super().configure_ddp()
         assert isinstance(self.model, DistributedDataParallel)
         # That of an earlier fit ends before a new one begins.
-        self._open_exchange(None)
+        self._guard.open(None)
         topology = make_topology(
             nodes=self._nodes, ranks_per_node=self._ranks_per_node, rank=self.global_rank,
             trainer_nodes=self.num_nodes, world_size=self.world_size,
@@ -126,11 +145,12 @@ class CompressedDDPStrategy(ExchangeSteps):
             timeout_seconds=self.settings.timeout_seconds,
             debug=self.settings.debug,
         )
+        # On every device: torch runs hooks on gloo too, which Lightning drops silently.
         exchange.register(self.model)
-        self._open_exchange(exchange)
+        self._guard.open(exchange)
 
     def _nonfinite_for_precision(self) -> str:
-        scales = self._scaler is not None
+        scales = scaler_of(self.precision_plugin) is not None
         if self._nonfinite == "skip" and not scales:
             raise ValueError(
                 'nonfinite="skip" makes gradients NaN so that a GradScaler skips the step; '
@@ -157,6 +177,46 @@ class CompressedDDPStrategy(ExchangeSteps):
                 "lost (error_feedback=False holds nothing back)"
             )
 
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self._guard.give_up(exception)
+        self.rank_watch.name(exception)
+        super().on_exception(exception)
+        name_own_strategy(exception, type(self).__name__)
+
+    @override
+    def teardown(self) -> None:
+        if self._start_method != "popen":  # such ranks end without running what `atexit` holds
+            self._guard.close()
+        with self.rank_watch.last():
+            super().teardown()
+
+    # ---- steps -----------------------------------------------------------------------------------
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        with self._guard.errors():
+            return super().training_step(*args, **kwargs)
+
+    @override
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        self._guard.begin_backward(self.precision_plugin)
+        with self._guard.errors():
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        step = partial(super().optimizer_step, optimizer, closure, model, **kwargs)
+        return self._guard.step(step, self.precision_plugin)
+
     # ---- checkpoints -----------------------------------------------------------------------------
 
     @override
@@ -164,13 +224,13 @@ class CompressedDDPStrategy(ExchangeSteps):
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
     ) -> None:
         checkpoint = dict(checkpoint)  # hooks may keep theirs
-        self._save_exchange(checkpoint)
+        self._guard.add_state(checkpoint, self.lightning_module)
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
-        self._load_exchange(checkpoint)
+        self._guard.load_state(checkpoint)
 
     # ---- registration ----------------------------------------------------------------------------
 
@@ -195,6 +255,23 @@ def refuse_method_options(options: Mapping[str, Any]) -> None:
             raise TypeError(
                 f"{name} is an option of a method of exchange: give it to that, as in "
                 f"CompressedDDPStrategy({kind.__name__}({name}={options[name]!r}))"
+            )
+
+
+def check_exchangeable(model: nn.Module) -> None:
+    """Raise ValueError for parameters whose gradients cannot be exchanged compressed."""
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise ValueError(
+                f"gradients of sharded parameters cannot be exchanged compressed, and {name} "
+                "is sharded (by fully_shard "
+                'or tensor parallelism): leave it whole, or take strategy="topt"'
+            )
+        if parameter.requires_grad and parameter.dtype not in DTYPES:
+            raise ValueError(
+                "gradients of float32, bfloat16 and float16 parameters can be exchanged "
+                f"compressed, and {name} is {parameter.dtype}: choose another precision, or "
+                "Lightning's own ddp"
             )
 
 

@@ -15,15 +15,15 @@ epoch, the pipeline is drained: all batches in flight come back (`is_end`, `next
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -32,7 +32,8 @@ from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.pipeline.continuous_run import BackwardResult, ContinuousRun
 from lightning_topt.execution.pipeline.pipeline_run import Example
 from lightning_topt.graph.structures import map_tensors
-from lightning_topt.plugins.pipeline_steps import PipelineSteps, takes_index
+from lightning_topt.plan.parallel_plan import ParallelPlan
+from lightning_topt.plugins.pipeline_steps import StageSteps, check_microbatches, takes_index
 from lightning_topt.plugins.stashed_gradients import Gradients, loss_with_gradients
 from lightning_topt.plugins.step_records import (
     LoggedCall,
@@ -43,24 +44,19 @@ from lightning_topt.plugins.step_records import (
     loss_of,
     replay,
 )
+from lightning_topt.plugins.step_runner import Step, StepRunner
 from lightning_topt.plugins.value_exchange import pack_value, unpack_value
 
+PIPELINE_KEY = "pipeline"  # in checkpoints, of what is ours: the state of the pipeline
 
-class ContinuousSteps(PipelineSteps):
-    """The steps of `module`, which `engine` runs in stages on `device` as its plan says.
 
-    Made before the plan is applied.
-    """
+class ContinuousRunner(StepRunner):
+    """Runs batches through stages that never wait for an update. Its own gradients are clipped."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        module: pl.LightningModule,
-        *,
-        precision: Precision,
-        device: torch.device,
-    ) -> None:
-        super().__init__(engine, module, precision=precision, device=device)
+    engine: Engine
+
+    def __init__(self, steps: StageSteps) -> None:
+        self.engine, self._steps, self._module = steps.engine, steps, steps.module
         self._batches_in_flight: dict[int, Any] = {}
         self._records_here: dict[int, StepRecord] = {}  # by minibatch, on the last stage
         self._returned: BackwardResult | None = None  # of the minibatch whose update is to come
@@ -70,23 +66,34 @@ class ContinuousSteps(PipelineSteps):
 
     @property
     def _run(self) -> ContinuousRun:
-        return self._engine.continuous
+        return self.engine.continuous
+
+    @property
+    @override
+    def clips(self) -> ContinuousRunner:
+        return self
 
     @property
     def device(self) -> torch.device:
         """The device of the stage."""
-        return self._device
+        return self._steps.device
 
     @override
     def example(self, batch: Any) -> Example:
         """Return a training step on `batch`, for the engine to trace. A collective call."""
-        own = _Pass(self, None, 0 if takes_index(self._module) else None)
-        return Example(own.loss, (self._batches.agreed(batch),))
+        own = _Pass(self._steps, None, 0 if takes_index(self._module) else None)
+        return Example(own.loss, (self._steps.batches.agreed(batch),))
 
     # ---- the loop around it ----------------------------------------------------------------------
 
+    @override
     def begin(self, trainer: pl.Trainer) -> None:
-        """Let the loop of `trainer` drain the pipeline where it has to, and wait nowhere else."""
+        """Let the loop of a fit drain the pipeline where it has to, and wait nowhere else."""
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._begin_loop(trainer)
+        check_microbatches(self.engine)
+
+    def _begin_loop(self, trainer: pl.Trainer) -> None:
         loop, callbacks = trainer.fit_loop.epoch_loop, trainer.callbacks  # type: ignore[attr-defined]
         broadcast, callback = loop._broadcast_sigterm_tensor, _DrainFirst(self)
 
@@ -100,23 +107,24 @@ class ContinuousSteps(PipelineSteps):
         callbacks.insert(0, callback)
         self._undo.callback(lambda: callbacks.remove(callback) if callback in callbacks else None)
 
-    def end(self) -> None:
-        """Undo `begin`."""
+    @override
+    def close(self, *, failed: bool) -> None:
+        """Let the loop go on without the pipeline."""
         self._undo.close()
 
     # ---- training --------------------------------------------------------------------------------
 
-    def minibatch_step(self, args: Sequence[Any], *, completes: bool) -> Any:
+    @override
+    def training_step(
+        self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], *, exchanges: bool
+    ) -> Any:
         """Run this rank's passes of an iteration.
-
-        Args:
-            args: of ``training_step``.
-            completes: whether an update follows this batch.
 
         Returns:
             The output of the step of the batch that came back. Its loss brings all gradients that
             the next update has so far; it is NaN while no batch has come back.
         """
+        args = (*args, *kwargs.values())
         # The update before this step was left out.
         if self._returned is not None:
             raise RuntimeError(
@@ -127,8 +135,8 @@ class ContinuousSteps(PipelineSteps):
         trainer, each = self._module.trainer, self._module.trainer.accumulate_grad_batches
         # Batches are compared when the pipeline is drained: that waits for the other stages.
         batch = (
-            self._batches.agreed(args[0])
-            if self._run.is_drained or self._batches.differ
+            self._steps.batches.agreed(args[0])
+            if self._run.is_drained or self._steps.batches.differ
             else args[0]
         )
         self._modes = [(part, part.training) for part in self._module.modules()]
@@ -136,7 +144,7 @@ class ContinuousSteps(PipelineSteps):
         # The run has to know how many batches are left before it is drained.
         index, end = self._run.minibatches, next_end(trainer)
         self._batches_in_flight[index] = batch
-        own = _Pass(self, (batch,), args[1] if len(args) > 1 else None)
+        own = _Pass(self._steps, (batch,), args[1] if len(args) > 1 else None)
 
         def payload() -> bytes:
             self._records_here[index] = record = own.record()
@@ -146,7 +154,7 @@ class ContinuousSteps(PipelineSteps):
             own.microbatch,
             own.loss,
             weight=1 / each,
-            completes=completes,
+            completes=exchanges,
             accumulate=each,
             remaining=end.batches,
             last_completes=end.updates,
@@ -155,7 +163,9 @@ class ContinuousSteps(PipelineSteps):
         record = self._log_returned(self._returned)
         output = None if record is None else record.output
         value = (
-            torch.full((), torch.nan, device=self._device) if output is None else loss_of(output)
+            torch.full((), torch.nan, device=self._steps.device)
+            if output is None
+            else loss_of(output)
         )
         assert value is not None
         # They have the scale of the update: `weight` above.
@@ -164,14 +174,32 @@ class ContinuousSteps(PipelineSteps):
         )
         return {**output, "loss": joint} if isinstance(output, Mapping) else joint
 
-    def update(self, optimizer: Optimizer) -> None:
+    @contextmanager
+    @override
+    def block_backward_sync(
+        self, of_ddp: AbstractContextManager[None]
+    ) -> Generator[None, None, None]:
+        yield
+        # An older batch may complete an update now.
+        self._update(self._module.trainer.optimizers[0])
+
+    @override
+    def update(
+        self, step: Callable[[], Any], optimizer: Optimizer, closure: Callable[[], Any]
+    ) -> Any:
+        # Forward and backward of different batches; the update belongs to the latter.
+        output = closure()
+        self._update(optimizer)
+        return output
+
+    def _update(self, optimizer: Optimizer) -> None:
         """Step with the gradients that came back last, if they complete an update."""
         result, self._returned = self._returned, None
         if result is None or not result.completes:
             optimizer.__dict__["_opt_called"] = True  # schedulers step all the same, and would warn
             return
         self._returned = result  # clipping asks for it
-        self._precision._after_closure(self._module, optimizer)
+        self._steps.precision._after_closure(self._module, optimizer)
         self._returned = None
         with self._run.update(result):
             optimizer.step()
@@ -184,8 +212,9 @@ class ContinuousSteps(PipelineSteps):
 
     def clip_value(self, parameters: Sequence[Tensor], clip_value: float) -> None:
         """Clamp every gradient to [-`clip_value`, `clip_value`]."""
-        self._engine.clip_value(parameters, clip_value)
+        self.engine.clip_value(parameters, clip_value)
 
+    @override
     def drain(self) -> None:
         """Wait for all minibatches in flight, with their updates, and log what their steps did.
 
@@ -206,7 +235,7 @@ class ContinuousSteps(PipelineSteps):
             for result in self._run.drain():
                 self._returned = result
                 self._log_returned(result)
-                self.update(optimizer)
+                self._update(optimizer)
                 # before the next backward pass, which is run when the loop goes on
                 self._drop_used_gradients()
 
@@ -220,13 +249,32 @@ class ContinuousSteps(PipelineSteps):
         )
         if own is None:
             assert result.payload is not None
-            record: StepRecord = unpack_value(result.payload, device=self._device)
+            record: StepRecord = unpack_value(result.payload, device=self._steps.device)
             apply_metric_changes(self._module, record.counted)
         else:
             record = own
         with _as_training_step(self._module, batch):
             replay(self._module, record.calls)
         return record
+
+    @override
+    def evaluate(self, name: str, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._steps.evaluate(name, (*args, *kwargs.values()))
+
+    # ---- state -----------------------------------------------------------------------------------
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {PIPELINE_KEY: self._run.state_dict()}
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state.get(PIPELINE_KEY) is None:
+            return
+        plan, before = self.engine.plan, ParallelPlan.from_dict(state["plan"])
+        # It belongs to the stages and the rule of weights.
+        if (len(before.stages), before.prediction) == (len(plan.stages), plan.prediction):
+            self._run.load_state_dict(state[PIPELINE_KEY])
 
     # ---- gradients -------------------------------------------------------------------------------
 
@@ -253,7 +301,10 @@ class ContinuousSteps(PipelineSteps):
 
         Recomputation runs modules again, and hooks may log.
         """
-        trainer, before = self._module.trainer, [(part, part.training) for part, _ in self._modes]
+        trainer, before = (
+            self._module.trainer,
+            [(part, part.training) for part, _ in self._modes],
+        )
         stage, trainer.training = trainer.state.stage, True
         for part, mode in self._modes:
             part.training = mode
@@ -268,34 +319,34 @@ class ContinuousSteps(PipelineSteps):
 class _DrainFirst(pl.Callback):
     """Drains the pipeline before other callbacks run, so they never see minibatches in flight."""
 
-    def __init__(self, steps: ContinuousSteps) -> None:
-        self._steps = steps
+    def __init__(self, runner: ContinuousRunner) -> None:
+        self._runner = runner
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
         if is_end(trainer):
-            self._steps.drain()
+            self._runner.drain()
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._steps.drain()
+        self._runner.drain()
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._steps.drain()
+        self._runner.drain()
 
 
 @dataclass
 class _Pass:
     """The passes of one minibatch on this rank; without one, only copies are traced."""
 
-    steps: ContinuousSteps
+    steps: StageSteps
     microbatch: Any
     batch_idx: int | None
     found: tuple[Any, tuple[LoggedCall, ...]] = (None, ())
 
     def __post_init__(self) -> None:
-        self._counting = MetricChanges.begin(self.steps._module)
+        self._counting = MetricChanges.begin(self.steps.module)
 
     def loss(self, model: nn.Module, microbatch: Any) -> Tensor:
         """Return the loss of the minibatch; the engine also calls it with copies, to trace them."""
@@ -308,7 +359,7 @@ class _Pass:
     def record(self) -> StepRecord:
         """Return the record of the step, on the last stage."""
         output, calls = self.found
-        return StepRecord(output, calls, self._counting.since(self.steps._module))
+        return StepRecord(output, calls, self._counting.since(self.steps.module))
 
 
 @contextmanager

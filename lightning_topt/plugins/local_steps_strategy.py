@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
@@ -23,19 +24,16 @@ from lightning_topt.communication.local_sgd import LocalMethod, OuterSteps
 from lightning_topt.communication.method_registry import read_method
 from lightning_topt.communication.rank_watch import is_of_collective
 from lightning_topt.plugins.compressed_ddp import make_topology
-from lightning_topt.plugins.ddp_base import (
-    CHECKPOINT_KEY,
-    EXCHANGE_KEY,
-    NamesLostRanks,
-    checked_ddp_options,
-)
+from lightning_topt.plugins.ddp_options import checked_ddp_options
+from lightning_topt.plugins.exchange_guard import CHECKPOINT_KEY, EXCHANGE_KEY
+from lightning_topt.plugins.lost_ranks import LostRankWatch
 from lightning_topt.plugins.monitors import add_monitor
 from lightning_topt.techniques.ddp_wrapper import names_to_ignore
 
 State = dict[str, dict[str, torch.Tensor]]
 
 
-class LocalStepsStrategy(NamesLostRanks):
+class LocalStepsStrategy(DDPStrategy):
     """Every rank makes some optimizer steps alone, then an outer step brings all together.
 
     No gradient is exchanged and there is no DistributedDataParallel: see `OuterSteps`. It is not
@@ -80,8 +78,24 @@ class LocalStepsStrategy(NamesLostRanks):
         self._nodes, self._ranks_per_node = nodes, ranks_per_node
         self.outer: OuterSteps | None = None
         self._fitting = False  # parameters may differ between ranks
+        self.rank_watch = LostRankWatch()
 
     # ---- life cycle ------------------------------------------------------------------------------
+
+    @property
+    @override
+    def launcher(self) -> Any:
+        return self.rank_watch.launcher(self, super().launcher)
+
+    @override
+    def setup_distributed(self) -> None:
+        self.rank_watch.meet(self)
+        super().setup_distributed()
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self.rank_watch.begin()
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -144,12 +158,14 @@ class LocalStepsStrategy(NamesLostRanks):
         if self.outer is not None and is_of_collective(exception):
             with suppress(RuntimeError):
                 self.outer.monitor.sign_in()  # others may wait in an outer step for this rank
+        self.rank_watch.name(exception)
         super().on_exception(exception)
 
     @override
     def teardown(self) -> None:
         self._fitting = False
-        super().teardown()
+        with self.rank_watch.last():
+            super().teardown()
 
     def _synchronize(self) -> None:
         if self._fitting and self.outer is not None:

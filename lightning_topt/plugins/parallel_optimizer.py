@@ -35,9 +35,9 @@ from lightning_topt.optim.reduce_scatter import ScatteredStep
 from lightning_topt.optim.update_rule import UpdateRule, update_rule
 from lightning_topt.plugins.auto_parallel import AutoParallelStrategy
 from lightning_topt.plugins.clipping import clip_scattered
-from lightning_topt.plugins.ddp_base import NamesLostRanks, name_lost
-from lightning_topt.plugins.exchange_steps import ExchangeSteps
+from lightning_topt.plugins.compressed_ddp import CompressedDDPStrategy
 from lightning_topt.plugins.local_steps_strategy import LocalStepsStrategy
+from lightning_topt.plugins.lost_ranks import name_lost
 
 GATHER_DTYPES = {"bfloat16": torch.bfloat16}
 
@@ -133,7 +133,7 @@ class ParallelOptimizerStep(pl.Callback):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         # Our own strategies watch ranks already.
-        if not isinstance(trainer.strategy, NamesLostRanks):
+        if not hasattr(trainer.strategy, "rank_watch"):
             self._end_watch()
             self._watch = watch_ranks()
             if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
@@ -331,7 +331,7 @@ def check_reduce_scatter(strategy: Strategy) -> None:
     """Raise ValueError where gradients are exchanged in another way than DDP's own all-reduce."""
     if (
         not isinstance(strategy, DDPStrategy)
-        or isinstance(strategy, ExchangeSteps)
+        or isinstance(strategy, AutoParallelStrategy | CompressedDDPStrategy)
         or strategy._ddp_comm_hook is not None
     ):
         raise ValueError(

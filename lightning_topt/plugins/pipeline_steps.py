@@ -1,7 +1,9 @@
 """Steps of a LightningModule under a plan with stages: its own code runs on every rank.
 
-    PipelineSteps     the ranks of a pipeline get one batch, which is split into microbatches
+    PipelineRunner    the ranks of a pipeline get one batch, which is split into microbatches
     OwnBatchPipeline  each rank brings a batch, as data ranks do; each batch is one microbatch
+
+Both have `StageSteps`, and so has the asynchronous pipeline (`continuous_steps`).
 
 The engine takes microbatches through the stages, forward and backward, and calls ``training_step``
 for each; only the last stage's rank gets to the end of it. What was returned, logged and counted
@@ -19,7 +21,7 @@ have different numbers of batches, runs on unsharded parameters, each rank by it
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -77,6 +79,7 @@ from lightning_topt.plugins.step_records import (
     states_in_use,
     uncounted,
 )
+from lightning_topt.plugins.step_runner import Step, StepRunner, evaluating
 from lightning_topt.plugins.value_exchange import (
     AgreedBatches,
     value_for_rank,
@@ -101,10 +104,10 @@ _CONTEXTS = {
 }
 
 
-class PipelineSteps:
+class StageSteps:
     """The steps of `module`, which `engine` runs in stages on `device` as its plan says.
 
-    Made before the plan is applied. Methods are collective calls.
+    Made before the plan is applied. Most methods are collective calls.
     """
 
     def __init__(
@@ -115,68 +118,144 @@ class PipelineSteps:
         precision: Precision,
         device: torch.device,
     ) -> None:
-        self._engine, self._module = engine, module
-        self._precision, self._device = precision, device
+        self.engine, self.module = engine, module
+        self.precision, self.device = precision, device
         # The ranks of this pipeline, and the one among them that sees losses.
         mesh = engine.plan.mesh
-        self._group = own_group(mesh.groups_along(mesh.pipeline_axes))
-        self._last_place = _place_of_last_stage(engine.plan)
+        self.group = own_group(mesh.groups_along(mesh.pipeline_axes))
+        self.last_place = _place_of_last_stage(engine.plan)
         # Ranks of a tensor group run the same batch as well.
         alike = (
             own_group(mesh.groups_along([*mesh.pipeline_axes, *mesh.tensor_axes]))
             if mesh.tensor_axes
-            else self._group
+            else self.group
         )
-        self._batches = AgreedBatches(alike, device=device)
-        self._kinds = LossKinds(None)
+        self.batches = AgreedBatches(alike, device=device)
 
+    def step(self, name: str, model: nn.Module, batch: Any, batch_idx: int | None) -> Any:
+        """Return what this step of `model`, the module or a copy of it, returns.
+
+        `batch` is ``(batch, dataloader_idx)``, or without the latter.
+        """
+        indices = () if batch_idx is None else (batch_idx,)
+        with getattr(self.precision, f"{_CONTEXTS[name]}_step_context")():
+            return getattr(model, name)(batch[0], *indices, *batch[1:])
+
+    def recorded_step(self, name: str, batch: Any, batch_idx: int | None) -> Found:
+        """Return the output of the module's own step, and its calls.
+
+        A step that does not get to its end, as on all stages but the last, counts nothing.
+        """
+        calls, done = list[LoggedCall](), list[bool]()
+        with recorded_calls(self.module, calls), uncounted(self.module, unless=done):
+            output = self.engine.whole(self.step(name, self.module, batch, batch_idx))
+            done.append(True)
+        return output, tuple(calls)
+
+    def evaluate(self, name: str, args: Sequence[Any]) -> Any:
+        """Return the output of the module's step `name`, on every rank of the pipeline."""
+        with evaluating(self.engine):
+            counting = MetricChanges.begin(self.module)
+            args = (self.batches.agreed(args[0]), *args[1:])
+            batch = (args[0], *args[2:])
+            step = _EVALUATIONS[name](self, batch, _index_in(args))
+            self.engine.evaluate(batch, step)
+            return self.shared(step.found, counting).output
+
+    def shared(self, found: Found | str | None, counting: MetricChanges) -> StepRecord:
+        """Give all ranks of the pipeline what the last stage found; they log and count it.
+
+        Raises ValueError on all of them for a problem that it found.
+        """
+        if isinstance(found, str):
+            own = StepRecord(problem=found)
+        else:
+            own = StepRecord() if found is None else StepRecord(*found, counting.since(self.module))
+        record: StepRecord = value_of_rank(
+            own, self.group, place=self.last_place, device=self.device
+        )
+        if record.problem:
+            raise ValueError(record.problem)
+        if found is None:
+            apply_metric_changes(self.module, record.counted)
+        replay(self.module, record.calls)
+        return record
+
+    def with_gradients(self, output: Any, gradients: Gradients, *, scale: float) -> Any:
+        """Return `output` with a loss that brings `gradients`, those of the loss times `scale`."""
+        loss = loss_with_gradients(loss_in(output), gradients, factor=1 / scale, device=self.device)
+        return {**output, "loss": loss} if isinstance(output, Mapping) else loss
+
+    def loss_scale(self) -> float:
+        """Return by what a scaler will multiply the loss: microbatches need that already."""
+        scaler = getattr(self.precision, "scaler", None)
+        if scaler is None or not scaler.is_enabled():
+            return 1.0
+        if scaler._scale is None:
+            scaler._lazy_init_scale_growth_tracker(self.device)
+        return float(scaler.get_scale())
+
+
+class PipelineRunner(StepRunner):
+    """Runs one batch on the ranks of a pipeline, in microbatches."""
+
+    engine: Engine
+
+    def __init__(self, steps: StageSteps) -> None:
+        self.engine, self._steps, self._module = steps.engine, steps, steps.module
+        self._kinds = LossKinds(None)  # until a batch tells how its loss adds up
+
+    @override
     def example(self, batch: Any) -> Example:
         """Return a training step on a microbatch of `batch`, for the engine to trace."""
-        parts = split_batch(self._batches.agreed(batch), self._engine.plan.num_microbatches)
+        parts = split_batch(self._steps.batches.agreed(batch), self.engine.plan.num_microbatches)
         batch_idx = 0 if takes_index(self._module) else None
-        passes = _Passes(self, Parts((), ()), LossKinds(None), scale=1.0, batch_idx=batch_idx)
+        passes = _Passes(
+            self._steps, Parts((), ()), LossKinds(None), scale=1.0, batch_idx=batch_idx
+        )
         return Example(passes.loss, (parts.batches[0],))
 
-    def check(self) -> None:
-        """Raise PlanError where a microbatch depends on the one before, through a buffer."""
-        plan = self._engine.plan
-        if plan.num_microbatches > 1 and (carried := self._engine.stages.carried_buffers):
-            raise PlanError(
-                f"training steps change the buffer {carried[0]!r} and compute with it, as "
-                "spectral_norm does: in microbatches that would happen once in each, and another "
-                "loss be trained than that of the batch; use microbatches=1, or choose a plan "
-                "without stages"
-            )
+    @override
+    def begin(self, trainer: pl.Trainer) -> None:
+        check_microbatches(self.engine)
 
-    # ---- training --------------------------------------------------------------------------------
-
-    def training_step(self, *args: Any) -> Any:
+    @override
+    def training_step(
+        self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], *, exchanges: bool
+    ) -> Any:
         """Return the output of the module's step, on every rank of the pipeline.
 
         Its loss has the gradients of the weighted mean of the microbatches' losses, or of their
         sum, where the loss is a sum.
         """
-        batch = self._batches.agreed(args[0])
+        args = (*args, *kwargs.values())
+        batch = self._steps.batches.agreed(args[0])
         # Microbatches; a small batch has fewer.
-        parts = split_batch(batch, self._engine.plan.num_microbatches)
+        parts = split_batch(batch, self.engine.plan.num_microbatches)
         # Until a batch tells how the loss adds up.
         if self._kinds.loss is None and len(parts.batches) > 1:
             self._kinds = self._find_kinds(batch, parts, args[1:])
         counting = MetricChanges.begin(self._module)
         passes = _Passes(
-            self, parts, self._kinds, scale=self._loss_scale(), batch_idx=_index_in(args)
+            self._steps,
+            parts,
+            self._kinds,
+            scale=self._steps.loss_scale(),
+            batch_idx=_index_in(args),
         )
         with stashed_gradients(
             self._module, dropped=cleared_before_backward(self._module)
         ) as gradients:
-            self._engine.run_step(
+            self.engine.run_step(
                 passes.microbatches,
                 passes.loss,
                 weights=[1.0] * len(parts.batches),
                 divisor=passes.total if passes.by_divisors else None,
             )
-        record = self._shared(self._combined(passes, parts) if passes.finished else None, counting)
-        return self._with_gradients(record.output, gradients, scale=passes.scale)
+        record = self._steps.shared(
+            self._combined(passes, parts) if passes.finished else None, counting
+        )
+        return self._steps.with_gradients(record.output, gradients, scale=passes.scale)
 
     def _combined(self, passes: _Passes, parts: Parts) -> Found | str:
         """Return the output and the calls of the whole step, or why it has none; last stage."""
@@ -198,22 +277,6 @@ class PipelineSteps:
             calls, sizes=parts.sizes, weights=weights, kinds=self._kinds.logged
         )
 
-    def _with_gradients(self, output: Any, gradients: Gradients, *, scale: float) -> Any:
-        """Return `output` with a loss that brings `gradients`, those of the loss times `scale`."""
-        loss = loss_with_gradients(
-            loss_in(output), gradients, factor=1 / scale, device=self._device
-        )
-        return {**output, "loss": loss} if isinstance(output, Mapping) else loss
-
-    def _loss_scale(self) -> float:
-        """Return by what a scaler will multiply the loss: microbatches need that already."""
-        scaler = getattr(self._precision, "scaler", None)
-        if scaler is None or not scaler.is_enabled():
-            return 1.0
-        if scaler._scale is None:
-            scaler._lazy_init_scale_growth_tracker(self._device)
-        return float(scaler.get_scale())
-
     def _find_kinds(self, batch: Any, parts: Parts, rest: Sequence[Any]) -> LossKinds:
         """Test how the loss adds up, with three steps forward; nothing of the test is left.
 
@@ -228,24 +291,26 @@ class PipelineSteps:
                 (*parts.batches[:2], first_samples(batch, sizes[-1])), sizes, strict=True
             ):
                 set_random_states(before)
-                step = _Trial(self, (part, *rest[1:]), _index_in((part, *rest)), size=size)
-                self._engine.evaluate(step.batch, step)
+                step = _Trial(self._steps, (part, *rest[1:]), _index_in((part, *rest)), size=size)
+                self.engine.evaluate(step.batch, step)
                 tried.append(step)
                 draws |= drawn_since(before)
         # The last stage's rank has seen all three, and compares them.
         verdict: Any = None
         done = [step.tried() for step in tried if step.found is not None]
         if done and len(done) == len(tried):
-            half = self._precision.precision not in ("32-true", "64-true")
+            half = self._steps.precision.precision not in ("32-true", "64-true")
             try:
                 verdict = compare_steps((done[0], done[1]), done[2], draws=draws, half=half)
             except ValueError as error:
                 verdict = str(error)
         # All pipelines exchange their gradients in one way: the first that can tell decides.
-        verdict = value_of_rank(verdict, self._group, place=self._last_place, device=self._device)
+        verdict = value_of_rank(
+            verdict, self._steps.group, place=self._steps.last_place, device=self._steps.device
+        )
         verdicts = [verdict]
-        if (data := self._engine.data_group) is not None:
-            verdicts = list(values_of_ranks(verdict, data, device=self._device))
+        if (data := self.engine.data_group) is not None:
+            verdicts = list(values_of_ranks(verdict, data, device=self._steps.device))
         for each in verdicts:
             if isinstance(each, str):
                 raise ValueError(each)
@@ -259,59 +324,27 @@ class PipelineSteps:
             )
         return kinds
 
-    # ---- evaluation ------------------------------------------------------------------------------
+    @override
+    def block_backward_sync(
+        self, of_ddp: AbstractContextManager[None]
+    ) -> AbstractContextManager[None]:
+        return nullcontext()  # stashed gradients are exchanged by then, those of each batch
 
-    def evaluation_step(self, name: str, *args: Any) -> Any:
-        """Return the output of the module's step `name`, on every rank of the pipeline."""
-        counting = MetricChanges.begin(self._module)
-        args = (self._batches.agreed(args[0]), *args[1:])
-        batch = (args[0], *args[2:])
-        step = _EVALUATIONS[name](self, batch, _index_in(args))
-        self._engine.evaluate(batch, step)
-        return self._shared(step.found, counting).output
+    @override
+    def evaluate(self, name: str, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._steps.evaluate(name, (*args, *kwargs.values()))
 
-    # ---- both ------------------------------------------------------------------------------------
 
-    def step(self, name: str, model: nn.Module, batch: Any, batch_idx: int | None) -> Any:
-        """Return what this step of `model`, the module or a copy of it, returns.
-
-        `batch` is ``(batch, dataloader_idx)``, or without the latter.
-        """
-        indices = () if batch_idx is None else (batch_idx,)
-        with getattr(self._precision, f"{_CONTEXTS[name]}_step_context")():
-            return getattr(model, name)(batch[0], *indices, *batch[1:])
-
-    def recorded_step(self, name: str, batch: Any, batch_idx: int | None) -> Found:
-        """Return the output of the module's own step, and its calls.
-
-        A step that does not get to its end, as on all stages but the last, counts nothing.
-        """
-        calls, done = list[LoggedCall](), list[bool]()
-        with recorded_calls(self._module, calls), uncounted(self._module, unless=done):
-            output = self._engine.whole(self.step(name, self._module, batch, batch_idx))
-            done.append(True)
-        return output, tuple(calls)
-
-    def _shared(self, found: Found | str | None, counting: MetricChanges) -> StepRecord:
-        """Give all ranks of the pipeline what the last stage found; they log and count it.
-
-        Raises ValueError on all of them for a problem that it found.
-        """
-        if isinstance(found, str):
-            own = StepRecord(problem=found)
-        else:
-            own = (
-                StepRecord() if found is None else StepRecord(*found, counting.since(self._module))
-            )
-        record: StepRecord = value_of_rank(
-            own, self._group, place=self._last_place, device=self._device
+def check_microbatches(engine: Engine) -> None:
+    """Raise PlanError where a microbatch depends on the one before, through a buffer."""
+    plan = engine.plan
+    if plan.num_microbatches > 1 and (carried := engine.stages.carried_buffers):
+        raise PlanError(
+            f"training steps change the buffer {carried[0]!r} and compute with it, as "
+            "spectral_norm does: in microbatches that would happen once in each, and another "
+            "loss be trained than that of the batch; use microbatches=1, or choose a plan "
+            "without stages"
         )
-        if record.problem:
-            raise ValueError(record.problem)
-        if found is None:
-            apply_metric_changes(self._module, record.counted)
-        replay(self._module, record.calls)
-        return record
 
 
 def takes_index(module: pl.LightningModule) -> bool:
@@ -345,7 +378,7 @@ class _Passes:
 
     def __init__(
         self,
-        steps: PipelineSteps,
+        steps: StageSteps,
         parts: Parts,
         kinds: LossKinds,
         *,
@@ -356,7 +389,7 @@ class _Passes:
         self.scale, self._batch_idx = scale, batch_idx
         self.microbatches = [(batch,) for batch in parts.batches]
         self._places = {id(microbatch): index for index, microbatch in enumerate(self.microbatches)}
-        splits = steps._engine.plan.num_microbatches > 1
+        splits = steps.engine.plan.num_microbatches > 1
         self.by_divisors = splits and kinds.loss != "sum" and not kinds.loops
         self.finished: dict[int, Found] = {}
         self._summands: dict[int, Summands] = {}
@@ -412,7 +445,7 @@ class _Passes:
 class _Evaluation:
     """A step forward only; `found` is what it returned and called, where it reached the end."""
 
-    steps: PipelineSteps
+    steps: StageSteps
     batch: Any
     batch_idx: int | None
     found: Found | None = None
@@ -470,39 +503,33 @@ class RankInput:
     counted: States
 
 
-class OwnBatchPipeline(PipelineSteps):
-    """The steps of `module` on the batches of all ranks of a pipeline."""
+class OwnBatchPipeline(StepRunner):
+    """Runs the batches that the ranks of a pipeline bring, each as one microbatch."""
 
-    evaluates = False
+    engine: Engine
 
-    def __init__(
-        self,
-        engine: Engine,
-        module: pl.LightningModule,
-        *,
-        precision: Precision,
-        device: torch.device,
-    ) -> None:
-        super().__init__(engine, module, precision=precision, device=device)
-        self._place, self._size = dist.get_rank(self._group), dist.get_world_size(self._group)
+    def __init__(self, steps: StageSteps) -> None:
+        self.engine, self._steps, self._module = steps.engine, steps, steps.module
+        self._place, self._size = dist.get_rank(steps.group), dist.get_world_size(steps.group)
         self._evaluation = ExitStack()
+        self._evaluates = False
 
     @override
     def example(self, batch: Any) -> Example:
         """Return a training step on the batch of rank 0."""
         everyone: Any = dist.group.WORLD
-        batch = value_of_rank(batch, everyone, place=0, device=self._device)
+        batch = value_of_rank(batch, everyone, place=0, device=self._steps.device)
         batch_idx = 0 if takes_index(self._module) else None
-        passes = _OwnBatchPasses(self, [], is_last=False, scale=1.0, batch_idx=batch_idx)
+        passes = _OwnBatchPasses(self._steps, [], is_last=False, scale=1.0, batch_idx=batch_idx)
         return Example(passes.loss, (batch,))
 
     @override
-    def check(self) -> None:
+    def begin(self, trainer: pl.Trainer) -> None:
         """Raise PlanError where a step changes buffers.
 
         DDP keeps those of rank 0's batch, and a pipeline has those of all batches.
         """
-        if changed := self._engine.stages.changed_buffers:
+        if changed := self.engine.stages.changed_buffers:
             raise PlanError(
                 f"training steps change the buffer {changed[0]!r}, of which ddp keeps what rank "
                 "0's batches make; in a pipeline whose ranks bring a batch each they would all "
@@ -510,20 +537,23 @@ class OwnBatchPipeline(PipelineSteps):
             )
 
     @override
-    def training_step(self, *args: Any) -> Any:
+    def training_step(
+        self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], *, exchanges: bool
+    ) -> Any:
         """Return the output of this rank's own step, its loss with gradients of the mean loss."""
+        args = (*args, *kwargs.values())
         # Everyone gets all batches, with the state that their ranks have.
         own = RankInput((args[0], *args[2:]), random_states(), states_in_use(self._module))
-        inputs = list(values_of_ranks(own, self._group, device=self._device))
+        inputs = list(values_of_ranks(own, self._steps.group, device=self._steps.device))
         passes = _OwnBatchPasses(
-            self,
+            self._steps,
             inputs,
-            is_last=self._place == self._last_place,
-            scale=self._loss_scale(),
+            is_last=self._place == self._steps.last_place,
+            scale=self._steps.loss_scale(),
             batch_idx=_index_in(args),
         )
         # Each pass draws as its rank would.
-        starts = self._engine.stages.random_starts([each.states for each in inputs])
+        starts = self.engine.stages.random_starts([each.states for each in inputs])
         with (
             stashed_gradients(
                 self._module, dropped=cleared_before_backward(self._module)
@@ -531,44 +561,49 @@ class OwnBatchPipeline(PipelineSteps):
             starts as ends,
             as_nonzero_rank(),
         ):
-            self._engine.run_step(passes.microbatches, passes.loss)
+            self.engine.run_step(passes.microbatches, passes.loss)
         # Each rank gets the record of its own batch, and goes on with its random numbers.
         records = (
             [passes.finished[index] for index in range(self._size)] if passes.finished else None
         )
         record: StepRecord = value_for_rank(
-            records, self._group, source=self._last_place, device=self._device
+            records, self._steps.group, source=self._steps.last_place, device=self._steps.device
         )
         set_random_states(ends[self._place])
         apply_metric_changes(self._module, record.counted)
         replay(self._module, record.calls)
-        return self._with_gradients(record.output, gradients, scale=passes.scale)
+        return self._steps.with_gradients(record.output, gradients, scale=passes.scale)
 
-    def pass_of(
-        self, rank: RankInput, batch: Any, batch_idx: int | None, *, is_last: bool
-    ) -> StepRecord:
-        """Return the record of a rank's step, if it gets to the end here; it leaves nothing."""
-        with uncounted(self._module, unless=[]):
-            # Metrics count there alone, from where the rank was.
-            if is_last:
-                replace_metric_states(self._module, rank.counted)
-            counting = MetricChanges.begin(self._module)
-            output, calls = self.recorded_step("training_step", batch, batch_idx)
-            return StepRecord(output, calls, counting.since(self._module))
+    @override
+    def block_backward_sync(
+        self, of_ddp: AbstractContextManager[None]
+    ) -> AbstractContextManager[None]:
+        return nullcontext()  # stashed gradients are exchanged by then, those of each batch
 
+    @override
+    def close(self, *, failed: bool) -> None:
+        if not failed:
+            self.end_evaluation()
+
+    @override
+    def evaluate(self, name: str, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.unsharded(step(*args, **kwargs))
+
+    @override
     def begin_evaluation(self) -> None:
         """Unshard the parameters."""
-        if not self.evaluates:
+        if not self._evaluates:
             # Those that come in inference mode could not be trained afterwards.
             with torch.inference_mode(False), torch.no_grad():
-                self._evaluation.enter_context(self._engine.joined())
-            self.evaluates = True
+                self._evaluation.enter_context(self.engine.joined())
+            self._evaluates = True
 
+    @override
     def end_evaluation(self) -> None:
         """Let each rank keep the parameters of its stages alone again."""
         with torch.inference_mode(False):
             self._evaluation.close()
-        self.evaluates = False
+        self._evaluates = False
 
 
 class _OwnBatchPasses:
@@ -579,7 +614,7 @@ class _OwnBatchPasses:
 
     def __init__(
         self,
-        steps: OwnBatchPipeline,
+        steps: StageSteps,
         inputs: Sequence[RankInput],
         *,
         is_last: bool,
@@ -600,11 +635,20 @@ class _OwnBatchPasses:
         index = self._places.get(id(microbatch))
         if index is None:
             return loss_in(self._steps.step("training_step", model, microbatch, self._batch_idx))
-        record = self._steps.pass_of(
-            self._inputs[index], microbatch, self._batch_idx, is_last=self._is_last
-        )
+        record = self._record_of(self._inputs[index], microbatch)
         loss = loss_in(record.output)
         self.finished[index] = StepRecord(
             map_tensors(record.output, Tensor.detach), record.calls, record.counted
         )
         return loss if self.scale == 1 else loss * self.scale
+
+    def _record_of(self, rank: RankInput, batch: Any) -> StepRecord:
+        """Return the record of a rank's step, if it gets to the end here; it leaves nothing."""
+        module = self._steps.module
+        with uncounted(module, unless=[]):
+            # Metrics count there alone, from where the rank was.
+            if self._is_last:
+                replace_metric_states(module, rank.counted)
+            counting = MetricChanges.begin(module)
+            output, calls = self._steps.recorded_step("training_step", batch, self._batch_idx)
+            return StepRecord(output, calls, counting.since(module))

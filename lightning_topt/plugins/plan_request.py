@@ -15,6 +15,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -40,6 +41,10 @@ from lightning_topt.plugins.plan_options import (
     MeshPlan,
     PipelinePlan,
     UniformPlan,
+    check_planner_options,
+    read_cluster,
+    read_memory_limit,
+    read_plan_option,
 )
 from lightning_topt.prediction import Prediction, TwoVersions, default_prediction, make_prediction
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
@@ -190,6 +195,40 @@ class PlanRequest:
         """
         limit = device_memory_bytes(device) if self.memory_limit is None else self.memory_limit
         return device.type != "cpu" and 2 * _parameter_bytes(module) > limit
+
+
+def read_request(
+    *,
+    memory_limit: int | float | str | None,
+    objective: str | None,
+    plan: ParallelPlan | PipelinePlan | Mapping[str, Any] | str | Path | None,
+    cluster: Cluster | Mapping[str, Any] | str | Path | None,
+    memory_margin: float,
+    allow_compression: Allow,
+    allow_staleness: AllowStaleness,
+    ddp_kwargs: Mapping[str, Any],
+    has_hook: bool,
+) -> PlanRequest:
+    """Return the request of the options of `AutoParallelStrategy`. Raises ValueError, PlanError.
+
+    `ddp_kwargs` are those of DistributedDataParallel, of which `has_hook` is a communication hook.
+    """
+    check_planner_options(
+        memory_margin=memory_margin, objective="time" if objective is None else objective
+    )
+    return PlanRequest(
+        memory_limit=read_memory_limit(memory_limit),
+        objective=objective or "time",
+        objective_given=objective is not None,
+        plan=read_plan_option(plan),
+        cluster=read_cluster(cluster),
+        memory_margin=memory_margin,
+        only_replicated=bool(ddp_kwargs) or has_hook,
+        allowed=AllowedExchanges.read(allow_compression),
+        stale=AllowedStaleness.read(allow_staleness),
+        own_hook=has_hook or ddp_kwargs.get("mixed_precision") is not None,
+        gradients_are_views=ddp_kwargs.get("gradient_as_bucket_view"),
+    )
 
 
 def _parameter_bytes(module: pl.LightningModule) -> int:

@@ -90,7 +90,7 @@ def _make_compressed(**options: Any) -> Any:
 
 
 def _make_pipeline(**options: Any) -> Any:
-    return importlib.import_module("lightning_topt.plugins.auto_parallel").PipelineStrategy(
+    return importlib.import_module("lightning_topt.plugins.pipeline_strategy").PipelineStrategy(
         **options
     )
 

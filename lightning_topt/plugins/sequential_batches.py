@@ -23,7 +23,7 @@ rank by itself.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from typing_extensions import override
 
+from lightning_topt.communication.topology import own_group
 from lightning_topt.execution.engine import Engine
 from lightning_topt.graph.structures import tensors_in
 from lightning_topt.plugins.stashed_gradients import (
@@ -50,6 +51,7 @@ from lightning_topt.plugins.step_records import (
     restore_methods,
     uncounted,
 )
+from lightning_topt.plugins.step_runner import Step, StepRunner, run_own_step
 from lightning_topt.plugins.value_exchange import values_of_ranks
 from lightning_topt.techniques.tensor_parallel.random_states import (
     RandomStates,
@@ -57,7 +59,6 @@ from lightning_topt.techniques.tensor_parallel.random_states import (
     set_random_states,
 )
 
-Step = Callable[..., Any]
 Buffers = dict[tuple[str, str], Tensor]  # by the paths of their modules, and their names
 
 _MESSAGE_BYTES = 250 << 20  # of a broadcast of buffers, as DDP's
@@ -65,38 +66,42 @@ _MESSAGE_BYTES = 250 << 20  # of a broadcast of buffers, as DDP's
 _WATCHED_STEPS, _MANY = 100, 0.1
 
 
-class SequentialBatches:
-    """The steps of `module`, split by `engine` over the ranks of `group`, on `device`."""
+class SequentialBatches(StepRunner):
+    """Runs the steps of `module`, split by `engine` over the ranks of a group, on `device`.
 
-    evaluates = False
+    They run the batches of all of them, one after the other. Made before the plan is applied.
+    """
 
-    def __init__(
-        self,
-        engine: Engine,
-        module: pl.LightningModule,
-        group: dist.ProcessGroup,
-        *,
-        device: torch.device,
-    ) -> None:
-        self._engine, self._module, self._group, self._device = engine, module, group, device
-        self._size, self._place = dist.get_world_size(group), dist.get_rank(group)
-        self._buffers = RankBuffers(module, size=self._size, place=self._place)
-        self._evaluation = ExitStack()
+    engine: Engine
+    group: dist.ProcessGroup
+    buffers: RankBuffers
 
-    def training_step(self, step: Step, args: Sequence[Any], *, exchanges: bool) -> Any:
-        """Return the output of ``step(*args)``, its loss with the gradients of the mean loss.
+    def __init__(self, engine: Engine, module: pl.LightningModule, *, device: torch.device) -> None:
+        self.engine, self._module, self._device = engine, module, device
+        self._evaluation = ExitStack()  # while it evaluates
+        self._evaluates = False
 
-        A collective call.
+    @override
+    def begin(self, trainer: pl.Trainer) -> None:
+        mesh = self.engine.plan.mesh
+        self.group = own_group(mesh.groups_along(mesh.tensor_axes))
+        self._size, self._place = dist.get_world_size(self.group), dist.get_rank(self.group)
+        self.buffers = RankBuffers(self._module, size=self._size, place=self._place)
 
-        Args:
-            step: the module's own step.
-            args: of this rank.
-            exchanges: whether backward is to exchange the gradients with other groups.
-        """
+    @override
+    def close(self, *, failed: bool) -> None:
+        if not failed:
+            self.end_evaluation()
+
+    @override
+    def training_step(
+        self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], *, exchanges: bool
+    ) -> Any:
+        """Return the output of this rank's step, its loss with the gradients of the mean loss."""
         # Buffers as DDP would have them before forward.
-        self._buffers.begin(stay_in_sync=exchanges)
+        self.buffers.begin(stay_in_sync=exchanges)
         logs, own, last_loss = DelayedLogs(self._module), None, None
-        inputs = values_of_ranks((tuple(args), random_states()), self._group, device=self._device)
+        inputs = values_of_ranks(((args, kwargs), random_states()), self.group, device=self._device)
         with stashed_gradients(
             self._module, dropped=cleared_before_backward(self._module)
         ) as gradients:
@@ -107,11 +112,11 @@ class SequentialBatches:
                 )
                 with (
                     as_rank,
-                    self._buffers.buffers_of(place),
+                    self.buffers.buffers_of(place),
                     logs.on(own=is_own),
-                    nullcontext() if is_last else self._engine.no_sync(),
+                    nullcontext() if is_last else self.engine.no_sync(),
                 ):
-                    output = step(*batch)
+                    output = run_own_step(self.engine, step, *batch)
                     loss = loss_of(output)
                     if loss is not None and not is_last:
                         loss.backward()  # type: ignore[no-untyped-call]
@@ -120,7 +125,7 @@ class SequentialBatches:
                         own = output
                     del output, loss, batch  # not beside the next one
         # This rank goes on with its own buffers; ranks log together.
-        self._buffers.end()
+        self.buffers.end()
         logs.replay()
         # The value of the own loss, with the graph of the last one.
         own_loss = loss_of(own)
@@ -131,49 +136,77 @@ class SequentialBatches:
         )
         return {**own, "loss": joint} if isinstance(own, Mapping) else joint
 
+    @override
+    def evaluate(self, name: str, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.unsharded(step(*args, **kwargs))
+
+    @override
     def begin_evaluation(self) -> None:
         """Unshard the parameters. A collective call."""
-        if not self.evaluates:
-            self._buffers.begin()
-            self._evaluation.enter_context(self._engine.joined())
-            self.evaluates = True
+        if not self._evaluates:
+            self.buffers.begin()
+            self._evaluation.enter_context(self.engine.joined())
+            self._evaluates = True
 
+    @override
     def end_evaluation(self) -> None:
         """Split the parameters again."""
         self._evaluation.close()
-        self.evaluates = False
+        self._evaluates = False
 
 
-class JointBatches(SequentialBatches):
-    """The same, with joint modules where batches have one shape."""
+class JointBatches(StepRunner):
+    """Runs joint modules on the batches of all ranks at once, where these have one shape.
 
-    def __init__(
-        self,
-        engine: Engine,
-        module: pl.LightningModule,
-        group: dist.ProcessGroup,
-        *,
-        device: torch.device,
-    ) -> None:
-        super().__init__(engine, module, group, device=device)
+    Else it runs them sequentially.
+    """
+
+    engine: Engine
+
+    def __init__(self, engine: Engine, module: pl.LightningModule, *, device: torch.device) -> None:
+        self.engine, self._device = engine, device
+        self._sequential = SequentialBatches(engine, module, device=device)
         self._buffers_differ = False
         self._steps = self._sequential_steps = 0
 
     @override
-    def training_step(self, step: Step, args: Sequence[Any], *, exchanges: bool) -> Any:
-        is_joint = are_alike(args, self._group, device=self._device)
-        self._engine.take_turns(not is_joint)
+    def begin(self, trainer: pl.Trainer) -> None:
+        self._sequential.begin(trainer)
+
+    @override
+    def close(self, *, failed: bool) -> None:
+        self._sequential.close(failed=failed)
+
+    @override
+    def training_step(
+        self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], *, exchanges: bool
+    ) -> Any:
+        group, buffers = self._sequential.group, self._sequential.buffers
+        is_joint = are_alike((args, kwargs), group, device=self._device)
+        self.engine.take_turns(not is_joint)
         self._count(is_joint)
         if is_joint:
-            self._buffers.begin(stay_in_sync=exchanges)
-            with self._buffers.buffers_of(self._place):
-                output = step(*args)
+            buffers.begin(stay_in_sync=exchanges)
+            with buffers.own_buffers():
+                output = run_own_step(self.engine, step, args, kwargs)
             self._buffers_differ = True  # each rank has changed its own
             return output
         if self._buffers_differ:
-            self._buffers.exchange(self._group, device=self._device)
+            buffers.exchange(group, device=self._device)
             self._buffers_differ = False
-        return super().training_step(step, args, exchanges=exchanges)
+        return self._sequential.training_step(step, args, kwargs, exchanges=exchanges)
+
+    @override
+    def evaluate(self, name: str, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._sequential.evaluate(name, step, args, kwargs)
+
+    @override
+    def begin_evaluation(self) -> None:
+        self._sequential.begin_evaluation()
+
+    @override
+    def end_evaluation(self) -> None:
+        self._sequential.end_evaluation()
 
     def _count(self, is_joint: bool) -> None:
         """Warn once where so many steps are sequential that another plan may be better."""
@@ -328,6 +361,10 @@ class RankBuffers:
         self._ranks[place] = {
             key: after[key].clone() for key in changed | set(known) if key in after
         }
+
+    def own_buffers(self) -> AbstractContextManager[None]:
+        """Let the module have this rank's own buffers, and remember them at the end."""
+        return self.buffers_of(self._place)
 
     def end(self) -> None:
         """Let the module have this rank's own buffers."""

@@ -1,0 +1,99 @@
+"""Options of Lightning's DDPStrategy that ours take too, and the errors that speak of them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+from lightning.pytorch.strategies import DDPStrategy
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+HOOK_OPTIONS = (
+    "ddp_comm_hook",
+    "ddp_comm_state",
+    "ddp_comm_wrapper",
+    "model_averaging_period",
+    "mixed_precision",
+)
+
+
+def checked_ddp_options(
+    options: dict[str, Any], *, strategy: str, wraps: bool = True
+) -> dict[str, Any]:
+    """Return `options`, each of which `DDPStrategy` takes.
+
+    Where the strategy `wraps` its module, those of `DistributedDataParallel` are known as well.
+
+    Raises ValueError for options that bring a communication hook, TypeError for one that nobody
+    takes.
+    """
+    # Options that would replace our exchange.
+    for name in HOOK_OPTIONS:
+        if options.get(name) is not None:
+            raise ValueError(
+                f"{strategy} exchanges gradients in its own way, which {name} would replace: leave "
+                f"{name} out, or use Lightning's DDPStrategy with it"
+            )
+    owners = (DDPStrategy, DistributedDataParallel) if wraps else (DDPStrategy,)
+    return known_options(options, strategy=strategy, owners=owners, without=HOOK_OPTIONS)
+
+
+def known_options(
+    options: dict[str, Any],
+    *,
+    strategy: str,
+    owners: Sequence[type] = (DDPStrategy, DistributedDataParallel),
+    without: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Return `options`, each of which one of `owners` takes. Raises TypeError for others.
+
+    None of them is one of `without`.
+    """
+    # All keyword arguments of their constructors.
+    known = {
+        name
+        for owner in owners
+        for name, parameter in inspect.signature(owner).parameters.items()
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    } - {"module", "device_ids", *without}
+    if unknown := sorted(set(options) - known):
+        raise TypeError(
+            f"{strategy} does not take {unknown[0]!r}; DDP's own options are {sorted(known)}"
+        )
+    return options
+
+
+def name_own_strategy(error: BaseException, strategy: str) -> None:
+    """Let Lightning's advice on unused parameters name our `strategy`, not its ``ddp``."""
+    # The advice names a strategy string; ours have the same endings.
+    name = {"AutoParallelStrategy": "topt", "CompressedDDPStrategy": "topt_compressed"}.get(
+        strategy
+    )
+    if name is not None:
+        error.args = tuple(
+            argument.replace("='ddp_find_unused", f"='{name}_find_unused").replace(
+                "=DDPStrategy(", f"={strategy}("
+            )
+            if isinstance(argument, str)
+            else argument
+            for argument in error.args
+        )
+
+
+def refuse_momentum(optimizers: Sequence[Optimizer]) -> None:
+    """Raise ValueError for an optimizer with momentum: the exchanged gradient has it already."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for name, own in (
+                ("momentum", group.get("momentum")),
+                ("betas", (group.get("betas") or (0,))[0]),
+            ):
+                if own:
+                    raise ValueError(
+                        f"what the exchange gives has momentum, and {type(optimizer).__name__} has "
+                        f"its own ({name}={group[name]}), which would be applied twice: set that "
+                        "to 0 in configure_optimizers (Adam: betas=(0, ...)), or choose an "
+                        "exchange without (TopK(momentum=0))"
+                    )

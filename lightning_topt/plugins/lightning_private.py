@@ -1,0 +1,167 @@
+"""All names of Lightning that are not public and that this package overrides, calls or reads.
+
+No public hook gives what they are needed for. Lightning may change them in any release: a test
+compares this table with the installed version and with what the package uses
+(tests/plugins/test_lightning_private.py). Nothing is imported from here at run time.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+TRIED_WITH = "2.6.6"  # of lightning
+
+
+class PrivateName(NamedTuple):
+    """A name that is not public.
+
+    `parameters` are those of a function or a constructor, in order, as they were when this was
+    written; None for what is not called or overridden.
+    """
+
+    where: str
+    why: str
+    parameters: tuple[str, ...] | None = None
+
+
+_PYTORCH, _FABRIC = "lightning.pytorch", "lightning.fabric"
+_DDP = f"{_PYTORCH}.strategies.ddp:DDPStrategy"
+_EPOCH_LOOP = f"{_PYTORCH}.loops.training_epoch_loop:_TrainingEpochLoop"
+_FIT_LOOP = f"{_PYTORCH}.loops.fit_loop:_FitLoop"
+_LOGGER = f"{_PYTORCH}.trainer.connectors.logger_connector.logger_connector:_LoggerConnector"
+_TRAINER = f"{_PYTORCH}.trainer.trainer:Trainer"
+_MODULE = f"{_PYTORCH}.core.module:LightningModule"
+_SCRIPTS = f"{_FABRIC}.strategies.launchers.subprocess_script"
+_OBSERVER = f"{_SCRIPTS}:_ChildProcessObserver"
+_SUBPROCESSES = f"{_PYTORCH}.strategies.launchers.subprocess_script:_SubprocessScriptLauncher"
+_PROCESSES = f"{_PYTORCH}.strategies.launchers.multiprocessing:_MultiProcessingLauncher"
+_COMBINED = f"{_PYTORCH}.utilities.combined_loader:CombinedLoader"
+_HYPERPARAMETERS = f"{_PYTORCH}.core.mixins.hparams_mixin:HyperparametersMixin"
+_CHECKPOINT = f"{_PYTORCH}.callbacks.model_checkpoint:ModelCheckpoint"
+
+PRIVATE_NAMES = (
+    # ---- the start of ranks, and their end -------------------------------------------------------
+    PrivateName(
+        _SUBPROCESSES,
+        "its main process is to end with an error that names the lost rank",
+        ("cluster_environment", "num_processes", "num_nodes"),
+    ),
+    PrivateName(f"{_SUBPROCESSES}._call_children_scripts", "starts the other ranks", ("self",)),
+    PrivateName(
+        _OBSERVER,
+        "its patient twin lets the main process end by itself",
+        ("main_pid", "child_processes", "sleep_period"),
+    ),
+    PrivateName(f"{_OBSERVER}._terminate_all", "is put off", ("self",)),
+    PrivateName(f"{_OBSERVER}._child_processes", "they are ended"),
+    PrivateName(f"{_OBSERVER}._termination_signal", "by this signal"),
+    PrivateName(_PROCESSES, "ranks by fork or spawn name a lost one", ("strategy", "start_method")),
+    PrivateName(
+        f"{_PROCESSES}._wrapping_function",
+        "what a rank by fork or spawn runs: its errors do not reach the strategy",
+        (
+            "self",
+            "process_idx",
+            "trainer",
+            "function",
+            "args",
+            "kwargs",
+            "return_queue",
+            "global_states",
+        ),
+    ),
+    PrivateName(f"{_PROCESSES}._strategy", "whose watch knows the lost rank"),
+    PrivateName(f"{_PROCESSES}._start_method", "of the launcher that is replaced"),
+    PrivateName(
+        f"{_FABRIC}.utilities.distributed:_set_num_threads_if_needed",
+        "as all launchers of Lightning do",
+        ("num_processes",),
+    ),
+    PrivateName(f"{_DDP}._start_method", "forked ranks end without what `atexit` holds"),
+    PrivateName(f"{_DDP}._timeout", "of the process group of restarted ranks"),
+    PrivateName(f"{_DDP}._get_process_group_backend", "of that group", ("self",)),
+    # ---- DDP, and what is done in its place ------------------------------------------------------
+    PrivateName(f"{_DDP}._ddp_kwargs", "options of the user's for DistributedDataParallel"),
+    PrivateName(f"{_DDP}._ddp_comm_hook", "the user's communication hook"),
+    PrivateName(f"{_DDP}._ddp_comm_state", "of that hook"),
+    PrivateName(f"{_DDP}._ddp_comm_wrapper", "of that hook"),
+    PrivateName(f"{_DDP}._model_averager", "whether gradients differ between ranks"),
+    PrivateName(f"{_DDP}._layer_sync", "a fit that is sharded before setup does as `setup` would"),
+    PrivateName(f"{_DDP}._forward_redirection", "steps are watched inside of DDP's forward"),
+    PrivateName(
+        f"{_PYTORCH}.strategies.ddp:_DDPForwardRedirection.__call__",
+        "is repeated, with a context around the step",
+        ("self", "wrapper_module", "original_module", "method_name", "args", "kwargs"),
+    ),
+    PrivateName(
+        f"{_PYTORCH}.overrides.distributed:_sync_module_states",
+        "where there is no DDP that would do it",
+        ("module",),
+    ),
+    PrivateName(
+        f"{_FABRIC}.utilities.optimizer:_optimizers_to_device",
+        "states that were loaded go where `setup` and loading put them",
+        ("optimizers", "device"),
+    ),
+    PrivateName(
+        f"{_PYTORCH}.core.optimizer:_configure_optimizers",
+        "reads what the user's configure_optimizers returned",
+        ("optim_conf",),
+    ),
+    PrivateName(
+        f"{_PYTORCH}.core.optimizer:LightningOptimizer._optimizer",
+        "the user's optimizer, of a wrapper of Lightning's or of a library that names it so too",
+    ),
+    # ---- the loop around an asynchronous pipeline ------------------------------------------------
+    PrivateName(
+        f"{_EPOCH_LOOP}._broadcast_sigterm_tensor",
+        "in each iteration ranks would wait for one another",
+        ("self",),
+    ),
+    PrivateName(f"{_EPOCH_LOOP}._is_training_done", "the pipeline is drained then"),
+    PrivateName(
+        f"{_EPOCH_LOOP}._should_check_val_fx", "and before validation", ("self", "data_fetcher")
+    ),
+    PrivateName(f"{_EPOCH_LOOP}._should_check_val_epoch", "known some batches before", ("self",)),
+    PrivateName(f"{_EPOCH_LOOP}._results", "a batch that came back counts by its size"),
+    PrivateName(f"{_FIT_LOOP}._data_fetcher", "for `_should_check_val_fx`"),
+    PrivateName(f"{_CHECKPOINT}._every_n_train_steps", "the pipeline is drained before a save"),
+    PrivateName(f"{_CHECKPOINT}._last_global_step_saved", "unless that is done"),
+    PrivateName(f"{_TRAINER}._logger_connector", "what a step logs is logged later"),
+    PrivateName(f"{_LOGGER}._current_fx", "as of `training_step`"),
+    PrivateName(f"{_LOGGER}._first_loop_iter", "when nothing of the epoch is over"),
+    PrivateName(f"{_MODULE}._current_fx_name", "as of `training_step`"),
+    PrivateName(
+        f"{_PYTORCH}.plugins.precision.precision:Precision._after_closure",
+        "clips, and calls hooks, before an update without a closure",
+        ("self", "model", "optimizer"),
+    ),
+    PrivateName(
+        f"{_PYTORCH}.loops.optimization.automatic:_AutomaticOptimization._skip_backward",
+        "whether gradients are cleared between a step and its backward",
+    ),
+    # ---- data ------------------------------------------------------------------------------------
+    PrivateName(f"{_FIT_LOOP}._combined_loader", "a batch is read before the fit reads one"),
+    PrivateName(f"{_COMBINED}._spec", "how the loaders' batches are put together"),
+    PrivateName(f"{_COMBINED}._mode", "of loaders that are wrapped"),
+    PrivateName(
+        f"{_MODULE}._on_before_batch_transfer",
+        "transfer hooks see the batch that is planned with",
+        ("self", "batch", "dataloader_idx"),
+    ),
+    PrivateName(f"{_TRAINER}._accelerator_connector", "use_distributed_sampler is known there"),
+    PrivateName(f"{_TRAINER}._data_connector", "attaches data without a fit"),
+    PrivateName(f"{_HYPERPARAMETERS}._log_hyperparams", "a wrapped data module logs its own"),
+    PrivateName(f"{_HYPERPARAMETERS}._hparams", "one object: the tuners change it"),
+    # ---- others ----------------------------------------------------------------------------------
+    PrivateName(
+        f"{_TRAINER}._run_stage",
+        "errors of forked ranks under strategies of others reach no callback",
+        ("self",),
+    ),
+    PrivateName(f"{_MODULE}._trainer", "whether it has one, without the error of `trainer`"),
+    PrivateName(
+        f"{_EPOCH_LOOP}._on_before_fetch", "a monitor times how long the loop waits", ("self",)
+    ),
+    PrivateName(f"{_EPOCH_LOOP}._on_after_fetch", "until then", ("self",)),
+)

@@ -1,0 +1,218 @@
+"""A rank that is lost is named in the errors of the others, and the end is orderly.
+
+When a rank dies, hangs or is stopped, the others get an error of a collective call that says
+nothing of it; here that error says which rank is lost, and why (`communication.rank_watch`),
+however ranks were started. A strategy has a `LostRankWatch`, as `rank_watch`, to which its hooks
+delegate.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies.launchers import (
+    _MultiProcessingLauncher,
+    _SubprocessScriptLauncher,
+)
+from torch.distributed.constants import default_pg_timeout
+from typing_extensions import override
+
+from lightning_topt.communication.rank_watch import (
+    GRACE_SECONDS,
+    STORE_SECONDS,
+    PeerLostError,
+    RankWatch,
+    init_attempt,
+    is_of_collective,
+    shares_store_between_attempts,
+    watch_ranks,
+)
+
+log = logging.getLogger(__name__)
+
+LAST_SECONDS = GRACE_SECONDS + STORE_SECONDS + 5  # for the main process to end with its own error
+
+
+class LostRankWatch:
+    """Watches all ranks of a strategy's run, and says which one is lost in the error that ends it.
+
+    `begin` comes with ``setup_environment``, `end` with ``teardown``. `ranks` is the watch of the
+    present run, None where there is none.
+    """
+
+    def __init__(self) -> None:
+        self.ranks: RankWatch | None = None
+        self._ended_with_error = False
+        self._launchers: tuple[Any, Any] = (None, None)  # Lightning's, and ours in its place
+
+    def launcher(self, strategy: DDPStrategy, own: Any) -> Any:
+        """Return a launcher of ranks that lets them end with the name of a lost one.
+
+        Args:
+            strategy: starts its ranks.
+            own: the launcher that Lightning has made for it.
+        """
+        before, ours = self._launchers
+        if own is before:
+            return ours
+        # Ranks as processes; else by fork or spawn.
+        if isinstance(own, _SubprocessScriptLauncher):
+            assert strategy.cluster_environment is not None
+            ours = PatientLauncher(
+                strategy.cluster_environment, strategy.num_processes, strategy.num_nodes
+            )
+        elif isinstance(own, _MultiProcessingLauncher):
+            ours = NamingLauncher(strategy, start_method=own._start_method)
+        else:
+            ours = own
+        self._launchers = own, ours
+        return ours
+
+    def meet(self, strategy: DDPStrategy) -> None:
+        """Let restarted ranks meet in the store of those before them, before Lightning begins."""
+        if dist.is_initialized() or not shares_store_between_attempts():
+            return
+        strategy.set_world_ranks()
+        device = None if strategy.root_device.type == "cpu" else strategy.root_device
+        init_attempt(
+            strategy._get_process_group_backend(),
+            rank=strategy.global_rank,
+            world_size=strategy.world_size,
+            timeout=strategy._timeout or default_pg_timeout,
+            device_id=device,
+        )
+
+    def begin(self) -> None:
+        """Watch the ranks of this process group, which ends before the interpreter does."""
+        # That of an earlier fit.
+        self.end()
+        self.ranks, self._ended_with_error = watch_ranks(), False
+        atexit.register(destroy_process_group)
+
+    def end(self) -> None:
+        """Stop watching."""
+        ranks, self.ranks = self.ranks, None
+        if ranks is not None:
+            ranks.stop()
+
+    def name(self, error: BaseException) -> None:
+        """Let `error`, which ends the run, say which rank is lost."""
+        self._ended_with_error = True
+        name_lost(error, self.ranks)
+
+    def diagnose(self, error: BaseException) -> PeerLostError | None:
+        """Return who is lost, now that a collective call has ended with `error`."""
+        return None if self.ranks is None else self.ranks.diagnose(error)
+
+    @contextmanager
+    def last(self) -> Generator[None, None, None]:
+        """Return the context of the strategy's teardown, after which nobody watches."""
+        try:
+            yield
+        except RuntimeError as error:
+            # Where a backward pass was cut off, parameters may not be moved any more: that must not
+            # hide what cut it off.
+            if not self._ended_with_error:
+                raise
+            log.warning("the module stays as the error left it: %s", error)
+        finally:
+            self.end()
+
+
+def name_lost(error: BaseException, watch: RankWatch | None) -> None:
+    """Let `error` of a collective call say which rank is lost.
+
+    Of any other error word is left for the other ranks.
+    """
+    # Somebody has said it already.
+    if watch is None or (isinstance(error, PeerLostError) and error.diagnosed):
+        return
+    if is_of_collective(error):
+        error.args = watch.diagnose(error).args
+    else:
+        watch.tell(error)
+
+
+class NamingLauncher(_MultiProcessingLauncher):
+    """Lightning's start of ranks by fork or spawn, whose errors reach the strategy.
+
+    Lightning's own asks it in the main process only.
+    """
+
+    @override
+    def _wrapping_function(self, process_idx: int, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            super()._wrapping_function(process_idx, trainer, *args, **kwargs)
+        except Exception as error:
+            strategy = self._strategy if trainer is None else trainer.strategy
+            name_lost(error, strategy.rank_watch.ranks)  # type: ignore[union-attr]
+            raise
+
+
+class PatientLauncher(_SubprocessScriptLauncher):
+    """Lightning's start of ranks as processes, whose main one may end by itself.
+
+    When a rank has died the main process says who, with its own error. Lightning's own kills the
+    main process as soon as it has noticed, within five seconds.
+    """
+
+    @override
+    def launch(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        trainer: pl.Trainer | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        # As in Lightning, but for the observer.
+        self.cluster_environment.validate_settings(
+            num_devices=self.num_processes, num_nodes=self.num_nodes
+        )
+        if not self.cluster_environment.creates_processes_externally:
+            self._call_children_scripts()
+            PatientObserver(main_pid=os.getpid(), child_processes=self.procs).start()
+        _set_num_threads_if_needed(num_processes=self.num_processes)
+        return function(*args, **kwargs)
+
+
+class PatientObserver(_ChildProcessObserver):
+    """Kills what is left of a run only where its main process has not ended by itself."""
+
+    @override
+    def _terminate_all(self) -> None:
+        # The main process waits in a collective call until that names the lost rank.
+        main, deadline = threading.main_thread(), time.monotonic() + LAST_SECONDS
+        while main.is_alive() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        if main.is_alive():
+            super()._terminate_all()
+            return
+        for process in self._child_processes:
+            process.send_signal(self._termination_signal)
+
+
+def destroy_process_group() -> None:
+    """Destroy the process group, for `atexit`.
+
+    Lightning does this for NCCL only; threads of a gloo group that outlives the interpreter can
+    abort it. A thread of the group drops the tensors of the last collective call after that has
+    returned, for which it needs the interpreter. Trainers and models refer to the group in cycles.
+    Both are done with after a collection.
+    """
+    if dist.is_initialized():
+        gc.collect()
+        dist.destroy_process_group()
+        gc.collect()

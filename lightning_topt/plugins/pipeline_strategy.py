@@ -1,0 +1,103 @@
+"""The strategy ``"topt_pipeline"``: the stages of a module on ranks one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from typing_extensions import override
+
+from lightning_topt.costs.cluster import Cluster
+from lightning_topt.plan.parallel_plan import rule_from_value
+from lightning_topt.plugins.auto_parallel import AutoParallelStrategy
+from lightning_topt.plugins.plan_options import PipelinePlan
+from lightning_topt.plugins.register import register_names
+from lightning_topt.prediction import Prediction
+from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
+
+
+class PipelineStrategy(AutoParallelStrategy):
+    """A pipeline for any LightningModule, as it is.
+
+    ``Trainer(strategy=PipelineStrategy(stages=4, microbatches=8))``
+
+    At the first training batch the step is captured, and its blocks are cut into the stages whose
+    step is fastest. From then on a rank holds the parameters of its stages alone. It runs the
+    module's own `training_step` on each microbatch, in which only its own blocks compute. Losses
+    and gradients are those of the batch in one process. They are means of those of microbatches,
+    weighted by what their means are over; or sums, where the loss is one. Which it is, is tested at
+    the first batch. Ranks of one pipeline get the same batches. What the last stage returns and
+    logs is returned and logged on every rank.
+
+    Args:
+        stages: number of stages; None: as many as fit on all ranks. With fewer, ranks that are left
+            form a data axis.
+        schedule: the order of passes: ``"1f1b"``, ``"gpipe"``, ``"interleaved"``, ``"looped_bfs"``,
+            ``"zero_bubble"``, ``"interleaved_zero_bubble"``, ``"zbv"`` (see `schedules`). Under
+            ``"continuous"``, and ``"continuous_overlapped"`` for slow links, stages never wait for
+            an update, and compute with weights that miss some: another training.
+        microbatches: parts that a rank's batch is split into; a batch of fewer samples has as many
+            as samples. None: four per rank of the pipeline, fewer where the batch does not divide.
+        prediction: with these two, the rule of the weights that passes compute with: a name such as
+            ``"spectrain"``, a mapping ``{"rule": name, option: value}`` or a `Prediction`; None:
+            the optimizer's (docs/weight_prediction.md).
+        stages_per_rank: None: the fewest that the schedule takes, 1 or 2.
+        recompute: whether blocks run forward again in the backward pass, instead of keeping
+            activations.
+        cluster: as in `AutoParallelStrategy`: the machines that stages are balanced for.
+        checkpoint: as there.
+        ddp_options: arguments of Lightning's `DDPStrategy`, such as ``timeout`` and
+            ``process_group_backend``.
+
+    For other cuts, ZeRO-1 and recomputation of single blocks give `AutoParallelStrategy` a plan
+    with stages. Raises ValueError for sizes that the schedule does not take and for a loss that
+    depends on the batch as a whole, PlanError for fewer blocks than stages, and for modules whose
+    step the ranks cannot run together, saying why.
+    """
+
+    def __init__(
+        self,
+        stages: int | None = None,
+        schedule: str = "1f1b",
+        microbatches: int | None = None,
+        *,
+        prediction: Prediction | Mapping[str, Any] | str | None = None,
+        stages_per_rank: int | None = None,
+        recompute: bool = False,
+        cluster: Cluster | Mapping[str, Any] | str | Path | None = None,
+        checkpoint: str = "full",
+        **ddp_options: Any,
+    ) -> None:
+        for name in (
+            "plan",
+            "memory_limit",
+            "objective",
+            "memory_margin",
+            "allow_compression",
+            "allow_staleness",
+        ):
+            if name in ddp_options:
+                raise TypeError(
+                    f"PipelineStrategy searches no plan, so it does not take {name!r}; "
+                    "AutoParallelStrategy does"
+                )
+        given = PipelinePlan(
+            stages,
+            schedule,
+            microbatches,
+            stages_per_rank,
+            recompute,
+            prediction=rule_from_value(prediction),
+        )
+        stale = schedule in CONTINUOUS_SCHEDULES
+        super().__init__(
+            plan=given, allow_staleness=stale, cluster=cluster, checkpoint=checkpoint, **ddp_options
+        )
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        register_names(
+            "topt_pipeline", cls, registry=strategy_registry, description="Pipelines", unused=False
+        )

@@ -1,0 +1,209 @@
+"""When the plan of a fit is made, and of what: the way from a request to a decision.
+
+    at setup           a plan that needs no batch (`decide`)
+    the first batch    a plan that is made of a batch, before it runs (`decide`)
+    watched steps      a plan made of real steps, beside training (`watch`, then `poll`); or the
+                       blocks of a plan that was given by name
+
+What was decided stays until the next fit, for whoever asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_topt.basics.argument_checks import check_whole
+from lightning_topt.execution.memory import (
+    MemoryMeter,
+    release_free_memory,
+    return_freed_memory,
+    warm_up,
+)
+from lightning_topt.graph.mesh_axes import data_mesh
+from lightning_topt.plan.parallel_plan import ParallelPlan, preset_plan
+from lightning_topt.plan.plan_values import PRESETS
+from lightning_topt.plugins.monitors import StepMonitor
+from lightning_topt.plugins.plan_request import PlanRequest
+from lightning_topt.plugins.planning import Decision, Planning
+from lightning_topt.plugins.traced_planning import UNTIL_WATCHED, decide_plan
+from lightning_topt.plugins.watched_planning import ObservedPlanning, refine_observed
+from lightning_topt.plugins.watched_steps import ObservedFit
+from lightning_topt.techniques.ddp_wrapper import bytes_of_buckets
+
+
+class PlanController:
+    """Makes the plan of a fit, as `request` says; most methods are collective calls.
+
+    Attributes:
+        plan: what was decided, None before that.
+        planning: what was searched, on rank 0.
+        planned_by: ``"search"``, ``"given"``, or why the plan is ``ddp``.
+        seconds: that planning has taken in this fit.
+        memory_meter: of the plan's steps, where a `StepMonitor` measures them.
+        waits_for_batch: whether a plan begins with the first batch.
+
+    Args:
+        request: what the user asked for.
+        watch_steps: how many steps are watched.
+
+    Raises ValueError for fewer than one step.
+    """
+
+    def __init__(self, request: PlanRequest, *, watch_steps: int) -> None:
+        check_whole(watch_steps, name="watch_steps (one step is recorded)")
+        self.request, self.watch_steps = request, watch_steps
+        self.plan: ParallelPlan | None = None
+        self.planning: Planning | None = None
+        self.planned_by: str | None = None
+        self.seconds: float | None = None
+        self.memory_meter: MemoryMeter | None = None
+        self.waits_for_batch = False
+        self._watched: ObservedFit | None = None
+        self._search: ObservedPlanning | None = None
+
+    def begin_fit(self) -> None:
+        """Forget the plan of the last fit."""
+        self.plan = self.memory_meter = self.seconds = None
+
+    def begins_early(self, trainer: pl.Trainer, *, holds_back: bool) -> bool:
+        """Decide when the plan of a fit that is set up begins; return whether that is now.
+
+        Else its first steps are watched, or the plan begins with the first batch.
+
+        Args:
+            trainer: of the fit.
+            holds_back: whether gradients and states may be too much to be whole.
+        """
+        module, device = trainer.lightning_module, trainer.strategy.root_device
+        if self.request.observes(module) and not holds_back:
+            self.watch(trainer.strategy)
+            return False
+        # A plan is made now, where it needs no batch, or with the first batch.
+        self.waits_for_batch = True
+        is_early = self.request.refines(module, device) and not holds_back
+        if not is_early and self.request.needs_batch(module):
+            return False
+        return self.decide(trainer, None).keeps_gradients_whole
+
+    def end_fit(self, *, failed: bool, world_size: int) -> None:
+        """Stop planning. A fit that was shorter than what is watched has run as DDP."""
+        if self._watched is not None and self.plan is None and not failed:
+            self.plan = preset_plan(PRESETS["ddp"], mesh=data_mesh(world_size))
+            self.planned_by = "ddp: the fit was over before a plan was made"
+        self._stop_watching()
+        self.waits_for_batch = False
+
+    # ---- decisions -------------------------------------------------------------------------------
+
+    def decide(self, trainer: pl.Trainer, batch: Any) -> ParallelPlan:
+        """Return the plan that is made now, of `batch` or of none. Raises what planning does."""
+        self._take(trainer, partial(decide_plan, self.request, trainer, batch))
+        assert self.plan is not None
+        return self.plan
+
+    def poll(self, trainer: pl.Trainer, batch: Any, batch_idx: int) -> ParallelPlan | None:
+        """Return the plan that takes over before this batch, None where none does."""
+        # Are all watched steps done?
+        fit = self._watched
+        if fit is None or not fit.begin_batch(
+            batch_idx, accumulate=trainer.accumulate_grad_batches
+        ):
+            return None
+        if self._search is None:
+            self._search = ObservedPlanning(self.request, trainer, fit)
+        decide: Callable[[], Decision | None] = partial(self._search.poll, batch)
+        if self.request.plan is not None:
+            decide = partial(refine_observed, self.request, trainer, fit)
+        if not self._take(trainer, decide):
+            return None
+        self._stop_watching()
+        return self.plan
+
+    def _take(self, trainer: pl.Trainer, decide: Callable[[], Decision | None]) -> bool:
+        """Take over what `decide` returns; return whether there is a plan."""
+        start, device = perf_counter(), trainer.strategy.root_device
+        # Planning draws random numbers, and training goes on as if it had not.
+        with isolate_rng():
+            decision = decide()
+        if decision is not None:
+            self.plan, self.planning, self.planned_by = decision
+            # Give back what planning has used, before memory is measured.
+            if self.request.saves_memory or self.plan.saves_memory:
+                release_free_memory()
+                return_freed_memory(device)
+        self.seconds = (self.seconds or 0.0) + perf_counter() - start
+        if decision is None:
+            return False
+        # Measured memory is what the plan adds to the present state.
+        if any(isinstance(callback, StepMonitor) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+            self.memory_meter = self._new_meter(trainer, device)
+        return True
+
+    def _new_meter(self, trainer: pl.Trainer, device: torch.device) -> MemoryMeter:
+        warm_up(device)
+        meter, buckets = MemoryMeter(device), 0
+        ddp = trainer.strategy.model
+        # On CPUs buckets take no memory before the first backward pass writes to them.
+        has_buckets = self._watched is not None or device.type != "cpu"
+        if isinstance(ddp, DistributedDataParallel) and has_buckets:
+            buckets = bytes_of_buckets(ddp)
+        meter.mark_base(trainer.lightning_module, trainer.strategy.optimizers, other_bytes=buckets)
+        return meter
+
+    # ---- watched steps ---------------------------------------------------------------------------
+
+    def watch(self, strategy: Strategy, *, steps: int | None = None) -> None:
+        """Watch the next `steps` steps of the fit, which is set up."""
+        module, device = strategy.lightning_module, strategy.root_device
+        assert module is not None
+        if self.request.plan is None and self.request.saves_memory:
+            return_freed_memory(device)  # as the plan will run
+        optimizers = [getattr(each, "_optimizer", each) for each in strategy.optimizers]
+        self._watched = ObservedFit(
+            module,
+            optimizers if self.request.plan is None else (),
+            device=device,
+            steps=self.watch_steps if steps is None else steps,
+            records=self.request.needs_graph(device),
+            is_rank_0=strategy.is_global_zero,
+        )
+
+    def watch_further(self, strategy: Strategy) -> None:
+        """Watch steps where the plan that has begun is not the final one."""
+        assert self.plan is not None
+        if self.planned_by == UNTIL_WATCHED:
+            self.watch(strategy)
+        elif self.request.is_by_block and len(self.plan.blocks) == 1:
+            self.watch(strategy, steps=1)
+
+    def forward(self, args: tuple[Any, ...]) -> AbstractContextManager[None]:
+        """Return the context of a step's forward pass, inside of DDP."""
+        return nullcontext() if self._watched is None else self._watched.forward(args)
+
+    def backward(self, loss: Tensor) -> AbstractContextManager[None]:
+        """Return the context of the backward pass from `loss`."""
+        return nullcontext() if self._watched is None else self._watched.backward(loss)
+
+    def update(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """Return the context of a step of `optimizer`, in which its closure is called."""
+        return nullcontext() if self._watched is None else self._watched.update(optimizer)
+
+    def _stop_watching(self) -> None:
+        watched, self._watched = self._watched, None
+        search, self._search = self._search, None
+        if search is not None:
+            search.close()
+        if watched is not None:
+            watched.close()

@@ -1,0 +1,265 @@
+"""A plan that runs: applied to the module of a strategy, taken over by another, undone.
+
+    run.start(controller, trainer, batch)   after DDP has set everything up
+    run.switch(plan, trainer, batch)        between two steps
+    run.end(failed=False)                   the module is whole again
+
+How steps run under the plan is its `StepRunner`'s (`run.runner`); who shares samples, its
+`DataGroup`'s (`run.data`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_topt.communication.topology import Topology
+from lightning_topt.execution.engine import Engine
+from lightning_topt.execution.memory import release_free_memory
+from lightning_topt.execution.pipeline.pipeline_run import Example
+from lightning_topt.execution.sharded_checkpoint import StoredModule
+from lightning_topt.graph.mesh_axes import Mesh
+from lightning_topt.plan.parallel_plan import ParallelPlan
+from lightning_topt.plugins.clipping import clip_sharded
+from lightning_topt.plugins.continuous_steps import ContinuousRunner
+from lightning_topt.plugins.data_group import DataGroup, shared_mesh
+from lightning_topt.plugins.exchange_guard import scaler_of
+from lightning_topt.plugins.monitors import add_monitor
+from lightning_topt.plugins.pipeline_steps import OwnBatchPipeline, PipelineRunner, StageSteps
+from lightning_topt.plugins.plan_checkpoints import PlanCheckpoints, release_engine
+from lightning_topt.plugins.plan_controller import PlanController
+from lightning_topt.plugins.plan_options import GivenPlan
+from lightning_topt.plugins.planning import example_batches
+from lightning_topt.plugins.sequential_batches import JointBatches, SequentialBatches
+from lightning_topt.plugins.step_runner import PlainRunner, StepRunner
+from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
+from lightning_topt.techniques.run_options import RunOptions
+
+
+class PlanRun:
+    """Runs one plan after the other on the module of `strategy`; without one it is DDP alone.
+
+    Methods are collective calls.
+    """
+
+    def __init__(self, strategy: DDPStrategy, checkpoints: PlanCheckpoints) -> None:
+        self.runner: StepRunner = PlainRunner()
+        self.data = DataGroup()
+        self._strategy, self._checkpoints = strategy, checkpoints
+        self._unclip: Callable[[], None] = _nothing
+        self._example: Example | None = None  # of the last fit under a plan with stages
+
+    @property
+    def engine(self) -> Engine | None:
+        """The engine of the plan that runs."""
+        return self.runner.engine
+
+    # ---- set up sharded --------------------------------------------------------------------------
+
+    def set_up_evaluation(self, plan: ParallelPlan | None, trainer: pl.Trainer) -> bool:
+        """Set the strategy up for an evaluation in the shards of the last fit, under its `plan`.
+
+        The device is known to hold these. Returns whether there are shards: else ddp sets it up.
+        """
+        if plan is None or plan.keeps_gradients_whole or plan.brings_batches:
+            return False
+        self._set_up_module(trainer)
+        self._apply(plan, trainer)
+        self._strategy.setup_precision_plugin()
+        return True
+
+    def set_up_fit(self, controller: PlanController, trainer: pl.Trainer) -> None:
+        """Set the strategy up for a fit whose parameters are sharded before they get to the device.
+
+        That is all that DDPStrategy.setup does, but for wrapping the module.
+        """
+        strategy = self._strategy
+        self._set_up_module(trainer, layer_sync=strategy._layer_sync)
+        strategy.optimizers = []  # those of an earlier fit
+        batch = example_batches(trainer)[0]
+        # Optimizers are made of the sharded parameters.
+        self._apply(controller.decide(trainer, batch), trainer, batch)
+        strategy.setup_optimizers(trainer)
+        self._checkpoints.attach_optimizers(self.runner, strategy.optimizers)
+        strategy.setup_precision_plugin()
+        _optimizers_to_device(strategy.optimizers, self._device)
+        controller.watch_further(strategy)
+
+    def _set_up_module(self, trainer: pl.Trainer, *, layer_sync: Any = None) -> None:
+        strategy = self._strategy
+        assert strategy.accelerator is not None and strategy.lightning_module is not None
+        strategy.accelerator.setup(trainer)
+        strategy.model = strategy.lightning_module
+        if layer_sync:
+            strategy.model = layer_sync.apply(strategy.model)
+        strategy.precision_plugin.convert_module(strategy.model)
+
+    # ---- set up as ddp ---------------------------------------------------------------------------
+
+    def start(self, controller: PlanController, trainer: pl.Trainer, batch: Any) -> None:
+        """Begin with the plan of `controller` in a fit that is set up."""
+        controller.waits_for_batch = False
+        assert controller.plan is not None
+        self._take_over(controller.plan, trainer, batch)
+        controller.watch_further(self._strategy)
+
+    def _take_over(self, plan: ParallelPlan, trainer: pl.Trainer, batch: Any) -> None:
+        """Apply `plan` to a module and to optimizers that are set up."""
+        self._apply(plan, trainer, batch)
+        self._checkpoints.attach_optimizers(self.runner, self._strategy.optimizers)
+        self._checkpoints.load_resumed(self._strategy.optimizers, self._device)
+
+    def switch(self, plan: ParallelPlan, trainer: pl.Trainer, batch: Any, *, refines: bool) -> None:
+        """Let `plan` take over from what ran the steps before, between two steps.
+
+        It `refines` one that was given, whose blocks were not known.
+        """
+        engine = self.engine
+        # From the same plan with one block: only recomputation is new.
+        if engine is not None and plan.keeps_gradients_whole and refines:
+            engine.recompute(plan)
+            return
+        # From another engine: unshard, and begin anew. Else from DDP.
+        if engine is not None:
+            self._stop_clipping()
+            self.data.end()
+            engine.release()
+            for optimizer in self._strategy.optimizers:
+                engine.return_optimizer_state(optimizer)
+            self._strategy.model, self.runner = self._strategy.lightning_module, PlainRunner()
+        self._take_over(plan, trainer, batch)
+
+    def end(self, *, failed: bool) -> None:
+        """Give the strategy its module back, unsharded, if a plan runs."""
+        engine, strategy = self.engine, self._strategy
+        has_shards = engine is not None and engine.has_shards
+        self.data.end()
+        self.runner.close(failed=failed)
+        self._stop_clipping()
+        self._checkpoints.end_plan()
+        self.runner = PlainRunner()
+        # After an error the other ranks may be anywhere: collecting the parameters could wait for
+        # them. They stay in shards.
+        if engine is None or (failed and has_shards):
+            return
+        model, module = strategy.model, strategy.lightning_module
+        assert module is not None
+        strategy.model = module
+        release_engine(engine, module, strategy.optimizers, device=self._device, failed=failed)
+        if isinstance(model, DistributedDataParallel):
+            strategy.model = model  # the superclass unwraps it
+
+    def _apply(self, plan: ParallelPlan, trainer: pl.Trainer, batch: Any = None) -> None:
+        """Apply `plan` to the module; without a `batch`, in an evaluation, as in the last fit."""
+        strategy, module, device = self._strategy, trainer.lightning_module, self._device
+        # DDP is made anew where gradients become views; its buckets are dropped.
+        has_views = getattr(strategy.model, "gradient_as_bucket_view", True)
+        if not plan.keeps_gradients_whole or (plan.gradient_views and not has_views):
+            strategy.model = module
+            release_free_memory()  # DDP's buckets
+        wrapped = strategy.model if isinstance(strategy.model, DistributedDataParallel) else None
+        engine = Engine(plan, module, device=device, options=run_options(strategy))
+        self._checkpoints.begin_plan(engine)
+        runner = choose_runner(engine, module, strategy)
+        if batch is not None:
+            self._example = runner.example(batch)
+        strategy.model = engine.apply(wrapped=wrapped, example=self._example)
+        # The plan's own exchange of gradients, if it has one.
+        self._checkpoints.guard.open(engine.exchange)
+        if engine.exchange is not None:
+            add_monitor(trainer)
+        # Clipping has to see the gradients of all ranks.
+        if engine.has_shards:
+            self._unclip = clip_sharded(strategy.precision_plugin, runner.clips)
+        # Engine and module are there: steps run as the plan says.
+        module.to(device)
+        self.runner = runner
+        runner.begin(trainer)
+        self.data.begin(None if plan.brings_batches else engine.data_group, module)
+
+    # ---- what others ask -------------------------------------------------------------------------
+
+    def sampler_mesh(self, asked: GivenPlan | None, plan: ParallelPlan | None) -> Mesh | None:
+        """Return the mesh whose data ranks have samples of their own; None where every rank has.
+
+        A loader may be made before a fit, when a plan was `asked` for but no engine is there.
+        Evaluations before a fit run unsharded, each rank by itself.
+        """
+        strategy, module = self._strategy, self._strategy.lightning_module
+        trainer = None if module is None else module.trainer
+        if self.engine is None and trainer is not None and trainer.state.fn != TrainerFn.FITTING:
+            return None
+        return shared_mesh(
+            plan or asked, world_size=strategy.world_size, num_nodes=strategy.num_nodes
+        )
+
+    def module_state(self, without_plan: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return the state of the module, in the form of checkpoints."""
+        self.runner.drain()  # for files that user code writes when it likes
+        if self.engine is None:
+            return without_plan()
+        return self.engine.module_state(full=self._checkpoints.are_full)
+
+    def load_module_state(
+        self, checkpoint: Mapping[str, Any], without_plan: Callable[..., None], *, strict: bool
+    ) -> None:
+        """Load the state of the module, of either form."""
+        state = checkpoint["state_dict"]
+        if self.engine is not None:
+            self.engine.load_module_state(state, strict=strict)
+            return
+        if isinstance(state, StoredModule):
+            checkpoint = {**checkpoint, "state_dict": state.read()}
+        without_plan(checkpoint, strict=strict)
+
+    # ---- steps of it -----------------------------------------------------------------------------
+
+    @property
+    def _device(self) -> Any:
+        return self._strategy.root_device
+
+    def _stop_clipping(self) -> None:
+        self._unclip()
+        self._unclip = _nothing
+
+
+def _nothing() -> None:
+    """Undo nothing."""
+
+
+def choose_runner(engine: Engine, module: pl.LightningModule, strategy: DDPStrategy) -> StepRunner:
+    """Return the way of running steps that the plan of `engine` needs, before it is applied."""
+    plan, device = engine.plan, strategy.root_device
+    if plan.schedule is None:
+        if not plan.brings_batches:
+            return PlainRunner(engine)
+        kind = JointBatches if plan.joint else SequentialBatches
+        return kind(engine, module, device=device)
+    steps = StageSteps(engine, module, precision=strategy.precision_plugin, device=device)
+    if plan.own_batches:
+        return OwnBatchPipeline(steps)
+    if plan.schedule in CONTINUOUS_SCHEDULES:
+        return ContinuousRunner(steps)
+    return PipelineRunner(steps)
+
+
+def run_options(strategy: DDPStrategy) -> RunOptions:
+    """Return what Lightning's DDPStrategy would make of its options."""
+    # As DDPStrategy registers it.
+    hook = strategy._ddp_comm_hook
+    if hook is not None and strategy._ddp_comm_wrapper is not None:
+        hook = strategy._ddp_comm_wrapper(hook)
+    nodes = strategy.num_nodes
+    return RunOptions(
+        ddp=strategy._ddp_kwargs,
+        hook=hook,
+        hook_state=strategy._ddp_comm_state,
+        topology=Topology(nodes, strategy.world_size // nodes, strategy.global_rank),
+        nonfinite="error" if scaler_of(strategy.precision_plugin) is None else "skip",
+    )

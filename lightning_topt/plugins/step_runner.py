@@ -1,0 +1,179 @@
+"""How the user's steps run under a plan: the base of five runners, and the plain one.
+
+A strategy has a `StepRunner`, to which its hooks delegate. It is chosen once, when the plan is
+applied (`plan_run.choose_runner`):
+
+    PlainRunner        a step is the module's own, around which the engine works (data axes)
+    SequentialBatches  ranks of a tensor group run each other's batches, one after the other
+    JointBatches       the same, but for modules that run the batches of all of them at once
+    PipelineRunner     the ranks of a pipeline run one batch in microbatches;
+                       `OwnBatchPipeline`: each brings a batch, which is a microbatch
+    ContinuousRunner   stages of a pipeline never wait for an update
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeVar
+
+import lightning.pytorch as pl
+import torch
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_topt.execution.engine import Engine
+from lightning_topt.execution.pipeline.pipeline_run import Example
+from lightning_topt.plugins.clipping import Clips
+
+Step = Callable[..., Any]
+Output = TypeVar("Output")
+
+
+class StepRunner(ABC):
+    """Runs the steps of a module under one plan, which `engine` has applied.
+
+    Most methods are collective calls. Before a plan, and after it, there is no engine. Most
+    runners have no need of what is empty here.
+    """
+
+    engine: Engine | None
+
+    # ---- the plan begins and ends ----------------------------------------------------------------
+
+    def example(self, batch: Any) -> Example | None:
+        """Return a step on `batch` for an engine that is to run stages, before it is applied.
+
+        None for other plans.
+        """
+        return None
+
+    def begin(self, trainer: pl.Trainer) -> None:  # noqa: B027
+        """Begin to run steps, once the engine has applied the plan. Raises PlanError."""
+
+    def close(self, *, failed: bool) -> None:  # noqa: B027
+        """End to run steps. Where the run has `failed`, other ranks may be anywhere."""
+
+    @property
+    def clips(self) -> Clips:
+        """What clips the gradients of this plan."""
+        assert self.engine is not None
+        return self.engine
+
+    # ---- training --------------------------------------------------------------------------------
+
+    @abstractmethod
+    def training_step(
+        self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], *, exchanges: bool
+    ) -> Any:
+        """Return the output of ``training_step``, with a loss for Lightning's backward.
+
+        Args:
+            step: runs the module's own one, as Lightning does.
+            args: of `step`.
+            kwargs: of `step`.
+            exchanges: whether the optimizer steps after this batch, so that gradients are
+                exchanged.
+        """
+
+    def block_backward_sync(
+        self, of_ddp: AbstractContextManager[None]
+    ) -> AbstractContextManager[None]:
+        """Return the context of a batch after which the optimizer does not step.
+
+        Args:
+            of_ddp: the context that Lightning's strategy takes.
+        """
+        assert self.engine is not None
+        return self.engine.no_sync()
+
+    def update(
+        self, step: Callable[[], Any], optimizer: Optimizer, closure: Callable[[], Any]
+    ) -> Any:
+        """Run an optimizer step; return what the closure returned.
+
+        Args:
+            step: Lightning's own way, which calls `closure`.
+            optimizer: that steps.
+            closure: forward and backward.
+        """
+        return step()
+
+    def drain(self) -> None:  # noqa: B027
+        """Wait for all that is in flight, before anybody looks at parameters."""
+
+    # ---- evaluation ------------------------------------------------------------------------------
+
+    @abstractmethod
+    def evaluate(self, name: str, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the output of an evaluation step: ``step(*args, **kwargs)``, named `name`."""
+
+    def begin_evaluation(self) -> None:  # noqa: B027
+        """Get ready for validation within a fit."""
+
+    def end_evaluation(self) -> None:  # noqa: B027
+        """Go back to training."""
+
+    # ---- state -----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what checkpoints have of this runner, beside the plan."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027
+        """Load what a runner of any plan has saved, beside that plan, as far as it is usable."""
+
+    def unsharded(self, output: Output) -> Output:
+        """Return what a step returned, with full tensors, which hooks and predictions get."""
+        if self.engine is None:
+            return output
+        full: Output = self.engine.whole(output)
+        return full
+
+
+class PlainRunner(StepRunner):
+    """Steps are the module's own; `engine` works around them, where there is one."""
+
+    def __init__(self, engine: Engine | None = None) -> None:
+        self.engine = engine
+
+    @override
+    def training_step(
+        self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], *, exchanges: bool
+    ) -> Any:
+        if self.engine is None:
+            return step(*args, **kwargs)
+        return run_own_step(self.engine, step, args, kwargs)
+
+    @override
+    def block_backward_sync(
+        self, of_ddp: AbstractContextManager[None]
+    ) -> AbstractContextManager[None]:
+        return of_ddp if self.engine is None else self.engine.no_sync()
+
+    @override
+    def evaluate(self, name: str, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.engine is None:
+            return step(*args, **kwargs)
+        with evaluating(self.engine):
+            return self.unsharded(step(*args, **kwargs))
+
+
+def run_own_step(engine: Engine, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return what the module's own step returns, with full tensors."""
+    with engine.around_step():
+        return engine.whole(step(*args, **kwargs))
+
+
+@contextmanager
+def evaluating(engine: Engine) -> Generator[None, None, None]:
+    """Return the context of an evaluation step of a module that `engine` runs."""
+    if not engine.has_shards:
+        with engine.around_step():
+            yield
+        return
+    # Parameters gathered in inference mode would be inference tensors, which the next training
+    # step cannot update.
+    with torch.inference_mode(False), torch.no_grad(), engine.around_step():
+        yield

@@ -496,7 +496,7 @@ def _sent_states(
         head = [
             {
                 index: {
-                    name: _Outline(v.shape, v.dtype) if isinstance(v, Tensor) else v
+                    name: _TensorHeader(v.shape, v.dtype) if isinstance(v, Tensor) else v
                     for name, v in values.items()
                 }
                 for index, values in states.items()
@@ -516,13 +516,13 @@ def _sent_states(
     }
 
 
-class _Outline(NamedTuple):
+class _TensorHeader(NamedTuple):
     shape: torch.Size
     dtype: torch.dtype
 
 
 def _received(value: Any, place: int, group: dist.ProcessGroup, device: torch.device) -> Any:
-    if not isinstance(value, _Outline):
+    if not isinstance(value, _TensorHeader):
         return value
     tensor = torch.empty(value.shape, dtype=value.dtype, device=device)
     dist.recv(tensor, group=group, group_src=place)

@@ -38,9 +38,9 @@ from lightning_topt.graph.op_config import JointModule, OpConfig, joint_from_val
 from lightning_topt.plan.plan_values import (
     BlockPlan,
     PlanError,
-    Prediction,
     Preset,
     StagePlan,
+    StepEstimate,
     config_to_dict,
     describe_config,
     exchange_from_value,
@@ -59,8 +59,8 @@ __all__ = [
     "BlockPlan",
     "ParallelPlan",
     "PlanError",
-    "Prediction",
     "StagePlan",
+    "StepEstimate",
     "preset_plan",
     "uniform_plan",
 ]
@@ -114,7 +114,7 @@ class ParallelPlan:
     fingerprint: str | None = None
     batch_size: int | None = None
     cluster: str = ""
-    predicted: Prediction | None = None
+    predicted: StepEstimate | None = None
     reason: str = field(default="", compare=False)
     gradient_exchange: GradientMethod | None = None
     num_microbatches: int = 1

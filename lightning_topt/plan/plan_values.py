@@ -70,7 +70,7 @@ class StagePlan:
 
 
 @dataclass(frozen=True)
-class Prediction:
+class StepEstimate:
     """What the cost model expects of one step on each rank, in seconds and bytes."""
 
     step_seconds: float
@@ -286,14 +286,14 @@ def _placements(value: Any, mesh: Mesh) -> Placements:
     return tuple(parse_placement(value[name]) for name in mesh.names)
 
 
-def prediction_from_value(entry: Any) -> Prediction:
+def prediction_from_value(entry: Any) -> StepEstimate:
     """Read the entry `predicted`."""
-    known = {field.name for field in dataclasses.fields(Prediction)}
+    known = {field.name for field in dataclasses.fields(StepEstimate)}
     if not isinstance(entry, Mapping) or set(entry) != known:
         raise ValueError(
             f"predicted must be a mapping with the entries {sorted(known)}, got {shown(entry)}"
         )
-    return Prediction(**{name: number(entry[name], name=f"predicted.{name}") for name in known})
+    return StepEstimate(**{name: number(entry[name], name=f"predicted.{name}") for name in known})
 
 
 def exchange_to_dict(method: GradientMethod) -> dict[str, Any]:

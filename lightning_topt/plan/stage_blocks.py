@@ -31,7 +31,7 @@ from lightning_topt.basics.once import once_per_object
 from lightning_topt.costs.communication import ring_seconds
 from lightning_topt.costs.cost_table import Array
 from lightning_topt.costs.segments import (
-    Crossings,
+    BoundaryBytes,
     chain_of,
     find_crossings,
     spec_bytes,
@@ -142,7 +142,7 @@ class StageBlocks:
         return chain_of(self.step.graph)
 
     @cached_property
-    def crossings(self) -> Crossings:
+    def crossings(self) -> BoundaryBytes:
         """The tensors that cross each boundary.
 
         Those in slices are sent unsharded, by each of the ranks.
@@ -247,7 +247,7 @@ class StageBlocks:
         return tuple(found)
 
     @cached_property
-    def _own_crossings(self) -> Crossings:
+    def _own_crossings(self) -> BoundaryBytes:
         return find_crossings(self.step.graph, self.step.segments)
 
     @cached_property
@@ -406,9 +406,9 @@ class RepeatedBlocks(StageBlocks):
         return tuple(self.base.names[place] for place in self.places)
 
     @cached_property
-    def crossings(self) -> Crossings:
+    def crossings(self) -> BoundaryBytes:
         """The tensors that cross each boundary."""
-        found: Crossings = self.base.crossings
+        found: BoundaryBytes = self.base.crossings
         forward, backward = (
             tuple(side[place] for place in self.places) for side in (found.forward, found.backward)
         )

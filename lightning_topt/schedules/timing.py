@@ -207,7 +207,7 @@ class Transfer(NamedTuple):
     microbatch_index: int
 
 
-class Step(NamedTuple):
+class TimedPass(NamedTuple):
     """A pass of a walk.
 
     `cost` is the place of its seconds. What it receives is (transfer, place of its seconds), what
@@ -227,7 +227,7 @@ class Walk:
     `actions` are (rank, action) of the `steps`, `kinds` the kinds of passes among them.
     """
 
-    steps: tuple[Step, ...]
+    steps: tuple[TimedPass, ...]
     actions: tuple[tuple[int, Action], ...]
     transfers: tuple[Transfer, ...]
     num_links: int
@@ -280,7 +280,9 @@ def walk_of(schedule: Schedule, edges: tuple[Edge, ...]) -> Walk:
                 for other, place in outgoing
             ]
         )
-        steps.append(Step(rank, _KINDS.index(kind) * schedule.num_stages + stage, received, sent))
+        steps.append(
+            TimedPass(rank, _KINDS.index(kind) * schedule.num_stages + stage, received, sent)
+        )
     moved = tuple(
         Transfer(edges[place % len(edges)], place >= len(edges), index)
         for place, index in transfers

@@ -81,7 +81,7 @@ class CacheStatistics:
     disk_bytes: int
 
 
-class Peers(Protocol):
+class PartitionPeers(Protocol):
     """The other nodes' part of a partitioned cache."""
 
     def is_own(self, item: int) -> bool:
@@ -134,7 +134,7 @@ class SampleCache:
         num_items: int,
         memory_bytes: int | str,
         disk_bytes: int | str,
-        peers: Peers | None = None,
+        peers: PartitionPeers | None = None,
         write_behind: bool = False,
     ) -> None:
         self.memory_bytes = check_size(memory_bytes, name="memory_bytes", least=0)

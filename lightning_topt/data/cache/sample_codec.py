@@ -35,7 +35,7 @@ from lightning_topt.data.cache.sample_layout import (
     FIXED,
     PREFIX,
     TORCH_DTYPES,
-    Layout,
+    EntryLayout,
     Spec,
     UnsupportedSample,
     header_text,
@@ -149,12 +149,12 @@ def header_of(entry: Any) -> bytes:
     raise ValueError("these bytes are no sample: their header is cut off")
 
 
-def layout(entry: Any) -> Layout:
+def layout(entry: Any) -> EntryLayout:
     """Return the layout of `entry` (any buffer)."""
     return layout_of(header_of(entry))
 
 
-def leaves_of(parts: Parts, known: Layout) -> list[Any]:
+def leaves_of(parts: Parts, known: EntryLayout) -> list[Any]:
     """Return the leaves of an entry with this layout: in one piece, or as `encode` gives it."""
     if len(parts) == 1:
         view = memoryview(parts[0]).cast("B")

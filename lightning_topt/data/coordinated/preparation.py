@@ -158,7 +158,7 @@ class Workers:
         self._processes: list[Any] = []
         for number in range(count):
             reader, writer = method.Pipe(duplex=False)
-            place = Place(number, count, address, hello, timeout_seconds, parent)
+            place = WorkerPlace(number, count, address, hello, timeout_seconds, parent)
             arguments = (preparation, place, init, writer)
             process = method.Process(target=_work, args=arguments, daemon=True)  # type: ignore[attr-defined]
             process.start()
@@ -217,7 +217,7 @@ class Workers:
             pipe.close()
 
 
-class Place(NamedTuple):
+class WorkerPlace(NamedTuple):
     """A worker's place: its number of how many, the coordinator, and its job.
 
     `parent` is the job's process id where that forked the worker, else None.
@@ -232,7 +232,7 @@ class Place(NamedTuple):
 
 
 def _work(
-    preparation: Preparation, place: Place, init: Callable[[int], None] | None, errors: Pipe
+    preparation: Preparation, place: WorkerPlace, init: Callable[[int], None] | None, errors: Pipe
 ) -> None:
     # The start of a worker, as in torch's DataLoader. Ctrl-C is the job's, which ends its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -32,7 +32,7 @@ from lightning_topt.communication.rank_watch import PeerLostError
 from lightning_topt.execution.applied_techniques import AppliedTechniques
 from lightning_topt.execution.gathered_state import load_module_state, module_state
 from lightning_topt.execution.pipeline.messages import Message, ProgramStep
-from lightning_topt.execution.pipeline.p2p import Peers
+from lightning_topt.execution.pipeline.p2p import MessageExchange
 from lightning_topt.execution.pipeline.random_order import OneStageOrder, RandomOrder
 from lightning_topt.execution.pipeline.stage_gradients import StageExchanges, StageNorms
 from lightning_topt.execution.pipeline.stage_layout import (
@@ -95,7 +95,7 @@ class PipelineRun:
         )
         # Connect, and keep the parameters that the stages of this rank need.
         pipelines = plan.mesh.groups_along(plan.mesh.pipeline_axes)
-        self._peers = Peers(pipelines, self.schedule, rank=dist.get_rank(), device=device)
+        self._peers = MessageExchange(pipelines, self.schedule, rank=dist.get_rank(), device=device)
         self._originals = dict(module.named_parameters())
         self.non_local = place_parameters(module, self.layout, self.groups, device=device)
         self.buffers = StageBuffers(module, self.layout, self.groups)
@@ -398,7 +398,7 @@ class PipelineRun:
 def run_actions(
     program: Sequence[ProgramStep],
     passes: Sequence[StagePass],
-    peers: Peers,
+    peers: MessageExchange,
     runs: Sequence[Callable[[], Any]],
     *,
     last_stage: int,
@@ -464,7 +464,7 @@ def run_actions(
     return results
 
 
-def _summed(needs: Sequence[Message], peers: Peers) -> dict[TensorRef, Tensor]:
+def _summed(needs: Sequence[Message], peers: MessageExchange) -> dict[TensorRef, Tensor]:
     """Return the gradients of what a stage has sent, summed over its receivers."""
     found: dict[TensorRef, Tensor] = {}
     for message in needs:  # one activation may have gone to several stages

@@ -27,8 +27,7 @@ from lightning_topt.schedules.timing import Edge, StageCosts, Times, Transfer, W
 def simulate(schedule: Schedule, costs: StageCosts) -> Simulation:
     """Return when each pass of a step runs and what each rank holds, with these costs.
 
-    Memory is computed when asked for. `timing.step_seconds` and `many_step_seconds` give the time
-    alone.
+    Memory is computed when asked for. `timing.step_seconds` gives the time alone.
 
     Raises:
         ValueError: for costs that do not fit the schedule.

@@ -123,30 +123,6 @@ def step_seconds(schedule: Schedule, costs: StageCosts) -> float:
     return float(times.step_seconds) if walk.steps else 0.0
 
 
-def many_step_seconds(
-    schedule: Schedule,
-    *,
-    forward: ArrayLike,
-    backward: ArrayLike,
-    backward_input: ArrayLike | None = None,
-    backward_weight: ArrayLike | None = None,
-    transfer_seconds: Mapping[Edge, ArrayLike] | None = None,
-    gradient_seconds: Mapping[Edge, ArrayLike] | None = None,
-    overlapped: bool = True,
-    update: ArrayLike | None = None,
-) -> NDArray[np.float64]:
-    """Return `step_seconds` of n sets of costs, (n,).
-
-    Passes are (stages, n), transfers (n,) or a number for all. A thousand sets take about as long
-    as one.
-    """
-    passes = forward, backward, backward_input, backward_weight, update
-    between = transfer_seconds, gradient_seconds
-    return np.asarray(
-        many_rank_seconds(schedule, passes, between, overlapped=overlapped).max(axis=0), float
-    )
-
-
 def many_rank_seconds(
     schedule: Schedule,
     passes: tuple[ArrayLike, ArrayLike, ArrayLike | None, ArrayLike | None, ArrayLike | None],
@@ -354,7 +330,7 @@ def _run(
     seconds: list[Any],
     crossing: list[Any],
     *,
-    zero: Any,
+    zero: object,
     larger: Callable[[Any, Any], Any],
     overlapped: bool,
 ) -> Times:

@@ -128,23 +128,19 @@ def sweep(
         )
         if work < 0:
             return None
-        parent, via = _pairs(group, layer.source)
+        # States (parent) with each transition (via) from their groups.
+        order = np.argsort(layer.source, kind="stable")
+        first = np.searchsorted(layer.source[order], group)
+        count = np.searchsorted(layer.source[order], group, side="right") - first
+        parent = np.repeat(np.arange(len(group)), count)
+        within = np.arange(len(parent)) - np.repeat(np.cumsum(count) - count, count)
+        via = order[first[parent] + within]
         after = apply(layer, states[parent], via)
         after = after if lifts is None else _lifted(after, lifts[n + 1])
         kept = _minimal_by_group(after, layer.target[via])
         states, group = after[kept], layer.target[via[kept]]
         back.append((parent[kept], via[kept]))
     return states, group, _follow(back, np.arange(len(states)))
-
-
-def _pairs(group: Rows, source: Rows) -> tuple[Rows, Rows]:
-    """Return (state, transition) for all transitions from the `group` (n,) of every state."""
-    order = np.argsort(source, kind="stable")
-    first = np.searchsorted(source[order], group)
-    count = np.searchsorted(source[order], group, side="right") - first
-    state = np.repeat(np.arange(len(group)), count)
-    within = np.arange(len(state)) - np.repeat(np.cumsum(count) - count, count)
-    return state, order[first[state] + within]
 
 
 def _lifted(states: Array, lift: Array) -> Array:

@@ -652,7 +652,9 @@ class _PredictedWeights(StagePrediction):
         kept: list[tuple[Sequence[Tensor], list[Tensor]]] = []  # parameters with copies
         try:
             for moments in (self._moments or []) if count else []:
-                copies = self._copies_of(moments.parameters)
+                new = [parameter for parameter in moments.parameters if parameter not in self._true]
+                self._true.update(zip(new, empty_copies(new), strict=True))
+                copies = [self._true[parameter] for parameter in moments.parameters]
                 move = self._predict(
                     moments, self._method, count, [groups[moments.group] for groups in rates]
                 )
@@ -663,11 +665,6 @@ class _PredictedWeights(StagePrediction):
         finally:
             for parameters, copies in kept:
                 copy_into(parameters, copies)
-
-    def _copies_of(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        new = [parameter for parameter in parameters if parameter not in self._true]
-        self._true.update(zip(new, empty_copies(new), strict=True))
-        return [self._true[parameter] for parameter in parameters]
 
 
 _RULES: tuple[type[Prediction], ...] = (

@@ -511,7 +511,7 @@ def _sharded_gradients(costs: PlanCosts) -> PlanSpace:
     """
     storages, axes = _storages(costs), costs.step.mesh.data_axes
     own = [storage for storage in storages if storage.sharded_axes("gradients") == axes[-1:]]
-    if costs.step.gradient_views:  # of which plans without whole gradients have none
+    if costs.step.gradient_views:  # of which plans without unsharded gradients have none
         return PlanSpace(costs, [storages] if own else [], own=())
     return PlanSpace(costs, [own, storages] if own else [], own=own)
 

@@ -526,7 +526,13 @@ def choose_estimate(
     if objective == "money" or limits.budget is not None:
         priced = [each for each in estimates if each.money_per_sample is not None]
         if not priced:
-            raise ValueError(_why_no_price(estimates[0]))
+            first = estimates[0]
+            name = "spot_price_per_hour" if first.scenario.spot else "price_per_hour"
+            raise ValueError(
+                f"the cluster {first.scenario.cluster.name!r} has no price: set cluster.device."
+                f"{name} (of one device; +cluster.device. where the file has no such entry), or "
+                "leave out objective=money and limits.budget"
+            )
         estimates = priced
     kept = [each for each in estimates if limits.excess(each) <= 1]
     if not kept:
@@ -632,15 +638,6 @@ def _why_none(estimates: Sequence[Estimate], limits: Limits) -> str:
     return (
         f"{count} {verb} {limits.in_words()}: the nearest is {nearest.scenario} with "
         f"{in_words(nearest)}; allow more, or give other clusters, device_counts or batch sizes"
-    )
-
-
-def _why_no_price(each: Estimate) -> str:
-    name = "spot_price_per_hour" if each.scenario.spot else "price_per_hour"
-    return (
-        f"the cluster {each.scenario.cluster.name!r} has no price: set cluster.device.{name} (of "
-        "one device; +cluster.device. where the file has no such entry), or leave out "
-        "objective=money and limits.budget"
     )
 
 

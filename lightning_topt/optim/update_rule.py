@@ -301,7 +301,7 @@ def _difference(
     return None
 
 
-def _different_key(values: Mapping[str, Any], twins: Mapping[str, Any]) -> str | None:
+def _different_key(values: Mapping[str, object], twins: Mapping[str, object]) -> str | None:
     different = [
         k
         for k in {**values, **twins}
@@ -310,7 +310,7 @@ def _different_key(values: Mapping[str, Any], twins: Mapping[str, Any]) -> str |
     return different[0] if different else None
 
 
-def same(value: Any, twin: Any, *, change: float | None = None) -> bool:
+def same(value: object, twin: object, *, change: float | None = None) -> bool:
     """Return whether two results are equal to rounding.
 
     `change` is how far the parameter has moved; without it, differences are compared with the
@@ -427,7 +427,7 @@ def make_sketch(optimizer: Optimizer) -> Sketch:
     )
 
 
-def _options_of(group: Mapping[str, Any], *, without: Sequence[str] = ()) -> dict[str, Any]:
+def _options_of(group: Mapping[str, object], *, without: Sequence[str] = ()) -> dict[str, Any]:
     return {
         key: value for key, value in group.items() if key not in ("params", "param_names", *without)
     }

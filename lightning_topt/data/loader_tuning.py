@@ -516,7 +516,7 @@ def prepare(loader: TrialLoader, items: Sequence[int], *, seconds: float) -> Pre
     )
 
 
-def nbytes(batch: Any) -> float:
+def nbytes(batch: object) -> float:
     """Return the bytes of tensors and arrays in a batch, and of other leaves when pickled."""
     if isinstance(batch, Mapping):
         return sum(map(nbytes, batch.values()))

@@ -54,7 +54,7 @@ Bytes = npt.NDArray[np.uint8]
 class ReadyBatch:
     """A batch that needs no collating."""
 
-    def __init__(self, batch: Any) -> None:
+    def __init__(self, batch: object) -> None:
         self.batch = batch
 
 

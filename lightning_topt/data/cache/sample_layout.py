@@ -84,7 +84,14 @@ class _Layouts(dict[bytes, EntryLayout]):
 
     # A hit is a lookup in a dict, the fastest there is.
     def __missing__(self, header: bytes) -> EntryLayout:
-        known = _read(header)
+        read = json.loads(header)
+        if not isinstance(read, list) or len(read) != 2 or read[0] != FORMAT:
+            raise UnsupportedSample(
+                "a cached sample is of another version of lightning_topt: use another directory"
+            )
+        leaves: list[Leaf] = []
+        end = _place(read[1], leaves, PREFIX.size + len(header))
+        known = EntryLayout(header, read[1], tuple(leaves), end)
         if len(header) > KEPT_HEADER_BYTES:
             return known
         if len(header) > self.room:
@@ -96,17 +103,6 @@ class _Layouts(dict[bytes, EntryLayout]):
 
 
 _layouts = _Layouts()
-
-
-def _read(header: bytes) -> EntryLayout:
-    found = json.loads(header)
-    if not isinstance(found, list) or len(found) != 2 or found[0] != FORMAT:
-        raise UnsupportedSample(
-            "a cached sample is of another version of lightning_topt: use another directory"
-        )
-    leaves: list[Leaf] = []
-    end = _place(found[1], leaves, PREFIX.size + len(header))
-    return EntryLayout(header, found[1], tuple(leaves), end)
 
 
 def _place(spec: Spec, leaves: list[Leaf], start: int) -> int:

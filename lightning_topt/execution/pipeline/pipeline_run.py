@@ -5,7 +5,7 @@
     losses = run.run_step(microbatches, step)     # (n,), on every rank
     run.clip_norm(parameters, 1.0)
     outputs = run.evaluate(batch, step)           # on all ranks of the pipeline
-    run.release()                                 # every rank has the whole module again
+    run.release()                                 # every rank has all parameters again
 
 A step of n microbatches: `StepFlows` traces the user's step once, `StepPrograms` gives this rank's
 actions with the messages around them, `run_actions` runs them one after the other, and gradients
@@ -172,7 +172,7 @@ class PipelineRun:
 
     def run_step(
         self,
-        microbatches: Sequence[Any],
+        microbatches: Sequence[object],
         step: Step,
         *,
         weights: Sequence[float] | None = None,
@@ -229,12 +229,12 @@ class PipelineRun:
                 if rank == self.groups.rank:
                     self.exchanges.stage_ended(stage)
 
-    def evaluate(self, batch: Any, step: Step, *, kind: Hashable = None) -> Any:
+    def evaluate(self, batch: object, step: Step, *, kind: Hashable = None) -> Any:
         """Run ``step(module, batch)`` forward; return what the last stage returns on all ranks."""
         return self.evaluate_all([batch], step, kind=kind)[0]
 
     def evaluate_all(
-        self, microbatches: Sequence[Any], step: Step, *, kind: Hashable = None
+        self, microbatches: Sequence[object], step: Step, *, kind: Hashable = None
     ) -> list[Any]:
         """Do what `evaluate` does for several microbatches, with all stages at work at once."""
         self.check_drained()
@@ -258,7 +258,7 @@ class PipelineRun:
 
     def _run(
         self,
-        microbatches: Sequence[Any],
+        microbatches: Sequence[object],
         step: Step,
         flows: Sequence[StageFlow],
         *,
@@ -378,14 +378,14 @@ class PipelineRun:
         state = module_state(self.module, self._split(), full=False)
         return {name: value for name, value in state.items() if name not in names}
 
-    def load_module_state(self, state: Mapping[str, Any], *, strict: bool) -> None:
+    def load_module_state(self, state: Mapping[str, object], *, strict: bool) -> None:
         """Load a full state, or a stored one, each rank its part."""
         self.check_drained()
         with self.non_local.skipped_by_loading():
             load_module_state(self.module, state, self._split() or None, strict=strict)
 
     def release(self) -> None:
-        """Let every rank have the whole module again."""
+        """Restore all stages' parameters on every rank."""
         self.sync_buffers()
         self.non_local.restore()
         for each, group in self._averaged:
@@ -476,7 +476,7 @@ def _summed(needs: Sequence[Message], peers: MessageExchange) -> dict[TensorRef,
 # ---- losses and other values ---------------------------------------------------------------------
 
 
-def loss_of_step(result: Any) -> Tensor:
+def loss_of_step(result: object) -> Tensor:
     """Return the loss that a step returned. Raises ValueError where it is none."""
     if not isinstance(result, Tensor) or result.numel() != 1:
         raise ValueError(
@@ -509,7 +509,9 @@ def share_losses(values: Tensor, groups: PipelineGroups, *, source: int) -> None
         ) from error
 
 
-def share_value(value: Any, *, group: dist.ProcessGroup, source: int, device: torch.device) -> Any:
+def share_value(
+    value: object, *, group: dist.ProcessGroup, source: int, device: torch.device
+) -> Any:
     """Return the `value` of rank `source` of `group` on all of its ranks. A collective call.
 
     What is not a tensor is pickled; tensors travel as they are, and have no graph then. Raises
@@ -536,11 +538,11 @@ def share_value(value: Any, *, group: dist.ProcessGroup, source: int, device: to
     return value if is_source else _with_tensors(text, shared)
 
 
-def _without_tensors(value: Any, tensors: list[Tensor]) -> bytes:
+def _without_tensors(value: object, tensors: list[Tensor]) -> bytes:
     """Return the pickled value with a number in the place of each tensor, which `tensors` gets."""
 
     class Pickler(pickle.Pickler):
-        def persistent_id(self, obj: Any) -> int | None:
+        def persistent_id(self, obj: object) -> int | None:
             if not isinstance(obj, Tensor):
                 return None
             tensors.append(obj)

@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 
 from benchmarks.common import RESULTS, machine
 from benchmarks.pipelines.simulators import ContinuousTraining, Step
-from lightning_topt.cli.tasks.byte_lm import Block, ByteGPT, StdlibBytesDataModule
+from lightning_topt.cli.tasks.byte_lm import ByteGPT, StdlibBytesDataModule, TransformerBlock
 
 FILE = RESULTS / "prediction_accuracy.json"
 MODELS = {"transformer": "AdamW", "long transformer": "AdamW", "cnn": "SGD", "lstm": "SGD"}
@@ -252,7 +252,7 @@ class Embedding(nn.Module):
 class Attention(nn.Module):
     """The first half of a block."""
 
-    def __init__(self, block: Block) -> None:
+    def __init__(self, block: TransformerBlock) -> None:
         super().__init__()
         self.norm, self.query_key_value, self.out = (
             block.attention_norm,
@@ -274,7 +274,7 @@ class Attention(nn.Module):
 class Perceptron(nn.Module):
     """The second half of a block."""
 
-    def __init__(self, block: Block) -> None:
+    def __init__(self, block: TransformerBlock) -> None:
         super().__init__()
         self.norm, self.inner, self.outer = block.mlp_norm, block.mlp_in, block.mlp_out
 

@@ -29,7 +29,7 @@ from benchmarks.common import RESULTS, machine
 from hydra_plugins.lightning_topt_searchpath import conf_dir
 from lightning_topt.basics.units import format_bytes, format_duration, format_money, format_seconds
 from lightning_topt.cli.several_clusters import as_hydra_reads
-from lightning_topt.cli.what_if import WhatIf, read_searches, search_all
+from lightning_topt.cli.what_if import WhatIfOptions, read_searches, search_all
 from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.plan.plan_frontier import PlanPoint
 from lightning_topt.plan.plan_search import SearchRequest, search_plans
@@ -108,7 +108,7 @@ def composed(words: Sequence[str]) -> DictConfig:
 def answer(question: Question) -> list[str]:
     started, clock = time.process_time(), time.perf_counter()
     config = composed(question.words)
-    asked = WhatIf.read(config)
+    asked = WhatIfOptions.read(config)
     searches, request = read_searches(config, asked)
     found, notes = search_all(searches, request, asked)
     estimates = [each.chosen for each in found]
@@ -152,7 +152,9 @@ def fits(point: PlanPoint, request: SearchRequest) -> bool:
     return point.peak_bytes * 1.05 <= request.cluster.device.memory_bytes
 
 
-def baseline(base: SearchRequest, chosen: Estimate, asked: WhatIf, *, level: int) -> Estimate | str:
+def baseline(
+    base: SearchRequest, chosen: Estimate, asked: WhatIfOptions, *, level: int
+) -> Estimate | str:
     """Return the best plan that treats all blocks alike at this level, or why there is none.
 
     Numbers of micro-batches vary.
@@ -187,7 +189,7 @@ def baseline(base: SearchRequest, chosen: Estimate, asked: WhatIf, *, level: int
     )
 
 
-def expert(question: Question, chosen: Estimate, asked: WhatIf) -> Estimate | str:
+def expert(question: Question, chosen: Estimate, asked: WhatIfOptions) -> Estimate | str:
     """What `topt plan` says of the plan that is written by hand, on the chosen machines."""
     scenario = chosen.scenario
     kept = [
@@ -200,7 +202,7 @@ def expert(question: Question, chosen: Estimate, asked: WhatIf) -> Estimate | st
         *(w.replace("DATA", str(data)) for w in question.expert_words),
     ]
     config = composed(words)
-    own = WhatIf.read(config)
+    own = WhatIfOptions.read(config)
     try:
         searches, request = read_searches(config, own)
         (found, *_), _ = search_all(searches, request, own)

@@ -33,7 +33,7 @@ def check_whole(value: Any, *, name: str, least: int | None = 1, most: int | Non
     return int(value)
 
 
-def check_real(value: Any, *, name: str, positive: bool = False) -> float:
+def check_real(value: object, *, name: str, positive: bool = False) -> float:
     """Return a finite number, with `positive` one above 0."""
     if not isinstance(value, Real) or isinstance(value, bool) or not math.isfinite(value):
         raise ValueError(f"{name} is a finite number; got {reprlib.repr(value)}")
@@ -59,7 +59,7 @@ def check_size(value: Any, *, name: str, least: int = 1) -> int:
     return nbytes
 
 
-def check_flag(value: Any, *, name: str, optional: bool = False) -> bool | None:
+def check_flag(value: object, *, name: str, optional: bool = False) -> bool | None:
     """Return True or False, or None where that is `optional`."""
     if not (isinstance(value, bool) or (optional and value is None)):
         raise ValueError(
@@ -68,14 +68,14 @@ def check_flag(value: Any, *, name: str, optional: bool = False) -> bool | None:
     return value
 
 
-def check_choice(value: Any, *, name: str, allowed: Iterable[str]) -> str:
+def check_choice(value: object, *, name: str, allowed: Iterable[str]) -> str:
     """Return one of the texts `allowed`."""
     if not isinstance(value, str) or value not in (allowed := tuple(allowed)):
         raise ValueError(f"{name} is one of {', '.join(allowed)}; got {reprlib.repr(value)}")
     return value
 
 
-def check_text(value: Any, *, name: str) -> str:
+def check_text(value: object, *, name: str) -> str:
     """Return a text that is not empty."""
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"{name} is a text that is not empty; got {reprlib.repr(value)}")
@@ -95,14 +95,14 @@ def check_texts(value: Any, *, name: str) -> tuple[str, ...]:
     return tuple(value)
 
 
-def check_version(value: Any, *, name: str) -> str | None:
+def check_version(value: object, *, name: str) -> str | None:
     """Return a text or whole number that names a version, as text; None stays None."""
     if isinstance(value, Integral) and not isinstance(value, bool):
         return str(value)
     return None if value is None else check_text(value, name=name)
 
 
-def check_folder(value: Any, *, name: str) -> Path:
+def check_folder(value: object, *, name: str) -> Path:
     """Return a path, given as text or as a Path."""
     if not isinstance(value, str | os.PathLike):
         raise ValueError(f"{name} is a folder, as text or a Path; got {reprlib.repr(value)}")

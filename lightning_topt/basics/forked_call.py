@@ -127,7 +127,12 @@ def _run_as_child(function: Callable[[], Any], write: int, parent: int, *, isola
         try:
             answer = pickle.dumps((True, function()))
         except Exception as error:
-            answer = _pickled_error(error)
+            # Some errors cannot be made again from their pickle.
+            try:
+                answer = pickle.dumps((False, error))
+                pickle.loads(answer)
+            except Exception:
+                answer = pickle.dumps((False, RuntimeError(f"{type(error).__name__}: {error}")))
         with os.fdopen(write, "wb") as pipe:
             pipe.write(answer)
     finally:
@@ -161,13 +166,3 @@ def writable_files() -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, most))
-
-
-def _pickled_error(error: Exception) -> bytes:
-    """Return what is sent for an error; some cannot be made again from their pickle."""
-    try:
-        answer = pickle.dumps((False, error))
-        pickle.loads(answer)
-    except Exception:
-        answer = pickle.dumps((False, RuntimeError(f"{type(error).__name__}: {error}")))
-    return answer

@@ -18,7 +18,7 @@ from lightning_topt.basics.forked_call import writable_files
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def kernel(function: Any) -> Any:
+def kernel(function: Function) -> Function:
     """Compile `function` as NumPy computes: no checks of bounds, no error of division by 0."""
     return compiled(function, boundscheck=False, error_model="numpy")
 

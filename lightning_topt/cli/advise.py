@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.markdown import Markdown
 
 from lightning_topt.basics.argument_checks import check_real
-from lightning_topt.cli.what_if import WhatIf, read_searches, search_all
+from lightning_topt.cli.what_if import WhatIfOptions, read_searches, search_all
 from lightning_topt.costs.plain_values import parse_json, read_text
 from lightning_topt.costs.sizes import parameter_bytes
 from lightning_topt.plan.advice import (
@@ -41,7 +41,7 @@ from lightning_topt.plan.choose import fitting_points
 from lightning_topt.plan.plan_frontier import PlanPoint
 from lightning_topt.plan.plan_search import SearchRequest, search_plans
 from lightning_topt.plan.scenario_report import plan_in_words
-from lightning_topt.plan.scenarios import Found, Scenario, of_microbatches
+from lightning_topt.plan.scenarios import Scenario, ScenarioResult, of_microbatches
 from lightning_topt.plugins.plan_request import AllowedExchanges, PlanRequest
 
 _BATCHES = (0.25, 0.5, 1, 2, 4)  # of the given one
@@ -54,7 +54,7 @@ def run(config: DictConfig) -> None:
     Raises what searching and reading raise.
     """
     pl.seed_everything(config.seed, workers=True)
-    options, asked = AdviceOptions.read(config), WhatIf.read(config)
+    options, asked = AdviceOptions.read(config), WhatIfOptions.read(config)
     searches, request = read_searches(config, asked)
     if len(searches) > 1:
         raise ValueError(
@@ -179,7 +179,11 @@ def read_noise_scale(path: str, *, column: str) -> float:
 
 
 def _advise_scale(
-    at: Found, search: SearchRequest, request: PlanRequest, asked: WhatIf, options: AdviceOptions
+    at: ScenarioResult,
+    search: SearchRequest,
+    request: PlanRequest,
+    asked: WhatIfOptions,
+    options: AdviceOptions,
 ) -> list[Advice]:
     """Search again for other batches, and for fewer devices, and advise on both.
 
@@ -204,7 +208,7 @@ def _advise_scale(
         others.append((replace(scenario, devices=count), replace(search, device_counts=(count,))))
 
     # they are searched side by side
-    found: list[Found] = []
+    found: list[ScenarioResult] = []
     if others:
         with suppress(ValueError):  # none of them has a plan
             found, _ = search_all(others, request, asked)
@@ -215,7 +219,7 @@ def _advise_scale(
 
 
 def _compressed_points(
-    at: Found, search: SearchRequest, request: PlanRequest
+    at: ScenarioResult, search: SearchRequest, request: PlanRequest
 ) -> tuple[list[PlanPoint], str]:
     """Return the uniform plans that fit and keep gradients unsharded, compressed or not.
 
@@ -240,7 +244,7 @@ def _compressed_points(
     return fits, "" if fits else why
 
 
-def _memory_limit(at: Found, request: PlanRequest) -> float:
+def _memory_limit(at: ScenarioResult, request: PlanRequest) -> float:
     """Return the bytes per device that a plan may take."""
     device = at.scenario.cluster.device.memory_bytes
     return device if request.memory_limit is None else request.memory_limit

@@ -150,6 +150,6 @@ def one_device_trainer(config: DictConfig) -> pl.Trainer:
     return trainer
 
 
-def plain_value(value: Any) -> Any:
+def plain_value(value: object) -> Any:
     """Return an entry of a configuration as plain dictionaries, lists and scalars."""
     return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value

@@ -184,7 +184,7 @@ def outcomes_of(
 def _outcomes(
     function: Callable[[Item], Result],
     items: Sequence[Item],
-    taken: Any,
+    taken: object,
     received: queue.SimpleQueue[Any],
     helpers: Sequence[Any],
 ) -> Iterator[tuple[int, Result | ValueError]]:
@@ -233,7 +233,7 @@ def _receive(reader: Connection, received: queue.SimpleQueue[Any]) -> None:
         received.put(None)
 
 
-def _help(function: Any, items: Sequence[Any], taken: Any, writer: Connection) -> None:
+def _help(function: Any, items: Sequence[object], taken: Any, writer: Connection) -> None:
     """Do items in a helper process, which prints nothing."""
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  (to the end of the process)
     torch.set_num_threads(1)  # a forked process would wait for threads that it does not have

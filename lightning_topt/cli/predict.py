@@ -136,7 +136,7 @@ def _refuse(config: DictConfig, names: tuple[str, ...], *, why: str) -> None:
             raise ValueError(f"{name} belongs to the prediction {why}: leave it out")
 
 
-def _path(value: Any, name: str) -> Path:
+def _path(value: object, name: str) -> Path:
     if not isinstance(value, str | Path):
         raise ValueError(f"{name} is the path of a file, got {shown(value)}")
     return Path(value)

@@ -192,7 +192,7 @@ class SearchedPipelines:
         ]
 
 
-def _read_pipeline_entries(given: Any) -> dict[str, Any]:
+def _read_pipeline_entries(given: object) -> dict[str, Any]:
     """Return the entries of ``pipeline={stages:4,schedule:1f1b}`` that are given, checked."""
     known = _PIPELINE_ENTRIES
     if not isinstance(given, Mapping) or not given or set(given) - set(known):

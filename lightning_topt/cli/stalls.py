@@ -126,7 +126,7 @@ def measure(
 
 
 @contextmanager
-def serving(datamodule: pl.LightningDataModule, batches: Any) -> Iterator[None]:
+def serving(datamodule: pl.LightningDataModule, batches: object) -> Iterator[None]:
     """Let the data module, set up already, give `batches` as its training loader.
 
     Its hooks of a batch's transfer stay.

@@ -244,14 +244,14 @@ def _stage_example(plan: ParallelPlan, subject: Subject) -> Example | None:
     if plan.schedule is None:
         return None
 
-    def loss(model: Any, part: Any) -> Any:
+    def loss(model: object, part: object) -> Any:
         with subject.trainer.precision_plugin.forward_context():
             return loss_of(call_training_step(model, part))
 
     return Example(loss, _microbatches(plan, subject.batch)[0])
 
 
-def _microbatches(plan: ParallelPlan, batch: Any) -> Sequence[Any]:
+def _microbatches(plan: ParallelPlan, batch: object) -> Sequence[Any]:
     """Return the microbatches of a plan with stages; none for other plans.
 
     They are parts of a batch, or a batch of each rank, which are all alike here.

@@ -37,10 +37,10 @@ from lightning_topt.plan.plan_search import SearchRequest
 from lightning_topt.plan.scenario_report import print_scenarios, save_scenarios
 from lightning_topt.plan.scenarios import (
     SCENARIO_OBJECTIVES,
-    Found,
     Limits,
     Scenario,
-    Work,
+    ScenarioResult,
+    Workload,
     check_asked,
     choose_estimate,
     default_objective,
@@ -76,7 +76,7 @@ def run(config: DictConfig) -> None:
         ValueError: options contradict one another.
         NoPlanFitsError: no scenario keeps the limits.
     """
-    asked = WhatIf.read(config)
+    asked = WhatIfOptions.read(config)
     check_asked(asked.objective or "time", asked.limits, has_work=asked.work is not None)
     searches, request = read_searches(config, asked)
     found, left_out = search_all(searches, request, asked)
@@ -129,7 +129,7 @@ def run(config: DictConfig) -> None:
 
 
 @dataclass(frozen=True)
-class WhatIf:
+class WhatIfOptions:
     """The choices, what a run takes, and its limits.
 
     None stands for what the configuration has. `spot` None means both, on spot devices and not.
@@ -142,12 +142,12 @@ class WhatIf:
     accumulate: tuple[int, ...] | None = None
     processes: int | None = None
     spot: bool | None = False
-    work: Work | None = None
+    work: Workload | None = None
     limits: Limits = field(default_factory=Limits)
     objective: str | None = None
 
     @classmethod
-    def read(cls, config: DictConfig) -> WhatIf:
+    def read(cls, config: DictConfig) -> WhatIfOptions:
         """Read the options of a configuration.
 
         Raises:
@@ -169,7 +169,7 @@ class WhatIf:
             if config.processes is None
             else check_whole(config.processes, name="processes"),
             spot=spot,
-            work=Work(
+            work=Workload(
                 **{k: check_real(v, name=f"work.{k}", positive=True) for k, v in work.items()}
             )
             if work
@@ -213,7 +213,7 @@ def _read_limit(name: str, value: Any) -> float:
 
 
 def read_searches(
-    config: DictConfig, asked: WhatIf
+    config: DictConfig, asked: WhatIfOptions
 ) -> tuple[list[tuple[Scenario, SearchRequest]], PlanRequest]:
     """Return every scenario with its search, and what the user asked of the planner.
 
@@ -252,7 +252,7 @@ def _of_length(config: DictConfig, length: int | None) -> DictConfig:
 
 def _on_clusters(
     config: DictConfig,
-    asked: WhatIf,
+    asked: WhatIfOptions,
     setup: PlanSetup,
     clusters: list[Cluster | None],
     *,
@@ -292,8 +292,8 @@ def _on_clusters(
 
 
 def search_all(
-    searches: Sequence[tuple[Scenario, SearchRequest]], request: PlanRequest, asked: WhatIf
-) -> tuple[list[Found], list[str]]:
+    searches: Sequence[tuple[Scenario, SearchRequest]], request: PlanRequest, asked: WhatIfOptions
+) -> tuple[list[ScenarioResult], list[str]]:
     """Search every scenario, several at a time, behind a progress bar.
 
     Returns:
@@ -302,7 +302,7 @@ def search_all(
     Raises:
         ValueError: the first error, where no scenario has a plan.
     """
-    outcomes: dict[int, Found | ValueError] = {}
+    outcomes: dict[int, ScenarioResult | ValueError] = {}
     processes = asked.processes or most_processes(len(searches))
     search = functools.partial(_search, request, asked)
     # helpers are forked here, before the bar starts a thread
@@ -331,7 +331,9 @@ def search_all(
     ]
 
 
-def _search(request: PlanRequest, asked: WhatIf, of: tuple[Scenario, SearchRequest]) -> Found:
+def _search(
+    request: PlanRequest, asked: WhatIfOptions, of: tuple[Scenario, SearchRequest]
+) -> ScenarioResult:
     scenario, search = of
     gc.collect(0)  # what the search before left
     check_world_size(search.cluster, world_size=scenario.devices)
@@ -346,7 +348,7 @@ def _search(request: PlanRequest, asked: WhatIf, of: tuple[Scenario, SearchReque
     )
 
 
-def _with_spot(found: list[Found], asked: WhatIf) -> list[Found]:
+def _with_spot(found: list[ScenarioResult], asked: WhatIfOptions) -> list[ScenarioResult]:
     """Add the scenarios on spot devices, or return these alone, as ``spot`` says.
 
     Plans do not change there; prices and failures do.

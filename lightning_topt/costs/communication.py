@@ -38,11 +38,9 @@ reduce_scatter moves as many bytes as an all_reduce): calibrate there.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lightning_topt.costs.cluster import COLLECTIVES, Cluster, Link
-from lightning_topt.graph.mesh_axes import Mesh
 
 _MOST_GROUPS = 32
 
@@ -203,20 +201,6 @@ class Group:
     def groups_on_node(self, devices_per_node: int) -> int:
         """Return how many groups of this kind have ranks on a node; of groups that cross nodes."""
         return min(self.stride, devices_per_node)
-
-
-def group_along(mesh: Mesh, axes: Iterable[int]) -> Group:
-    """Return the group along `axes` (indices) of a mesh.
-
-    Raises ValueError unless they are neighbours.
-    """
-    axes = sorted(axes)
-    if axes != list(range(axes[0], axes[-1] + 1)):
-        raise ValueError(
-            f"ranks along the axes {[mesh.names[index] for index in axes]} are not equally far "
-            "apart"
-        )
-    return Group(mesh.ranks_along(axes), mesh.stride(axes))
 
 
 def ranks_of_groups(group: Group, world_size: int) -> list[list[int]]:

@@ -467,7 +467,7 @@ def probe_group(
     for count in (1, _PROBE_COUNT):
         copy = copied(shapes=[shape] * count)
         copy.step()
-        with _Watch() as watch:
+        with _KernelCounter() as watch:
             copy.step()
         watched.append(watch)
     one, many = watched
@@ -624,7 +624,7 @@ class _Steps:
             ) from error
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _KernelCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts operator calls, the bytes they read and write, and the peak of what they allocate."""
 
     def __init__(self) -> None:

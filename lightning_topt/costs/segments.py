@@ -189,7 +189,7 @@ _Source = tuple[str, TensorSpec]  # what an operator returned
 
 
 @dataclass(frozen=True)
-class Crossings:
+class BoundaryBytes:
     """Bytes at the boundary before each block but the first (block,).
 
     Attributes:
@@ -203,7 +203,7 @@ class Crossings:
     places: tuple[int, ...]
 
 
-def find_crossings(graph: OpGraph, segments: Segments) -> Crossings:
+def find_crossings(graph: OpGraph, segments: Segments) -> BoundaryBytes:
     """Return what crosses the boundaries between the blocks of `graph`."""
     blocks = chain_of(graph)
     # the block of each segment; what is outside of all belongs to the block before
@@ -221,7 +221,7 @@ def find_crossings(graph: OpGraph, segments: Segments) -> Crossings:
             forward[boundary] += size
             if spec.dtype.startswith(("float", "bfloat", "complex")):
                 backward[boundary] += size
-    return Crossings(tuple(forward), tuple(backward), tuple(places))
+    return BoundaryBytes(tuple(forward), tuple(backward), tuple(places))
 
 
 def chain_of(graph: OpGraph) -> tuple[str, ...]:

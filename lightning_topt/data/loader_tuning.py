@@ -81,7 +81,7 @@ class LoaderChoice:
     batch_seconds: dict[int, float] = field(default_factory=dict)
 
 
-class Found(NamedTuple):
+class WorkerChoice(NamedTuple):
     """A number of workers, why, and seconds per batch of what was tried."""
 
     num_workers: int
@@ -153,11 +153,11 @@ def _measure(
     cores: int,
     memory_bytes: float,
     seconds: float,
-) -> tuple[Preparation, Found]:
+) -> tuple[PreparationCost, WorkerChoice]:
     """Return the cost of a batch, and the number of workers, tried where it is not given."""
     if num_workers != AUTO:
         prepared = LoaderTrials(loader, seconds=seconds).prepare()
-        return prepared, Found(
+        return prepared, WorkerChoice(
             num_workers, f"{num_workers} workers, as given", {0: prepared.seconds}
         )
     end = time.perf_counter() + seconds
@@ -180,7 +180,7 @@ def find_num_workers(
     most: int,
     trial: Callable[[int], LoopTimes],
     is_time_left: Callable[[], bool],
-) -> Found:
+) -> WorkerChoice:
     """Return the least number of workers within 5 % of the best that was tried, up to `most`.
 
     It is 0 where handing batches over costs as much as `prepare_seconds`, of preparing one in the
@@ -191,10 +191,12 @@ def find_num_workers(
     # Without workers, or without time to try any.
     tried = {0: prepare_seconds}
     if most < 1:
-        return Found(0, "0 workers: the memory for batches that wait has no room for one", tried)
+        return WorkerChoice(
+            0, "0 workers: the memory for batches that wait has no room for one", tried
+        )
     if prepare_seconds > _SLOW_SECONDS and not is_time_left():
         count = _estimated({1: prepare_seconds}, most, receive_seconds=0.0)
-        return Found(
+        return WorkerChoice(
             count,
             f"{_workers(count)} of at most {most}: estimated, there was no time to try any{_MORE}",
             tried,
@@ -208,7 +210,7 @@ def find_num_workers(
         "to prepare it"
     )
     if transfer_seconds >= prepare_seconds:
-        return Found(0, f"0 workers: {compared}", tried)
+        return WorkerChoice(0, f"0 workers: {compared}", tried)
     # How many: double, then bisect; estimate where the time is over.
     by_workers = {1: one.batch_seconds}
     if _climb(by_workers, most, trial, is_time_left):
@@ -220,7 +222,7 @@ def find_num_workers(
     else:
         count = _estimated(by_workers, most, receive_seconds=one.core_seconds)
         why = f"estimated, there was time to try up to {max(by_workers)}{_MORE}"
-    return Found(
+    return WorkerChoice(
         count, f"{_workers(count)} of at most {most}: {why}; {compared}", tried | by_workers
     )
 
@@ -300,7 +302,9 @@ def _milliseconds(seconds: float) -> str:
     return f"{1000 * seconds:.3g} ms"
 
 
-def choose_prefetch_factor(prepared: Preparation, num_workers: int, *, memory_bytes: float) -> int:
+def choose_prefetch_factor(
+    prepared: PreparationCost, num_workers: int, *, memory_bytes: float
+) -> int:
     """Return the batches ahead per worker, 2 to 8, that bridge a slow batch.
 
     The other workers continue while one takes 3 standard deviations longer than the mean. It is
@@ -332,7 +336,7 @@ def memory_for_waiting(sharers: int) -> float:
 
 
 @dataclass(frozen=True)
-class Preparation:
+class PreparationCost:
     """Cost of a batch for a process that does nothing else, in one thread.
 
     Args:
@@ -371,7 +375,7 @@ class LoaderTrials:
         self._backwards, self._items = items[::-1], cycle(items)
         self._size = 1
 
-    def prepare(self) -> Preparation:
+    def prepare(self) -> PreparationCost:
         """Prepare batches in a process without workers.
 
         Raises:
@@ -390,7 +394,9 @@ class LoaderTrials:
 
     def run(self, num_workers: int) -> LoopTimes:
         """Time a loop that takes batches as fast as workers send them, in steady state."""
-        loader = self.loader.over(Chunks(self._items, self._size), num_workers=num_workers)
+        loader = self.loader.over(
+            ResizableBatches(self._items, self._size), num_workers=num_workers
+        )
         # Batches made while the workers started.
         ahead = num_workers * (PREFETCH_FACTOR + 1)
         watched = Watched(loader, self.seconds, skip=ahead, least=max(4, 2 * num_workers))
@@ -432,7 +438,7 @@ class TrialLoader:
             start_method=None if context is None else context.get_start_method(),
         )
 
-    def over(self, chunks: Chunks, *, num_workers: int = 0) -> DataLoader[Any]:
+    def over(self, chunks: ResizableBatches, *, num_workers: int = 0) -> DataLoader[Any]:
         """Make a loader of these batches, in their order, without end."""
         source: dict[str, Any] = {"batch_sampler": chunks}
         if not self.makes_batches:
@@ -468,7 +474,7 @@ def _batch_size(loader: DataLoader[Any]) -> int:
             one.set_state(state)
 
 
-class Chunks:
+class ResizableBatches:
     """Items in batches of `size`, which may change on the way."""
 
     def __init__(self, items: Iterator[int], size: int = 1) -> None:
@@ -479,12 +485,12 @@ class Chunks:
             yield list(islice(self.items, self.size))
 
 
-def prepare(loader: TrialLoader, items: Sequence[int], *, seconds: float) -> Preparation:
+def prepare(loader: TrialLoader, items: Sequence[int], *, seconds: float) -> PreparationCost:
     """Prepare batches of `items` in this process for `seconds`.
 
     They start with one sample and grow until a batch takes an eighth of that time.
     """
-    chunks = Chunks(cycle(items))
+    chunks = ResizableBatches(cycle(items))
     batches = iter(loader.over(chunks))
     next(batches)  # the data set opens its files now
     timed: list[tuple[int, float, float]] = []
@@ -501,7 +507,7 @@ def prepare(loader: TrialLoader, items: Sequence[int], *, seconds: float) -> Pre
     size = timed[-1][0]
     walls = [wall for other, wall, _ in timed if other == size]
     mean = statistics.fmean(walls)
-    return Preparation(
+    return PreparationCost(
         trial_size=size,
         seconds=mean,
         core_seconds=statistics.fmean(core for other, _, core in timed if other == size),
@@ -510,7 +516,7 @@ def prepare(loader: TrialLoader, items: Sequence[int], *, seconds: float) -> Pre
     )
 
 
-def nbytes(batch: Any) -> float:
+def nbytes(batch: object) -> float:
     """Return the bytes of tensors and arrays in a batch, and of other leaves when pickled."""
     if isinstance(batch, Mapping):
         return sum(map(nbytes, batch.values()))

@@ -15,7 +15,7 @@ import warnings
 from array import array
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from typing import Any
 
@@ -287,7 +287,7 @@ class _Batches(Iterator[Any]):
         return batch
 
 
-def _check(chosen: Any, before: int) -> int:
+def _check(chosen: object, before: int) -> int:
     """Return a 63-bit hash of a batch of indices and all before it."""
     try:
         data = array("q", chosen if isinstance(chosen, list | tuple) else [chosen]).tobytes()
@@ -296,7 +296,7 @@ def _check(chosen: Any, before: int) -> int:
     return xxhash.xxh3_64_intdigest(data, seed=before) >> 1
 
 
-def _first(iterator: Iterator[Any], number: int) -> Iterable[Any]:
+def _first(iterator: Iterator[object], number: int) -> Iterable[Any]:
     """Yield up to `number` items.
 
     Unlike `zip` with a range it takes no more than that from `iterator`.
@@ -322,10 +322,10 @@ class Lookahead:
     until other nodes have the entries pushed to them: the next epoch requests them there.
     """
 
-    def __init__(self, dataset: Any, *, batches: int) -> None:
+    def __init__(self, dataset: object, *, batches: int) -> None:
         self.dataset, self.batches = dataset, batches
 
-    def over(self, chosen: Iterator[Any]) -> Iterator[Any]:
+    def over(self, chosen: Iterator[object]) -> Iterator[Any]:
         """Yield the same batches of indices (or single indices).
 
         Each one is announced `batches` batches before.
@@ -335,7 +335,14 @@ class Lookahead:
             if isinstance(cache.peers, PrefetchingPeers):
                 cache.peers.forget()
         for indices in chosen:
-            self._announce(indices if isinstance(indices, list | tuple) else [indices])
+            wanted: dict[int, tuple[PrefetchingPeers, list[int]]] = {}
+            for index in indices if isinstance(indices, list | tuple) else [indices]:
+                found = _cache_behind(self.dataset, index)
+                if found is not None and isinstance(found[0].peers, PrefetchingPeers):
+                    peers, item = found[0].peers, found[1]
+                    wanted.setdefault(id(peers), (peers, []))[1].append(item)
+            for peers, items in wanted.values():
+                peers.expect(items)
             drawn.append(indices)
             if len(drawn) > self.batches:
                 yield drawn.popleft()
@@ -346,18 +353,8 @@ class Lookahead:
         for cache in _caches_behind(self.dataset):
             cache.flush()
 
-    def _announce(self, indices: Sequence[Any]) -> None:
-        wanted: dict[int, tuple[PrefetchingPeers, list[int]]] = {}
-        for index in indices:
-            found = _cache_behind(self.dataset, index)
-            if found is not None and isinstance(found[0].peers, PrefetchingPeers):
-                peers, item = found[0].peers, found[1]
-                wanted.setdefault(id(peers), (peers, []))[1].append(item)
-        for peers, items in wanted.values():
-            peers.expect(items)
 
-
-def can_look_ahead(sampler: Any) -> bool:
+def can_look_ahead(sampler: object) -> bool:
     """Return whether drawing earlier from `sampler` changes nothing.
 
     Subclasses, Lightning's among them, may do anything.
@@ -382,7 +379,7 @@ def _cache_behind(dataset: Any, index: Any) -> tuple[SampleCache, int] | None:
             return None
 
 
-def _caches_behind(dataset: Any) -> list[SampleCache]:
+def _caches_behind(dataset: object) -> list[SampleCache]:
     if isinstance(dataset, BatchDataset):
         dataset = dataset.dataset
     if isinstance(dataset, CachedDataset):

@@ -212,7 +212,7 @@ class AttachedOptimizer:
         Its shards are kept here. What is left to it is a part of the state, so its `state_dict` is
         refused until `give_back`.
         """
-        # Pieces are rows of slices, which are gone once parameters are whole.
+        # Pieces are rows of slices, which are gone once parameters are unsharded.
         if self.parallel_step is not None and self._split:
             self._last, self._last_own = self.full_state(), self.own_state()
         # Its own step again, with the original parameters.
@@ -318,7 +318,7 @@ class _HostShard:
     like: DTensor
 
     @classmethod
-    def of(cls, value: Any) -> Any:
+    def of(cls, value: object) -> Any:
         if not isinstance(value, DTensor):
             return _to_host(value)
         return cls(
@@ -341,7 +341,7 @@ def _as_dtensor(local: Tensor, like: DTensor) -> DTensor:
     )
 
 
-def _as_rows(value: Any, piece: Piece, shape: torch.Size, split: SplitTensor | None) -> Any:
+def _as_rows(value: object, piece: Piece, shape: torch.Size, split: SplitTensor | None) -> Any:
     """Return a value with the shape of the piece's rows as these rows of the full tensor."""
     local = shape if split is None else torch.Size(split.local_shape)
     rows = torch.Size((piece.stop - piece.start, *local[1:]))
@@ -352,7 +352,7 @@ def _as_rows(value: Any, piece: Piece, shape: torch.Size, split: SplitTensor | N
     return rows_of_tensor(value, rows=range(piece.start, piece.stop), whole=full, split=split)
 
 
-def _to_host(value: Any) -> Any:
+def _to_host(value: object) -> Any:
     return value.cpu() if isinstance(value, Tensor) else value
 
 
@@ -497,7 +497,7 @@ def _sent_states(
         head = [
             {
                 index: {
-                    name: _Outline(v.shape, v.dtype) if isinstance(v, Tensor) else v
+                    name: _TensorHeader(v.shape, v.dtype) if isinstance(v, Tensor) else v
                     for name, v in values.items()
                 }
                 for index, values in states.items()
@@ -517,13 +517,13 @@ def _sent_states(
     }
 
 
-class _Outline(NamedTuple):
+class _TensorHeader(NamedTuple):
     shape: torch.Size
     dtype: torch.dtype
 
 
-def _received(value: Any, place: int, group: dist.ProcessGroup, device: torch.device) -> Any:
-    if not isinstance(value, _Outline):
+def _received(value: object, place: int, group: dist.ProcessGroup, device: torch.device) -> Any:
+    if not isinstance(value, _TensorHeader):
         return value
     tensor = torch.empty(value.shape, dtype=value.dtype, device=device)
     dist.recv(tensor, group=group, group_src=place)

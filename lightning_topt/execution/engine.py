@@ -9,7 +9,7 @@ A plain object that knows torch, not Lightning; ten lines of plain PyTorch drive
     for batch in loader:
         engine.run_step(batch.chunk(4), lambda model, microbatch: model(microbatch))
         optimizer.step(); optimizer.zero_grad()
-    engine.release()                              # the module is whole again
+    engine.release()                              # the module is unsharded again
     engine.close()                                # of a plan with a gradient exchange: once
                                                   # `exchange_state` is saved
 
@@ -184,7 +184,7 @@ class Engine:
 
     def run_step(
         self,
-        microbatches: Sequence[Any],
+        microbatches: Sequence[object],
         loss_fn: LossFunction,
         *,
         weights: Sequence[float] | None = None,
@@ -226,7 +226,7 @@ class Engine:
         assert self._continuous is not None, "the plan's schedule flushes, or it is not applied"
         return self._continuous
 
-    def evaluate(self, batch: Any, function: LossFunction) -> Any:
+    def evaluate(self, batch: object, function: LossFunction) -> Any:
         """Return what ``function(model, batch)`` returns without gradients.
 
         Under a plan with stages it is a collective call of the ranks of a pipeline, each of which
@@ -252,7 +252,7 @@ class Engine:
         """
         return self._applied.around_step()
 
-    def whole(self, value: Any) -> Any:
+    def whole(self, value: object) -> Any:
         """Return what a step returned, with unsharded tensors; within `around_step`.
 
         A collective call where some are split.
@@ -345,7 +345,7 @@ class Engine:
             return self.module.state_dict()
         return module_state(self.module, self._applied.split_names(), full=full)
 
-    def load_module_state(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
+    def load_module_state(self, state: Mapping[str, object], *, strict: bool = True) -> None:
         """Load a full state, each rank its part, or a stored one, of which it reads its part."""
         if self._stages is not None:
             return self._stages.load_module_state(state, strict=strict)
@@ -360,7 +360,7 @@ class Engine:
             return optimizer.state_dict()
         return attached.full_state() if full else attached.own_state()
 
-    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, object]) -> None:
         """Load a full state, each rank its part, or a stored one, of which it reads its part."""
         self._optimizers[optimizer].load(state)
 
@@ -379,7 +379,7 @@ class Engine:
         """
         return None if self.exchange is None else self.exchange.state_dict()
 
-    def load_exchange_state(self, state: Mapping[str, Any]) -> None:
+    def load_exchange_state(self, state: Mapping[str, object]) -> None:
         """Load what rank 0 saved, given to all ranks.
 
         Raises ValueError for the state of another method or model.
@@ -392,7 +392,7 @@ class Engine:
     def release(self) -> None:
         """Undo `apply` and `attach_optimizers`. A collective call.
 
-        Every rank has the whole, plain module then.
+        Every rank has the full, plain module then.
         """
         for attached in self._optimizers.values():
             attached.release()
@@ -416,7 +416,7 @@ class Engine:
 
 
 def run_one_by_one(
-    microbatches: Sequence[Any],
+    microbatches: Sequence[object],
     loss_of: Callable[[Any], Tensor],
     weights: Sequence[float],
     *,

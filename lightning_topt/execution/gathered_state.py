@@ -40,7 +40,7 @@ def module_state(module: nn.Module, split: Mapping[str, SplitTensor], *, full: b
 
 def load_module_state(
     module: nn.Module,
-    state: Mapping[str, Any],
+    state: Mapping[str, object],
     split: Mapping[str, SplitTensor] | None,
     *,
     strict: bool,
@@ -59,7 +59,7 @@ def load_module_state(
 
 
 @torch.no_grad()
-def gather_module_state(state: Mapping[str, Any], split: Mapping[str, SplitTensor]) -> State:
+def gather_module_state(state: Mapping[str, object], split: Mapping[str, SplitTensor]) -> State:
     """Return the full form of a module's `state_dict()`, on rank 0. A collective call."""
     whole: State = {}
     for name, value in state.items():
@@ -71,7 +71,9 @@ def gather_module_state(state: Mapping[str, Any], split: Mapping[str, SplitTenso
 
 
 def place_module_state(
-    state: Mapping[str, Any], module_state: Mapping[str, Any], split: Mapping[str, SplitTensor]
+    state: Mapping[str, object],
+    module_state: Mapping[str, object],
+    split: Mapping[str, SplitTensor],
 ) -> State:
     """Return the entries of full `state`, placed like those of a module's own `module_state`."""
     return {
@@ -143,7 +145,7 @@ def follow_parameters(
 # ---- one value -----------------------------------------------------------------------------------
 
 
-def _full(value: Any, split: SplitTensor | None) -> Any:
+def _full(value: object, split: SplitTensor | None) -> Any:
     """Return a value without shards and slices. A collective call where there are some."""
     # Shards first, since slices are cut into shards; then slices.
     full = value.full_tensor() if isinstance(value, DTensor) else value
@@ -160,7 +162,7 @@ def _own(value: Any, split: SplitTensor | None) -> Any:
     return split.own(value) if whole and split is not None else value
 
 
-def _place_like(value: Any, target: Any) -> Any:
+def _place_like(value: object, target: object) -> Any:
     """Return a full value with the placements of `target`, where that is a DTensor."""
     if (
         not isinstance(target, DTensor)

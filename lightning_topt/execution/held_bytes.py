@@ -54,7 +54,16 @@ def held_bytes(
         for name, parameter in once(parameters):
             _add_tensors(held[block], parameter, configs[block], mesh)
             if profile is not None and not (shared and is_shared(parameter)):
-                held[block][:, _STATE] += _state(profile, name, parameter, configs[block], mesh)
+                # A parameter's optimizer state on each rank, (rank,).
+                index, count = numbers_along(mesh, configs[block].storage.sharded_axes("gradients"))
+                # Shards of equally many rows have equal states: ask once for each number of rows.
+                rows, which = np.unique(
+                    chunk_rows(parameter, index, count=count), return_inverse=True
+                )
+                sizes = [
+                    profile.state_bytes_of(name, _with_rows(parameter, int(each))) for each in rows
+                ]
+                held[block][:, _STATE] += np.array(sizes, np.int64)[which]
     # State at ZeRO level 1: each rank has that of the pieces which it updates.
     if profile is not None:
         # Optimizers count parameters over all blocks: find the block of each.
@@ -138,17 +147,6 @@ def _add_tensors(held: Integers, parameter: nn.Parameter, config: OpConfig, mesh
     for kind in (_PARAMETERS, _GRADIENTS) if parameter.requires_grad else (_PARAMETERS,):
         held[:, kind] += rows * row_bytes
         held[:, _PADDING] += (rows.max() - rows) * row_bytes
-
-
-def _state(
-    profile: OptimizerProfile, name: str, parameter: nn.Parameter, config: OpConfig, mesh: Mesh
-) -> Integers:
-    """Return the bytes of a parameter's optimizer state on each rank, (rank,)."""
-    index, count = numbers_along(mesh, config.storage.sharded_axes("gradients"))
-    # Shards of equally many rows have equal states: ask once for each number of rows.
-    rows, which = np.unique(chunk_rows(parameter, index, count=count), return_inverse=True)
-    sizes = [profile.state_bytes_of(name, _with_rows(parameter, int(each))) for each in rows]
-    return np.array(sizes, np.int64)[which]
 
 
 def _with_rows(parameter: Tensor, rows: int) -> tuple[int, ...]:

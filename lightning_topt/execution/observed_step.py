@@ -65,7 +65,7 @@ _STEPS = 3  # DDP packs its buckets anew before the second forward, and sends ho
 _SHOWN = 3  # differences of each kind
 
 
-# By operator: the name, and the argument that has the whole tensor.
+# By operator: the name, and the argument that has the full tensor.
 _OPERATORS = {
     "allreduce_": ("all_reduce", 0),
     "allreduce_coalesced_": ("all_reduce", 0),
@@ -166,7 +166,7 @@ class ObservedRun:
             yield
 
     def _run_forward_backward(self, engine: Engine) -> None:
-        def loss(model: nn.Module, batch: Any) -> Tensor:
+        def loss(model: nn.Module, batch: object) -> Tensor:
             self.calls.during = "forward"
             with _forward_is_training_step(self.module), self.forward_context():
                 found = loss_of(model(batch))
@@ -183,7 +183,7 @@ class ObservedRun:
         else:
             engine.run_step([self.batch], loss)
 
-    def _loss_of_part(self, model: nn.Module, part: Any) -> Tensor:
+    def _loss_of_part(self, model: nn.Module, part: object) -> Tensor:
         with self.forward_context():
             return loss_of(call_training_step(model, part))
 
@@ -231,7 +231,7 @@ def _forward_is_training_step(module: nn.Module) -> Iterator[None]:
         if before is not None:
             vars(module)["forward"] = before
 
-    def step(batch: Any) -> Any:
+    def step(batch: object) -> Any:
         give_back()
         return call_training_step(module, batch)
 
@@ -327,7 +327,7 @@ def _counted(
     original: Callable[..., Any] = cls.__call__
 
     def counted(
-        self: Any,
+        self: object,
         output_tensor: Tensor,
         input_tensor: Tensor,
         group: dist.ProcessGroup,
@@ -362,7 +362,7 @@ def _counted_move(
         setattr(moves, name, original)
 
 
-def _process_group(argument: Any) -> dist.ProcessGroup | None:
+def _process_group(argument: object) -> dist.ProcessGroup | None:
     if isinstance(argument, dist.ProcessGroup):
         return argument
     if isinstance(argument, torch.ScriptObject):
@@ -383,7 +383,7 @@ class CannotRehearseError(RuntimeError):
 def rehearse_rank(
     plan: ParallelPlan,
     module: nn.Module,
-    batch: Any,
+    batch: object,
     *,
     optimizers_of: OptimizersOf,
     rank: int = 0,
@@ -473,7 +473,7 @@ def forget_meshes() -> None:
 def _own_objects() -> Iterator[None]:
     """Let a rank receive its own objects: nothing that could be unpickled comes of a fake group."""
 
-    def gather(object_list: Any, obj: Any, group: Any = None) -> Any:
+    def gather(object_list: Any, obj: object, group: object = None) -> Any:
         object_list[:] = [obj] * len(object_list)
 
     before = dist.broadcast_object_list, dist.all_gather_object

@@ -63,10 +63,10 @@ def holds_shards(path: str | os.PathLike[str]) -> bool:
 def save_sharded(
     path: str | os.PathLike[str],
     *,
-    module: Mapping[str, Any],
+    module: Mapping[str, object],
     optimizers: Sequence[Mapping[str, Any]],
     exchange: Mapping[str, Any] | None = None,
-    rest: Mapping[str, Any],
+    rest: Mapping[str, object],
     save_rest: Callable[[Any, Path], None] = torch.save,
 ) -> None:
     """Write the states that ranks keep, and rank 0's `rest`, to a folder. A collective call.
@@ -133,7 +133,7 @@ def save_sharded(
     dist.barrier()
 
 
-def _joined(gathered: Sequence[Any]) -> State:
+def _joined(gathered: Sequence[object]) -> State:
     """Return what is no tensor, joined over ranks: some states are with one rank only."""
     modules, *optimizers = zip(*gathered, strict=True)
     return {
@@ -210,9 +210,9 @@ def read_sharded_checkpoint(path: str | os.PathLike[str], *, weights_only: bool 
 
 
 class StoredModule(Mapping[str, Any]):
-    """A module's state in a checkpoint folder; an entry is read, whole, when it is asked for."""
+    """A module's state in a checkpoint folder; entries are read, unsharded, when asked for."""
 
-    def __init__(self, path: Path, others: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, others: Mapping[str, object]) -> None:
         self._path, self._others = path, others
         self._known = {
             key.removeprefix("module."): m
@@ -258,7 +258,7 @@ class StoredModule(Mapping[str, Any]):
 class StoredOptimizer(Mapping[str, Any]):
     """An optimizer's ``state_dict`` in a checkpoint folder.
 
-    ``["state"]`` is read, whole, when it is asked for.
+    ``["state"]`` is read, unsharded, when it is asked for.
     """
 
     def __init__(
@@ -299,7 +299,7 @@ class StoredOptimizer(Mapping[str, Any]):
             index: rows(index) if rows is not None and index in known else None for index in indices
         }
         kept = {index for index, of_index in wanted.items() if of_index is None or len(of_index)}
-        # Memory for each tensor, and the same as the chunks of the whole that it is.
+        # Memory for each tensor, and the chunks of the full tensor that it is.
         targets, chunks, cut = {}, {}, split or {}
         for key, metadata in self._known.items():
             if (index := _index_and_name(key)[0]) in kept:
@@ -326,7 +326,7 @@ class StoredOptimizer(Mapping[str, Any]):
 
 
 class StoredExchange(Sequence[dict[str, dict[str, Tensor]]]):
-    """What each rank of a gradient exchange held back, in a checkpoint folder.
+    """Stashed gradients of each rank of a gradient exchange, in a checkpoint folder.
 
     An entry is read when it is asked for.
     """
@@ -451,11 +451,11 @@ class TensorChunks(Tensor):
         return self.as_subclass(Tensor)
 
     def size(self, dim: int | None = None) -> Any:  # what checkpoints compare
-        """Return the shape of the whole tensor."""
+        """Return the shape of the full tensor."""
         return self.whole if dim is None else self.whole[dim]
 
     def _parts(self) -> dict[torch.Size, tuple[Span, ...]]:
-        """Return the parts by their offsets in the whole tensor."""
+        """Return the parts by their offsets in the full tensor."""
         return {
             torch.Size(span.start for span in spans): spans
             for spans in itertools.product(*self.spans)
@@ -505,7 +505,7 @@ def rows_of_tensor(
     )
 
 
-def chunks_of(value: Any, split: SplitTensor | None) -> Any:
+def chunks_of(value: object, split: SplitTensor | None) -> Any:
     """Return a slice that is `split`, or a shard of one, as the chunks of the tensor that it is.
 
     Other values are returned as they are. A fake tensor is, too: it cannot be of a class more, and

@@ -421,31 +421,24 @@ class StagedStep:
         held = {block: np.zeros((mesh.size, len(KINDS)), np.int64) for block in blocks}
         places = np.array([mesh.pipeline_rank(rank) for rank in range(mesh.size)])
         for place in range(mesh.pipeline_size):
-            own = self._kept(blocks, place)
+            # A tied parameter is where any of its names is needed.
+            names_of: dict[nn.Parameter, list[str]] = defaultdict(list)
+            for parameters in blocks.values():
+                for name, parameter in parameters.items():
+                    names_of[parameter].append(name)
+            kept = set()
+            for parameter, names in names_of.items():
+                holders = {rank for name in names for rank in self.layout.holders(name)}
+                if not holders or place in holders:
+                    kept.add(parameter)
+            own = {
+                block: {n: p for n, p in parameters.items() if p in kept}
+                for block, parameters in blocks.items()
+            }
             of_place = held_bytes(own, configs, mesh, optimizers=optimizers, profile=profile)
             for block, sizes in of_place.items():
                 held[block][places == place] = sizes[places == place]
         return held
-
-    def _kept(self, blocks: Blocks, place: int) -> dict[str, Mapping[str, nn.Parameter]]:
-        """Return the parameters that the rank `place` of the pipeline keeps.
-
-        A tied one is kept under all of its names.
-        """
-        # A tied parameter is where any of its names is needed.
-        names_of: dict[nn.Parameter, list[str]] = defaultdict(list)
-        for parameters in blocks.values():
-            for name, parameter in parameters.items():
-                names_of[parameter].append(name)
-        kept = set()
-        for parameter, names in names_of.items():
-            holders = {rank for name in names for rank in self.layout.holders(name)}
-            if not holders or place in holders:
-                kept.add(parameter)
-        return {
-            block: {n: p for n, p in parameters.items() if p in kept}
-            for block, parameters in blocks.items()
-        }
 
 
 def _messages(schedule: Schedule, crossings: Crossings) -> tuple[MessageRow, ...]:

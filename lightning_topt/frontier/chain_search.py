@@ -38,7 +38,7 @@ from lightning_topt.costs.chain_table import BlockCosts, BlockEdge, ChainTable
 from lightning_topt.frontier.layer_search import Budget, search_layers, search_reduced
 from lightning_topt.frontier.layers import Layer, apply, choices, exact_grid, reduce_layers
 from lightning_topt.frontier.pareto import Array, Rows, pareto_rows_2
-from lightning_topt.frontier.prices import Bounds, Known, Prices, improve, make_prices
+from lightning_topt.frontier.prices import Bounds, improve, make_prices
 
 C, F, L, X, Z = range(5)
 START, END = np.array([C, F, C, L, X, L, Z, L]), np.array([C, F, F, L, X, X, Z, Z])
@@ -193,19 +193,16 @@ def search_meshes(
     priced, meshes = None, layers[0].choice
     if sum(layer.values.size for layer in layers) > _UNPRICED:
         prices, known = make_prices(layers, steps=_STEPS)
-        priced = prices, improve(layers, known, gaps=_GAPS)
-        meshes = _hopeful_meshes(layers[0], priced, epsilon)
+        known = improve(layers, known, gaps=_GAPS)
+        priced = prices, known
+        # Only meshes of which some plan may be better than the known ones.
+        first = layers[0]
+        states = apply(first, np.zeros((len(first.source), 2)), np.arange(len(first.source)))
+        meshes = first.choice[Bounds(prices, known, epsilon).gains(1, states, first.target) > 0]
     plans, error_bound = search_reduced(layers, budget, deadline=deadline, priced=priced)
     searched = tuple(made[mesh][0] for mesh in meshes.tolist())
     points = _mesh_points(made, choices(layers, plans))
     return MeshFrontier(points, searched, max(error_bound, epsilon), time.perf_counter() - started)
-
-
-def _hopeful_meshes(layer: Layer, priced: tuple[Prices, Known], epsilon: float) -> Rows:
-    """Return the meshes of which some plan may be better than the known ones."""
-    prices, known = priced
-    states = apply(layer, np.zeros((len(layer.source), 2)), np.arange(len(layer.source)))
-    return layer.choice[Bounds(prices, known, epsilon).gains(1, states, layer.target) > 0]
 
 
 def _mesh_points(
@@ -296,7 +293,13 @@ def _block_layer(
     choice, source = (rows.ravel() for rows in np.indices((len(entries), groups)))
     values = entries[choice]
     if behind is not None:
-        values = values + _edge_entries(behind, grids)[block.layouts("outputs")[choice], source]
+        parts = (
+            np.round(behind.seconds / grids[0]) * grids[0],
+            np.round(behind.bytes / grids[1]) * grids[1],
+        )
+        # (config, next config, entry)
+        between = np.repeat(np.stack(parts, axis=-1), [3, len(END) - 3], axis=-1)
+        values = values + between[block.layouts("outputs")[choice], source]
     # forbidden configurations and pairs are infinite
     allowed = np.flatnonzero(np.isfinite(values).all(axis=1))
     choice, source = choice[allowed], source[allowed]
@@ -320,15 +323,6 @@ def _entries(block: BlockCosts, grids: tuple[float, float]) -> Array:
     )
     last = (static + late, *(static + peak for peak in peaks))
     return np.stack([seconds, seconds - backward + exchange, seconds + exchange, *last], axis=1)
-
-
-def _edge_entries(edge: BlockEdge, grids: tuple[float, float]) -> Array:
-    """Return the entries (config, next config, entry)."""
-    parts = (
-        np.round(edge.seconds / grids[0]) * grids[0],
-        np.round(edge.bytes / grids[1]) * grids[1],
-    )
-    return np.repeat(np.stack(parts, axis=-1), [3, len(END) - 3], axis=-1)
 
 
 def _exact_grids(table: ChainTable) -> tuple[float, float]:

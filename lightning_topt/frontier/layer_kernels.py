@@ -11,13 +11,17 @@ group; ``first[g]`` is the first one of group g.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from lightning_topt.basics.jit import kernel
+from lightning_topt.frontier.pareto import Array, Rows
 
 BLOCK = 16  # kept states that share a lower bound
+
+# As above: all layers, flattened.
+Net = tuple[Rows, Rows, Rows, Rows, Array, Rows, Rows, Rows, Rows, Rows, Rows]
+# begin, source, values, start, end, lifts, lifted_by (see `extend`)
+LayerArrays = tuple[Rows, Rows, Array, Rows, Rows, Rows, Array]
 
 
 # ---- Over all layers: prices, cheapest plans, and what crossing plans makes of them.
@@ -25,15 +29,15 @@ BLOCK = 16  # kept states that share a lower bound
 
 @kernel
 def maximise(
-    net: Any,
-    weights: Any,
-    rates: Any,
+    net: Net,
+    weights: Array,
+    rates: Array,
     steps: int,
-    masses: Any,
-    flows: Any,
-    potentials: Any,
-    plans: Any,
-    costs: Any,
+    masses: Array,
+    flows: Array,
+    potentials: Array,
+    plans: Rows,
+    costs: Array,
 ) -> None:
     """Find shares over columns for which the cheapest plan is dearest.
 
@@ -81,7 +85,7 @@ def maximise(
 
 @kernel
 def _spread(
-    net: Any, logs: Any, seconds: Any, size: Any, height: Any, mass: Any, flow: Any
+    net: Net, logs: Array, seconds: float, size: float, height: Array, mass: Array, flow: Array
 ) -> None:
     """Share weights of `seconds` and `size` over all ways through the columns.
 
@@ -111,7 +115,7 @@ def _spread(
 
 
 @kernel
-def _cheapest(net: Any, flow: Any, potential: Any, choice: Any) -> None:
+def _cheapest(net: Net, flow: Array, potential: Array, choice: Rows) -> None:
     """Write the least price from every group to the end, and the transition it begins with."""
     transitions, source, target, begin, values, entries, _, _, _, _, groups = net
     layers = len(entries) - 1
@@ -132,7 +136,14 @@ def _cheapest(net: Any, flow: Any, potential: Any, choice: Any) -> None:
 
 @kernel
 def _walk(
-    net: Any, choice: Any, row: int, plans: Any, costs: Any, logs: Any, rate: Any, states: Any
+    net: Net,
+    choice: Rows,
+    row: int,
+    plans: Rows,
+    costs: Array,
+    logs: Array,
+    rate: Array,
+    states: Array,
 ) -> None:
     """Follow the cheapest transitions into ``plans[row]`` and ``costs[row]``.
 
@@ -162,7 +173,14 @@ def _walk(
 
 @kernel
 def crossings(
-    net: Any, leaving: Any, plan: Any, other: Any, seconds: Any, size: Any, found: Any, costs: Any
+    net: Net,
+    leaving: tuple[Rows, Rows],
+    plan: Rows,
+    other: Rows,
+    seconds: Array,
+    size: Array,
+    found: Rows,
+    costs: Array,
 ) -> int:
     """Write plans that begin as `plan` (N,), take any two transitions, and end as `other`.
 
@@ -227,7 +245,7 @@ def crossings(
 
 
 @kernel
-def _suffixes(net: Any, plan: Any, ahead: Any) -> None:
+def _suffixes(net: Net, plan: Rows, ahead: Array) -> None:
     """Write into `ahead` (columns,) what every column still gains under `plan` (N,) to the end."""
     _, _, _, begin, values, entries, start, end, columns, _, _ = net
     layers = len(entries) - 1
@@ -241,7 +259,7 @@ def _suffixes(net: Any, plan: Any, ahead: Any) -> None:
 
 
 @kernel
-def _step(net: Any, n: int, transition: int, states: Any, before: int, after: int) -> None:
+def _step(net: Net, n: int, transition: int, states: Array, before: int, after: int) -> None:
     """Take one transition of layer `n`, from row `before` of `states` to row `after`."""
     _, _, _, begin, values, entries, start, end, columns, _, _ = net
     for c in range(columns[n + 2] - columns[n + 1]):
@@ -258,15 +276,15 @@ def _step(net: Any, n: int, transition: int, states: Any, before: int, after: in
 
 @kernel
 def extend(
-    states: Any,
-    first: Any,
-    layer: Any,
-    bounds: Any,
-    some: Any,
-    after_first: Any,
-    after: Any,
-    parent: Any,
-    via: Any,
+    states: Array,
+    first: Rows,
+    layer: LayerArrays,
+    bounds: tuple[Array, Array, Array],
+    some: Rows,
+    after_first: Rows,
+    after: Array,
+    parent: Rows,
+    via: Rows,
 ) -> int:
     """Write the partial plans that transitions of one layer make and that are not hopeless.
 
@@ -325,7 +343,14 @@ def extend(
 
 @kernel
 def extend_pairs(
-    states: Any, first: Any, layer: Any, group: int, best: Any, after: Any, parent: Any, via: Any
+    states: Array,
+    first: Rows,
+    layer: LayerArrays,
+    group: int,
+    best: Array,
+    after: Array,
+    parent: Rows,
+    via: Rows,
 ) -> int:
     """Do `extend` for one group and two columns, (seconds, bytes), without most beaten ones.
 
@@ -368,7 +393,14 @@ def extend_pairs(
 
 @kernel
 def minimal(
-    states: Any, first: Any, order: Any, held: Any, floor: Any, kept: Any, counts: Any, most: int
+    states: Array,
+    first: Rows,
+    order: Rows,
+    held: Array,
+    floor: Array,
+    kept: Rows,
+    counts: Rows,
+    most: int,
 ) -> None:
     """Write into `kept` which of `states` (n, c) no other one of their group beats.
 
@@ -414,7 +446,13 @@ def minimal(
 
 @kernel
 def hopeful(
-    states: Any, first: Any, mass: Any, potential: Any, limits: Any, kept: Any, counts: Any
+    states: Array,
+    first: Rows,
+    mass: Array,
+    potential: Array,
+    limits: Array,
+    kept: Rows,
+    counts: Rows,
 ) -> None:
     """Write into `kept` which of `states` (n, c) may become better than known plans.
 
@@ -439,7 +477,9 @@ def hopeful(
 
 
 @kernel
-def gains(states: Any, group: Any, mass: Any, potential: Any, limits: Any, found: Any) -> None:
+def gains(
+    states: Array, group: Rows, mass: Array, potential: Array, limits: Array, found: Array
+) -> None:
     """Write into `found` (n,) by how much each state could still beat the known plans, at most.
 
     That is the largest over corners of the least over prices of ``limit / price - 1``; infinite
@@ -466,7 +506,7 @@ def gains(states: Any, group: Any, mass: Any, potential: Any, limits: Any, found
 
 
 @kernel
-def _hopeful(priced: Any, limits: Any, hint: int) -> int:
+def _hopeful(priced: Array, limits: Array, hint: int) -> int:
     """Return a corner of `limits` (Q, L) that prices (L,) do not exclude, -1 for none.
 
     Prices exclude a corner where one of them is not below its limit. Corner `hint` is tried first.
@@ -487,8 +527,15 @@ def _hopeful(priced: Any, limits: Any, hint: int) -> int:
 
 @kernel
 def join(
-    states: Any, others: Any, some: Any, kinds: Any, seconds: Any, size: Any, found: Any, costs: Any
-) -> Any:
+    states: Array,
+    others: Array,
+    some: Rows,
+    kinds: Rows,
+    seconds: Array,
+    size: Array,
+    found: Rows,
+    costs: Array,
+) -> tuple[int, int]:
     """Write the pairs of some `states` and `others` that known plans do not beat.
 
     Those are ``states[some[0] : some[1]]`` and ``others[some[2] : some[3]]``. Columns add up; the

@@ -128,23 +128,19 @@ def sweep(
         )
         if work < 0:
             return None
-        parent, via = _pairs(group, layer.source)
+        # States (parent) with each transition (via) from their groups.
+        order = np.argsort(layer.source, kind="stable")
+        first = np.searchsorted(layer.source[order], group)
+        count = np.searchsorted(layer.source[order], group, side="right") - first
+        parent = np.repeat(np.arange(len(group)), count)
+        within = np.arange(len(parent)) - np.repeat(np.cumsum(count) - count, count)
+        via = order[first[parent] + within]
         after = apply(layer, states[parent], via)
         after = after if lifts is None else _lifted(after, lifts[n + 1])
         kept = _minimal_by_group(after, layer.target[via])
         states, group = after[kept], layer.target[via[kept]]
         back.append((parent[kept], via[kept]))
     return states, group, _follow(back, np.arange(len(states)))
-
-
-def _pairs(group: Rows, source: Rows) -> tuple[Rows, Rows]:
-    """Return (state, transition) for all transitions from the `group` (n,) of every state."""
-    order = np.argsort(source, kind="stable")
-    first = np.searchsorted(source[order], group)
-    count = np.searchsorted(source[order], group, side="right") - first
-    state = np.repeat(np.arange(len(group)), count)
-    within = np.arange(len(state)) - np.repeat(np.cumsum(count) - count, count)
-    return state, order[first[state] + within]
 
 
 def _lifted(states: Array, lift: Array) -> Array:
@@ -210,7 +206,7 @@ def search_wide(
     side = make_side(layers, lifts=lifts)
     if columns == 2 and all(len(layer.start) == 2 for layer in layers) and budget.epsilon == 0:
         try:
-            return _walk_through(Walk(side, None, cap=most, deadline=deadline)).plans, 0.0
+            return _walk_through(LayerWalk(side, None, cap=most, deadline=deadline)).plans, 0.0
         except GiveUpError:
             pass
     prices, known = make_prices(layers) if priced is None else priced
@@ -261,9 +257,9 @@ def _sweep_with_cap(
     quarter of the time of the last one.
     """
     bounds = Bounds(prices, known, epsilon)
-    ahead = Walk(sides[0], bounds, cap=cap, deadline=deadline)
+    ahead = LayerWalk(sides[0], bounds, cap=cap, deadline=deadline)
     if sides[1] is not None:
-        behind = Walk(sides[1], bounds.reversed, cap=cap, deadline=deadline)
+        behind = LayerWalk(sides[1], bounds.reversed, cap=cap, deadline=deadline)
         # from both ends, next the side with fewer partial plans, until they meet
         while (left := len(sides[0].layers) - ahead.done - behind.done) > 0:
             began = time.thread_time()
@@ -312,14 +308,14 @@ def _missed(epsilon: float, *dropped: float) -> float:
     return epsilon + (1 + epsilon) * max(dropped)
 
 
-def _walk_through(walk: Walk) -> Known:
+def _walk_through(walk: LayerWalk) -> Known:
     while walk.done < len(walk.side.layers):
         walk.step()
     order = np.argsort(walk.states.costs[:, 0])
     return Known(walk.states.costs[order], walk.plans(order))
 
 
-def _join(ahead: Walk, behind: Walk, kinds: Rows, known: Known) -> Known:
+def _join(ahead: LayerWalk, behind: LayerWalk, kinds: Rows, known: Known) -> Known:
     """Return known plans with all pairs of partial plans from both ends that meet in a group.
 
     Raises GiveUpError at the deadline.
@@ -414,7 +410,7 @@ def make_way_back(layers: Sequence[Layer]) -> Side:
     return make_side(flipped[::-1], lifts=nothing[::-1])
 
 
-class Walk:
+class LayerWalk:
     """A walk along `side` with at most `cap` states at a time.
 
     `bounds` show which may become better than known plans. `dropped` is what states that were given

@@ -367,31 +367,25 @@ def _redirect_once(
     key = id(layer), number.tobytes(), offset.tobytes(), after
     if key not in made:
         flipped = layer if after else _flip(layer, len(number))
-        found = _redirect(flipped, number, offset)
+        # Entries end in column `number[end]`, with `offset` added to their values; of several
+        # between the same two columns one is left.
+        rows = np.flatnonzero(number[flipped.end] >= 0)
+        start, end = flipped.start[rows], number[flipped.end[rows]]
+        values = flipped.values[:, rows] + offset[flipped.end[rows]]
+        columns = int(number.max()) + 1
+        cells, first = np.unique(start * columns + end, return_inverse=True)
+        if len(cells) < len(rows):
+            order = np.argsort(first, kind="stable")
+            values = np.maximum.reduceat(
+                values[:, order], np.searchsorted(first[order], np.arange(len(cells))), axis=1
+            )
+        else:
+            values = values[:, np.argsort(first)]
+        found = dataclasses.replace(
+            flipped, start=cells // columns, end=cells % columns, values=values, columns=columns
+        )
         made[key] = found if after else _flip(found, layer.columns)
     return made[key]
-
-
-def _redirect(layer: Layer, number: Rows, offset: Array) -> Layer:
-    """Let entries end in column ``number[end]`` with `offset` added to their values.
-
-    Of several entries between the same two columns one is left.
-    """
-    rows = np.flatnonzero(number[layer.end] >= 0)
-    start, end = layer.start[rows], number[layer.end[rows]]
-    values = layer.values[:, rows] + offset[layer.end[rows]]
-    columns = int(number.max()) + 1
-    cells, first = np.unique(start * columns + end, return_inverse=True)
-    if len(cells) < len(rows):
-        order = np.argsort(first, kind="stable")
-        values = np.maximum.reduceat(
-            values[:, order], np.searchsorted(first[order], np.arange(len(cells))), axis=1
-        )
-    else:
-        values = values[:, np.argsort(first)]
-    return dataclasses.replace(
-        layer, start=cells // columns, end=cells % columns, values=values, columns=columns
-    )
 
 
 def _flip(layer: Layer, columns: int) -> Layer:

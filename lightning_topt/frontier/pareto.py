@@ -25,7 +25,10 @@ def pareto_rows(costs: Array) -> Rows:
     unspecified.
     """
     rows = unique_rows(costs)
-    ranks = _distinct_columns(_ranks(costs[rows]))
+    # Without constant columns, and with one of those that order the rows alike.
+    ranks = _ranks(costs[rows])
+    seen = {column.tobytes(): index for index, column in enumerate(ranks.T) if column.any()}
+    ranks = ranks[:, sorted(seen.values())]
     if ranks.shape[1] <= 2:
         return rows[_sweep(ranks[:, 0], ranks[:, -1])] if ranks.shape[1] else rows[:1]
     return rows[_filter(ranks)]
@@ -104,12 +107,6 @@ def _ranks(costs: Array) -> NDArray[np.unsignedinteger]:
         values = costs[order, column]
         ranks[order, column] = np.concatenate([[0], np.cumsum(values[1:] != values[:-1])])
     return ranks
-
-
-def _distinct_columns(ranks: NDArray[np.unsignedinteger]) -> NDArray[np.unsignedinteger]:
-    """Leave out constant columns, and all but one of the columns that order the rows alike."""
-    seen = {column.tobytes(): index for index, column in enumerate(ranks.T) if column.any()}
-    return ranks[:, sorted(seen.values())]
 
 
 def _filter(ranks: NDArray[np.unsignedinteger]) -> Rows:

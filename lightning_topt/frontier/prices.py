@@ -21,7 +21,7 @@ from __future__ import annotations
 import copy
 import importlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -201,8 +201,13 @@ def improve(layers: Sequence[Layer], known: Known, *, gaps: int = _GAPS) -> Know
     net = Network(layers)
     flat, leaving = net.flat, net.leaving
     for _ in range(_ROUNDS):
+        # Plans on both sides of the largest rectangles in which more plans may be.
+        sizes = np.abs(np.diff(known.costs, axis=0)).prod(axis=1)
+        left = np.argsort(-sizes, kind="stable")[:gaps]
+        some = known.plans
+        if len(left):
+            some = some[np.unique(np.concatenate([left, left + 1]))]
         # neighbours on the frontier, and each plan with itself: its single changes
-        some = known.plans[_beside_gaps(known.costs, gaps)]
         pairs = [
             (i, o) for i in range(len(some)) for o in range(max(i - 1, 0), min(i + 2, len(some)))
         ]
@@ -214,15 +219,8 @@ def improve(layers: Sequence[Layer], known: Known, *, gaps: int = _GAPS) -> Know
     return known
 
 
-def _beside_gaps(costs: Array, count: int) -> Rows:
-    """Return the plans on both sides of the largest rectangles in which more plans may be."""
-    sizes = np.abs(np.diff(costs, axis=0)).prod(axis=1)
-    left = np.argsort(-sizes, kind="stable")[:count]
-    return np.unique(np.concatenate([left, left + 1])) if len(left) else np.arange(len(costs))
-
-
 def _crossed(
-    flat: tuple[Any, ...],
+    flat: tuple[Rows | Array, ...],
     leaving: tuple[Rows, Rows],
     some: Rows,
     pairs: Sequence[tuple[int, int]],
@@ -293,7 +291,7 @@ class Network:
         return total
 
     @property
-    def flat(self) -> tuple[Any, ...]:
+    def flat(self) -> tuple[Rows | Array, ...]:
         """Everything in a few arrays, see `layer_kernels`."""
         layers = self.layers
         return (
@@ -324,7 +322,7 @@ class Network:
         return np.searchsorted(group[order], np.arange(first[-1] + 1)), order
 
 
-def _pointers(counts: Any) -> Rows:
+def _pointers(counts: Iterable[int]) -> Rows:
     return np.cumsum([0, *counts]).astype(np.int64)
 
 

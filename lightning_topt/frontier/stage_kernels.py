@@ -6,12 +6,14 @@ Loaded by `stage_search`, which has the same in arrays, where there is much to d
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lightning_topt.basics.jit import kernel
 from lightning_topt.frontier.pareto import Array, Rows
+
+Mask = NDArray[np.bool_]
 
 _LEAST = 1e-6  # width of a cell of states that are put together because they are too many
 _MOST = 1024  # states and decisions of a run that are compared pair by pair
@@ -54,17 +56,17 @@ def states_of_runs(
 
 @kernel
 def _make(
-    shorter: Any,
-    last: Any,
-    decided: Any,
-    decisions: Any,
+    shorter: Rows,
+    last: Rows,
+    decided: Array,
+    decisions: Rows,
     step: float,
     most: int,
-    costs: Any,
-    parent: Any,
-    choice: Any,
-    first: Any,
-    errors: Any,
+    costs: Array,
+    parent: Rows,
+    choice: Rows,
+    first: Rows,
+    errors: Array,
 ) -> int:
     """Write the states of all runs.
 
@@ -102,7 +104,7 @@ def _make(
 
 @kernel
 def _thin(
-    made: Any, count: int, stays: Any, minimal: Any, cells: Any, step: float, most: int
+    made: Array, count: int, stays: Mask, minimal: Mask, cells: Array, step: float, most: int
 ) -> float:
     """Write which of the first `count` of `made` stay; return the width of cells.
 
@@ -147,15 +149,15 @@ def _thin(
 
 @kernel
 def cheapest_cuts(
-    of: Any,
-    first: Any,
-    costs: Any,
-    stages: Any,
-    held: Any,
-    limits: Any,
-    best: Any,
-    came: Any,
-    chosen: Any,
+    of: Rows,
+    first: Rows,
+    costs: Array,
+    stages: Rows,
+    held: Array,
+    limits: Array,
+    best: Array,
+    came: Rows,
+    chosen: Rows,
 ) -> None:
     """Write into `best` (S + 1, N + 1) the least lead of s stages that end before block j.
 

@@ -38,7 +38,6 @@ from lightning_topt.costs.stage_table import (
     StageBlock,
     StageChain,
     StageTable,
-    StageVariant,
 )
 from lightning_topt.frontier.layers import exact_grid
 from lightning_topt.frontier.pareto import Array, Rows, pareto_rows_of_few, unique_rows
@@ -427,20 +426,13 @@ def _of_variant(
         + states.first[run_of][owner]
     )
     seconds, once, static, kept, hump = states.costs[state].T
-    more = _constants(variant, runs)[:, run_of[owner]]
+    # What the variant adds: lead, load, static bytes, those of the update and of what waits.
+    rows = variant.lead, variant.load, variant.static, variant.update, variant.waiting
+    more = (np.stack(rows)[:, : runs.counts.shape[1]] @ runs.counts.T)[:, run_of[owner]]
     lead = table.lead_rate * seconds + more[0]
     load = table.load_rate * seconds + table.once_rate * once + more[1]
     costs = np.stack([lead, load, static + more[2], kept, hump, more[3], more[4]], axis=1)
     return (owner, costs, state), states.error_bound
-
-
-def _constants(variant: StageVariant, runs: Runs) -> Array:
-    """Return what a variant adds to its runs (5, run).
-
-    Lead, load, static bytes, those of the update and of what waits.
-    """
-    rows = variant.lead, variant.load, variant.static, variant.update, variant.waiting
-    return np.stack(rows)[:, : runs.counts.shape[1]] @ runs.counts.T
 
 
 # ---- Runs of neighbouring blocks, and the configurations of them that may matter.

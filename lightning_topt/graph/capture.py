@@ -80,7 +80,7 @@ Adapt = Callable[[nn.Module], AbstractContextManager[Any]]
 
 def capture(
     module: nn.Module,
-    batch: Any,
+    batch: object,
     *,
     second_batch: Any | None = None,
     forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
@@ -151,7 +151,7 @@ def capture(
 
 def one_is_enough(
     module: nn.Module,
-    batch: Any,
+    batch: object,
     like: OpGraph,
     *,
     forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
@@ -171,7 +171,7 @@ def one_is_enough(
 
 
 def _capture_two_sizes(
-    step: StepRun, batch: Any, second_batch: Any | None, like: OpGraph | None
+    step: StepRun, batch: object, second_batch: Any | None, like: OpGraph | None
 ) -> OpGraph:
     sizes = batch_sizes(batch, second_batch)
     # each run: a batch, and the samples in it
@@ -193,7 +193,7 @@ def _capture_two_sizes(
     return _finish(graph, step, small[0], recording=first, samples=(small[1], sizes[0]), like=like)
 
 
-def _from_one_recording(step: StepRun, batch: Any, like: OpGraph) -> OpGraph | None:
+def _from_one_recording(step: StepRun, batch: object, like: OpGraph) -> OpGraph | None:
     """Return the graph at the sizes of `like`; None where one recording does not say."""
     sizes = like.step.batch_sizes
     try:
@@ -214,7 +214,7 @@ def _from_one_recording(step: StepRun, batch: Any, like: OpGraph) -> OpGraph | N
 def _finish(
     graph: OpGraph,
     step: StepRun,
-    batch: Any,
+    batch: object,
     *,
     recording: Recording,
     samples: tuple[int, int] = (1, 1),
@@ -295,7 +295,7 @@ class StepRun:
         return find_equal(self.module)
 
     @contextmanager
-    def prepared(self, batch: Any, *, samples: tuple[int, int] = (1, 1)) -> Iterator[Prepared]:
+    def prepared(self, batch: object, *, samples: tuple[int, int] = (1, 1)) -> Iterator[Prepared]:
         """Give copies of the module and of `batch`, and enter the modes under which a step can run.
 
         `samples` resizes the batch, see `fake_batch`.
@@ -307,7 +307,7 @@ class StepRun:
 
     def record(
         self,
-        batch: Any,
+        batch: object,
         *,
         samples: tuple[int, int] = (1, 1),
         unlike: set[Hashable] | None = None,
@@ -343,7 +343,7 @@ class StepRun:
 
     def _record_once(
         self,
-        batch: Any,
+        batch: object,
         samples: tuple[int, int],
         unlike: set[Hashable] | None,
         recorders: list[Recorder],
@@ -384,7 +384,7 @@ class StepRun:
             raise
 
 
-def call_training_step(module: Any, batch: Any) -> Any:
+def call_training_step(module: Any, batch: object) -> Any:
     """Call ``module.training_step`` with `batch` and the arguments that Lightning gives it.
 
     Returns what it returns.
@@ -406,7 +406,7 @@ def call_training_step(module: Any, batch: Any) -> Any:
     return module.training_step(batch, 0) if takes_index else module.training_step(batch)
 
 
-def loss_of(output: Any) -> Tensor:
+def loss_of(output: object) -> Tensor:
     """Return the loss in what `training_step` returned.
 
     Raises CaptureError where there is none to differentiate.
@@ -430,7 +430,7 @@ def loss_of(output: Any) -> Tensor:
 
 def find_repeatable(
     step: StepRun,
-    batch: Any,
+    batch: object,
     *,
     candidates: Iterable[str],
     samples: tuple[int, int],
@@ -488,7 +488,7 @@ def find_repeatable(
     return found
 
 
-def _around(path: str, paths: Mapping[str, Any]) -> str | None:
+def _around(path: str, paths: Mapping[str, object]) -> str | None:
     """Return `path` or the module around it that is in `paths`."""
     while path and path not in paths:
         path = path.rpartition(".")[0]
@@ -566,7 +566,13 @@ class _Candidate:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if run.is_over:
-                return self._again(args, kwargs)
+                # the operators are compared in the call around: here only what is left behind
+                self.calls += 1
+                roots = [self.module, args, kwargs]
+                before = describe(roots)
+                out = self.forward(*args, **kwargs)
+                self.leaves |= describe(roots) != before
+                return out
             for outer in run.under_way:
                 outer.inside.append(self)
             run.order.append(self)
@@ -580,16 +586,6 @@ class _Candidate:
 
         # hooks stay outside, as in a recomputation
         self.module.forward = forward
-
-    def _again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make the call for the second call of a module around this one."""
-        # the operators are compared in the call around: here only what is left behind
-        self.calls += 1
-        roots = [self.module, args, kwargs]
-        before = describe(roots)
-        out = self.forward(*args, **kwargs)
-        self.leaves |= describe(roots) != before
-        return out
 
     def repeats(self, trace: CallTracer) -> bool:
         """Return whether a call with the same arguments does the same."""

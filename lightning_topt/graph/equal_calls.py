@@ -290,7 +290,12 @@ class _Expansion:
         """Return the recording with all skipped calls in their places."""
         old = self.old
         for storage in old.storages:
-            self._move(storage)
+            new = self.new[id(storage)]
+            new.born, new.made = self.ticks[storage.born], self.ticks[storage.made]
+            new.op = self.ops[storage.op]
+            new.died = storage.died if storage.died == math.inf else self.ticks[int(storage.died)]
+            new.saved_by = None if storage.saved_by is None else self.ops[storage.saved_by]
+            new.parts = tuple(self.new[id(part)] for part in storage.parts)
         for skipped, inside in zip(self.skipped, self.inside, strict=True):
             self._join(skipped, inside)
         return Recording(
@@ -394,15 +399,6 @@ class _Expansion:
             assert skipped.input_gradient is not None
             inside[id(backward.input_gradient)] = self.new[id(skipped.input_gradient)]
         return inside
-
-    def _move(self, storage: StorageRecord) -> None:
-        """Give a storage of the recording its new numbers."""
-        new = self.new[id(storage)]
-        new.born, new.made = self.ticks[storage.born], self.ticks[storage.made]
-        new.op = self.ops[storage.op]
-        new.died = storage.died if storage.died == math.inf else self.ticks[int(storage.died)]
-        new.saved_by = None if storage.saved_by is None else self.ops[storage.saved_by]
-        new.parts = tuple(self.new[id(part)] for part in storage.parts)
 
     def _join(self, skipped: SkippedCall, inside: dict[int, StorageRecord]) -> None:
         """Set apart what the single ticks of a skipped call hold together.
@@ -757,7 +753,7 @@ def rename(name: str, model: str, skipped: str) -> str:
     return skipped + short[1:] if short.startswith("*") else name
 
 
-def flatten(value: Any) -> tuple[Any, list[Tensor]]:
+def flatten(value: object) -> tuple[Any, list[Tensor]]:
     """Return the structure of arguments or of a result, and its tensors.
 
     The structure is None where it is not plain.

@@ -16,7 +16,6 @@ import traceback
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch._subclasses import fake_tensor
@@ -192,7 +191,7 @@ def _innermost(found: traceback.StackSummary) -> str:
 # ---- whose code it is ----------------------------------------------------------------------------
 
 
-def is_users(name: Any) -> bool:
+def is_users(name: object) -> bool:
     """Return whether the Python module `name` is of the user, not installed.
 
     `name` is what ``__module__`` has; of classes in C that may be a descriptor.

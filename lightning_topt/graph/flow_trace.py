@@ -45,9 +45,9 @@ from lightning_topt.graph.module_copy import fake_copy, runs_metrics
 from lightning_topt.graph.no_trace import no_trace
 from lightning_topt.graph.python_state import host_random_state
 from lightning_topt.graph.step_flow import (
-    Bond,
     Draw,
     LeafSpec,
+    SameStageConstraint,
     StepFlow,
     TensorRef,
     UnitCall,
@@ -69,7 +69,7 @@ BETWEEN = -1  # the index outside of all calls
 def trace_flow(
     module: nn.Module,
     run: Callable[[nn.Module, Any], Any],
-    batch: Any,
+    batch: object,
     *,
     units: Collection[str],
     device: torch.device | str = "cpu",
@@ -115,7 +115,7 @@ def trace_flow(
 def _attempt(
     module: nn.Module,
     run: Callable[[nn.Module, Any], Any],
-    batch: Any,
+    batch: object,
     *,
     units: Collection[str],
     device: torch.device,
@@ -325,7 +325,10 @@ class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         draw = draw_of(func, args, kwargs)
         result = func(*args, **kwargs)
         self.running = None
-        self._note_buffers(inputs)
+        # The call that reads each buffer first.
+        for tensor in inputs:
+            if (buffer := self._origins.memory(tensor).buffer) is not None:
+                self._read_first.setdefault(buffer, self._at if self._at >= 0 else len(self._calls))
         # autograd repeats views of an old base where a view is written to
         if self._at >= 0 and not is_view(func):
             self._consume(self._calls[self._at], inputs)
@@ -333,27 +336,15 @@ class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._write(tensor, inputs)
         outputs = [tensor for tensor in tensors_in(result) if is_strided(tensor)]
         self._origins.made(outputs, inputs, inside=self._at, varies=draw is not None)
-        self._follow_buffers(func, inputs, outputs)
-        if draw is not None:
-            (self._draws if self._at < 0 else self._calls[self._at].draws).append(draw)
-        return result
-
-    def _note_buffers(self, inputs: Iterable[Tensor]) -> None:
-        """Note which call reads each buffer first."""
-        for tensor in inputs:
-            if (buffer := self._origins.memory(tensor).buffer) is not None:
-                self._read_first.setdefault(buffer, self._at if self._at >= 0 else len(self._calls))
-
-    def _follow_buffers(
-        self, func: OpOverload, inputs: Iterable[Tensor], outputs: Iterable[Tensor]
-    ) -> None:
-        """Note that `outputs` have values of the buffers among `inputs` in them."""
-        # in training it changes its averages and computes without them
+        # Outputs made of buffers: in training batch norm only changes its averages.
         is_norm = "batch_norm" in func._schema.name
         names = {name for tensor in inputs for name in self._buffers_in(tensor, itself=not is_norm)}
         for tensor in outputs if names else ():
             if self._origins.memory(tensor).buffer is None:
                 self._made_of.setdefault(tensor.untyped_storage()._cdata, set()).update(names)
+        if draw is not None:
+            (self._draws if self._at < 0 else self._calls[self._at].draws).append(draw)
+        return result
 
     def _buffers_in(self, tensor: Tensor, *, itself: bool = True) -> set[str]:
         buffer = self._origins.memory(tensor).buffer
@@ -406,7 +397,9 @@ class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _call(self, path: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run a call of a unit; calls inside of another one are part of that."""
-        if self._at >= 0 or self not in _active():
+        if self._at >= 0 or self not in list(
+            torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+        ):
             return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
         if self._value_read:
             raise CaptureError(
@@ -436,7 +429,7 @@ class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             call.draws.append(Draw(None, (), (), problem=HOST))
         return self._returned(call, result)
 
-    def _returned(self, call: FlowReader, result: Any) -> Any:
+    def _returned(self, call: FlowReader, result: object) -> Any:
         """Note what a call returned, and return the same with other tensor objects.
 
         What is seen of them inside of the call is kept apart in this way.
@@ -464,7 +457,7 @@ class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # ---- needs -----------------------------------------------------------------------------------
 
-    def need_at_end(self, value: Any) -> None:
+    def need_at_end(self, value: object) -> None:
         """Note that the end of the step needs the tensors in `value`."""
         self._consume(self._end, _leaves(value))
 
@@ -476,16 +469,16 @@ class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 continue
             origin = self._origins.origin(tensor)
             if id(origin) in reader.own:
-                combined.bonds.update(origin.bonds)
+                combined.same_stage.update(origin.same_stage)
             else:
                 self._origins.join(combined, [tensor], inside=at)
         reader.needs |= combined.refs
         reader.reads |= combined.reads
-        for call, reason in combined.bonds.items():
+        for call, reason in combined.same_stage.items():
             if call != at:
                 self._bonds.setdefault((call, at), reason)
 
-    def finish(self, result: Any, module: nn.Module) -> None:
+    def finish(self, result: object, module: nn.Module) -> None:
         """Note what the step returned, and left in attributes of modules that no unit contains.
 
         Call it at the end.
@@ -531,8 +524,9 @@ class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def flow(self) -> StepFlow:
         """Return the flow of the step."""
         calls = tuple(call.unit_call(self._rewritten) for call in self._calls)
-        bonds = tuple(
-            Bond(a, len(calls) if b < 0 else b, why) for (a, b), why in sorted(self._bonds.items())
+        same_stage = tuple(
+            SameStageConstraint(a, len(calls) if b < 0 else b, why)
+            for (a, b), why in sorted(self._bonds.items())
         )
         return StepFlow(
             calls,
@@ -540,7 +534,7 @@ class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             end_reads=frozenset(self._end.reads),
             end_draws=tuple(self._draws),
             end_writes=frozenset(self._end.writes),
-            bonds=bonds,
+            same_stage=same_stage,
             carried=frozenset(self._read_out & {*self._written_last, *self._replaced}),
             metrics=tuple(self.metrics),
             reads_values=self._reads_values,
@@ -548,12 +542,8 @@ class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
 
-def _leaves(value: Any) -> list[Tensor]:
+def _leaves(value: object) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
-def _active() -> list[Any]:
-    return list(torch.utils._python_dispatch._get_current_dispatch_mode_stack())
 
 
 @dataclass(eq=False)
@@ -627,7 +617,7 @@ class Origin:
         made_in: the call inside of which it was made, -1 for none.
         alias_call: the call that began it, -1 for none.
         leaf: which output of a call it is.
-        bonds: calls on whose stage its readers must be, with the reason.
+        same_stage: calls on whose stage its readers must be, with the reason.
         varies: it depends on more than constants.
         is_batch: it depends on the batch and nothing else.
     """
@@ -638,7 +628,7 @@ class Origin:
     made_in: int = -1  # the call inside of which it was made, -1 for none
     alias_call: int = -1  # the call that began it, -1 for none
     leaf: TensorRef | None = None
-    bonds: dict[int, str] = field(default_factory=dict)
+    same_stage: dict[int, str] = field(default_factory=dict)
     varies: bool = False
     is_batch: bool = False  # of nothing else
 
@@ -732,13 +722,13 @@ class Provenance:
             origin.reads |= other.reads
             if other.parameter is not None:
                 origin.reads.add(other.parameter)
-            origin.bonds.update(other.bonds)
+            origin.same_stage.update(other.same_stage)
             if hidden := self.hidden_in(tensor):
-                origin.bonds.setdefault(*hidden)
+                origin.same_stage.setdefault(*hidden)
         origin.is_batch = only_batch and origin.varies
 
     def hidden_in(self, tensor: Tensor) -> tuple[int, str] | None:
-        """Return the call that made `tensor` and did not return it, with the reason for a bond.
+        """Return the call that made `tensor` without returning it, and why readers must be with it.
 
         None for other tensors.
         """
@@ -767,11 +757,11 @@ class Provenance:
             self.join(origin, sources, inside=inside)
         for other in memory.origins:
             if inside >= 0:
-                other.bonds.setdefault(
+                other.same_stage.setdefault(
                     inside, "writes in place to a tensor that it was given, and the old one is read"
                 )
             elif other is not origin and (call := max(origin.alias_call, other.alias_call)) >= 0:
-                other.bonds.setdefault(
+                other.same_stage.setdefault(
                     call, "returns its own argument, which is then written to and read"
                 )
         return [other.leaf for other in memory.origins if other.leaf is not None]

@@ -97,7 +97,9 @@ class Measured:
     workspace: float = 0.0
 
 
-def measure(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Measured:
+def measure(
+    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: object
+) -> Measured:
     """Return the FLOPs and bytes of the call ``func(*args, **kwargs)`` that returned `out`.
 
     A collective computes nothing.
@@ -108,7 +110,11 @@ def measure(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out
     flops = float(formula(*args, **kwargs, out_val=out)) if formula else 0.0
     given: list[Tensor] = []
     freeze((args, tuple(kwargs.values())), given)
-    size, allocated, workspace = float(_bytes(func, given[:], out)), _allocated(given, out), 0.0
+    old = {tensor.untyped_storage()._cdata for tensor in given}
+    new = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in _tensors(out)}
+    # results whose storages are not those of arguments
+    allocated = float(sum(size for storage, size in new.items() if storage not in old))
+    size, workspace = float(_bytes(func, given[:], out)), 0.0
     if all(tensor.device.type == "cpu" for tensor in given):
         workspace = float(_workspace(func, args, given, out))
         allocated += float(_copied_again(func, args, given, out))
@@ -133,7 +139,7 @@ def hidden_bytes(func: OpOverload, args: tuple[Any, ...]) -> tuple[int, float]:
     return -1, 0.0
 
 
-def _bytes(func: OpOverload, read: list[Tensor], out: Any) -> int:
+def _bytes(func: OpOverload, read: list[Tensor], out: object) -> int:
     """Return the bytes read and written; `read` are the tensors among the arguments."""
     written = list(_tensors(out))
     if func._schema.name in LOOKUPS:
@@ -145,14 +151,7 @@ def _bytes(func: OpOverload, read: list[Tensor], out: Any) -> int:
     return sum(_touched(tensor) for tensor in (*read, *written))
 
 
-def _allocated(given: list[Tensor], out: Any) -> float:
-    """Return the bytes of results whose storages are not those of arguments."""
-    old = {tensor.untyped_storage()._cdata for tensor in given}
-    new = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in _tensors(out)}
-    return float(sum(size for storage, size in new.items() if storage not in old))
-
-
-def _workspace(func: OpOverload, args: tuple[Any, ...], given: list[Tensor], out: Any) -> float:
+def _workspace(func: OpOverload, args: tuple[Any, ...], given: list[Tensor], out: object) -> float:
     """Return the bytes that a CPU kernel takes for copies while it runs."""
     name = func._schema.name
     if name in REORDERED:
@@ -172,7 +171,9 @@ def _workspace(func: OpOverload, args: tuple[Any, ...], given: list[Tensor], out
     return 0.0
 
 
-def _copied_again(func: OpOverload, args: tuple[Any, ...], given: list[Tensor], out: Any) -> float:
+def _copied_again(
+    func: OpOverload, args: tuple[Any, ...], given: list[Tensor], out: object
+) -> float:
     """Return what a convolution takes and gives back before or after its `_workspace`.
 
     oneDNN copies all tensors for each pass: forward is one pass, backward one for the input and one
@@ -205,7 +206,7 @@ def _touched(tensor: Tensor) -> int:
     return math.prod(sizes) * tensor.element_size()
 
 
-def _tensors(out: Any) -> Iterator[Tensor]:
+def _tensors(out: object) -> Iterator[Tensor]:
     for item in out if isinstance(out, (list, tuple)) else (out,):
         if isinstance(item, Tensor) and item.layout is torch.strided:
             yield item
@@ -214,7 +215,7 @@ def _tensors(out: Any) -> Iterator[Tensor]:
 # ---- arguments as values -------------------------------------------------------------------------
 
 
-def freeze(value: Any, tensors: list[Tensor]) -> Frozen:
+def freeze(value: object, tensors: list[Tensor]) -> Frozen:
     """Return `value` as nested tuples which are equal only for equal calls.
 
     Its tensors are appended to `tensors`.
@@ -307,7 +308,7 @@ def make_call(kernel: Kernel, device: torch.device | str) -> Callable[[], None]:
     return call
 
 
-def _revive(value: Any, device: torch.device) -> Any:
+def _revive(value: object, device: torch.device) -> Any:
     if isinstance(value, list):
         return [_revive(item, device) for item in value]
     if not isinstance(value, dict):
@@ -401,13 +402,10 @@ def skip_collective(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
     if func.namespace != "c10d":  # functional collectives have shape-only kernels
         return func(*args, **kwargs)
     results = [
-        _finished() if "Work" in str(result.type) else args[0] for result in func._schema.returns
+        torch._C._distributed_c10d.FakeWork().boxed() if "Work" in str(result.type) else args[0]
+        for result in func._schema.returns
     ]
     return results[0] if len(results) == 1 else tuple(results) or None
-
-
-def _finished() -> Any:
-    return torch._C._distributed_c10d.FakeWork().boxed()
 
 
 def show_collective(tensor: Tensor, *, op: str, axis: int) -> None:

@@ -287,7 +287,7 @@ def _deepcopy(module: T, memo: dict[int, Any]) -> T:
         return copy.deepcopy(module, memo)
 
 
-def _copyable(value: Any, memo: dict[int, Any]) -> bool:
+def _copyable(value: object, memo: dict[int, Any]) -> bool:
     """Return whether `value` itself can be copied, whatever it leads to in `memo`."""
     try:
         copy.deepcopy(value, memo)
@@ -304,10 +304,10 @@ def _reducers() -> Iterator[None]:
     `_UsedUp`, those of torch copied with their state.
     """
 
-    def share(value: Any) -> str:
+    def share(value: object) -> str:
         return "shared"  # a string means that the object is its own copy
 
-    def replace(value: Any) -> tuple[Any, ...]:
+    def replace(value: object) -> tuple[Any, ...]:
         return _UsedUp, ()
 
     def draw_alike(value: Any) -> tuple[Any, ...]:
@@ -415,7 +415,7 @@ class _Silent:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: object) -> Any:
         return self
 
     def __iter__(self) -> Iterator[Any]:

@@ -151,7 +151,7 @@ def _silence() -> Iterator[None]:
 class SavedContainers:
     """Everything that is reachable from `roots`, as it is now; see [Note: what is saved]."""
 
-    def __init__(self, roots: Iterable[Any]) -> None:
+    def __init__(self, roots: Iterable[object]) -> None:
         self._undo: list[Undo] = []
         self._seen: dict[int, Any] = {}
         todo = collections.deque(roots)  # breadth first: what is near is saved before the limit
@@ -167,7 +167,7 @@ class SavedContainers:
         for undo in self._undo:
             undo()
 
-    def _visit(self, value: Any) -> Iterable[Any]:
+    def _visit(self, value: object) -> Iterable[Any]:
         """Save `value` shallowly, and return what is inside of it."""
         # containers
         if isinstance(value, dict):
@@ -201,7 +201,11 @@ class SavedContainers:
         return self._visit_object(value)
 
     def _save(
-        self, target: Any, saved: Any, restore: Callable[[Any, Any], None], inside: Iterable[Any]
+        self,
+        target: Any,
+        saved: Any,
+        restore: Callable[[Any, Any], None],
+        inside: Iterable[object],
     ) -> Iterable[Any]:
         """Note how to put `target` back, and return what of `inside` is to be visited."""
         self._undo.append(functools.partial(restore, target, saved))
@@ -246,7 +250,7 @@ class SavedContainers:
         inside = [*vars(cls).values(), *cls.__mro__[1:], *((module,) if module else ())]
         return self._save(cls, dict(vars(cls)), _restore_class, inside)
 
-    def _visit_object(self, value: Any) -> Iterable[Any]:
+    def _visit_object(self, value: object) -> Iterable[Any]:
         if isinstance(value, (torch.Generator, np.random.Generator, np.random.RandomState)):
             return self._visit_generator(value)
         if isinstance(value, (Dataset, DataLoader, Sampler)) and not isinstance(value, nn.Module):
@@ -330,7 +334,7 @@ def _restore_set(target: set[Any], saved: list[Any]) -> None:
         set.update(target, saved)
 
 
-def _restore_cell(cell: types.CellType, content: Any) -> None:
+def _restore_cell(cell: types.CellType, content: object) -> None:
     try:
         changed = cell.cell_contents is not content
     except ValueError:

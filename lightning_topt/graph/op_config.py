@@ -241,7 +241,7 @@ class JointModule(NamedTuple):
         return {"module": self.module, "inputs": [*self.inputs], "outputs": [*self.outputs]}
 
 
-def joint_from_value(value: Any, *, name: str) -> tuple[JointModule, ...]:
+def joint_from_value(value: object, *, name: str) -> tuple[JointModule, ...]:
     """Read what `to_dict` wrote of several. Raises ValueError that names the entry."""
     if not isinstance(value, list | tuple):
         raise ValueError(f"{name} must be a list of modules, got {type(value).__name__}")
@@ -258,7 +258,7 @@ def joint_from_value(value: Any, *, name: str) -> tuple[JointModule, ...]:
     return found
 
 
-def _one(entry: Any, name: str) -> JointModule:
+def _one(entry: object, name: str) -> JointModule:
     if not isinstance(entry, Mapping) or set(entry) != set(JointModule._fields):
         raise ValueError(
             f"{name} must be a mapping with the entries {', '.join(JointModule._fields)}"
@@ -269,7 +269,7 @@ def _one(entry: Any, name: str) -> JointModule:
     return JointModule(module, _dims(inputs, f"{name}.inputs"), _dims(outputs, f"{name}.outputs"))
 
 
-def _dims(value: Any, name: str) -> tuple[int | None, ...]:
+def _dims(value: object, name: str) -> tuple[int | None, ...]:
     if not isinstance(value, list | tuple) or not all(
         each is None or (type(each) is int and 0 <= each < 64) for each in value
     ):

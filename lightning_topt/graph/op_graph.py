@@ -379,7 +379,7 @@ def _amount(amount: Amount) -> list[float]:
     return [amount.fixed, amount.per_sample]
 
 
-def _amounts(value: Any, *names: str) -> dict[str, Any]:
+def _amounts(value: object, *names: str) -> dict[str, Any]:
     return {name: _amount(getattr(value, name)) for name in names}
 
 

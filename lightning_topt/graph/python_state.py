@@ -35,7 +35,7 @@ OPAQUE = (
 OWN_NAMES = ("_parameters", "_modules", "forward")  # compared otherwise, or replaced by us
 
 
-def describe(roots: Iterable[Any], *, identities: bool = False) -> Any:
+def describe(roots: Iterable[object], *, identities: bool = False) -> Any:
     """Return the state of `roots`.
 
     A module stands for its submodules and what their code can change. With `identities` another
@@ -144,7 +144,7 @@ class _Describer:
             ],
         ]
 
-    def value(self, value: Any) -> Any:
+    def value(self, value: object) -> Any:
         if isinstance(value, Tensor) and self._identities:
             return "tensor", id(value)
         if isinstance(value, Tensor):
@@ -169,7 +169,7 @@ class _Describer:
         self._held.append(value)  # so that no other object gets its id
         return type(value).__qualname__, self._inside(value)
 
-    def _inside(self, value: Any) -> Any:
+    def _inside(self, value: object) -> Any:
         if (
             isinstance(value, (dict, list, tuple, collections.deque, set, frozenset))
             and len(value) > MAX_ITEMS

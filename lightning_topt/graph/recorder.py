@@ -103,7 +103,9 @@ class CallWatch(Protocol):
         Its keywords are known now.
         """
 
-    def operator(self, func: OpOverload, values: Iterable[Any], tensors: Iterable[Tensor]) -> None:
+    def operator(
+        self, func: OpOverload, values: Iterable[object], tensors: Iterable[Tensor]
+    ) -> None:
         """An operator runs with the arguments `values`, the `tensors` among them."""
 
     def write(self, tensor: Tensor) -> None:
@@ -256,7 +258,7 @@ class Recorder(LiveMode):
                 with self._own_problems(), torch._C.DisableTorchFunction():
                     self._enter(known[id(module)], module, args, {})
 
-        def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        def leave(module: nn.Module, args: Any, kwargs: Any, output: object) -> None:
             if is_seen(module):
                 with self._own_problems(), torch._C.DisableTorchFunction():
                     self._exit(known[id(module)], module, args, kwargs, output)
@@ -300,7 +302,7 @@ class Recorder(LiveMode):
         if self.calls is not None:
             self.calls.enter(call, module, args)
 
-    def _exit(self, path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _exit(self, path: str, module: nn.Module, args: Any, kwargs: Any, output: object) -> None:
         if self.is_backward:
             return
         # A call that raised, and whose error somebody caught, has left its frame behind.
@@ -327,23 +329,19 @@ class Recorder(LiveMode):
     def _accumulated(self, name: str, parameter: Tensor) -> None:
         if self.problem is None:
             with self._own_problems():
-                self._note_gradient(name, parameter)
-
-    def _note_gradient(self, name: str, parameter: Tensor) -> None:
-        """Note that the gradient of a parameter, and so its parts, is complete."""
-        if self._live:
-            self._reduced = torch._C._current_autograd_node()
-        if parameter.grad is not None:
-            self.recording.with_gradient.add(name)
-            # the gradient itself, and the parts that autograd added to get it
-            todo = self.memory.within(parameter.grad)
-            for storage in todo:
-                storage.is_left = True
-            while todo:
-                storage = todo.pop()
-                if storage.gradient_of is None:
-                    storage.gradient_of = name
-                    todo += storage.parts
+                if self._live:
+                    self._reduced = torch._C._current_autograd_node()
+                if parameter.grad is not None:
+                    self.recording.with_gradient.add(name)
+                    # the gradient itself, and the parts that autograd added to get it
+                    todo = self.memory.within(parameter.grad)
+                    for storage in todo:
+                        storage.is_left = True
+                    while todo:
+                        storage = todo.pop()
+                        if storage.gradient_of is None:
+                            storage.gradient_of = name
+                            todo += storage.parts
 
     # ---- operators -------------------------------------------------------------------------------
 
@@ -403,7 +401,7 @@ class Recorder(LiveMode):
             return func._schema.name != "aten::ones_like" or has_begun
         return node is self._reduced or self.nodes.is_between(node)
 
-    def _record(self, index: int, func: OpOverload, args: Any, kwargs: Any, out: Any) -> None:
+    def _record(self, index: int, func: OpOverload, args: Any, kwargs: Any, out: object) -> None:
         if is_view(func):
             op = self.recording.ops[index]
             if not self.is_backward and not op.outputs:
@@ -573,7 +571,7 @@ class LiveStorages:
         """Return the storage of `tensor`; None where it is older or not strided."""
         return self._live.get(tensor.untyped_storage()._cdata) if is_strided(tensor) else None
 
-    def within(self, value: Any) -> list[StorageRecord]:
+    def within(self, value: object) -> list[StorageRecord]:
         """Return the storages of the tensors in a structure, each once."""
         found = {t.untyped_storage()._cdata: None for t in tensors_in(value) if is_strided(t)}
         return [self._live[address] for address in found if address in self._live]

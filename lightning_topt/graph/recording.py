@@ -480,7 +480,11 @@ def recording_at(recording: Recording, place: int) -> Recording:
 
 
 def measure_at_sizes(
-    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, mode: FakeTensorMode
+    func: OpOverload,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    out: object,
+    mode: FakeTensorMode,
 ) -> tuple[Measured, ...]:
     """Return what `measure` does, of the call with each of `TIMES` batches.
 
@@ -499,7 +503,7 @@ class _Resized:
         self._times, self._mode = times, mode
         self._memory: dict[int, Tensor] = {}
 
-    def of(self, value: Any) -> Any:
+    def of(self, value: object) -> Any:
         if isinstance(value, Tensor):
             return self._tensor(value) if value.layout is torch.strided else value
         if isinstance(value, dict):

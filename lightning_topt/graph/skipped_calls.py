@@ -111,7 +111,7 @@ class SkippedCalls:
         return run
 
     def _compare(
-        self, recording: Recording, observed: ObservedCall, key: Key, surroundings: Any
+        self, recording: Recording, observed: ObservedCall, key: Key, surroundings: object
     ) -> None:
         """Keep a call as the first of its kind, or as the model where it equals the first."""
         # two equal calls in a row of their kind make a model
@@ -190,7 +190,20 @@ class _SkippedNode(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         made = None if ctx.like is None else empty_fake(ctx.mode, like=ctx.like)
-        _backward_of_skipped(ctx.recorder, ctx.skipped, gradient, made)
+        recorder: Recorder = ctx.recorder
+        skipped: SkippedCall = ctx.skipped
+        if not recorder.is_backward or skipped.backward_tick is not None:
+            raise CallsDiffer(skipped.model.key)
+        record = recorder.recording
+        skipped.backward_tick = len(record.kernel_ops)
+        skipped.backward_storage = len(record.storages)
+        skipped.gradient = recorder.memory.of(gradient)
+        recorder.current = skipped.first_op + len(skipped.results) - 1
+        if made is not None:
+            recorder.memory.track(made, born=skipped.backward_tick, op=recorder.current)
+            skipped.input_gradient = recorder.memory.of(made)
+        record.kernel_ops.append(recorder.current)
+        record.kernels.append(None)
         ctx.held = None
         return made, None, None, None, None, None, None
 
@@ -223,26 +236,6 @@ def _end_skipped(recorder: Recorder, skipped: SkippedCall, results: list[Tensor]
     recorder.nodes.claim(recorder.current)
 
 
-def _backward_of_skipped(
-    recorder: Recorder, skipped: SkippedCall, gradient: Tensor, made: Tensor | None
-) -> None:
-    """Note the backward pass of a skipped call.
-
-    It was given `gradient`, and `made` is that of its input.
-    """
-    if not recorder.is_backward or skipped.backward_tick is not None:
-        raise CallsDiffer(skipped.model.key)
-    record = recorder.recording
-    skipped.backward_tick, skipped.backward_storage = len(record.kernel_ops), len(record.storages)
-    skipped.gradient = recorder.memory.of(gradient)
-    recorder.current = skipped.first_op + len(skipped.results) - 1
-    if made is not None:
-        recorder.memory.track(made, born=skipped.backward_tick, op=recorder.current)
-        skipped.input_gradient = recorder.memory.of(made)
-    record.kernel_ops.append(recorder.current)
-    record.kernels.append(None)
-
-
 def make_results(model: ObservedCall, mode: FakeTensorMode) -> list[Tensor]:
     """Return fake tensors like those that `model` returned, without a gradient."""
     return [empty_fake(mode, like=(r.size, r.stride, r.dtype, r.device)) for r in model.results]
@@ -255,7 +248,7 @@ def _like(tensor: Tensor) -> Like:
 # ---- observed calls ------------------------------------------------------------------------------
 
 
-def _call_key(structure: Any, tensors: list[Tensor], recorder: Recorder) -> Hashable | None:
+def _call_key(structure: object, tensors: list[Tensor], recorder: Recorder) -> Hashable | None:
     """Return what calls have in common that may be alike.
 
     None for a call that cannot be compared.
@@ -473,7 +466,9 @@ def state_of(module: nn.Module) -> Hashable | None:
             (
                 _attributes(m),
                 tuple(len(vars(m)[name]) for name in HOOKS),
-                tuple((p.requires_grad, vars(p).get(LAYOUT)) for p in _tensors(m)),
+                tuple(
+                    (p.requires_grad, vars(p).get(LAYOUT)) for _, p in _named(m) if p is not None
+                ),
             )
             for m in module.modules()
         )
@@ -575,10 +570,6 @@ def _is_of_python(cls: type) -> bool:
 
 def _named(module: nn.Module) -> list[tuple[str, Tensor | None]]:
     return [*module._parameters.items(), *module._buffers.items()]
-
-
-def _tensors(module: nn.Module) -> list[Tensor]:
-    return [tensor for _, tensor in _named(module) if tensor is not None]
 
 
 def _is_dense(tensor: Tensor) -> bool:

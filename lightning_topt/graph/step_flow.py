@@ -39,7 +39,7 @@ class StepFlow:
         end_reads: parameters that functional operators read after the last call.
         end_draws: random numbers that they draw.
         end_writes: buffers that they change; the last stage has them right.
-        bonds: pairs of calls that cannot be on two stages.
+        same_stage: pairs of calls that cannot be on two stages.
         carried: buffers that the step changes and computes with; it depends on earlier steps.
         metrics: modules of torchmetrics, which the last stage alone runs.
         reads_values: Python code reads values of the batch, so the flow holds for this batch alone.
@@ -51,7 +51,7 @@ class StepFlow:
     end_reads: frozenset[str] = frozenset()
     end_draws: tuple[Draw, ...] = ()
     end_writes: frozenset[str] = frozenset()
-    bonds: tuple[Bond, ...] = ()
+    same_stage: tuple[SameStageConstraint, ...] = ()
     carried: frozenset[str] = frozenset()
     metrics: tuple[str, ...] = ()
     reads_values: bool = False
@@ -169,7 +169,7 @@ class Draw:
 
 
 @dataclass(frozen=True)
-class Bond:
+class SameStageConstraint:
     """A reason why calls `first` and `second` must run on one stage.
 
     `second` may be the number of calls, which is the end of the step.
@@ -228,25 +228,28 @@ def assign_calls(flow: StepFlow, stages: Sequence[Collection[str]]) -> tuple[int
         assigned.append(stage)
     # what one stage alone may do, two may not
     if len(stages) > 1:
-        _check_bonds(flow, assigned)
+        _check_same_stage(flow, assigned)
         _check_draws(flow)
     return tuple(assigned)
 
 
-def _check_bonds(flow: StepFlow, stage_of_call: Sequence[int]) -> None:
+def _check_same_stage(flow: StepFlow, stage_of_call: Sequence[int]) -> None:
     # the end of the step is on the last stage
     last = max(stage_of_call, default=0)
-    for bond in flow.bonds:
-        is_end = bond.second == len(flow.calls)
-        second = last if is_end else stage_of_call[bond.second]
-        if stage_of_call[bond.first] != second:
+    for constraint in flow.same_stage:
+        is_end = constraint.second == len(flow.calls)
+        second = last if is_end else stage_of_call[constraint.second]
+        if stage_of_call[constraint.first] != second:
             reader = (
-                "after the last block" if is_end else f"by block {flow.calls[bond.second].module!r}"
+                "after the last block"
+                if is_end
+                else f"by block {flow.calls[constraint.second].module!r}"
             )
             raise CaptureError(
-                f"no cut may lie between block {flow.calls[bond.first].module!r} (stage "
-                f"{stage_of_call[bond.first]}) and what follows it up to stage {second}: it "
-                f"{bond.reason} {reader}. Put both in one stage, or give a plan without a pipeline"
+                f"no cut may lie between block {flow.calls[constraint.first].module!r} (stage "
+                f"{stage_of_call[constraint.first]}) and what follows it up to stage {second}: it "
+                f"{constraint.reason} {reader}. Put both in one stage, or give a plan without a "
+                "pipeline"
             )
 
 
@@ -334,7 +337,7 @@ def _is_off(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     # by the names in its schema: "dropout_p" of attention, "dropout" of RNNs, "train(ing)"
     where = _positions(func)
 
-    def given(name: str, default: Any) -> Any:
+    def given(name: str, default: object) -> Any:
         if name in kwargs or name not in where:
             return kwargs.get(name, default)
         return args[where[name]] if where[name] < len(args) else default
@@ -346,13 +349,13 @@ def _is_off(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return given("training", True) is False or given("train", True) is False
 
 
-def _spec(value: Any) -> Any:
+def _spec(value: object) -> Any:
     if isinstance(value, Tensor):
         return LeafSpec(tuple(value.shape), tuple(value.stride()), value.dtype, requires_grad=False)
     return value
 
 
-def _tensor(value: Any, device: torch.device) -> Any:
+def _tensor(value: object, device: torch.device) -> Any:
     if not isinstance(value, LeafSpec):
         return device if isinstance(value, torch.device) and value.type == device.type else value
     made = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=device)

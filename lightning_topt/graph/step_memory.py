@@ -219,7 +219,20 @@ def segments(
 
     What lies between these calls is block ``""``. With `part` the bytes are those of one rank.
     """
-    stretches = _stretches(step, set(blocks) - {""})
+    # Cut the forward pass at calls of blocks. Calls are in the order of their beginnings: an outer
+    # block comes before what is inside of it. Pieces without a kernel are dropped.
+    named = set(blocks) - {""}
+    stretches: list[Stretch] = []
+    position = 0
+    for call in step.calls:
+        if call.module in named and call.first >= position:  # not inside another call of a block
+            stretches += [
+                ("", position, call.first, None),
+                (call.module, call.first, call.end, call),
+            ]
+            position = call.end
+    stretches.append(("", position, step.backward_start, None))
+    stretches = [stretch for stretch in stretches if stretch[1] < stretch[2]]
     # exact bytes at both batch sizes: amounts are the lines through them
     small, large = (
         _sizes(StepMemory(step, size, part=part), stretches) for size in step.batch_sizes
@@ -228,22 +241,6 @@ def segments(
         Segment(block, *(Amount.fit(step.batch_sizes, values) for values in zip(a, b, strict=True)))
         for (block, *_), a, b in zip(stretches, small, large, strict=True)
     )
-
-
-def _stretches(step: Step, blocks: set[str]) -> list[Stretch]:
-    """Cut the forward pass at calls of `blocks`; pieces without a kernel are dropped."""
-    # calls are in the order of their beginnings: an outer block comes before what is inside of it
-    stretches: list[Stretch] = []
-    position = 0
-    for call in step.calls:
-        if call.module in blocks and call.first >= position:  # not inside another call of a block
-            stretches += [
-                ("", position, call.first, None),
-                (call.module, call.first, call.end, call),
-            ]
-            position = call.end
-    stretches.append(("", position, step.backward_start, None))
-    return [stretch for stretch in stretches if stretch[1] < stretch[2]]
 
 
 def _sizes(memory: StepMemory, stretches: list[Stretch]) -> list[tuple[int, int, int, int]]:

@@ -74,7 +74,7 @@ class StepObserver:
     step: `graph` says so afterwards.
     """
 
-    def __init__(self, module: nn.Module, batch: Any, *, name: str | None = None) -> None:
+    def __init__(self, module: nn.Module, batch: object, *, name: str | None = None) -> None:
         self.module, self.name = module, name or type(module).__name__
         leaves = list(tensors_in(batch))
         self._samples = common_size(batch)
@@ -230,7 +230,9 @@ class _CallPurity:
         if ended.read.keys() - set(map(id, ended.call.inputs)):
             self._impure.add(path)
 
-    def operator(self, func: OpOverload, values: Iterable[Any], tensors: Iterable[Tensor]) -> None:
+    def operator(
+        self, func: OpOverload, values: Iterable[object], tensors: Iterable[Tensor]
+    ) -> None:
         """An operator runs in all calls under way."""
         if not self._open:
             return
@@ -288,7 +290,14 @@ class StepTimer(LiveMode):
         if name in QUERIES or name in ALLOCATIONS or is_view(func) or is_collective(func):
             return func(*args, **kwargs)
         try:
-            key = self._key(func, args, kwargs)
+            # What sets calls of one kernel apart. Its name is made once, before the call may change
+            # its arguments.
+            tensors: list[Tensor] = []
+            key = func, freeze(args, tensors), freeze(tuple(kwargs.items()), tensors)
+            if key not in self._times:
+                self._times[key] = []
+                encoded = json.dumps(encode_arguments(args, kwargs), sort_keys=True)
+                self._names[key] = str(func), encoded
         except Exception:  # tensors of which not even the shape can be asked
             return func(*args, **kwargs)
         if self._on_host:
@@ -304,18 +313,6 @@ class StepTimer(LiveMode):
         last.record()
         self._times[key].append((first, last))
         return out
-
-    def _key(self, func: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Return what sets calls of one kernel apart from others.
-
-        Its name is made once, before the call may change its arguments.
-        """
-        tensors: list[Tensor] = []
-        key = func, freeze(args, tensors), freeze(tuple(kwargs.items()), tensors)
-        if key not in self._times:
-            self._times[key] = []
-            self._names[key] = str(func), json.dumps(encode_arguments(args, kwargs), sort_keys=True)
-        return key
 
     def seconds(self) -> Mapping[tuple[str, str], float]:
         """Return the median seconds of the calls of each kernel.

@@ -132,11 +132,6 @@ class PurityWatch:
         self._scopes: list[_Scope] = []
         self._todo: collections.deque[Entry] = collections.deque([("the module", module)])
         # all that the module leads to, then random states, then the trainer's user code
-        self._walk()
-        self._watch(_generators)
-        self._watch_trainer(vars(module).get("_trainer"))
-
-    def _walk(self) -> None:
         while self._todo:
             while self._todo and len(self._seen) <= MAX_OBJECTS:
                 self._visit(*self._todo.popleft())
@@ -150,9 +145,8 @@ class PurityWatch:
                 if new := self._names - scope.done:
                     scope.done.update(new)
                     self._watch(functools.partial(_named, scope, frozenset(new)))
-
-    def _watch_trainer(self, trainer: Any) -> None:
-        """Watch the user's own attributes there, but not what is in them."""
+        self._watch(_generators)
+        trainer = vars(module).get("_trainer")
         for value in (
             getattr(trainer, "datamodule", None),
             *(getattr(trainer, "callbacks", None) or ()),
@@ -205,7 +199,9 @@ class PurityWatch:
         if issubclass(kind, nn.Module):
             self._visit_module(value)
         elif issubclass(kind, type):
-            self._visit_class(value)
+            if is_users(value.__module__):  # all its code that a step may use
+                self._watch(functools.partial(_of_class, value))
+                self._todo += [(f"class {base.__name__}", base) for base in value.__bases__]
         elif issubclass(kind, types.ModuleType):
             if is_users(value.__name__):
                 self._scopes.append(_Scope(f"global {{!r}} of {value.__name__}", value, set()))
@@ -232,12 +228,6 @@ class PurityWatch:
                         _Scope(f"attribute {{!r}} of class {cls.__name__}", cls, set())
                     )
 
-    def _visit_class(self, cls: type) -> None:
-        """Watch all code of a class that a step may use."""
-        if is_users(cls.__module__):
-            self._watch(functools.partial(_of_class, cls))
-            self._todo += [(f"class {base.__name__}", base) for base in cls.__bases__]
-
     def _visit_function(self, function: Any) -> None:
         if type(function) is functools._lru_cache_wrapper:
             if is_users(function.__module__):
@@ -256,7 +246,7 @@ class PurityWatch:
         if is_users(function.__module__) or function.__closure__:
             self._watch(functools.partial(_of_function, function))
 
-    def _visit_object(self, name: str, value: Any, kind: type) -> None:
+    def _visit_object(self, name: str, value: object, kind: type) -> None:
         # what advances by itself, is outside of Python or of this process, cannot be compared
         is_iterator = issubclass(
             kind, (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
@@ -272,7 +262,7 @@ class PurityWatch:
         self._visit_attributes(value, kind)
         self._todo.append((f"class {kind.__name__}", kind))
 
-    def _visit_attributes(self, value: Any, kind: type) -> None:
+    def _visit_attributes(self, value: object, kind: type) -> None:
         if kind not in _BUILT_IN and (_attributes(value) or _slots(kind)):
             self._watch(functools.partial(_of_object, value, frozenset()))
 
@@ -328,7 +318,7 @@ def _of_module(module: nn.Module, skipped: frozenset[str]) -> Iterator[Entry]:
             yield f"attribute {key!r} of {type(module).__name__}", value
 
 
-def _of_object(value: Any, skipped: frozenset[str]) -> Iterator[Entry]:
+def _of_object(value: object, skipped: frozenset[str]) -> Iterator[Entry]:
     name = type(value).__name__
     for key, item in _attributes(value).items():
         if key not in skipped:
@@ -399,7 +389,7 @@ def _reader_of(name: str, value: Any, kind: type) -> Callable[[], Iterator[Entry
     return None if contents is None else functools.partial(_read_contents, name, value, contents)
 
 
-def _read_contents(name: str, value: Any, read: Callable[[Any], Any]) -> Iterator[Entry]:
+def _read_contents(name: str, value: object, read: Callable[[Any], Any]) -> Iterator[Entry]:
     yield name, _Hash(hash(read(value)))
 
 
@@ -430,19 +420,19 @@ def _items(name: str, value: dict[Any, Any]) -> Iterator[Entry]:
     yield name, _length(value)
 
 
-def _elements(name: str, value: Any) -> Iterator[Entry]:
+def _elements(name: str, value: object) -> Iterator[Entry]:
     base: Any = next(base for base in _CONTAINERS if issubclass(type(value), base))
     for item in itertools.islice(base.__iter__(value), MAX_ITEMS):
         yield name, item
     yield name, _length(value)
 
 
-def _length(value: Any) -> int:
+def _length(value: object) -> int:
     base: Any = next(base for base in (dict, *_CONTAINERS) if issubclass(type(value), base))
     return int(base.__len__(value))
 
 
-def _parts_of_callable(name: str, value: Any) -> Iterator[Entry]:
+def _parts_of_callable(name: str, value: object) -> Iterator[Entry]:
     parts = ("__self__", "__func__", "func", "args", "keywords", "fget", "fset")
     for part in parts:
         if (found := getattr(value, part, None)) is not None:
@@ -463,7 +453,7 @@ _READERS: dict[Any, Callable[[Any], Any]] = {
 }
 
 
-def _attributes(value: Any) -> dict[str, Any]:
+def _attributes(value: object) -> dict[str, Any]:
     try:
         found = object.__getattribute__(value, "__dict__")
     except AttributeError:

@@ -23,7 +23,7 @@ PLAIN = (str, bytes, int, float, complex, type(None))
 CONTAINERS = (Tensor, Mapping, list, tuple, collections.deque)
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: object) -> Iterator[Tensor]:
     """Yield the tensors of a batch in the order of `map_tensors`."""
     if isinstance(value, Tensor):
         yield value
@@ -44,7 +44,7 @@ def _nothing(_: Any) -> bool:
 
 
 def map_tensors(
-    value: Any, function: Callable[[Any], Any], *, also: Callable[[Any], bool] = _nothing
+    value: object, function: Callable[[Any], Any], *, also: Callable[[Any], bool] = _nothing
 ) -> Any:
     """Return a copy of a batch with `function` applied to its tensors.
 
@@ -81,14 +81,14 @@ def map_tensors(
     return copied
 
 
-def copied_batch(batch: Any) -> Any:
+def copied_batch(batch: object) -> Any:
     """Return `batch` with copies of its tensors."""
     return map_tensors(
         batch, lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad)
     )
 
 
-def _fields(value: Any) -> dict[str, Any]:
+def _fields(value: object) -> dict[str, Any]:
     """Return the attributes of `value` that are part of a batch.
 
     Of a dataclass these are all fields; of another object those that hold tensors or move to
@@ -117,7 +117,7 @@ def _fields(value: Any) -> dict[str, Any]:
     }
 
 
-def _is_part(value: Any) -> bool:
+def _is_part(value: object) -> bool:
     if isinstance(value, (*PLAIN, type, nn.Module)):
         return False
     return dataclasses.is_dataclass(value) or callable(getattr(type(value), "to", None))
@@ -126,7 +126,7 @@ def _is_part(value: Any) -> bool:
 # ---- sizes ---------------------------------------------------------------------------------------
 
 
-def batch_sizes(batch: Any, second_batch: Any | None) -> tuple[int, int]:
+def batch_sizes(batch: object, second_batch: Any | None) -> tuple[int, int]:
     """Return the samples in the two batches; a missing second one counts as twice as large.
 
     With two batches the batch size is whatever differs between their tensors, in any dim; with one
@@ -170,7 +170,7 @@ def batch_sizes(batch: Any, second_batch: Any | None) -> tuple[int, int]:
     return pairs.pop()
 
 
-def common_size(batch: Any) -> int:
+def common_size(batch: object) -> int:
     """Return the size of dim 0 that all tensors of `batch` share, 1 where there is none."""
     sizes = {tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim()}
     return max(sizes.pop(), 1) if len(sizes) == 1 else 1
@@ -183,7 +183,7 @@ def nbytes_of(tensors: Iterable[Tensor]) -> int:
     )
 
 
-def fake_batch(batch: Any, *, samples: tuple[int, int], device: torch.device) -> Any:
+def fake_batch(batch: object, *, samples: tuple[int, int], device: torch.device) -> Any:
     """Return `batch` with empty tensors on `device`; call it under a fake mode.
 
     Args:

@@ -158,26 +158,19 @@ class AdaptiveStep:
         else:  # the first steps
             if changed:
                 self._costs.restart()
-            return self._measured(kwargs)
+            outputs: list[Any] = []
+            if self._costs.take_step(lambda: outputs.append(self._step(**kwargs))):
+                self._costs.agree(self.sharing.group)
+                self._decided = True
+                self._share(self._worthwhile_pieces())
+                if self.parallel is None:
+                    self._try_ratios()
+                else:
+                    self._trial_seconds = []
+            return outputs[-1]
         return (self._step if self.parallel is None else self.parallel)(**kwargs)
 
     # ---- the first steps
-
-    def _measured(self, kwargs: dict[str, Any]) -> Any:
-        """Take a plain step, by kind where it is timed so; decide after the last of them."""
-        outputs: list[Any] = []
-        if self._costs.take_step(lambda: outputs.append(self._step(**kwargs))):
-            self._decide()
-        return outputs[-1]
-
-    def _decide(self) -> None:
-        self._costs.agree(self.sharing.group)
-        self._decided = True
-        self._share(self._worthwhile_pieces())
-        if self.parallel is None:
-            self._try_ratios()
-        else:
-            self._trial_seconds = []
 
     def _try_ratios(self) -> None:
         if isinstance(self.optimizer, LARS) and self.sharing.reduced.issuperset(

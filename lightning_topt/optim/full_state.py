@@ -50,9 +50,9 @@ def gather_state_dict(
 def state_dict_of(
     optimizer: Optimizer, pieces: Sequence[Piece], whole: Mapping[int, State]
 ) -> State:
-    """Return what the ``state_dict`` of the optimizer's class returns with the states in `whole`.
+    """Return what the ``state_dict`` of the optimizer's class returns with full states.
 
-    `whole` has the full states of parameters that have pieces, by index.
+    `whole` has those of parameters that have pieces, by index.
     """
     parameters, spread = parameters_of(optimizer), {piece.index for piece in pieces}
     # the class writes what it finds in `state`: the full one stands in for the time of the call
@@ -63,7 +63,14 @@ def state_dict_of(
         if index in spread and index in whole:
             full[parameter] = whole[index]
         elif index not in spread and parameter in state:
-            full[parameter] = _to_host(state[parameter])
+            full[parameter] = dict(
+                tree_map(
+                    lambda leaf: (
+                        leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf
+                    ),
+                    dict(state[parameter]),
+                )
+            )
     full.update({key: value for key, value in state.items() if not isinstance(key, Tensor)})
     optimizer.state = full
     try:
@@ -124,7 +131,7 @@ class _Outline:
     on_host: bool  # also where parameters are on a device (step counts)
 
 
-def _outline(leaf: Any) -> Any:
+def _outline(leaf: object) -> Any:
     if isinstance(leaf, Tensor):
         return _Outline(tuple(leaf.shape), leaf.dtype, leaf.device.type == "cpu")
     return leaf
@@ -250,10 +257,10 @@ def check_cut_state(optimizer: Optimizer, *, keys: Keys) -> None:
                 )
 
 
-def _part(state: Mapping[Any, Any], parameter: Tensor, *, piece: Piece, key: Tensor) -> State:
+def _part(state: Mapping[Any, object], parameter: Tensor, *, piece: Piece, key: Tensor) -> State:
     """Return the state of `piece`, in memory apart from the full `state` where rows are cut."""
 
-    def cut(leaf: Any) -> Any:
+    def cut(leaf: object) -> Any:
         if not isinstance(leaf, Tensor):
             return copy.deepcopy(leaf)
         if leaf.dim() == 0 or leaf.shape != parameter.shape:
@@ -266,7 +273,7 @@ def _part(state: Mapping[Any, Any], parameter: Tensor, *, piece: Piece, key: Ten
     return dict(tree_map((lambda leaf: laid_out(leaf, key)) if whole else cut, dict(state)))
 
 
-def laid_out(leaf: Any, like: Tensor) -> Any:
+def laid_out(leaf: object, like: Tensor) -> Any:
     """Return `leaf` with the strides of the parameter that it belongs to.
 
     Fused kernels take equal ones for granted.
@@ -274,15 +281,6 @@ def laid_out(leaf: Any, like: Tensor) -> Any:
     if not isinstance(leaf, Tensor) or leaf.shape != like.shape or leaf.stride() == like.stride():
         return leaf
     return torch.empty_like(like, dtype=leaf.dtype, device=leaf.device).copy_(leaf)
-
-
-def _to_host(state: Mapping[Any, Any]) -> State:
-    return dict(
-        tree_map(
-            lambda leaf: leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf,
-            dict(state),
-        )
-    )
 
 
 def _by_index(pieces: Sequence[Piece]) -> dict[int, list[Piece]]:

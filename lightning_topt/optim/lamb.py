@@ -145,7 +145,14 @@ def negative_updates(
     updates = [torch.empty_like(parameter) for parameter in parameters]
     gradients: list[Tensor] = []
     for parameter, update, state in zip(parameters, updates, states, strict=True):
-        _prepare(state, update)
+        # A new state, or a loaded one on the device and with the strides of the update.
+        step = state.get("step", 0.0)
+        if not isinstance(step, Tensor) or step.device != update.device:
+            state["step"] = torch.as_tensor(step, dtype=torch.float32, device=update.device).clone()
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name] = (
+                _in_order_of(update, state[name]) if name in state else torch.zeros_like(update)
+            )
         assert parameter.grad is not None
         gradients.append(_in_order_of(update, parameter.grad))
         torch.mul(parameter, -weight_decay, out=update)
@@ -165,15 +172,6 @@ def negative_updates(
         updates, gradients, first, second, [], steps, **rates, amsgrad=False, maximize=False
     )
     return updates
-
-
-def _prepare(state: dict[str, Any], like: Tensor) -> None:
-    """Make the state of a parameter, or give a loaded one the device and strides of `like`."""
-    step = state.get("step", 0.0)
-    if not isinstance(step, Tensor) or step.device != like.device:
-        state["step"] = torch.as_tensor(step, dtype=torch.float32, device=like.device).clone()
-    for name in ("exp_avg", "exp_avg_sq"):
-        state[name] = _in_order_of(like, state[name]) if name in state else torch.zeros_like(like)
 
 
 def _in_order_of(like: Tensor, tensor: Tensor) -> Tensor:

@@ -87,7 +87,7 @@ def is_adapted(parameter: Tensor, adapt: Adapt) -> bool:
 
 
 def check_options(
-    optimizer: Optimizer, group: Mapping[str, Any], *, positive: Sequence[str]
+    optimizer: Optimizer, group: Mapping[str, object], *, positive: Sequence[str]
 ) -> None:
     """Raise ValueError for options that are out of range.
 

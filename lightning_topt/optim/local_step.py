@@ -130,7 +130,7 @@ class LocalStep:
                 self.optimizer.step = self._original
 
 
-def _local(value: Any) -> Any:
+def _local(value: object) -> Any:
     """Return this rank's shard of a DTensor, the same object each time; anything else as it is."""
     return value._local_tensor if isinstance(value, DTensor) else value
 
@@ -142,7 +142,7 @@ def _as_shards(local: State, before: State, parameter: Tensor, key: Tensor) -> S
     """
     assert isinstance(parameter, DTensor)
 
-    def placed(name: str, value: Any) -> Any:
+    def placed(name: str, value: object) -> Any:
         known = before.get(name)
         if not isinstance(value, Tensor) or not value.dim() or value.shape != key.shape:
             return value

@@ -488,7 +488,7 @@ def check_agreement(
                 )
 
 
-def _closure_for_one_call(loss: Any, *, name: str) -> Callable[[], Any]:
+def _closure_for_one_call(loss: object, *, name: str) -> Callable[[], Any]:
     """Return a closure that gives `loss`; it raises ValueError when it is called again."""
     was_called = False
 

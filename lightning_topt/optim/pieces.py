@@ -121,8 +121,18 @@ def assign_pieces(shares: Sequence[Share], *, world_size: int) -> list[Piece]:
         owner = loads.least_after(share)
         loads.add(share, owner=owner, rows=share.rows)
         pieces.append(Piece(share.index, 0, share.rows, owner))
-    # the others: run by run, up to one level
-    runs = _runs([share for share in shares if share.splittable and share.rows > 1], loads)
+    # the others: run by run, up to one level, heaviest run first; a run is of one parameter group
+    # and has about the same seconds per byte
+    groups: dict[int, list[Share]] = defaultdict(list)
+    for share in shares:
+        if share.splittable and share.rows > 1:
+            groups[share.group].append(share)
+    alike = [
+        sorted(run, key=lambda share: share.index)
+        for group in groups.values()
+        for run in _alike(group, loads)
+    ]
+    runs = sorted(alike, key=lambda run: (-_weight(run, loads), run[0].index))
     for position, run in enumerate(runs):
         # Later runs are spread with this one, so that they make up for its rounding to rows.
         rest = [share for later in runs[position:] for share in later]
@@ -191,22 +201,6 @@ def fill_up(shares: Sequence[Share], loads: Loads) -> list[float]:
         low, high = (low, middle) if sum(taken(middle)) >= 1 else (middle, high)
     fractions = taken(high)
     return [fraction / sum(fractions) for fraction in fractions]
-
-
-def _runs(shares: Sequence[Share], loads: Loads) -> list[list[Share]]:
-    """Group the shares that are cut together, heaviest run first.
-
-    A run is of one parameter group and has about the same seconds per byte.
-    """
-    groups: dict[int, list[Share]] = defaultdict(list)
-    for share in shares:
-        groups[share.group].append(share)
-    runs = [
-        sorted(run, key=lambda share: share.index)
-        for group in groups.values()
-        for run in _alike(group, loads)
-    ]
-    return sorted(runs, key=lambda run: (-_weight(run, loads), run[0].index))
 
 
 def _alike(shares: Sequence[Share], loads: Loads) -> Iterator[list[Share]]:

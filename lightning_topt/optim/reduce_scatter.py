@@ -399,7 +399,7 @@ class _Layout:
     """What a bucket holds: ids of parameters and where their gradients lie."""
 
     identities: tuple[int, ...]
-    segments: "tuple[Segment, ...]"
+    segments: "tuple[ParameterSlice, ...]"
 
 
 @dataclass
@@ -475,7 +475,7 @@ def average_into(own: Tensor, others: Sequence[Tensor]) -> None:
 
 
 @dataclass(frozen=True)
-class Segment:
+class ParameterSlice:
     """A parameter in a bucket: `numel` elements from `offset` on, cut every `row_numel` at most."""
 
     offset: int
@@ -483,7 +483,7 @@ class Segment:
     row_numel: int
 
 
-def segment_of(gradient: Tensor, *, offset: int, splittable: bool) -> Segment:
+def segment_of(gradient: Tensor, *, offset: int, splittable: bool) -> ParameterSlice:
     """Return the segment of a parameter whose `gradient` lies in its bucket from `offset` on.
 
     Cuts are allowed between rows where these are contiguous in memory (also channels-last; not in a
@@ -491,10 +491,12 @@ def segment_of(gradient: Tensor, *, offset: int, splittable: bool) -> Segment:
     """
     rows, numel = num_rows(gradient), gradient.numel()
     by_rows = splittable and rows > 1 and numel > 0 and gradient.stride(0) * rows == numel
-    return Segment(offset, numel, numel // rows if by_rows else max(1, numel))
+    return ParameterSlice(offset, numel, numel // rows if by_rows else max(1, numel))
 
 
-def cut_buckets(buckets: Sequence[Sequence[Segment]], *, world_size: int) -> list[tuple[int, ...]]:
+def cut_buckets(
+    buckets: Sequence[Sequence[ParameterSlice]], *, world_size: int
+) -> list[tuple[int, ...]]:
     """Return the `world_size` + 1 offsets of every bucket between which the ranks' slices lie.
 
     Ranks' sums over all buckets are equal to within a row (of the last bucket); a slice may be
@@ -515,7 +517,7 @@ def cut_buckets(buckets: Sequence[Sequence[Segment]], *, world_size: int) -> lis
     return cuts
 
 
-def _nearest_cut(segments: Sequence[Segment], wanted: int) -> int:
+def _nearest_cut(segments: Sequence[ParameterSlice], wanted: int) -> int:
     index = bisect_right(segments, wanted, key=lambda segment: segment.offset) - 1
     if index < 0:
         return 0
@@ -527,7 +529,7 @@ def _nearest_cut(segments: Sequence[Segment], wanted: int) -> int:
 
 
 def pieces_of_segment(
-    segment: Segment, cuts: Sequence[int], *, rows: int, index: int
+    segment: ParameterSlice, cuts: Sequence[int], *, rows: int, index: int
 ) -> list[Piece]:
     """Return the pieces of a parameter with `rows` rows in a bucket with `cuts`, in order.
 

@@ -33,7 +33,12 @@ from lightning_topt.optim.full_state import parameters_of
 from lightning_topt.optim.lamb import LAMB
 from lightning_topt.optim.lars import LARS
 from lightning_topt.optim.pieces import Share, num_rows
-from lightning_topt.optim.update_rule import Counters, UpdateRule, calls_may_repeat, is_one_of
+from lightning_topt.optim.update_rule import (
+    OptimizerCounters,
+    UpdateRule,
+    calls_may_repeat,
+    is_one_of,
+)
 
 WARMUP_STEPS = 1
 # Of the steps that follow, the time as a whole, or of one kind of parameters after the other.
@@ -196,7 +201,7 @@ def measure_step(
     assert sorted(index for kind in kinds for index in kind) == list(
         range(len(parameters_of(optimizer)))
     )
-    counters = Counters(optimizer)
+    counters = OptimizerCounters(optimizer)
     seconds: dict[int, float] = {}
     for number, kind in enumerate(kinds):
         if number:  # each call begins as the first one did

@@ -123,8 +123,8 @@ def update_rule(optimizer: Optimizer, *, declared: UpdateRule | None = None) -> 
 def calls_may_repeat(optimizer: Optimizer) -> bool:
     """Return whether one step may be made of several calls, each on other parameters.
 
-    All from the same `Counters`. Known for torch's optimizers, else tried. False where no trial is
-    possible, and where hooks would see every call.
+    All from the same `OptimizerCounters`. Known for torch's optimizers, else tried. False where no
+    trial is possible, and where hooks would see every call.
     """
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return False
@@ -230,7 +230,7 @@ def _tried_rule(optimizer: Optimizer, *, asks_once: bool = True) -> UpdateRule:
     return "elements" if _rows_are_independent(optimizer, sketch, whole) else "parameters"
 
 
-def _rows_are_independent(optimizer: Optimizer, sketch: Sketch, whole: Outcome) -> bool:
+def _rows_are_independent(optimizer: Optimizer, sketch: Sketch, whole: TrialOutcome) -> bool:
     """Return whether the first and the last rows alone are updated as with all others."""
     selections: tuple[Select, ...] = (
         lambda tensor: tensor[: max(1, len(tensor) // 3)],
@@ -266,8 +266,8 @@ def _subsets(groups_of: Sequence[int]) -> Iterator[list[int]]:
 
 
 def _difference(
-    whole: Outcome,
-    part: Outcome,
+    whole: TrialOutcome,
+    part: TrialOutcome,
     sketch: Sketch,
     *,
     chosen: Sequence[int],
@@ -301,7 +301,7 @@ def _difference(
     return None
 
 
-def _different_key(values: Mapping[str, Any], twins: Mapping[str, Any]) -> str | None:
+def _different_key(values: Mapping[str, object], twins: Mapping[str, object]) -> str | None:
     different = [
         k
         for k in {**values, **twins}
@@ -310,7 +310,7 @@ def _different_key(values: Mapping[str, Any], twins: Mapping[str, Any]) -> str |
     return different[0] if different else None
 
 
-def same(value: Any, twin: Any, *, change: float | None = None) -> bool:
+def same(value: object, twin: object, *, change: float | None = None) -> bool:
     """Return whether two results are equal to rounding.
 
     `change` is how far the parameter has moved; without it, differences are compared with the
@@ -379,7 +379,7 @@ Select = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrialOutcome:
     """After the last step: each tried parameter, its state, and what else the optimizer keeps.
 
     Attributes:
@@ -427,7 +427,7 @@ def make_sketch(optimizer: Optimizer) -> Sketch:
     )
 
 
-def _options_of(group: Mapping[str, Any], *, without: Sequence[str] = ()) -> dict[str, Any]:
+def _options_of(group: Mapping[str, object], *, without: Sequence[str] = ()) -> dict[str, Any]:
     return {
         key: value for key, value in group.items() if key not in ("params", "param_names", *without)
     }
@@ -462,7 +462,7 @@ def run_trial(
     chosen: Sequence[int] | None = None,
     select: Select | None = None,
     calls: Sequence[Sequence[int]] | None = None,
-) -> Outcome:
+) -> TrialOutcome:
     """Step a copy of `optimizer` over trial parameters and return what came of it.
 
     The user's optimizer, its parameters and the random generators stay as they are. A step that
@@ -474,7 +474,7 @@ def run_trial(
         chosen: the trial parameters that are stepped; None: all.
         select: takes the rows that are tried out of every tensor.
         calls: instead of one call per step, one for each of these sets of parameters, all from the
-            same `Counters`.
+            same `OptimizerCounters`.
 
     Raises:
         TrialError: when the copy cannot be made or stepped.
@@ -490,7 +490,7 @@ def run_trial(
         clone = _copy(optimizer, sketch, parameters)
         closure_calls, moves_first = 0, False
         for number in range(1, sketch.num_steps + 1):
-            gradients, counters = _draw(sketch, number), Counters(clone)
+            gradients, counters = _draw(sketch, number), OptimizerCounters(clone)
             for call in calls or [chosen]:
                 counters.restore()
                 present = {i: parameters[i] for i in call}
@@ -509,7 +509,7 @@ def run_trial(
         tried = {i: p.detach() for i, p in parameters.items()}
         shared = {str(k): v for k, v in clone.state.items() if not isinstance(k, Tensor)}
         shared |= {k: v for k, v in vars(clone).items() if type(v) in (int, float)}
-        return Outcome(
+        return TrialOutcome(
             tried, states, groups, shared, closure_calls=closure_calls, moves_first=moves_first
         )
 
@@ -636,7 +636,7 @@ class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-class Counters:
+class OptimizerCounters:
     """The numbers of an optimizer and its groups before a step, outside of parameters' state.
 
     They count the calls of the step. Set back, they give each of several calls the same start.

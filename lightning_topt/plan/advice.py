@@ -81,7 +81,7 @@ class Advice:
         return plain
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: object) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -138,7 +138,7 @@ def _section(each: Advice) -> list[str]:
     return lines
 
 
-def shown_number(value: Any) -> str:
+def shown_number(value: object) -> str:
     """Return a value for people: numbers with three significant digits, "" for None."""
     if value is None:
         return ""

@@ -392,8 +392,8 @@ class Choices:
         own, once = segment == home, (segment == -1) & ~over
         later, outside = ((segment > home) & forward) | over, ~own & ~over & (segment <= home)
         backward = (segment > home) & ~forward
-        # New buckets are as large as all gradients: what blocks with whole gradients have beside
-        # one another then is exact.
+        # New buckets are as large as all gradients: what blocks with
+        # unsharded gradients have beside one another then is exact.
         listed = once & ~((places == phases.position[REBUILD]) & self._whole)
         sides = [outside & ~once & forward, outside & ~once & ~forward]
         most = np.max(

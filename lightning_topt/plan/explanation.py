@@ -21,7 +21,7 @@ from lightning_topt.costs.communication import check_world_size
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.frontier.stage_search import StagePoint
 from lightning_topt.graph.op_graph import Block
-from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError, Prediction
+from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError, StepEstimate
 from lightning_topt.plan.plan_search import SearchRequest, stage_blocks, step_on
 from lightning_topt.plan.stage_blocks import StageBlocks
 from lightning_topt.plan.stage_simulation import (
@@ -64,7 +64,7 @@ class PricedPlan:
     """
 
     plan: ParallelPlan
-    predicted: Prediction
+    predicted: StepEstimate
     seconds: Mapping[str, float]
     blocks: PlanExplanation | None = None
     stages: tuple[StageExplanation, ...] = ()
@@ -83,7 +83,7 @@ def price_plan(request: SearchRequest, plan: ParallelPlan) -> PricedPlan:
         return _price_stages(request, plan)
     explained = explain_plan(request, plan)
     total = explained.total
-    predicted = Prediction(
+    predicted = StepEstimate(
         total.step_seconds,
         total.peak_bytes,
         total.compute_seconds,

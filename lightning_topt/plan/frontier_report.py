@@ -262,29 +262,27 @@ def _axis(title: str, values: Sequence[float], *, units: Units) -> DrawnAxis:
     if log:
         pad = (high / low) ** 0.06
         low, high = low / pad, high * pad
-        ticks = _log_ticks(low, high, units=units)
+        ticks = [
+            (mark * factor, f"{mark} {name}") for name, factor, marks in units for mark in marks
+        ]
+        inside = [tick for tick in ticks if low <= tick[0] <= high]
+        ticks = inside[:: max(1, math.ceil(len(inside) / 7))]
     else:
         margin = 0.08 * (high - low) or 0.25 * high or 1.0
         low, high = max(0.0, low - margin), high + margin
-        ticks = _linear_ticks(low, high, units=units)
+        # about five round values, in the largest unit that is not above `high`
+        name, factor, _ = next((unit for unit in reversed(units) if unit[1] <= high), units[0])
+        rough = (high - low) / factor / 5
+        exponent = math.floor(math.log10(rough))
+        step = (
+            next(m for m in (1, 2, 5, 10) if m * 10.0**exponent >= rough * 0.999) * 10.0**exponent
+        )
+        decimals = max(0, -math.floor(math.log10(step) + 1e-9))
+        first, last = math.ceil(low / factor / step - 1e-9), math.floor(high / factor / step + 1e-9)
+        ticks = [
+            (k * step * factor, f"{k * step:.{decimals}f} {name}") for k in range(first, last + 1)
+        ]
     return DrawnAxis(title, low, high, log, tuple(ticks))
-
-
-def _linear_ticks(low: float, high: float, *, units: Units) -> list[tuple[float, str]]:
-    """Return about five round values, in the largest unit that is not above `high`."""
-    name, factor, _ = next((unit for unit in reversed(units) if unit[1] <= high), units[0])
-    rough = (high - low) / factor / 5
-    exponent = math.floor(math.log10(rough))
-    step = next(m for m in (1, 2, 5, 10) if m * 10.0**exponent >= rough * 0.999) * 10.0**exponent
-    decimals = max(0, -math.floor(math.log10(step) + 1e-9))
-    first, last = math.ceil(low / factor / step - 1e-9), math.floor(high / factor / step + 1e-9)
-    return [(k * step * factor, f"{k * step:.{decimals}f} {name}") for k in range(first, last + 1)]
-
-
-def _log_ticks(low: float, high: float, *, units: Units) -> list[tuple[float, str]]:
-    ticks = [(mark * factor, f"{mark} {name}") for name, factor, marks in units for mark in marks]
-    inside = [tick for tick in ticks if low <= tick[0] <= high]
-    return inside[:: max(1, math.ceil(len(inside) / 7))]
 
 
 # ---- the picture

@@ -88,16 +88,7 @@ class KnownPlans:
         # cheap: faster or smaller than all known plans
         if not len(self.costs) or fewest_bytes < self.costs[-1, 1] or least[0] < self.costs[0, 0]:
             return True
-        corners, some = self._corners(prices)
-        # Few prices rule out nearly all corners.
-        rows = np.flatnonzero((some > least[1::_FIRST]).all(axis=1))
-        return bool((corners[rows] > least[1:]).all(axis=1).any())
-
-    def _corners(self, prices: Array) -> tuple[Array, Array]:
-        """Return the costs of the corners (corner, price) at all prices but the first.
-
-        Then the same at every so many-th of these.
-        """
+        # Costs of the corners (corner, price) at all prices but the first, and at every so many-th.
         if id(prices) not in self._known_corners:
             seconds, sizes = self.costs.T
             corners = seconds[1:, None] + prices[1:] * sizes[:-1, None]
@@ -106,7 +97,10 @@ class KnownPlans:
                 corners,
                 np.ascontiguousarray(corners[:, ::_FIRST]),
             )
-        return self._known_corners[id(prices)][1:]
+        corners, some = self._known_corners[id(prices)][1:]
+        # Few prices rule out nearly all corners.
+        rows = np.flatnonzero((some > least[1::_FIRST]).all(axis=1))
+        return bool((corners[rows] > least[1:]).all(axis=1).any())
 
     @cached_property
     def few_prices(self) -> Array:

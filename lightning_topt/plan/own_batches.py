@@ -16,7 +16,7 @@ import numpy as np
 from lightning_topt.costs.sizes import parameter_bytes
 from lightning_topt.costs.training_step import MICROBATCH_NOTE_BYTES, TrainingStep
 from lightning_topt.plan.chains import NO_BOUND
-from lightning_topt.plan.parallel_plan import ParallelPlan, Prediction
+from lightning_topt.plan.parallel_plan import ParallelPlan, StepEstimate
 from lightning_topt.plan.pipeline_search import PipelineRequest
 from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
 from lightning_topt.plan.plan_search import SearchRequest, stage_blocks
@@ -62,7 +62,7 @@ def _with_batches_sent(blocks: StageBlocks, point: PlanPoint, *, evaluates: bool
     if evaluates:
         peak = max(peak, evaluation_bytes(blocks, plan))
     compute = plan.predicted.compute_seconds
-    plan = replace(plan, predicted=Prediction(seconds, peak, compute, seconds - compute))
+    plan = replace(plan, predicted=StepEstimate(seconds, peak, compute, seconds - compute))
     return PlanPoint(seconds, peak, point.devices, plan)
 
 

@@ -38,9 +38,9 @@ from lightning_topt.graph.op_config import JointModule, OpConfig, joint_from_val
 from lightning_topt.plan.plan_values import (
     BlockPlan,
     PlanError,
-    Prediction,
     Preset,
     StagePlan,
+    StepEstimate,
     config_to_dict,
     describe_config,
     exchange_from_value,
@@ -59,8 +59,8 @@ __all__ = [
     "BlockPlan",
     "ParallelPlan",
     "PlanError",
-    "Prediction",
     "StagePlan",
+    "StepEstimate",
     "preset_plan",
     "uniform_plan",
 ]
@@ -114,7 +114,7 @@ class ParallelPlan:
     fingerprint: str | None = None
     batch_size: int | None = None
     cluster: str = ""
-    predicted: Prediction | None = None
+    predicted: StepEstimate | None = None
     reason: str = field(default="", compare=False)
     gradient_exchange: GradientMethod | None = None
     num_microbatches: int = 1
@@ -297,7 +297,7 @@ class ParallelPlan:
         return plain
 
     @classmethod
-    def from_dict(cls, data: Any) -> ParallelPlan:
+    def from_dict(cls, data: object) -> ParallelPlan:
         """Read what `to_dict` wrote, also in version 1.
 
         Raises:
@@ -370,7 +370,7 @@ def preset_plan(
 # ---- entries of a file
 
 
-def _read_entries(data: Any, *, known: Collection[str]) -> dict[str, Any]:
+def _read_entries(data: object, *, known: Collection[str]) -> dict[str, Any]:
     """Return the arguments of a `ParallelPlan`, whose fields are `known`, from plain values.
 
     Raises:
@@ -416,7 +416,7 @@ def _read_entries(data: Any, *, known: Collection[str]) -> dict[str, Any]:
     }
 
 
-def _from_version_1(data: Mapping[Any, Any], known: Collection[str]) -> dict[Any, Any]:
+def _from_version_1(data: Mapping[Any, object], known: Collection[str]) -> dict[Any, Any]:
     """Return the entries of version 2: version 1 had one nameless data axis, and one stage."""
     known = {*known, "version", "data_parallel_size", "blocks"} - {"mesh", "stages"}
     _check_entries(data, known=known, needed=("data_parallel_size", "blocks"))
@@ -432,7 +432,7 @@ def _from_version_1(data: Mapping[Any, Any], known: Collection[str]) -> dict[Any
 
 
 def _check_entries(
-    data: Mapping[Any, Any], *, known: Collection[str], needed: Sequence[str]
+    data: Mapping[Any, object], *, known: Collection[str], needed: Sequence[str]
 ) -> None:
     if unknown := set(data) - set(known):
         raise ValueError(f"unknown entries {names(unknown)}; known are {sorted(known)}")
@@ -440,7 +440,7 @@ def _check_entries(
         raise ValueError(f"the entry {missing[0]!r} is missing")
 
 
-def rule_from_value(value: Any) -> WeightPrediction | None:
+def rule_from_value(value: object) -> WeightPrediction | None:
     """Return the rule of weight prediction that a plan names, or has.
 
     Raises:

@@ -141,7 +141,7 @@ class PlanFrontier:
         Path(path).write_text(self.to_json() + "\n")
 
 
-def _read_frontier(data: Any) -> PlanFrontier:
+def _read_frontier(data: object) -> PlanFrontier:
     if not isinstance(data, dict):
         raise ValueError(f"it is a mapping, got {type(data).__name__}")
     if type(data.get("schema_version")) is not int or data.pop("schema_version") != SCHEMA_VERSION:
@@ -160,7 +160,7 @@ def _read_frontier(data: Any) -> PlanFrontier:
     return PlanFrontier(exact=seconds["error_bound"] == 0, **lists, **seconds)  # type: ignore[arg-type]
 
 
-def _read_points(entries: Any, tables: _BlockTables, *, name: str) -> tuple[PlanPoint, ...]:
+def _read_points(entries: object, tables: _BlockTables, *, name: str) -> tuple[PlanPoint, ...]:
     if not isinstance(entries, list | tuple) or not all(
         isinstance(entry, dict) for entry in entries
     ):
@@ -242,7 +242,7 @@ class _BlockTables:
                     f"configs[{index}] must be a mapping without a block, got {shown(config)}"
                 )
 
-    def written_out(self, plan: Any, *, name: str) -> Any:
+    def written_out(self, plan: object, *, name: str) -> Any:
         """Return what `ParallelPlan.from_dict` takes. Raises ValueError for wrong indices."""
         if not isinstance(plan, dict) or not isinstance(plan.get("stages"), list):
             raise ValueError(f"{name} must be a mapping with a list of stages")
@@ -251,7 +251,7 @@ class _BlockTables:
             "stages": [self._stage(entry, name=f"{name}.stages") for entry in plan["stages"]],
         }
 
-    def _stage(self, entry: Any, *, name: str) -> dict[str, Any]:
+    def _stage(self, entry: object, *, name: str) -> dict[str, Any]:
         if not isinstance(entry, dict) or set(entry) != {*_INDICES}:
             raise ValueError(f"each of {name} has the entries {', '.join(_INDICES)}")
         indices = [entry[key] for key in _INDICES]

@@ -28,7 +28,7 @@ from lightning_topt.basics.units import format_bytes, format_seconds
 from lightning_topt.plan.explanation import PlanExplanation, StageExplanation
 from lightning_topt.plan.report_page import FAINT, INK
 from lightning_topt.schedules.schedules import Kind
-from lightning_topt.schedules.simulate import MemoryCurve, Simulation, Span
+from lightning_topt.schedules.simulate import MemoryCurve, PassSpan, Simulation
 from lightning_topt.techniques.explain import BlockExplanation, TensorCollective
 from lightning_topt.techniques.tensor_parallel.split_prices import WholeOperator
 
@@ -322,8 +322,8 @@ def _title(simulation: Simulation) -> str:
     return f"Schedule {schedule.name}: {sizes}; {waits}"
 
 
-def _spans_of(simulation: Simulation) -> list[list[Span]]:
-    spans: list[list[Span]] = [[] for _ in range(simulation.schedule.num_ranks)]
+def _spans_of(simulation: Simulation) -> list[list[PassSpan]]:
+    spans: list[list[PassSpan]] = [[] for _ in range(simulation.schedule.num_ranks)]
     for span in simulation.spans:
         spans[span.rank].append(span)
     return spans
@@ -380,7 +380,7 @@ def schedule_svg(simulation: Simulation) -> str:
 
 
 def _svg_row(
-    spans: Sequence[Span], memory: MemoryCurve, row: RankRow, *, scale: float, peak: float
+    spans: Sequence[PassSpan], memory: MemoryCurve, row: RankRow, *, scale: float, peak: float
 ) -> str:
     """Return a rank: its name, a bar of its passes, and what it holds as an area.
 

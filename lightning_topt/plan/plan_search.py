@@ -41,7 +41,7 @@ from lightning_topt.graph.op_config import OpConfig, Storage
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.plan.chains import NO_BOUND, Chain, Choices, FoundPlans, search_chains
 from lightning_topt.plan.known_plans import KnownPlans
-from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, PlanError, Prediction
+from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, PlanError, StepEstimate
 from lightning_topt.plan.pipeline_search import PipelineRequest, StaleWeights
 from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
 from lightning_topt.plan.stage_blocks import StageBlocks
@@ -511,7 +511,7 @@ def _sharded_gradients(costs: PlanCosts) -> PlanSpace:
     """
     storages, axes = _storages(costs), costs.step.mesh.data_axes
     own = [storage for storage in storages if storage.sharded_axes("gradients") == axes[-1:]]
-    if costs.step.gradient_views:  # of which plans without whole gradients have none
+    if costs.step.gradient_views:  # of which plans without unsharded gradients have none
         return PlanSpace(costs, [storages] if own else [], own=())
     return PlanSpace(costs, [own, storages] if own else [], own=own)
 
@@ -559,7 +559,7 @@ def points_of(batch: PlanBatch) -> list[PlanPoint]:
             fingerprint=step.graph.fingerprint,
             batch_size=int(step.batch_size),
             cluster=step.cluster.name,
-            predicted=Prediction(seconds, peak, compute, max(seconds - compute, 0.0)),
+            predicted=StepEstimate(seconds, peak, compute, max(seconds - compute, 0.0)),
             gradient_exchange=step.exchange,
             num_microbatches=step.num_microbatches,
             joint=step.joint,

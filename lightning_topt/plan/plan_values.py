@@ -70,7 +70,7 @@ class StagePlan:
 
 
 @dataclass(frozen=True)
-class Prediction:
+class StepEstimate:
     """What the cost model expects of one step on each rank, in seconds and bytes."""
 
     step_seconds: float
@@ -142,7 +142,7 @@ def mesh_to_list(mesh: Mesh) -> list[dict[str, Any]]:
     return [{**vars(axis)} for axis in mesh.axes]
 
 
-def mesh_from_list(data: Any) -> Mesh:
+def mesh_from_list(data: object) -> Mesh:
     """Read what `mesh_to_list` wrote; an axis without a scope is inside a node ("intra")."""
     if not isinstance(data, list | tuple) or not all(isinstance(axis, Mapping) for axis in data):
         raise ValueError(
@@ -161,7 +161,7 @@ def mesh_from_list(data: Any) -> Mesh:
     return Mesh(tuple(axes))
 
 
-def stage_from_value(entry: Any, mesh: Mesh, where: str) -> StagePlan:
+def stage_from_value(entry: object, mesh: Mesh, where: str) -> StagePlan:
     """Read a stage; `where` names it in errors."""
     if not isinstance(entry, Mapping) or set(entry) != {"blocks"}:
         raise ValueError(f"{where} must be a mapping with the entry 'blocks', got {shown(entry)}")
@@ -172,7 +172,7 @@ def stage_from_value(entry: Any, mesh: Mesh, where: str) -> StagePlan:
     )
 
 
-def _block(entry: Any, mesh: Mesh, index: int) -> BlockPlan:
+def _block(entry: object, mesh: Mesh, index: int) -> BlockPlan:
     if not isinstance(entry, Mapping) or not isinstance(entry.get("block"), str):
         raise ValueError(
             f"blocks[{index}] must be a mapping with the name of a module under 'block', got "
@@ -208,7 +208,7 @@ def config_to_dict(config: OpConfig, mesh: Mesh) -> dict[str, Any]:
     return values
 
 
-def config_from_dict(entry: Mapping[str, Any], mesh: Mesh, *, where: str) -> OpConfig:
+def config_from_dict(entry: Mapping[str, object], mesh: Mesh, *, where: str) -> OpConfig:
     """Read what `config_to_dict` wrote; `where` names the block in errors.
 
     A preset may give the three storages together (``storage: zero3``).
@@ -229,7 +229,7 @@ def config_from_dict(entry: Mapping[str, Any], mesh: Mesh, *, where: str) -> OpC
         raise ValueError(f"{where}: {error}") from error
 
 
-def _storage(entry: Mapping[str, Any], mesh: Mesh) -> Storage:
+def _storage(entry: Mapping[str, object], mesh: Mesh) -> Storage:
     if "storage" not in entry:
         return Storage(*(_placements(entry[kind], mesh) for kind in _STORED))
     name = entry["storage"]
@@ -238,7 +238,7 @@ def _storage(entry: Mapping[str, Any], mesh: Mesh) -> Storage:
     return PRESETS[name].storage(mesh)
 
 
-def _computed(data: Any, mesh: Mesh) -> dict[str, Any]:
+def _computed(data: object, mesh: Mesh) -> dict[str, Any]:
     if not isinstance(data, Mapping) or set(data) - set(_COMPUTED):
         raise ValueError(
             f"computes is a mapping with the entries {', '.join(_COMPUTED)}, got {shown(data)}"
@@ -272,7 +272,7 @@ def _placed(placements: Placements, mesh: Mesh) -> Any:
     return words[0] if len(set(words)) == 1 else dict(zip(mesh.names, words, strict=True))
 
 
-def _placements(value: Any, mesh: Mesh) -> Placements:
+def _placements(value: object, mesh: Mesh) -> Placements:
     if not isinstance(value, Mapping):
         return (parse_placement(value),) * len(mesh.axes)
     # A block is in one stage, so nothing is split along the pipeline.
@@ -286,14 +286,14 @@ def _placements(value: Any, mesh: Mesh) -> Placements:
     return tuple(parse_placement(value[name]) for name in mesh.names)
 
 
-def prediction_from_value(entry: Any) -> Prediction:
+def prediction_from_value(entry: object) -> StepEstimate:
     """Read the entry `predicted`."""
-    known = {field.name for field in dataclasses.fields(Prediction)}
+    known = {field.name for field in dataclasses.fields(StepEstimate)}
     if not isinstance(entry, Mapping) or set(entry) != known:
         raise ValueError(
             f"predicted must be a mapping with the entries {sorted(known)}, got {shown(entry)}"
         )
-    return Prediction(**{name: number(entry[name], name=f"predicted.{name}") for name in known})
+    return StepEstimate(**{name: number(entry[name], name=f"predicted.{name}") for name in known})
 
 
 def exchange_to_dict(method: GradientMethod) -> dict[str, Any]:
@@ -319,7 +319,7 @@ def read_exchange(given: ExchangeMethod | str | Mapping[str, Any]) -> GradientMe
     return method
 
 
-def exchange_from_value(data: Any) -> GradientMethod | None:
+def exchange_from_value(data: object) -> GradientMethod | None:
     """Read the entry `gradient_exchange`, or a part of it, also of earlier releases.
 
     None stays None.

@@ -15,7 +15,6 @@ import re
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 # Okabe and Ito's colours, told apart by colour-blind readers, those that are dark enough for a
 # white page first
@@ -24,7 +23,7 @@ INK, FAINT, RED, STAR = "#1f2430", "#5b6472", "#a3262a", "#F0C419"
 
 
 def save_page(
-    path: str | Path, body: str, *, title: str, data: Mapping[str, Any], schedule: str = ""
+    path: str | Path, body: str, *, title: str, data: Mapping[str, object], schedule: str = ""
 ) -> None:
     """Write the page of the file `body`, with `title` and `data`; `schedule` is HTML."""
     # no "<" in the data: neither "</script>" nor "<!--" can end the element early

@@ -43,7 +43,7 @@ from lightning_topt.plan.plan_search import SearchRequest, search_plans
 
 
 @dataclass(frozen=True)
-class Work:
+class Workload:
     """What a run takes: `tokens`, `samples` or `steps`.
 
     Raises:
@@ -233,13 +233,13 @@ def estimate(
     point: PlanPoint,
     *,
     facts: ModelFacts,
-    work: Work | None = None,
+    work: Workload | None = None,
     accumulate: int = 1,
 ) -> Estimate:
     """Return what the plan of `point` takes in `scenario`; with `work` of a whole run.
 
     Raises:
-        ValueError: as `Work.steps_of`.
+        ValueError: as `Workload.steps_of`.
     """
     update = facts.update_of(point.plan) if accumulate > 1 else 0.0
     step = accumulated_seconds(point, accumulate=accumulate, update_seconds=update)
@@ -274,7 +274,7 @@ _MOST_SHOWN = 100  # plans of a frontier
 
 
 @dataclass(frozen=True)
-class Found:
+class ScenarioResult:
     """What a search of a scenario found.
 
     Args:
@@ -291,7 +291,7 @@ class Found:
     frontier: PlanFrontier
     facts: ModelFacts
 
-    def on_spot(self, *, work: Work | None) -> Found:
+    def on_spot(self, *, work: Workload | None) -> ScenarioResult:
         """Return the same plans on spot devices."""
         scenario = replace(self.scenario, spot=True)
 
@@ -316,8 +316,8 @@ def search_scenario(
     memory_limit: float | None = None,
     memory_margin: float = 0.05,
     accumulate: Sequence[int] | None = None,
-    work: Work | None = None,
-) -> Found:
+    work: Workload | None = None,
+) -> ScenarioResult:
     """Return the plans of `request`, on one number of devices, and the best that fits.
 
     The whole batch is searched at once, and as micro-batches whose gradients are added up.
@@ -383,7 +383,7 @@ def search_scenario(
     if best is None:
         assert unfit is not None
         raise unfit
-    return Found(scenario, tuple(shown), *best, facts)
+    return ScenarioResult(scenario, tuple(shown), *best, facts)
 
 
 def _requests(
@@ -526,7 +526,13 @@ def choose_estimate(
     if objective == "money" or limits.budget is not None:
         priced = [each for each in estimates if each.money_per_sample is not None]
         if not priced:
-            raise ValueError(_why_no_price(estimates[0]))
+            first = estimates[0]
+            name = "spot_price_per_hour" if first.scenario.spot else "price_per_hour"
+            raise ValueError(
+                f"the cluster {first.scenario.cluster.name!r} has no price: set cluster.device."
+                f"{name} (of one device; +cluster.device. where the file has no such entry), or "
+                "leave out objective=money and limits.budget"
+            )
         estimates = priced
     kept = [each for each in estimates if limits.excess(each) <= 1]
     if not kept:
@@ -632,15 +638,6 @@ def _why_none(estimates: Sequence[Estimate], limits: Limits) -> str:
     return (
         f"{count} {verb} {limits.in_words()}: the nearest is {nearest.scenario} with "
         f"{in_words(nearest)}; allow more, or give other clusters, device_counts or batch sizes"
-    )
-
-
-def _why_no_price(each: Estimate) -> str:
-    name = "spot_price_per_hour" if each.scenario.spot else "price_per_hour"
-    return (
-        f"the cluster {each.scenario.cluster.name!r} has no price: set cluster.device.{name} (of "
-        "one device; +cluster.device. where the file has no such entry), or leave out "
-        "objective=money and limits.budget"
     )
 
 

@@ -31,7 +31,7 @@ from lightning_topt.basics.once import once_per_object
 from lightning_topt.costs.communication import ring_seconds
 from lightning_topt.costs.cost_table import Array
 from lightning_topt.costs.segments import (
-    Crossings,
+    BoundaryBytes,
     chain_of,
     find_crossings,
     spec_bytes,
@@ -70,7 +70,7 @@ class StageBlocks:
     Args:
         step: the step of one rank.
         every: the chain on all kinds of nodes, where this is that on some.
-        whole: where `step` is that of a rank with slices, the chain with nothing split.
+        whole: where `step` is that of a rank with slices, the unsplit chain.
         calls: the calls of torch functions in the forward of each block whose parameters are split.
     """
 
@@ -142,7 +142,7 @@ class StageBlocks:
         return chain_of(self.step.graph)
 
     @cached_property
-    def crossings(self) -> Crossings:
+    def crossings(self) -> BoundaryBytes:
         """The tensors that cross each boundary.
 
         Those in slices are sent unsharded, by each of the ranks.
@@ -247,7 +247,7 @@ class StageBlocks:
         return tuple(found)
 
     @cached_property
-    def _own_crossings(self) -> Crossings:
+    def _own_crossings(self) -> BoundaryBytes:
         return find_crossings(self.step.graph, self.step.segments)
 
     @cached_property
@@ -282,7 +282,13 @@ class StageBlocks:
         again = np.where(is_block, np.maximum(hump + kept - between, forward), hump)
         for most, values in ((rows[3], hump), (recomputed[1], again)):
             np.maximum.at(most, places, values)
-        rows[:2] += self._host_seconds(rows[0] + rows[1])
+        # Python that splits calls, per pass: on CPUs it shares the cores with kernels, beside a
+        # GPU it runs at the same time.
+        kernels = rows[0] + rows[1]
+        taken = SPLIT_CALL_SECONDS * np.array(
+            [self.calls.get(name, 0) for name in self.names], float
+        )
+        rows[:2] += taken / 2 if self.step.on_gloo else np.maximum(taken - kernels, 0.0) / 2
         # gradients of parameters, where these have passes of their own
         waiting = np.array([amount.at(samples) for amount, _ in self._waiting])
         return Passes(
@@ -326,16 +332,6 @@ class StageBlocks:
                 sizes = (spec_bytes(spec, graph.batch_size) for spec in op.outputs)
                 found[n] = sum(sizes, start=amount), count + 1
         return found
-
-    def _host_seconds(self, kernels: Array) -> Array:
-        """Return the seconds (block,) per pass of Python that splits calls, beside its kernels.
-
-        On CPUs the two share the cores; on a GPU they run at the same time.
-        """
-        taken = SPLIT_CALL_SECONDS * np.array(
-            [self.calls.get(name, 0) for name in self.names], float
-        )
-        return taken / 2 if self.step.on_gloo else np.maximum(taken - kernels, 0.0) / 2
 
     @cached_property
     def _weight_shares(self) -> Array:
@@ -406,9 +402,9 @@ class RepeatedBlocks(StageBlocks):
         return tuple(self.base.names[place] for place in self.places)
 
     @cached_property
-    def crossings(self) -> Crossings:
+    def crossings(self) -> BoundaryBytes:
         """The tensors that cross each boundary."""
-        found: Crossings = self.base.crossings
+        found: BoundaryBytes = self.base.crossings
         forward, backward = (
             tuple(side[place] for place in self.places) for side in (found.forward, found.backward)
         )

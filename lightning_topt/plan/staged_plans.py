@@ -40,8 +40,8 @@ from lightning_topt.plan.parallel_plan import (
     BlockPlan,
     ParallelPlan,
     PlanError,
-    Prediction,
     StagePlan,
+    StepEstimate,
 )
 from lightning_topt.plan.pipeline_search import (
     PLAIN,
@@ -353,7 +353,7 @@ def staged_points(
     plans = _Plans(blocks, shape, batch_size, own_batches)
     found = []
     for point, step, peak, own in zip(points, steps.tolist(), peaks, compute.tolist(), strict=True):
-        predicted = Prediction(step, peak, own, step - own)
+        predicted = StepEstimate(step, peak, own, step - own)
         found.append(PlanPoint(step, peak, plans.mesh.size, plans.plan(point, predicted)))
     return found
 
@@ -390,7 +390,7 @@ class _Plans:
         self._batch_size = batch_size // shape.pipeline if own_batches else batch_size
         self._own_batches = own_batches
 
-    def plan(self, point: StagePoint, predicted: Prediction) -> ParallelPlan:
+    def plan(self, point: StagePoint, predicted: StepEstimate) -> ParallelPlan:
         """Return the plan of a point."""
         chosen = [
             several[config] for several, config in zip(self._blocks, point.configs, strict=True)

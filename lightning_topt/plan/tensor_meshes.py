@@ -106,7 +106,7 @@ def tensor_steps(
     other axes than ``tensor`` have by their names, there is one step.
 
     Args:
-        whole: the step of a data rank with nothing split.
+        whole: the unsplit step of a data rank.
         split: the model.
         mesh: with the tensor axes.
         layout: one of `LAYOUTS`; "" for any.

@@ -81,7 +81,7 @@ class ContinuousRunner(StepRunner):
     @override
     def example(self, batch: Any) -> Example:
         """Return a training step on `batch`, for the engine to trace. A collective call."""
-        own = _Pass(self._steps, None, 0 if takes_index(self._module) else None)
+        own = _MinibatchPasses(self._steps, None, 0 if takes_index(self._module) else None)
         return Example(own.loss, (self._steps.batches.agreed(batch),))
 
     # ---- the loop around it ----------------------------------------------------------------------
@@ -144,7 +144,7 @@ class ContinuousRunner(StepRunner):
         # The run has to know how many batches are left before it is drained.
         index, end = self._run.minibatches, next_end(trainer)
         self._batches_in_flight[index] = batch
-        own = _Pass(self._steps, (batch,), args[1] if len(args) > 1 else None)
+        own = _MinibatchPasses(self._steps, (batch,), args[1] if len(args) > 1 else None)
 
         def payload() -> bytes:
             self._records_here[index] = record = own.record()
@@ -337,7 +337,7 @@ class _DrainFirst(pl.Callback):
 
 
 @dataclass
-class _Pass:
+class _MinibatchPasses:
     """The passes of one minibatch on this rank; without one, only copies are traced."""
 
     steps: StageSteps

@@ -6,16 +6,27 @@ all float64, and share no memory. Loaded by `weights` where there is much to mov
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lightning_topt.basics.jit import kernel
+
+Row = NDArray[np.float32] | NDArray[np.float64]
 
 BLOCK = 1024  # numbers, of which three rows fit the first-level cache
 
 
-def keep_and_move(weights: Any, first: Any, kept: Any, second: Any = None, *, move: Any) -> None:
+def keep_and_move(
+    weights: Row,
+    first: Row,
+    kept: Row,
+    second: Row | None = None,
+    *,
+    move: Sequence[float] | Sequence[Sequence[float]],
+) -> None:
     """Copy `weights` into `kept` and move them.
 
     Without `second` by an `SGDMove` (2,), else by `AdamStep`s (steps, 6).
@@ -27,7 +38,7 @@ def keep_and_move(weights: Any, first: Any, kept: Any, second: Any = None, *, mo
 
 
 @kernel
-def _sgd(weights: Any, first: Any, kept: Any, factors: Any) -> None:
+def _sgd(weights: Row, first: Row, kept: Row, factors: NDArray[Any]) -> None:
     of_weight, of_buffer = factors[0], factors[1]
     for i in range(weights.size):
         kept[i] = weights[i]
@@ -35,7 +46,7 @@ def _sgd(weights: Any, first: Any, kept: Any, factors: Any) -> None:
 
 
 @kernel
-def _read(weights: Any, first: Any, second: Any, kept: Any, mean: Any, root: Any) -> None:
+def _read(weights: Row, first: Row, second: Row, kept: Row, mean: Row, root: Row) -> None:
     for i in range(weights.size):
         kept[i] = weights[i]
         mean[i] = first[i]
@@ -43,7 +54,7 @@ def _read(weights: Any, first: Any, second: Any, kept: Any, mean: Any, root: Any
 
 
 @kernel
-def _step(weights: Any, mean: Any, root: Any, step: Any) -> None:
+def _step(weights: Row, mean: Row, root: Row, step: Row) -> None:
     shrink, keep, pull, rate, correction, eps = step[0], step[1], step[2], step[3], step[4], step[5]
     for i in range(weights.size):
         weight = shrink * weights[i]
@@ -52,7 +63,7 @@ def _step(weights: Any, mean: Any, root: Any, step: Any) -> None:
 
 
 @kernel
-def _adam(weights: Any, first: Any, second: Any, kept: Any, steps: Any) -> None:
+def _adam(weights: Row, first: Row, second: Row, kept: Row, steps: NDArray[Any]) -> None:
     mean, root = np.empty(BLOCK, weights.dtype), np.empty(BLOCK, weights.dtype)
     for start in range(0, weights.size, BLOCK):
         block = slice(start, min(start + BLOCK, weights.size))

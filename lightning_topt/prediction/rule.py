@@ -73,7 +73,7 @@ class StagePrediction(ABC):
         """
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Take over what `state_dict` gave."""
         self.drained()
 

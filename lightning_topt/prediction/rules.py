@@ -360,7 +360,7 @@ class TwoVersions(Prediction):
         behind = (num_stages - 1) * lag_per_hop
         is_delayed = num_stages > 1
 
-        def choose(position: _Position) -> int:
+        def choose(position: _UpdateCounts) -> int:
             version = max(position.own - is_delayed, position.drained)
             if version > position.now:
                 raise ValueError(
@@ -378,7 +378,7 @@ class TwoVersions(Prediction):
         )
 
 
-class _Position(NamedTuple):
+class _UpdateCounts(NamedTuple):
     """Updates done at three times, from the point of view of a forward pass."""
 
     now: int  # when the pass begins
@@ -397,7 +397,7 @@ class _StashedWeights(StagePrediction):
         self,
         optimizer: Optimizer,
         *,
-        choose: Callable[[_Position], int],
+        choose: Callable[[_UpdateCounts], int],
         keep: Callable[[int, int], bool],
         copies: int,
     ) -> None:
@@ -413,7 +413,7 @@ class _StashedWeights(StagePrediction):
         self, minibatch: int, staleness: Staleness, rates: Rates
     ) -> AbstractContextManager[None]:
         version = self._choose(
-            _Position(self._updates, self._updates + staleness.missing, self._drained_at)
+            _UpdateCounts(self._updates, self._updates + staleness.missing, self._drained_at)
         )
         self._used[minibatch] = version
         return self._in_place(version)
@@ -652,7 +652,9 @@ class _PredictedWeights(StagePrediction):
         kept: list[tuple[Sequence[Tensor], list[Tensor]]] = []  # parameters with copies
         try:
             for moments in (self._moments or []) if count else []:
-                copies = self._copies_of(moments.parameters)
+                new = [parameter for parameter in moments.parameters if parameter not in self._true]
+                self._true.update(zip(new, empty_copies(new), strict=True))
+                copies = [self._true[parameter] for parameter in moments.parameters]
                 move = self._predict(
                     moments, self._method, count, [groups[moments.group] for groups in rates]
                 )
@@ -663,11 +665,6 @@ class _PredictedWeights(StagePrediction):
         finally:
             for parameters, copies in kept:
                 copy_into(parameters, copies)
-
-    def _copies_of(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        new = [parameter for parameter in parameters if parameter not in self._true]
-        self._true.update(zip(new, empty_copies(new), strict=True))
-        return [self._true[parameter] for parameter in parameters]
 
 
 _RULES: tuple[type[Prediction], ...] = (

@@ -27,8 +27,7 @@ from lightning_topt.schedules.timing import Edge, StageCosts, Times, Transfer, W
 def simulate(schedule: Schedule, costs: StageCosts) -> Simulation:
     """Return when each pass of a step runs and what each rank holds, with these costs.
 
-    Memory is computed when asked for. `timing.step_seconds` and `many_step_seconds` give the time
-    alone.
+    Memory is computed when asked for. `timing.step_seconds` gives the time alone.
 
     Raises:
         ValueError: for costs that do not fit the schedule.
@@ -38,7 +37,7 @@ def simulate(schedule: Schedule, costs: StageCosts) -> Simulation:
     return Simulation(schedule, costs, walk, times)
 
 
-class Span(NamedTuple):
+class PassSpan(NamedTuple):
     """A pass on a rank, from `start` to `end` in seconds since the step began."""
 
     rank: int
@@ -83,10 +82,10 @@ class Simulation:
         return float(self.times.step_seconds)
 
     @cached_property
-    def spans(self) -> tuple[Span, ...]:
+    def spans(self) -> tuple[PassSpan, ...]:
         """Passes in an order in which they can run, those of a rank as they follow each other."""
         return tuple(
-            Span(rank, action, start, end)
+            PassSpan(rank, action, start, end)
             for (rank, action), start, end in zip(
                 self.walk.actions, self.times.starts, self.times.ends, strict=True
             )

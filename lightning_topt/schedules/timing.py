@@ -123,30 +123,6 @@ def step_seconds(schedule: Schedule, costs: StageCosts) -> float:
     return float(times.step_seconds) if walk.steps else 0.0
 
 
-def many_step_seconds(
-    schedule: Schedule,
-    *,
-    forward: ArrayLike,
-    backward: ArrayLike,
-    backward_input: ArrayLike | None = None,
-    backward_weight: ArrayLike | None = None,
-    transfer_seconds: Mapping[Edge, ArrayLike] | None = None,
-    gradient_seconds: Mapping[Edge, ArrayLike] | None = None,
-    overlapped: bool = True,
-    update: ArrayLike | None = None,
-) -> NDArray[np.float64]:
-    """Return `step_seconds` of n sets of costs, (n,).
-
-    Passes are (stages, n), transfers (n,) or a number for all. A thousand sets take about as long
-    as one.
-    """
-    passes = forward, backward, backward_input, backward_weight, update
-    between = transfer_seconds, gradient_seconds
-    return np.asarray(
-        many_rank_seconds(schedule, passes, between, overlapped=overlapped).max(axis=0), float
-    )
-
-
 def many_rank_seconds(
     schedule: Schedule,
     passes: tuple[ArrayLike, ArrayLike, ArrayLike | None, ArrayLike | None, ArrayLike | None],
@@ -207,7 +183,7 @@ class Transfer(NamedTuple):
     microbatch_index: int
 
 
-class Step(NamedTuple):
+class TimedPass(NamedTuple):
     """A pass of a walk.
 
     `cost` is the place of its seconds. What it receives is (transfer, place of its seconds), what
@@ -227,7 +203,7 @@ class Walk:
     `actions` are (rank, action) of the `steps`, `kinds` the kinds of passes among them.
     """
 
-    steps: tuple[Step, ...]
+    steps: tuple[TimedPass, ...]
     actions: tuple[tuple[int, Action], ...]
     transfers: tuple[Transfer, ...]
     num_links: int
@@ -280,7 +256,9 @@ def walk_of(schedule: Schedule, edges: tuple[Edge, ...]) -> Walk:
                 for other, place in outgoing
             ]
         )
-        steps.append(Step(rank, _KINDS.index(kind) * schedule.num_stages + stage, received, sent))
+        steps.append(
+            TimedPass(rank, _KINDS.index(kind) * schedule.num_stages + stage, received, sent)
+        )
     moved = tuple(
         Transfer(edges[place % len(edges)], place >= len(edges), index)
         for place, index in transfers
@@ -352,7 +330,7 @@ def _run(
     seconds: list[Any],
     crossing: list[Any],
     *,
-    zero: Any,
+    zero: object,
     larger: Callable[[Any, Any], Any],
     overlapped: bool,
 ) -> Times:

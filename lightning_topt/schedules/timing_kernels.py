@@ -5,23 +5,25 @@ Each stage receives from the one before alone. Loaded by `timing` where there is
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
+from numpy.typing import NDArray
 
 from lightning_topt.basics.jit import kernel
+
+Array = NDArray[np.float64]
+Integers = NDArray[np.int64]
 
 
 @kernel
 def run_passes(
-    actions: Any,
-    begin: Any,
-    ranks: Any,
-    sizes: Any,
-    seconds: Any,
-    crossing: Any,
+    actions: Integers,
+    begin: Integers,
+    ranks: Integers,
+    sizes: tuple[int, int],
+    seconds: Array,
+    crossing: Array,
     overlapped: bool,
-    done: Any,
+    done: Array,
 ) -> bool:
     """Write into `done` (P, n) when each rank has run its last pass, as `timing` does pass by pass.
 

@@ -121,7 +121,7 @@ def wrap_in_ddp(
 
 
 def register_hook(
-    ddp: DistributedDataParallel, hook: Callable[..., Any] | None, state: Any
+    ddp: DistributedDataParallel, hook: Callable[..., Any] | None, state: object
 ) -> None:
     """Let the user's communication hook, if there is one, average the gradients of `ddp`."""
     if hook is not None:

@@ -88,7 +88,10 @@ def explain(costs: PlanCosts, configs: Configs) -> Explanation:
     compute = compute_seconds(seconds)
     step_seconds = costs.seconds(configs)
     # memory: bytes (phase,) of every kind, and the phase in which their sum is largest
-    order, parts = costs.step.phases.order, _memory_by_kind(costs, configs)
+    lifetimes, beside = [*costs.plan_lifetimes(configs)], costs.neighbours(configs)
+    for name, config in configs.items():
+        lifetimes += costs.block_lifetimes(name, config, beside[name])
+    order, parts = costs.step.phases.order, costs.step.phases.by_kind(lifetimes)
     total = np.sum([*parts.values()], axis=0)
     peak = int(np.argmax(total))
     return Explanation(
@@ -181,13 +184,6 @@ def _tensor_collectives(
         )
         count, size = sum(count for count, _ in calls), sum(count * size for count, size in calls)
         yield TensorCollective(during, op_name, costs.step.mesh.names[axis], count, size, seconds)
-
-
-def _memory_by_kind(costs: PlanCosts, configs: Configs) -> dict[str, np.ndarray]:
-    lifetimes, beside = [*costs.plan_lifetimes(configs)], costs.neighbours(configs)
-    for name, config in configs.items():
-        lifetimes += costs.block_lifetimes(name, config, beside[name])
-    return costs.step.phases.by_kind(lifetimes)
 
 
 def _name(phase: Phase) -> str:

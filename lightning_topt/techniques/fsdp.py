@@ -214,7 +214,11 @@ class ShardedModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Give every rank rank 0's buffers, as DDP does, and call the wrapped module."""
-        _broadcast_buffers(self.module)
+        buffers = [buffer for buffer in self.module.buffers() if buffer.numel()]
+        if buffers:
+            dist._broadcast_coalesced(  # type: ignore[attr-defined]
+                dist.distributed_c10d._get_default_group(), buffers, _MESSAGE_BYTES, 0
+            )
         return self.module(*args, **kwargs)
 
 
@@ -248,7 +252,11 @@ class _Sharding:
         # metrics are lost: their hash changes with their state.
         for name in (name for name in blocks if name and model.parameters[name]):
             self._shard_block(model, name, mesh)
-        if _holder_of_root(model) in blocks:
+        # The root is on the mesh of the loose parameters, or else of the first sharded block.
+        sharded = [
+            name for name, config in model.configs.items() if not has_unsharded_gradients(config)
+        ]
+        if ("" if "" in sharded else sharded[0]) in blocks:
             self._shard_root(model, mesh, in_shards="" in blocks)
         self.root = model.root
 
@@ -334,17 +342,6 @@ class _Sharding:
                 module.reshard()
 
 
-def _holder_of_root(model: ParallelModel) -> str:
-    """Return the block on whose mesh the root is sharded.
-
-    That is ``""``, of the loose parameters, or else the first sharded block.
-    """
-    sharded = [
-        name for name, config in model.configs.items() if not has_unsharded_gradients(config)
-    ]
-    return "" if "" in sharded else sharded[0]
-
-
 def _in_shards(model: ParallelModel, block: str) -> bool:
     return bool(model.configs[block].storage.sharded_axes("parameters"))
 
@@ -405,12 +402,3 @@ def _hooks(module: nn.Module) -> Iterator[tuple[str, dict[int, Any]]]:
     for name, value in module.__dict__.items():
         if name.endswith("_hooks") and isinstance(value, dict):
             yield name, value
-
-
-def _broadcast_buffers(module: nn.Module) -> None:
-    """Give every rank rank 0's buffers, in few large messages."""
-    buffers = [buffer for buffer in module.buffers() if buffer.numel()]
-    if buffers:
-        dist._broadcast_coalesced(  # type: ignore[attr-defined]
-            dist.distributed_c10d._get_default_group(), buffers, _MESSAGE_BYTES, 0
-        )

@@ -5,7 +5,7 @@ A cost model that is a subject of its own; `fsdp` uses it for both of its techni
     what                                   function             source
     shards of P, G and S                   shard_lifetimes      Rajbhandari et al., arXiv
                                                                 1910.02054, section 5
-    whole gradients before reduce_scatter  gradient_lifetimes   torch 2.13 `_fsdp_param_group.py`,
+    gradients before reduce_scatter        gradient_lifetimes   torch 2.13 `_fsdp_param_group.py`,
                                                                 `post_backward`
     gathered parameters and flat buffers   gathered_lifetimes   same file, `wait_for_unshard`,
                                                                 `_backward_prefetch`

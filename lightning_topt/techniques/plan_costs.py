@@ -229,26 +229,29 @@ class PlanCosts:
         """Return c, b and u of one block in each segment of its `span` (3, segment)."""
         key = self.timed_alike[block], config
         if key not in self._known.times:
-            self._known.times[key] = self._block_times(block, self.block_seconds(block, config))
+            seconds = self.block_seconds(block, config)
+            # kernels of all microbatches; only the last backward hides exchanges
+            forward, backward = self.step.compute[block][:, self.span(block)]
+            times, count = np.zeros((3, max(len(forward), 1))), self.step.num_microbatches
+            times[0, : len(forward)] += count * (forward + backward)
+            times[1, : len(backward)] += backward
+            # a gather runs beside the segment before it, in forward and in backward
+            before, after = self._beside(block)
+            in_forward = seconds.gather_foreground[0] + max(
+                seconds.gather_background[0] - before, 0.0
+            )
+            in_backward = seconds.gather_foreground[1] + max(
+                seconds.gather_background[1] - after, 0.0
+            )
+            in_backward += seconds.recompute + seconds.reduce_foreground
+            # in backward of the microbatches before the last
+            earlier = (count - 1) * seconds.recompute
+            times[0, 0] += in_forward + earlier + in_backward + seconds.reduce_last
+            times[0, 0] += seconds.update + seconds.broadcast
+            times[1, 0] += in_backward
+            times[2, 0] += seconds.gather_background[1] + seconds.reduce_background
+            self._known.times[key] = times
         return self._known.times[key]
-
-    def _block_times(self, block: str, seconds: BlockSeconds) -> Array:
-        # kernels of all microbatches; only the last backward hides exchanges
-        forward, backward = self.step.compute[block][:, self.span(block)]
-        times, count = np.zeros((3, max(len(forward), 1))), self.step.num_microbatches
-        times[0, : len(forward)] += count * (forward + backward)
-        times[1, : len(backward)] += backward
-        # a gather runs beside the segment before it, in forward and in backward
-        before, after = self._beside(block)
-        in_forward = seconds.gather_foreground[0] + max(seconds.gather_background[0] - before, 0.0)
-        in_backward = seconds.gather_foreground[1] + max(seconds.gather_background[1] - after, 0.0)
-        in_backward += seconds.recompute + seconds.reduce_foreground
-        earlier = (count - 1) * seconds.recompute  # in backward of the microbatches before the last
-        times[0, 0] += in_forward + earlier + in_backward + seconds.reduce_last
-        times[0, 0] += seconds.update + seconds.broadcast
-        times[1, 0] += in_backward
-        times[2, 0] += seconds.gather_background[1] + seconds.reduce_background
-        return times
 
     @cached_property
     def timed_alike(self) -> dict[str, int]:

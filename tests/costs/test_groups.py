@@ -2,11 +2,9 @@ import pytest
 
 from lightning_topt.costs.communication import (
     Group,
-    group_along,
     mesh_groups,
     ranks_of_groups,
 )
-from lightning_topt.graph.mesh_axes import Axis, Mesh, hybrid_mesh
 
 
 def test_where_groups_lie():
@@ -25,19 +23,6 @@ def test_where_groups_lie():
     for wrong in ((0, 1), (2, 0), (2.0, 1), (True, 1)):
         with pytest.raises(ValueError, match="at least 1"):
             Group(*wrong)
-
-
-def test_groups_along_the_axes_of_a_mesh():
-    mesh = hybrid_mesh(2, 4)
-    assert [group_along(mesh, axes) for axes in ([0], [1], [0, 1])] == [
-        Group(2, 4),
-        Group(4),
-        Group(8),
-    ]
-    cube = Mesh((Axis("data", 2), Axis("a", 2), Axis("tensor", 3)))
-    assert group_along(cube, [0, 1]) == Group(4, 3)
-    with pytest.raises(ValueError, match="'data', 'tensor'"):
-        group_along(cube, [0, 2])
 
 
 def test_ranks_of_all_groups_of_a_kind():

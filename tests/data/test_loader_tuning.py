@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 from lightning_topt.data import loader_tuning
 from lightning_topt.data.loader_tuning import (
     LoaderTrials,
-    Preparation,
+    PreparationCost,
     TrialLoader,
     choose_prefetch_factor,
     cores_per_rank,
@@ -110,7 +110,7 @@ def test_without_room_for_a_batch_there_are_no_workers():
 
 
 def prepared(*, spread=0.0, batch_bytes=1000.0, seconds=1.0):
-    return Preparation(4, seconds, seconds, spread, batch_bytes)
+    return PreparationCost(4, seconds, seconds, spread, batch_bytes)
 
 
 @pytest.mark.parametrize(

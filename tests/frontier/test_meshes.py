@@ -137,7 +137,7 @@ def test_all_at_once_ends_as_soon_as_the_layers_left_would_take_too_long(monkeyp
     for module in (layer_search, chain_search):
         watch = SimpleNamespace(thread_time=lambda: clock[0], perf_counter=lambda: clock[0])
         monkeypatch.setattr(module, "time", watch)
-    step, sweep = layer_search.Walk.step, layer_search._sweep_with_cap
+    step, sweep = layer_search.LayerWalk.step, layer_search._sweep_with_cap
 
     def twice_as_long_as_the_last(self):
         clock[0] += 2.0 ** len(steps)
@@ -150,7 +150,7 @@ def test_all_at_once_ends_as_soon_as_the_layers_left_would_take_too_long(monkeyp
         finally:
             ends.append((clock[0], len(steps)))
 
-    monkeypatch.setattr(layer_search.Walk, "step", twice_as_long_as_the_last)
+    monkeypatch.setattr(layer_search.LayerWalk, "step", twice_as_long_as_the_last)
     monkeypatch.setattr(layer_search, "_sweep_with_cap", watched)
     table = random_chain(np.random.default_rng(3), blocks=30, configs=4, edges=0.5)
     found = search_meshes([("mesh", lambda: table)], max_seconds=1000)

@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_topt.communication import rank_watch as peers
 from lightning_topt.optim.pieces import check_pieces
 from lightning_topt.optim.reduce_scatter import (
+    ParameterSlice,
     ReduceScatterExchange,
-    Segment,
     _Flight,
     cut_buckets,
     pieces_of_segment,
@@ -225,13 +225,13 @@ def test_cuts_lie_between_rows_and_are_balanced(world_size):
 
 
 def test_rows_that_are_not_contiguous_are_not_cut():
-    assert segment_of(torch.empty(6, 4).t(), offset=5, splittable=True) == Segment(5, 24, 24)
+    assert segment_of(torch.empty(6, 4).t(), offset=5, splittable=True) == ParameterSlice(5, 24, 24)
     channels_last = torch.empty(6, 4, 3, 2).to(memory_format=torch.channels_last)
-    assert segment_of(channels_last, offset=0, splittable=True) == Segment(0, 144, 24)
-    assert segment_of(torch.empty(()), offset=0, splittable=True) == Segment(0, 1, 1)
+    assert segment_of(channels_last, offset=0, splittable=True) == ParameterSlice(0, 144, 24)
+    assert segment_of(torch.empty(()), offset=0, splittable=True) == ParameterSlice(0, 1, 1)
     assert all(
         begin <= end
-        for cut in cut_buckets([[Segment(0, 1, 1)]], world_size=4)
+        for cut in cut_buckets([[ParameterSlice(0, 1, 1)]], world_size=4)
         for begin, end in pairwise(cut)
     )
 

@@ -20,7 +20,7 @@ from lightning_topt.optim.step_costs import (
     slowest_of_ranks,
     time_step,
 )
-from lightning_topt.optim.update_rule import Counters
+from lightning_topt.optim.update_rule import OptimizerCounters
 from tests.launch import run_ranks
 
 
@@ -136,7 +136,7 @@ def test_counters_are_set_back():
     optimizer = Counting(make_groups())
     set_gradients(optimizer, 0)
     optimizer.step()
-    counters, tensor = Counters(optimizer), optimizer.param_groups[0]["step"]
+    counters, tensor = OptimizerCounters(optimizer), optimizer.param_groups[0]["step"]
     optimizer.step()
     optimizer.param_groups[0]["new"] = 3
     counters.restore()

@@ -40,7 +40,7 @@ from lightning_topt.plan.advice_bottlenecks import (
 )
 from lightning_topt.plan.pipeline_search import PipelineRequest
 from lightning_topt.plan.plan_search import SearchRequest, search_plans
-from lightning_topt.plan.scenarios import Found, Scenario, search_scenario
+from lightning_topt.plan.scenarios import Scenario, ScenarioResult, search_scenario
 from tests.models import GPT
 from tests.plan.test_scenarios import cluster, of
 
@@ -160,7 +160,7 @@ def test_data_and_the_least_cache() -> None:
 
 def searched(
     machines: Cluster, *, pipelines: PipelineRequest | None = None, count: int = 4
-) -> tuple[Found, SearchRequest]:
+) -> tuple[ScenarioResult, SearchRequest]:
     module, tokens = GPT(layers=4, width=64, context=32), torch.zeros(2, 32, dtype=torch.long)
     optimizer = read_optimizer(
         [module.configure_optimizers()], named_parameters=module.named_parameters()

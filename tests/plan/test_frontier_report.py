@@ -24,7 +24,7 @@ from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.plan.choose import choose
 from lightning_topt.plan.frontier_report import print_table, save_html, save_png
-from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, Prediction, StagePlan
+from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, StagePlan, StepEstimate
 from lightning_topt.plan.plan_frontier import PlanPoint
 
 GIB = 2.0**30
@@ -36,7 +36,7 @@ def point(seconds, size, *, devices=2, stage=0, name="layers.0", model="GPT"):
         BlockPlan(name, OpConfig.zero(stage, recompute=True)),
         BlockPlan("", OpConfig.zero(stage)),
     )
-    predicted = Prediction(seconds, size, 0.75 * seconds, 0.25 * seconds)
+    predicted = StepEstimate(seconds, size, 0.75 * seconds, 0.25 * seconds)
     return PlanPoint(
         seconds,
         size,

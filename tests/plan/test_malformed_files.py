@@ -19,7 +19,7 @@ from lightning_topt.communication import TopK
 from lightning_topt.costs.cluster import Cluster, ClusterError
 from lightning_topt.costs.plain_values import MAX_BYTES
 from lightning_topt.graph.op_config import OpConfig
-from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, PlanError, Prediction
+from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, PlanError, StepEstimate
 from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
 
 ROOT = Path(__file__).parents[2]
@@ -30,7 +30,7 @@ PLAN = ParallelPlan.of_blocks(
     fingerprint="f",
     batch_size=4,
     cluster="c",
-    predicted=Prediction(1.0, 2.0, 0.75, 0.25),
+    predicted=StepEstimate(1.0, 2.0, 0.75, 0.25),
     gradient_exchange=TopK(),
 )
 CLUSTER = Cluster.load(ROOT / "conf/cluster/a100_8x8.yaml")

@@ -15,8 +15,8 @@ from lightning_topt.plan.parallel_plan import (
     BlockPlan,
     ParallelPlan,
     PlanError,
-    Prediction,
     StagePlan,
+    StepEstimate,
     preset_plan,
     uniform_plan,
 )
@@ -105,7 +105,7 @@ def test_round_trip(tmp_path: Path) -> None:
     blocks = tuple(
         BlockPlan(f"b{stage}", OpConfig.zero(stage, recompute=stage == 3)) for stage in (2, 3)
     )
-    predicted = Prediction(1.5, 2.0**30, 1.0, 0.5)
+    predicted = StepEstimate(1.5, 2.0**30, 1.0, 0.5)
     plan = ParallelPlan(
         data_mesh(4),
         (StagePlan((*blocks, BlockPlan("", OpConfig.zero(2)))),),

@@ -14,7 +14,7 @@ from lightning_topt.graph.capture import capture
 from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.plan.choose import NoPlanFitsError
-from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, Prediction
+from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, StepEstimate
 from lightning_topt.plan.plan_frontier import PlanPoint
 from lightning_topt.plan.plan_search import SearchRequest
 from lightning_topt.plan.scenarios import (
@@ -22,7 +22,7 @@ from lightning_topt.plan.scenarios import (
     Limits,
     ModelFacts,
     Scenario,
-    Work,
+    Workload,
     accumulated_seconds,
     check_asked,
     choose_estimate,
@@ -52,14 +52,14 @@ def point(
     seconds: float, *, level: int = 0, devices: int = 4, peak: float = 1e8, exposed: float = 0.1
 ) -> PlanPoint:
     blocks = [BlockPlan(name, OpConfig.zero(level)) for name in ("", "a")]
-    predicted = Prediction(seconds, peak, seconds - exposed, exposed)
+    predicted = StepEstimate(seconds, peak, seconds - exposed, exposed)
     plan = ParallelPlan.of_blocks(
         blocks, mesh=data_mesh(devices), batch_size=8, predicted=predicted
     )
     return PlanPoint(seconds, peak, devices, plan)
 
 
-def of(seconds: float, scenario: Scenario, work: Work | None = None, **given) -> Estimate:
+def of(seconds: float, scenario: Scenario, work: Workload | None = None, **given) -> Estimate:
     return estimate(
         scenario, point(seconds, devices=scenario.devices, **given), facts=FACTS, work=work
     )
@@ -67,7 +67,7 @@ def of(seconds: float, scenario: Scenario, work: Work | None = None, **given) ->
 
 def test_a_run_and_its_price() -> None:
     scenario = Scenario(cluster(), 4, batch_size=32, seq_len=100)
-    found = of(0.5, scenario, Work(tokens=32 * 100 * 7200))
+    found = of(0.5, scenario, Workload(tokens=32 * 100 * 7200))
     assert (
         found.run is not None
         and found.run.seconds == pytest.approx(3600)
@@ -75,14 +75,14 @@ def test_a_run_and_its_price() -> None:
     )
     assert found.samples_per_second == 64 and found.tokens_per_second == 6400
     assert found.money_per_sample == pytest.approx(8.0 / (32 * 7200))
-    assert of(0.5, scenario, Work(samples=32)).run.seconds == pytest.approx(0.5)
-    assert of(0.5, scenario, Work(steps=10)).run.seconds == pytest.approx(5)
+    assert of(0.5, scenario, Workload(samples=32)).run.seconds == pytest.approx(0.5)
+    assert of(0.5, scenario, Workload(steps=10)).run.seconds == pytest.approx(5)
 
 
 def test_failures_cost_time_and_money() -> None:
     failures = Failures(1e-4, 1e-2, restart_seconds=300, checkpoint_bandwidth=1e9)
     machines = cluster(spot=0.5, failures=failures)
-    work = Work(steps=1e6)
+    work = Workload(steps=1e6)
     plain, spot = (of(0.5, Scenario(machines, 4, 32, spot=spot), work) for spot in (False, True))
     assert 5e5 < plain.run.seconds < spot.run.seconds
     assert plain.money == pytest.approx(plain.run.seconds / 3600 * 4 * 2.0)
@@ -109,18 +109,18 @@ def test_micro_batches_exchange_and_update_once_where_gradients_are_whole() -> N
 )
 def test_work_is_one_amount(given) -> None:
     with pytest.raises(ValueError, match="work is one of tokens, samples or steps"):
-        Work(**given)
+        Workload(**given)
 
 
 def test_tokens_need_a_length() -> None:
     with pytest.raises(ValueError, match="set seq_len, or give work"):
-        of(0.5, Scenario(cluster(), 4, 32), Work(tokens=1e9))
-    assert str(Work(tokens=300e9)) == "300 B tokens" and str(Work(steps=500)) == "500 steps"
+        of(0.5, Scenario(cluster(), 4, 32), Workload(tokens=1e9))
+    assert str(Workload(tokens=300e9)) == "300 B tokens" and str(Workload(steps=500)) == "500 steps"
 
 
 def three() -> list[Estimate]:
     """Slow and cheap, fast and dear, in between."""
-    work = Work(steps=36000)
+    work = Workload(steps=36000)
     slow, fast, middle = (
         cluster("slow", price=1.0),
         cluster("fast", price=9.0),
@@ -191,7 +191,7 @@ def test_where_nothing_keeps_the_limits_the_nearest_is_named(limits: Limits, nea
 
 
 def test_a_missing_price_is_one_sentence() -> None:
-    work = Work(steps=10)
+    work = Workload(steps=10)
     (unpriced,) = [of(1.0, Scenario(cluster("home", price=None), 4, 32), work)]
     assert unpriced.money is None and unpriced.money_per_sample is None
     with pytest.raises(ValueError, match="'home' has no price: set cluster"):

@@ -19,7 +19,7 @@ from lightning_topt.schedules.schedules import (
     make_schedule,
 )
 from lightning_topt.schedules.simulate import held_counts, simulate
-from lightning_topt.schedules.timing import StageCosts, many_step_seconds, step_seconds
+from lightning_topt.schedules.timing import StageCosts, many_rank_seconds, step_seconds
 from tests.schedules.slow_simulator import SlowSimulator
 from tests.schedules.step_formulas import equal_stages_seconds, gpipe_seconds, one_f_one_b_bounds
 
@@ -96,7 +96,7 @@ def test_many_sets_of_costs_at_once_are_those_of_one_after_the_other() -> None:
                 for _ in range(4)
             ]
             names = ("forward", "backward", "backward_input", "backward_weight", "update")
-            rows = {name: np.array([getattr(each, name) for each in sets]).T for name in names}
+            rows = tuple(np.array([getattr(each, name) for each in sets]).T for name in names)
             hops = {
                 edge: np.array([each.transfer_seconds[edge] for each in sets])
                 for edge in sets[0].transfer_seconds or ()
@@ -105,15 +105,9 @@ def test_many_sets_of_costs_at_once_are_those_of_one_after_the_other() -> None:
                 edge: np.array([each.gradient_seconds[edge] for each in sets])
                 for edge in sets[0].gradient_seconds or ()
             }
-            found = many_step_seconds(
-                schedule,
-                **rows,
-                transfer_seconds=hops,
-                gradient_seconds=back,
-                overlapped=overlapped,
-            )
+            found = many_rank_seconds(schedule, rows, (hops, back), overlapped=overlapped)
             np.testing.assert_allclose(
-                found, [step_seconds(schedule, each) for each in sets], rtol=1e-12
+                found.max(axis=0), [step_seconds(schedule, each) for each in sets], rtol=1e-12
             )
 
 

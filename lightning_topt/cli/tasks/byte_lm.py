@@ -25,7 +25,7 @@ VOCABULARY = 256
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """One pre-norm Transformer block: causal attention, then a perceptron of width 4H."""
 
     def __init__(self, hidden: int, num_heads: int, dropout: float) -> None:
@@ -94,7 +94,9 @@ class ByteGPT(pl.LightningModule):
         self.save_hyperparameters()
         self.embedding = nn.Embedding(VOCABULARY, hidden)
         self.positions = nn.Embedding(seq_len, hidden)
-        self.blocks = nn.ModuleList(Block(hidden, num_heads, dropout) for _ in range(num_layers))
+        self.blocks = nn.ModuleList(
+            TransformerBlock(hidden, num_heads, dropout) for _ in range(num_layers)
+        )
         self.norm = nn.LayerNorm(hidden)
         self.head = nn.Linear(hidden, VOCABULARY, bias=False)
         self.val_bits_per_byte = MeanMetric()

@@ -269,7 +269,7 @@ def transformers() -> Any:
 # ---- what a model needs of this machine, and of its attention
 
 
-def _check_memory(trains: Any, config: Any) -> None:
+def _check_memory(trains: Any, config: object) -> None:
     """Refuse a model that is larger than this machine's memory, unless it is made on meta."""
     if torch.get_default_device().type == "meta":
         return
@@ -291,7 +291,7 @@ def _has_window(config: Any, seq_len: int) -> bool:
     return isinstance(window, int) and window < seq_len
 
 
-def _take_no_mask(trains: Any, config: Any) -> None:
+def _take_no_mask(trains: object, config: Any) -> None:
     """Let attention be causal by its argument, as training without padding does on real tensors.
 
     On fake tensors transformers would build a mask of all pairs of tokens, since it cannot see that

@@ -68,7 +68,7 @@ DRAINS, DRAIN_SECONDS, COMPETING_SECONDS = 0.9, 0.1, 5.0
 TARGET_SHARE, DEFAULT_TARGET = 0.5, 0.005
 
 
-class Link:
+class LinkState:
     """This rank's link: the window, the round that is under way, and what earlier ones showed."""
 
     # the window, in datagrams
@@ -132,11 +132,11 @@ class Path:
     arrived_at: float
 
 
-LINK, PATH = layout_of(Link), layout_of(Path)
+LINK, PATH = layout_of(LinkState), layout_of(Path)
 
 
 @compiled
-def reset_link(link: Link) -> None:
+def reset_link(link: LinkState) -> None:
     """Set a record, all zeros, to an unknown link."""
     link.window, link.round_trip, link.round_queue = FIRST_WINDOW, LEAST_ROUND, NO_QUEUE
     link.starting, link.most_rate, link.target = 1.0, math.inf, DEFAULT_TARGET
@@ -151,13 +151,13 @@ def reset_path(path: Path) -> None:
 
 
 @compiled
-def pacing_rate(link: Link, datagram_bytes: int) -> float:
+def pacing_rate(link: LinkState, datagram_bytes: int) -> float:
     """Return the bytes per second that may leave this rank."""
     return min(link.window * datagram_bytes / round_seconds(link), link.most_rate)
 
 
 @inner
-def round_seconds(link: Link) -> float:
+def round_seconds(link: LinkState) -> float:
     """Return how long a round takes."""
     return max(link.round_trip, LEAST_ROUND)
 
@@ -172,7 +172,7 @@ def answer_seconds(path: Path) -> float:
 
 
 @compiled
-def measure_trip(path: Path, link: Link, seconds: float) -> None:
+def measure_trip(path: Path, link: LinkState, seconds: float) -> None:
     """Take in a measured round trip; nonsense (a clock that was set) is dropped."""
     if not 0 < seconds < MOST_ROUND_TRIP:
         return
@@ -193,7 +193,7 @@ def measure_trip(path: Path, link: Link, seconds: float) -> None:
 @compiled
 def take_report(
     path: Path,
-    link: Link,
+    link: LinkState,
     highest: int,
     lost: int,
     marked: int,
@@ -228,7 +228,7 @@ def take_report(
 
 
 @inner
-def _count_report(link: Link, acked: float, lost: float, marked: float, now: float) -> None:
+def _count_report(link: LinkState, acked: float, lost: float, marked: float, now: float) -> None:
     """Count datagrams that were not reported before; end the round when its time is over."""
     link.acked += acked
     link.lost += lost
@@ -256,7 +256,7 @@ def _count_report(link: Link, acked: float, lost: float, marked: float, now: flo
 
 
 @inner
-def _end_round(link: Link, now: float) -> None:
+def _end_round(link: LinkState, now: float) -> None:
     """Adapt the window, the burst and the batch to what the round showed."""
     count, lost, marked, refused = link.acked, link.lost, link.marked, link.refused
     link.rounds += 1
@@ -299,7 +299,7 @@ def _end_round(link: Link, now: float) -> None:
 
 
 @inner
-def _factor(link: Link, excess: float) -> float:
+def _factor(link: LinkState, excess: float) -> float:
     """Return the factor of the window after a round that lost the share `excess` to congestion."""
     if link.starting:
         return max(LEAST_FIRST, 1 - excess - MARGIN)
@@ -307,13 +307,13 @@ def _factor(link: Link, excess: float) -> float:
 
 
 @inner
-def _has_queue(link: Link) -> bool:
+def _has_queue(link: LinkState) -> bool:
     """Return whether even the least round trip of this round says that a queue stood."""
     return QUEUE_LIMIT < link.round_queue < NO_QUEUE
 
 
 @inner
-def _search(link: Link, count: float) -> None:
+def _search(link: LinkState, count: float) -> None:
     """Double the window, until a queue shows or it is far above what gets through."""
     most = SEARCH_ABOVE * link.best_rate * round_seconds(link)
     too_fast = 0 < most < link.window
@@ -327,7 +327,7 @@ def _search(link: Link, count: float) -> None:
 
 
 @inner
-def _follow(link: Link, count: float, seconds: float, now: float) -> None:
+def _follow(link: LinkState, count: float, seconds: float, now: float) -> None:
     """Take note that a queue of this host refused datagrams: nothing is lost, it says when to go.
 
     Alone, the window stays just above what gets through, or near the best rate. Beside others it
@@ -346,7 +346,7 @@ def _follow(link: Link, count: float, seconds: float, now: float) -> None:
 
 
 @inner
-def _grow(link: Link, count: float, seconds: float, now: float) -> None:
+def _grow(link: LinkState, count: float, seconds: float, now: float) -> None:
     """Grow as CUBIC does, only while the window is what limits."""
     if not _has_queue(link):
         link.drain_began = link.competing_until = 0.0
@@ -365,7 +365,7 @@ def _grow(link: Link, count: float, seconds: float, now: float) -> None:
 
 
 @inner
-def _drain(link: Link, now: float) -> None:
+def _drain(link: LinkState, now: float) -> None:
     """Send a little less than what gets through until the queue is gone.
 
     A queue that stays is filled by others: keep a share of it.
@@ -382,7 +382,7 @@ def _drain(link: Link, now: float) -> None:
 
 
 @inner
-def _reduce(link: Link, factor: float) -> None:
+def _reduce(link: LinkState, factor: float) -> None:
     """Shrink after congestion."""
     # The search loses more, once; in a queue that is never empty others decide what is lost.
     if not link.starting and not _has_queue(link):

@@ -34,7 +34,7 @@ import numpy as np
 from lightning_topt.communication.bounded_loss.rate_rule import (
     LINK,
     PATH,
-    Link,
+    LinkState,
     Path,
     reset_link,
     reset_path,
@@ -132,7 +132,7 @@ class Counters:
     lost_elements: int
 
 
-class Peer:
+class PeerState:
     """Another rank: its side channel, what came of it, what it reports."""
 
     # the side channel
@@ -240,7 +240,7 @@ class Root:
     work: int
 
 
-CONFIG, COUNTERS, PEER = layout_of(Config), layout_of(Counters), layout_of(Peer)
+CONFIG, COUNTERS, PEER = layout_of(Config), layout_of(Counters), layout_of(PeerState)
 SLOT, FLOW, ROOT = layout_of(Slot), layout_of(Flow), layout_of(Root)
 # Why a message is dropped: where its counter is, in bytes from the first.
 WRONG_KEY, WRONG_SIZE, WRONG_PLACE, WRONG_SOURCE, TRUNCATED = (
@@ -258,7 +258,7 @@ class Tables(NamedTuple):
     config: Config
     counters: Counters
     peers: Array  # (ranks,) Peer
-    link: Link
+    link: LinkState
     paths: Array  # (ranks,) Path
     sources: Array  # (ranks, 16) uint8: struct sockaddr_in
     slots: Array  # (slots,) Slot
@@ -393,13 +393,13 @@ def reject(t: Root, reason: int) -> None:
 
 
 @inner
-def link_of(t: Root) -> Link:
+def link_of(t: Root) -> LinkState:
     """Return this rank's link."""
     return _link_at(t.link)
 
 
 @inner
-def peer_of(t: Root, peer: int) -> Peer:
+def peer_of(t: Root, peer: int) -> PeerState:
     """Return what is known of a rank."""
     return _peer_at(t.peers + _PEER_BYTES * peer)
 

@@ -1,7 +1,7 @@
 """Operations among the ranks of one node, through shared memory.
 
 Ranks share a page of counters (`NodePage`): each rank writes its own row, the others read it and
-sleep until a word is set. A `Channel` numbers the operations of one kind alike on all ranks and
+sleep until a word is set. A `NodeChannel` numbers the operations of one kind alike on all ranks and
 takes each through the same steps, without waiting unless asked to:
 
     publish    write address and size of what is sent on the page, set PUBLISHED
@@ -89,7 +89,7 @@ class Operation(PendingResult[Tensor]):
 
     def __init__(
         self,
-        channel: Channel,
+        channel: NodeChannel,
         *,
         sent: Tensor,
         expected: Sequence[int],
@@ -124,7 +124,7 @@ class Operation(PendingResult[Tensor]):
         return self.outcome()
 
 
-class Channel:
+class NodeChannel:
     """Operations of one kind: numbered alike on all ranks, completed in order.
 
     With `direct` the others read what is sent where it is; else it is copied into shared segments.
@@ -132,7 +132,7 @@ class Channel:
 
     def __init__(self, page: NodePage, *, base: int, direct: bool) -> None:
         self.page, self.base = page, base
-        self.segments = [] if direct else [Segment() for _ in range(SEGMENTS)]
+        self.segments = [] if direct else [SharedSegment() for _ in range(SEGMENTS)]
         self.in_flight = MOST_IN_FLIGHT if direct else SEGMENTS
         # (rank, slot): descriptor and memory of another rank's segment
         self.mapped: dict[tuple[int, int], tuple[int, Array]] = {}
@@ -269,7 +269,7 @@ class Channel:
 
 
 @dataclass
-class Segment:
+class SharedSegment:
     """Shared memory of this rank that grows; the others map it by its `descriptor`."""
 
     memory: Array = field(default_factory=lambda: np.empty(0, dtype=np.uint8))

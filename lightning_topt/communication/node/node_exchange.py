@@ -34,7 +34,7 @@ from lightning_topt.communication.collectives import (
 from lightning_topt.communication.node.node_channel import (
     BLOCK_BYTES,
     CHANNEL_WORDS,
-    Channel,
+    NodeChannel,
     NodeMemoryUnavailable,
     NodePage,
     Operation,
@@ -236,7 +236,8 @@ class SharedMemoryNodeExchange(NodeExchange):
         self.direct = direct and not self.page.unreadable
         # one channel per method: each keeps its own sequence
         self.scatters, self.shards, self.messages = (
-            Channel(self.page, base=index * CHANNEL_WORDS, direct=self.direct) for index in range(3)
+            NodeChannel(self.page, base=index * CHANNEL_WORDS, direct=self.direct)
+            for index in range(3)
         )
         self.sums, self.rows = Buffers(), Buffers()
         # (ranks, bytes): blocks of the others' memory
@@ -302,7 +303,7 @@ class SharedMemoryNodeExchange(NodeExchange):
         return self._gather(self.messages, list(rows), outcome)
 
     def _gather(
-        self, channel: Channel, parts: list[Tensor], outcome: Callable[[], Tensor]
+        self, channel: NodeChannel, parts: list[Tensor], outcome: Callable[[], Tensor]
     ) -> Operation:
         """Copy every other rank's part into its place among `parts`, one per local rank."""
         sizes = np.array([part.numel() * part.element_size() for part in parts], dtype=np.int64)

@@ -20,7 +20,7 @@ from torch import Tensor
 from lightning_topt.communication.node.node_channel import (
     BLOCK_BYTES,
     CHANNEL_WORDS,
-    Channel,
+    NodeChannel,
     NodeMemoryUnavailable,
     NodePage,
     Operation,
@@ -71,7 +71,7 @@ class NodeRows:
         self.rank, self.size = self.page.rank, self.page.size
         # one channel per method: each keeps its own sequence
         self.slices, self.tables = (
-            Channel(self.page, base=index * CHANNEL_WORDS, direct=True) for index in range(2)
+            NodeChannel(self.page, base=index * CHANNEL_WORDS, direct=True) for index in range(2)
         )
         self.received = np.empty(BLOCK_BYTES // 4, dtype=np.float32)
 

@@ -36,7 +36,7 @@ from lightning_topt.data.cache.sample_codec import (
     leaves_of,
     named_type,
 )
-from lightning_topt.data.cache.sample_layout import TORCH_DTYPES, Layout, Spec, layout_of
+from lightning_topt.data.cache.sample_layout import TORCH_DTYPES, EntryLayout, Spec, layout_of
 
 _NUMBERS = {
     "int": torch.int64,
@@ -54,7 +54,7 @@ Bytes = npt.NDArray[np.uint8]
 class ReadyBatch:
     """A batch that needs no collating."""
 
-    def __init__(self, batch: Any) -> None:
+    def __init__(self, batch: object) -> None:
         self.batch = batch
 
 
@@ -124,7 +124,7 @@ def read_batch(dataset: CachedDataset, indices: Sequence[int]) -> ReadyBatch | l
     ]
 
 
-def _layout_in_memory(cache: SampleCache, item: int) -> Layout | None:
+def _layout_in_memory(cache: SampleCache, item: int) -> EntryLayout | None:
     seen = None if cache.mapped is None else cache.mapped.header(item)
     if seen is not None:
         return layout_of(seen)
@@ -139,7 +139,7 @@ def _layout_in_memory(cache: SampleCache, item: int) -> Layout | None:
 
 
 def _read_at_once(
-    cache: SampleCache, layout: Layout, items: npt.NDArray[np.int64]
+    cache: SampleCache, layout: EntryLayout, items: npt.NDArray[np.int64]
 ) -> ReadyBatch | None:
     """Return the batch if all its entries are in mapped memory and verified."""
     mapped = cache.mapped
@@ -166,7 +166,7 @@ def _read_at_once(
 class BatchRows:
     """The tensors of a batch of `size` entries of one layout, to be filled row by row."""
 
-    def __init__(self, layout: Layout, size: int) -> None:
+    def __init__(self, layout: EntryLayout, size: int) -> None:
         self.layout, self.size = layout, size
         self.rows = [_empty(size, leaf.nbytes) for leaf in layout.leaves]
 
@@ -268,7 +268,7 @@ class BatchRows:
         return _nested(self.layout.spec, (_typed(rows, leaf.spec) for leaf, rows in leaves))
 
 
-def _entry_start(layout: Layout) -> bytes:
+def _entry_start(layout: EntryLayout) -> bytes:
     """Return the bytes that entries of this layout start with."""
     return len(layout.header).to_bytes(4, "little") + layout.header
 

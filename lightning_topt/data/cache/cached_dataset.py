@@ -129,7 +129,7 @@ class CachedDataset(Dataset[Any]):
         return self._samples([item], [entry], self.dataset.__getitem__)[0]
 
     def _samples(
-        self, items: Sequence[int], entries: Sequence[Any], original: Callable[[int], Any]
+        self, items: Sequence[int], entries: Sequence[object], original: Callable[[int], Any]
     ) -> list[Any]:
         """Return the samples of entries, and from `original` where there is none."""
         samples = [_MISSING if entry is None else _decoded(entry) for entry in entries]
@@ -203,7 +203,7 @@ class CachedDataset(Dataset[Any]):
         raise NotDeterministicError(reason)
 
 
-def _decoded(entry: Any) -> Any:
+def _decoded(entry: object) -> Any:
     try:
         return decode(entry)
     except UnsupportedSample:

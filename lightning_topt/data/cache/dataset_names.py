@@ -50,7 +50,7 @@ class DatasetNames:
         self._latest: dict[tuple[str, type], tuple[_Known, int]] = {}
         self._said: set[str] = set()
 
-    def name_of(self, dataset: Any, *, place: str = "", agree: Agree | None = None) -> str:
+    def name_of(self, dataset: object, *, place: str = "", agree: Agree | None = None) -> str:
         """Return the name of `dataset`; warns of a change.
 
         Args:
@@ -85,7 +85,7 @@ class DatasetNames:
         self._known[id(dataset)] = now
         return now.name
 
-    def _compare(self, dataset: Any, now: _Known, place: str) -> None:
+    def _compare(self, dataset: object, now: _Known, place: str) -> None:
         """Compare a new data set with the one that was at this place before.
 
         The first change may be intended, as where a second fit has other data.
@@ -98,7 +98,7 @@ class DatasetNames:
         if times > 1 and changed and known.name != now.name:
             self._say_changed(dataset, changed, "is made anew again and again and never as it was")
 
-    def _name(self, dataset: Any, like: Any) -> _Known:
+    def _name(self, dataset: object, like: Any) -> _Known:
         name, state, attributes = named(like, data_version=self.data_version)
         try:
             reference: Callable[[], Any] = weakref.ref(dataset)
@@ -107,7 +107,7 @@ class DatasetNames:
         had_value = {key: value is not None for key, value in getattr(like, "__dict__", {}).items()}
         return _Known(reference, name, state, had_value, attributes)
 
-    def _name_again(self, dataset: Any, known: _Known) -> _Known:
+    def _name_again(self, dataset: object, known: _Known) -> _Known:
         try:
             like, state = _state(dataset, known.had_value)
             if state == known.state:
@@ -121,7 +121,7 @@ class DatasetNames:
             )
             return known
 
-    def _say_changed(self, dataset: Any, changed: Sequence[str], how: str) -> None:
+    def _say_changed(self, dataset: object, changed: Sequence[str], how: str) -> None:
         names = ", ".join(changed) or "what it refers to"
         advice = (
             f"{IGNORED} = {tuple(changed)!r}"
@@ -134,7 +134,7 @@ class DatasetNames:
             f"do not depend on that, give {type(dataset).__name__} the attribute {advice}",
         )
 
-    def _say(self, dataset: Any, words: str) -> None:
+    def _say(self, dataset: object, words: str) -> None:
         message = f"{type(dataset).__name__} {words}"
         if message not in self._said:
             self._said.add(message)
@@ -147,7 +147,7 @@ def _changed(before: _Known, now: _Known) -> list[str]:
     return sorted(name for name in names if before.attributes.get(name) != now.attributes.get(name))
 
 
-def _state(dataset: Any, had_value: dict[str, bool]) -> tuple[Any, str]:
+def _state(dataset: object, had_value: dict[str, bool]) -> tuple[Any, str]:
     """Return what can be named of a data set, and its state.
 
     That is the whole data set, or one like it without what had no value before.
@@ -169,7 +169,7 @@ def _state(dataset: Any, had_value: dict[str, bool]) -> tuple[Any, str]:
 class _Itself:
     """Stands for a weak reference to an object that cannot have one."""
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: object) -> None:
         self.dataset = dataset
 
     def __call__(self) -> Any:

@@ -40,7 +40,7 @@ def deterministic(method: Method) -> Method:
     """
 
     @functools.wraps(method)
-    def through_cache(self: Any, index: int) -> Any:
+    def through_cache(self: object, index: int) -> Any:
         hook = getattr(self, "__dict__", {}).get(HOOK)
         return method(self, index) if hook is None else hook(index, functools.partial(method, self))
 
@@ -48,7 +48,7 @@ def deterministic(method: Method) -> Method:
     return through_cache  # type: ignore[return-value]
 
 
-def marked_method(dataset: Any) -> str | None:
+def marked_method(dataset: object) -> str | None:
     """Return the name of the marked method of `dataset`, None if it has none.
 
     Raises:
@@ -68,7 +68,7 @@ def marked_method(dataset: Any) -> str | None:
     return next(iter(found), None)
 
 
-def put_cache_before(dataset: Any, load: Callable[[int, Callable[[int], Any]], Any]) -> None:
+def put_cache_before(dataset: object, load: Callable[[int, Callable[[int], Any]], Any]) -> None:
     """Let the marked method of `dataset` go through ``load(index, original)``."""
     vars(dataset)[HOOK] = load
 

@@ -58,7 +58,7 @@ class UnnamableError(ValueError):
     """Part of a data set has no canonical form."""
 
 
-def fingerprint(dataset: Any, *, data_version: str | None = None) -> str:
+def fingerprint(dataset: object, *, data_version: str | None = None) -> str:
     """Return 32 hexadecimal digits for `dataset`.
 
     They cover the code of its class, its state, and what these refer to. What a ``cached_property``
@@ -91,7 +91,7 @@ class Named(NamedTuple):
     attributes: dict[str, bytes]
 
 
-def named(dataset: Any, *, data_version: str | None = None) -> Named:
+def named(dataset: object, *, data_version: str | None = None) -> Named:
     """Return the fingerprint and its parts, at the cost of the fingerprint."""
     hasher = _Hasher(look_at_files=data_version is None)
     hasher.add(sample_layout.FORMAT)
@@ -129,7 +129,7 @@ class _Hasher:
             self._add_parts(parts_of(code))
         return self.digest.hexdigest()
 
-    def hash_of(self, value: Any) -> bytes:
+    def hash_of(self, value: object) -> bytes:
         """Return the hash of a part that was added, at no cost: it is known, or small."""
         if type(value) in _PLAIN or type(value) is bytes:
             return xxhash.xxh3_128_digest(
@@ -205,7 +205,7 @@ class _Hasher:
             self.waiting.append((code, self.is_strict))
         self._write("code", str(self.numbers[key]))
 
-    def _add_compound(self, value: Any) -> None:
+    def _add_compound(self, value: object) -> None:
         if isinstance(value, list | tuple):
             self._write(str(len(value)))
             for item in value:
@@ -242,7 +242,7 @@ class _Hasher:
         else:
             self._add_object(value)
 
-    def _order(self, item: Any) -> str:
+    def _order(self, item: object) -> str:
         """Return what an item of a set is sorted by, whatever the order of the items."""
         if type(item) in _PLAIN or type(item) is bytes:
             return f"{type(item).__name__} {item!r}"
@@ -263,7 +263,7 @@ class _Hasher:
             for path in paths_in(value) if self.look_at_files else ():
                 self._add_file(path)
 
-    def _add_object(self, value: Any) -> None:
+    def _add_object(self, value: object) -> None:
         if isinstance(value, types.MethodType):
             self.add([value.__func__, value.__self__])
         elif isinstance(value, functools.partial):
@@ -313,7 +313,7 @@ class _Hasher:
             }
         self.add([*reduced[:2], state, *(list(part) for part in reduced[3:5] if part is not None)])
 
-    def _refuse(self, value: Any, error: Exception | None = None) -> None:
+    def _refuse(self, value: object, error: Exception | None = None) -> None:
         if self.is_strict:
             raise UnnamableError(
                 f"the data set's state has a {type(value).__module__}.{type(value).__qualname__}, "
@@ -322,7 +322,7 @@ class _Hasher:
             ) from error
         self._write("by name")
 
-    def _lasting_state(self, state: Any, cls: type) -> Any:
+    def _lasting_state(self, state: object, cls: type) -> Any:
         """Return the state without what exists only after the first use.
 
         None if nothing is left, as with pickle.
@@ -345,7 +345,7 @@ class _Hasher:
         transient = self.transient[cls] | _names(state.get(IGNORED))
         return {name: value for name, value in state.items() if name not in transient} or None
 
-    def _add_attributes(self, value: Any) -> None:
+    def _add_attributes(self, value: object) -> None:
         """Add the attributes of a subclass of a container."""
         if type(value) not in (dict, list, tuple, set, frozenset):
             attributes = self._lasting_state(getattr(value, "__dict__", None), type(value))

@@ -310,7 +310,7 @@ def is_standard(module: str | None) -> bool:
     return top in sys.stdlib_module_names or top in KNOWN
 
 
-def home(value: Any) -> str:
+def home(value: object) -> str:
     """Return the name of the module that something is from.
 
     Functions written in C may not say it. Then it is a library that has it.

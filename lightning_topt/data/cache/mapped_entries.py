@@ -135,24 +135,18 @@ class MappedEntries:
         end = offset + (state_and_bytes & int(BYTES_MASK))
         if check != xxhash.xxh3_64_intdigest(raw[:-8], seed=item) or end > len(self._bytes):
             return None
-        self._populate(offset, end)
+        # To map these bytes at once costs less than a page fault for every sixteen pages.
+        if self._map is not None and self._can_populate:
+            first = offset // PAGE * PAGE
+            try:
+                self._map.madvise(_MADV_POPULATE_READ, first, end - first)
+            except OSError:
+                self._can_populate = False
         entry = self._bytes[offset:end]
         if not trusted and checksum([entry], item=item) != digest:
             return None
         self._store.set_verified(item)
         return entry
-
-    def _populate(self, start: int, end: int) -> None:
-        """Map these bytes at once.
-
-        That costs less than a page fault for every sixteen pages.
-        """
-        if self._map is not None and self._can_populate:
-            first = start // PAGE * PAGE
-            try:
-                self._map.madvise(_MADV_POPULATE_READ, first, end - first)
-            except OSError:
-                self._can_populate = False
 
     def verify_new(self, own: Sequence[int]) -> None:
         """Prepare entries that were stored lately, so that reading them needs no verification.

@@ -81,7 +81,7 @@ class CacheStatistics:
     disk_bytes: int
 
 
-class Peers(Protocol):
+class PartitionPeers(Protocol):
     """The other nodes' part of a partitioned cache."""
 
     def is_own(self, item: int) -> bool:
@@ -134,7 +134,7 @@ class SampleCache:
         num_items: int,
         memory_bytes: int | str,
         disk_bytes: int | str,
-        peers: Peers | None = None,
+        peers: PartitionPeers | None = None,
         write_behind: bool = False,
     ) -> None:
         self.memory_bytes = check_size(memory_bytes, name="memory_bytes", least=0)
@@ -152,18 +152,16 @@ class SampleCache:
         self._open_tiers()
         self.write_behind = write_behind and self.memory is not None and self.disk is not None
         if self.write_behind:
-            self._start_writer()
-
-    def _start_writer(self) -> None:
-        assert self.memory is not None and self.disk is not None
-        try:
-            self._writer: DiskWriter | None = DiskWriter(self.memory, self.disk)
-        except OSError as error:
-            self.write_behind = False
-            warnings.warn(
-                f"the disk cache is written at once, no process could be started for it: {error}",
-                stacklevel=4,
-            )
+            assert self.memory is not None and self.disk is not None
+            try:
+                self._writer: DiskWriter | None = DiskWriter(self.memory, self.disk)
+            except OSError as error:
+                self.write_behind = False
+                warnings.warn(
+                    "the disk cache is written at once, no process could be started for it: "
+                    f"{error}",
+                    stacklevel=3,
+                )
 
     def _open_tiers(self) -> None:
         self._writer = None
@@ -255,7 +253,7 @@ class SampleCache:
         except ValueError:  # longer, or damaged
             return None
 
-    def read_into(self, item: int, buffers: Sequence[Any]) -> bool:
+    def read_into(self, item: int, buffers: Sequence[object]) -> bool:
         """Fill `buffers` with the entry of `item` from this node's memory.
 
         False where it is not there or of another size.
@@ -267,7 +265,7 @@ class SampleCache:
         self._counters.add("memory_hits")
         return True
 
-    def _checked(self, tier: SegmentStore, outcome: Any) -> Any:
+    def _checked(self, tier: SegmentStore, outcome: object) -> Any:
         # Collect the count of damaged entries from the tier.
         if tier.damaged:
             self._counters.add("damaged", tier.damaged)

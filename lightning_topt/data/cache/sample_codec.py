@@ -35,7 +35,7 @@ from lightning_topt.data.cache.sample_layout import (
     FIXED,
     PREFIX,
     TORCH_DTYPES,
-    Layout,
+    EntryLayout,
     Spec,
     UnsupportedSample,
     header_text,
@@ -63,7 +63,7 @@ Parts = list[Any]  # buffers: bytes, memoryview or an array (n,) of uint8
 Take = Callable[[], memoryview]  # returns the next leaf
 
 
-def encode(sample: Any) -> Parts:
+def encode(sample: object) -> Parts:
     """Return the entry of `sample`, as buffers to be written one after the other.
 
     Buffers of tensors and arrays are not copied. A sample is one of these:
@@ -112,7 +112,7 @@ def decode(entry: Any) -> Any:
     return build(known.spec, lambda: view[(leaf := next(leaves)).start : leaf.start + leaf.nbytes])
 
 
-def changed_by_storing(sample: Any) -> str | None:
+def changed_by_storing(sample: object) -> str | None:
     """Return the innermost type in `sample` that is encoded differently after decoding.
 
     None where there is none.
@@ -149,12 +149,12 @@ def header_of(entry: Any) -> bytes:
     raise ValueError("these bytes are no sample: their header is cut off")
 
 
-def layout(entry: Any) -> Layout:
+def layout(entry: object) -> EntryLayout:
     """Return the layout of `entry` (any buffer)."""
     return layout_of(header_of(entry))
 
 
-def leaves_of(parts: Parts, known: Layout) -> list[Any]:
+def leaves_of(parts: Parts, known: EntryLayout) -> list[Any]:
     """Return the leaves of an entry with this layout: in one piece, or as `encode` gives it."""
     if len(parts) == 1:
         view = memoryview(parts[0]).cast("B")
@@ -170,7 +170,7 @@ def leaves_of(parts: Parts, known: Layout) -> list[Any]:
 # Values to specs and leaves.
 
 
-def describe(value: Any, leaves: Parts) -> Spec:
+def describe(value: object, leaves: Parts) -> Spec:
     """Return the spec of `value`, and append its leaves.
 
     Raises:
@@ -192,7 +192,7 @@ def describe(value: Any, leaves: Parts) -> Spec:
     raise UnsupportedSample(f"a sample holds a {type_name(kind)}, which {_refusal(value)}")
 
 
-def _refusal(value: Any) -> str:
+def _refusal(value: object) -> str:
     for base, plain in _PLAIN.items():
         if isinstance(value, base):
             return f"a cache cannot store, for it is a subclass of {base.__name__}: return {plain}"
@@ -310,7 +310,7 @@ def _describe_image(value: Any, leaves: Parts) -> Spec:
     ]
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     try:
         describe(value, [])
     except UnsupportedSample:
@@ -516,7 +516,7 @@ def fields_of(kind: type) -> list[str]:
     return list(kind._fields if is_named(kind) else kind.__dataclass_fields__)  # type: ignore[attr-defined]
 
 
-def attributes_of(value: Any) -> dict[str, Any]:
+def attributes_of(value: object) -> dict[str, Any]:
     """Return the attributes of an instance, in slots or not, fields or not."""
     kind: type = type(value)
     found = dict(getattr(value, "__dict__", ()))
@@ -549,7 +549,7 @@ def _slots(kind: type) -> dict[str, types.MemberDescriptorType]:
     }
 
 
-def is_image(value: Any) -> bool:
+def is_image(value: object) -> bool:
     """Return whether it is an image of one of PIL's own classes.
 
     A class derived from theirs may hold more. PIL is not imported for this.

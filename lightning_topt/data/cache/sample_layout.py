@@ -55,7 +55,7 @@ class Leaf(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class EntryLayout:
     """What a header says.
 
     Entries with equal `header` bytes have their leaves at equal places.
@@ -67,7 +67,7 @@ class Layout:
     nbytes: int  # of the whole entry
 
 
-def layout_of(header: bytes) -> Layout:
+def layout_of(header: bytes) -> EntryLayout:
     """Return the layout of entries with this header.
 
     Raises:
@@ -77,14 +77,21 @@ def layout_of(header: bytes) -> Layout:
     return _layouts[header]
 
 
-class _Layouts(dict[bytes, Layout]):
+class _Layouts(dict[bytes, EntryLayout]):
     """Layouts by header; all are dropped when these take too many bytes."""
 
     room = KEPT_HEADER_BYTES
 
     # A hit is a lookup in a dict, the fastest there is.
-    def __missing__(self, header: bytes) -> Layout:
-        known = _read(header)
+    def __missing__(self, header: bytes) -> EntryLayout:
+        read = json.loads(header)
+        if not isinstance(read, list) or len(read) != 2 or read[0] != FORMAT:
+            raise UnsupportedSample(
+                "a cached sample is of another version of lightning_topt: use another directory"
+            )
+        leaves: list[Leaf] = []
+        end = _place(read[1], leaves, PREFIX.size + len(header))
+        known = EntryLayout(header, read[1], tuple(leaves), end)
         if len(header) > KEPT_HEADER_BYTES:
             return known
         if len(header) > self.room:
@@ -96,17 +103,6 @@ class _Layouts(dict[bytes, Layout]):
 
 
 _layouts = _Layouts()
-
-
-def _read(header: bytes) -> Layout:
-    found = json.loads(header)
-    if not isinstance(found, list) or len(found) != 2 or found[0] != FORMAT:
-        raise UnsupportedSample(
-            "a cached sample is of another version of lightning_topt: use another directory"
-        )
-    leaves: list[Leaf] = []
-    end = _place(found[1], leaves, PREFIX.size + len(header))
-    return Layout(header, found[1], tuple(leaves), end)
 
 
 def _place(spec: Spec, leaves: list[Leaf], start: int) -> int:

@@ -275,18 +275,15 @@ class SegmentStore:
                         [sizes[i] for i in new], capacity_bytes=self.capacity_bytes
                     )
                     for i, place in zip(new, found, strict=False):
-                        places[i] = self._claimed(items[i], place, sizes[i])
+                        if place is None:
+                            self._refused_bytes = min(self._refused_bytes, sizes[i])
+                        else:
+                            self._write_record(items[i], CLAIMED, place, sizes[i], 0)
+                        places[i] = place
                     new = new[len(found) :]
         except (OSError, MemoryError) as error:
             self._failed(error)
         return places
-
-    def _claimed(self, item: int, place: int | None, nbytes: int) -> int | None:
-        if place is None:
-            self._refused_bytes = min(self._refused_bytes, nbytes)
-        else:
-            self._write_record(item, CLAIMED, place, nbytes, 0)
-        return place
 
     def discard(self, item: int) -> None:
         """Drop a damaged entry; its place is kept for the same item."""

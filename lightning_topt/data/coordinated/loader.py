@@ -99,7 +99,7 @@ class CoordinatedLoader:
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: object,
         *,
         batches: Batches,
         collate_fn: Callable[[list[Any]], Any],
@@ -290,7 +290,7 @@ class CoordinatedLoader:
             warnings.warn(message, stacklevel=5)
 
 
-def _unchanged(value: Any) -> Any:
+def _unchanged(value: object) -> Any:
     return value
 
 

@@ -83,7 +83,12 @@ class Preparation:
     """
 
     def __init__(
-        self, dataset: Any, *, batches: Batches, collate_fn: Callable[[list[Any]], Any], seed: int
+        self,
+        dataset: Any,
+        *,
+        batches: Batches,
+        collate_fn: Callable[[list[Any]], Any],
+        seed: int,
     ) -> None:
         self.dataset, self.batches, self.collate_fn, self.seed = dataset, batches, collate_fn, seed
         self._lists: dict[int, tuple[Sequence[Sequence[Any]], str]] = {}
@@ -110,7 +115,7 @@ class Preparation:
         return self.collate_fn([self.dataset[index] for index in indices])
 
 
-def _digest(lists: Sequence[Sequence[Any]]) -> str:
+def _digest(lists: Sequence[Sequence[object]]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for indices in lists:
         array = np.asarray(indices)
@@ -158,7 +163,7 @@ class Workers:
         self._processes: list[Any] = []
         for number in range(count):
             reader, writer = method.Pipe(duplex=False)
-            place = Place(number, count, address, hello, timeout_seconds, parent)
+            place = WorkerPlace(number, count, address, hello, timeout_seconds, parent)
             arguments = (preparation, place, init, writer)
             process = method.Process(target=_work, args=arguments, daemon=True)  # type: ignore[attr-defined]
             process.start()
@@ -217,7 +222,7 @@ class Workers:
             pipe.close()
 
 
-class Place(NamedTuple):
+class WorkerPlace(NamedTuple):
     """A worker's place: its number of how many, the coordinator, and its job.
 
     `parent` is the job's process id where that forked the worker, else None.
@@ -232,7 +237,7 @@ class Place(NamedTuple):
 
 
 def _work(
-    preparation: Preparation, place: Place, init: Callable[[int], None] | None, errors: Pipe
+    preparation: Preparation, place: WorkerPlace, init: Callable[[int], None] | None, errors: Pipe
 ) -> None:
     # The start of a worker, as in torch's DataLoader. Ctrl-C is the job's, which ends its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -282,7 +287,12 @@ def _serve(
         position = message["epoch"], message["batch"]
         fields = {"epoch": position[0], "batch": position[1]}
         try:
-            descriptor = _prepared_file(preparation, position, message["digest"])
+            if preparation.epoch(position[0])[1] != message["digest"]:
+                raise ValueError(
+                    f"the list of batches of epoch {position[0]} is another one in a worker "
+                    "process: it must depend on the seed and the epoch only"
+                )
+            descriptor = memory_file(sample_codec.encode(preparation.prepare(*position)))
         except Exception:
             where = f"in a process that prepares batches (pid {os.getpid()})"
             errors.send((position, ExceptionWrapper(where=where)))  # type: ignore[no-untyped-call]
@@ -292,12 +302,3 @@ def _serve(
             connection.send({"type": "prepared", **fields}, descriptor=descriptor)
         finally:
             os.close(descriptor)
-
-
-def _prepared_file(preparation: Preparation, position: Position, digest: str) -> int:
-    if preparation.epoch(position[0])[1] != digest:
-        raise ValueError(
-            f"the list of batches of epoch {position[0]} is another one in a worker process: it "
-            "must depend on the seed and the epoch only"
-        )
-    return memory_file(sample_codec.encode(preparation.prepare(*position)))

@@ -75,7 +75,7 @@ def main(settings: dict[str, Any]) -> None:
     os._exit(0)  # without waiting for connections: none of them must be finished
 
 
-class Place(NamedTuple):
+class EntryPlace(NamedTuple):
     """Where an entry that is to be sent lies."""
 
     item: int
@@ -144,7 +144,7 @@ class PeerService:
         # States first: an answer has a limited size, and the rest is deferred.
         items = np.frombuffer(channel.receive(8 * count, deadline=deadline), "<u8").tolist()
         states: list[bytes] = []
-        places: list[Place] = []
+        places: list[EntryPlace] = []
         total = 0
         for item in items:
             place = self._locate(item)
@@ -172,7 +172,7 @@ class PeerService:
         channel.cork(False)
         self._promote(places)
 
-    def _locate(self, item: int) -> Place | None:
+    def _locate(self, item: int) -> EntryPlace | None:
         """Find an entry that is complete in its file and not too large."""
         for store in self.stores:
             if item >= store.num_items:
@@ -180,11 +180,11 @@ class PeerService:
             where = store.locate(item)
             if where is not None and where.nbytes <= self.limits.entry_bytes:
                 if where.offset + where.nbytes <= os.fstat(where.descriptor).st_size:
-                    return Place(item, store, where)
+                    return EntryPlace(item, store, where)
                 store.discard(item)
         return None
 
-    def _promote(self, places: Sequence[Place]) -> None:
+    def _promote(self, places: Sequence[EntryPlace]) -> None:
         """Copy entries from a slower store into the fastest, while that has room.
 
         Only a few connections do so at a time.

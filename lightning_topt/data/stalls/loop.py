@@ -59,7 +59,7 @@ class Watched:
 
     def __init__(
         self,
-        batches: Iterable[Any],
+        batches: Iterable[object],
         seconds: float,
         *,
         skip: int = 4,
@@ -148,7 +148,7 @@ def _machine_core_seconds() -> float:
     )
 
 
-def touch(batch: Any) -> None:
+def touch(batch: object) -> None:
     """Read a byte of every memory page of a batch's tensors, as the start of a step does."""
     if isinstance(batch, Tensor):
         if batch.device.type == "cpu" and batch.layout == torch.strided and batch.numel():
@@ -161,7 +161,7 @@ def touch(batch: Any) -> None:
             touch(value)
 
 
-def check_loader(loader: Any) -> None:
+def check_loader(loader: object) -> None:
     """Check that the loader is a DataLoader over a map-style data set, which can be cached.
 
     Raises:

@@ -142,7 +142,7 @@ class ContinuousRun:
 
     def advance(
         self,
-        batch: Any,
+        batch: object,
         step: Step,
         *,
         weight: float = 1.0,
@@ -392,7 +392,7 @@ class MinibatchPasses:
     def forward(
         self,
         minibatch: int,
-        batch: Any,
+        batch: object,
         step: Step,
         *,
         weights: StageWeights,

@@ -1,11 +1,11 @@
 """Point-to-point layer of a pipeline: its ranks send each other tensors beside their computation.
 
-    class            pipelines                 what travels
-    `Peers`          with a flush after each   a `Message`: one tensor, known beforehand from
-                     step                      the schedule
-    `StageLinks`     asynchronous              a parcel: the tensors of one minibatch
-    `StageInputs`    on `StageLinks`           activations and their gradients, received ahead
-    `ValueParcels`   on `StageLinks`           a minibatch's loss, gradient norms and payload
+    class               pipelines                  what travels
+    `MessageExchange`   with a flush after each    a `Message`: one tensor, known beforehand from
+                        step                       the schedule
+    `StageLinks`        asynchronous               a parcel: the tensors of one minibatch
+    `StageInputs`       on `StageLinks`            activations and their gradients, received ahead
+    `ValueParcels`      on `StageLinks`            a minibatch's loss, gradient norms and payload
 
 Sends never block, and receives are begun early. Each kind of tensor and direction is a channel
 with a process group of its own: NCCL runs what two ranks exchange in one group in the order in
@@ -42,7 +42,7 @@ UNKNOWN = -1.0  # power of a norm that nobody asked for; NaN is that of gradient
 LEAST_BYTES = 1024  # room for a payload in every parcel; more once a payload was larger
 
 
-class Transfer(NamedTuple):
+class PendingTransfer(NamedTuple):
     """A send or receive under way. `tensor` must live until `work` is over."""
 
     work: Any
@@ -93,7 +93,9 @@ class _Channels(Generic[ChannelT]):
                     elif self.place == receiver:
                         group.recv([token], sender, 0).wait()
 
-    def receive(self, channel: ChannelT, source: int, spec: LeafSpec, what: object) -> Transfer:
+    def receive(
+        self, channel: ChannelT, source: int, spec: LeafSpec, what: object
+    ) -> PendingTransfer:
         """Begin to receive a tensor as `spec` describes it."""
         # With the strides that the sender's tensor has: no copy on this side.
         buffer = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=self._device)
@@ -101,17 +103,17 @@ class _Channels(Generic[ChannelT]):
             work = self.groups[channel].recv([_memory(buffer)], source, 0)
         except RuntimeError as error:
             self._fail(source, what, error, is_receive=True)
-        return Transfer(work, buffer, source, True, what)
+        return PendingTransfer(work, buffer, source, True, what)
 
-    def send(self, channel: ChannelT, target: int, tensor: Tensor, what: object) -> Transfer:
+    def send(self, channel: ChannelT, target: int, tensor: Tensor, what: object) -> PendingTransfer:
         """Begin to send a dense tensor."""
         try:
             work = self.groups[channel].send([_memory(tensor)], target, 0)
         except RuntimeError as error:
             self._fail(target, what, error, is_receive=False)
-        return Transfer(work, tensor, target, False, what)
+        return PendingTransfer(work, tensor, target, False, what)
 
-    def wait(self, transfer: Transfer) -> None:
+    def wait(self, transfer: PendingTransfer) -> None:
         """Block until the transfer is over."""
         try:
             transfer.work.wait()
@@ -139,7 +141,7 @@ class _Channels(Generic[ChannelT]):
 # ---- pipelines with a flush ----------------------------------------------------------------------
 
 
-class Peers:
+class MessageExchange:
     """Exchanges the messages of a step's schedule with the other ranks of this rank's pipeline."""
 
     def __init__(
@@ -172,9 +174,9 @@ class Peers:
             names_stages=False,
         )
         # Keys are ids of messages: to hash a message as a whole takes longer.
-        self._receives: dict[int, Transfer] = {}
+        self._receives: dict[int, PendingTransfer] = {}
         self._own: dict[int, Tensor] = {}  # from one stage of this rank to another
-        self._sends: dict[int, list[tuple[Message, Transfer]]] = {}  # by receiver
+        self._sends: dict[int, list[tuple[Message, PendingTransfer]]] = {}  # by receiver
 
     def begin(self, messages: Sequence[Message]) -> None:
         """Begin to receive."""
@@ -238,7 +240,7 @@ class _ParcelName(NamedTuple):
         return f"{self.channel} of minibatch {self.minibatch}"
 
 
-_Parcel = tuple[int, list[Transfer]]  # the minibatch, a transfer for each tensor
+_Parcel = tuple[int, list[PendingTransfer]]  # the minibatch, a transfer for each tensor
 
 
 class StageLinks:

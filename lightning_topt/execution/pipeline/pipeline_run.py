@@ -5,7 +5,7 @@
     losses = run.run_step(microbatches, step)     # (n,), on every rank
     run.clip_norm(parameters, 1.0)
     outputs = run.evaluate(batch, step)           # on all ranks of the pipeline
-    run.release()                                 # every rank has the whole module again
+    run.release()                                 # every rank has all parameters again
 
 A step of n microbatches: `StepFlows` traces the user's step once, `StepPrograms` gives this rank's
 actions with the messages around them, `run_actions` runs them one after the other, and gradients
@@ -33,7 +33,7 @@ from lightning_topt.communication.rank_watch import PeerLostError
 from lightning_topt.execution.applied_techniques import AppliedTechniques
 from lightning_topt.execution.gathered_state import load_module_state, module_state
 from lightning_topt.execution.pipeline.messages import Message, ProgramStep
-from lightning_topt.execution.pipeline.p2p import Peers
+from lightning_topt.execution.pipeline.p2p import MessageExchange
 from lightning_topt.execution.pipeline.random_order import OneStageOrder, RandomOrder
 from lightning_topt.execution.pipeline.stage_gradients import StageExchanges, StageNorms
 from lightning_topt.execution.pipeline.stage_layout import (
@@ -96,7 +96,7 @@ class PipelineRun:
         )
         # Connect, and keep the parameters that the stages of this rank need.
         pipelines = plan.mesh.groups_along(plan.mesh.pipeline_axes)
-        self._peers = Peers(pipelines, self.schedule, rank=dist.get_rank(), device=device)
+        self._peers = MessageExchange(pipelines, self.schedule, rank=dist.get_rank(), device=device)
         self._originals = dict(module.named_parameters())
         self.non_local = place_parameters(module, self.layout, self.groups, device=device)
         self.buffers = StageBuffers(module, self.layout, self.groups)
@@ -173,7 +173,7 @@ class PipelineRun:
 
     def run_step(
         self,
-        microbatches: Sequence[Any],
+        microbatches: Sequence[object],
         step: Step,
         *,
         weights: Sequence[float] | None = None,
@@ -230,12 +230,12 @@ class PipelineRun:
                 if rank == self.groups.rank:
                     self.exchanges.stage_ended(stage)
 
-    def evaluate(self, batch: Any, step: Step, *, kind: Hashable = None) -> Any:
+    def evaluate(self, batch: object, step: Step, *, kind: Hashable = None) -> Any:
         """Run ``step(module, batch)`` forward; return what the last stage returns on all ranks."""
         return self.evaluate_all([batch], step, kind=kind)[0]
 
     def evaluate_all(
-        self, microbatches: Sequence[Any], step: Step, *, kind: Hashable = None
+        self, microbatches: Sequence[object], step: Step, *, kind: Hashable = None
     ) -> list[Any]:
         """Do what `evaluate` does for several microbatches, with all stages at work at once."""
         self.check_drained()
@@ -259,7 +259,7 @@ class PipelineRun:
 
     def _run(
         self,
-        microbatches: Sequence[Any],
+        microbatches: Sequence[object],
         step: Step,
         flows: Sequence[StageFlow],
         *,
@@ -379,14 +379,14 @@ class PipelineRun:
         state = module_state(self.module, self._split(), full=False)
         return {name: value for name, value in state.items() if name not in names}
 
-    def load_module_state(self, state: Mapping[str, Any], *, strict: bool) -> None:
+    def load_module_state(self, state: Mapping[str, object], *, strict: bool) -> None:
         """Load a full state, or a stored one, each rank its part."""
         self.check_drained()
         with self.non_local.skipped_by_loading():
             load_module_state(self.module, state, self._split() or None, strict=strict)
 
     def release(self) -> None:
-        """Let every rank have the whole module again."""
+        """Restore all stages' parameters on every rank."""
         self.sync_buffers()
         self.non_local.restore()
         for each, group in self._averaged:
@@ -399,7 +399,7 @@ class PipelineRun:
 def run_actions(
     program: Sequence[ProgramStep],
     passes: Sequence[StagePass],
-    peers: Peers,
+    peers: MessageExchange,
     runs: Sequence[Callable[[], Any]],
     *,
     last_stage: int,
@@ -465,7 +465,7 @@ def run_actions(
     return results
 
 
-def _summed(needs: Sequence[Message], peers: Peers) -> dict[TensorRef, Tensor]:
+def _summed(needs: Sequence[Message], peers: MessageExchange) -> dict[TensorRef, Tensor]:
     """Return the gradients of what a stage has sent, summed over its receivers."""
     found: dict[TensorRef, Tensor] = {}
     for message in needs:  # one activation may have gone to several stages
@@ -477,7 +477,7 @@ def _summed(needs: Sequence[Message], peers: Peers) -> dict[TensorRef, Tensor]:
 # ---- losses and other values ---------------------------------------------------------------------
 
 
-def loss_of_step(result: Any) -> Tensor:
+def loss_of_step(result: object) -> Tensor:
     """Return the loss that a step returned. Raises ValueError where it is none."""
     if not isinstance(result, Tensor) or result.numel() != 1:
         raise ValueError(
@@ -510,7 +510,9 @@ def share_losses(values: Tensor, groups: PipelineGroups, *, source: int) -> None
         ) from error
 
 
-def share_value(value: Any, *, group: dist.ProcessGroup, source: int, device: torch.device) -> Any:
+def share_value(
+    value: object, *, group: dist.ProcessGroup, source: int, device: torch.device
+) -> Any:
     """Return the `value` of rank `source` of `group` on all of its ranks. A collective call.
 
     What is not a tensor is pickled; tensors travel as they are, and have no graph then. Raises
@@ -536,11 +538,11 @@ def share_value(value: Any, *, group: dist.ProcessGroup, source: int, device: to
     return value if is_source else _with_tensors(text, shared)
 
 
-def _without_tensors(value: Any, tensors: list[Tensor]) -> bytes:
+def _without_tensors(value: object, tensors: list[Tensor]) -> bytes:
     """Return the pickled value with a number in the place of each tensor, which `tensors` gets."""
 
     class Pickler(pickle.Pickler):
-        def persistent_id(self, obj: Any) -> int | None:
+        def persistent_id(self, obj: object) -> int | None:
             if not isinstance(obj, Tensor):
                 return None
             tensors.append(obj)

@@ -73,7 +73,10 @@ class RandomOrder:
             f"microbatch {microbatch_index} runs before those in front of it"
         )
         # The first pass of a microbatch moves the generators on; later ones draw the same again.
-        now = self._state(on_host)
+        # Bytes, (n,); Python's and NumPy's generators only where the step draws from them.
+        on_device = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
+        host = (random.getstate(), np.random.get_state()) if on_host else None
+        now = (torch.get_rng_state(), on_device, host)
         if microbatch_index == len(self._starts):
             self._starts.append(now)
             yield
@@ -89,12 +92,6 @@ class RandomOrder:
         """Forget the microbatches of the last step."""
         self._starts.clear()
         self._seen.clear()
-
-    def _state(self, on_host: bool) -> Any:
-        # Bytes, (n,); Python's and NumPy's generators only where the step draws from them.
-        on_device = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
-        host = (random.getstate(), np.random.get_state()) if on_host else None
-        return torch.get_rng_state(), on_device, host
 
     def _set(self, state: Any) -> None:
         torch.set_rng_state(state[0])

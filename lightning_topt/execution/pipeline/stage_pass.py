@@ -71,13 +71,13 @@ class StagePass:
     """Passes of the stages of one rank, on microbatches whose steps have the same flow.
 
     Args:
-        module: the whole module, of which this rank holds the parameters that its stages need.
+        module: that of all stages; this rank holds the parameters that its stages need.
         flow: what the step calls, traced with `units`.
         stage_of_call: the stage of each call of the flow (see `assign_calls`).
         units: the named blocks.
         order: of random numbers; one object for all passes of a rank.
-        whole: makes full tensors of those that are in slices, in what later stages need and in
-            what the step returns.
+        whole: makes split tensors full, in what later stages need and in what the step
+            returns.
     """
 
     def __init__(
@@ -222,7 +222,7 @@ class StagePass:
         self._keep(state, unit.index, result)
         return result
 
-    def _keep(self, state: StageForward, index: int, result: Any) -> None:
+    def _keep(self, state: StageForward, index: int, result: object) -> None:
         """Keep what a call of this stage returned and later stages need."""
         unit = self.flow.calls[index]
         leaves = tree_leaves(result)
@@ -465,7 +465,7 @@ def _is_pure(func: OpOverload) -> bool:
     )
 
 
-def _key(value: Any) -> Hashable | None:
+def _key(value: object) -> Hashable | None:
     """Return all about arguments that decides a result's shape; None where it is not known."""
     if isinstance(value, Tensor):
         if value.layout is not torch.strided or value.is_conj() or value.is_neg():
@@ -546,7 +546,7 @@ def _silenced(module: nn.Module, make: Callable[..., Any]) -> list[Attribute]:
 # ---- checks --------------------------------------------------------------------------------------
 
 
-def _check_real(value: Any, what: str) -> None:
+def _check_real(value: object, what: str) -> None:
     """Raise CaptureError where `value` holds a tensor without elements.
 
     `what` is the beginning of the sentence: who does what with the value.

@@ -6,7 +6,7 @@
         optimizer.step()
 
 A pass computes with the weights that a rule for each optimizer puts into the parameters: those of
-an earlier version, or predicted ones. For that the rule is told how stale the pass is, which
+an earlier version, or predicted ones. For that the rule gets the staleness of the pass, which
 follows from the updates to come (`UpdatePattern`), and with which hyperparameters these will be
 done (`MinibatchRates`).
 

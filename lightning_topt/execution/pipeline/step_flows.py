@@ -52,7 +52,7 @@ class StepFlows:
     """The flows of steps of `module`, on `device`; `stages` name the blocks of each stage.
 
     `of` traces: all ranks must ask for the same, in the same order. Once techniques are applied,
-    `whole` makes full tensors of those that are in slices, and parameters are unsharded within
+    `whole` makes split tensors full, and parameters are unsharded within
     `unsharded`.
     """
 
@@ -80,7 +80,7 @@ class StepFlows:
         return [block for blocks in self._stages for block in blocks]
 
     def of(
-        self, step: Step, microbatches: Sequence[Any], *, kind: Hashable = None
+        self, step: Step, microbatches: Sequence[object], *, kind: Hashable = None
     ) -> list[StageFlow]:
         """Return the flow of `step` on each microbatch.
 
@@ -91,7 +91,10 @@ class StepFlows:
             tuple([submodule.training for submodule in self._submodules]),
             tuple([parameter.requires_grad for parameter in self._module.parameters()]),
         )
-        common = (_code(step) if kind is None else kind, torch.is_grad_enabled(), modes)
+        # A step is known by its code, or by its class.
+        function = getattr(step, "__func__", step)
+        code: Hashable = getattr(function, "__code__", type(step).__qualname__)
+        common = (code if kind is None else kind, torch.is_grad_enabled(), modes)
         found = []
         for microbatch in microbatches:
             key = (common, signature(microbatch))
@@ -105,7 +108,7 @@ class StepFlows:
             found.append(flow)
         return found
 
-    def _trace(self, step: Step, microbatch: Any) -> StageFlow:
+    def _trace(self, step: Step, microbatch: object) -> StageFlow:
         with self.unsharded():
             flow = trace_flow(self._module, step, microbatch, units=self.units, device=self._device)
         # Blocks of each stage. In later steps units stay where the first step had them, and some
@@ -116,7 +119,14 @@ class StepFlows:
             stages = [tuple(name for name in names if name in called) for names in self._modules]
         stage_of_call = assign_calls(flow, stages)
         if not self._modules:
-            self._modules = _modules_of_one_stage(flow, stage_of_call, len(self._stages))
+            # For each stage, the modules that only this stage calls.
+            users: dict[str, set[int]] = {}
+            for call, stage in zip(flow.calls, stage_of_call, strict=True):
+                users.setdefault(call.module, set()).add(stage)
+            self._modules = [
+                tuple(name for name, where in users.items() if where == {stage})
+                for stage in range(len(self._stages))
+            ]
         # What crosses between stages, and the passes that make and use it.
         targets = flow.crossings(stage_of_call)
         crossings = Crossings(targets, {ref: flow.spec(ref) for ref in targets}, stage_of_call)
@@ -132,7 +142,7 @@ class StepFlows:
         return StageFlow(flow, stage_of_call, crossings, passes)
 
 
-def signature(value: Any) -> Hashable:
+def signature(value: object) -> Hashable:
     """Return all about a microbatch that a flow may depend on.
 
     That are shapes and dtypes of its tensors, and its other values; of floats the type alone.
@@ -148,25 +158,6 @@ def signature(value: Any) -> Hashable:
     if isinstance(value, list | tuple):
         return type(value), tuple(map(signature, value))
     return type(value), tuple(map(signature, tensors_in(value)))
-
-
-def _modules_of_one_stage(
-    flow: StepFlow, stage_of_call: Sequence[int], count: int
-) -> list[tuple[str, ...]]:
-    """Return for each of `count` stages the modules that only this stage calls."""
-    stages: dict[str, set[int]] = {}
-    for call, stage in zip(flow.calls, stage_of_call, strict=True):
-        stages.setdefault(call.module, set()).add(stage)
-    return [
-        tuple(name for name, where in stages.items() if where == {stage}) for stage in range(count)
-    ]
-
-
-def _code(step: Step) -> Hashable:
-    """Return what tells `step` from others: its code, or its class."""
-    function = getattr(step, "__func__", step)
-    code: Hashable = getattr(function, "__code__", type(step).__qualname__)
-    return code
 
 
 # ---- programs ------------------------------------------------------------------------------------

@@ -194,7 +194,3 @@ def at_border(
         if not divides_along(shape, placed, sizes):
             placed[axis] = Replicate()
     return tuple(placed)
-
-
-def _is_same_cut(inner: Placement, rest: Shard) -> bool:
-    return isinstance(inner, Shard) and inner.dim == rest.dim and inner.parts == rest.parts

@@ -221,7 +221,7 @@ class _Tracer(TorchFunctionMode):
         return hook
 
     def _exit(self, path: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: object) -> None:
             if path in self._stack:  # else backward runs it again
                 # modules inside that ended by an exception have no end of their own
                 while self._stack.pop() != path:
@@ -230,7 +230,7 @@ class _Tracer(TorchFunctionMode):
 
         return hook
 
-    def _border(self, path: str, values: Any, *, is_end: bool) -> None:
+    def _border(self, path: str, values: object, *, is_end: bool) -> None:
         tensors = list(tensors_anywhere(values))
         numbers = (tensor.__dict__.get(_NUMBERS) for tensor in tensors)
         known = tuple(found[0] for found in numbers if found is not None)

@@ -170,10 +170,14 @@ def run_joint(
     with mode.on(), mode.following(joint_rule(joint), rows):
         result = forward(*args, **kwargs)
         with torch._C.DisableTorchFunction():
-            return _left(result, mode, joint)
+            leaves, tree = tree_flatten(result)
+            places = _tensor_places(leaves, joint, "outputs", joint.outputs)
+            for place, dim in zip(places, joint.outputs, strict=True):
+                leaves[place] = _left_one(leaves[place], dim, mode, joint)
+            return tree_unflatten(leaves, tree)
 
 
-def own_samples(mode: SplitMode, value: Any) -> Any:
+def own_samples(mode: SplitMode, value: object) -> Any:
     """Return `value`, a tree of what such a module kept, with this rank's own samples.
 
     A collective call.
@@ -201,15 +205,6 @@ def _arrived(tensor: Tensor, dim: int, axes: TensorAxes, joint: JointModule) -> 
     shape = (*tensor.shape[:dim], tensor.shape[dim] * ranks, *tensor.shape[dim + 1 :])
     arrived = moves.weigh(tensor, float(ranks))
     return with_layout(arrived, Layout(shape, (Shard(dim),), Shard(dim)))
-
-
-def _left(result: Any, mode: SplitMode, joint: JointModule) -> Any:
-    """Return results with this rank's own samples."""
-    leaves, tree = tree_flatten(result)
-    places = _tensor_places(leaves, joint, "outputs", joint.outputs)
-    for place, dim in zip(places, joint.outputs, strict=True):
-        leaves[place] = _left_one(leaves[place], dim, mode, joint)
-    return tree_unflatten(leaves, tree)
 
 
 def _left_one(tensor: Tensor, dim: int | None, mode: SplitMode, joint: JointModule) -> Tensor:

@@ -1,7 +1,8 @@
 """Where a tensor is on the tensor axes of a mesh, and this rank's place on them.
 
-`TensorAxes` has the axes with their process groups. A `Layout` says how large a tensor is as a
-whole and how each axis places it. The functions cut slices, join them, and give their indices.
+`TensorAxes` has the axes with their process groups. A `Layout` has the shape of the
+unsharded tensor and how each axis places it. The functions cut slices, join them, and give their
+indices.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -128,7 +129,7 @@ class Layout(_LayoutFields):
         return tuple(shape)
 
 
-def layout_of(tensor: Any) -> Layout | None:
+def layout_of(tensor: object) -> Layout | None:
     """Return the layout that `tensor` carries; None for what every rank has in full."""
     return getattr(tensor, LAYOUT, None)
 

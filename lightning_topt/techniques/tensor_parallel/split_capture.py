@@ -58,7 +58,7 @@ Results = list[tuple[str, tuple[tuple[int, ...], ...]]]
 
 def capture_split(
     module: nn.Module,
-    batch: Any,
+    batch: object,
     *,
     like: OpGraph,
     trace: FunctionTrace,
@@ -116,8 +116,15 @@ def capture_split(
             f"module {run.under_way[-1] if run.under_way else ''!r} does not run with its "
             f"parameters split: {error}; {_ADVICE}"
         ) from error
-    # the user must see the same shapes as without a split
-    _check_results(_in_second_batch(run.results), trace.results())
+    # The user must see the same shapes as without a split; where one recording stands for two,
+    # those of the second one's samples.
+    _check_results(
+        [
+            (path, tuple(tuple(number_at(TIMES[1], size) for size in shape) for shape in shapes))
+            for path, shapes in run.results
+        ],
+        trace.results(),
+    )
     return replace(graph, whole_model=like.fingerprint)
 
 
@@ -197,7 +204,7 @@ class _SplitRun:
     def _begin(self, path: str, module: nn.Module, args: Any) -> None:
         self.under_way.append(path)
 
-    def _end(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
+    def _end(self, path: str, module: nn.Module, args: Any, output: object) -> None:
         while self.under_way and self.under_way.pop() != path:
             pass
         self.results.append(
@@ -239,14 +246,6 @@ def _split(name: str, parameter: nn.Parameter, placements: Placements, axes: Ten
     with torch.no_grad():
         parameter.data = empty_fake(mode, like=(shape, stride, parameter.dtype, parameter.device))
     with_layout(parameter, layout)
-
-
-def _in_second_batch(results: Results) -> Results:
-    """Return results with the samples of the second of two recordings, if one stands for both."""
-    return [
-        (path, tuple(tuple(number_at(TIMES[1], size) for size in shape) for shape in shapes))
-        for path, shapes in results
-    ]
 
 
 def _check_results(split: Results, whole: Results) -> None:

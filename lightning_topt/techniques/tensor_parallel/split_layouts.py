@@ -167,8 +167,15 @@ def make_layout(
         ValueError: no tensor that enters a repeated block has rows that divide
     """
     # rules: rows of activations, and features where tensors cross borders
-    sizes, shapes = tuple(axis.size for axis in axes), _shapes(trace)
-    at_border = _shape_at_border(trace, repeated)
+    refs: Iterator[Ref] = (ref for call in trace.calls for ref in call.inputs)
+    shapes = {ref.parameter: ref.shape for ref in refs if ref.parameter is not None}
+    sizes = tuple(axis.size for axis in axes)
+    # The first tensor that enters a repeated block; without such blocks, the first computed one.
+    entering = (
+        b.shapes[0] for b in trace.borders if b.module in repeated and not b.is_end and b.shapes
+    )
+    computed = (ref.shape for call in trace.calls for ref in call.outputs if len(ref.shape) > 1)
+    at_border = next(entering, None) or next(computed, (0, 0))
     rows = _rows(layout, at_border, sizes)
     crossing = rows if len(sizes) == 1 else (*rows[:-1], Shard(len(at_border) - 1))
     gathers = (True, False, False) if layout == "tensor_3d" else ()
@@ -247,23 +254,6 @@ def _gathered(placed: Placements, shape: tuple[int, ...], sizes: Sequence[int]) 
         if found is not None and all(shape[d] % count == 0 for d, count in found.items()):
             return slices
     return REPLICATE
-
-
-def _shapes(trace: FunctionTrace) -> dict[str, tuple[int, ...]]:
-    refs: Iterator[Ref] = (ref for call in trace.calls for ref in call.inputs)
-    return {ref.parameter: ref.shape for ref in refs if ref.parameter is not None}
-
-
-def _shape_at_border(trace: FunctionTrace, repeated: Collection[str]) -> tuple[int, ...]:
-    """Return the shape of the first tensor that enters one of the blocks.
-
-    Without such blocks, that of the first tensor that is computed.
-    """
-    entering = (
-        b.shapes[0] for b in trace.borders if b.module in repeated and not b.is_end and b.shapes
-    )
-    computed = (ref.shape for call in trace.calls for ref in call.outputs if len(ref.shape) > 1)
-    return next(entering, None) or next(computed, (0, 0))
 
 
 def _rows(layout: str, shape: tuple[int, ...], sizes: Sequence[int]) -> Placements:

@@ -129,7 +129,7 @@ class SplitMode(PythonFunctionMode):
         self.mover.forget()
 
     @override
-    def whole(self, value: Any) -> Any:
+    def whole(self, value: object) -> Any:
         """Return `value`, a tensor or a tree of tensors, with split tensors unsharded."""
         return self.mover.whole(value)
 
@@ -243,7 +243,12 @@ class SplitMode(PythonFunctionMode):
         local = self._moved_arguments(prepared, tensors)
         result = self._placed(prepared, self._run(prepared, args, kwargs, tensors, local), local)
         if prepared.decision.writes_back:
-            return self._written_back(prepared, tensors[0], local[0])
+            # The slice of what the unsharded tensor became in place goes into the split one.
+            everywhere, target = self._whole.placements, prepared.sources[0]
+            tensors[0].copy_(
+                moves.move(local[0], everywhere, target, (False,) * len(everywhere), self.axes)
+            )
+            return None if prepared.call.func is Tensor.__setitem__ else tensors[0]
         if func in ALIASES and local:
             note_copies(tensors, local, result)
         return iter(result) if func is Tensor.__iter__ else read_only(result)
@@ -294,15 +299,9 @@ class SplitMode(PythonFunctionMode):
             local[0] = local[0].clone()
         return local
 
-    def _written_back(self, prepared: PreparedCall, tensor: Tensor, whole: Tensor) -> Tensor | None:
-        """Copy the slice of what an unsharded tensor became in place into the split one."""
-        everywhere, target = self._whole.placements, prepared.sources[0]
-        tensor.copy_(moves.move(whole, everywhere, target, (False,) * len(everywhere), self.axes))
-        return None if prepared.call.func is Tensor.__setitem__ else tensor
-
     # ---- results ---------------------------------------------------------------------------------
 
-    def _placed(self, prepared: PreparedCall, result: Any, local: Sequence[Tensor]) -> Any:
+    def _placed(self, prepared: PreparedCall, result: object, local: Sequence[Tensor]) -> Any:
         """Return the result of a call with its tensors finished."""
         if not prepared.decision.outputs and not prepared.batches:
             return result
@@ -511,7 +510,7 @@ def signature(
     return tuple(key) if known else None
 
 
-def _collect(values: Iterable[Any], key: list[Any], tensors: list[Tensor]) -> bool:
+def _collect(values: Iterable[object], key: list[Any], tensors: list[Tensor]) -> bool:
     """Append to `key` and `tensors` what `values` have; return whether they can be compared."""
     # types are part of the key: 1 is not True, and a list no tuple
     known = True

@@ -209,10 +209,13 @@ class SplitModel:
                     second_batch=self.second_batch,
                     forward_context=self.forward_context,
                     device=self.device,
-                    one_recording=self._is_told_by_one,
+                    one_recording=self._one_recording_suffices,
                 )
             except ValueError as error:  # code that cannot run on slices
-                self._known.graphs[key], self._known.refusals[key] = None, _without_way_out(error)
+                self._known.graphs[key] = None
+                # without the advice to plan nothing
+                reason = str(error).replace(WAY_OUT, "").strip().removesuffix(".")
+                self._known.refusals[key] = reason
                 # equal blocks would be refused for the same reason
                 if isinstance(error, JointRefusal):
                     alike = next(
@@ -223,7 +226,7 @@ class SplitModel:
         return self._known.graphs[key]
 
     @cached_property
-    def _is_told_by_one(self) -> bool:
+    def _one_recording_suffices(self) -> bool:
         return one_is_enough(
             self.module,
             self.batch,
@@ -353,11 +356,6 @@ class SplitModel:
     @cached_property
     def _regions(self) -> ModelRegions:
         return ModelRegions(self.graph, self.trace)
-
-
-def _without_way_out(error: ValueError) -> str:
-    """Return the message without the advice to plan nothing."""
-    return str(error).replace(WAY_OUT, "").strip().removesuffix(".")
 
 
 Dims = tuple[int | None, ...]

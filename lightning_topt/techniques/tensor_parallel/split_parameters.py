@@ -161,8 +161,14 @@ def split_parameters(
         # tied names are one parameter, which is cut once
         parameter = parameters[name]
         check_split(name, tuple(parameter.shape), along, axes)
-        if any(isinstance(placement, Shard) for placement in along):
-            _check_hooks(name, parameter)
+        hooked = parameter._backward_hooks or getattr(
+            parameter, "_post_accumulate_grad_hooks", None
+        )
+        if hooked and any(isinstance(placement, Shard) for placement in along):
+            raise ValueError(
+                f"parameter {name!r} has a hook for its gradient, and the plan splits it: the hook "
+                "would not see the whole gradient; remove the hook, or keep the parameter whole"
+            )
         how = SplitTensor(Layout(tuple(parameter.shape), along), axes)
         if found.setdefault(parameter, how).layout != how.layout:
             raise ValueError(
@@ -173,14 +179,6 @@ def split_parameters(
     split = [_split(parameter, how) for parameter, how in found.items() if how.slices > 1]
     _replace(module, {one.original: one.slice for one in split})
     return split
-
-
-def _check_hooks(name: str, parameter: nn.Parameter) -> None:
-    if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-        raise ValueError(
-            f"parameter {name!r} has a hook for its gradient, and the plan splits it: the hook "
-            "would not see the whole gradient; remove the hook, or keep the parameter whole"
-        )
 
 
 def _split(parameter: nn.Parameter, how: SplitTensor) -> SplitParameter:

@@ -458,7 +458,7 @@ def _attention(call: TracedCall, inputs: Sequence[Placement]) -> Inside:
     return [], 5.0 * math.prod(query.shape[:-1]) * key.shape[-2] * query.dtype.itemsize
 
 
-def given(call: TracedCall, position: int, name: str, default: Any) -> Any:
+def given(call: TracedCall, position: int, name: str, default: object) -> Any:
     """Return the argument given by position or by name."""
     return call.args[position] if position < len(call.args) else call.kwargs.get(name, default)
 

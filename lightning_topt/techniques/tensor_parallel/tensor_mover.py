@@ -76,7 +76,11 @@ class TensorMover:
         known = tensor.__dict__.setdefault(MOVED, {})
         key = target, enters, torch.is_grad_enabled()
         if (found := known.get(key)) is not None:
-            again = self._held(found[2])
+            # Of gathered copies only the last: ranks must not differ by when Python frees others.
+            kept = found[2]
+            again: Tensor | None = kept if isinstance(kept, Tensor) else kept()
+            if not isinstance(kept, Tensor) and again is not self._shared:
+                again = None
             if again is not None and found[:2] == (tensor._version, again._version):
                 return again
         moved, is_copy = self._made(tensor, source, target, enters)
@@ -84,14 +88,6 @@ class TensorMover:
             self._shared = moved
         known[key] = tensor._version, moved._version, weakref.ref(moved) if is_copy else moved
         return moved
-
-    def _held(self, kept: Any) -> Tensor | None:
-        """Return what was remembered; of gathered copies the last one only.
-
-        Ranks must not differ by when Python frees the others.
-        """
-        tensor: Tensor | None = kept if isinstance(kept, Tensor) else kept()
-        return tensor if isinstance(kept, Tensor) or tensor is self._shared else None
 
     def _made(
         self, tensor: Tensor, source: Placements, target: Placements, enters: tuple[bool, ...]
@@ -108,7 +104,7 @@ class TensorMover:
         moved.__dict__[_GATHERED] = again
         return moved, True
 
-    def whole(self, value: Any) -> Any:
+    def whole(self, value: object) -> Any:
         """Return `value`, a tensor or a tree of tensors, with split tensors unsharded."""
         if isinstance(value, Tensor):
             if (layout := layout_of(value)) is None:
@@ -125,7 +121,7 @@ class TensorMover:
             )
         return value
 
-    def at_border(self, rule: BlockRule, wanted: Sequence[Placements], value: Any) -> Any:
+    def at_border(self, rule: BlockRule, wanted: Sequence[Placements], value: object) -> Any:
         """Return `value`, a tree of tensors, moved to where `rule` has them at a border.
 
         `wanted` are its inputs or outputs.

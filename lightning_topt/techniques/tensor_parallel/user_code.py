@@ -246,7 +246,7 @@ def written_besides(
         yield args[1] if len(args) > 1 else kwargs["weight"]
 
 
-def read_only(result: Any) -> Any:
+def read_only(result: object) -> Any:
     """Return an array of NumPy read-only: its memory is that of a gathered copy."""
     if isinstance(result, np.ndarray):
         result.flags.writeable = False
@@ -279,7 +279,7 @@ def transforms_are_on() -> bool:
 COPIED = "_topt_copied"
 
 
-def note_copies(tensors: Sequence[Tensor], local: Sequence[Tensor], result: Any) -> None:
+def note_copies(tensors: Sequence[Tensor], local: Sequence[Tensor], result: object) -> None:
     """Mark the views in `result` of what was gathered, not of the tensor that user code has.
 
     `tensors` are the arguments of the call, `local` what it ran on.
@@ -321,7 +321,7 @@ _among_all: list[bool] = []
 class PythonFunctionMode(TorchFunctionMode):
     """A mode that also sees calls of autograd functions and checkpoints.
 
-    Autograd functions get arguments made `whole`. Compiled code runs uncompiled.
+    Autograd functions get unsharded arguments (`whole`). Compiled code runs uncompiled.
     """
 
     def __enter__(self) -> Any:
@@ -352,7 +352,7 @@ class PythonFunctionMode(TorchFunctionMode):
             setattr(checkpoint, _GENERATOR, _generator)
             setattr(distributed_c10d, _NOT_IN_GROUP, _not_in_group)
 
-    def whole(self, value: Any) -> Any:
+    def whole(self, value: object) -> Any:
         """Return `value` with unsharded tensors."""
         raise NotImplementedError
 
@@ -438,7 +438,7 @@ def _again_under(
 
 
 def _watched_generator(
-    function: Any,
+    function: object,
     preserve: bool = True,
     context_fn: Any = checkpoint.noop_context_fn,
     *args: Any,
@@ -499,7 +499,7 @@ def places_of(module: nn.Module) -> list[dict[str, Any]]:
 
 
 def keep_whole(places: Sequence[dict[str, Any]], whole: Whole) -> None:
-    """Replace split tensors in `places`, and in lists and dictionaries there, by `whole` ones.
+    """Replace split tensors in `places`, and in lists and dictionaries there, by unsharded ones.
 
     Of a list those at its end: what is before them was there after the last step. A collective
     call.

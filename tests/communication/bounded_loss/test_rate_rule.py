@@ -8,7 +8,7 @@ from lightning_topt.communication.bounded_loss import rate_rule
 from lightning_topt.communication.bounded_loss.rate_rule import (
     LINK,
     PATH,
-    Link,
+    LinkState,
     Path,
     answer_seconds,
     measure_trip,
@@ -24,7 +24,7 @@ GIGABIT = 82_000.0  # datagrams per second
 LAN = 2e-4  # seconds
 
 
-def fresh() -> Link:
+def fresh() -> LinkState:
     row = new_record(LINK)
     reset_link(row)
     return row
@@ -37,7 +37,7 @@ def fresh_path() -> Path:
 
 
 def rounds(
-    row: Link,
+    row: LinkState,
     count: int,
     *,
     lost_each: int = 0,
@@ -112,7 +112,7 @@ def test_marks_shrink_by_half_of_their_share():
     assert row.window == pytest.approx(before * (1 - row.alpha / 2)) and row.alpha == 0.5
 
 
-def refused_round(row: Link, *, delivered: int, refused: int) -> None:
+def refused_round(row: LinkState, *, delivered: int, refused: int) -> None:
     """A round of 2 ms that delivered that many datagrams; a queue of this host refused others."""
     row.refused = refused
     rounds(row, 1, size=delivered)

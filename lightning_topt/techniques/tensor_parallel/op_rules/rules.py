@@ -70,7 +70,7 @@ class OpCall:
     parts: tuple[int, ...] = (1,)
     masks: frozenset[int] = frozenset()
 
-    def get(self, position: int, name: str, default: Any = None) -> Any:
+    def get(self, position: int, name: str, default: object = None) -> Any:
         """Return the argument given by position or by name."""
         return self.args[position] if position < len(self.args) else self.kwargs.get(name, default)
 
@@ -118,7 +118,7 @@ class Placed:
     axes: TensorAxes
     memo: dict[str, Any] = field(default_factory=dict)
 
-    def get(self, position: int, name: str, default: Any = None) -> Any:
+    def get(self, position: int, name: str, default: object = None) -> Any:
         """Return the local argument given by position or by name."""
         return self.args[position] if position < len(self.args) else self.kwargs.get(name, default)
 
@@ -256,7 +256,7 @@ def with_argument(
     placed: Placed,
     position: int,
     name: str,
-    value: Any,
+    value: object,
     *,
     args: tuple[Any, ...] | None = None,
     kwargs: dict[str, Any] | None = None,
@@ -282,7 +282,7 @@ def divides(size: int, ranks: int, parts: int = 1) -> bool:
     return size > 0 and size % (ranks * parts) == 0
 
 
-def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+def tensors_in(values: Iterable[object]) -> Iterator[Tensor]:
     """Yield the tensors among `values` and in lists and tuples among them, in order."""
     for value in values:
         if isinstance(value, Tensor):
@@ -291,7 +291,7 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from tensors_in(value)
 
 
-def replaced(value: Any, new: Sequence[Any], *, of: type) -> Any:
+def replaced(value: object, new: Sequence[object], *, of: type) -> Any:
     """Return `value` with every instance of `of` replaced by the next of `new`.
 
     `of` is the type of tensors or of operands; they may be in lists and tuples.
@@ -299,7 +299,7 @@ def replaced(value: Any, new: Sequence[Any], *, of: type) -> Any:
     return _replaced(value, iter(new), of)
 
 
-def _replaced(value: Any, rest: Iterator[Any], of: type) -> Any:
+def _replaced(value: object, rest: Iterator[object], of: type) -> Any:
     # A function, no closure that calls itself: such a cycle keeps tensors alive until the garbage
     # collector runs.
     if isinstance(value, of):

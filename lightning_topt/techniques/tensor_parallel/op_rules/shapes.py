@@ -378,7 +378,7 @@ register(
 # ---- x[index] ------------------------------------------------------------------------------------
 
 
-def _items(index: Any, ndim: int) -> list[Any] | None:
+def _items(index: object, ndim: int) -> list[Any] | None:
     """Return one item per dim of the indexed tensor (None for new dims), without the ellipsis.
 
     None for anything but slices, numbers, new dims and operands.
@@ -393,7 +393,7 @@ def _items(index: Any, ndim: int) -> list[Any] | None:
     return [*items, *missing] if at is None else [*items[:at], *missing, *items[at + 1 :]]
 
 
-def _kept_dims(items: Sequence[Any], shape: Sequence[int]) -> dict[int, int]:
+def _kept_dims(items: Sequence[object], shape: Sequence[int]) -> dict[int, int]:
     """Return the dims that are taken in full, and which dims of the result they are.
 
     Numbers are taken before tensors.

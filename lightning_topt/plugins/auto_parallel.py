@@ -222,7 +222,9 @@ class AutoParallelStrategy(DDPStrategy):
             _sync_module_states(self.model)
             return
         options, device = run_options(self), self.root_device
-        self.model = ddp = wrap_in_ddp(self.model, device=device, arguments=options.ddp)
+        self.model = ddp = wrap_in_ddp(
+            self.model, device=device, arguments=options.ddp, topology=options.topology
+        )
         # On every device: torch runs hooks on gloo too, which Lightning drops silently.
         register_hook(ddp, options.hook, options.hook_state)
 

@@ -199,6 +199,7 @@ class AutoParallelStrategy(DDPStrategy):
             return
         # A new fit: nothing of the last one is left.
         module, device, request = self.lightning_module, self.root_device, self.request
+        self._failed = False
         check_agreement(request, module)
         self._controller.begin_fit()
         self._guard.open(None)

@@ -104,6 +104,31 @@ def test_training_step_that_raises(options: dict[str, Any]) -> None:
         assert name == "MyError" and "from the user's code" in message
 
 
+class RaisesOnce(GPT):
+    fits = 0
+
+    def on_train_start(self) -> None:
+        self.fits += 1
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.fits == 1:
+            raise MyError("in the first fit")
+        return super().training_step(batch, batch_idx)
+
+
+def second_fit(rank: int) -> str | None:
+    trainer, module = topt_trainer(limit_train_batches=2), RaisesOnce()
+    with pytest.raises(MyError):
+        trainer.fit(module, loader(4))
+    trainer.fit(module, loader(4))
+    return trainer.strategy.planned_by
+
+
+def test_a_fit_after_one_that_failed_is_as_the_first() -> None:
+    expected = "ddp: the fit was over before a plan was made"
+    assert set(on_ranks(second_fit)) == {expected}
+
+
 def test_training_step_that_raises_where_a_plan_is_insisted_on() -> None:
     for name, message in on_ranks(fit_error, {"memory_limit": "1GiB"}, Raising()):
         assert name == "MyError" and "from the user's code" in message

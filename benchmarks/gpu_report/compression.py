@@ -320,5 +320,9 @@ def run_stages(stages: Stages) -> Tensor:
         return result
 
 
-if __name__ == "__main__":
+def main() -> None:
     run_part("compression", run, __doc__)
+
+
+if __name__ == "__main__":
+    main()

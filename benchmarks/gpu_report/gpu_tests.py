@@ -70,5 +70,9 @@ def pytest_collectreport(report: pytest.CollectReport) -> None:
         lines.write("failure", {"name": f"collecting {report.nodeid}", **values})
 
 
-if __name__ == "__main__":
+def main() -> None:
     run_part("gpu_tests", run, __doc__)
+
+
+if __name__ == "__main__":
+    main()

@@ -180,5 +180,9 @@ def fit(model: Model, fraction: float, limit: int, device: torch.device) -> Mapp
     return columns
 
 
-if __name__ == "__main__":
+def main() -> None:
     run_part("memory_fractions", run, __doc__)
+
+
+if __name__ == "__main__":
+    main()

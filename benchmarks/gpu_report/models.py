@@ -523,5 +523,9 @@ def single_rank(report: Report) -> Iterator[None]:
                 dist.destroy_process_group()
 
 
-if __name__ == "__main__":
+def main() -> None:
     run_part("models", run, __doc__)
+
+
+if __name__ == "__main__":
+    main()

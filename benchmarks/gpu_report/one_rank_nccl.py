@@ -315,5 +315,9 @@ def tensors_of(state: Mapping[str, Any]) -> list[Tensor]:
     return [leaf for leaf in tree_flatten(dict(state))[0] if isinstance(leaf, Tensor)]
 
 
-if __name__ == "__main__":
+def main() -> None:
     run_part("one_rank_nccl", run, __doc__)
+
+
+if __name__ == "__main__":
+    main()

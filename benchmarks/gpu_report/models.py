@@ -8,6 +8,7 @@ rank, in Lightning's order. Notes have the operators where predictions and a pro
 from __future__ import annotations
 
 import statistics
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -45,8 +46,14 @@ from benchmarks.gpu_report.reporting import (
 )
 from lightning_topt.costs.calibrate import calibrate, measure_kernels
 from lightning_topt.costs.cluster import Cluster
-from lightning_topt.costs.compute import KernelKey, kernel_key, roofline_seconds
+from lightning_topt.costs.compute import (
+    RECOMPUTED_LAUNCHES,
+    KernelKey,
+    kernel_key,
+    roofline_seconds,
+)
 from lightning_topt.costs.optimizer import OptimizerProfile, measure_update_seconds, read_optimizer
+from lightning_topt.costs.sizes import ROOT
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.memory import MemoryMeter, warm_up
@@ -63,9 +70,9 @@ from tests.models import GPT
 WARM_UP, STEPS = 3, 6
 PLANS = ("ddp", "ddp+recompute")
 DTYPES = {"32-true": None, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-_KERNEL_SECONDS, _MACHINE_SECONDS, _UPDATE_SECONDS = 1.5, 1.5, 0.3
+_KERNEL_SECONDS, _MACHINE_SECONDS, _UPDATE_SECONDS = 2.0, 1.5, 0.3
 _CELL_SECONDS, _COMPILED_SECONDS = 5.0, 30.0  # that are left at least before one begins
-_OPERATORS = 25  # of a profile
+_OPERATORS, _LAUNCH, _HOST_STEPS = 25, "launch: ", 3  # of a profile; names; of the host alone
 
 
 def run(report: Report) -> None:
@@ -108,7 +115,7 @@ def cells(
         with report.attempt(f"{name} {precision} {plan}") as row:
             if predicted is not None:
                 row |= predicted.columns(plan)
-            profiled = plan == "ddp" and not model.compiled
+            profiled = not model.compiled
             found = measure(
                 model,
                 precision,
@@ -117,7 +124,7 @@ def cells(
                 profiled=profiled,
             )
             row |= found.columns
-            if predicted is not None and found.operators:
+            if predicted is not None and found.operators and plan == "ddp":
                 report.note(
                     f"operators of {name} {precision}",
                     ms=compare_operators(predicted, found.operators),
@@ -245,10 +252,22 @@ class Predicted:
             "predicted_passes_seconds": sum(work),
             "predicted_update_seconds": found.seconds["update"],
             "predicted_allocated_bytes": found.peak_bytes,
+            "predicted_host_seconds": self.host_seconds(plan),
+            "kernels": sum(kernel.count for kernel in self._kernels()),
             "peak_phase": found.peak_phase,
             "capture_s": round(self.seconds["capture"], 2),
             "kernels_s": round(self.seconds["kernels"], 2),
         }
+
+    def host_seconds(self, plan: str) -> float:
+        """Return the seconds in which the host issues forward and backward, as predicted."""
+        again = plan.endswith("+recompute")
+        calls = 0.0
+        for op in self.graph.ops:
+            forward = sum(kernel.count for kernel in op.forward)
+            calls += forward + sum(kernel.count for kernel in op.backward)
+            calls += forward * RECOMPUTED_LAUNCHES * (again and op.block != ROOT)
+        return calls * self.cluster.device.launch_seconds
 
     def by_operator(self) -> dict[str, float]:
         """Return the seconds of the kernels of forward and backward by the operator's name."""
@@ -355,9 +374,10 @@ def measure(
     steps: int = STEPS,
 ) -> Measured:
     """Train a few steps under `plan` (None: the plain module) on one rank."""
-    free_memory(device)
+    clear(device)
     warm_up(device)
     synchronize(device)
+    left_over = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     meter = MemoryMeter(device)
     module, batch = model.module(device), model.example(device)
     meter.mark_base(module, other_bytes=0)
@@ -384,6 +404,13 @@ def measure(
         step(each)
     synchronize(device)
     wall = (time.perf_counter() - started) / steps
+    alone = []  # the host, with the device behind it by less than its queue holds
+    for _ in range(_HOST_STEPS):
+        synchronize(device)
+        started = time.perf_counter()
+        step([])
+        alone.append(time.perf_counter() - started)
+    synchronize(device)
     passes, update, whole = _spans(moments, device)
     memory = memory_columns(device)
     columns = {
@@ -392,7 +419,9 @@ def measure(
         "measured_update_seconds": update,
         "wall_step_seconds": wall,
         "measured_allocated_bytes": meter.peak_bytes(),
+        "host_step_seconds": min(alone),
         "base_bytes": meter.base_bytes,
+        "left_over_bytes": left_over,  # of what ran before: should be 0
         "reserved_bytes": memory.get("peak_reserved_bytes"),
         "used_bytes": memory.get("used_bytes"),
         "retries": memory.get("alloc_retries", 0) - retries,
@@ -404,9 +433,26 @@ def measure(
             operators = _profile(step, device)
         except Exception as error:  # the figures above are kept
             columns["not_profiled"] = f"{type(error).__name__}: {error}"
+        columns["operators"] = sum(
+            calls for name, (_, calls) in operators.items() if not name.startswith(_LAUNCH)
+        )
+        columns["launches"] = sum(
+            calls for name, (_, calls) in operators.items() if name.startswith(_LAUNCH)
+        )
+        operators = {k: v for k, v in operators.items() if not k.startswith(_LAUNCH)}
     if engine is not None:
         engine.release()
     return Measured(columns, operators)
+
+
+def clear(device: torch.device) -> None:
+    """Free all that an earlier model left: cycles, compiled code, the allocator's cache."""
+    if "torch._dynamo.eval_frame" in sys.modules:  # importing it takes a second
+        torch._dynamo.reset()
+    torch.clear_autocast_cache()
+    if device.type == "cuda":
+        torch._C._cuda_clearCublasWorkspaces()
+    free_memory(device)
 
 
 def _step(
@@ -466,7 +512,9 @@ def _profile(step: Callable[[list[Any]], None], device: torch.device) -> dict[st
         synchronize(device)
     found = {}
     for event in profiler.key_averages():
-        if event.key.startswith("aten::"):
+        if "LaunchKernel" in event.key or event.key.startswith("cudaMemcpy"):
+            found[f"{_LAUNCH}{event.key}"] = (0.0, event.count)
+        elif event.key.startswith("aten::"):
             micro = event.self_device_time_total if on_cuda else event.self_cpu_time_total
             found[event.key.removeprefix("aten::")] = (micro / 1e3, event.count)
     return found

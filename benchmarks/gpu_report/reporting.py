@@ -104,8 +104,14 @@ class Report:
             print(text, end="", flush=True)
 
 
-def run_part(part: str, run: Callable[[Report], None], description: str | None) -> None:
-    """Run one part as a program: ``--device cuda --out FILE.jsonl [--quick] [--deadline S]``."""
+def run_part(
+    part: str, run: Callable[[Report], None], description: str | None, *, forks: bool = False
+) -> None:
+    """Run one part as a program: ``--device cuda --out FILE.jsonl [--quick] [--deadline S]``.
+
+    `forks`: it forks processes that use CUDA, so this one must not begin to. They say by
+    `faulthandler` where they hang, this one does not.
+    """
     parser = argparse.ArgumentParser(description=(description or part).splitlines()[0])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--out", type=Path, required=True)
@@ -117,9 +123,10 @@ def run_part(part: str, run: Callable[[Report], None], description: str | None) 
     started = time.monotonic() - importing
     report = Report(part, options.out, device, options.quick, options.deadline, started)
     # A part that hangs says where before it is ended.
-    faulthandler.dump_traceback_later(max(1.0, report.left() - 3))
+    if not forks:  # whose faulthandler would wait for a thread that is not forked
+        faulthandler.dump_traceback_later(max(1.0, report.left() - 3))
     try:
-        if options.device == "cuda":
+        if options.device == "cuda" and not forks:
             torch.cuda.set_device(device)
             torch.cuda.init()
         run(report)
@@ -127,7 +134,8 @@ def run_part(part: str, run: Callable[[Report], None], description: str | None) 
         report.failure("the part itself", error)
         if not isinstance(error, Exception):
             raise
-    faulthandler.cancel_dump_traceback_later()
+    if not forks:
+        faulthandler.cancel_dump_traceback_later()
 
 
 # ---- timing --------------------------------------------------------------------------------------

@@ -25,7 +25,12 @@ from lightning_topt.costs.communication import (
     estimate_collective_seconds,
     estimate_wait_seconds,
 )
-from lightning_topt.costs.compute import KernelKey, estimate_pass_seconds, kernel_key
+from lightning_topt.costs.compute import (
+    RECOMPUTED_LAUNCHES,
+    KernelKey,
+    estimate_pass_seconds,
+    kernel_key,
+)
 from lightning_topt.costs.cost_table import Array
 from lightning_topt.costs.exchange_model import ExchangeModel, make_exchange_model
 from lightning_topt.costs.lifetimes import Lifetime, Phases, phases_of
@@ -182,6 +187,7 @@ class TrainingStep:
             "alike",
             "phases",
             "compute",
+            "recomputed",
             "_parameters",
         ):
             other.__dict__[name] = getattr(self, name)
@@ -216,7 +222,23 @@ class TrainingStep:
                 times[block][direction, segment] = seconds
         return times
 
-    def _pass_seconds(self, kernels: Sequence[Kernel]) -> float:
+    @cached_property
+    def recomputed(self) -> dict[str, float]:
+        """Seconds of each block's forward kernels where they are run again in backward."""
+        times = {block: float(passes[0].sum()) for block, passes in self.compute.items()}
+        if self.cluster.device.launch_seconds == 0:  # the host costs nothing of its own
+            return times
+        times = dict.fromkeys(times, 0.0)
+        passes = passes_of(self.graph)
+        for kernels, places in zip(passes.kernels, passes.places, strict=True):
+            forward = [block for block, direction, _ in places if direction == 0]
+            if forward:
+                seconds = self._pass_seconds(kernels, launches=RECOMPUTED_LAUNCHES)
+                for block in forward:
+                    times[block] += seconds
+        return times
+
+    def _pass_seconds(self, kernels: Sequence[Kernel], *, launches: float = 1.0) -> float:
         # collectives along tensor axes are kernels of the graph too
         communication = [kernel for kernel in kernels if shown_collective(kernel) is not None]
         computation = (
@@ -237,6 +259,7 @@ class TrainingStep:
             measured=self.kernel_seconds,
             measured_batch_size=self.graph.batch_size,
             collectives=calls,
+            launches=launches,
         )
         if self.in_place:  # measured kernels contain the taking of memory
             kernels = [

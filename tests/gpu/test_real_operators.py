@@ -151,4 +151,6 @@ def test_heavy_kernels_have_costs_and_can_be_replayed(
         for kernel in found:
             assert kernel.bytes.at(4) > 0
             assert "batch_norm" in name or kernel.flops.at(4) > 0, kernel.name
-            assert kernel_key(kernel) in seconds, kernel.name
+            # What cuDNN's forward keeps for these has no size on fake tensors: priced by formulas.
+            replayed = kernel.name.split(".")[1] not in ("cudnn_batch_norm_backward",)
+            assert (kernel_key(kernel) in seconds) == replayed, kernel.name

@@ -103,9 +103,7 @@ def run_pair(report: Report, plans: Sequence[str], folder: Path) -> int:
         path.unlink()
     (folder / "store").unlink(missing_ok=True)
     context = mp.get_context("fork")  # of a process that has imported all, and not begun CUDA
-    pair = [
-        context.Process(target=worker, args=(rank, plans, report, folder)) for rank in range(2)
-    ]
+    pair = [context.Process(target=worker, args=(rank, plans, report, folder)) for rank in range(2)]
     for process in pair:
         process.start()
     begun, moved, ended = -1, time.monotonic(), None

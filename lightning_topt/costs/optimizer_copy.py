@@ -18,7 +18,7 @@ from __future__ import annotations
 import io
 import pickle
 import types
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -29,6 +29,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from lightning_topt.optim.update_rule import empty_states
 
 _MAX_BYTES = 1 << 18  # of a tensor or array that an optimizer has beside its state
 _IMMUTABLE = (type, types.ModuleType, types.CodeType, torch.dtype, torch.device)
@@ -180,7 +182,7 @@ class _Copier:
         if "state" in own:
             state = self.known.get(id(own["state"]))
             if state is None:
-                state = self._know(own["state"], defaultdict(dict))
+                state = self._know(own["state"], empty_states(copy))
                 self.states.append(state)
             copy.state = state
         if "param_groups" in own:

@@ -40,6 +40,7 @@ from lightning_topt.costs.cluster import CollectiveCurve, CurveKey, DatagramPath
 from lightning_topt.costs.communication import Group, ranks_of_groups
 from lightning_topt.costs.measuring import (
     average,
+    gather,
     own_rank,
     time_call,
     time_kernel,
@@ -131,7 +132,8 @@ def measured_device(
 ) -> Device:
     """Return the device with the rates that `times`, of `device_timers`, say.
 
-    The rate of a dtype is that of its best size.
+    The rate of a dtype is that of its best size, the memory that of the rank with the least.
+    Collective.
     """
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
@@ -142,7 +144,7 @@ def measured_device(
         rates[dtype] = max(rates.get(dtype, 0.0), product_flops(size) / seconds)
     return Device(
         name=name,
-        memory_bytes=device_memory_bytes(device),
+        memory_bytes=usable_memory_bytes(device),
         flops=rates,
         memory_bandwidth=1 / times["copies"]["byte"],
         op_overhead_seconds=times["small"]["call"],
@@ -197,13 +199,25 @@ def product_flops(size: int) -> float:
 
 
 def device_memory_bytes(device: torch.device) -> int:
-    """Return the bytes that one rank may use.
+    """Return the bytes of memory that one rank has, the same on all ranks of like machines.
 
     The device's memory, or an equal share of the machine's.
     """
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return int(psutil.virtual_memory().total // world_size())
+
+
+def usable_memory_bytes(device: torch.device) -> int:
+    """Return the bytes that every rank may use. Collective.
+
+    Of devices the least that is free or that torch keeps already: not what CUDA, NCCL and other
+    programs hold.
+    """
+    own = device_memory_bytes(device)
+    if device.type == "cuda":
+        own = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    return min(gather(own))
 
 
 # ---- What the host takes for a kernel of a training step

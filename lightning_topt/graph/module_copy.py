@@ -504,7 +504,6 @@ class ShapeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             return self._recurrent_gradients(args)
         return super().dispatch(func, types, args, kwargs)
 
-
     def _recurrent_gradients(self, args: Sequence[Any]) -> tuple[Any, ...]:
         """Return gradients of the input, both states and the weights, where the mask asks."""
         x, weights, states, wanted = args[0], args[1], args[4:6], args[21]

@@ -63,6 +63,7 @@ from lightning_topt.graph.recorder import LiveMode, LiveStorages, Recorder
 from lightning_topt.graph.recording import CallRecord, assemble
 from lightning_topt.graph.structures import common_size, copied_batch, nbytes_of, tensors_in
 
+_CYCLES_TO_ISSUE = 100_000  # of a device, about 50 us: what the host takes at most for a call
 _PLAIN = (Tensor, bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 
 
@@ -264,7 +265,8 @@ class StepTimer(LiveMode):
 
     Enter it around the forward and the backward pass of one or more steps. Kernels are named as in
     an `OpGraph`, so that a search finds them (`costs.compute.kernel_key`). On CPUs a call takes
-    from its beginning to its end; on CUDA the device's time between two events counts.
+    from its beginning to its end; on CUDA the device's time between two events counts. The device
+    is kept busy before each call until the host has issued it: launches are no part of kernels.
     """
 
     supports_higher_order_operators = True
@@ -296,6 +298,7 @@ class StepTimer(LiveMode):
             return out
         # on the device: nothing waits, events are read in `seconds`
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(_CYCLES_TO_ISSUE)  # type: ignore[no-untyped-call]
         first.record()
         out = func(*args, **kwargs)
         last.record()

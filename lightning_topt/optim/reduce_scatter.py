@@ -360,7 +360,9 @@ class ReduceScatterExchange:
         flight = self._flights.pop(0)  # in the order in which they were started
         with self._diagnosed():
             for work in flight.works:
-                work.wait() if flight.scratch is None else work.wait(self.timeout)
+                # NCCL takes a wait with a time as one of the host; else its stream waits
+                in_time = flight.scratch is not None and flight.buffer.device.type == "cpu"
+                work.wait(self.timeout) if in_time else work.wait()
         if flight.scratch is not None:
             # received terms are averaged into the own slice, in place
             begin, end = flight.cuts[self.rank], flight.cuts[self.rank + 1]

@@ -543,12 +543,45 @@ def _copy(
         kept = {k: copy.deepcopy(v, memo) for k, v in vars(optimizer).items() if k not in left_out}
         options = [copy.deepcopy(options, memo) for options in sketch.options]
         vars(clone).update(kept, **{name: OrderedDict() for name in hooks})
-        clone.state = defaultdict(dict)
+        clone.state = empty_states(clone)
         clone.param_groups = [{**group, "params": []} for group in options]
     except Exception as error:
         raise TrialError(f"it cannot be copied for a trial ({error})") from error
     _set_parameters(clone, sketch, parameters)
     return clone
+
+
+def empty_states(optimizer: Optimizer) -> defaultdict[Any, Any]:
+    """Return the states of a copy of `optimizer` over other parameters, which has not stepped."""
+    return _AdagradStates(optimizer) if isinstance(optimizer, optim.Adagrad) else defaultdict(dict)
+
+
+class _AdagradStates(defaultdict[Any, Any]):
+    """States that torch 2.11 makes when Adagrad is built, and later releases in the first step.
+
+    Here a parameter's is made when it is first asked for.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__(dict)
+        self.optimizer = optimizer
+
+    def __missing__(self, parameter: Any) -> Any:
+        group = next(
+            group
+            for group in self.optimizer.param_groups
+            if any(parameter is own for own in group["params"])
+        )
+        start = group["initial_accumulator_value"]
+        self[parameter] = {
+            "step": torch.zeros((), device=parameter.device if group.get("fused") else "cpu"),
+            "sum": torch.full_like(
+                parameter,
+                complex(start, start) if parameter.is_complex() else start,
+                requires_grad=False,
+            ),
+        }
+        return self[parameter]
 
 
 def _set_parameters(

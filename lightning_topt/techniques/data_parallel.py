@@ -126,7 +126,11 @@ class DataParallel(Technique):
             if model.num_microbatches > 1:
                 arguments["broadcast_buffers"] = False
             model.root = wrap_in_ddp(
-                model.module, device=model.device, arguments=arguments, ignored=ignored
+                model.module,
+                device=model.device,
+                arguments=arguments,
+                ignored=ignored,
+                topology=options.topology,
             )
             register_hook(model.root, options.hook, options.hook_state)
         return Applied(undo=lambda: None, no_sync=model.root.no_sync)
@@ -149,7 +153,11 @@ def _apply_beside_joint(model: ParallelModel) -> Applied:
     ):
         ignored = _names_for_ddp(slices)
         model.root = wrap_in_ddp(
-            model.module, device=model.device, arguments=arguments, ignored=ignored
+            model.module,
+            device=model.device,
+            arguments=arguments,
+            ignored=ignored,
+            topology=model.options.topology,
         )
         register_hook(model.root, model.options.hook, model.options.hook_state)
     # gradients of slices: along the data axes, through a DDP whose forward is called for nothing
@@ -170,7 +178,12 @@ def _apply_beside_joint(model: ParallelModel) -> Applied:
             "static_graph": False,
         }
         arguments = {**arguments, **alone}
-        beside = wrap_in_ddp(_SliceHolder(exchanged), device=model.device, arguments=arguments)
+        beside = wrap_in_ddp(
+            _SliceHolder(exchanged),
+            device=model.device,
+            arguments=arguments,
+            topology=model.options.topology,
+        )
 
     @contextmanager
     def around_step() -> Generator[None, None, None]:

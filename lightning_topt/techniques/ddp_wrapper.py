@@ -33,18 +33,23 @@ def names_to_ignore(module: nn.Module) -> frozenset[str]:
     return frozenset(getattr(module, _IGNORED, ()))
 
 
-def bucket_limits(gradients: int) -> list[int]:
+def bucket_limits(gradients: int, topology: Topology | None = None) -> list[int]:
     """Return the bytes from which a bucket of DDP is full, for so many bytes of gradients.
 
     On several nodes that is a sixteenth of all, at least 1 MiB. On one node, and if a sixteenth is
-    more, it is torch's own pair: 1 MiB for the first bucket, 25 MiB for the others.
+    more, it is torch's own pair: 1 MiB for the first bucket, 25 MiB for the others. `topology`
+    says which; None: the environment does.
     """
     size = max(gradients // _BUCKETS, _SMALLEST_BUCKET)
-    return [size] if size < _TORCH_BUCKET and _are_on_nodes() else [_SMALLEST_BUCKET, _TORCH_BUCKET]
+    if size < _TORCH_BUCKET and _are_on_nodes(topology):
+        return [size]
+    return [_SMALLEST_BUCKET, _TORCH_BUCKET]
 
 
-def _are_on_nodes() -> bool:
+def _are_on_nodes(topology: Topology | None) -> bool:
     """Return whether the ranks of this run are on several nodes; False if no run has begun."""
+    if topology is not None:
+        return topology.num_nodes > 1
     if not dist.is_initialized():
         return False
     try:
@@ -89,6 +94,7 @@ def wrap_in_ddp(
     device: torch.device,
     arguments: Mapping[str, Any],
     ignored: Collection[str] = (),
+    topology: Topology | None = None,
 ) -> DistributedDataParallel:
     """Return `module` in torch's DDP, without the parameters named `ignored`.
 
@@ -98,12 +104,15 @@ def wrap_in_ddp(
         arguments: of DDP; unless they set bucket sizes, those of `bucket_limits` are taken, see
             [Note: buckets]
         ignored: names of parameters that DDP leaves alone
+        topology: of the run; None: from the environment, which Lightning's own launch of several
+            nodes says nothing in
     """
     device_ids = None if device.type == "cpu" else [device.index]
     if not _BUCKET_ARGUMENTS & set(arguments):
         averaged = averaged_parameters(module, {*names_to_ignore(module), *ignored})
         # DDP says what is wrong with lazy ones.
-        limits = bucket_limits(sum(p.nbytes for p in averaged.values() if not is_lazy(p)))
+        nbytes = sum(p.nbytes for p in averaged.values() if not is_lazy(p))
+        limits = bucket_limits(nbytes, topology)
         if len(limits) == 1:
             arguments = {**arguments, "bucket_cap_mb": limits[0] / (1 << 20)}
     # the module tells DDP what to ignore, while it is made

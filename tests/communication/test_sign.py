@@ -5,8 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_topt.communication import Sign
+from lightning_topt.communication.methods import sign
 from lightning_topt.communication.methods.sign import (
     add_signs,
     add_signs_torch,
@@ -30,19 +32,41 @@ WORLD_SIZE, STEPS = 3, 4
 @pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 4096, 10_001])
 @pytest.mark.parametrize("take", [take_signs, take_signs_torch])
 @pytest.mark.parametrize("add", [add_signs, add_signs_torch])
-def test_bits_are_those_of_numpy(count, take, add):
+def test_bits_are_those_of_numpy(count, take, add, monkeypatch):
+    monkeypatch.setattr(sign, "_SIGNS_AT_ONCE", 1 << 11)  # so that there are several parts
     values = torch.randn(count)
     values[::5] = 0
     values[1::5] = -0.0
     packed, rest = torch.full((packed_bytes(count),), 255, dtype=torch.uint8), values.clone()
-    take(rest, step=0.7, packed=packed)
+    take(rest, step=torch.tensor(0.7), packed=packed)
     negative = values.numpy() < 0
     assert np.array_equal(packed.numpy(), np.packbits(negative, bitorder="little"))
     signs = torch.from_numpy(np.where(negative, np.float32(-0.7), np.float32(0.7)))
     assert torch.equal(rest, values - signs)
-    decoded = torch.zeros(count)
-    add(packed, step=0.7, values=decoded)
+    decoded, others = torch.zeros(count), torch.randint(256, (2, len(packed)), dtype=torch.uint8)
+    rows = torch.cat([packed.unsqueeze(0), others])
+    add(rows[:1], steps=torch.tensor([0.7]), values=decoded)
     assert torch.equal(decoded, signs)
+    add(rows[1:], steps=torch.tensor([0.5, 2.0]), values=decoded)
+    for row, step in zip(others, (0.5, 2.0), strict=True):
+        bits = np.unpackbits(row.numpy(), bitorder="little")[:count]
+        signs = signs + torch.from_numpy(np.where(bits, np.float32(-step), np.float32(step)))
+    torch.testing.assert_close(decoded, signs)
+
+
+class NoReading(TorchDispatchMode):
+    """Fails where the host would wait for values of a device."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func is not torch.ops.aten._local_scalar_dense.default, "the host waits"
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_device_keeps_its_scales():
+    values, packed = torch.randn(100), torch.zeros(packed_bytes(100), dtype=torch.uint8)
+    with NoReading():
+        take_signs_torch(values, step=torch.tensor(0.5), packed=packed)
+        add_signs_torch(packed.unsqueeze(0), steps=torch.tensor([0.5]), values=values)
 
 
 def test_mean_abs():

@@ -34,6 +34,8 @@ def test_the_set_up_names_the_libraries_and_the_precision() -> None:
 def test_calibration_gives_its_memory_back_and_measures_all() -> None:
     before = torch.cuda.memory_reserved(DEVICE)
     device = calibrate(device=DEVICE).device
-    assert torch.cuda.memory_reserved(DEVICE) <= before + (64 << 20)
+    assert torch.cuda.memory_reserved(DEVICE) <= before + (256 << 20)  # of cuBLAS
+    total = torch.cuda.mem_get_info(DEVICE)[1]
+    assert device.memory_bytes < total  # the context and the libraries have some of it
     rates = [device.memory_bandwidth, *device.flops.values(), device.launch_seconds]
     assert all(rate > 0 for rate in rates)  # how large: python -m benchmarks.gpu_report --only 2

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from lightning_topt.graph.kernels import hidden_bytes, measure
+from lightning_topt.graph.step_observer import StepTimer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -40,7 +41,7 @@ class Attention(nn.Module):
 
 
 with sdpa_kernel([backend]):
-    graph = capture(Attention(), torch.zeros(2, 128, 64, device="cuda", dtype=dtype))
+    graph = capture(Attention(), torch.zeros(2, 128, 64, device="cuda", dtype=dtype), device="cuda")
     kernels = [k for op in graph.ops for k in (*op.forward, *op.backward)]
     found = [k for k in kernels if "attention" in k.name]
     assert len(found) >= 2, sorted({k.name for k in kernels})
@@ -93,3 +94,16 @@ def test_what_a_recurrent_layer_keeps_is_about_what_is_expected(kind: str, both_
     ((expected, actual, flops),) = seen
     assert flops > 0
     assert expected == pytest.approx(actual, rel=0.5), (kind, both_ways, expected / actual)
+
+
+def test_a_timed_step_has_no_launches_in_its_kernels() -> None:
+    x = torch.zeros(1024, device="cuda")
+    x.add_(1)
+    timer = StepTimer(torch.device("cuda"))
+    with timer:
+        for _ in range(20):
+            x.add_(1)
+    ((name, _),) = timer.seconds()
+    assert name.startswith("aten.add_")
+    (seconds,) = timer.seconds().values()
+    assert 5e-7 < seconds < 1e-5  # the host takes longer to issue one

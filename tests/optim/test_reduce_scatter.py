@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
+from datetime import timedelta
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +20,7 @@ from lightning_topt.optim.pieces import check_pieces
 from lightning_topt.optim.reduce_scatter import (
     ReduceScatterExchange,
     Segment,
+    _Flight,
     cut_buckets,
     pieces_of_segment,
     segment_of,
@@ -230,3 +234,26 @@ def test_rows_that_are_not_contiguous_are_not_cut():
         for cut in cut_buckets([[Segment(0, 1, 1)]], world_size=4)
         for begin, end in pairwise(cut)
     )
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_device_waits_for_its_messages_and_the_host_does_not(device: str) -> None:
+    """NCCL blocks the host in a wait that is given a time."""
+    waits: list[tuple[object, ...]] = []
+    work = SimpleNamespace(wait=lambda *given: waits.append(given))
+    buffer, one = torch.zeros(4, device=device), torch.zeros(2, device=device)
+    flight = _Flight(
+        buffer,
+        (0, 2, 4),
+        torch.zeros(0, dtype=torch.int64, device=device),
+        [one],
+        one,
+        [work],
+        torch.futures.Future(),
+    )
+    exchange = SimpleNamespace(
+        _flights=[flight], _scratch=[], rank=0, timeout=timedelta(seconds=3), _diagnosed=nullcontext
+    )
+    ReduceScatterExchange._finish_oldest(exchange)
+    assert waits == [(timedelta(seconds=3),) if device == "cpu" else ()]
+    assert flight.future.done()

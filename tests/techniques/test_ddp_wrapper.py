@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from lightning_topt.communication.topology import Topology
 from lightning_topt.techniques.ddp_wrapper import bucket_bytes, bucket_limits, wrap_in_ddp
 
 MIB = 1 << 20
@@ -30,10 +31,17 @@ def layers(count: int, width: int = 512) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(count)))
 
 
-def sent(module: nn.Module, *, ignored: tuple[str, ...] = (), **arguments: Any) -> list[int]:
+def sent(
+    module: nn.Module,
+    *,
+    ignored: tuple[str, ...] = (),
+    topology: Topology | None = None,
+    **arguments: Any,
+) -> list[int]:
     """The bytes of the buckets of a step that is not the first."""
     given = {"gradient_as_bucket_view": True, **arguments}
-    ddp = wrap_in_ddp(module, device=torch.device("cpu"), arguments=given, ignored=ignored)
+    cpu = torch.device("cpu")
+    ddp = wrap_in_ddp(module, device=cpu, arguments=given, ignored=ignored, topology=topology)
     sizes: list[int] = []
 
     def note(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -84,3 +92,14 @@ def test_one_node_has_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_own_bucket_sizes_stay() -> None:
     assert sent(layers(20), bucket_cap_mb=5) == [5 * MIB] * 4
+
+
+def test_nodes_that_the_environment_does_not_name_are_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Lightning's own launch says WORLD_SIZE and LOCAL_RANK only."""
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    assert bucket_limits(16 * MIB) == [MIB, 25 * MIB]
+    assert bucket_limits(16 * MIB, Topology(2, 1, 0)) == [MIB]
+    assert sent(layers(3)) == [MIB, 2 * MIB]
+    assert sent(layers(3), topology=Topology(2, 1, 0)) == [MIB] * 3

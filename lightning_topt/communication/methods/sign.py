@@ -9,7 +9,8 @@ algorithm 2, with one scale per parameter:
 
 A message is one float32 scale per parameter, then the bits. All ranks gather all messages, decode
 them in rank order and take the mean. The sign of zero counts as plus. Bits are packed by
-`wire_kernels` on a CPU (plain torch takes about five times as long), by torch elsewhere.
+`wire_kernels` on a CPU (plain torch takes about five times as long), by torch elsewhere: there
+scales stay on the device, and the messages of all ranks are decoded at once.
 
     bytes moved on the device     collectives          function
     (2 s + 20) n + W (8 n + b)    all_gather(W b)      Sign.work
@@ -52,6 +53,7 @@ from lightning_topt.communication.wire import pack_bits, unpack_codes
 from lightning_topt.communication.wire_kernels import add_sign_bits, sum_magnitudes, take_sign_bits
 
 SCALE_BYTES = 4
+_SIGNS_AT_ONCE = 1 << 24  # that a device decodes; each takes a few bytes meanwhile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,15 +149,14 @@ class SignExchange(BucketExchange):
             total = bucket.buffer.zero_()
         else:
             total = torch.zeros(bucket.buffer.shape, device=self.device)
-        for row in rows:
-            form.add_decoded(row, to=total, scale=bucket.loss_scale / self.topology.world_size)
+        form.add_decoded(rows, to=total, scale=bucket.loss_scale / self.topology.world_size)
         if not in_place:
             bucket.buffer.copy_(total)
 
     def put_back(self) -> None:
         """Put back into the residual what the last step sent."""
         for form, message, residual in self._sent.values():
-            form.add_decoded(message, to=residual, scale=1)
+            form.add_decoded(message.unsqueeze(0), to=residual, scale=1)
         self._sent.clear()
 
     def residual_norm(self) -> float:
@@ -200,10 +201,9 @@ class SignFormat:
         parts = [pending[part] for part in self.slices]
         # NaN and infinities reach the scales, which the message keeps
         self.scales(message).copy_(mean_abs(parts))
-        if is_finite(self.scales(message)):
-            for part, bits, step in zip(
-                parts, self.bits, self.scales(message).tolist(), strict=True
-            ):
+        scales = self.scales(message)
+        if is_finite(scales):
+            for part, bits, step in zip(parts, self.bits, scales, strict=True):
                 take_signs(part, step=step, packed=message[bits])
         return message
 
@@ -217,12 +217,11 @@ class SignFormat:
         """Return the scales (..., parameters) in messages (..., nbytes)."""
         return messages.view(torch.float32)[..., : len(self.slices)]
 
-    def add_decoded(self, message: Tensor, *, to: Tensor, scale: float) -> None:
-        """Add scale * what a message says to `to` (n,)."""
-        for part, bits, step in zip(
-            self.slices, self.bits, self.scales(message).tolist(), strict=True
-        ):
-            add_signs(message[bits], step=step * scale, values=to[part])
+    def add_decoded(self, messages: Tensor, *, to: Tensor, scale: float) -> None:
+        """Add scale * what messages (ranks, nbytes) say to `to` (n,), in the order of ranks."""
+        steps = self.scales(messages) * scale  # (ranks, parameters)
+        for index, (part, bits) in enumerate(zip(self.slices, self.bits, strict=True)):
+            add_signs(messages[:, bits], steps=steps[:, index], values=to[part])
 
 
 def mean_abs(parts: Sequence[Tensor]) -> Tensor:
@@ -238,27 +237,31 @@ def mean_abs(parts: Sequence[Tensor]) -> Tensor:
     return torch.stack(torch._foreach_norm(list(parts), 1)).div_(sizes)
 
 
-def take_signs(values: Tensor, *, step: float, packed: Tensor) -> None:
+def take_signs(values: Tensor, *, step: Tensor, packed: Tensor) -> None:
     """Write the signs of `values` (n,) into `packed`, and do ``values -= step * sign``.
 
     `packed` has packed_bytes(n) bytes. A bit is 1 for a negative value, the first in the lowest
     bit; the last byte is filled with 0. The sign of 0 is plus.
     """
     if values.device.type == "cpu":
-        take_sign_bits(values.numpy(), np.float32(step), packed.numpy())
+        take_sign_bits(values.numpy(), np.float32(step.item()), packed.numpy())
     else:
         take_signs_torch(values, step=step, packed=packed)
 
 
-def add_signs(packed: Tensor, *, step: float, values: Tensor) -> None:
-    """Do ``values += step * sign`` (n,) with the signs in `packed` (packed_bytes(n),)."""
-    if values.device.type == "cpu":
-        add_sign_bits(packed.numpy(), np.float32(step), values.numpy())
-    else:
-        add_signs_torch(packed, step=step, values=values)
+def add_signs(packed: Tensor, *, steps: Tensor, values: Tensor) -> None:
+    """Do ``values += step * sign`` (n,) for each rank.
+
+    Its signs are in `packed` (ranks, packed_bytes(n)), its step in `steps` (ranks,).
+    """
+    if values.device.type != "cpu":
+        add_signs_torch(packed, steps=steps, values=values)
+        return
+    for row, step in zip(packed, steps.tolist(), strict=True):
+        add_sign_bits(row.numpy(), np.float32(step), values.numpy())
 
 
-def take_signs_torch(values: Tensor, *, step: float, packed: Tensor) -> None:
+def take_signs_torch(values: Tensor, *, step: Tensor, packed: Tensor) -> None:
     """Do what `take_signs` does, on any device."""
     negative = values < 0
     bits = torch.zeros(8 * packed.numel(), dtype=torch.uint8, device=values.device)
@@ -267,10 +270,16 @@ def take_signs_torch(values: Tensor, *, step: float, packed: Tensor) -> None:
     values.add_(torch.where(negative, step, -step))
 
 
-def add_signs_torch(packed: Tensor, *, step: float, values: Tensor) -> None:
-    """Do what `add_signs` does, on any device."""
-    bits = unpack_codes(packed, 1, values.numel())
-    values.add_(torch.where(bits.bool(), -step, step))
+def add_signs_torch(packed: Tensor, *, steps: Tensor, values: Tensor) -> None:
+    """Do what `add_signs` does, on any device, with room for so many signs at a time."""
+    ranks, nbytes = packed.shape
+    at_once, steps = max(1, _SIGNS_AT_ONCE // (8 * ranks)), steps.unsqueeze(1)
+    for start in range(0, nbytes, at_once):
+        part = values[8 * start : 8 * (start + at_once)]
+        # (ranks, signs): the bytes of one rank begin where those of the one before end
+        bits = unpack_codes(packed[:, start : start + at_once].reshape(-1), 1, 8 * packed.numel())
+        negative = bits.view(ranks, -1)[:, : part.numel()].bool()
+        part.add_(torch.where(negative, -steps, steps).sum(dim=0))
 
 
 def packed_bytes(count: int) -> int:

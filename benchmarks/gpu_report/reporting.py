@@ -22,6 +22,7 @@ import faulthandler
 import gc
 import json
 import math
+import multiprocessing as mp
 import os
 import statistics
 import sys
@@ -136,6 +137,34 @@ def run_part(
             raise
     if not forks:
         faulthandler.cancel_dump_traceback_later()
+
+
+def in_own_process(report: Report, name: str, call: Callable[[Report], None]) -> None:
+    """Let a forked process do this of a part that `forks`; it is ended before the part's deadline.
+
+    What it would take long to give back, such as communicators, ends with it.
+    """
+    job = mp.get_context("fork").Process(target=_own_process, args=(report, name, call))
+    job.start()
+    job.join(max(1.0, report.left() - 1.5))
+    if job.exitcode is None:
+        job.kill()
+        report.failure(name, TimeoutError("not done at the deadline"))
+    elif job.exitcode:
+        report.failure(name, RuntimeError(f"exit status {job.exitcode}"))
+
+
+def _own_process(report: Report, name: str, call: Callable[[Report], None]) -> None:
+    faulthandler.dump_traceback_later(max(1.0, report.left() - 3))
+    try:
+        if report.device.type == "cuda":
+            torch.cuda.set_device(report.device)
+        call(report)
+    except Exception as error:
+        report.failure(name, error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 # ---- timing --------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ rank, in Lightning's order. Notes have the operators where predictions and a pro
 
 from __future__ import annotations
 
+import gc
 import statistics
 import sys
 import tempfile
@@ -23,6 +24,7 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -73,6 +75,7 @@ DTYPES = {"32-true": None, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float
 _KERNEL_SECONDS, _MACHINE_SECONDS, _UPDATE_SECONDS = 2.0, 1.5, 0.3
 _CELL_SECONDS, _COMPILED_SECONDS = 5.0, 30.0  # that are left at least before one begins
 _OPERATORS, _LAUNCH, _HOST_STEPS = 25, "launch: ", 3  # of a profile; names; of the host alone
+_LEFT_OVER, _LIVE = 100 << 20, 6  # bytes of earlier cells that are looked into; tensors named
 
 
 def run(report: Report) -> None:
@@ -113,6 +116,10 @@ def cells(
     measured_plans = plans if predicted is not None else plans[:1]
     for plan in measured_plans:
         with report.attempt(f"{name} {precision} {plan}") as row:
+            clear(report.device)
+            if (left_over := allocated(report.device)) > _LEFT_OVER:
+                tensors = live_tensors(report.device)
+                report.note("left over", bytes=left_over, tensors=tensors)
             if predicted is not None:
                 row |= predicted.columns(plan)
             profiled = not model.compiled
@@ -377,7 +384,7 @@ def measure(
     clear(device)
     warm_up(device)
     synchronize(device)
-    left_over = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    left_over = allocated(device)
     meter = MemoryMeter(device)
     module, batch = model.module(device), model.example(device)
     meter.mark_base(module, other_bytes=0)
@@ -453,6 +460,26 @@ def clear(device: torch.device) -> None:
     if device.type == "cuda":
         torch._C._cuda_clearCublasWorkspaces()
     free_memory(device)
+
+
+def allocated(device: torch.device) -> int:
+    """Return the bytes that tensors hold; 0 on CPU."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def live_tensors(device: torch.device) -> list[str]:
+    """Return the largest tensors of the device that Python knows, with what refers to them."""
+    found = [
+        each
+        for each in gc.get_objects()
+        if isinstance(each, Tensor) and not isinstance(each, FakeTensor) and each.device == device
+    ]
+    found.sort(key=lambda tensor: -tensor.nbytes)
+    return [
+        f"{tuple(tensor.shape)} {tensor.dtype} {type(tensor).__name__} of "
+        + ", ".join(sorted({type(each).__name__ for each in gc.get_referrers(tensor)}))
+        for tensor in found[:_LIVE]
+    ]
 
 
 def _step(

@@ -30,7 +30,7 @@ from typing import Any
 import psutil
 
 from benchmarks.common import ROOT
-from benchmarks.gpu_report.reporting import read_lines, summarize
+from benchmarks.gpu_report.reporting import START_METHOD, read_lines, summarize
 
 
 @dataclass(frozen=True)
@@ -124,6 +124,8 @@ def warm_up(parts: list[Part], options: argparse.Namespace) -> set[str]:
     works = _wait(job, _TRIAL_SECONDS) == 0
     _signal(job, signal.SIGKILL)
     print(f"imports: {imported:.1f} s; parts are forked: {works}", flush=True)
+    if not works:
+        os.environ[START_METHOD] = "spawn"
     return warmed if works else set()
 
 

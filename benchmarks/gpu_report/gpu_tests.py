@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import os
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks.common import ROOT
-from benchmarks.gpu_report.reporting import Report, run_part
+from benchmarks.gpu_report.reporting import Report, processes, run_part
 
 _VARIABLE = "TOPT_GPU_REPORT"
 _WORKERS, _TEST_SECONDS = 4, 30
@@ -25,7 +24,7 @@ def run(report: Report) -> None:
         if "mark.gpu" in path.read_text()
     ]
     report.note("files", files=files)
-    context = mp.get_context("fork")  # a process that has imported already takes no time to start
+    context = processes()  # a process that has imported already takes no time to start
     jobs = [
         context.Process(target=_test, args=(files[number::_WORKERS], report))
         for number in range(_WORKERS)

@@ -37,6 +37,7 @@ from typing import Any
 import psutil
 import torch
 
+START_METHOD = "GPU_REPORT_START"  # variable: how parts begin their processes; fork if not given
 TRACEBACK_LINES = 30
 MIB = 2**20
 _LEAST_SECONDS, _BATCHES = 4e-3, 5  # of one timed batch of calls, and how many of them
@@ -144,7 +145,7 @@ def in_own_process(report: Report, name: str, call: Callable[[Report], None]) ->
 
     What it would take long to give back, such as communicators, ends with it.
     """
-    job = mp.get_context("fork").Process(target=_own_process, args=(report, name, call))
+    job = processes().Process(target=_own_process, args=(report, name, call))
     job.start()
     job.join(max(1.0, report.left() - 1.5))
     if job.exitcode is None:
@@ -152,6 +153,11 @@ def in_own_process(report: Report, name: str, call: Callable[[Report], None]) ->
         report.failure(name, TimeoutError("not done at the deadline"))
     elif job.exitcode:
         report.failure(name, RuntimeError(f"exit status {job.exitcode}"))
+
+
+def processes() -> Any:
+    """Return how a part that `forks` begins its processes, as modules of `multiprocessing` do."""
+    return mp.get_context(os.environ.get(START_METHOD, "fork"))
 
 
 def _own_process(report: Report, name: str, call: Callable[[Report], None]) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import json
-import multiprocessing as mp
 import os
 import sys
 import tempfile
@@ -30,7 +29,7 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import Tensor
 
-from benchmarks.gpu_report.reporting import Report, memory_columns, reset_peaks, run_part
+from benchmarks.gpu_report.reporting import Report, memory_columns, processes, reset_peaks, run_part
 from lightning_topt import (
     AutoParallelStrategy,
     CompressedDDPStrategy,
@@ -102,7 +101,7 @@ def run_pair(report: Report, plans: Sequence[str], folder: Path) -> int:
     for path in folder.glob("begun.*"):
         path.unlink()
     (folder / "store").unlink(missing_ok=True)
-    context = mp.get_context("fork")  # of a process that has imported all, and not begun CUDA
+    context = processes()  # of a process that has imported all, and not begun CUDA
     pair = [context.Process(target=worker, args=(rank, plans, report, folder)) for rank in range(2)]
     for process in pair:
         process.start()

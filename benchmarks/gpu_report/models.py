@@ -74,7 +74,7 @@ PLANS = ("ddp", "ddp+recompute")
 DTYPES = {"32-true": None, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 _KERNEL_SECONDS, _MACHINE_SECONDS, _UPDATE_SECONDS = 2.0, 1.5, 0.3
 _CELL_SECONDS, _COMPILED_SECONDS = 5.0, 22.0  # that are left at least before one begins
-_OPERATORS, _LAUNCH, _HOST_STEPS = 25, "launch: ", 3  # of a profile; names; of the host alone
+_OPERATORS, _LAUNCH, _HOST_STEPS = 25, "launch: ", 5  # of a profile; names; of the host alone
 _LEFT_OVER, _LIVE = 100 << 20, 6  # bytes of earlier cells that are looked into; tensors named
 
 
@@ -414,13 +414,6 @@ def measure(
         step(each)
     synchronize(device)
     wall = (time.perf_counter() - started) / steps
-    alone = []  # the host, with the device behind it by less than its queue holds
-    for _ in range(_HOST_STEPS):
-        synchronize(device)
-        started = time.perf_counter()
-        step([])
-        alone.append(time.perf_counter() - started)
-    synchronize(device)
     passes, update, whole = _spans(moments, device)
     memory = memory_columns(device)
     columns = {
@@ -429,7 +422,6 @@ def measure(
         "measured_update_seconds": update,
         "wall_step_seconds": wall,
         "measured_allocated_bytes": meter.peak_bytes(),
-        "host_step_seconds": min(alone),
         "base_bytes": meter.base_bytes,
         "left_over_bytes": left_over,  # of what ran before: should be 0
         "reserved_bytes": memory.get("peak_reserved_bytes"),
@@ -438,6 +430,12 @@ def measure(
         "warm_up_s": round(warmed, 2),
     }
     operators = {}
+    try:  # one sample, with which the device never holds the host up
+        least = batch if model.compiled else replace(model, samples=1).example(device)
+        alone = partial(_step, called, least, optimizer, scaler, precision, device)
+        columns["host_step_seconds"] = _host_alone(alone, device)
+    except Exception as error:  # the figures above are kept
+        columns["host_not_timed"] = f"{type(error).__name__}: {error}"
     if profiled:
         try:
             operators = _profile(step, device)
@@ -463,6 +461,18 @@ def clear(device: torch.device) -> None:
     if device.type == "cuda":
         torch._C._cuda_clearCublasWorkspaces()
     free_memory(device)
+
+
+def _host_alone(step: Callable[[list[Any]], None], device: torch.device) -> float:
+    """Return the least seconds in which the host issues a step, without waiting for its end."""
+    times = []
+    for _ in range(_HOST_STEPS):
+        synchronize(device)
+        started = time.perf_counter()
+        step([])
+        times.append(time.perf_counter() - started)
+    synchronize(device)
+    return min(times)
 
 
 def allocated(device: torch.device) -> int:

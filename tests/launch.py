@@ -13,8 +13,9 @@ import pickle
 import random
 import socket
 import tempfile
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -80,11 +81,7 @@ def run_ranks(
         results: dict[int, Any] = {}
         try:
             while len(results) < world_size:
-                if not queue._reader.poll(timeout_seconds):
-                    raise RuntimeError(
-                        f"ranks {sorted(set(range(world_size)) - set(results))} gave no result in "
-                        "time"
-                    )
+                _wait(queue, ranks, results, timeout_seconds)
                 rank, value, error = queue.get()
                 if error:
                     raise RuntimeError(f"rank {rank} failed:\n{error}")
@@ -96,6 +93,20 @@ def run_ranks(
                     process.kill()
                     process.join()
     return [results[rank] for rank in range(world_size)]
+
+
+def _wait(queue: Any, ranks: Sequence[Any], results: Mapping[int, Any], seconds: float) -> None:
+    """Wait for a result. Raises RuntimeError in time, or where a rank ended and will give none."""
+    end = time.monotonic() + seconds
+    while not queue._reader.poll(0.2):
+        missing = [rank for rank in range(len(ranks)) if rank not in results]
+        ended = [rank for rank in missing if ranks[rank].exitcode is not None]
+        # what a rank wrote before it ended may be on its way still
+        if len(ended) == len(missing) and not queue._reader.poll(1.0):
+            codes = [ranks[rank].exitcode for rank in ended]
+            raise RuntimeError(f"ranks {ended} gave no result: they ended, with status {codes}")
+        if time.monotonic() > end:
+            raise RuntimeError(f"ranks {missing} gave no result in time")
 
 
 def _rank(function, rank, world_size, store, queue, connected, timeout_seconds, args):  # type: ignore[no-untyped-def]

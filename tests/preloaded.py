@@ -34,6 +34,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 import types
 import warnings
 from pathlib import Path
@@ -123,8 +124,9 @@ def start_server() -> None:
     executable.write_text(CLIENT.format(**names))
     executable.chmod(0o755)
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    environment.pop("PYTHONPATH", None)
-    command = [sys.executable, __file__, str(address), str(executable)]
+    environment.pop("PYTHONPATH", None)  # a program has what its own environment says
+    # Libraries may lie where only this process looks for them.
+    command = [sys.executable, __file__, str(address), str(executable), json.dumps(sys.path)]
     server = subprocess.Popen(
         command, stdin=subprocess.PIPE, cwd="/", env=environment, start_new_session=True
     )
@@ -156,7 +158,12 @@ def serve(address: str) -> list[str] | None:
     while 0 not in select.select([0, listener], [], [])[0]:
         connection, _ = listener.accept()
         _reap()
-        import_libraries()
+        try:
+            import_libraries(tuple(json.loads(sys.argv[3])))
+        except Exception:
+            # Nothing can run: this program fails, and later ones find no server.
+            traceback.print_exc()
+            raise SystemExit("the server of preloaded interpreters failed") from None
         if os.fork() == 0:
             listener.close()
             return _attend(connection, search_path)
@@ -172,9 +179,15 @@ def _reap() -> None:
 
 
 @functools.cache
-def import_libraries() -> None:
-    for library in LIBRARIES:
-        importlib.import_module(library)
+def import_libraries(search_path: tuple[str, ...]) -> None:
+    """Import all libraries, which may lie where `search_path` says."""
+    before = list(sys.path)
+    sys.path += [path for path in search_path if path not in before]
+    try:
+        for library in LIBRARIES:
+            importlib.import_module(library)
+    finally:
+        sys.path[:] = before
     load_for_forks()
 
 

@@ -4,13 +4,18 @@ and how they end.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import time
 
 import pytest
 
+from tests import preloaded
 from tests.preloaded import preloaded_python
 from tests.processes import wait_for_end
 
@@ -104,3 +109,39 @@ def test_who_kills_the_process_kills_the_program(number):
         process.send_signal(number)
         assert process.wait(timeout=20) == -number
     assert wait_for_end(program)
+
+
+def ask_a_server(tmp_path, options, search_path):
+    """Start a server, connect, and return its process once it forked or ended."""
+    address = tmp_path / "server"
+    command = [sys.executable, *options, preloaded.__file__, address, "unused"]
+    server = subprocess.Popen(
+        [*command, json.dumps(search_path)],
+        env={"PYTHONPATH": str(tmp_path), "HOME": str(tmp_path)},
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    end = time.monotonic() + 30
+    while not address.exists() and time.monotonic() < end:
+        time.sleep(0.01)
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(address))
+        socket.send_fds(client, [(0).to_bytes(8, "big")], [])
+        client.settimeout(60)
+        with contextlib.suppress(ConnectionResetError):  # by the end of the server
+            client.recv(4)
+    return server
+
+
+def test_libraries_may_lie_where_only_the_tests_look(tmp_path):
+    server = ask_a_server(tmp_path, ["-S"], sys.path)  # -S: without site-packages
+    assert server.communicate(timeout=30)[1].count("hydra") == 0
+    assert server.returncode == 0
+
+
+def test_a_library_that_is_missing_ends_the_server_with_its_error(tmp_path):
+    (tmp_path / "torch.py").write_text("raise ImportError('no such thing here')")
+    server = ask_a_server(tmp_path, [], [])
+    assert "no such thing here" in server.communicate(timeout=30)[1]
+    assert server.returncode == 1

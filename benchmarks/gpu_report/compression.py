@@ -29,6 +29,7 @@ from benchmarks.gpu_report.reporting import (
     Report,
     device_seconds,
     host_seconds,
+    in_own_process,
     memory_columns,
     reset_peaks,
     run_part,
@@ -65,7 +66,14 @@ class Matrices(nn.Module):
 
 
 def run(report: Report) -> None:
-    """Time every method."""
+    """Time every method, alone and as one of eight, each in a process of its own."""
+    # What a fake group does not fill may be an index out of range, and end the device's context;
+    # and the communicators of all methods take long to destroy.
+    in_own_process(report, "one rank", _alone)
+    in_own_process(report, "one of eight", _of_eight)
+
+
+def _alone(report: Report) -> None:
     device = torch.device("cuda", 0) if report.device.type == "cuda" else report.device
     shapes = SMALL_SHAPES if report.quick else SHAPES
     with one_rank(device):
@@ -85,7 +93,11 @@ def run(report: Report) -> None:
             if isinstance(method, GradientMethod) and report.left() > _LEAST_LEFT:
                 with report.attempt(f"{name}, through the thread") as row:
                     thread_columns(row, method, shapes, device)
-    # What a fake group does not fill may be an index out of range, and end the device's context.
+
+
+def _of_eight(report: Report) -> None:
+    device = torch.device("cuda", 0) if report.device.type == "cuda" else report.device
+    shapes = SMALL_SHAPES if report.quick else SHAPES
     with eight_fake_ranks():
         for name, kind in method_classes().items():
             method, on_collectives = kind(), not issubclass(kind, BoundedLoss)
@@ -110,7 +122,8 @@ def one_rank(device: torch.device) -> Iterator[None]:
     try:
         yield
     finally:
-        dist.destroy_process_group()
+        if device.type != "cuda":  # there its process ends instead
+            dist.destroy_process_group()
 
 
 @contextmanager
@@ -320,5 +333,9 @@ def run_stages(stages: Stages) -> Tensor:
         return result
 
 
+def main() -> None:
+    run_part("compression", run, __doc__, forks=True)
+
+
 if __name__ == "__main__":
-    run_part("compression", run, __doc__)
+    main()

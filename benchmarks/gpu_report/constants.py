@@ -248,5 +248,9 @@ def _adding(one: Tensor, other: Tensor) -> Callable[[], Any]:
     return lambda: one.add_(other)
 
 
-if __name__ == "__main__":
+def main() -> None:
     run_part("constants", run, __doc__)
+
+
+if __name__ == "__main__":
+    main()

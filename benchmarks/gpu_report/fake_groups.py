@@ -358,5 +358,9 @@ def timed(step: Callable[[], Any], steps: int, device: torch.device) -> tuple[fl
     return (time.perf_counter() - start) / steps, issued / steps
 
 
-if __name__ == "__main__":
+def main() -> None:
     run_part("fake_groups", run, __doc__)
+
+
+if __name__ == "__main__":
+    main()

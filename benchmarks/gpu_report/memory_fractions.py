@@ -36,7 +36,6 @@ from benchmarks.gpu_report.reporting import (
 from lightning_topt import AutoParallelStrategy
 from lightning_topt.costs.calibrate import calibrate
 from lightning_topt.costs.optimizer import OptimizerProfile
-from lightning_topt.costs.timers import device_memory_bytes
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.plan.choose import choose
@@ -63,7 +62,7 @@ def run(report: Report) -> None:
             profile = update_profile(model.module(report.device), report.device)
         if found is None or profile is None:
             return
-        total = device_memory_bytes(report.device) if report.device.type == "cuda" else _LIKE_CPU
+        total = torch.cuda.mem_get_info()[1] if report.device.type == "cuda" else _LIKE_CPU
         samples = samples_for(_PLAIN_SHARE * total, found, profile)
         model = replace(model, samples=samples)
         report.note("batch", samples=samples, total_bytes=total)
@@ -180,5 +179,9 @@ def fit(model: Model, fraction: float, limit: int, device: torch.device) -> Mapp
     return columns
 
 
-if __name__ == "__main__":
+def main() -> None:
     run_part("memory_fractions", run, __doc__)
+
+
+if __name__ == "__main__":
+    main()

@@ -7,7 +7,9 @@ rank, in Lightning's order. Notes have the operators where predictions and a pro
 
 from __future__ import annotations
 
+import gc
 import statistics
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -22,6 +24,7 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -45,8 +48,14 @@ from benchmarks.gpu_report.reporting import (
 )
 from lightning_topt.costs.calibrate import calibrate, measure_kernels
 from lightning_topt.costs.cluster import Cluster
-from lightning_topt.costs.compute import KernelKey, kernel_key, roofline_seconds
+from lightning_topt.costs.compute import (
+    RECOMPUTED_LAUNCHES,
+    KernelKey,
+    kernel_key,
+    roofline_seconds,
+)
 from lightning_topt.costs.optimizer import OptimizerProfile, measure_update_seconds, read_optimizer
+from lightning_topt.costs.sizes import ROOT
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.memory import MemoryMeter, warm_up
@@ -63,9 +72,10 @@ from tests.models import GPT
 WARM_UP, STEPS = 3, 6
 PLANS = ("ddp", "ddp+recompute")
 DTYPES = {"32-true": None, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-_KERNEL_SECONDS, _MACHINE_SECONDS, _UPDATE_SECONDS = 1.5, 1.5, 0.3
-_CELL_SECONDS, _COMPILED_SECONDS = 5.0, 30.0  # that are left at least before one begins
-_OPERATORS = 25  # of a profile
+_KERNEL_SECONDS, _MACHINE_SECONDS, _UPDATE_SECONDS = 2.0, 1.5, 0.3
+_CELL_SECONDS, _COMPILED_SECONDS = 5.0, 22.0  # that are left at least before one begins
+_OPERATORS, _LAUNCH, _HOST_STEPS = 25, "launch: ", 5  # of a profile; names; of the host alone
+_LEFT_OVER, _LIVE = 100 << 20, 6  # bytes of earlier cells that are looked into; tensors named
 
 
 def run(report: Report) -> None:
@@ -76,15 +86,18 @@ def run(report: Report) -> None:
         if cluster is None:
             return
         models = make_models(report.quick)
-        for precision in ("bf16-mixed", "32-true"):
-            for name, model in models.items():
-                if report.left() > _CELL_SECONDS:
-                    cells(report, model, name, precision, cluster, PLANS)
+        for name, model in models.items():
+            if report.left() > _CELL_SECONDS:
+                cells(report, model, name, "bf16-mixed", cluster, PLANS)
         if report.left() > _CELL_SECONDS:
             cells(report, models["gpt"], "gpt", "16-mixed", cluster, PLANS[:1])
         if report.left() > _COMPILED_SECONDS:
             compiled = replace(models["gpt"], compiled=True)
             cells(report, compiled, "gpt, compiled", "bf16-mixed", cluster, PLANS[:1])
+        # those that the device bounds come last
+        for name in ("lstm", "convnext", "gpt", "vit", "llama"):
+            if report.left() > _CELL_SECONDS:
+                cells(report, models[name], name, "32-true", cluster, PLANS)
         report.note("left", seconds=report.left())
 
 
@@ -106,9 +119,13 @@ def cells(
     measured_plans = plans if predicted is not None else plans[:1]
     for plan in measured_plans:
         with report.attempt(f"{name} {precision} {plan}") as row:
+            clear(report.device)
+            if (left_over := allocated(report.device)) > _LEFT_OVER:
+                tensors = live_tensors(report.device)
+                report.note("left over", bytes=left_over, tensors=tensors)
             if predicted is not None:
                 row |= predicted.columns(plan)
-            profiled = plan == "ddp" and not model.compiled
+            profiled = not model.compiled
             found = measure(
                 model,
                 precision,
@@ -117,7 +134,7 @@ def cells(
                 profiled=profiled,
             )
             row |= found.columns
-            if predicted is not None and found.operators:
+            if predicted is not None and found.operators and plan == "ddp":
                 report.note(
                     f"operators of {name} {precision}",
                     ms=compare_operators(predicted, found.operators),
@@ -245,10 +262,22 @@ class Predicted:
             "predicted_passes_seconds": sum(work),
             "predicted_update_seconds": found.seconds["update"],
             "predicted_allocated_bytes": found.peak_bytes,
+            "predicted_host_seconds": self.host_seconds(plan),
+            "kernels": sum(kernel.count for kernel in self._kernels()),
             "peak_phase": found.peak_phase,
             "capture_s": round(self.seconds["capture"], 2),
             "kernels_s": round(self.seconds["kernels"], 2),
         }
+
+    def host_seconds(self, plan: str) -> float:
+        """Return the seconds in which the host issues forward and backward, as predicted."""
+        again = plan.endswith("+recompute")
+        calls = 0.0
+        for op in self.graph.ops:
+            forward = sum(kernel.count for kernel in op.forward)
+            calls += forward + sum(kernel.count for kernel in op.backward)
+            calls += forward * RECOMPUTED_LAUNCHES * (again and op.block != ROOT)
+        return calls * self.cluster.device.launch_seconds
 
     def by_operator(self) -> dict[str, float]:
         """Return the seconds of the kernels of forward and backward by the operator's name."""
@@ -355,9 +384,10 @@ def measure(
     steps: int = STEPS,
 ) -> Measured:
     """Train a few steps under `plan` (None: the plain module) on one rank."""
-    free_memory(device)
+    clear(device)
     warm_up(device)
     synchronize(device)
+    left_over = allocated(device)
     meter = MemoryMeter(device)
     module, batch = model.module(device), model.example(device)
     meter.mark_base(module, other_bytes=0)
@@ -393,20 +423,76 @@ def measure(
         "wall_step_seconds": wall,
         "measured_allocated_bytes": meter.peak_bytes(),
         "base_bytes": meter.base_bytes,
+        "left_over_bytes": left_over,  # of what ran before: should be 0
         "reserved_bytes": memory.get("peak_reserved_bytes"),
         "used_bytes": memory.get("used_bytes"),
         "retries": memory.get("alloc_retries", 0) - retries,
         "warm_up_s": round(warmed, 2),
     }
     operators = {}
+    try:  # one sample, with which the device never holds the host up
+        least = batch if model.compiled else replace(model, samples=1).example(device)
+        alone = partial(_step, called, least, optimizer, scaler, precision, device)
+        columns["host_step_seconds"] = _host_alone(alone, device)
+    except Exception as error:  # the figures above are kept
+        columns["host_not_timed"] = f"{type(error).__name__}: {error}"
     if profiled:
         try:
             operators = _profile(step, device)
         except Exception as error:  # the figures above are kept
             columns["not_profiled"] = f"{type(error).__name__}: {error}"
+        columns["operators"] = sum(
+            calls for name, (_, calls) in operators.items() if not name.startswith(_LAUNCH)
+        )
+        columns["launches"] = sum(
+            calls for name, (_, calls) in operators.items() if name.startswith(_LAUNCH)
+        )
+        operators = {k: v for k, v in operators.items() if not k.startswith(_LAUNCH)}
     if engine is not None:
         engine.release()
     return Measured(columns, operators)
+
+
+def clear(device: torch.device) -> None:
+    """Free all that an earlier model left: cycles, compiled code, the allocator's cache."""
+    if "torch._dynamo.eval_frame" in sys.modules:  # importing it takes a second
+        torch._dynamo.reset()
+    torch.clear_autocast_cache()
+    if device.type == "cuda":
+        torch._C._cuda_clearCublasWorkspaces()
+    free_memory(device)
+
+
+def _host_alone(step: Callable[[list[Any]], None], device: torch.device) -> float:
+    """Return the least seconds in which the host issues a step, without waiting for its end."""
+    times = []
+    for _ in range(_HOST_STEPS):
+        synchronize(device)
+        started = time.perf_counter()
+        step([])
+        times.append(time.perf_counter() - started)
+    synchronize(device)
+    return min(times)
+
+
+def allocated(device: torch.device) -> int:
+    """Return the bytes that tensors hold; 0 on CPU."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def live_tensors(device: torch.device) -> list[str]:
+    """Return the largest tensors of the device that Python knows, with what refers to them."""
+    found = [
+        each
+        for each in gc.get_objects()
+        if isinstance(each, Tensor) and not isinstance(each, FakeTensor) and each.device == device
+    ]
+    found.sort(key=lambda tensor: -tensor.nbytes)
+    return [
+        f"{tuple(tensor.shape)} {tensor.dtype} {type(tensor).__name__} of "
+        + ", ".join(sorted({type(each).__name__ for each in gc.get_referrers(tensor)}))
+        for tensor in found[:_LIVE]
+    ]
 
 
 def _step(
@@ -466,7 +552,9 @@ def _profile(step: Callable[[list[Any]], None], device: torch.device) -> dict[st
         synchronize(device)
     found = {}
     for event in profiler.key_averages():
-        if event.key.startswith("aten::"):
+        if "LaunchKernel" in event.key or event.key.startswith("cudaMemcpy"):
+            found[f"{_LAUNCH}{event.key}"] = (0.0, event.count)
+        elif event.key.startswith("aten::"):
             micro = event.self_device_time_total if on_cuda else event.self_cpu_time_total
             found[event.key.removeprefix("aten::")] = (micro / 1e3, event.count)
     return found
@@ -523,5 +611,9 @@ def single_rank(report: Report) -> Iterator[None]:
                 dist.destroy_process_group()
 
 
-if __name__ == "__main__":
+def main() -> None:
     run_part("models", run, __doc__)
+
+
+if __name__ == "__main__":
+    main()

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten
 
-from benchmarks.gpu_report.reporting import Report, run_part, synchronize
+from benchmarks.gpu_report.reporting import Report, in_own_process, run_part, synchronize
 from lightning_topt.communication import GradientMethod, LocalMethod, OuterSteps
 from lightning_topt.communication.hook import CompressedExchange
 from lightning_topt.communication.method_registry import method_classes
@@ -34,7 +34,11 @@ _LEAST_LEFT = 3.0
 
 
 def run(report: Report) -> None:
-    """Try everything that one rank can."""
+    """Try everything that one rank can, in a process that ends with its communicators."""
+    in_own_process(report, "one rank", _try_all)
+
+
+def _try_all(report: Report) -> None:
     device = torch.device("cuda", 0) if report.device.type == "cuda" else report.device
     with one_rank(report, device):
         measure_groups(report, device)
@@ -83,7 +87,8 @@ def one_rank(report: Report, device: torch.device) -> Iterator[None]:
     try:
         yield
     finally:
-        dist.destroy_process_group()
+        if not cuda:  # there it would take many seconds
+            dist.destroy_process_group()
 
 
 def used_bytes(device: torch.device) -> int:
@@ -315,5 +320,9 @@ def tensors_of(state: Mapping[str, Any]) -> list[Tensor]:
     return [leaf for leaf in tree_flatten(dict(state))[0] if isinstance(leaf, Tensor)]
 
 
+def main() -> None:
+    run_part("one_rank_nccl", run, __doc__, forks=True)
+
+
 if __name__ == "__main__":
-    run_part("one_rank_nccl", run, __doc__)
+    main()

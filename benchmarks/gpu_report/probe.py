@@ -148,5 +148,9 @@ def _attend(query: torch.Tensor) -> Callable[[], Any]:
     return lambda: scaled_dot_product_attention(query, query, query, is_causal=True)
 
 
-if __name__ == "__main__":
+def main() -> None:
     run_part("probe", run, __doc__)
+
+
+if __name__ == "__main__":
+    main()

@@ -22,6 +22,7 @@ import faulthandler
 import gc
 import json
 import math
+import multiprocessing as mp
 import os
 import statistics
 import sys
@@ -36,6 +37,7 @@ from typing import Any
 import psutil
 import torch
 
+START_METHOD = "GPU_REPORT_START"  # variable: how parts begin their processes; fork if not given
 TRACEBACK_LINES = 30
 MIB = 2**20
 _LEAST_SECONDS, _BATCHES = 4e-3, 5  # of one timed batch of calls, and how many of them
@@ -104,8 +106,14 @@ class Report:
             print(text, end="", flush=True)
 
 
-def run_part(part: str, run: Callable[[Report], None], description: str | None) -> None:
-    """Run one part as a program: ``--device cuda --out FILE.jsonl [--quick] [--deadline S]``."""
+def run_part(
+    part: str, run: Callable[[Report], None], description: str | None, *, forks: bool = False
+) -> None:
+    """Run one part as a program: ``--device cuda --out FILE.jsonl [--quick] [--deadline S]``.
+
+    `forks`: it forks processes that use CUDA, so this one must not begin to. They say by
+    `faulthandler` where they hang, this one does not.
+    """
     parser = argparse.ArgumentParser(description=(description or part).splitlines()[0])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--out", type=Path, required=True)
@@ -117,9 +125,10 @@ def run_part(part: str, run: Callable[[Report], None], description: str | None) 
     started = time.monotonic() - importing
     report = Report(part, options.out, device, options.quick, options.deadline, started)
     # A part that hangs says where before it is ended.
-    faulthandler.dump_traceback_later(max(1.0, report.left() - 3))
+    if not forks:  # whose faulthandler would wait for a thread that is not forked
+        faulthandler.dump_traceback_later(max(1.0, report.left() - 3))
     try:
-        if options.device == "cuda":
+        if options.device == "cuda" and not forks:
             torch.cuda.set_device(device)
             torch.cuda.init()
         run(report)
@@ -127,7 +136,41 @@ def run_part(part: str, run: Callable[[Report], None], description: str | None) 
         report.failure("the part itself", error)
         if not isinstance(error, Exception):
             raise
-    faulthandler.cancel_dump_traceback_later()
+    if not forks:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def in_own_process(report: Report, name: str, call: Callable[[Report], None]) -> None:
+    """Let a forked process do this of a part that `forks`; it is ended before the part's deadline.
+
+    What it would take long to give back, such as communicators, ends with it.
+    """
+    job = processes().Process(target=_own_process, args=(report, name, call))
+    job.start()
+    job.join(max(1.0, report.left() - 1.5))
+    if job.exitcode is None:
+        job.kill()
+        report.failure(name, TimeoutError("not done at the deadline"))
+    elif job.exitcode:
+        report.failure(name, RuntimeError(f"exit status {job.exitcode}"))
+
+
+def processes() -> Any:
+    """Return how a part that `forks` begins its processes, as modules of `multiprocessing` do."""
+    return mp.get_context(os.environ.get(START_METHOD, "fork"))
+
+
+def _own_process(report: Report, name: str, call: Callable[[Report], None]) -> None:
+    faulthandler.dump_traceback_later(max(1.0, report.left() - 3))
+    try:
+        if report.device.type == "cuda":
+            torch.cuda.set_device(report.device)
+        call(report)
+    except Exception as error:
+        report.failure(name, error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 # ---- timing --------------------------------------------------------------------------------------

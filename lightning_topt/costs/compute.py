@@ -30,6 +30,10 @@ from lightning_topt.graph.op_graph import Kernel
 
 KernelKey = tuple[str, str]  # name, JSON of the arguments
 SHARPNESS = 4.0  # q
+# Launches that the host takes for a kernel of a forward pass that is run again: torch's checkpoint
+# calls Python for every tensor that is kept, and again where backward asks for it. On an H100 the
+# host took 4 (ViT) to 7 (GPT), with ConvNeXt 6.
+RECOMPUTED_LAUNCHES = 6.0
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 
 
@@ -110,11 +114,13 @@ def estimate_pass_seconds(
     measured: Mapping[KernelKey, float] | None = None,
     measured_batch_size: float | None = None,
     collectives: Sequence[float] = (),
+    launches: float = 1.0,
 ) -> float:
     """Return the seconds of one pass of a block whose kernels are `kernels`.
 
     Forward or backward, with the host that issues them; `collectives` are the seconds of each of
-    those in the pass, which later kernels wait for. Give whole blocks: a host that is late for one
+    those in the pass, which later kernels wait for, `launches` what the host takes for a kernel, in
+    launches. Give whole blocks: a host that is late for one
     operator may be ahead again at the next.
     """
     kernels = list(kernels)
@@ -126,7 +132,7 @@ def estimate_pass_seconds(
         measured_batch_size=measured_batch_size,
     )
     calls = sum(kernel.count for kernel in kernels)
-    host = (calls + len(collectives)) * device.launch_seconds
+    host = (calls + len(collectives)) * launches * device.launch_seconds
     ahead = host_bound_seconds(seconds + sum(collectives), host_seconds=host)
     return ahead + calls * device.framework_seconds
 

@@ -244,7 +244,8 @@ def update_kinds(
 
     `numel` is that of a kind's largest parameter, at most `max_numel` (by default 4 M, on CUDA
     128 M). On CUDA, which updates many small parameters at once, that of all vectors of a kind
-    together. Left out are those of LBFGS,
+    together, and of all parameters where the optimizer's kernels take lists of them: one parameter
+    of 2 M elements keeps a third of an H100 busy. Left out are those of LBFGS,
     whose step runs the model several times, and those of optimizers that communicate in their step:
     ranks measure for a time, and may do so with different numbers of steps. Raises OptimizerError
     as `read_optimizer` does.
@@ -258,7 +259,10 @@ def update_kinds(
     first: dict[Any, tuple[Optimizer, Mapping[str, Any]]] = {}
     for optimizer, group, parameter, name in updated_parameters(optimizers, named_parameters):
         if parameter.requires_grad and id(optimizer) not in untimed:
-            key = (id(optimizer), options_key(group), min(parameter.ndim, 2), parameter.dtype)
+            ndim = min(parameter.ndim, 2)
+            if device_type == "cuda" and _updates_all_at_once(optimizer, group):
+                ndim = 1
+            key = (id(optimizer), options_key(group), ndim, parameter.dtype)
             by_kind[key].append((name, parameter))
             first.setdefault(key, (optimizer, group))
     kinds = []
@@ -273,6 +277,13 @@ def update_kinds(
             UpdateKind(text, optimizer, group, ndim, dtype, numel, tuple(name for name, _ in named))
         )
     return kinds
+
+
+def _updates_all_at_once(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
+    """Return whether kernels take lists of parameters, whose shapes make no difference."""
+    if isinstance(optimizer, optim.Adafactor):  # rows and columns of matrices
+        return False
+    return bool(group.get("fused")) or group.get("foreach", False) is not False
 
 
 @kept_global_state()

@@ -485,7 +485,8 @@ def is_metric(module: nn.Module, names: tuple[str, ...] = ("Metric",)) -> bool:
 class ShapeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     """A fake mode that also knows shapes which torch 2.13 refuses without memory.
 
-    These are products of groups in other dtypes than bfloat16, which run all the same.
+    These are products of groups in other dtypes than bfloat16, which run all the same, and the
+    gradients of cuDNN's recurrent layers, for which torch would run the kernel.
     """
 
     def dispatch(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -499,7 +500,23 @@ class ShapeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             shape = *groups, left.shape[-2], right.shape[-1]
             stride = contiguous_stride(shape)
             return empty_fake(self, like=(shape, stride, left.dtype, left.device))
+        if func is torch.ops.aten._cudnn_rnn_backward.default:
+            return self._recurrent_gradients(args)
         return super().dispatch(func, types, args, kwargs)
+
+    def _recurrent_gradients(self, args: Sequence[Any]) -> tuple[Any, ...]:
+        """Return gradients of the input, both states and the weights, where the mask asks."""
+        x, weights, states, wanted = args[0], args[1], args[4:6], args[21]
+        with_states = [x, *states]
+        found = [
+            self._dense(tensor) if tensor is not None and is_wanted else None
+            for tensor, is_wanted in zip(with_states, wanted, strict=False)
+        ]
+        return *found, [self._dense(weight) for weight in weights] if wanted[3] else []
+
+    def _dense(self, tensor: Tensor) -> Tensor:
+        like = (tensor.shape, contiguous_stride(tensor.shape), tensor.dtype, tensor.device)
+        return empty_fake(self, like=like)
 
 
 def empty_fake(mode: FakeTensorMode, *, like: Like) -> Tensor:

@@ -77,7 +77,7 @@ class Recomputation(Technique):
     def add_seconds(
         self, seconds: BlockSeconds, step: TrainingStep, block: str, config: OpConfig
     ) -> None:
-        seconds.recompute += float(step.compute[block][0].sum())
+        seconds.recompute += step.recomputed[block]
 
     # ---- how it is applied -----------------------------------------------------------------------
 

@@ -187,6 +187,11 @@ def test_a_pass_takes_the_slower_of_device_and_host():
     assert seconds(launch_seconds=0.1) == pytest.approx(6.0, rel=1e-3)
     assert seconds(framework_seconds=0.25) == 7.0  # a CPU is its own host
     assert estimate_pass_seconds([], batch_size=1, device=DEVICE) == 0.0
+    # the host takes more for kernels of passes that are run again
+    again = estimate_pass_seconds(
+        kernels, batch_size=1, device=replace(DEVICE, launch_seconds=30.0), launches=6.0
+    )
+    assert again == pytest.approx(720.0, rel=1e-3)
 
 
 def test_collectives_of_a_pass_are_the_devices_work():

@@ -257,15 +257,22 @@ def test_a_step_that_communicates_is_not_timed():
 
 
 def test_updates_on_cuda_are_timed_on_as_much_as_is_updated_at_once() -> None:
-    """Small vectors are updated together there; matrices, whose updates may cost more in larger
-    ones, one by one.
+    """All parameters where kernels take lists of them, else vectors; matrices, whose updates may
+    cost more in larger ones, one by one.
     """
     module = nn.Sequential(*(nn.Linear(48, 64) for _ in range(5)))
     given = {"named_parameters": [*module.named_parameters()]}
-    optimizer = optim.AdamW(module.parameters())
-    for device_type, vectors in (("cpu", 64), ("cuda", 5 * 64)):
+
+    def sizes(optimizer: optim.Optimizer, device_type: str) -> list[tuple[int, int]]:
         kinds = update_kinds([optimizer], device_type=device_type, **given)
-        assert sorted((kind.ndim, kind.numel) for kind in kinds) == [(1, vectors), (2, 48 * 64)]
+        return sorted((kind.ndim, kind.numel) for kind in kinds)
+
+    matrix, weights = 48 * 64, module.parameters
+    for optimizer in (optim.AdamW(weights()), optim.AdamW(weights(), fused=True)):
+        assert sizes(optimizer, "cpu") == [(1, 64), (2, matrix)]
+        assert sizes(optimizer, "cuda") == [(1, 5 * (matrix + 64))]
+    for optimizer in (optim.AdamW(weights(), foreach=False), optim.Adafactor(weights())):
+        assert sizes(optimizer, "cuda") == [(1, 5 * 64), (2, matrix)]
     large = nn.Linear(1 << 12, 1 << 11, device="meta")
     optimizer, given = optim.AdamW([large.weight]), {"named_parameters": [("w", large.weight)]}
     for device_type, numel in (("cpu", 1 << 22), ("cuda", 1 << 23)):

@@ -24,6 +24,9 @@ pytestmark = [
 ]
 
 
+# Priced by formulas: what cuDNN keeps for backward has no size on fake tensors, and states of
+# recurrent layers and their dropout are no plain values.
+_BY_FORMULA = {"cudnn_batch_norm_backward", "_cudnn_rnn", "_cudnn_rnn_backward"}
 _COPIES = {"aten::detach", "aten::copy_", "aten::new_empty_strided"}
 
 
@@ -135,7 +138,7 @@ def test_fake_tensors_take_the_operators_of_real_ones(
 
 @both
 @each
-def test_heavy_kernels_have_costs_and_can_be_replayed(
+def test_heavy_kernels_have_costs_and_all_but_a_few_are_replayed(
     net: type[nn.Module], names: dict[str, str], dtype: Any, device: torch.device
 ) -> None:
     graph = captured(net, device, dtype)
@@ -151,4 +154,5 @@ def test_heavy_kernels_have_costs_and_can_be_replayed(
         for kernel in found:
             assert kernel.bytes.at(4) > 0
             assert "batch_norm" in name or kernel.flops.at(4) > 0, kernel.name
-            assert kernel_key(kernel) in seconds, kernel.name
+            replayed = kernel.name.split(".")[1] not in _BY_FORMULA
+            assert (kernel_key(kernel) in seconds) == replayed, kernel.name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -196,6 +197,34 @@ def test_ranks_of_a_tensor_group_run_their_batches_as_microbatches_or_jointly(
     for point in frontier.candidates:
         assert point.step_seconds > least_seconds(whole, point.plan.mesh.shape[-1])
         assert ParallelPlan.from_yaml(point.plan.to_yaml()) == point.plan
+
+
+def test_the_host_of_an_accelerator_splits_calls_and_issues_kernels_again(
+    own_batches: SearchRequest,
+) -> None:
+    assert own_batches.split is not None
+    whole = TrainingStep(
+        own_batches.graph, NODES, own_batches.optimizer, data_mesh(8, scope="inter"), 4
+    )
+    mesh = next(tensor_meshes(NODES, 8, 2))
+    step = next(tensor_steps(whole, own_batches.split, mesh=mesh))
+    assert step.recomputed == {
+        block: pytest.approx(passes[0].sum()) for block, passes in step.compute.items()
+    }
+    launch = 1e-3  # so long that the device waits for every launch
+    device = replace(NODES.device, launch_seconds=launch)
+    late = replace(step, cluster=replace(NODES, device=device))
+    forward, all_passes = Counter[str](), 0
+    for op in step.graph.ops:
+        forward[op.block] += sum(kernel.count for kernel in op.forward)
+        all_passes += sum(kernel.count for kernel in (*op.forward, *op.backward))
+    for block, count in forward.items():
+        assert late.recomputed[block] == pytest.approx(6 * count * launch, rel=0.05), block
+    # one launch of each kernel is in the passes themselves
+    kernels = sum(float(times.sum()) for times in late.compute.values())
+    assert kernels == pytest.approx(all_passes * launch, rel=0.05)
+    assert late.host_seconds == pytest.approx(8 * step.split_calls * launch, rel=0.1)
+    assert step.host_seconds == 0.0
 
 
 def test_microbatches_take_their_computation_and_share_the_rest(own_batches: SearchRequest) -> None:

@@ -303,9 +303,21 @@ class CompressedExchange:
         self._reset_at = (state["step"], *self._reset_at[1:])
 
     def close(self) -> None:
-        """End the exchange's thread and release shared memory; the hook cannot be used any more."""
+        """Do what `end` does, and destroy the process groups of the exchange.
+
+        To be called on all ranks alike: with NCCL destroying a group may wait for its ranks. Where
+        the exchange has failed the groups are left to the end of the run's.
+        """
         if self._module is not None:
             self._module.close()
+
+    def end(self) -> None:
+        """End the exchange's thread and release shared memory; the hook cannot be used any more.
+
+        Its process groups stay until `close` or the end of the run's, so a rank may do so alone.
+        """
+        if self._module is not None:
+            self._module.end()
 
     def _holders(self) -> list[int]:
         """Return one rank for each separate state."""
@@ -379,6 +391,7 @@ class ModuleExchange:
             num_stages=method.num_stages(topology),
             hierarchical=method.sums_in_nodes(topology),
             timeout_seconds=timeout_seconds,
+            with_exempt=rules is not None,
         )
         own_store = PrefixStore("exchange", self.store)
         context = ExchangeContext(topology, self.groups, device, timeout_seconds, own_store)
@@ -538,9 +551,15 @@ class ModuleExchange:
             self.exposed = 0.0
         return seconds
 
-    def close(self) -> None:
+    def end(self) -> None:
         """End the thread and release shared memory."""
         self._finalizer()
+
+    def close(self) -> None:
+        """Do so, and destroy the groups; all ranks alike. Groups that failed are left alone."""
+        self.end()
+        if self.worker.error is None:
+            self.groups.destroy()
 
 
 def _close(worker: ExchangeWorker, exchange: BucketExchange) -> None:

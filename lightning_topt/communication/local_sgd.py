@@ -46,7 +46,12 @@ from lightning_topt.communication.exchange_method import ExchangeMethod
 from lightning_topt.communication.node.node_exchange import shard_bounds
 from lightning_topt.communication.rank_watch import GRACE_SECONDS, PeerLostError, PeerMonitor
 from lightning_topt.communication.selection import Selection
-from lightning_topt.communication.topology import Topology, own_group
+from lightning_topt.communication.topology import (
+    Topology,
+    destroy_groups,
+    own_group,
+    whole_run,
+)
 from lightning_topt.communication.wire import LevelMessage, MessageFormat, Unpacked
 
 PAUSE_SECONDS = 1e-3  # between two checks of a work in flight
@@ -224,6 +229,14 @@ class OuterSteps:
                 f"{self.local_steps} local steps: lower the learning rate, clip gradients, or "
                 "return to a checkpoint"
             )
+
+    def close(self) -> None:
+        """Destroy the process groups that were made; no outer step is possible any more.
+
+        To be called on all ranks alike, after a training that did not fail.
+        """
+        if self.replicas is not None:
+            self.replicas.close()
 
     def _wait(self, work: Waitable | None) -> None:
         """Wait until `work` is done, another rank reports a failure, or `timeout_seconds` pass."""
@@ -582,7 +595,8 @@ class NodeReplicas:
     same local rank of the other nodes, all at once, and the shards are gathered inside the node:
     what leaves a node is what one rank alone would send.
 
-    Made alike on all ranks, a collective call.
+    Made alike on all ranks, a collective call. It makes up to two groups: in the node, and between
+    nodes; a communicator of NCCL takes 389 MiB of an H100 until `close`.
     """
 
     def __init__(self, topology: Topology, *, numel: int, parameters: Sequence[Tensor]) -> None:
@@ -590,8 +604,11 @@ class NodeReplicas:
         size = topology.ranks_per_node
         ranks = topology.members
         nodes = [ranks[first : first + size] for first in range(0, len(ranks), size)]
-        self.node = own_group(nodes)
+        # One node is the run's own group, on which only this thread issues works here too.
+        self.made = [] if len(nodes) == 1 else [own_group(nodes)]
+        self.node = self.made[0] if self.made else whole_run()
         self.across = own_group([ranks[local::size] for local in range(size)])
+        self.made.append(self.across)
         self.bounds = shard_bounds(numel, local_size=size)
         self.start, self.stop = self.bounds[topology.local_rank]
         # buckets for gradients of what is trained
@@ -604,6 +621,10 @@ class NodeReplicas:
             flat = bucket.buffer().div_(self.topology.ranks_per_node)
             wait(dist.all_reduce(flat, group=self.node, async_op=True))
         self._buckets.write_back()
+
+    def close(self) -> None:
+        """Destroy the groups; alike on all ranks."""
+        destroy_groups(self.made)
 
     def gather(self, flat: Tensor, *, wait: Wait) -> None:
         """Collective call: fill in the other local ranks' shards of `flat` (n,)."""

@@ -39,18 +39,22 @@ class ExchangeSteps(NamesLostRanks):
         self._close_exchange()
         self.exchange = exchange
         if exchange is not None:
-            atexit.register(exchange.close)
+            atexit.register(exchange.end)
 
-    def _close_exchange(self) -> None:
+    def _close_exchange(self, *, alone: bool = False) -> None:
+        """Close the exchange; other ranks need not do so where this one does it `alone`."""
         if self.exchange is not None:
-            atexit.unregister(self.exchange.close)
-            self.exchange.close()
+            atexit.unregister(self.exchange.end)
+            if alone:
+                self.exchange.end()
+            else:
+                self.exchange.close()
             self.exchange = None
 
     @override
     def on_exception(self, exception: BaseException) -> None:
         self._give_up_exchange(exception)
-        self._close_exchange()
+        self._close_exchange(alone=True)
         super().on_exception(exception)
         name_own_strategy(exception, type(self).__name__)
 

@@ -35,6 +35,7 @@ from lightning_topt.communication.bucket import (
     OwnBucket,
     OwnBuckets,
     Stages,
+    StepChecks,
 )
 from lightning_topt.communication.checkpoint import (
     Slices,
@@ -347,6 +348,7 @@ class _Step:
     finite: bool = True  # set by the worker's thread
     ended: bool = False
     callback: bool = False  # queued at the end of the backward pass
+    checks: StepChecks | None = None
 
 
 class ModuleExchange:
@@ -411,6 +413,8 @@ class ModuleExchange:
         self.exchange.warm_up()
         # by bucket index: identities of the parameters, layout
         self.layouts: dict[int, tuple[list[int], BucketLayout]] = {}
+        # On CUDA a check makes the host wait: once in a step, at its end.
+        self.checks_at_end = device.type == "cuda"
         self.step = 0  # exchanged steps that are over
         self.current: _Step | None = None
         self.dense_bytes = 0
@@ -429,7 +433,7 @@ class ModuleExchange:
             self.finish_step()
             if self.settings.debug and self.step:
                 self.check_parameters()
-            self.current = _Step()
+            self.current = _Step(checks=StepChecks() if self.checks_at_end else None)
         assert self.current is not None
         step = self.current
         bucket = Bucket(
@@ -439,6 +443,7 @@ class ModuleExchange:
             given.is_last(),
             self.step,
             loss_scale,
+            step.checks,
         )
         # Where DDP laid out its buckets anew, residuals move to them first.
         if not self.exchange.prepare(bucket):
@@ -477,6 +482,12 @@ class ModuleExchange:
             future.wait()
         # They hold DDP's buckets, of which it makes others after the first step.
         step.futures.clear()
+        if step.checks is not None:
+            for bucket, own in step.checks.failed().values():
+                try:
+                    self._nonfinite(bucket, step, own=own)
+                except (RuntimeError, TimeoutError) as error:
+                    raise self.worker.monitor.diagnose(error) from error
         if not step.finite:
             self.exchange.put_back()
 
@@ -488,25 +499,29 @@ class ModuleExchange:
         try:
             return (yield from self.exchange.stages(bucket))
         except NonFiniteGradient as error:
-            step.finite = False
-            if self.settings.nonfinite == "skip":
-                return bucket.buffer.fill_(torch.nan)
-            # All ranks get here: by the store they learn whose gradient it is.
-            positions = ranks_that(
-                error.own,
-                store=self.store,
-                rank=self.topology.rank,
-                world_size=self.topology.world_size,
-                key=f"nonfinite/{bucket.step}/{bucket.index}",
-                seconds=self.settings.timeout_seconds,
-            )
-            ranks = [self.topology.members[position] for position in positions]
-            names = bucket.layout.names
-            raise FloatingPointError(
-                f"the gradient on rank {', '.join(map(str, ranks))} has NaN or infinities in a "
-                f"bucket of {len(names)} parameters, {names[0]} to {names[-1]}; with a GradScaler "
-                "use nonfinite='skip'"
-            ) from None
+            return self._nonfinite(bucket, step, own=error.own)
+
+    def _nonfinite(self, bucket: Bucket, step: _Step, *, own: bool) -> Tensor:
+        """Do what `settings.nonfinite` asks for; on all ranks. `own`: this rank's is not finite."""
+        step.finite = False
+        if self.settings.nonfinite == "skip":
+            return bucket.buffer.fill_(torch.nan)
+        # All ranks get here: by the store they learn whose gradient it is.
+        positions = ranks_that(
+            own,
+            store=self.store,
+            rank=self.topology.rank,
+            world_size=self.topology.world_size,
+            key=f"nonfinite/{bucket.step}/{bucket.index}",
+            seconds=self.settings.timeout_seconds,
+        )
+        ranks = [self.topology.members[position] for position in positions]
+        names = bucket.layout.names
+        raise FloatingPointError(
+            f"the gradient on rank {', '.join(map(str, ranks))} has NaN or infinities in a "
+            f"bucket of {len(names)} parameters, {names[0]} to {names[-1]}; with a GradScaler "
+            "use nonfinite='skip'"
+        ) from None
 
     def _layout(self, given: GradBucket | OwnBucket) -> BucketLayout:
         """Return the layout; the same object as long as the bucket holds the same parameters."""

@@ -40,7 +40,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from typing_extensions import override
 
 from lightning_topt.basics.argument_checks import check_flag, check_real, check_whole
-from lightning_topt.communication.bucket import OwnBuckets, is_finite
+from lightning_topt.communication.bucket import OwnBuckets, finite_flag
 from lightning_topt.communication.collectives import Waitable, ring_all_gather
 from lightning_topt.communication.exchange_method import ExchangeMethod
 from lightning_topt.communication.node.node_exchange import shard_bounds
@@ -219,10 +219,11 @@ class OuterSteps:
         rank, world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
         # (ranks,): 1 where the parameters are not finite
         flags = torch.zeros(world_size, dtype=torch.int32, device=self.anchor.device)
-        flags[rank] = not self.parameters.is_finite()
+        flags[rank] = ~self.parameters.finite()
         self._wait(dist.all_reduce(flags, group=self.group, async_op=True))
         self._other_bytes += 2 * (world_size - 1) * flags.nbytes // world_size
-        ranks = flags.nonzero().flatten().tolist()
+        # the one place of an outer step at which the host waits
+        ranks = [rank for rank, flag in enumerate(flags.tolist()) if flag]
         if ranks:
             raise FloatingPointError(
                 f"the parameters of rank {', '.join(map(str, ranks))} have NaN or infinities after "
@@ -689,12 +690,10 @@ class NamedTensors:
             for name, part in self.split(flat).items():
                 self.tensors[name].copy_(part)
 
-    def is_finite(self) -> bool:
-        """Return whether no element is infinite or NaN, in one pass where that is so."""
-        tensors = [tensor.detach() for tensor in self.tensors.values()]
-        # The sums are finite almost always; only where they are not, every element is checked.
-        sums = [tensor.sum(dtype=torch.float32) for tensor in tensors]
-        return not sums or bool(torch.stack(sums).isfinite().all()) or all(map(is_finite, tensors))
+    def finite(self) -> Tensor:
+        """Return () bool, on the device: whether no element is infinite or NaN."""
+        tensors = [tensor.detach() for tensor in self.tensors.values() if tensor.numel()]
+        return torch.stack([finite_flag(tensor) for tensor in tensors]).all()
 
     def load(self, flat: Tensor, state: Mapping[str, Tensor], *, what: str) -> None:
         """Copy `state`, by name, to `flat` (n,).

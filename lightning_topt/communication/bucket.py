@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,7 @@ from lightning_topt.communication.topology import Groups, Topology
 
 Stages = Generator[Waitable, None, Tensor]
 OWN_BUCKET_BYTES = 25 << 20  # as large as DDP's
+HOST_DEVICES = ("cpu",)  # where reading a value takes no wait
 
 
 @dataclass(frozen=True)
@@ -94,14 +95,13 @@ class BucketExchange(ABC):
     def dense_stages(self, bucket: Bucket) -> Stages:
         """Take the mean by one all-reduce on ``groups.world[0]``, where everything is sent."""
         # Infinities of one rank reach all by the sum itself.
-        own_finite = is_finite(bucket.buffer)
+        own_finite = finite_flag(bucket.buffer)
         bucket.buffer.div_(self.topology.world_size)
         self.count_ring(bucket.buffer.nbytes, passes=2)
         work = dist.all_reduce(bucket.buffer, group=self.groups.world[0], async_op=True)
         assert work is not None
         yield work
-        if not is_finite(bucket.buffer):
-            raise NonFiniteGradient(not own_finite)
+        bucket.check_finite(bucket.buffer, own=own_finite)
         return bucket.buffer
 
     def start_exempt(self, bucket: Bucket) -> ExemptMean | None:
@@ -174,6 +174,37 @@ class BucketExchange(ABC):
         """Release what outlives the process."""
 
 
+class StepChecks:
+    """What is checked when a step ends, where the host waits for the step's buckets anyway.
+
+    On CUDA each answer takes a copy to the host, for which that waits: one copy for all.
+    """
+
+    def __init__(self) -> None:
+        self._added: list[tuple[Bucket, Tensor, Tensor]] = []
+
+    def add(self, bucket: Bucket, finite: Tensor, own_finite: Tensor) -> None:
+        """Check that `finite` () bool, equal on all ranks; `own_finite` is of this rank."""
+        self._added.append((bucket, finite, own_finite))
+
+    def failed(self) -> dict[int, tuple[Bucket, bool]]:
+        """Return what was not finite, by bucket index: the bucket, and whether it is this rank's.
+
+        Nothing is left to be checked then.
+        """
+        added, self._added = sorted(self._added, key=lambda each: each[0].index), []
+        if not added:
+            return {}
+        device = added[0][1].device
+        flags = torch.stack([flag.to(device) for _, *both in added for flag in both]).tolist()
+        found: dict[int, tuple[Bucket, bool]] = {}
+        for (bucket, *_), finite, own in zip(added, flags[::2], flags[1::2], strict=True):
+            if not finite:
+                _, known = found.get(bucket.index, (bucket, False))
+                found[bucket.index] = bucket, known or not own
+        return found
+
+
 class NonFiniteGradient(ArithmeticError):
     """A bucket's gradient has NaN or infinities on some rank (`own`: on this one).
 
@@ -191,7 +222,7 @@ class ExemptMean:
     def __init__(self, bucket: Bucket, *, group: dist.ProcessGroup) -> None:
         self.parts = [bucket.buffer[part] for part in bucket.layout.exempt_slices]
         self.packed = torch.cat(self.parts)
-        self.own_finite = is_finite(self.packed)
+        self._bucket, self._own_finite = bucket, finite_flag(self.packed)
         self.world_size = dist.get_world_size(group)
         self.work = dist.all_reduce(self.packed, group=group, async_op=True)
         # The method then sees zeros: they are never selected and add nothing to a residual.
@@ -205,10 +236,15 @@ class ExemptMean:
         """Block until summed."""
         self.work.wait()
 
-    def mean(self) -> Tensor:
-        """Return the mean over ranks, packed (e,). Raises `NonFiniteGradient`."""
-        if not is_finite(self.packed):
-            raise NonFiniteGradient(not self.own_finite)
+    def mean(self, *, at_once: bool = True) -> Tensor:
+        """Return the mean over ranks, packed (e,). Raises `NonFiniteGradient`.
+
+        Not `at_once`: perhaps when the step ends, as `Bucket.check_finite` does.
+        """
+        if at_once and not is_finite(self.packed):
+            raise NonFiniteGradient(not self._own_finite)
+        if not at_once:
+            self._bucket.check_finite(self.packed, own=self._own_finite)
         return self.packed.div_(self.world_size)
 
     def write(self, mean: Tensor, *, add: bool = False) -> None:
@@ -225,7 +261,8 @@ class Bucket:
     """One bucket of one step.
 
     `buffer` (n,) holds this rank's gradients, multiplied by `loss_scale`, and takes the mean over
-    all ranks, multiplied alike. `step` counts exchanged steps from 0.
+    all ranks, multiplied alike. `step` counts exchanged steps from 0. `checks` takes what can be
+    checked when the step ends; None: everything is checked at once.
     """
 
     index: int
@@ -234,6 +271,18 @@ class Bucket:
     is_last: bool
     step: int
     loss_scale: float = 1.0
+    checks: StepChecks | None = field(default=None, repr=False, compare=False)
+
+    def check_finite(self, mean: Tensor, *, own: Tensor) -> None:
+        """Raise `NonFiniteGradient` where `mean`, equal on all ranks, is not finite.
+
+        With `checks` that is found out when the step ends, and what follows must do no harm then.
+        `own` () bool says whether this rank's gradient is finite.
+        """
+        if self.checks is not None:
+            self.checks.add(self, device_finite_flag(mean), own)
+        elif not is_finite(mean):
+            raise NonFiniteGradient(not own)
 
     def views(self) -> list[Tensor]:
         """Return each parameter's part of the buffer, in the parameter's shape."""
@@ -366,6 +415,20 @@ class OwnBucket:
 def together(*works: Waitable | None) -> Pending:
     """Return several works as one, without those that are None."""
     return Pending([work for work in works if work is not None])
+
+
+def finite_flag(tensor: Tensor) -> Tensor:
+    """Return () bool, on the device, of what `is_finite` says; the host does not wait on CUDA."""
+    if tensor.device.type in HOST_DEVICES:
+        return torch.tensor(is_finite(tensor))
+    return device_finite_flag(tensor)
+
+
+def device_finite_flag(tensor: Tensor) -> Tensor:
+    """Do what `finite_flag` does, in one pass: the largest magnitude is NaN where any is."""
+    if not tensor.numel():
+        return torch.ones((), dtype=torch.bool, device=tensor.device)
+    return torch.isfinite(torch.linalg.vector_norm(tensor, torch.inf))
 
 
 def is_finite(tensor: Tensor) -> bool:

@@ -35,6 +35,7 @@ from lightning_topt.communication.bucket import (
     OwnBucket,
     OwnBuckets,
     Stages,
+    StepChecks,
 )
 from lightning_topt.communication.checkpoint import (
     Slices,
@@ -303,9 +304,21 @@ class CompressedExchange:
         self._reset_at = (state["step"], *self._reset_at[1:])
 
     def close(self) -> None:
-        """End the exchange's thread and release shared memory; the hook cannot be used any more."""
+        """Do what `end` does, and destroy the process groups of the exchange.
+
+        To be called on all ranks alike: with NCCL destroying a group may wait for its ranks. Where
+        the exchange has failed the groups are left to the end of the run's.
+        """
         if self._module is not None:
             self._module.close()
+
+    def end(self) -> None:
+        """End the exchange's thread and release shared memory; the hook cannot be used any more.
+
+        Its process groups stay until `close` or the end of the run's, so a rank may do so alone.
+        """
+        if self._module is not None:
+            self._module.end()
 
     def _holders(self) -> list[int]:
         """Return one rank for each separate state."""
@@ -335,6 +348,7 @@ class _Step:
     finite: bool = True  # set by the worker's thread
     ended: bool = False
     callback: bool = False  # queued at the end of the backward pass
+    checks: StepChecks | None = None
 
 
 class ModuleExchange:
@@ -379,6 +393,7 @@ class ModuleExchange:
             num_stages=method.num_stages(topology),
             hierarchical=method.sums_in_nodes(topology),
             timeout_seconds=timeout_seconds,
+            with_exempt=rules is not None,
         )
         own_store = PrefixStore("exchange", self.store)
         context = ExchangeContext(topology, self.groups, device, timeout_seconds, own_store)
@@ -398,6 +413,8 @@ class ModuleExchange:
         self.exchange.warm_up()
         # by bucket index: identities of the parameters, layout
         self.layouts: dict[int, tuple[list[int], BucketLayout]] = {}
+        # On CUDA a check makes the host wait: once in a step, at its end.
+        self.checks_at_end = device.type == "cuda"
         self.step = 0  # exchanged steps that are over
         self.current: _Step | None = None
         self.dense_bytes = 0
@@ -416,7 +433,7 @@ class ModuleExchange:
             self.finish_step()
             if self.settings.debug and self.step:
                 self.check_parameters()
-            self.current = _Step()
+            self.current = _Step(checks=StepChecks() if self.checks_at_end else None)
         assert self.current is not None
         step = self.current
         bucket = Bucket(
@@ -426,6 +443,7 @@ class ModuleExchange:
             given.is_last(),
             self.step,
             loss_scale,
+            step.checks,
         )
         # Where DDP laid out its buckets anew, residuals move to them first.
         if not self.exchange.prepare(bucket):
@@ -464,6 +482,12 @@ class ModuleExchange:
             future.wait()
         # They hold DDP's buckets, of which it makes others after the first step.
         step.futures.clear()
+        if step.checks is not None:
+            for bucket, own in step.checks.failed().values():
+                try:
+                    self._nonfinite(bucket, step, own=own)
+                except (RuntimeError, TimeoutError) as error:
+                    raise self.worker.monitor.diagnose(error) from error
         if not step.finite:
             self.exchange.put_back()
 
@@ -475,25 +499,29 @@ class ModuleExchange:
         try:
             return (yield from self.exchange.stages(bucket))
         except NonFiniteGradient as error:
-            step.finite = False
-            if self.settings.nonfinite == "skip":
-                return bucket.buffer.fill_(torch.nan)
-            # All ranks get here: by the store they learn whose gradient it is.
-            positions = ranks_that(
-                error.own,
-                store=self.store,
-                rank=self.topology.rank,
-                world_size=self.topology.world_size,
-                key=f"nonfinite/{bucket.step}/{bucket.index}",
-                seconds=self.settings.timeout_seconds,
-            )
-            ranks = [self.topology.members[position] for position in positions]
-            names = bucket.layout.names
-            raise FloatingPointError(
-                f"the gradient on rank {', '.join(map(str, ranks))} has NaN or infinities in a "
-                f"bucket of {len(names)} parameters, {names[0]} to {names[-1]}; with a GradScaler "
-                "use nonfinite='skip'"
-            ) from None
+            return self._nonfinite(bucket, step, own=error.own)
+
+    def _nonfinite(self, bucket: Bucket, step: _Step, *, own: bool) -> Tensor:
+        """Do what `settings.nonfinite` asks for; on all ranks. `own`: this rank's is not finite."""
+        step.finite = False
+        if self.settings.nonfinite == "skip":
+            return bucket.buffer.fill_(torch.nan)
+        # All ranks get here: by the store they learn whose gradient it is.
+        positions = ranks_that(
+            own,
+            store=self.store,
+            rank=self.topology.rank,
+            world_size=self.topology.world_size,
+            key=f"nonfinite/{bucket.step}/{bucket.index}",
+            seconds=self.settings.timeout_seconds,
+        )
+        ranks = [self.topology.members[position] for position in positions]
+        names = bucket.layout.names
+        raise FloatingPointError(
+            f"the gradient on rank {', '.join(map(str, ranks))} has NaN or infinities in a "
+            f"bucket of {len(names)} parameters, {names[0]} to {names[-1]}; with a GradScaler "
+            "use nonfinite='skip'"
+        ) from None
 
     def _layout(self, given: GradBucket | OwnBucket) -> BucketLayout:
         """Return the layout; the same object as long as the bucket holds the same parameters."""
@@ -538,9 +566,15 @@ class ModuleExchange:
             self.exposed = 0.0
         return seconds
 
-    def close(self) -> None:
+    def end(self) -> None:
         """End the thread and release shared memory."""
         self._finalizer()
+
+    def close(self) -> None:
+        """Do so, and destroy the groups; all ranks alike. Groups that failed are left alone."""
+        self.end()
+        if self.worker.error is None:
+            self.groups.destroy()
 
 
 def _close(worker: ExchangeWorker, exchange: BucketExchange) -> None:

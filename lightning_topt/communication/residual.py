@@ -196,7 +196,7 @@ class BucketResidual:
         chosen = top_k(residual, k, method=rule.selection)
         for tensor in (residual, velocity):
             if tensor is not None:
-                tensor[chosen.indices] = 0
+                tensor.index_fill_(0, chosen.indices.long(), 0)
         return chosen
 
     def _allocated(self, like: Tensor) -> tuple[Tensor, Tensor | None]:

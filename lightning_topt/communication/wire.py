@@ -155,7 +155,7 @@ class MessageFormat:
         # one byte for each bit of the upper section
         bits = torch.zeros(8 * (end - upper), dtype=torch.uint8, device=out.device)
         if self.low_bits == BITMAP:
-            bits[indices] = 1
+            bits.index_fill_(0, indices, 1)
         else:
             # low bits of several indices to a word, the first in the lowest bits
             lows, each = indices & (1 << self.low_bits) - 1, 16 // self.low_bits
@@ -164,7 +164,8 @@ class MessageFormat:
             words = (lows << shifts).sum(dim=1).to(torch.int16)
             out[low:upper].view(torch.int16)[: words.numel()].copy_(words)
             # upper bits in unary
-            bits[(indices >> self.low_bits) + torch.arange(self.k, device=out.device)] = 1
+            places = (indices >> self.low_bits) + torch.arange(self.k, device=out.device)
+            bits.index_fill_(0, places, 1)
         out[upper:end].copy_(pack_bits(bits))
 
     def pack_nonfinite(self, *, out: Tensor) -> None:
@@ -178,17 +179,20 @@ class MessageFormat:
             return torch.empty(0, device=message.device)
         return message[HEADER_BYTES : self.cuts[0]].view(self.value_dtype)[: self.k].float()
 
-    def unpack(self, message: Tensor) -> Unpacked:
+    def unpack(self, message: Tensor, *, known_finite: bool = False) -> Unpacked:
         """Read a message: uint8, at least (nbytes,), 4-byte aligned.
+
+        With `known_finite` its header is not looked at, for which the host would wait.
 
         Raises:
             ValueError: where it has fewer entries than k.
         """
         low, upper, end = self.cuts
         # nothing, or of a gradient that is not finite
-        if not self.k or message[0]:
+        finite = known_finite or not message[0]
+        if not self.k or not finite:
             empty = torch.empty(0, device=message.device)
-            return Unpacked(not message[0], empty, empty.long())
+            return Unpacked(finite, empty, empty.long())
         values = self.values(message)
         if self.low_bits == INT32:
             return Unpacked(True, values, message[low:upper].view(torch.int32).long())
@@ -427,9 +431,9 @@ class LevelMessage:
         """Write the message of a rank whose gradient is not finite."""
         self.form.pack_nonfinite(out=out)
 
-    def unpack(self, message: Tensor) -> Unpacked:
-        """Read a message: uint8, at least (nbytes,), 4-byte aligned."""
-        found = self.form.unpack(message)
+    def unpack(self, message: Tensor, *, known_finite: bool = False) -> Unpacked:
+        """Read a message: uint8, at least (nbytes,), 4-byte aligned; as that of a `form`."""
+        found = self.form.unpack(message, known_finite=known_finite)
         if not self.parts or not found.finite:
             return found
         return Unpacked(True, self.values(message), found.indices)

@@ -48,19 +48,22 @@ class ExchangeGuard:
         self.close()
         self.exchange = exchange
         if exchange is not None:
-            atexit.register(exchange.close)
+            atexit.register(exchange.end)
 
-    def close(self) -> None:
-        """End the exchange."""
+    def close(self, *, alone: bool = False) -> None:
+        """End the exchange; other ranks need not do so where this one does it `alone`."""
         if self.exchange is not None:
-            atexit.unregister(self.exchange.close)
-            self.exchange.close()
+            atexit.unregister(self.exchange.end)
+            if alone:
+                self.exchange.end()
+            else:
+                self.exchange.close()
             self.exchange = None
 
     def give_up(self, error: BaseException) -> None:
         """End the exchange after `error`, which ends the run."""
         self._tell_waiting(error)
-        self.close()
+        self.close(alone=True)
 
     def _tell_waiting(self, error: BaseException) -> None:
         """Tell ranks that wait in the exchange that this one does not come.

@@ -77,6 +77,7 @@ class LocalStepsStrategy(DDPStrategy):
                 check_whole(size, name=name)
         self._nodes, self._ranks_per_node = nodes, ranks_per_node
         self.outer: OuterSteps | None = None
+        self._failed = False  # the last fit
         self._fitting = False  # parameters may differ between ranks
         self.rank_watch = LostRankWatch()
 
@@ -113,6 +114,9 @@ class LocalStepsStrategy(DDPStrategy):
         for name, parameter in module.named_parameters():
             if not parameter.requires_grad and name not in ignored:
                 dist.broadcast(parameter.detach(), 0)
+        if self.outer is not None and not self._failed:
+            self.outer.close()  # of the fit before
+        self._failed = False
         self.outer = OuterSteps(
             trained.items(),
             self.method,
@@ -154,7 +158,8 @@ class LocalStepsStrategy(DDPStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        self._fitting = False  # the other ranks may be anywhere: no collective calls any more
+        # the other ranks may be anywhere: no collective calls any more
+        self._fitting, self._failed = False, True
         if self.outer is not None and is_of_collective(exception):
             with suppress(RuntimeError):
                 self.outer.monitor.sign_in()  # others may wait in an outer step for this rank

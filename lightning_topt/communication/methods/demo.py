@@ -45,6 +45,7 @@ from lightning_topt.communication.bucket import (
     ExchangeContext,
     NonFiniteGradient,
     Stages,
+    finite_flag,
     is_finite,
 )
 from lightning_topt.communication.collectives import ring_all_gather
@@ -204,7 +205,7 @@ class DecoupledExchange(BucketExchange):
         # what was sent is kept until the next step, for `put_back`
         if bucket.step != self._step:
             self._step, self._sent = bucket.step, {}
-        own_finite = is_finite(bucket.buffer)
+        own_finite = finite_flag(bucket.buffer)
         if self.method.is_dense_step(bucket.step):
             return (yield from self._send_all(bucket, own_finite))
         # the node's sum
@@ -233,7 +234,7 @@ class DecoupledExchange(BucketExchange):
         total = torch.zeros(bucket.buffer.numel(), device=self.device)
         for form, of_nodes in zip(forms, messages, strict=True):
             for message in of_nodes:
-                _, values, indices = form.unpack(message)
+                _, values, indices = form.unpack(message, known_finite=True)
                 total.index_add_(0, indices, values)
         self.momentum.write_sign(bucket, total, decode=True)
         return bucket.buffer
@@ -279,7 +280,7 @@ class DecoupledExchange(BucketExchange):
         )
         return message
 
-    def _send_all(self, bucket: Bucket, own_finite: bool) -> Stages:
+    def _send_all(self, bucket: Bucket, own_finite: Tensor) -> Stages:
         """Send all momentum: none is left then."""
         total = self.momentum.take_all(
             bucket, scale=1 / (bucket.loss_scale * self.topology.world_size)

@@ -22,9 +22,8 @@ from lightning_topt.communication.bucket import (
     Bucket,
     BucketExchange,
     ExchangeContext,
-    NonFiniteGradient,
     Stages,
-    is_finite,
+    finite_flag,
 )
 from lightning_topt.communication.exchange_method import (
     ENCODE_CALLS,
@@ -103,7 +102,7 @@ class DenseByNodes(BucketExchange):
     def stages(self, bucket: Bucket) -> Stages:
         """Exchange `bucket` in three stages: in the node, between nodes, in the node."""
         # stage 0: this rank's shard, summed over the node
-        own_finite = is_finite(bucket.buffer)
+        own_finite = finite_flag(bucket.buffer)
         pending = self.node.reduce_scatter(bucket.buffer)
         yield pending
         bounds = shard_bounds(bucket.buffer.numel(), local_size=self.topology.ranks_per_node)
@@ -117,8 +116,7 @@ class DenseByNodes(BucketExchange):
         yield work
         # stage 2: the other shards of the node
         yield self.node.gather_shards(bucket.buffer)
-        if not is_finite(bucket.buffer):
-            raise NonFiniteGradient(own=not own_finite)
+        bucket.check_finite(bucket.buffer, own=own_finite)
         return bucket.buffer
 
     def close(self) -> None:

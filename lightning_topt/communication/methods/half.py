@@ -17,9 +17,8 @@ from lightning_topt.communication.bucket import (
     Bucket,
     BucketExchange,
     ExchangeContext,
-    NonFiniteGradient,
     Stages,
-    is_finite,
+    finite_flag,
 )
 from lightning_topt.communication.exchange_method import (
     ENCODE_CALLS,
@@ -93,12 +92,11 @@ class HalfExchange(BucketExchange):
         # Divided before it is cast, so that the sum of all ranks overflows only where their mean
         # does; in place, because a division into another dtype takes a buffer for all of it.
         half = bucket.buffer.div_(self.topology.world_size).to(self.method.dtype)
-        own_finite = is_finite(half)
+        own_finite = finite_flag(half)
         self.count_ring(half.nbytes, passes=2)
         work = dist.all_reduce(half, group=self.groups.world[0], async_op=True)
         assert work is not None
         yield work
-        if not is_finite(half):
-            raise NonFiniteGradient(not own_finite)
+        bucket.check_finite(half, own=own_finite)
         bucket.buffer.copy_(half)
         return bucket.buffer

@@ -14,6 +14,7 @@ residual is the momentum.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -119,4 +120,6 @@ class SparseMean(MeanOverRanks):
         chosen = feedback_top_k(gradient.whole(), self.residual, self.form.k)
         messages, work = self.send_entries(chosen, self.form, residual=self.residual)
         wait(work)
-        return EntriesMean([(self.form.numel, messages, self.form.unpack)])
+        return EntriesMean(
+            [(self.form.numel, messages, partial(self.form.unpack, known_finite=True))]
+        )

@@ -36,6 +36,7 @@ from lightning_topt.communication.bucket import (
     ExchangeContext,
     NonFiniteGradient,
     Stages,
+    finite_flag,
     is_finite,
 )
 from lightning_topt.communication.exchange_method import (
@@ -133,13 +134,12 @@ class LowRankExchange(BucketExchange):
             pending = self.residual.flat(bucket)
         else:
             pending = torch.zeros(bucket.buffer.numel(), device=self.device)
-        own_finite = is_finite(bucket.buffer)
-        if own_finite:
+        if is_finite(bucket.buffer):
             pending.add_(bucket.buffer, alpha=1 / bucket.loss_scale)
             factors.multiply(pending)
-            own_finite = is_finite(factors.p_message)
         else:
             factors.p_message.fill_(torch.nan)  # so that all ranks see it
+        own_finite = finite_flag(factors.p_message)
         yield self._start_mean(factors.p_message, group=self.groups.world[0])
         if not is_finite(factors.p_message):
             raise NonFiniteGradient(not own_finite)

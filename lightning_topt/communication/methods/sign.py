@@ -33,8 +33,9 @@ from lightning_topt.communication.bucket import (
     BucketExchange,
     BucketLayout,
     ExchangeContext,
-    NonFiniteGradient,
     Stages,
+    device_finite_flag,
+    finite_flag,
     is_finite,
     together,
 )
@@ -110,7 +111,8 @@ class SignExchange(BucketExchange):
         if self.method.is_dense_step(bucket.step):
             return (yield from self.dense_stages(bucket))
         # exempt parameters go their own way; all others in one message per rank (ranks, bytes)
-        exempt, form = self.start_exempt(bucket), SignFormat(bucket.layout)
+        exempt = self.start_exempt(bucket)
+        form = SignFormat(bucket.layout, on_device=bucket.checks is not None)
         rows = torch.empty(
             (self.topology.world_size, form.nbytes), dtype=torch.uint8, device=self.device
         )
@@ -118,12 +120,11 @@ class SignExchange(BucketExchange):
             own = self._encode(bucket, form)
             self.count_ring(rows.nbytes, passes=1)
             yield together(ring_all_gather(rows, own, group=self.groups.world[0]), exempt)
-            if not is_finite(form.scales(rows)):
-                raise NonFiniteGradient(not is_finite(form.scales(own)))
+            bucket.check_finite(form.scales(rows), own=finite_flag(form.scales(own)))
         else:
             yield together(exempt)
         # decode in rank order, then put the exempt parameters where they are
-        mean = exempt.mean() if exempt is not None else None
+        mean = exempt.mean(at_once=False) if exempt is not None else None
         self._write_mean(bucket, form, rows)
         if exempt is not None and mean is not None:
             exempt.write(mean)
@@ -131,6 +132,8 @@ class SignExchange(BucketExchange):
 
     def _encode(self, bucket: Bucket, form: SignFormat) -> Tensor:
         """Return this rank's message; what it leaves out stays in the residual."""
+        if form.on_device:
+            return self._encode_on_device(bucket, form)
         if not is_finite(bucket.buffer):
             return form.nonfinite(device=self.device)
         if not self.method.error_feedback:
@@ -140,6 +143,18 @@ class SignExchange(BucketExchange):
         message = form.encode(residual)
         if is_finite(form.scales(message)):
             self._sent[bucket.index] = (form, message, residual)
+        return message
+
+    def _encode_on_device(self, bucket: Bucket, form: SignFormat) -> Tensor:
+        """Do the same and ask the device nothing: what is not finite adds zeros and sends NaN."""
+        finite = device_finite_flag(bucket.buffer)
+        gradient = torch.where(finite, bucket.buffer, 0)
+        if not self.method.error_feedback:
+            return form.encode_on_device(gradient / bucket.loss_scale, finite=finite)
+        residual = self.residual.flat(bucket)
+        residual.add_(gradient, alpha=1 / bucket.loss_scale)
+        message = form.encode_on_device(residual, finite=finite)
+        self._sent[bucket.index] = (form, message, residual)
         return message
 
     def _write_mean(self, bucket: Bucket, form: SignFormat, rows: Tensor) -> None:
@@ -176,10 +191,12 @@ class SignExchange(BucketExchange):
 class SignFormat:
     """Messages about the parameters that are not exempt.
 
-    One float32 scale each, then bits; each parameter starts at a new byte.
+    One float32 scale each, then bits; each parameter starts at a new byte. `on_device`: messages
+    are made and read without the host, which does not wait for them.
     """
 
-    def __init__(self, layout: BucketLayout) -> None:
+    def __init__(self, layout: BucketLayout, *, on_device: bool = False) -> None:
+        self.on_device = on_device
         self.slices = [
             part for part, exempt in zip(layout.slices, layout.exempt, strict=True) if not exempt
         ]
@@ -207,6 +224,19 @@ class SignFormat:
                 take_signs(part, step=step, packed=message[bits])
         return message
 
+    def encode_on_device(self, pending: Tensor, *, finite: Tensor) -> Tensor:
+        """Do what `encode` does where `finite` () bool; else return what `nonfinite` says."""
+        message = torch.zeros(self.nbytes, dtype=torch.uint8, device=pending.device)
+        parts = [pending[part] for part in self.slices]
+        means = mean_abs(parts)
+        finite = finite & means.isfinite().all()
+        self.scales(message).copy_(torch.where(finite, means, torch.nan))
+        # steps of zero leave everything pending
+        steps = torch.where(finite, means, 0).unbind()
+        for part, bits, step in zip(parts, self.bits, steps, strict=True):
+            take_signs_torch(part, step=step, packed=message[bits])
+        return message
+
     def nonfinite(self, *, device: torch.device) -> Tensor:
         """Return the message of a rank whose gradient is not finite: its scales are NaN."""
         message = torch.zeros(self.nbytes, dtype=torch.uint8, device=device)
@@ -218,8 +248,14 @@ class SignFormat:
         return messages.view(torch.float32)[..., : len(self.slices)]
 
     def add_decoded(self, messages: Tensor, *, to: Tensor, scale: float) -> None:
-        """Add scale * what messages (ranks, nbytes) say to `to` (n,), in the order of ranks."""
-        steps = self.scales(messages) * scale  # (ranks, parameters)
+        """Add scale * what messages (ranks, nbytes) say to `to` (n,), in the order of ranks.
+
+        On the device a message of a gradient that is not finite adds nothing.
+        """
+        scales = self.scales(messages)  # (ranks, parameters)
+        if self.on_device:
+            scales = scales.nan_to_num(nan=0.0)
+        steps = scales * scale
         for index, (part, bits) in enumerate(zip(self.slices, self.bits, strict=True)):
             add_signs(messages[:, bits], steps=steps[:, index], values=to[part])
 
@@ -233,8 +269,9 @@ def mean_abs(parts: Sequence[Tensor]) -> Tensor:
         means = [sum_magnitudes(part.numpy()) / max(1, part.numel()) for part in parts]
         return torch.tensor(means, dtype=torch.float32)
     numels = [max(1, part.numel()) for part in parts]
-    sizes = torch.tensor(numels, dtype=torch.float32, device=parts[0].device)
-    return torch.stack(torch._foreach_norm(list(parts), 1)).div_(sizes)
+    # numbers travel with the launch; a tensor of them would be a copy that the host waits for
+    norms = torch._foreach_norm(list(parts), 1)
+    return torch.stack(torch._foreach_div(norms, [float(numel) for numel in numels]))
 
 
 def take_signs(values: Tensor, *, step: Tensor, packed: Tensor) -> None:

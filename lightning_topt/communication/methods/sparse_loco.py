@@ -14,6 +14,7 @@ the same direction later.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -140,5 +141,8 @@ class ChunkMean(MeanOverRanks):
             wait(work)
         received = zip(self.forms, gathers, strict=True)
         return EntriesMean(
-            [(form.numel, messages, form.unpack) for form, (messages, _) in received]
+            [
+                (form.numel, messages, partial(form.unpack, known_finite=True))
+                for form, (messages, _) in received
+            ]
         )

@@ -41,6 +41,7 @@ from lightning_topt.communication.bucket import (
     ExemptMean,
     NonFiniteGradient,
     Stages,
+    finite_flag,
     is_finite,
     together,
 )
@@ -378,7 +379,7 @@ class SparseExchange(FeedbackExchange):
         if rows[:, 0].any():
             raise NonFiniteGradient(own=bool(message[0]))
         for row in rows:
-            total.add(row, form=form)
+            total.add(row, form=form, known_finite=True)
         total.write()
         return self.finish(bucket, entry=entry, exempt=exempt)
 
@@ -465,7 +466,7 @@ class HierarchicalExchange(FeedbackExchange):
         total = ScatterMean(bucket.buffer, scale=bucket.loss_scale / self.topology.num_nodes)
         for messages, form, (start, _) in zip(received, forms, self.bounds(bucket), strict=True):
             for message in messages:
-                total.add(message, form=form, start=start)
+                total.add(message, form=form, start=start, known_finite=True)
         total.write()
 
     def _share_sums(self, bucket: Bucket, entry: BucketResidual, rows: Tensor, form: Form) -> Steps:
@@ -473,7 +474,7 @@ class HierarchicalExchange(FeedbackExchange):
 
         It is NaN where one of them is not finite.
         """
-        own_finite = is_finite(bucket.buffer)
+        own_finite = finite_flag(bucket.buffer)
         own = bucket.buffer[entry.start : entry.stop]
         total = ScatterMean(own, scale=bucket.loss_scale / self.topology.num_nodes)
         for message in rows:
@@ -494,7 +495,7 @@ class HierarchicalExchange(FeedbackExchange):
         scale: float,
     ) -> Stages:
         """Send everything pending of the shard by one all-reduce between nodes."""
-        own_finite = is_finite(bucket.buffer)
+        own_finite = finite_flag(bucket.buffer)
         own = bucket.buffer[entry.start : entry.stop]
         own.copy_(shard)
         if is_finite(shard):  # otherwise the sum is not, which all ranks see
@@ -562,9 +563,11 @@ class ScatterMean:
         self.total = buffer if in_place else torch.empty(buffer.shape, device=buffer.device)
         self.total.zero_()
 
-    def add(self, message: Tensor, *, form: Form, start: int = 0) -> None:
+    def add(
+        self, message: Tensor, *, form: Form, start: int = 0, known_finite: bool = False
+    ) -> None:
         """Add one message about the elements from `start`."""
-        _, values, indices = form.unpack(message)
+        _, values, indices = form.unpack(message, known_finite=known_finite)
         self.total[start : start + form.numel].index_add_(0, indices, values.mul_(self.scale))
 
     def write(self) -> None:

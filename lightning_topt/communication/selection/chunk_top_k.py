@@ -68,7 +68,7 @@ def _take_on_device(
         parts.append(_largest(residual[whole:].view(1, -1), k) + whole)
     indices = torch.cat(parts)
     values = residual[indices]
-    residual[indices] = 0
+    residual.index_fill_(0, indices, 0)
     return Selection(values, indices.int())
 
 

@@ -90,7 +90,7 @@ def feedback_select(added: Tensor, residual: Tensor, k: int, *, scale: float) ->
         )
         return None
     values = residual[indices]
-    residual[indices] = 0
+    residual.index_fill_(0, indices, 0)
     return Selection(values, indices.int())
 
 

@@ -165,7 +165,7 @@ def _feedback_device(
         if chosen is None:
             velocity.copy_(before)
         else:
-            velocity[chosen.indices] = 0
+            velocity.index_fill_(0, chosen.indices.long(), 0)
     return chosen
 
 
@@ -177,7 +177,7 @@ def _feedback_torch(added: Tensor, residual: Tensor, k: int, *, scale: float) ->
     except NonFiniteError:
         return None
     values = total[indices]
-    total[indices] = 0
+    total.index_fill_(0, indices, 0)
     residual.copy_(total)
     return Selection(values, indices.int())
 

@@ -253,11 +253,11 @@ class SignFormat:
         On the device a message of a gradient that is not finite adds nothing.
         """
         scales = self.scales(messages)  # (ranks, parameters)
+        add, steps = add_signs, scales * scale
         if self.on_device:
-            scales = scales.nan_to_num(nan=0.0)
-        steps = scales * scale
+            add, steps = add_signs_torch, scales.nan_to_num(nan=0.0) * scale
         for index, (part, bits) in enumerate(zip(self.slices, self.bits, strict=True)):
-            add_signs(messages[:, bits], steps=steps[:, index], values=to[part])
+            add(messages[:, bits], steps=steps[:, index], values=to[part])
 
 
 def mean_abs(parts: Sequence[Tensor]) -> Tensor:

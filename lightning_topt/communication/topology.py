@@ -117,7 +117,7 @@ class Groups:
     Within a group all works are issued in bucket order on all ranks.
 
     - ``world``: all ranks of the topology; one group per stage of the method
-      (``BucketExchange.num_stages``);
+      (``GradientMethod.num_stages``);
     - ``exempt``: all ranks; the packed exempt parameters;
     - ``state``: all ranks; checks, checkpoints: only used while no bucket is in flight;
     - ``across``: the ranks with this local rank, in node order (hierarchical only);

@@ -7,7 +7,21 @@
         ByNodes                     may sum inside each node first
       local_sgd.LocalMethod         averages parameters that ranks train alone
 
-Each is a module or a folder in `methods`, where `method_registry` finds it by itself.
+Each is a module or a folder in `methods`, where `method_registry` finds it by itself. A new one
+that averages gradients has, with `methods/half.py` as the shortest example:
+
+    methods/NAME.py                       the class, with `name`, `words`, `make_exchange`, `work`;
+                                          the `BucketExchange` that it makes
+    conf/gradient_exchange/NAME.yaml      its options on the command line
+    METHODS in                            the contract: among others, the first step is the exact
+      tests/communication/test_methods.py   mean (`CompressedMethod`), and states go on alike
+    docs/compression.md                   when to choose it, what it sends, what was measured
+    __init__ of the package, and of       its class among the public names
+      `communication`
+
+Strategies and plans then take it by its name. ``allow_compression=True`` searches no more than
+`plugins.plan_request.DEFAULT_CANDIDATES`, which is for methods that were measured to hold; other
+methods are searched where they are named. `steps_under_adam` says for how long a training must be.
 
 What the exchange of one bucket takes is its `Work`: passes over memory, collectives and bytes held,
 no seconds. The formulas are in the `work` of each method. Their letters: n gradient elements, s
@@ -129,9 +143,9 @@ class GradientMethod(ExchangeMethod):
     def steps_under_adam(self) -> int | None:
         """Least steps of a training with Adam that ends where it does with whole gradients.
 
-        None: it was measured to end worse.
+        0: any training does, as measured. None: it ends worse, or was not measured.
         """
-        return 0
+        return None
 
     @property
     def needs_under_adam(self) -> str:

@@ -3,12 +3,14 @@
 A failed collective says that some connection broke, not whose. So survivors sign in at the job's
 store, and those that do not are named in a `PeerLostError`. Two signers:
 
-- `RankWatch`, for any collective call: one thread on each rank answers for it. The main thread may
+- `RankWatch`, for any collective call (`plugins.lost_ranks`; `plugins.parallel_optimizer` under
+  Lightning's own ddp): one thread on each rank answers for it. The main thread may
   be anywhere when another rank's collective fails: in a collective itself, in a long step, in the
   user's code. The thread reads the store once a second, over a connection of its own, and answers
   whatever the main thread does; a process that is killed or stopped does not. No rank is asked
   before something fails.
-- `PeerMonitor`, for an exchange that polls anyway: its own worker signs in, no thread.
+- `PeerMonitor`, for an exchange that polls anyway (`exchange_worker`, `local_sgd`,
+  `optim.reduce_scatter`): its own worker signs in, no thread.
 
     key             written by                            says
     failed          the first that sees a failure         sign in

@@ -118,7 +118,7 @@ class Groups:
     Within a group all works are issued in bucket order on all ranks.
 
     - ``world``: all ranks of the topology; one group per stage of the method
-      (``BucketExchange.num_stages``);
+      (``GradientMethod.num_stages``);
     - ``exempt``: all ranks; the packed exempt parameters, in stage 0. The first of ``world`` where
       there is one;
     - ``state``: all ranks; checks, checkpoints: only used by the training thread, while no bucket

@@ -15,18 +15,19 @@ passes of their own; c those of a transfer into it.
 with k = (P - 1) / (S - 1). Exact means equal to the simulation of equal stages. 1F1B waits for M -
 1 - ceil((M - 1) / P) transfers there and back; the others hide them behind passes unless links are
 the bottleneck. For unequal stages these are estimates: plans are priced by the simulation.
+
+Every schedule of `schedules.SCHEDULES` has an entry in the table `_FORMULAS`; what else a new one
+needs is listed in `schedules.schedules`.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
 from lightning_topt.schedules.schedules import SCHEDULES
-
-# too few in flight to hide transfers
-_WAITING = ("1f1b", "zero_bubble", "interleaved_zero_bubble", "zbv")
 
 
 @dataclass(frozen=True)
@@ -56,56 +57,126 @@ class ScheduleRates:
     stages_per_rank: int
 
 
+Pairs = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class _Formulas:
+    """What the rates of one schedule are made of.
+
+    Attributes:
+        held: activations that a rank holds at most, of its rank, P, M and V.
+        lead: of k t, with k = (P - 1) / (S - 1).
+        weights: of k w, what the lead is less.
+        busy: of M V - 1 passes, in how many a link is busy at least.
+        waits: whether too few microbatches are in flight to hide transfers.
+        least_count: of P, the fewest microbatches for which the rates hold.
+        late: as `ScheduleRates.waits`, of the rank, P and what the rank holds.
+    """
+
+    held: Callable[[int, int, int, int], int]
+    lead: float = 1.0
+    weights: float = 0.0
+    busy: float = 0.5
+    waits: bool = False
+    least_count: Callable[[int], int] = lambda ranks: ranks
+    late: Callable[[int, int, int], Pairs] = lambda rank, ranks, held: ()
+
+
+def _any_count(ranks: int) -> int:
+    return 1
+
+
+def _first_round(ranks: int, count: int) -> int:
+    """Return the microbatches of the first round of an interleaved schedule."""
+    return math.ceil(count / max(1, count // ranks))
+
+
+def _late_weights(rank: int, ranks: int, held: int) -> Pairs:
+    """Return what waits where a rank puts off the gradients of parameters by its own number."""
+    return ((held, min(rank + 1, held)),)
+
+
+def _late_weights_of_zbv(rank: int, ranks: int, held: int) -> Pairs:
+    return ((held, 1), (ranks + rank, 2 * rank + 1))[: 1 + (rank > 0)]
+
+
+_FORMULAS = {
+    "gpipe": _Formulas(lambda rank, ranks, count, stages: count, busy=1.0, least_count=_any_count),
+    "1f1b": _Formulas(
+        lambda rank, ranks, count, stages: ranks - rank, waits=True, least_count=_any_count
+    ),
+    "1f1b_overlapped": _Formulas(
+        lambda rank, ranks, count, stages: 2 * (ranks - 1 - rank) + 1,
+        busy=1.0,
+        least_count=_any_count,
+    ),
+    "interleaved": _Formulas(
+        lambda rank, ranks, count, stages: (
+            (stages - 1) * _first_round(ranks, count) + 2 * (ranks - 1 - rank) + 1
+        )
+    ),
+    "looped_bfs": _Formulas(lambda rank, ranks, count, stages: count * stages, busy=1.0),
+    "zero_bubble": _Formulas(
+        lambda rank, ranks, count, stages: ranks, weights=2.0, waits=True, late=_late_weights
+    ),
+    "interleaved_zero_bubble": _Formulas(
+        lambda rank, ranks, count, stages: (stages - 1) * _first_round(ranks, count) + ranks,
+        weights=2.0,
+        waits=True,
+        late=_late_weights,
+    ),
+    "zbv": _Formulas(
+        lambda rank, ranks, count, stages: 2 * ranks,
+        lead=0.5,
+        weights=0.5,
+        waits=True,
+        least_count=lambda ranks: 2 * ranks - 1,
+        late=_late_weights_of_zbv,
+    ),
+}
+
+
+def _formulas(name: str) -> _Formulas:
+    if name not in _FORMULAS:
+        raise NotImplementedError(
+            f"schedule {name!r} has no rates, so plans under it have no price: give it an entry in "
+            "costs.schedule_rates._FORMULAS"
+        )
+    return _FORMULAS[name]
+
+
 def fits(name: str, *, num_ranks: int, num_microbatches: int) -> bool:
     """Return whether there are microbatches enough for the rates of `name` to hold.
 
-    With fewer the schedule does not pay.
+    With fewer the schedule does not pay. Raises NotImplementedError for a schedule without rates.
     """
-    least = 2 * num_ranks - 1 if name == "zbv" else num_ranks
-    return name in ("gpipe", "1f1b", "1f1b_overlapped") or num_microbatches >= least
+    return num_microbatches >= _formulas(name).least_count(num_ranks)
 
 
 @lru_cache(maxsize=2**14)
 def rates_of(
     name: str, *, num_ranks: int, num_microbatches: int, stages_per_rank: int
 ) -> ScheduleRates:
-    """Return the rates of schedule `name`, of sizes that it takes."""
+    """Return the rates of schedule `name`, of sizes that it takes.
+
+    Raises NotImplementedError for a schedule without rates.
+    """
+    formulas = _formulas(name)
     ranks, count, stages = num_ranks, num_microbatches, num_ranks * stages_per_rank
     share = (ranks - 1) / (stages - 1) if stages > 1 else 1.0
-    if name == "zbv":
-        lead, weights = share / 2, share / 2
-    elif SCHEDULES[name].splits_backward:
-        lead, weights = share, 2 * share
-    else:
-        lead, weights = share, 0.0
-    total = count * stages_per_rank
-    waits = count - 1 - math.ceil((count - 1) / ranks) if name in _WAITING else 0
-    busy = total - 1 if name in ("gpipe", "looped_bfs", "1f1b_overlapped") else (total - 1) / 2
+    lead, total = formulas.lead * share, count * stages_per_rank
+    waits = count - 1 - math.ceil((count - 1) / ranks) if formulas.waits else 0
     place = SCHEDULES[name].rank_of_stage(num_ranks=ranks, stages_per_rank=stages_per_rank)
-    held = tuple(min(_held(name, rank, ranks, count, stages_per_rank), total) for rank in place)
-    waiting = tuple(_waits(name, rank, ranks, most) for rank, most in zip(place, held, strict=True))
+    held = tuple(min(formulas.held(rank, ranks, count, stages_per_rank), total) for rank in place)
+    late = tuple(formulas.late(rank, ranks, most) for rank, most in zip(place, held, strict=True))
     return ScheduleRates(
-        lead, total - lead, weights, float(waits), float(busy), held, waiting, stages_per_rank
+        lead=lead,
+        load=total - lead,
+        weights=formulas.weights * share,
+        sent_load=float(waits),
+        sent_floor=formulas.busy * (total - 1),
+        held=held,
+        waits=late,
+        stages_per_rank=stages_per_rank,
     )
-
-
-def _held(name: str, rank: int, ranks: int, count: int, stages: int) -> int:
-    behind, first_round = ranks - 1 - rank, math.ceil(count / max(1, count // ranks))
-    return {
-        "gpipe": count,
-        "looped_bfs": count * stages,
-        "1f1b": behind + 1,
-        "1f1b_overlapped": 2 * behind + 1,
-        "zero_bubble": ranks,
-        "interleaved": (stages - 1) * first_round + 2 * behind + 1,
-        "interleaved_zero_bubble": (stages - 1) * first_round + ranks,
-        "zbv": 2 * ranks,
-    }[name]
-
-
-def _waits(name: str, rank: int, ranks: int, held: int) -> tuple[tuple[int, int], ...]:
-    if not SCHEDULES[name].splits_backward:
-        return ()
-    if name == "zbv":
-        return ((held, 1), (ranks + rank, 2 * rank + 1))[: 1 + (rank > 0)]
-    return ((held, min(rank + 1, held)),)

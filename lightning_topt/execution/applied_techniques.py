@@ -129,7 +129,7 @@ class AppliedTechniques:
             value = applied.whole(value)
         return value
 
-    def take_turns(self, turns: bool) -> None:
+    def set_sequential(self, is_sequential: bool) -> None:
         """Switch to the same batch on all ranks of a tensor group, or back to one each."""
         for applied in self._applied:
-            applied.take_turns(turns)
+            applied.set_sequential(is_sequential)

@@ -206,7 +206,7 @@ class Engine:
         factors = [1 / len(microbatches)] * len(microbatches) if weights is None else list(weights)
         if self._stages is not None:
             return self._stages.run_step(microbatches, loss_fn, weights=factors, divisor=divisor)
-        assert divisor is None, "microbatches in turn have weights"
+        assert divisor is None, "microbatches have weights"
         return run_one_by_one(
             microbatches,
             partial(loss_fn, self._model),
@@ -259,12 +259,12 @@ class Engine:
         """
         return self._applied.whole(value)
 
-    def take_turns(self, turns: bool) -> None:
+    def set_sequential(self, is_sequential: bool) -> None:
         """Switch to the same batch on all ranks of a tensor group, or back to one each.
 
-        Under a plan by which each rank runs its own batches.
+        Under a plan with joint modules, by which each rank runs its own batches.
         """
-        self._applied.take_turns(turns)
+        self._applied.set_sequential(is_sequential)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which backward accumulates gradients without their exchange.

@@ -1,1 +1,42 @@
-"""Plugins are what a Trainer takes; they are the only stage (with the CLI) that knows Lightning."""
+"""Plugins are what a Trainer takes; they are the only stage (with the CLI) that knows Lightning.
+
+A fit under ``"topt"``, from Lightning's hooks down:
+
+    auto_parallel          the strategy: each hook hands on to one of the parts below
+    pipeline_strategy      the same with stages (``"topt_pipeline"``)
+    plan_controller        decides when a plan is made, and of what
+      plan_request         what the user asked for, and when that can be planned
+        plan_options       the forms in which plans, meshes and limits are given
+      traced_planning      before the first step: a given plan, or a step traced on fake tensors
+      watched_planning     after the first steps, which run under DDP
+        watched_steps      how they are watched
+      default_search       the search without a plan: data axes, tensor axes, stages
+      searched_plan        what a search needs, and the search on a given mesh
+      planning             optimizers and example batches of a fit; agreement of ranks
+    plan_run               applies a plan, lets another take over, undoes it
+      step_runner          how steps run under a plan; the plain way
+      pipeline_steps       ... through stages, in microbatches
+      continuous_steps     ... through stages that never wait for an update
+      sequential_batches   ... on a tensor group whose ranks run each other's batches
+      data_group           which ranks share samples
+    plan_checkpoints       full and sharded checkpoints, whatever the plan
+    exchange_guard         the gradient exchange of a plan
+    lost_ranks             names the rank that is lost
+
+What these use:
+
+    may it be sharded?     sharding_checks, held_parameters
+    may others run it?     step_checks
+    a step's result        step_records, microbatches, loss_kinds, stashed_gradients
+    between ranks          value_exchange, clipping
+    Lightning              ddp_options, register, lightning_private
+
+Other plugins:
+
+    compressed_ddp         the strategy ``"topt_compressed"``
+    local_steps_strategy   local steps and an outer step
+    parallel_optimizer     a callback that shares the optimizer step under ddp
+    monitors               callbacks that measure steps, exchanges and waits for data
+    cached_data, coordinated_data, tuned_data
+                           DataModules around another one, by wrapped_data
+"""

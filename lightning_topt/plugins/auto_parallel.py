@@ -52,7 +52,10 @@ class AutoParallelStrategy(DDPStrategy):
 
     Args:
         memory_limit: most bytes a rank may use for the model's training state and activations, as a
-            number or text such as ``"2GiB"``. None: the memory of the device.
+            number or text such as ``"2GiB"``. A search compares it with the predicted peaks, plus
+            `memory_margin` of them; nothing stops a step that takes more. Refused beside a plan
+            that is not searched: a complete one, or a name other than ``"pipeline"``. None: the
+            memory of the device.
         objective: ``"time"`` (fastest step within the limit) or ``"memory"`` (least memory). None:
             time, where it can be planned.
         plan: run this plan instead of searching: a `ParallelPlan`, a plan file, a mapping, or the
@@ -74,8 +77,12 @@ class AutoParallelStrategy(DDPStrategy):
         allow_staleness: whether a plan with stages, searched on a mesh or given, may be a pipeline
             that never flushes: passes compute with weights that miss some updates. True, or the
             rule that predicts them, such as ``"spectrain"``.
-        watch_steps: how many steps are watched before a plan takes over. The first
-            shows what happens, the second how long kernels take, the third how long a step takes.
+        watch_steps: N, how many steps are watched before anything is decided. On CPUs, without a
+            `cluster`, `memory_limit` or the objective ``"memory"``, they are only timed: that DDP
+            stays is decided after them. Where a plan may gain, two more are watched, one recorded
+            and one whose kernels are timed; a searched plan comes after N + 2 steps at the
+            earliest. Elsewhere the first of the N is recorded, in the second kernels are timed, in
+            others the whole step. A plan by name whose blocks matter watches one step.
         checkpoint: ``"full"`` saves the plain file of ``ddp``, for which rank 0 collects the whole
             state; ``"sharded"`` a folder, to which every rank writes what it keeps. Both are
             loaded, under any plan and number of ranks.
@@ -90,9 +97,10 @@ class AutoParallelStrategy(DDPStrategy):
     one. Manual optimization runs as ``ddp`` does (one plan, no search); it refuses `memory_limit`
     and other plans. Attributes after the first batch: `parallel_plan`, `planned_by` (``"search"``,
     ``"given"``, or why it is ``ddp``), `planning_seconds`, and on rank 0 `planning` (the frontier)
-    when there was a search. Raises ValueError for wrong options, `NoPlanFitsError` when no plan
-    meets the limit, `CaptureError` when `memory_limit`, `objective` or `plan` was given and the
-    module cannot be captured.
+    when there was a search. Raises ValueError for wrong options. Where `memory_limit`, `objective`
+    or `plan` was given, rank 0 raises `NoPlanFitsError` when no plan meets the limit, and
+    `CaptureError` when the module cannot be captured; the others raise `RemotePlanningError` with
+    its message. Without any of them DDP goes on, with a warning.
     """
 
     def __init__(
@@ -110,7 +118,6 @@ class AutoParallelStrategy(DDPStrategy):
         **ddp_options: Any,
     ) -> None:
         super().__init__(**known_options(ddp_options, strategy=type(self).__name__))
-        self.watch_steps = watch_steps
         self.request = read_request(
             memory_limit=memory_limit,
             objective=objective,
@@ -203,23 +210,23 @@ class AutoParallelStrategy(DDPStrategy):
         check_agreement(request, module)
         self._controller.begin_fit()
         self._guard.open(None)
-        # Whole gradients and optimizer state may be too much for what has to be sharded.
-        holds_back = request.may_shard_for_memory(module, device)
-        self._checkpoints.begin_fit(holds_back=holds_back)
-        if holds_back and request.must_shard_first(module, device):
+        # Unsharded gradients and optimizer states may take too much memory.
+        may_shard = request.may_shard_for_memory(module, device)
+        self._checkpoints.begin_fit(defers_states=may_shard)
+        if may_shard and request.must_shard_first(module, device):
             # Not even the parameters fit: shard them before they get to the device.
             self._run.set_up_fit(self._controller, trainer)
             return
         # As ddp, so that loaders and hooks come in its order.
         super().setup(trainer)
-        if self._controller.begins_early(trainer, holds_back=holds_back):
+        if self._controller.begin_at_setup(trainer, may_shard=may_shard):
             self._run.start(self._controller, trainer, None)
 
     @override
     def configure_ddp(self) -> None:
         assert self.model is not None
-        if self._checkpoints.holds_back:
-            # all that DDP would do by now, but for the memory of gradients
+        if self._checkpoints.defers_states:
+            # As DDP begins, but for its buckets, which take the memory of all gradients.
             _sync_module_states(self.model)
             return
         options, device = run_options(self), self.root_device

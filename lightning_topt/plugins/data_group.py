@@ -1,8 +1,8 @@
 """Which ranks share samples under a plan: who counts in what is averaged, gathered and sampled.
 
-Ranks along tensor axes, and those that run the stages of one pipeline, are one to the data: they
-get the same samples, and count once. Where the plan says so, each of them brings its own samples,
-as under ddp; then all ranks count.
+Ranks along tensor axes, and those that run the stages of one pipeline, get the same samples and
+count once. Where the plan says so, each of them brings its own samples, as under ddp; then all
+ranks count.
 """
 
 from __future__ import annotations

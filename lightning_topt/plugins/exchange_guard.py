@@ -5,7 +5,7 @@ A strategy has an `ExchangeGuard`, to which its hooks delegate:
     training_step, backward     in `errors`: what the exchange has raised keeps its true name
     backward                    `begin_backward`: the exchange knows the loss scale
     optimizer_step              in `step`: it knows of steps that a GradScaler has skipped
-    save_checkpoint             `add_state`: what is held back is part of checkpoints
+    save_checkpoint             `add_state`: residuals are part of checkpoints
     on_exception                `give_up`: ranks that wait in the exchange do not wait for this one
 """
 
@@ -147,7 +147,7 @@ class ExchangeGuard:
         state = checkpoint.get(CHECKPOINT_KEY, {}).get(EXCHANGE_KEY)
         if state is None:
             return
-        # What was held back under another method means nothing to this one.
+        # The residuals of another method mean nothing to this one.
         method = None if self.exchange is None else self.exchange.method.name
         if self.exchange is not None and state["method"] == method:
             self.exchange.load_state_dict(state)

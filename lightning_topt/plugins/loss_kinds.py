@@ -9,7 +9,7 @@ every part of a batch. In a sum over samples that is the same in all parts; in a
 the part, and is the part's weight in the mean of the whole batch. What they are multiplied by is a
 constant.
 
-A subject of its own, which `pipeline_steps` uses.
+Pipelines use this (`pipeline_steps`).
 """
 
 from __future__ import annotations

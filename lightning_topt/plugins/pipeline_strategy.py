@@ -33,8 +33,9 @@ class PipelineStrategy(AutoParallelStrategy):
     Args:
         stages: number of stages; None: as many as fit on all ranks. With fewer, ranks that are left
             form a data axis.
-        schedule: the order of passes: ``"1f1b"``, ``"gpipe"``, ``"interleaved"``, ``"looped_bfs"``,
-            ``"zero_bubble"``, ``"interleaved_zero_bubble"``, ``"zbv"`` (see `schedules`). Under
+        schedule: the order of passes: ``"1f1b"``, ``"1f1b_overlapped"``, ``"gpipe"``,
+            ``"interleaved"``, ``"looped_bfs"``, ``"zero_bubble"``, ``"interleaved_zero_bubble"``,
+            ``"zbv"`` (docs/pipeline_schedules.md says when to choose which). Under
             ``"continuous"``, and ``"continuous_overlapped"`` for slow links, stages never wait for
             an update, and compute with weights that miss some: another training.
         microbatches: parts that a rank's batch is split into; a batch of fewer samples has as many

@@ -52,9 +52,9 @@ class PlanCheckpoints:
         check_choice(form, name="checkpoint", allowed=("full", "sharded"))
         self.form = form
         self.engine: Engine | None = None
-        # Whether optimizers get all but their tensors, until there is an engine: these may be too
-        # large to be whole on the device.
-        self.holds_back = False
+        # Whether optimizers that are loaded get all but their tensors, until there is an engine:
+        # the device may not have room for unsharded ones.
+        self.defers_states = False
         self.guard = guard
         self._runner: StepRunner = PlainRunner()
         # That of the last fit, which knows its optimizers: an evaluation may have one of its own.
@@ -68,9 +68,9 @@ class PlanCheckpoints:
 
     # ---- a fit, and its plan ---------------------------------------------------------------------
 
-    def begin_fit(self, *, holds_back: bool) -> None:
-        """Forget the last fit. See `holds_back`."""
-        self.holds_back = holds_back
+    def begin_fit(self, *, defers_states: bool) -> None:
+        """Forget the last fit, and take over whether this one `defers_states`."""
+        self.defers_states = defers_states
         self.engine = self._fitted = self._resumed = None
         self._runner = PlainRunner()
 
@@ -95,7 +95,7 @@ class PlanCheckpoints:
         if checkpoint is None:
             return
         # The tensors that optimizers did not get; their options are the present ones.
-        if self.holds_back:
+        if self.defers_states:
             for optimizer, state in zip(optimizers, checkpoint["optimizer_states"], strict=False):
                 # user code may have changed them since
                 options = [dict(group) for group in optimizer.param_groups]
@@ -120,7 +120,7 @@ class PlanCheckpoints:
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
         # Loaded before there was an engine, and not used since.
-        if self.engine is None and self.holds_back and self._resumed is not None:
+        if self.engine is None and self.defers_states and self._resumed is not None:
             return _whole(self._resumed["optimizer_states"][optimizers.index(optimizer)])
         if self._fitted is None:
             return without_plan(optimizer)
@@ -146,7 +146,7 @@ class PlanCheckpoints:
             _optimizers_to_device(optimizers, strategy.root_device)
             return
         # Optimizers get learning rates and the like now, and the tensors with the engine.
-        if self.holds_back:
+        if self.defers_states:
             for optimizer, state in zip(optimizers, states, strict=False):
                 optimizer.load_state_dict({"state": {}, "param_groups": state["param_groups"]})
         else:

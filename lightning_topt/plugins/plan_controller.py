@@ -5,7 +5,8 @@
     watched steps      a plan made of real steps, beside training (`watch`, then `poll`); or the
                        blocks of a plan that was given by name
 
-What was decided stays until the next fit, for whoever asks.
+Which fit is planned when is the table in `plan_request`. What was decided stays until the next fit,
+for whoever asks.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ from lightning_topt.plan.parallel_plan import ParallelPlan, preset_plan
 from lightning_topt.plan.plan_values import PRESETS
 from lightning_topt.plugins.monitors import StepMonitor
 from lightning_topt.plugins.plan_request import PlanRequest
-from lightning_topt.plugins.planning import Decision, Planning
+from lightning_topt.plugins.planning import PlanDecision, Planning
 from lightning_topt.plugins.traced_planning import UNTIL_WATCHED, decide_plan
-from lightning_topt.plugins.watched_planning import ObservedPlanning, refine_observed
-from lightning_topt.plugins.watched_steps import ObservedFit
+from lightning_topt.plugins.watched_planning import WatchedPlanning, refine_watched
+from lightning_topt.plugins.watched_steps import WatchedFit
 from lightning_topt.techniques.ddp_wrapper import bytes_of_buckets
 
 
@@ -62,39 +63,45 @@ class PlanController:
     """
 
     def __init__(self, request: PlanRequest, *, watch_steps: int) -> None:
-        check_whole(watch_steps, name="watch_steps (one step is recorded)")
-        self.request, self.watch_steps = request, watch_steps
+        check_whole(watch_steps, name="watch_steps (at least one step is watched)")
+        self.request, self._watch_steps = request, watch_steps
         self.plan: ParallelPlan | None = None
         self.planning: Planning | None = None
         self.planned_by: str | None = None
         self.seconds: float | None = None
         self.memory_meter: MemoryMeter | None = None
         self.waits_for_batch = False
-        self._watched: ObservedFit | None = None
-        self._search: ObservedPlanning | None = None
+        self._watched: WatchedFit | None = None
+        self._search: WatchedPlanning | None = None
 
     def begin_fit(self) -> None:
-        """Forget the plan of the last fit."""
+        """Forget the plan of the last fit, and what was measured of it.
+
+        `planning` and `planned_by` are replaced with the next plan.
+        """
         self.plan = self.memory_meter = self.seconds = None
 
-    def begins_early(self, trainer: pl.Trainer, *, holds_back: bool) -> bool:
-        """Decide when the plan of a fit that is set up begins; return whether that is now.
+    def begin_at_setup(self, trainer: pl.Trainer, *, may_shard: bool) -> bool:
+        """Begin planning for a fit that is set up; return whether its plan is to begin now.
 
-        Else its first steps are watched, or the plan begins with the first batch.
+        Where the first steps are to be watched, watching begins. Else a plan that needs no batch is
+        decided here, any other with the first batch (`waits_for_batch`).
 
         Args:
             trainer: of the fit.
-            holds_back: whether gradients and states may be too much to be whole.
+            may_shard: whether unsharded gradients and states may take too much memory.
         """
         module, device = trainer.lightning_module, trainer.strategy.root_device
-        if self.request.observes(module) and not holds_back:
+        if self.request.plans_from_watched_steps(module) and not may_shard:
             self.watch(trainer.strategy)
             return False
-        # A plan is made now, where it needs no batch, or with the first batch.
         self.waits_for_batch = True
-        is_early = self.request.refines(module, device) and not holds_back
-        if not is_early and self.request.needs_batch(module):
+        is_one_block = self.request.begins_as_one_block(module, device) and not may_shard
+        if not is_one_block and self.request.needs_batch(module):
             return False
+        # A plan that leaves ranks without full gradients is known now, but begins with the first
+        # batch: until then hooks and the sanity check find the module's own parameters, as under
+        # ddp, and stages need a batch to know what they send.
         return self.decide(trainer, None).keeps_gradients_whole
 
     def end_fit(self, *, failed: bool, world_size: int) -> None:
@@ -122,16 +129,16 @@ class PlanController:
         ):
             return None
         if self._search is None:
-            self._search = ObservedPlanning(self.request, trainer, fit)
-        decide: Callable[[], Decision | None] = partial(self._search.poll, batch)
+            self._search = WatchedPlanning(self.request, trainer, fit)
+        decide: Callable[[], PlanDecision | None] = partial(self._search.poll, batch)
         if self.request.plan is not None:
-            decide = partial(refine_observed, self.request, trainer, fit)
+            decide = partial(refine_watched, self.request, trainer, fit)
         if not self._take(trainer, decide):
             return None
         self._stop_watching()
         return self.plan
 
-    def _take(self, trainer: pl.Trainer, decide: Callable[[], Decision | None]) -> bool:
+    def _take(self, trainer: pl.Trainer, decide: Callable[[], PlanDecision | None]) -> bool:
         """Take over what `decide` returns; return whether there is a plan."""
         start, device = perf_counter(), trainer.strategy.root_device
         # Planning draws random numbers, and training goes on as if it had not.
@@ -171,12 +178,12 @@ class PlanController:
         if self.request.plan is None and self.request.saves_memory:
             return_freed_memory(device)  # as the plan will run
         optimizers = [getattr(each, "_optimizer", each) for each in strategy.optimizers]
-        self._watched = ObservedFit(
+        self._watched = WatchedFit(
             module,
             optimizers if self.request.plan is None else (),
             device=device,
-            steps=self.watch_steps if steps is None else steps,
-            records=self.request.needs_graph(device),
+            steps=self._watch_steps if steps is None else steps,
+            records=self.request.records_first_step(device),
             is_rank_0=strategy.is_global_zero,
         )
 

@@ -1,7 +1,23 @@
 """What the user asked of the planner, and what that means for the start of a fit.
 
-`PlanRequest` has all options of `AutoParallelStrategy`. Two of them change the training, so that
-they need the user's word:
+`PlanRequest` has all options of `AutoParallelStrategy`. When the plan of a fit is made follows from
+them, from the module and from the device (`AutoParallelStrategy.setup`; the first row that holds):
+
+    what holds                    when the plan is made              where
+    may_shard_for_memory and      at setup, of a batch read for it,  `PlanRun.set_up_fit`
+      must_shard_first            while parameters are on the host
+    plans_from_watched_steps and  between two steps, after those     `watched_planning`
+      not may_shard_for_memory    that are watched
+    not needs_batch               at setup                           `PlanController.begin_at_setup`
+    begins_as_one_block and       at setup for one block, after      the same, then `refine_watched`
+      not may_shard_for_memory    a watched step for all             of `watched_planning`
+    anything else                 with the first batch               `PlanController.decide`
+
+All but the second ask `traced_planning.decide_plan`. A plan that is made at setup and leaves ranks
+without full gradients begins with the first batch. If none can be made, the fit runs as under ddp,
+or ends where the plan `must_be_planned`.
+
+Two options change the training, so that they need the user's word:
 
     AllowedExchanges   gradients may travel compressed (`allow_compression`)
     AllowedStaleness   stages may never wait for an update (`allow_staleness`)
@@ -69,7 +85,8 @@ class PlanRequest:
     DDP's buckets; None: where a memory limit is set, as the search finds it best.
 
     Raises PlanError for a plan whose gradient exchange, or stale weights, are not allowed,
-    ValueError where the former would replace the user's, or there is nothing to allow.
+    ValueError where the former would replace the user's, where there is nothing to allow, and for a
+    memory limit beside a plan that is not searched.
     """
 
     memory_limit: float | None = None
@@ -87,6 +104,12 @@ class PlanRequest:
     def __post_init__(self) -> None:
         exchange = self.plan.gradient_exchange if isinstance(self.plan, ParallelPlan) else None
         self.stale.check(self.plan)
+        if self.memory_limit is not None and _is_fixed(self.plan):
+            raise ValueError(
+                "memory_limit chooses among plans that are searched, and this plan runs as it is: "
+                "leave out memory_limit; or leave out plan, or give a mesh to search on "
+                "(plan={'mesh': {'data': 2}})"
+            )
         if isinstance(self.plan, ParallelPlan):
             self.allowed.check(self.plan)
         if isinstance(self.plan, MeshPlan | PipelinePlan) and self.allowed.candidates:
@@ -102,8 +125,11 @@ class PlanRequest:
             )
 
     @property
-    def insists(self) -> bool:
-        """Whether the user asked for something that plain DDP does not give."""
+    def must_be_planned(self) -> bool:
+        """Whether a fit that cannot be planned ends with an error, in place of running as ddp.
+
+        That is where the user asked for what plain DDP may not give.
+        """
         return self.plan is not None or self.memory_limit is not None or self.objective_given
 
     @property
@@ -111,11 +137,11 @@ class PlanRequest:
         """Whether plans are compared by what they leave free, not by time alone."""
         return self.memory_limit is not None or self.objective == "memory"
 
-    def observes(self, module: pl.LightningModule) -> bool:
+    def plans_from_watched_steps(self, module: pl.LightningModule) -> bool:
         """Return whether the plan is made of the first real steps, which run under DDP."""
         return self.plan is None and module.automatic_optimization and not self.stale.allowed
 
-    def needs_graph(self, device: torch.device) -> bool:
+    def records_first_step(self, device: torch.device) -> bool:
         """Return whether the first step is recorded in any case.
 
         Times alone could then not tell that DDP is the best plan.
@@ -127,19 +153,19 @@ class PlanRequest:
             or device.type != "cpu"
         )
 
-    def refines(self, module: pl.LightningModule, device: torch.device) -> bool:
-        """Return whether a uniform plan begins with the module as its one block.
+    def begins_as_one_block(self, module: pl.LightningModule, device: torch.device) -> bool:
+        """Return whether a plan by name begins with the module as its one block.
 
-        A first step then shows the others. Not where such a step, with all parameters and gradients
-        whole, may be more than `device` has.
+        A first step then shows the others. Not where that step, with full parameters and gradients,
+        may be more than `device` has.
         """
         return (
             self.is_by_block
             and module.automatic_optimization
-            and self.may_begin_whole(module, device)
+            and self.unsharded_step_fits(module, device)
         )
 
-    def may_begin_whole(self, module: pl.LightningModule, device: torch.device) -> bool:
+    def unsharded_step_fits(self, module: pl.LightningModule, device: torch.device) -> bool:
         """Return whether a step with full parameters and gradients should fit on `device`.
 
         Two moments of the optimizer count as well.
@@ -155,7 +181,7 @@ class PlanRequest:
 
     @property
     def is_by_block(self) -> bool:
-        """Whether a uniform plan depends on which blocks there are."""
+        """Whether the plan was given by name and depends on which blocks there are."""
         return isinstance(self.plan, UniformPlan) and (
             self.plan.shards_gradients or self.plan.recompute
         )
@@ -169,7 +195,8 @@ class PlanRequest:
     def may_shard_for_memory(self, module: pl.LightningModule, device: torch.device) -> bool:
         """Return whether plain DDP, with full gradients, may need too much memory.
 
-        That is more than is allowed, or more than `device` has.
+        That is more than `memory_limit`, or more than `device` has. A plan that is given says so
+        itself: it may leave ranks without full gradients.
         """
         if not module.automatic_optimization or self.only_replicated:
             return False
@@ -189,9 +216,9 @@ class PlanRequest:
         return 20 * _parameter_bytes(module) > limit
 
     def must_shard_first(self, module: pl.LightningModule, device: torch.device) -> bool:
-        """Return whether even the full parameters may be too much for `device`.
+        """Return whether even the full parameters may be too much for `device`, or the limit.
 
-        The host of CPU ranks has them already.
+        Never on CPUs, whose host has them already.
         """
         limit = device_memory_bytes(device) if self.memory_limit is None else self.memory_limit
         return device.type != "cpu" and 2 * _parameter_bytes(module) > limit
@@ -228,6 +255,13 @@ def read_request(
         stale=AllowedStaleness.read(allow_staleness),
         own_hook=has_hook or ddp_kwargs.get("mixed_precision") is not None,
         gradients_are_views=ddp_kwargs.get("gradient_as_bucket_view"),
+    )
+
+
+def _is_fixed(plan: GivenPlan | None) -> bool:
+    """Return whether nothing is searched for `plan`: no prediction of it meets a memory limit."""
+    return isinstance(plan, ParallelPlan | UniformPlan) or (
+        isinstance(plan, MeshPlan) and bool(plan.preset)
     )
 
 

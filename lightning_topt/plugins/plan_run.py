@@ -2,7 +2,7 @@
 
     run.start(controller, trainer, batch)   after DDP has set everything up
     run.switch(plan, trainer, batch)        between two steps
-    run.end(failed=False)                   the module is whole again
+    run.end(failed=False)                   the module is unsharded again
 
 How steps run under the plan is its `StepRunner`'s (`run.runner`); who shares samples, its
 `DataGroup`'s (`run.data`).

@@ -5,7 +5,7 @@
     check_agreement                       ranks start with equal versions, options and models
     on_rank_0, on_every_rank              one result on all ranks, or one error on all ranks
 
-`Planning` is what is kept of a search, `Decision` what a strategy gets.
+`Planning` is what is kept of a search, `PlanDecision` what a strategy gets.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import platform
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import lightning.pytorch as pl
 import torch
@@ -50,6 +50,18 @@ class Planning:
     chosen: PlanPoint
     graph: OpGraph
     left_out: Mapping[str, str] = field(default_factory=dict)
+
+
+class PlanDecision(NamedTuple):
+    """The plan of a fit, what was searched, and where the plan comes from.
+
+    `planning` is None without a search, and on ranks but 0. `planned_by` is ``"search"``,
+    ``"given"``, or says why the plan is ``ddp``.
+    """
+
+    plan: ParallelPlan
+    planning: Planning | None
+    planned_by: str
 
 
 # and the parameters of their module, by name
@@ -251,6 +263,3 @@ def _transferred(trainer: pl.Trainer, batch: Any) -> Any:
     batch = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)
     batch = trainer.lightning_module._on_before_batch_transfer(batch)
     return trainer.strategy.batch_to_device(batch, device=torch.device("cpu"))
-
-
-Decision = tuple[ParallelPlan, Planning | None, str]

@@ -63,7 +63,7 @@ Buffers = dict[tuple[str, str], Tensor]  # by the paths of their modules, and th
 
 _MESSAGE_BYTES = 250 << 20  # of a broadcast of buffers, as DDP's
 # Joint batches warn when more than this share of the first steps ran sequentially.
-_WATCHED_STEPS, _MANY = 100, 0.1
+_COUNTED_STEPS, _MANY = 100, 0.1
 
 
 class SequentialBatches(StepRunner):
@@ -183,7 +183,7 @@ class JointBatches(StepRunner):
     ) -> Any:
         group, buffers = self._sequential.group, self._sequential.buffers
         is_joint = are_alike((args, kwargs), group, device=self._device)
-        self.engine.take_turns(not is_joint)
+        self.engine.set_sequential(not is_joint)
         self._count(is_joint)
         if is_joint:
             buffers.begin(stay_in_sync=exchanges)
@@ -212,9 +212,9 @@ class JointBatches(StepRunner):
         """Warn once where so many steps are sequential that another plan may be better."""
         self._steps += 1
         self._sequential_steps += not is_joint
-        if self._steps == _WATCHED_STEPS and self._sequential_steps > _MANY * _WATCHED_STEPS:
+        if self._steps == _COUNTED_STEPS and self._sequential_steps > _MANY * _COUNTED_STEPS:
             rank_zero_warn(
-                f"topt: in {self._sequential_steps} of the first {_WATCHED_STEPS} steps ranks of a "
+                f"topt: in {self._sequential_steps} of the first {_COUNTED_STEPS} steps ranks of a "
                 "tensor group had batches of different "
                 "shapes, and ran them one after the other, which the plan did not expect: let "
                 "loaders make batches of one "

@@ -75,7 +75,7 @@ def why_no_sequential_batches(
     if getattr(strategy, "checkpoint_form", "full") != "full":
         return "sharded checkpoints do not know tensor axes"
     if getattr(strategy.precision_plugin, "scaler", None) is not None:
-        return "a gradient scaler scales the loss only after the first turns"
+        return "a gradient scaler scales the loss only after batches of others have run backward"
     return _why_not_another_rank(trainer.lightning_module, batch, graph)
 
 

@@ -3,13 +3,17 @@
 `decide_plan` is called by all ranks and returns the same plan on each, or raises on each. Rank 0
 captures and searches; all ranks measure.
 
-    manual optimization                ddp
-    a whole plan                       checked, and run as it is
-    a uniform plan                     for the blocks of the captured step
-    a mesh, stages                     searched on that mesh (`search_mesh`, `_pipeline`)
-    no plan, but a memory limit        `default_search`
+    manual optimization      ddp
+    a complete plan          checked, and run as it is
+    a plan by name           for the module as one block, until a watched step shows the others;
+                             or for the blocks of the captured step, where an unsharded one might
+                             not fit (`PlanRequest.begins_as_one_block`)
+    a mesh, stages           searched on that mesh (`search_mesh`, `_pipeline`)
+    no plan                  searched (`default_search`), where DDP might break the memory limit, or
+                             need more than the device has (`PlanRequest.may_shard_for_memory`)
 
-Without a memory limit planning comes later, from real steps: see `watched_planning`.
+Every other fit without a plan is planned from its first real steps: see `watched_planning`. Which
+fit is planned when is the table in `plan_request`.
 """
 
 from __future__ import annotations
@@ -51,7 +55,7 @@ from lightning_topt.plugins.plan_request import (
     why_not_continuous,
     with_rule,
 )
-from lightning_topt.plugins.planning import Decision, on_every_rank, on_rank_0, optimizers_of
+from lightning_topt.plugins.planning import PlanDecision, on_every_rank, on_rank_0, optimizers_of
 from lightning_topt.plugins.searched_plan import (
     capture_on_ranks,
     choose_for,
@@ -75,7 +79,7 @@ UNTIL_WATCHED = "ddp until a plan is made of its first steps"
 MICROBATCHES_PER_RANK = 4  # at most; the bubble of 1F1B is then a fifth of the step, or less
 
 
-def decide_plan(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> Decision:
+def decide_plan(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> PlanDecision:
     """Return the plan for this fit, what was searched, and where the plan comes from.
 
     The plan is equal on every rank; rank 0 has what was searched. A collective call. `batch` is the
@@ -83,7 +87,7 @@ def decide_plan(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> Decisi
     without any, the module's own are made on a fake copy. A step that fake tensors cannot follow is
     to be watched. It runs under plain DDP (`UNTIL_WATCHED`), or under the uniform plan that was
     given, with the module as its one block. What cannot be planned runs as ``ddp`` does, with a
-    warning, unless the request insists.
+    warning, unless it `must_be_planned`.
     """
     # What can be said without a look at the step.
     module = trainer.lightning_module
@@ -98,26 +102,26 @@ def decide_plan(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> Decisi
         )
     if not module.automatic_optimization:
         _check_manual(request, plain)
-        return plain, None, "ddp: manual optimization"
+        return PlanDecision(plain, None, "ddp: manual optimization")
     given = request.plan
     mesh = data_mesh(world_size)
     if isinstance(given, PipelinePlan):
         _say_traced()
-        return _pipeline(request, trainer, batch, given), None, "given"
+        return PlanDecision(_pipeline(request, trainer, batch, given), None, "given")
     if isinstance(given, MeshPlan):
         _say_traced()
-        return *search_mesh(request, trainer, batch, given), "given"
+        return PlanDecision(*search_mesh(request, trainer, batch, given), "given")
     # Where blocks do not matter, or come with the first step, no batch is needed.
     if isinstance(given, UniformPlan):
         mesh = given.mesh(world_size, num_nodes=trainer.num_nodes)
-        is_known = not request.needs_batch(module) or request.refines(
+        is_known = not request.needs_batch(module) or request.begins_as_one_block(
             module, trainer.strategy.root_device
         )
         given = preset_plan(given.preset, mesh=mesh) if is_known else given
     if isinstance(given, ParallelPlan):
         check_world_size(given, world_size)
         _check_model(given, module)
-        return _given(given, request, trainer), None, "given"
+        return PlanDecision(_given(given, request, trainer), None, "given")
     _say_traced()
     try:
         try:
@@ -125,7 +129,7 @@ def decide_plan(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> Decisi
             graph = capture_on_ranks(trainer, batch)
         except Exception as error:
             # A step that depends on values is watched instead, if it fits unsharded.
-            if not may_need_values(error) or not request.may_begin_whole(
+            if not may_need_values(error) or not request.unsharded_step_fits(
                 module, trainer.strategy.root_device
             ):
                 raise
@@ -135,33 +139,33 @@ def decide_plan(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> Decisi
                 f"more than memory_limit. The reason: {one_line(error)}"
             )
             if isinstance(given, UniformPlan):
-                return preset_plan(given.preset, mesh=mesh), None, "given"
-            return plain, None, UNTIL_WATCHED
+                return PlanDecision(preset_plan(given.preset, mesh=mesh), None, "given")
+            return PlanDecision(plain, None, UNTIL_WATCHED)
         if isinstance(given, UniformPlan):
             plan = given.of(graph, mesh)
             on_every_rank(lambda: _check_features(plan, request, trainer, graph))
             if given.recompute:
                 say_what_stays(graph)
-            return plan, None, "given"
-        return *search_default(request, trainer, batch, graph), "search"
+            return PlanDecision(plan, None, "given")
+        return PlanDecision(*search_default(request, trainer, batch, graph), "search")
     except Exception as error:
         # A lost rank is no reason to go on as DDP: nobody would answer.
-        if request.insists or is_of_collective(error):
+        if request.must_be_planned or is_of_collective(error):
             raise
         reason = one_line(error)
         rank_zero_warn(
             "topt: this training step cannot be planned, so it runs as strategy='ddp' does: "
             f"nothing is lost but what a plan could have saved. The reason: {reason}"
         )
-        return plain, None, f"ddp: {reason}"
+        return PlanDecision(plain, None, f"ddp: {reason}")
 
 
 def _say_traced() -> None:
     rank_zero_info(
         "topt: this plan is made before the first step, for which training_step runs some more "
         "times, on copies without memory. Code in it that counts, writes files or takes from an "
-        "iterator may notice; a search without memory_limit, and plans on data axes by name, watch "
-        "real steps instead (docs/auto_parallel.md)"
+        "iterator may notice; plans on data axes by name, and a search where DDP is sure to fit, "
+        "watch real steps instead (docs/auto_parallel.md)"
     )
 
 

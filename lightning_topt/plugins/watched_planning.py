@@ -10,7 +10,8 @@ searched. It takes over between two steps that all ranks agree on.
          -> _poll_search   ready on rank 0? else None, and the next step runs under DDP
          -> _go_on         the plan; or kernels on slices are measured, and the search goes on
 
-Where a plan cannot be made, DDP goes on.
+Where a plan cannot be made, DDP goes on, unless `PlanRequest.must_be_planned`. A plan that was
+given by name gets its blocks from a watched step (`refine_watched`).
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from lightning_topt.plan.plan_values import PRESETS
 from lightning_topt.plugins.default_search import search_with_axes
 from lightning_topt.plugins.plan_options import UniformPlan
 from lightning_topt.plugins.plan_request import PlanRequest
-from lightning_topt.plugins.planning import Decision, Planning, on_every_rank, on_rank_0
+from lightning_topt.plugins.planning import PlanDecision, Planning, on_every_rank, on_rank_0
 from lightning_topt.plugins.searched_plan import (
     RunCosts,
     measured_kernels,
@@ -57,24 +58,24 @@ from lightning_topt.plugins.searched_plan import (
 )
 from lightning_topt.plugins.sequential_batches import are_alike
 from lightning_topt.plugins.step_checks import digest_of_values
-from lightning_topt.plugins.watched_steps import Observed, ObservedFit
+from lightning_topt.plugins.watched_steps import WatchedFit, WatchedSteps
 
 _PATIENCE_SECONDS = 120.0  # with a search beside training, whatever keeps it
 _CAPTURE_SECONDS = 40.0  # of these
 _BY_NAME = 'they are searched by name alone: give plan={"mesh": {"data": 1, "tensor": 2}}'
 
 
-class ObservedPlanning:
+class WatchedPlanning:
     """Makes a plan of what `fit` saw, beside training.
 
     `poll` it between steps, on all ranks, until it returns one. The search runs in a copy of rank
     0's process, unless somebody wants the same plan at the same step every time, or memory is
-    scarce. What cannot be planned goes on as DDP, with a warning, unless the request insists.
+    scarce. What cannot be planned goes on as DDP, with a warning, unless it `must_be_planned`.
     """
 
-    def __init__(self, request: PlanRequest, trainer: pl.Trainer, fit: ObservedFit) -> None:
+    def __init__(self, request: PlanRequest, trainer: pl.Trainer, fit: WatchedFit) -> None:
         self._request, self._trainer, self._fit = request, trainer, fit
-        self._observed: Observed | None = None  # on rank 0
+        self._watched: WatchedSteps | None = None  # on rank 0
         self._planning: Planning | None = None
         self._search: ForkedCall[Planning | list[OpGraph]] | None = None
         self._is_searching, self._begun = False, 0.0
@@ -83,7 +84,7 @@ class ObservedPlanning:
         self._are_joint = False
         self._why_not: str | None = None
 
-    def poll(self, batch: Any) -> Decision | None:
+    def poll(self, batch: Any) -> PlanDecision | None:
         """Return the decision, None where the search is not over.
 
         A collective call, before a step with `batch`.
@@ -91,18 +92,18 @@ class ObservedPlanning:
         try:
             plan = self._poll_search() if self._is_searching else self._begin(batch)
         except Exception as error:
-            if self._request.insists or is_of_collective(error):
+            if self._request.must_be_planned or is_of_collective(error):
                 raise
             reason = one_line(error)
             rank_zero_warn(
                 f"topt: no plan can be made from the first steps, so DDP goes on: {reason}"
             )
             plain = preset_plan(PRESETS["ddp"], mesh=data_mesh(dist.get_world_size()))
-            return plain, None, f"ddp: {reason}"
+            return PlanDecision(plain, None, f"ddp: {reason}")
         if plan is None:
             return None
         say(plan)
-        return plan, self._planning, "search"
+        return PlanDecision(plan, self._planning, "search")
 
     def close(self) -> None:
         """End a search that is under way."""
@@ -138,14 +139,14 @@ class ObservedPlanning:
         waits = waits or torch.are_deterministic_algorithms_enabled() or not hasattr(os, "fork")
 
         def search() -> Any:
-            assert self._observed is not None and cluster is not None
+            assert self._watched is not None and cluster is not None
             run = partial(
                 _search,
                 self._request,
                 self._trainer,
                 self._fit.batch,
-                _search_request(self._request, self._trainer, self._observed, cluster),
-                self._observed,
+                _search_request(self._request, self._trainer, self._watched, cluster),
+                self._watched,
                 are_joint=self._are_joint,
                 kernels=kernels,
                 why_not=self._why_not,
@@ -218,12 +219,12 @@ class ObservedPlanning:
             plan = preset_plan(PRESETS["ddp"], mesh=data_mesh(ranks))
             return dataclasses.replace(plan, reason=f"{stays}.").to_dict() if stays else "record"
         # After the recorded steps: all is known that a search needs.
-        self._observed = fit.result()
+        self._watched = fit.result()
         fit.close()
         stays = _why_ddp_stays(
-            self._request, self._observed.step_seconds, self._observed.compute_seconds
+            self._request, self._watched.step_seconds, self._watched.compute_seconds
         )
-        return _ddp_plan(self._observed, ranks, stays).to_dict() if stays else None
+        return _ddp_plan(self._watched, ranks, stays).to_dict() if stays else None
 
     def _poll_search(self) -> ParallelPlan | None:
         """Return the plan, once the search is over on rank 0."""
@@ -244,7 +245,7 @@ class ObservedPlanning:
         return self._go_on(on_rank_0(found))
 
 
-def refine_observed(request: PlanRequest, trainer: pl.Trainer, fit: ObservedFit) -> Decision:
+def refine_watched(request: PlanRequest, trainer: pl.Trainer, fit: WatchedFit) -> PlanDecision:
     """Return the uniform plan that was asked for, for the blocks that rank 0 saw.
 
     A collective call, between two steps.
@@ -277,7 +278,7 @@ def refine_observed(request: PlanRequest, trainer: pl.Trainer, fit: ObservedFit)
             say_what_stays(graph)
         return plan.to_dict()
 
-    return ParallelPlan.from_dict(on_rank_0(of_blocks)), None, "given"
+    return PlanDecision(ParallelPlan.from_dict(on_rank_0(of_blocks)), None, "given")
 
 
 def _why_ddp_stays(request: PlanRequest, step: float | None, compute: float | None) -> str | None:
@@ -296,19 +297,19 @@ def _why_ddp_stays(request: PlanRequest, step: float | None, compute: float | No
     )
 
 
-def _ddp_plan(observed: Observed, ranks: int, reason: str) -> ParallelPlan:
+def _ddp_plan(watched: WatchedSteps, ranks: int, reason: str) -> ParallelPlan:
     """Return plain DDP with what was seen.
 
     It has the blocks that were seen, the time that was measured and the memory that is predicted.
     """
-    graph, seconds = observed.graph, observed.step_seconds or 0.0
+    graph, seconds = watched.graph, watched.step_seconds or 0.0
     plan = preset_plan(
         PRESETS["ddp"], mesh=data_mesh(ranks), blocks=[block.name for block in graph.blocks]
     )
     request = SearchRequest(
         graph,
         _any_cluster(ranks),
-        observed.optimizers.profile(),
+        watched.optimizers.profile(),
         device_counts=(ranks,),
         global_batch_size=graph.batch_size * ranks,
     )
@@ -317,7 +318,7 @@ def _ddp_plan(observed: Observed, ranks: int, reason: str) -> ParallelPlan:
     )
     # Memory is predicted, times are measured.
     priced = price_plan(request, plan)
-    compute = observed.compute_seconds or 0.0
+    compute = watched.compute_seconds or 0.0
     predicted = dataclasses.replace(
         priced.predicted,
         step_seconds=seconds,
@@ -346,19 +347,19 @@ def _cluster_of(request: PlanRequest, trainer: pl.Trainer) -> tuple[Cluster, Mea
 
 
 def _search_request(
-    request: PlanRequest, trainer: pl.Trainer, observed: Observed, cluster: Cluster
+    request: PlanRequest, trainer: pl.Trainer, watched: WatchedSteps, cluster: Cluster
 ) -> SearchRequest:
     """Return what to search on data axes; nothing of it refers to the trainer."""
     costs = RunCosts(
-        observed.optimizers.profile(op_overhead_seconds=cluster.device.op_overhead_seconds),
+        watched.optimizers.profile(op_overhead_seconds=cluster.device.op_overhead_seconds),
         cluster,
-        observed.kernel_seconds,
+        watched.kernel_seconds,
     )
     # Times in place belong to this machine.
     if request.cluster is not None:  # of other machines, perhaps
         profile = dataclasses.replace(costs.optimizer, seconds_per_element={})
         costs = dataclasses.replace(costs, optimizer=profile, kernel_seconds={})
-    wanted = search_request(request, trainer, observed.graph, costs)
+    wanted = search_request(request, trainer, watched.graph, costs)
     return dataclasses.replace(wanted, in_place=request.saves_memory)
 
 
@@ -367,7 +368,7 @@ def _search(
     trainer: pl.Trainer,
     batch: Any,
     search: SearchRequest,
-    observed: Observed,
+    watched: WatchedSteps,
     *,
     are_joint: bool,
     kernels: dict[KernelKey, float] | None,
@@ -380,9 +381,9 @@ def _search(
     ranks too.
     """
     # Such plans run a rank's step with batches of other ranks too.
-    if why_not is None and observed.change is not None:
-        why_not = f"training_step may not run for other ranks: {observed.change}"
-    ddp_seconds = observed.step_seconds if request.cluster is None else None
+    if why_not is None and watched.change is not None:
+        why_not = f"training_step may not run for other ranks: {watched.change}"
+    ddp_seconds = watched.step_seconds if request.cluster is None else None
     with _at_most(_CAPTURE_SECONDS) if why_not is None else nullcontext():
         return search_with_axes(
             request,

@@ -41,7 +41,7 @@ WATCHED_STEPS = 3
 
 
 @dataclasses.dataclass(frozen=True)
-class Observed:
+class WatchedSteps:
     """What rank 0 saw of the first steps.
 
     The graph, its kernels' seconds in place, the optimizers, and the seconds of a step.
@@ -58,7 +58,7 @@ class Observed:
     change: str | None = None
 
 
-class ObservedFit:
+class WatchedFit:
     """Watches the first `steps` steps of a fit of `module` with `optimizers`.
 
     Only rank 0 watches. `records`: the first of them is recorded; else they have the clock alone,
@@ -244,7 +244,7 @@ class ObservedFit:
                 "freeze before the fit, in configure_model or __init__"
             )
 
-    def result(self) -> Observed:
+    def result(self) -> WatchedSteps:
         """Return all that was seen, on rank 0.
 
         Raises CaptureError where that is not a whole step, OptimizerError.
@@ -260,7 +260,7 @@ class ObservedFit:
                 k.count * kernels.get(kernel_key(k), 0.0) for op in graph.ops for k in op.backward
             )
             compute = forward + min(passed, self.clock.median("backward") or passed)
-        return Observed(graph, kernels, self._optimizers, step, compute, self._change)
+        return WatchedSteps(graph, kernels, self._optimizers, step, compute, self._change)
 
 
 class StepClock:

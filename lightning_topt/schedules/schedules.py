@@ -11,7 +11,15 @@ receives are not among the actions: they follow from the rank of each stage and 
 need of one another (`check.Edges`). P is the number of ranks, M that of microbatches.
 
 The module has the data types, `make_schedule`, one builder per kind of schedule, and at its end
-the table `SCHEDULES`. Continuous schedules (`CONTINUOUS_SCHEDULES`) never flush: they update after
+the table `SCHEDULES`. A new schedule has a builder and an entry there, and, each asked for by a
+test:
+
+    costs/schedule_rates.py                 its rates, without which it cannot be searched
+    conf/schedule/NAME.yaml                 its name on the command line
+    benchmarks/pipelines/equality.py        plans under it, compared with one process
+    docs/pipeline_schedules.md              when to choose it
+
+Continuous schedules (`CONTINUOUS_SCHEDULES`) never flush: they update after
 a few minibatches while others are in flight. `forward_schedule` is for evaluation.
 """
 

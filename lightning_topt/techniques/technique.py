@@ -157,8 +157,8 @@ class Applied:
         reshard: releases gathered parameters
         joined: context in which the parameters are unsharded
         exchange: the compressed gradient exchange
-        take_turns: ``take_turns(True)`` lets all ranks of a tensor group run the same batch;
-            otherwise each runs its own
+        set_sequential: ``set_sequential(True)`` lets all ranks of a tensor group run the same
+            batch; otherwise each runs its own
     """
 
     undo: Callable[[], None]
@@ -171,7 +171,7 @@ class Applied:
     reshard: Callable[[], None] = lambda: None
     joined: Callable[[], AbstractContextManager[Any]] = nullcontext
     exchange: CompressedExchange | None = None
-    take_turns: Callable[[bool], None] = lambda turns: None
+    set_sequential: Callable[[bool], None] = lambda is_sequential: None
 
 
 def replaced_by(applied: Iterable[Applied]) -> dict[Tensor, Tensor]:

@@ -165,7 +165,9 @@ class TensorParallelism(Technique):
             joined=joined,
             whole=mode.whole if steps is None else partial(own_samples, mode),
             # without joint modules all ranks of a tensor group run the same batch anyway
-            take_turns=(lambda turns: None) if steps is None else steps.take_turns,
+            set_sequential=(
+                (lambda is_sequential: None) if steps is None else steps.set_sequential
+            ),
         )
 
 

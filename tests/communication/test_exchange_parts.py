@@ -21,6 +21,7 @@ from lightning_topt.communication import (
 from lightning_topt.communication.bucket import is_finite
 from lightning_topt.communication.exchange_method import exempt_names
 from lightning_topt.communication.exchange_worker import ExchangeWorker, HostStreams
+from lightning_topt.communication.method_registry import gradient_methods, read_gradient_method
 from lightning_topt.communication.rank_watch import PeerLostError, PeerMonitor
 from lightning_topt.communication.topology import Topology
 from lightning_topt.communication.wire import BITMAP, INT32, MessageFormat
@@ -270,6 +271,15 @@ def test_density_of_all_together():
     assert method.density_at(0) == 1
     with pytest.raises(ValueError, match="depends on the number of ranks"):
         method.density_at(1)
+
+
+def test_only_what_was_measured_is_said_to_hold_under_adam():
+    """A method that says nothing of it does not."""
+    held = {name: read_gradient_method(name).steps_under_adam for name in gradient_methods()}
+    assert {name: steps for name, steps in held.items() if steps is not None} == {
+        "dense": 0,
+        "bf16": 0,
+    }
 
 
 def test_exempt_names():

@@ -36,6 +36,13 @@ def waits(counts):
     return tuple(sorted((p for p in worst if p[1]), reverse=True))
 
 
+def test_a_schedule_without_rates_has_no_price():
+    with pytest.raises(NotImplementedError, match="'mine' has no rates"):
+        rates_of("mine", num_ranks=2, num_microbatches=4, stages_per_rank=1)
+    with pytest.raises(NotImplementedError, match="'mine' has no rates"):
+        fits("mine", num_ranks=2, num_microbatches=4)
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_rates_give_the_seconds_of_equal_stages_and_what_ranks_hold(name):
     count = 0

@@ -9,6 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from lightning_topt import (
+    AutoParallelStrategy,
     CompressedDDPStrategy,
     LocalSteps,
     LocalStepsStrategy,
@@ -131,6 +132,11 @@ def test_wrong_memory_limits(limit: Any) -> None:
     with pytest.raises(ValueError, match="memory_limit") as caught:
         read_memory_limit(limit)
     assert len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize("plan", ["pipeline", {"mesh": {"data": 2}}, {"mesh": {"pipeline": 2}}])
+def test_memory_limits_beside_plans_that_are_searched(plan: Any) -> None:
+    assert AutoParallelStrategy(memory_limit="1GiB", plan=plan).request.memory_limit == 2**30
 
 
 def test_right_memory_limits() -> None:

@@ -15,6 +15,7 @@ from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
 import lightning_topt
 from lightning_topt import AutoParallelStrategy, CompressedDDPStrategy, PipelineStrategy
+from lightning_topt.plan.parallel_plan import uniform_plan
 from tests.preloaded import preloaded_python
 
 
@@ -111,7 +112,8 @@ def test_the_classes_are_imported_when_they_are_used() -> None:
             print("SAYS", error)
         """
     )
-    assert "ADDED [] ['lightning_topt.plugins', 'lightning_topt.plugins.register']" in output
+    ours = ("basics", "basics.lazy_names", "plugins", "plugins.register")
+    assert f"ADDED [] {[f'lightning_topt.{name}' for name in ours]}" in output
     assert "SAYS module 'lightning_topt' has no attribute 'AutoParalelStrategy'" in output
 
 
@@ -186,6 +188,13 @@ def test_pytorch_lightning_users_get_one_sentence() -> None:
         ({"objective": "fastest"}, ValueError, "fastest"),
         ({"memory_margin": 2}, ValueError, "between 0 and 1"),
         ({"memory_limit": "1 parsec"}, ValueError, "parsec"),
+        ({"memory_limit": "1GiB", "plan": "ddp"}, ValueError, "leave out memory_limit"),
+        ({"memory_limit": "1GiB", "plan": "tensor"}, ValueError, "leave out memory_limit"),
+        (
+            {"memory_limit": "1GiB", "plan": uniform_plan(0, data_parallel_size=2)},
+            ValueError,
+            "leave out memory_limit",
+        ),
         ({"plan": "zero4"}, ValueError, "zero4"),
         ({"cluster": "nowhere.yaml"}, ValueError, "nowhere.yaml"),
     ],

@@ -454,5 +454,7 @@ def test_fit_again(plan: str) -> None:
 
 
 def test_strategy_pickles_before_the_run() -> None:
-    strategy = pickle.loads(pickle.dumps(AutoParallelStrategy(memory_limit="1GiB", plan="zero2")))
+    options: dict[str, Any] = {"memory_limit": "1GiB", "plan": {"mesh": {"data": 2}}}
+    strategy = AutoParallelStrategy(**options)
+    assert pickle.loads(pickle.dumps(strategy)).request == strategy.request
     assert strategy.request.memory_limit == 2**30

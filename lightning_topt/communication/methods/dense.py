@@ -55,6 +55,11 @@ class Dense(ByNodes):
         by_nodes = self.sums_in_nodes(context.topology)
         return DenseByNodes(context) if by_nodes else DenseExchange(context)
 
+    @property
+    @override
+    def steps_under_adam(self) -> int:
+        return 0  # all of a gradient arrives
+
     @override
     def is_dense_step(self, step: int) -> bool:
         return True

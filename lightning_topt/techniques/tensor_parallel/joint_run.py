@@ -76,12 +76,12 @@ class JointSteps:
         finally:
             self.is_inside = False
 
-    def take_turns(self, turns: bool) -> None:
+    def set_sequential(self, is_sequential: bool) -> None:
         """From now on, in backward too, run modules on one batch at a time, which all ranks have.
 
         Or, with False, on the batches of all ranks again.
         """
-        self.is_sequential = turns
+        self.is_sequential = is_sequential
 
     @contextmanager
     def around_step(

@@ -15,6 +15,10 @@ For each number of devices there are three searches, each of which knows what th
     2. meshes with a tensor axis        the same on slices (`plan.tensor_meshes`), where a lower
                                         bound says that some plan may be better
     3. pipelines                        cuts of the chain into stages (`plan.staged_plans`)
+
+A fit (`plugins.searched_plan`, `plugins.default_search`, `plugins.traced_planning`) and commands
+that plan call it, once graph and costs are there. From its frontier `choose` picks the plan that an
+`Engine` runs.
 """
 
 from __future__ import annotations

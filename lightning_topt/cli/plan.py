@@ -2,6 +2,17 @@
 
 Nothing is trained. The frontier and the plan go to Hydra's run folder, and are printed. Choices of
 machines, numbers of devices, batches or lengths, and limits of a run, are for `what_if`.
+
+What `run` calls, and what comes out:
+
+    PlanSetup.of            model without memory, data, strategy and trainer    plan_steps
+    SearchedMeshes.read     meshes and pipelines to search                      search_space
+    PlanSetup.capture       `ExampleStep`: a batch and the graph of its step    plan_steps
+    UnpricedSearch.of       a `SearchRequest` that lacks costs                  plan_steps
+    PlanSetup.with_costs    the `SearchRequest`; measures a cluster not given   plan_steps
+    search_plans            `PlanFrontier`: the best plans, seconds and bytes   plan_search
+    choose_for              the `PlanPoint` that meets the request              searched_plan
+    report_plan             files and tables                                    plan_steps
 """
 
 from __future__ import annotations

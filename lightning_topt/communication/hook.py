@@ -6,8 +6,22 @@
 
 What happens to a bucket: DDP gives it to `_hook`, `ModuleExchange.submit` starts its stages in the
 exchange's worker (`exchange_worker`), and `finish_step`, queued at the end of the backward pass,
-waits until the buckets of the step are back. A module that no DDP wraps is taken over with
-`take_over`; `average` then exchanges the gradients that are in ``.grad``.
+waits until the buckets of the step are back. Under `TopK`, where each rank sends for itself, the
+stages are
+
+    SparseExchange.stages    all of it, in the worker's thread; other buckets run while it waits
+    BucketResidual.select    adds the gradient to what is left over and takes the k largest out
+    feedback_top_k           the same in one pass, what `select` calls by default
+    MessageFormat.pack       the values and their indices as bytes
+    ring_all_gather          the messages of all ranks to all ranks
+    ScatterMean.add          reads a message (`MessageFormat.unpack`) and adds it into the bucket
+
+in `methods.top_k`, `residual`, `selection.vector_top_k`, `wire` and `collectives`. What is compiled
+for a CPU, `selection.kernels` and `wire_kernels`, does what plain torch does elsewhere
+(`_feedback_torch`, `MessageFormat._pack_indices`), so it need not be read.
+
+A module that no DDP wraps is taken over with `take_over`; `average` then exchanges the gradients
+that are in ``.grad``.
 """
 
 # No `from __future__ import annotations`: DDP compares the annotations of a hook with classes.

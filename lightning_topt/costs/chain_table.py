@@ -70,11 +70,13 @@ class BlockCosts:
     def __post_init__(self) -> None:
         if not self.configs:
             raise ValueError("a block has no configuration")
+        # one number for each configuration
         for name in (*_COSTS, *_FORWARD, "inputs", "outputs"):
             value = getattr(self, name)
             if value is not None and value.shape != (len(self.configs),):
                 raise ValueError(f"{name} has shape {value.shape}, expected {(len(self.configs),)}")
         names = (*_COSTS, *_FORWARD)
+        # (name, config)
         every = np.array([self.cost(name) for name in names])
         if not (every > -np.inf).all():
             wrong = names[int((~(every > -np.inf)).any(axis=1).argmax())]
@@ -175,6 +177,7 @@ class ChainTable:
 
         Plans are indices of configurations.
         """
+        # by name of the cost: (block, n)
         shape = len(self.order), len(plans)
         chosen = {
             name: np.array(
@@ -182,12 +185,14 @@ class ChainTable:
             ).reshape(shape)
             for name in (*_COSTS, *_FORWARD)
         }
+        # sums over blocks (n,), then over the layouts that meet at edges
         seconds, static = chosen["seconds"].sum(axis=0), chosen["static"].sum(axis=0)
         for n, edge in enumerate(self.edges):
             if edge is not None:
                 left, right = self.block(n).layouts("outputs"), self.block(n + 1).layouts("inputs")
                 pairs = left[plans[:, n]], right[plans[:, n + 1]]
                 seconds, static = seconds + edge.seconds[pairs], static + edge.bytes[pairs]
+        # the step is over when computation and network are
         step = np.maximum(
             seconds, self._network_seconds(seconds, chosen["backward"], chosen["exchange"])
         )
@@ -205,6 +210,7 @@ class ChainTable:
         """Return the seconds (n,) when the last exchange is over."""
         finished = np.full_like(seconds, -np.inf)
         for n in range(len(backward) - 1, -1, -1):  # in the order of backward
+            # backward passes of blocks before n are still to come then
             ready = seconds - backward[:n].sum(axis=0)
             finished = np.maximum(finished, ready) + exchange[n]
         return finished
@@ -212,6 +218,7 @@ class ChainTable:
     @staticmethod
     def _moving_bytes(kept: Array, late: Array, hump: Array) -> Array:
         """Return the most bytes (n,) while a block runs, above what is static."""
+        # while block n runs: blocks before it keep, blocks behind it are late
         peaks = [
             kept[:n].sum(axis=0) + hump[n] + late[n + 1 :].sum(axis=0) for n in range(len(hump))
         ]

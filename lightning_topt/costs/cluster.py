@@ -153,12 +153,14 @@ class Cluster:
         """Return a cluster of equal devices, as slow as the slowest of these kinds of nodes."""
         if not self.nodes:
             return self
+        # as many nodes as before: only how fast and how large they are changes
         common = _common([self.nodes[kind] for kind in kinds], self.intra)
         return replace(self, nodes=(), device=common["device"], intra=common["intra"])
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values in base units, as `save` writes them."""
         data = asdict(replace(self, collectives={}))
+        # entries that follow from others are not written
         for name in ("device", "devices_per_node", "num_nodes") if self.nodes else ("nodes",):
             del data[name]
         if self.accuracy is None:
@@ -207,6 +209,7 @@ class Cluster:
 
 def _common(nodes: Sequence[NodeType], intra: Link) -> dict[str, Any]:
     """Return the entries of a cluster that all `nodes` can be said to have."""
+    # equal nodes that every real one consists of
     per_node = math.gcd(*(node.devices_per_node for node in nodes))
     counts = [node.count * node.devices_per_node for node in nodes]
     return {
@@ -331,6 +334,7 @@ def slowest_device(devices: Sequence[Device], counts: Sequence[int]) -> Device:
     first, *others = devices
     if not others:
         return first
+    # a dtype that one of them does not list runs at its float32 rate
     dtypes = dict.fromkeys(dtype for device in devices for dtype in device.flops)
     return replace(
         first,
@@ -361,6 +365,7 @@ def slowest_link(links: Sequence[Link]) -> Link:
         min(link.bandwidth for link in links),
     )
     paths = [link.datagrams for link in links if link.datagrams is not None]
+    # unknown where it is for one of them
     slowest = None
     if len(paths) == len(links):
         slowest = DatagramPath(

@@ -106,6 +106,7 @@ class ExchangeModel:
     @cached_property
     def work(self) -> dict[str, Work]:
         """The work for each block."""
+        # a block counts as one bucket: where DDP cuts its buckets is not known before the run
         exempt = exempt_parameters(self.graph, self.method.exempt_rules or ())
         works = {}
         for block in self.graph.blocks:
@@ -271,6 +272,7 @@ def phase_seconds(path: DatagramPath, *, sent: float, tolerance: float) -> float
 
     That is all but the share `tolerance`.
     """
+    # once as sent, then what is lost beyond the tolerance, over and over
     again = max(path.loss - tolerance, 0.0) / (1 - path.loss)
     rounds = resent_rounds(path, sent=sent, tolerance=tolerance)
     return sent / path.bandwidth * (1 + again) + path.round_trip_seconds * (0.5 + rounds)
@@ -278,6 +280,7 @@ def phase_seconds(path: DatagramPath, *, sent: float, tolerance: float) -> float
 
 def resent_rounds(path: DatagramPath, *, sent: float, tolerance: float) -> int:
     """Return how often what is missing is sent again."""
+    # without a tolerance: until less than one datagram is missing
     enough = max(tolerance, min(1.0, DATAGRAM_BYTES / sent))
     if path.loss <= enough:
         return 0
@@ -296,6 +299,7 @@ def path_of(cluster: Cluster, *, group: Group) -> DatagramPath:
         return _measured(bottleneck_link(cluster, group=group))
     assert cluster.inter is not None
     inside, between = _measured(cluster.intra), _measured(cluster.inter)
+    # the part of what a rank sends that leaves its node
     far = (group.size - near) / (group.size - 1)
     return DatagramPath(
         max(inside.round_trip_seconds, between.round_trip_seconds),

@@ -155,6 +155,7 @@ class Measurements:
         def read() -> Entries:
             return load_entries(folder, setup) if own_rank() == 0 and folder is not None else {}
 
+        # rank 0's file counts: ranks that disagree would measure different things, and wait forever
         stored = from_rank_0(on_all_ranks(read))
         options: dict[str, Any] = {"device": device, "directory": folder, "progress": progress}
         if refresh:
@@ -207,6 +208,7 @@ class Measurements:
         two starts of one program plan with the same numbers.
         """
         names = {kernel_key(k): "" for op in graph.ops for k in (*op.forward, *op.backward)}
+        # entries of kernels, and one that says that the whole graph was measured
         names = {key: self._name("kernel", *key) for key in names}
         graph_name = self._name("graph", *sorted(names.values()))
         known = {key: self._seconds(name) for key, name in names.items()}
@@ -238,6 +240,7 @@ class Measurements:
         training: they stay as they are. Raises OptimizerError for a parameter that is not among
         `named_parameters`, and for an optimizer that cannot be tried on a copy.
         """
+        # stored kinds stay as they are, the others are measured together
         kinds = on_all_ranks(
             lambda: update_kinds(
                 optimizers, named_parameters=named_parameters, device_type=self.device.type
@@ -271,6 +274,7 @@ class Measurements:
         seconds = on_all_ranks(
             lambda: [measure_kind(kind, device=self.device, budget_seconds=each) for kind in kinds]
         )
+        # all ranks go on with the same number
         seconds = average(seconds)
         self._add(
             {
@@ -292,6 +296,7 @@ class Measurements:
 
     def _seconds(self, name: str) -> float | None:
         value = self.entries[name].value if name in self.entries else None
+        # an entry that is no time is measured again
         if isinstance(value, bool) or not isinstance(value, int | float):
             return None
         return float(value) if math.isfinite(value) and value > 0 else None

@@ -139,6 +139,7 @@ class OptimizerObserver:
             seconds |= _seconds_per_element(
                 seen, parameters, found, op_overhead_seconds=op_overhead_seconds
             )
+        # an optimizer that communicates in its step shares its parameters out already
         splits = not self.collectives
         return OptimizerProfile(
             name=" + ".join(type(optimizer).__name__ for optimizer in self.optimizers),
@@ -182,6 +183,7 @@ def _watched_step(
     def step(*args: Any, **kwargs: Any) -> Any:
         if not is_active:  # a scheduler that was made inside has wrapped this function
             return original(*args, **kwargs)
+        # a closure runs the model, which is not the optimizer's work: the watch pauses meanwhile
         watch = make()
         args, kwargs = _with_pauses(watch, args, kwargs)
         watch.resume()
@@ -197,6 +199,7 @@ def _watched_step(
         yield
     finally:
         is_active = False
+        # else something has wrapped it meanwhile, and goes on to the original through it
         if vars(optimizer).get("step") is step:
             if own is None:
                 del vars(optimizer)["step"]
@@ -266,6 +269,7 @@ class _Clock:
         `waits` says that it waits for other ranks, which takes time but no processor.
         """
         if self._events:
+            # events come in pairs, start and stop, on the device's stream
             self._events[-1].synchronize()
             pairs = zip(self._events[::2], self._events[1::2], strict=True)
             return sum(start.elapsed_time(end) for start, end in pairs) / 1e3
@@ -360,6 +364,7 @@ def _states(
             (tuple(t.shape), t.element_size()) for t in tensors[id(each.parameter)]
         ]
     common = 0
+    # memory outside of `state`: of one parameter, or of all together, which then share it
     for kept in seen.kept:
         if kept.reference() is None:
             continue
@@ -383,6 +388,7 @@ def _probes_of_kind(
     """
     probes: dict[str, Probe] = {}
     updated = [each for each in parameters if each.parameter in work]
+    # shapes of states, in the dims of their parameters
     templates = _templates([(tuple(each.parameter.shape), states[each.name]) for each in updated])
     for each, template in zip(updated, templates, strict=True):
         done, numel = work[each.parameter], max(each.parameter.numel(), 1)
@@ -416,6 +422,7 @@ def _seconds_per_element(
     None without a timed step.
     """
     updated = [each for each in parameters if each.parameter in seen.work]
+    # one number for all: a timed step says nothing about single parameters
     numel = sum(each.parameter.numel() for each in updated)
     if not seen.clocks or not numel:
         return {}
@@ -444,6 +451,7 @@ def _templates(parameters: Sequence[tuple[Shape, _States]]) -> list[_States]:
     parameters is preferred.
     """
     own = [_follow(states, shape) for shape, states in parameters]
+    # a non-square parameter may tell what a square one leaves open
     for template in dict.fromkeys(own):
         if all(_filled(template, shape) == states for shape, states in parameters):
             return [template] * len(parameters)
@@ -467,6 +475,7 @@ def _followed(state: Shape, shape: Shape) -> Shape:
         if dim in unused:
             unused.remove(dim)
 
+    # dims at the same place first, then equal ones anywhere; sizes of 1 say nothing
     if len(state) == len(shape):
         for place, size in enumerate(state):
             if size == shape[place] != 1:

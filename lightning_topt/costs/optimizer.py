@@ -166,6 +166,7 @@ def read_optimizer(
         if not parameter.requires_grad:
             updates[name] = frozen_update(optimizer, parameter)
             continue
+        # one trial for all parameters that a step treats alike
         key = (id(optimizer), options_key(group), parameter.ndim, parameter.dtype)
         if key not in probes:
             ndim, dtype = parameter.ndim, parameter.dtype
@@ -269,6 +270,7 @@ def update_kinds(
     for key, named in by_kind.items():
         (optimizer, group), (_, options, ndim, dtype) = first[key], key
         sizes = [parameter.numel() for _, parameter in named]
+        # one launch updates many small parameters there
         together = device_type == "cuda" and ndim <= 1
         numel = max(1, min(most, sum(sizes) if together else max(sizes)))
         code = code_key(type(optimizer))
@@ -295,6 +297,7 @@ def measure_kind(kind: UpdateKind, *, device: torch.device, budget_seconds: floa
     """
     ndim, dtype, numel = kind.ndim, kind.dtype, kind.numel
     if device.type == "cuda":
+        # no more than the free memory takes, with gradient, state and temporaries
         numel = min(numel, torch.cuda.mem_get_info(device)[0] // (_TENSORS * dtype.itemsize))
     with kept_objects(kind.optimizer, type(kind.optimizer)):
         step = make_step(
@@ -386,6 +389,7 @@ def code_key(cls: type) -> str:
     for base in cls.__mro__:
         if base.__module__ == "builtins":
             break
+        # a class of the user's program has no name that other processes share
         if base.__module__ == "__main__":
             return ""  # may be any program, or a notebook
     try:
@@ -431,6 +435,7 @@ class Probe:
 
     def state_bytes(self, shape: Sequence[int]) -> int:
         """Return the bytes of the state of a parameter of `shape`, with as many dims."""
+        # dims of the probe are distinct primes: each names the real dim that it stands for
         real = dict(zip(self.dims, shape, strict=True))
         return round(
             sum(
@@ -618,6 +623,7 @@ class _Steps:
 
     def first_states(self) -> tuple[tuple[tuple[int, ...], int], ...]:
         """Take the first step; return shape and bytes per element of what it makes and keeps."""
+        # some optimizers make state when they are built: only new tensors are counted
         before = {id(leaf) for leaf in self.kept()}
         self.step()
         leaves = {id(leaf): leaf for leaf in self.kept() if id(leaf) not in before}
@@ -645,6 +651,7 @@ class _KernelCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
+        # traffic: inputs are read, what is written in place is written too, new outputs are written
         inputs = {id(t): t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
         written = [
@@ -657,6 +664,7 @@ class _KernelCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if inputs or new:
             self.calls += 1
             self.moved_bytes += sum(t.nbytes for t in (*inputs.values(), *written, *new))
+        # memory: storages that are made here live until they are freed
         known = {t.untyped_storage()._cdata for t in inputs.values()} | set(self._live)
         for tensor in new:
             storage = tensor.untyped_storage()

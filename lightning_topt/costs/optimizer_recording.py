@@ -93,6 +93,7 @@ class StepRecording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _claim(self) -> None:
         """Note whose all memory is that is there before the step."""
         numbers = {id(parameter): number for number, parameter in enumerate(self.parameters)}
+        # parameters and gradients, the optimizer's state, what earlier steps kept elsewhere
         for number, parameter in enumerate(self.parameters):
             for tensor in (parameter, parameter.grad):
                 self._track(tensor, owner=number)
@@ -190,6 +191,7 @@ class StepRecording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if uses[key].address not in self._known:
                 self._track(tensor, owner=only, is_state=True)
 
+        # results that have memory of their own are made, and written to
         makers = _makers(args, output, uses) if new else {}
         known = {use.address for use in uses.values()} if new else set()
         made = 0
@@ -220,6 +222,7 @@ class StepRecording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         What the first step (`is_first`) leaves behind is state: no temporary.
         """
+        # what belongs to no parameter is shared by those that the step updated
         moved, calls = self._moved.amounts, self._calls.amounts
         numbers = [n for n, p in enumerate(self.parameters) if moved[n] or p.grad is not None]
         self._moved.settle(numbers)
@@ -232,6 +235,7 @@ class StepRecording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         groups: dict[int, dict[int, int]] = defaultdict(dict)
         for number in numbers:
             groups[self._group_of[number]][number] = self._sizes[number]
+        # groups are stepped one after the other, so each has a peak of its own
         temporaries: dict[int, tuple[float, bool]] = {}
         for sizes in groups.values():
             temporaries |= _temporaries(events, sizes)
@@ -270,6 +274,7 @@ class StepRecording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._events.clear()
 
     def _unexplained(self) -> list[KeptMemory]:
+        # by address
         explained = {
             storage._cdata
             for tensor in (
@@ -401,6 +406,7 @@ class _Shares:
         if not others:
             self._rest += amount
             return
+        # in proportion to their weights
         total = sum(self._weights[number] for number in others)
         for number in others:
             self.amounts[number] += amount * self._weights[number] / total
@@ -435,6 +441,7 @@ def _temporaries(
     `sizes` are elements. The sum, or where temporaries do not add up the largest, is the peak that
     was seen for the group.
     """
+    # replay: bytes alive of each parameter and of all, and the most of both
     alive: dict[int | None, int] = defaultdict(int)
     most: dict[int | None, int] = defaultdict(int)
     together = peak = 0
@@ -445,6 +452,7 @@ def _temporaries(
             together += nbytes
             peak = max(peak, together)
     of_none, total = most.pop(None, 0), sum(sizes.values())
+    # each its own, and of what is nobody's its part
     shares = {number: most[number] + of_none * size / total for number, size in sizes.items()}
     largest, everything = max(map(most.__getitem__, sizes), default=0), sum(shares.values())
     # In a for-loop the variables of one parameter still hold on while the next one's are made: up

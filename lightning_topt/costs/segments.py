@@ -128,6 +128,7 @@ def blocks_reduced_last(graph: OpGraph) -> frozenset[str]:
     """
     trainable = {name for p in graph.parameters if p.trainable for name in (p.name, *p.aliases)}
     block_of = {op.name: op.block for op in graph.ops}
+    # forward along the edges: what depends on a trained parameter has a gradient
     needs_gradient = {op.name for op in graph.ops if trainable.intersection(op.parameters)}
     sources: dict[str, list[str]] = {}
     for edge in graph.edges:
@@ -166,6 +167,8 @@ def structures_of(graph: OpGraph) -> dict[str, int]:
                 for p in parameters.get(block, ())
             )
             at_end = first == 0, first == segments.count - 1  # where neighbours are none
+            # parameters and where they are used from here, and the memory of the segment without
+            # its name
             key = shapes, at_end, replace(graph.timeline[first], block="")
             found[block] = numbers.setdefault(key, len(numbers))
     return found
@@ -241,6 +244,7 @@ def _spans(
     """
     ops = {op.name: op for op in graph.ops}
     inside = _inside_units(graph)
+    # operators outside of units run on every stage that needs them: what they read goes through
     incoming: dict[str, list[tuple[str, TensorSpec]]] = {}
     read = set()
     for edge in graph.edges:
@@ -254,6 +258,7 @@ def _spans(
             sources |= {(source, spec)} if inside[source] else through.get(source, frozenset())
         if not inside[op]:
             through[op] = frozenset(sources)
+        # outside of units only the end of the step needs something by itself
         needed = place_of[op] if inside[op] else last if op not in read else -1
         for each in sources:
             made = place_of[each[0]]

@@ -209,6 +209,7 @@ class StageTable:
         `ends` (stage,) say before which block each stage ends, `variants` (stage,) and `configs`
         (block,) are indices.
         """
+        # leads of stages add up; load and bytes are those of the worst stage
         lead, load, size, first = 0.0, 0.0, 0.0, 0
         for stage, end, variant in zip(self.stages, ends, variants, strict=True):
             own = self._stage(stage, self.variants[variant], first, configs[first:end])
@@ -218,6 +219,7 @@ class StageTable:
     def _stage(
         self, stage: StageKind, variant: StageVariant, first: int, configs: Sequence[int]
     ) -> tuple[float, float, float]:
+        # the distinct block, and its row of costs, for each block of the stage
         kinds = self.order[first : first + len(configs)]
         rows = [variant.chain.costs[kind][c] for kind, c in zip(kinds, configs, strict=True)]
         *sums, humps = zip(*rows, strict=True)
@@ -239,6 +241,7 @@ class StageTable:
             lead, kept = lead + float(link.lead[first]), kept + float(link.kept[first])
             load = max(load + float(link.load[first]), float(link.floor[first]))
         hump = max(humps)
+        # bytes at the worst moment: of a pass, or while the optimizer steps
         update, waiting = (
             sum(float(each[kind]) for kind in kinds) for each in (variant.update, variant.waiting)
         )

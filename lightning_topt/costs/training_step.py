@@ -133,6 +133,7 @@ class TrainingStep:
         """The costs of `exchange`; None for an all-reduce."""
         if self.exchange is None:
             return None
+        # only data ranks exchange gradients
         ranks, stride = self.mesh.data_parallel_size, self.mesh.stride(self.mesh.data_axes)
         return make_exchange_model(
             self.exchange, graph=self.graph, cluster=self.cluster, world_size=ranks, stride=stride
@@ -201,6 +202,7 @@ class TrainingStep:
 
         What does not depend on them is not worked out again.
         """
+        # those of `on` but for compute and alike, which depend on samples
         other = replace(self, batch_size=samples)
         for name in ("segments", "reduced_last", "tied", "phases", "_parameters"):
             other.__dict__[name] = getattr(self, name)
@@ -326,6 +328,7 @@ class TrainingStep:
 
     def waits_of(self, collectives: Iterable[Collective]) -> float:
         """Return the part of `seconds_of` that is waiting for other ranks."""
+        # nobody waits for a collective of nothing: it is left out
         sent = (each for each in collectives if each.size > 0)
         return sum(
             estimate_wait_seconds(self.cluster, op=each.op, group=each.group) for each in sent
@@ -404,11 +407,13 @@ def number_alike_blocks(step: TrainingStep) -> dict[str, int]:
 
 
 def _signature(step: TrainingStep, block: str) -> Hashable:
+    # blocks of several segments are like no other
     structure = structures_of(step.graph).get(block)
     if structure is None:
         return block
     first, kinds = step.segments.of_block[block][0], step.optimizer.kinds
     updates = tuple([kinds.get(parameter.name, -1) for parameter in step.parameters(block)])
+    # to nanoseconds: sums of equal kernels may differ in their last bits
     seconds = tuple(round(float(direction[first]), 9) for direction in step.compute[block])
     work = step.exchange_model.work[block] if step.exchange_model is not None else None
     return structure, updates, seconds, work, block in step.reduced_last
@@ -436,6 +441,7 @@ def activation_lifetimes(step: TrainingStep, block: str, *, recompute: bool) -> 
         if recompute:
             during = max(during, output + forward)
         between = output if recompute else kept
+        # while it runs forward, from there to its backward, while it runs backward
         yield Lifetime("activations", forward, ("forward", k), ("forward", k))
         yield Lifetime(
             "activations", between, phases.after(("forward", k)), phases.before(("backward", k))
@@ -448,6 +454,7 @@ def temporary_bytes(step: TrainingStep, shares: Shares) -> tuple[float, float]:
 
     Of the largest of them, for a for-loop; and of all, for foreach.
     """
+    # a for-loop has one parameter's at a time, foreach those of all
     largest, together = 0.0, 0.0
     for parameter, share in shares.items():
         update = step.optimizer.updates.get(parameter.name)

@@ -114,6 +114,7 @@ def tune_loader(
         ValueError: the data set has no samples, or `prefetch_factor` is a number without workers.
         RuntimeError: a process ended. Exceptions of the data set are raised as they are.
     """
+    # what needs no measurement
     if num_workers == 0 and isinstance(prefetch_factor, int):
         raise ValueError(
             "prefetch_factor is of workers, and the loader has none: give num_workers, or leave it "
@@ -161,9 +162,11 @@ def _measure(
             num_workers, f"{num_workers} workers, as given", {0: prepared.seconds}
         )
     end = time.perf_counter() + seconds
+    # an equal share of the time for each trial
     rungs = len(list(_ladder(cores))) + 2  # the preparation, and one that is repeated
     trials = LoaderTrials(loader, seconds=seconds / rungs)
     prepared = trials.prepare()
+    # each worker has at least one batch waiting
     most = min(cores, math.floor(memory_bytes / max(1.0, prepared.batch_bytes)))
     found = find_num_workers(
         prepared.seconds,
@@ -242,6 +245,8 @@ def _climb(
             continue
         if not is_time_left():
             return False
+        # a number that seems to bring nothing is tried twice: trials are short, and others use the
+        # cores
         goal = (1 - _GAIN) * min(tried.values())
         tried[count] = trial(count).batch_seconds
         if tried[count] > goal and is_time_left():
@@ -317,6 +322,7 @@ def choose_prefetch_factor(
 
 def cores_per_rank(ranks_on_node: int) -> int:
     """Return this process's share of the cores that it may run on, at least 1."""
+    # the cores that this process may use, in a container or under taskset too
     known = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )

@@ -138,6 +138,7 @@ class _Position:
 
     def __init__(self, sampler: Any, generator: torch.Generator | None) -> None:
         self.sampler = sampler
+        # of a batch sampler, the sampler of single samples inside of it
         inner = getattr(sampler, "sampler", None)
         self.parts = [part for part in (sampler, inner) if part is not None]
         found = [generator, *(getattr(part, "generator", None) for part in self.parts)]
@@ -263,6 +264,7 @@ class _Epoch:
             self.lookahead.finish()
 
     def state_dict(self) -> dict[str, Any]:
+        # nothing to go on with: the next epoch is drawn anew
         if self.is_over or not self.batches or self.batches >= _length(self.position.sampler):
             return {"batches": 0}
         return {**self.origin, "batches": self.batches, "check": self.check}
@@ -335,6 +337,7 @@ class Lookahead:
             if isinstance(cache.peers, PrefetchingPeers):
                 cache.peers.forget()
         for indices in chosen:
+            # one announcement for each cache, with all its items of this batch
             wanted: dict[int, tuple[PrefetchingPeers, list[int]]] = {}
             for index in indices if isinstance(indices, list | tuple) else [indices]:
                 found = _cache_behind(self.dataset, index)
@@ -346,6 +349,7 @@ class Lookahead:
             drawn.append(indices)
             if len(drawn) > self.batches:
                 yield drawn.popleft()
+        # the last ones, which nothing follows
         yield from drawn
 
     def finish(self) -> None:
@@ -372,6 +376,7 @@ def _cache_behind(dataset: Any, index: Any) -> tuple[SampleCache, int] | None:
         elif type(dataset) is Subset:
             dataset, index = dataset.dataset, dataset.indices[index]
         elif type(dataset) is ConcatDataset:
+            # the part that has the index, and its place in that
             part = bisect_right(dataset.cumulative_sizes, index)
             index = index - (dataset.cumulative_sizes[part - 1] if part else 0)
             dataset = dataset.datasets[part]

@@ -152,6 +152,7 @@ class AttachedOptimizer:
             return self._last_own
         if hasattr(self.optimizer, "consolidate_state_dict") and self.parallel_step is None:
             return self._plain_state() or {"state": {}, "param_groups": []}
+        # shards, then full tensors, then this rank's share of what ranks step together
         own = {i: self._chunks(i, values) for i, values in self._shards()}
         for index, parameter in enumerate(parameters_of(self.optimizer)):
             if index not in own and parameter in self.optimizer.state:
@@ -241,6 +242,7 @@ class AttachedOptimizer:
             assert last[0] is not None
             self.optimizer.load_state_dict(last[0])
         else:
+            # the full states of what was in shards
             for index, values in gather_parameter_states(
                 self._shards(), self._split, everywhere=True
             ).items():
@@ -288,6 +290,7 @@ class AttachedOptimizer:
     def _without_shards(self) -> Generator[None, None, None]:
         """Take states of sharded parameters from the optimizer within."""
         parameters, state = parameters_of(self.optimizer), self.optimizer.state
+        # shards are gathered by themselves: they must not be in the state that is collected here
         taken = {p: state.pop(p) for p in (parameters[i] for i in self._sharded) if p in state}
         try:
             yield
@@ -360,6 +363,7 @@ def _groups(optimizer: Optimizer) -> list[State]:
     """Return groups as ``Optimizer.state_dict`` writes them, with indices of parameters."""
     groups, start = [], 0
     for group in optimizer.param_groups:
+        # parameters are numbered through all groups
         indices = list(range(start, start + len(group["params"])))
         start += len(indices)
         groups.append(
@@ -394,6 +398,7 @@ class StageOptimizer:
                 f"ranks of a pipeline update the parameters of their stages, but {error.reason}",
                 "Choose a plan without stages, such as 'ddp'",
             ) from error
+        # by the parameters that the optimizer may have: original ones, or those in their place
         owners, kept = run.owners(), set[Tensor](run.updated_parameters())
         owners |= {
             replaced[original]: owner for original, owner in owners.items() if original in replaced
@@ -408,6 +413,7 @@ class StageOptimizer:
             index for index, p in enumerate(parameters) if p in owners and p not in kept
         }
         self._groups, self._device = run.groups, run.device
+        # what the optimizer has of these already is for other ranks to keep
         for index in self._others:
             optimizer.state.pop(parameters[index], None)
         self._attached = AttachedOptimizer(

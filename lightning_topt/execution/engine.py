@@ -16,6 +16,9 @@ A plain object that knows torch, not Lightning; ten lines of plain PyTorch drive
 How a block is run is the techniques' knowledge: the engine applies them in the order of the
 registry and undoes them in the reverse order. Stages come first: `PipelineRun` runs those of this
 rank, and techniques are applied to the parameters that it keeps.
+
+In a fit `plugins.plan_run` makes the engine and releases it. A `StepRunner` runs the steps by it,
+and `plugins.plan_checkpoints` saves and loads by it. In an observed step that is `observed_step`.
 """
 
 from __future__ import annotations

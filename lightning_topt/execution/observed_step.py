@@ -194,6 +194,7 @@ class ObservedRun:
         found = {}
         for block, parameters in parameters_by_block(self.module, self._names).items():
             tensors = [each for each in dict.fromkeys(parameters.values()) if each not in others]
+            # in the order of `KINDS`; states are added after the update
             gradients = [parameter.grad for parameter in tensors if parameter.grad is not None]
             sizes = [sum(_local(tensor).nbytes for tensor in each) for each in (tensors, gradients)]
             found[block] = [*sizes, 0, _padding(tensors) + _padding(gradients)]
@@ -284,6 +285,7 @@ class CalledCollectives(TorchDispatchMode):
         name = func._schema.name.partition("::")[2]
         if func.namespace == "c10d" and name in _OPERATORS and not self._inside:
             op, position = _OPERATORS[name]
+            # c10d's operators have their group somewhere among their arguments, boxed
             group = next(found for each in args if (found := _process_group(each)) is not None)
             self.note(op, list(tensors_in(args[position])), group)
         return func(*args, **(kwargs or {}))
@@ -478,6 +480,7 @@ def _own_objects() -> Iterator[None]:
     def gather(object_list: Any, obj: object, group: object = None) -> Any:
         object_list[:] = [obj] * len(object_list)
 
+    # a broadcast leaves what is there; a gather finds its own object of every rank
     before = dist.broadcast_object_list, dist.all_gather_object
     dist.broadcast_object_list, dist.all_gather_object = lambda *_, **__: None, gather
     try:
@@ -567,6 +570,7 @@ def _with_tensor_rows(verification: Verification, seen: Observation) -> Verifica
     def along_tensor_axes(rows: Iterable[CollectiveRow]) -> list[CollectiveRow]:
         return [row for row in rows if names & set(row.axis.split(" x "))]
 
+    # what is called along tensor axes follows from the step, so it is seen, not said
     known = {row.key for row in verification.collectives}
     if along_tensor_axes(verification.collectives) and not verification.plan.joint:
         return verification

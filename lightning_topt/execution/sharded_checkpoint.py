@@ -142,6 +142,7 @@ def _joined(gathered: Sequence[object]) -> State:
             {
                 "values": {
                     index: values
+                    # of what several ranks have, the lowest rank's stays
                     for of_rank in reversed(ranks)
                     for index, values in of_rank["values"].items()
                 },
@@ -270,6 +271,7 @@ class StoredOptimizer(Mapping[str, Any]):
         param_groups: list[dict[str, Any]],
     ) -> None:
         self._path, self._values, self.param_groups = path, values, param_groups
+        # keys as `save_sharded` writes them
         prefix = f"optimizers.{number}."
         self._known = {
             key: metadata for key, metadata in _tensors(path).items() if key.startswith(prefix)
@@ -293,6 +295,7 @@ class StoredOptimizer(Mapping[str, Any]):
             rows: ``rows(index)`` are those wanted of the other parameters; None: all.
             split: the parameters, by index, of which this rank has slices.
         """
+        # which parameters this rank wants states of, and which rows of them (None: all)
         indices = {*self._values, *(_index_and_name(key)[0] for key in self._known)}
         known = {index: parameters[index] for index in indices if index < len(parameters)}
         wanted = {
@@ -309,6 +312,7 @@ class StoredOptimizer(Mapping[str, Any]):
                 targets[key] = target
                 chunks[key] = _chunks(target, metadata.size, cut.get(index), rows=wanted[index])
         _read(self._path, chunks)
+        # values that are no tensors first, then the tensors that were read
         state = {index: dict(values) for index, values in self._values.items() if index in kept}
         for key, value in targets.items():
             index, name = _index_and_name(key)

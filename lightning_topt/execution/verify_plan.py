@@ -239,6 +239,7 @@ def _verify_stages(
         step = StagedStep.of(plan, module, example)
     except ValueError as error:  # a schedule that does not fit, or a step that cannot be cut
         return Verification(plan, (*problems, " ".join(str(error).split())), tuple(notes))
+    # what ranks hold and send; the rest is not predicted
     held = step.held(plan, local.blocks, optimizers=local.optimizers, profile=local.profile)
     more = [
         *notes,
@@ -295,6 +296,7 @@ def _peak(
 
 def _on_cluster(verification: Verification, cluster: Cluster) -> Verification:
     """Return the verification with the problems that the machines have."""
+    # of the fullest rank: what is held all the time, or the peak where it is known
     needed = float(verification.held_by_rank.sum(axis=1).max())
     what = "parameters, gradients and optimizer state"
     if verification.peak_bytes is not None:
@@ -322,6 +324,7 @@ class _LocalModule:
         placements = split_placements(configs_of(plan), plan.mesh)
         with mode:
             split_parameters(local, placements, TensorAxes.of_mesh(plan.mesh, rank=0))
+        # optimizers are made over slices, as in the run, so that their states have these sizes
         blocks = parameters_by_block(local, configs_of(plan))
         if optimizers_of is None:
             return cls(local, blocks, (), None)
@@ -419,6 +422,7 @@ class StagedStep:
         mesh, configs = plan.mesh, {block.block: block.config for block in plan.blocks}
         # (rank, kind) for each block, place after place of the pipeline.
         held = {block: np.zeros((mesh.size, len(KINDS)), np.int64) for block in blocks}
+        # (rank,): the place of each along the pipeline axis
         places = np.array([mesh.pipeline_rank(rank) for rank in range(mesh.size)])
         for place in range(mesh.pipeline_size):
             # A tied parameter is where any of its names is needed.
@@ -443,6 +447,7 @@ class StagedStep:
 
 def _messages(schedule: Schedule, crossings: Crossings) -> tuple[MessageRow, ...]:
     """Return the messages of a step, those between two ranks and of a kind as one row."""
+    # every rank's program, so that each message is met once, where it is sent
     of_all = [crossings] * schedule.num_microbatches
     sizes = defaultdict[tuple[int, int, str], list[int]](list)
     for rank in range(schedule.num_ranks):

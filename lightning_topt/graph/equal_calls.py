@@ -183,6 +183,7 @@ class SkippedCall:
 def forward_facts(recording: Recording, call: ObservedCall) -> Any:
     """Return what equal calls share in the forward pass, free of names and places."""
     op, tick = call.ops[0], call.ticks[0]
+    # storages by their place in the call, those of its inputs by the place among these
     own = {id(s): n for n, s in enumerate(recording.storages[slice(*call.storages)])}
     results = {id(result.storage) for result in call.results}
 
@@ -317,6 +318,8 @@ class _Expansion:
 
     def _new_ticks(self) -> list[int]:
         """Return the new number of every old tick, and of the end."""
+        # a skipped call takes one tick forward and one backward here, in the step as many as its
+        # model
         length = {
             skipped.tick: skipped.model.ticks[1] - skipped.model.ticks[0]
             for skipped in self.skipped
@@ -482,6 +485,7 @@ class _Expansion:
                 edges.setdefault((self.ops[source], self.ops[target]), shape)
                 continue
             skipped = self.skipped[target]
+            # inside of a skipped call: from its own operators, or from those that made its inputs
             first = self._shifts(skipped)[0] + skipped.model.ops[0]
             for own, reader, read in skipped.model.reads:
                 start = first + own if own >= 0 else self.ops[skipped.input_ops[-1 - own]]
@@ -489,6 +493,7 @@ class _Expansion:
         return edges
 
     def _calls(self) -> list[CallRecord]:
+        # inner calls of a skipped one come after the call at its place
         by_call = {skipped.call: number for number, skipped in enumerate(self.skipped)}
         found: list[CallRecord] = []
         for index, call in enumerate(self.old.calls):
@@ -538,6 +543,7 @@ class _Expansion:
         return found
 
     def _kernels(self) -> list[Measured | None]:
+        # the model's kernels once more: equal calls run equal ones
         places = map(self._ticks_at, range(len(self.old.kernels)))
         return [kernel for place in places for kernel in self.old.kernels[place]]
 

@@ -110,6 +110,7 @@ def copy_module(module: T, copies: TensorCopies, *, fake: bool) -> T:
     synchronized batch normalization, which need values, do without them. Raises CaptureError for
     lazy parameters without a shape.
     """
+    # what is shared is its own copy; tensors are converted before all else
     memo: dict[int, Any] = {id(value): value for value in _shared(module)}
     for submodule in module.modules():
         for name, tensor in (*submodule._parameters.items(), *submodule._buffers.items()):
@@ -216,6 +217,7 @@ class _Filled(TensorCopies):
 
 def _shared(module: nn.Module) -> Iterator[Any]:
     for submodule in module.modules():
+        # by name (a trainer), or by class (a data set)
         for name, value in vars(submodule).items():
             if value is not None and (name in OWNERS or _is_shared(value.__class__)):
                 yield value
@@ -279,6 +281,7 @@ def _deepcopy(module: T, memo: dict[int, Any]) -> T:
     try:
         return copy.deepcopy(module, dict(memo))
     except Exception:
+        # submodules stand for themselves here: each attribute is tried without what it leads to
         visited = {id(submodule): submodule for submodule in module.modules()}
         for submodule in visited.values():
             for value in vars(submodule).values():
@@ -321,6 +324,7 @@ def _reducers() -> Iterator[None]:
         ProcessGroup: share,
         torch.Generator: draw_alike,
     }
+    # what a user has registered stays
     new = {cls: function for cls, function in table.items() if cls not in copyreg.dispatch_table}
     copyreg.dispatch_table.update(new)
     try:
@@ -363,6 +367,7 @@ def _adapt(original: nn.Module, new: nn.Module, device: torch.device | None) -> 
             attributes[name] = vars(original)[name]
     if device is not None and isinstance(attributes.get("_device"), torch.device):
         attributes["_device"] = device
+    # compiled code would run the original's tensors
     if attributes.get("_compiled_call_impl") is not None:
         attributes["_compiled_call_impl"] = None
 
@@ -450,6 +455,7 @@ def quiet_metric(module: nn.Module, *, forgive: bool) -> None:
     if not forgive:
         return
 
+    # shared by the three methods below: once one gives up, all do
     given_up: list[bool] = []
 
     def forgiving(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -217,6 +217,7 @@ class Recorder(LiveMode):
         with self._own_problems():
             self.is_backward = True
             self.nodes.begin_backward()
+            # the first kernel of the pass has no node of its own: it belongs to the loss
             self.current = self.nodes.op_of(loss.grad_fn, self.current)
             self.recording.backward_start = len(self.recording.kernel_ops)
         with entered(self):
@@ -226,6 +227,7 @@ class Recorder(LiveMode):
         # gradients of parameters, then calls of modules; the root is no block, and has no hooks
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
+                # after autograd has added to ``.grad``
                 accumulated = partial(self._accumulated, name)
                 self._handles.append(parameter.register_post_accumulate_grad_hook(accumulated))  # type: ignore[no-untyped-call]
         paths = {submodule: path for path, submodule in module.named_modules() if path}
@@ -376,6 +378,7 @@ class Recorder(LiveMode):
 
     def _live_dispatch(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
         """Run `func`, whatever happens to the recording."""
+        # the user's operator runs in any case, between what is noted before it and after it
         index: int | None = None
         if self.problem is None and (self.is_on or self.is_backward):
             with self._own_problems():
@@ -411,6 +414,7 @@ class Recorder(LiveMode):
 
     def _forward_op(self, func: OpOverload) -> int:
         """Return the operator that a call belongs to: its leaf module, or one of its own."""
+        # inside of a leaf module its operator, else a new one, named after the innermost module
         frame = self._frames[-1] if self._frames else None
         if frame is not None and frame.op is not None:
             index = frame.op
@@ -470,6 +474,7 @@ class Recorder(LiveMode):
                     func, args, kwargs, out, self._resizes
                 )
         record, op, tick = self.recording, self.recording.ops[index], len(self.recording.kernel_ops)
+        # allocations take no time, but their memory counts
         if func._schema.name not in ALLOCATIONS:
             (op.backward if self.is_backward else op.forward).append(kernel)
         # reads and writes of the forward pass; new memory; what a device has beyond shapes
@@ -501,12 +506,14 @@ class Recorder(LiveMode):
     def _read(self, index: int, tensors: list[Tensor], sources: list[StorageRecord]) -> None:
         op = self.recording.ops[index]
         for tensor in tensors:
+            # views of a parameter count too: they share its memory
             name = self._parameters.get(tensor.untyped_storage()._cdata)
             if name is not None:
                 op.parameters[name] = None
             if self.observed is not None:
                 self.observed.read(tensor, self.memory.of(tensor), index)
         for source in sources:
+            # an edge from who made it, or wrote to it last
             if source.op != index:
                 self.recording.edges.setdefault((source.op, index), source.shape)
 
@@ -592,10 +599,12 @@ class LiveStorages:
         self._recording.storages.append(storage)
 
         def freed(_: object) -> None:
+            # the tick that comes next: at the last one it was still there
             storage.died = len(self._recording.kernel_ops)
             self._live.pop(address, None)
             self._references.pop(address, None)
 
+        # called when the last tensor on this memory is gone
         self._references[address] = weakref.ref(memory, freed)
 
 
@@ -622,6 +631,7 @@ class AutogradNodes:
 
         `keep_last` leaves the newest unclaimed.
         """
+        # the number that the next node will get
         until = torch._C._autograd._get_sequence_nr() - keep_last
         for node in range(self._next, until):
             self._ops[node] = op

@@ -218,6 +218,7 @@ def _check_equal(recordings: tuple[Recording, Recording], sizes: Sizes) -> None:
     if recordings[0] is recordings[1]:
         return
     first, second = (recording.sequence() for recording in recordings)
+    # the first operator that differs says most; lengths come after
     for a, b in zip(first, second, strict=False):
         if a != b:
             raise CaptureError(
@@ -285,6 +286,7 @@ class _Fit:
 
     def kernels(self, first: Sequence[Measured], second: Sequence[Measured]) -> tuple[Kernel, ...]:
         """Return one Kernel for all identical calls, in the order of their first call."""
+        # repeated layers have the same calls: groups are known by these
         calls = [self._kernel(a, b) for a, b in zip(first, second, strict=True)]
         key = tuple(id(call) for call in calls)
         if key not in self._groups:
@@ -312,6 +314,7 @@ class _Fit:
 
 
 def _parameters(module: nn.Module) -> list[Parameter]:
+    # tied parameters are one, under the first of their names
     names: dict[int, list[str]] = {}
     tensors = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -339,6 +342,7 @@ def _step(
 ) -> Step:
     first, second = recordings
     ticks = len(first.kernel_ops)
+    # calls refer to storages by their place in `tensors`
     indices = {id(storage): index for index, storage in enumerate(first.storages)}
     return Step(
         batch_sizes=fit.sizes,
@@ -396,6 +400,7 @@ def _modules(root: nn.Module) -> Iterable[Module]:
     found: list[Module] = []
 
     def visit(module: nn.Module, path: str, around: frozenset[int]) -> int:
+        # parents first, although a structure is known after its children's
         position = len(found)
         children = tuple(
             (name, visit(child, f"{path}.{name}" if path else name, around | {id(child)}))
@@ -407,6 +412,7 @@ def _modules(root: nn.Module) -> Iterable[Module]:
             for name, p in module._parameters.items()
             if p is not None
         )
+        # equal numbers for modules of equal class, parameters and children
         structure = numbers.setdefault((type(module), parameters, children), len(numbers))
         if path:
             found.insert(position, Module(path, structure))
@@ -446,6 +452,7 @@ def recording_at(recording: Recording, place: int) -> Recording:
         if storage.saved_by is not None:
             saved[storage.saved_by] += storage.bytes
             saved_now[storage.saved_by] += resized.bytes
+    # bytes without a tensor have no shape from which the new size would follow
     if any(saved[index] != op.saved_bytes for index, op in enumerate(recording.ops)):
         raise Unclear("bytes were saved that are in no tensor")
     # all that has a size, at the new one; storages keep their identity in calls
@@ -540,6 +547,7 @@ def number_at(times: int, number: Any) -> Any:
     """Return an argument of a call likewise; what is no multiple or no number stays."""
     if type(number) is not int and not (type(number) is float and number.is_integer()):
         return number
+    # products of several dims may have the batch more than once
     while number and not number % PRIME:
         number = number // PRIME * times
     return number

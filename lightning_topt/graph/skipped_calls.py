@@ -100,6 +100,7 @@ class SkippedCalls:
                 result = forward(*args, **kwargs)
             finally:
                 recorder.observed = None
+            # a call that leaves anything changed may do something else the next time
             is_same = (surroundings_of(module), host_random_state()) == before
             is_same &= flatten((args, kwargs))[0] == structure
             is_same &= state_of(module) == state and identity_of(module) == identity
@@ -128,6 +129,7 @@ class SkippedCalls:
     ) -> Any:
         """Put the results of `model` in the place of a call."""
         record = recorder.recording
+        # its place in the recording: what is there before it
         inputs = [recorder.memory.of(tensor) for tensor in tensors]
         skipped = SkippedCall(
             path,
@@ -189,6 +191,7 @@ class _SkippedNode(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
+        # gradients come by shape alone; what they take is the model's, put in by `expand`
         made = None if ctx.like is None else empty_fake(ctx.mode, like=ctx.like)
         recorder: Recorder = ctx.recorder
         skipped: SkippedCall = ctx.skipped
@@ -204,6 +207,7 @@ class _SkippedNode(torch.autograd.Function):
             skipped.input_gradient = recorder.memory.of(made)
         record.kernel_ops.append(recorder.current)
         record.kernels.append(None)
+        # from here on the call holds nothing
         ctx.held = None
         return made, None, None, None, None, None, None
 
@@ -336,6 +340,7 @@ def _open(
 def _close(recorder: Recorder, call: ObservedCall, result: Any, given: list[Tensor]) -> bool:
     """Note where the call ends and what it returned; return whether others may equal it."""
     record = recorder.recording
+    # ranges of all that was recorded during the call
     call.ops = call.ops[0], len(record.ops)
     call.ticks = call.ticks[0], len(record.kernel_ops)
     call.storages = call.storages[0], len(record.storages)
@@ -355,6 +360,7 @@ def _close(recorder: Recorder, call: ObservedCall, result: Any, given: list[Tens
         storage = recorder.memory.of(tensor)
         if storage is None or storage.born < call.ticks[0]:  # not made by the call
             return False
+        # a result that shares memory with something else cannot be made anew
         if tensor._is_view() or not _is_dense(tensor) or tensor.nbytes != storage.bytes:
             return False
         call.results.append(_result(tensor, storage, call.ops[0]))
@@ -438,6 +444,7 @@ def find_equal(root: nn.Module) -> dict[str, int]:
             for name, child in module._modules.items()
             if child is not None
         ]
+        # a module in several places, or with children that cannot be compared
         if times[id(module)] > 1 or any(key is None for _, key in children):
             return None
         try:
@@ -529,6 +536,7 @@ def _token(value: Any, depth: int) -> Hashable:
     """Return a value that is equal for equal plain values. Raises NotPlain for all else."""
     if isinstance(value, ATOMS):
         return type(value), value
+    # by text: NaN is not equal to itself, and zero has a sign
     if isinstance(value, (float, complex)):
         return type(value), repr(value)
     if depth > MAX_DEPTH:

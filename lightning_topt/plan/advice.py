@@ -158,6 +158,7 @@ def advise_batch(found: Sequence[Estimate], *, noise_scale: float | None = None)
     All of `found` are on as many devices of one cluster.
     """
     best = max(found, key=lambda each: each.samples_per_second)
+    # the smallest batch that is nearly as good: larger ones need more samples to a loss
     enough = min(
         (e for e in found if e.samples_per_second >= (1 - NEARLY) * best.samples_per_second),
         key=lambda each: each.scenario.batch_size,
@@ -267,6 +268,7 @@ def advise_devices(found: Sequence[Estimate], *, at: Estimate, wanted: float) ->
 def _searched_devices(found: Sequence[Estimate], wanted: float) -> Advice:
     """Compare the best plans: a larger number has others, which the formula does not know."""
     first = min(found, key=lambda each: each.scenario.devices)
+    # per device, relative to the least number that was looked at
     rate = first.samples_per_second / first.scenario.devices
 
     def of(each: Estimate) -> float:
@@ -384,6 +386,7 @@ def advise_compression(points: Sequence[PlanPoint], *, at: Estimate, why_none: s
         at: the plan without compression.
         why_none: why there are no such points.
     """
+    # by exchange, in words
     fastest: dict[str, PlanPoint] = {}
     for point in points:
         exchange = point.plan.gradient_exchange
@@ -433,6 +436,7 @@ def advise_bounded_loss(at: Estimate, *, tail: float | None) -> Advice:
     """
     predicted = at.point.plan.predicted
     assert predicted is not None
+    # only what nothing hides can be saved
     exposed, step = predicted.exposed_communication_seconds, at.point.step_seconds
     if at.point.plan.schedule is not None:
         exposed = 0.0  # in a pipeline these are waits for stages, not for gradients

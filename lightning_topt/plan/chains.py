@@ -89,7 +89,9 @@ class Chain:
             name: (several[:1] if name != ROOT else [self.root])
             for name, several in self.choices.configs.items()
         }
+        # blocks with a place in the chain have their choice, all others one configuration
         configs |= {block: self.choices.configs[block] for block in self.choices.positions if block}
+        # (n, block) from (n, position)
         home = {block: k for k, block in enumerate(self.choices.positions) if block}
         nowhere = np.zeros(len(rows), np.intp)
         plans = np.stack(
@@ -103,8 +105,10 @@ class Chain:
         fixed = self._fixed_bytes
         always = float(fixed.min())  # in every phase; the rest is beside blocks that run
         beside = fixed - always + self.choices.beside
+        # bytes (position, phase of its segment), and times of the root (position, 3)
         own, root = beside[self.choices.own], self.costs.block_times(ROOT, self.root).T
         between = self.choices.between[self.choices.own]
+        # two keys: by what decides the costs, which is cheap, then by the costs themselves
         seen: dict[Hashable, int] = {}
         distinct: dict[tuple[bytes, ...], int] = {}
         blocks: list[BlockCosts] = []
@@ -137,9 +141,11 @@ class Chain:
         """Bytes (phase,) of the root and of what all blocks keep together."""
         step, usual = self.costs.step, {**self.choices.most, ROOT: self.root}
         own = {RESULTS} if self.choices.mixes else set()
+        # (phase,)
         together = step.phases.add_up(
             each for each in self.costs.plan_lifetimes(usual) if each.kind not in own
         )
+        # what only some plans have is counted for all: an upper bound
         for technique, blocks in self.choices.rarer.items():
             if technique not in self.costs.techniques(self.root):
                 together = together + step.phases.add_up(technique.plan_lifetimes(step, blocks))
@@ -167,6 +173,7 @@ class Chain:
                 [_is_whole(config) for config in self.choices.configs[self.choices.positions[k]]]
             )
             own = numbers.own + beside + np.where(whole[:, None], between, 0.0)
+        # (2, config): the most in forward, the most in backward
         humps = np.maximum(
             np.stack([own[:, : len(FORWARD)].max(axis=1), own[:, len(FORWARD) :].max(axis=1)]), 0.0
         )
@@ -210,6 +217,7 @@ class Choices:
     def rarer(self) -> dict[Technique, set[str]]:
         """The techniques that only other plans than `most` have, and blocks that may have them."""
         found: dict[Technique, set[str]] = {}
+        # many blocks share a list of configurations: each list is looked at once
         usual = {t for config in self.most.values() for t in self.costs.techniques(config)}
         of_list: dict[int, set[Technique]] = {}
         for name, configs in self.configs.items():
@@ -228,6 +236,7 @@ class Choices:
         found = {}
         for home, block in enumerate(self.positions):
             if block:
+                # alike blocks with equal neighbours differ by their place alone
                 key = self.costs.step.alike[block], *self._near(block, home)
                 if key not in known:
                     known[key] = home, self._block_bytes(block, home)
@@ -380,11 +389,13 @@ class Choices:
 
     def _near(self, block: str, home: int) -> tuple[int | None, ...]:
         beside, spans = self._uniform_neighbours[block], self.costs.step.segments.of_block
+        # relative to the block, so that repeated layers have equal keys
         names = beside.previous, beside.following
         return tuple(None if name is None else spans[name][0] - home for name in names)
 
     def _block_bytes(self, block: str, home: int) -> BlockBytes:
         phases, configs = self.costs.step.phases, self.configs[block]
+        # (config, phase)
         size = np.array([self.block_memory(block, config) for config in configs])
         segment, forward, places = phases.segment, phases.is_forward, np.arange(len(phases.order))
         over = places == phases.position[FORWARD_OVER]
@@ -404,11 +415,13 @@ class Choices:
             size[:, some].min(axis=1) if some.any() else np.full(len(configs), np.inf)
             for some in (later, backward)
         ]
+        # what is there all the step, then what each part of it has above that
         static = np.minimum(most, np.min(between, axis=0))
         late, held, kept = (
             most - static,
             *(np.where(np.isfinite(each), each - static, 0.0) for each in between),
         )
+        # what these numbers do not list is added to `beside` for all plans: bytes are never too few
         listed_then = np.select([later, backward], [held[:, None], kept[:, None]], late[:, None])
         above = np.where(own, 0.0, size - static[:, None] - listed_then).max(axis=0)
         beside = {phases.order[index]: float(above[index]) for index in np.flatnonzero(above >= 1)}

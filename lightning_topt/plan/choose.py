@@ -168,6 +168,7 @@ def _complexity(plan: ParallelPlan) -> tuple[int, ...]:
 
     Whole numbers that depend on no prediction, so noise never decides between equals.
     """
+    # blocks that have a name; the rest of the model is the block ""
     named = [block.config for block in plan.blocks if block.block]
     levels = [block.config.storage.level for block in plan.blocks]
     kinds = {(config.storage, config.recompute) for config in named}
@@ -268,6 +269,7 @@ def _neighbours(
 ) -> list[str]:
     """Return sentences on the plans beside it on the frontier, and on its mechanism."""
     sentences = []
+    # by memory, the smallest first
     peers = sorted((p for p in points if p.devices == chosen.devices), key=lambda p: p.peak_bytes)
     larger = [p for p in peers if p.peak_bytes >= chosen.peak_bytes]
     faster = next((p for p in larger if p.step_seconds < chosen.step_seconds), None)

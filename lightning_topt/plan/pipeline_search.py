@@ -130,6 +130,7 @@ def search_pipelines(
         key=lambda index: (shapes[index].schedule != PLAIN, bounds.least[index, 0]),
     ):
         shape = shapes[index]
+        # by now more plans may be known than when the shapes were bounded
         if not bounds.may_gain(index, known.scaled(1 / (1 + epsilon))):
             continue
         table = stage_table(blocks, shape)
@@ -142,6 +143,7 @@ def search_pipelines(
         known = KnownPlans.best([known.costs, costs])
         if shape.schedule == PLAIN:
             plain = known
+    # plans that later ones beat are dropped; `plain` keeps 1F1B plans that only other stages beat
     found.plain = [each for each in _on(found.plans, plain) if each[0].schedule == PLAIN]
     found.plans = _on(found.plans, known)
     found.plain = [each for each in found.plain if each not in found.plans]
@@ -194,6 +196,7 @@ def pipeline_shapes(
     """
     graph, most = blocks.step.graph, len(blocks.names)
     for ranks in range(2, min(count // tensor, most) + 1):
+        # ranks that run the same stage
         data = count // tensor // ranks
         if (
             count % (ranks * tensor)
@@ -202,6 +205,7 @@ def pipeline_shapes(
         ):
             continue
         for micro in _microbatches(global_batch_size // data, ranks, wanted):
+            # of a microbatch; a step of unknown scaling has the captured size alone
             samples = global_batch_size / data / micro
             if not graph.batch_scaling and samples != graph.batch_size:
                 continue
@@ -211,6 +215,7 @@ def pipeline_shapes(
 
 
 def _microbatches(batch: int, ranks: int, wanted: PipelineRequest) -> Iterator[int]:
+    # each rank of a row brings one
     if wanted.own_batches:
         yield ranks
         return
@@ -327,6 +332,7 @@ def bounds_of(
             else [()]
         )
         alike.setdefault(nodes, []).append(index)
+    # so many shapes at a time that arrays of (shape, way, kind, config, price) stay small
     most = max(_ROOM // (_WAYS * (max(blocks.kinds) + 1) * _CONFIGS * len(prices)), 1)
     for nodes, rows in alike.items():
         for first in range(0, len(rows), most):
@@ -372,6 +378,7 @@ def _of_alike(
     fixed = np.array([fixed_costs(blocks, shape) for shape in shapes])
     seconds, received = np.array([_crossing(blocks, shape) for shape in shapes]).T
     received = held[1, ..., 0, 0] * received[:, None]  # (shape, way)
+    # sums over blocks; of several kinds of nodes the cheapest counts
     priced = np.einsum("k,nwkp->nwp", counts, np.min(least, axis=0)) + prices * received[..., None]
     total = (fixed[:, 0] + seconds)[:, None] + prices * fixed[:, 1:] + priced.max(axis=1)
     return total, fixed[:, 1] + (np.min(fewest, axis=0) @ counts + received).max(axis=1)
@@ -385,6 +392,7 @@ def _crossing(blocks: StageBlocks, shape: PipelineShape) -> tuple[float, float]:
     rates, least, sent = shape.rates, 0.0, 0
     received = float(np.round(blocks.crossing_bytes(shape.samples)[0, 1:].min()))
     for (kinds, link), count in boundaries_of(shape, blocks.step.cluster).items():
+        # (first block of the receiving stage,): activations there and gradients back
         round_trip = transfer_seconds(blocks.on(kinds), shape)[link].sum(axis=0)
         least += count * float(np.round(round_trip[1:].min(), 9))
         sent += count * (link != "none")
@@ -403,6 +411,7 @@ def _parts(
     known: dict[object, tuple[Array, ...]] = {}
     found = []
     for shape in shapes:
+        # all that costs of blocks depend on: many shapes share them
         key = shape.samples, shape.splits_backward, shape.data, shape.tensor, shape.level
         if key not in known:
             chain, weights, own = parts_of(blocks, shape, recomputes)
@@ -419,6 +428,7 @@ def _parts(
 @lru_cache(maxsize=2**14)
 def _weights_of(held: tuple[int, ...]) -> tuple[tuple[float, float], tuple[float, float]]:
     """Return those ([static, kept], way) of a pipeline whose stages hold so many microbatches."""
+    # (stage,): microbatches in flight
     counts = np.array(held, float)
     inverse = float((1 / counts).sum())
     static, kept = (

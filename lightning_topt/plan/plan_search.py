@@ -15,6 +15,10 @@ For each number of devices there are three searches, each of which knows what th
     2. meshes with a tensor axis        the same on slices (`plan.tensor_meshes`), where a lower
                                         bound says that some plan may be better
     3. pipelines                        cuts of the chain into stages (`plan.staged_plans`)
+
+A fit (`plugins.searched_plan`, `plugins.default_search`, `plugins.traced_planning`) and commands
+that plan call it, once graph and costs are there. From its frontier `choose` picks the plan that an
+`Engine` runs.
 """
 
 from __future__ import annotations
@@ -182,8 +186,10 @@ def _searched(
 
     First those without a tensor axis, then those with one that may be better.
     """
+    # stages alone are asked for
     if request.pipelines is not None and request.pipelines.is_given:
         return
+    # one budget of CPU seconds for all searches of this number of ranks
     left, batches = request.max_seconds, list[PlanBatch]()
     for spaces in _by_views(_spaces(request, count)):
         start = time.thread_time()
@@ -204,6 +210,7 @@ def _searched(
     known = KnownPlans.of(batches).scaled(1 / (1 + request.epsilon))
     for spaces in _by_views(_tensor_spaces(request, count, known)):
         start = time.thread_time()
+        # chains whose lower bound known plans beat are left out
         chains = [c for space in spaces for c in space.chains() if known.may_gain(c.table)]
         yield spaces, search_chains(chains, max_seconds=left, epsilon=request.epsilon)
         left = max(left - (time.thread_time() - start), 1e-3)
@@ -359,6 +366,7 @@ def _tensor_steps(
         ]
     for first, *others in of_tensor:
         bound = None if is_needed is None else partial(is_needed, others)
+        # the search of splits looks at the first mesh; the others reuse its steps
         whole = step_on(request, first)
         for step in tensor_steps(
             whole, request.split, mesh=first, layout=request.layout, is_needed=bound
@@ -409,6 +417,7 @@ class PlanSpace:
         """
         configs = self._configs(self.own)
         kinds = dict.fromkeys(config for several in configs.values() for config in several)
+        # lists of configurations are shared by equal blocks, so each is looked at once
         nearest = {
             id(several): [_nearest(several, kind) for kind in kinds]
             for several in {id(several): several for several in configs.values()}.values()
@@ -427,8 +436,10 @@ class PlanSpace:
         the smallest mix.
         """
         configs = self._configs(self.groups[-1])
+        # a row: the index of each block's configuration
         start = self.uniform.configs_of(int(self.uniform.peak_bytes.argmin()))
         row = np.array([several.index(start[name]) for name, several in configs.items()], np.intp)
+        # single changes: of all alike blocks, of the first and of the last of them
         alike: dict[tuple[int, int], list[int]] = {}
         for index, (name, several) in enumerate(configs.items()):
             alike.setdefault((self.costs.step.alike[name], id(several)), []).append(index)
@@ -492,6 +503,7 @@ def spaces_of(
                 PlanCosts(viewed if exchange is None else replace(viewed, exchange=exchange))
             )
         if shards:
+            # plans that shard gradients always run so (see `TrainingStep`)
             returning = viewed if viewed.returns_memory else replace(viewed, returns_memory=True)
             for mesh in (step.mesh, *others):
                 yield _sharded_gradients(PlanCosts(returning.on(mesh)))

@@ -153,8 +153,10 @@ class ModelFacts:
         """Return the seconds of the update of one rank under `plan`."""
         total = 0.0
         for block, config in plan.configs.items():
+            # ranks that share the optimizer state share its update
             axes = config.storage.sharded_axes("optimizer_state")
             share = 1 / plan.mesh.ranks_along(axes) if axes else 1.0
+            # along tensor axes every rank updates its slices
             total += share * self.update_seconds.get(block, 0.0)
         return total / plan.mesh.ranks_along(plan.mesh.tensor_axes)
 
@@ -241,11 +243,13 @@ def estimate(
     Raises:
         ValueError: as `Workload.steps_of`.
     """
+    # a step of the training: micro-batches and one update
     update = facts.update_of(point.plan) if accumulate > 1 else 0.0
     step = accumulated_seconds(point, accumulate=accumulate, update_seconds=update)
     found = Estimate(scenario, point, step, accumulate, error=TimeError.of(scenario.cluster))
     if work is None:
         return found
+    # the whole run, with checkpoints and what failures cost
     run = run_time(
         work.steps_of(scenario) * step,
         failures=scenario.cluster.failures,
@@ -260,6 +264,7 @@ def estimate(
 
 def accumulated_seconds(point: PlanPoint, *, accumulate: int, update_seconds: float) -> float:
     """Return the seconds of a step of so many micro-batches like `point`, with one update."""
+    # what is done once: the update, and the exchange of unsharded gradients
     plan, once = point.plan, update_seconds
     if plan.keeps_gradients_whole and plan.schedule is None and plan.predicted is not None:
         once += plan.predicted.exposed_communication_seconds

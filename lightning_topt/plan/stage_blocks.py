@@ -234,6 +234,7 @@ class StageBlocks:
             (each.forward, each.backward, each.kept, each.hump, each.recomputed_kept)
             for each in of_kinds
         ]
+        # (block, 5 numbers on each kind of nodes)
         times = np.stack([*itertools.chain.from_iterable(rows)], axis=1)
         found = []
         for n, name in enumerate(self.names):
@@ -241,6 +242,7 @@ class StageBlocks:
                 (p.shape, p.dtype, p.trainable, step.optimizer.updates.get(p.name))
                 for p in self.owned[n]
             )
+            # equal in parameters and their updates, in recomputation, and in what passes take
             measured = tuple(step.optimizer.seconds_per_element.get(p.name) for p in self.owned[n])
             key = owned, measured, able[name], tuple(np.round(times[n] / _GRAIN).tolist())
             found.append(known.setdefault(key, len(known)))
@@ -327,6 +329,7 @@ class StageBlocks:
         }
         trained = {name for p in graph.parameters if p.trainable for name in (p.name, *p.aliases)}
         for op in graph.ops:
+            # the output is as large as its gradient, which waits
             if op.name in inner and trained.intersection(op.parameters):
                 amount, count = found[n := places[of_op[op.name]]]
                 sizes = (spec_bytes(spec, graph.batch_size) for spec in op.outputs)
@@ -433,6 +436,7 @@ class RepeatedBlocks(StageBlocks):
     @cached_property
     def uses(self) -> dict[str, tuple[int, ...]]:
         """The places of the blocks that read each parameter."""
+        # the first repetition of each block
         first = {place: n for n, place in reversed([*enumerate(self.places)])}
         return {
             name: tuple(sorted(first[place] for place in used))
@@ -501,6 +505,7 @@ def _stage_block(passes: Passes, n: int, recomputes: Sequence[bool]) -> StageBlo
     Without, it takes endless time where it has to recompute.
     """
     seconds = passes.forward[n] + passes.backward[n]
+    # (seconds, kept, hump)
     plain = seconds, passes.kept[n], passes.hump[n]
     again = seconds + passes.forward[n], passes.recomputed_kept[n], passes.recomputed_hump[n]
     several = [
@@ -541,6 +546,7 @@ class Once:
 
 def _parameter_costs(parameter: Parameter, step: TrainingStep, level: int) -> Array:
     """Return seconds of the update, static bytes and those of temporaries of one parameter."""
+    # at level 1 data ranks share state and update evenly
     ranks = step.mesh.data_parallel_size if level else 1
     seconds = step.update_seconds(parameter) / ranks + temporaries_seconds(
         step, {parameter: 1 / ranks}
@@ -588,10 +594,12 @@ def _shared_costs(
     found = np.zeros((2, count, count + 1))
     for parameter in shared:
         places = np.array(uses[parameter.name])
+        # (first, end): how many readers the stage has
         inside = ((places[:, None, None] >= first) & (places[:, None, None] < end)).sum(axis=0)
         some, copied = (inside > 0) & (inside < len(places)), (inside > 0) & (places[0] < first)
         size = gradient_bytes(parameter)
         link = (crosses_nodes and step.cluster.inter) or step.cluster.intra
+        # between two stages at a time, over the slower link that there may be
         found[0] += some * ring_seconds("all_reduce", size=size, ranks=2, link=link)
         seconds, static, _ = _parameter_costs(parameter, step, level)
         found[:2] += copied * np.array([seconds, static])[:, None, None]

@@ -106,9 +106,11 @@ def _block_seconds(blocks: StageBlocks, shape: PipelineShape, again: NDArray[np.
     parts takes besides.
     """
     passes, once = blocks.passes(shape.samples), shape.once(blocks)
+    # recomputed blocks run forward again in backward
     costs = passes.forward, passes.backward + passes.forward * again, passes.weights, once.seconds
     split = passes.split * shape.splits_backward
     found = np.zeros((5, len(again), again.shape[1] + 1))
+    # a stage is the difference of two of these sums
     found[:, :, 1:] = np.cumsum(
         [np.broadcast_to(each, again.shape) for each in (*costs, split)], axis=2
     )
@@ -125,6 +127,7 @@ def step_seconds_of(seconds: StageSeconds, shape: PipelineShape) -> Array | None
     schedule = simulated_schedule(shape)
     if schedule is None:
         return None
+    # of a split backward: gradients of activations, then those of parameters
     inputs = np.maximum(seconds.backward - seconds.weights, 0.0)
     there, back = (
         {(s - 1, s): row[s] for s in range(1, shape.num_stages)} for row in seconds.transfers
@@ -133,6 +136,7 @@ def step_seconds_of(seconds: StageSeconds, shape: PipelineShape) -> Array | None
         part + PASS_SECONDS for part in (seconds.forward, seconds.backward, inputs, seconds.weights)
     ]
     done = many_rank_seconds(schedule, (each[0], each[1], each[2], each[3], None), (there, back))
+    # (rank, n): stages of one rank add up
     once = np.zeros_like(done)
     np.add.at(once, list(shape.ranks), seconds.once)
     return np.asarray((done + once).max(axis=0))
@@ -200,6 +204,7 @@ def stage_bytes(
     again = np.array([point.configs for point in points], bool)  # (n, block)
     ends = np.array([point.ends for point in points])  # (n, stage)
     first = np.concatenate([np.zeros((len(points), 1), np.intp), ends[:, :-1]], axis=1)
+    # where each stage begins in the rows of all plans, one after the other
     places = (first + again.shape[1] * np.arange(len(points))[:, None]).ravel()
 
     def by_stage(combined: np.ufunc, values: Array) -> Array:
@@ -245,6 +250,7 @@ def peak_bytes_of(blocks: StageBlocks, shape: PipelineShape, sizes: StageBytes) 
     peaks = []
     for rank, counts in enumerate(_counts(shape)):
         own = [stage for stage, of in enumerate(shape.ranks) if of == rank]
+        # (2 * own stages, n), as `counts` has its columns
         held = np.concatenate([sizes.kept[own], sizes.kept[own] + sizes.waiting[own]])
         running = (counts @ held).max(axis=0) + sizes.hump[own].max(axis=0)
         peaks.append(
@@ -306,6 +312,7 @@ def with_moves(
     best, fresh = _priced(blocks, shape, points), [*points]  # fresh: not moved yet
     known = {(point.ends, point.configs) for point in points}
     for _ in range(_ROUNDS):
+        # only plans that are new on the frontier are moved further
         near = {(p.ends, p.configs): p for point in fresh for p in _neighbours(point)}
         new = [point for key, point in near.items() if key not in known][:_MOST_POINTS]
         if not new:
@@ -380,6 +387,7 @@ def costs_of_stages(blocks: StageBlocks, shape: PipelineShape, cut: StagePoint) 
     """
     seconds, sizes = stage_seconds(blocks, shape, [cut]), stage_bytes(blocks, shape, [cut])
     static = sizes.static[:, 0].copy()
+    # the first stage of each rank has what the rank has once
     static[[shape.ranks.index(rank) for rank in range(shape.pipeline)]] += fixed_costs(
         blocks, shape
     )[1]

@@ -118,6 +118,7 @@ class PipelineShape:
     def mesh(self, cluster: Cluster) -> Mesh:
         """Return the mesh: axes of stages, of parts of the batch and, if any, of slices."""
         per_node, width = cluster.devices_per_node, self.width
+        # the ranks of one stage are neighbours: on one node where nodes consist of whole stages
         inside = width <= per_node and per_node % width == 0
         scopes = (
             "intra" if self.pipeline * width <= per_node else "inter",
@@ -146,6 +147,7 @@ class PipelineShape:
         """Return which of `LINKS` the slowest ranks of a stage receive through."""
         if self.ranks[stage - 1] == self.ranks[stage]:
             return "none"
+        # links between neighbours in the row: their ranks lie beside one another
         both = [self._ranks_of(each) for each in (stage - 1, stage)]
         first, last = min(ranks[0] for ranks in both), max(ranks[-1] for ranks in both)
         # Ranks follow the nodes: each pair is on one node where all of them are, and nowhere else.
@@ -155,6 +157,7 @@ class PipelineShape:
         """Return the kinds of nodes (`Cluster.nodes`) that run `stages`; none if all are equal."""
         if not cluster.nodes:
             return ()
+        # kinds of nodes follow one another: those of the first and the last rank, and all between
         ends = [(ranks[0], ranks[-1]) for ranks in map(self._ranks_of, stages)]
         kinds = [(cluster.node_of(first)[0], cluster.node_of(last)[0]) for first, last in ends]
         return tuple(sorted({kind for first, last in kinds for kind in range(first, last + 1)}))
@@ -331,6 +334,7 @@ def continuous_table(blocks: StageBlocks, shape: ContinuousShape) -> StageTable:
         [trained_bytes(blocks, blocks.kinds.index(kind)) for kind in range(max(blocks.kinds) + 1)]
     )
     for stage, copies in zip(table.stages, shape.copies, strict=True):
+        # stages keep different numbers of copies, so each has variants of its own
         own = tuple(range(len(variants), len(variants) + len(stage.variants)))
         for variant in (table.variants[index] for index in stage.variants):
             variants.append(replace(variant, static=variant.static + copies * copied))
@@ -342,6 +346,7 @@ def _variant(
     blocks: StageBlocks, shape: PipelineShape, recomputes: tuple[bool, ...]
 ) -> StageVariant:
     """Return the costs of stages on the devices of `blocks`."""
+    # gradients of parameters fill idle times, but no more of the lead than a block takes
     chain, weights, own = parts_of(blocks, shape, recomputes, parts=1 + shape.splits_backward)
     least = [shape.rates.lead * block.seconds.min() for block in chain.blocks]
     weights, own = np.minimum(shape.rates.weights * weights, least), own * shape.stages_per_rank
@@ -367,6 +372,7 @@ def parts_of(
         The chain; seconds of gradients of parameters (distinct block,) where these have passes of
         their own; and per step ([seconds, static bytes, bytes of the update], distinct block).
     """
+    # the first place of each distinct block
     kinds = [blocks.kinds.index(kind) for kind in range(max(blocks.kinds) + 1)]
     once, splits = shape.once(blocks), shape.splits_backward
     # A recomputed block would recompute in either half of its backward.

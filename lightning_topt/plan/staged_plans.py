@@ -137,6 +137,7 @@ def search_stages_for(
     Raises:
         PlanError: something is wanted that no pipeline of `count` ranks has.
     """
+    # one deadline and one set of known costs for all searches below
     deadline, best = time.thread_time() + max_seconds, KnownPlans.best([_costs_for(known, count)])
     search = _Search(wanted, global_batch_size, epsilon, deadline, best, error=epsilon)
     shapes = [*pipeline_shapes(blocks, count, global_batch_size, wanted)] if wanted.takes(1) else []
@@ -154,6 +155,7 @@ def search_stages_for(
         if of_size:
             is_any |= chain.blocks is not None
             search.add(chain.blocks, of_size)
+    # nothing to search, though stages are insisted on: say whether slices or stages are why
     if not is_any and wanted.is_given:
         size = wanted.tensor or 1
         if (
@@ -189,17 +191,20 @@ class _Search:
         """Search the pipelines of these shapes; None: a step that cannot be captured."""
         if blocks is None:
             return
+        # the time that is left, and a moment in any case
         left = max(self.deadline - time.thread_time(), 1e-3)
         found = search_pipelines(blocks, shapes, self.known, epsilon=self.epsilon, max_seconds=left)
         self.found.append((blocks, found))
         self.plain.append(
             _costs([each for each in (*found.plans, *found.plain) if each[0].schedule == PLAIN])
         )
+        # later searches must beat these
         self.known = KnownPlans.best([self.known.costs, _costs(found.plans)])
         self.error = max(self.error, found.error_bound)
 
     def priced(self) -> tuple[list[PlanPoint], list[PlanPoint]]:
         """Return the plans that no known one beats, and those under 1F1B that only stages beat."""
+        # plans are told by their costs: (seconds, bytes) that no other plan beats, as tuples
         best, plain = (
             {tuple(row) for row in each.costs.tolist()}
             for each in (self.known, KnownPlans.best(self.plain))
@@ -210,6 +215,7 @@ class _Search:
                 (each, (each[1].step_seconds, each[1].peak_bytes))
                 for each in (*found.plans, *found.plain)
             ]
+            # on the frontier; beside it 1F1B plans, which are simpler to run
             chosen = [each for each, cost in every if cost in best]
             others = [
                 each
@@ -240,6 +246,7 @@ def _points(
     *,
     own_batches: bool,
 ) -> list[PlanPoint]:
+    # the points of one shape are priced at once
     by_shape: dict[PipelineShape, list[StagePoint]] = {}
     for shape, point in plans:
         by_shape.setdefault(shape, []).append(point)
@@ -274,6 +281,7 @@ def search_continuous(
     shapes = [*continuous_shapes(blocks, count, global_batch_size, wanted, stale)]
     if not shapes and wanted.schedule in CONTINUOUS_SCHEDULES:
         raise PlanError(_why_none(blocks, count, wanted, global_batch_size=global_batch_size))
+    # shape after shape, each with an equal share of the time, and against what is known by then
     costs, found, error = _costs_for(known, count), list[PlanPoint](), 0.0
     for shape in shapes:
         result = search_stages(
@@ -339,6 +347,7 @@ def staged_points(
     `batch_size` are the samples of a row of ranks. With `own_batches` each rank of it brings its
     part.
     """
+    # the step as the search's formula says, unless it was simulated
     seconds = stage_seconds(blocks, shape, points)
     simulated = step_seconds_of(seconds, shape)
     steps = np.array([point.step_seconds for point in points]) if simulated is None else simulated
@@ -366,6 +375,7 @@ class _Plans:
     ) -> None:
         graph, cluster = blocks.step.graph, blocks.step.cluster
         self.mesh, self._shape = shape.mesh(cluster), shape
+        # without and with recomputation, the only choice that blocks of a shape have
         axes, over = len(self.mesh.axes), self.mesh.data_axes
         configs = [
             OpConfig.zero(shape.level, recompute=again, axes=axes, over=over)
@@ -395,6 +405,7 @@ class _Plans:
         chosen = [
             several[config] for several, config in zip(self._blocks, point.configs, strict=True)
         ]
+        # blocks outside of the chain run in the first stage
         stages, first = [], 0
         for end in point.ends:
             stages.append(StagePlan((*chosen[first:end], *(() if first else self._others))))
@@ -521,6 +532,7 @@ def blocks_on_slices(
 
     `calls` as in `SplitModel.calls`, `same_operators` as in `StageBlocks.of_slices`.
     """
+    # data ranks come with the pipeline's shape
     mesh = Mesh((Axis("data", 1), Axis("tensor", size)))
     step = step_of(whole.step, local, mesh=mesh, split=chosen)
     once = {whole.names[0]: calls[ROOT]} if ROOT in calls else {}

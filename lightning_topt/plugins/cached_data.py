@@ -5,7 +5,15 @@
     CacheMonitor       a callback that logs where samples came from
     MeasuredCache      the same cache for a measurement of stalls (``topt stalls``)
 
-The caches themselves, their files and the protocol between nodes are in `lightning_topt.data`.
+The caches themselves, their files and the protocol between nodes are in `lightning_topt.data`. What
+a loader asks for goes to `BatchDataset.__getitems__`, where torch would only stack the samples:
+
+    a hit, whole batch     `_read_at_once`: `MappedEntries.find_all` says where entries lie, `take`
+                           copies them into rows; `collate` hands the batch on as it is
+    a hit, some of it      `BatchRows.fill_from` and `SampleCache.read_into`, row by row
+    a miss, read           `CachedDataset._read` calls the source; some are drawn twice (`_check`)
+    a miss, kept           `encode` makes the entry, `SampleCache.put_many` writes it where there is
+                           room (`SegmentStore.write_many`); `verify_new` readies it for `find_all`
 """
 
 from __future__ import annotations

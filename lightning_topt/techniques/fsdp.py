@@ -189,6 +189,7 @@ def _within_groups(modules: list[nn.Module]) -> Generator[None, None, None]:
     """
     for module in modules:
         assert isinstance(module, FSDPModule)
+        # each sharded module is in the list itself
         module.set_requires_all_reduce(False, recurse=False)
     try:
         yield
@@ -354,6 +355,7 @@ def _shard(
     after_forward: bool,
     ignored: set[nn.Parameter] | None = None,
 ) -> None:
+    # takes over the parameters: DTensors of the shards are in their places now
     sharded = fully_shard(
         module, mesh=mesh, reshard_after_forward=after_forward, ignored_params=ignored
     )

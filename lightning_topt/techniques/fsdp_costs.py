@@ -205,6 +205,7 @@ def gradient_lifetimes(block: ShardedBlock) -> Iterator[Lifetime]:
                 "gradients", gradient_bytes(parameter), ("backward", first), ("backward", first)
             )
     whole = sum(map(gradient_bytes, block.trainable))
+    # their workspace is counted once for all, in `plan_lifetimes`
     if block.is_reduced_last and block.name != ROOT:
         yield Lifetime("gradients", whole, reduce, reduce)
         return
@@ -281,6 +282,7 @@ def plan_lifetimes(
 
 def _last_workspace(block: ShardedBlock) -> float:
     """Return the bytes that reducing takes, less the parameters and gradients freed before."""
+    # what this reduction lets go of while its buffers come
     released = sum(parameter_bytes(p) + gradient_bytes(p) for p in block.parameters)
     flat = block.flat_gradients
     return max(flat + flat / block.ranks + block.workspace - released, 0.0)
@@ -297,6 +299,7 @@ def fsdp_collectives(block: ShardedBlock) -> Iterator[Collective]:
     step = block.step
     if not block.parameters:
         return
+    # level 2 still has them in backward
     for during in ("forward", "backward") if block.level == 3 else ("forward",):
         yield step.collective(during, "all_gather", block.flat, axes=block.axes)
     if block.trainable:

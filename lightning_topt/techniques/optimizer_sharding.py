@@ -103,6 +103,7 @@ class OptimizerSharding(Technique):
 
     @override
     def plan_lifetimes(self, step: TrainingStep, blocks: Collection[str]) -> Iterator[Lifetime]:
+        # how much more the busiest rank has than an even share, which blocks count
         states = _excess(
             step, blocks, lambda parameter: float(step.optimizer.state_bytes(parameter.name))
         )
@@ -168,6 +169,7 @@ def _broadcasts(step: TrainingStep, block: str) -> Iterator[Collective]:
 def _share_step(
     optimizer: Optimizer, shared: Collection[Tensor], *, ranks: int, group: dist.ProcessGroup | None
 ) -> ParallelStep | None:
+    # an optimizer may have none of the parameters whose state is sharded
     pieces = pieces_of(optimizer, shared, ranks=ranks)
     if not pieces:
         return None
@@ -192,6 +194,7 @@ def pieces_of(optimizer: Optimizer, shared: Collection[Tensor], *, ranks: int) -
 
     Parameters that are not `shared` are left out.
     """
+    # optimizers that look at whole parameters have them whole, on one rank
     cut = is_one_of(optimizer, ELEMENTWISE)
     own = [(index, p) for index, p in enumerate(parameters_of(optimizer)) if p in shared]
     shares = [

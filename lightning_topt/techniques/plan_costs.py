@@ -69,9 +69,12 @@ class PlanCosts:
 
     def configs(self, block: Block) -> list[OpConfig]:
         """Return the configurations that some technique makes legal for `block`, simplest first."""
+        # all that techniques look at; equal blocks share one list, which later code knows by
+        # identity
         key = self.step.alike[block.name], block.recomputable, block.name in self.step.tied
         if key not in self._known.configs:
             found: list[OpConfig] = []
+            # the last of the registry first: recomputation adds to what others have made legal
             for technique in reversed(TECHNIQUES):
                 found += technique.configs(self.step, block, tuple(found))
             self._known.configs[key] = sorted(found, key=_simplicity)
@@ -145,6 +148,7 @@ class PlanCosts:
     def _block_lifetimes(
         self, block: str, config: OpConfig, beside: Neighbours
     ) -> Iterator[Lifetime]:
+        # recomputed ones are listed by their technique
         if not config.recompute:
             yield from activation_lifetimes(self.step, block, recompute=False)
         for technique in self.techniques(config):
@@ -273,6 +277,7 @@ class PlanCosts:
         """
         if block == ROOT:
             return 0.0, float(self._all_backward[1]) if len(self._all_backward) > 1 else 0.0
+        # in backward the segment after it in forward order comes before
         span = self.span(block)
         before = self._all_forward[span.start - 1] if span.start else 0.0
         after = self._all_backward[span.stop] if span.stop < len(self._all_backward) else 0.0
@@ -343,6 +348,7 @@ def network_delay(times: Array) -> Array:
     backward, exchange = times[..., 1, ::-1], times[..., 2, ::-1]
     late = np.zeros(times.shape[:-2])
     for k in range(times.shape[-1]):
+        # its backward lets the network catch up, then its own exchange is added
         late = np.maximum(late - backward[..., k], 0.0) + exchange[..., k]
     return late
 

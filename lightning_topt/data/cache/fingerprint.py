@@ -96,6 +96,7 @@ def named(dataset: object, *, data_version: str | None = None) -> Named:
     hasher = _Hasher(look_at_files=data_version is None)
     hasher.add(sample_layout.FORMAT)
     hasher.add(dataset)
+    # files are summed, so that their order does not count
     state = hasher.finished()
     name = xxhash.xxh3_128_hexdigest(f"{state} {sum(hasher.files)} {data_version!r}".encode())
     return Named(
@@ -179,6 +180,7 @@ class _Hasher:
         else:
             self.kept_alive.append(value)
             self.open[id(value)] = len(self.open)
+            # a hash of its own, which then stands for the value wherever it is met again
             outer, self.digest = self.digest, xxhash.xxh3_128()
             self._write(type(value).__qualname__)
             self._add_compound(value)
@@ -246,6 +248,7 @@ class _Hasher:
         """Return what an item of a set is sorted by, whatever the order of the items."""
         if type(item) in _PLAIN or type(item) is bytes:
             return f"{type(item).__name__} {item!r}"
+        # sets have no order: items are sorted by a hash of their own, of names instead of code
         alone = _Hasher(look_at_files=False, is_strict=False, follows_code=False)
         alone.open = dict(self.open)
         alone.add(item)
@@ -306,6 +309,7 @@ class _Hasher:
             return
         # (function, arguments, state, list items, dict items), as of the pickle protocol.
         state = self._lasting_state(reduced[2], type(value)) if len(reduced) > 2 else None
+        # the data set itself: its attributes are noted, to say later which one has changed
         if len(self.open) == 1:
             parts = state if isinstance(state, tuple) else (state,)
             self.attributes = {
@@ -391,6 +395,7 @@ def paths_in(array: np.ndarray[Any, Any]) -> list[str | bytes]:
     if array.dtype.kind not in "SU" or not array.size * array.dtype.itemsize:
         return []
     texts = np.ascontiguousarray(array).reshape(-1)
+    # (texts, characters) as numbers
     letters = texts.view("u1" if array.dtype.kind == "S" else f"{array.dtype.str[0]}u4").reshape(
         len(texts), -1
     )

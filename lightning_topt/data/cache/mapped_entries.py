@@ -103,6 +103,7 @@ class MappedEntries:
 
         That is the usual case, and faster.
         """
+        # (items, 4): offset, state and size, checksums
         records = self._records[items]
         if (records[:, 1] != STORED << 56 | nbytes).any() or (
             self._headers[items] != self._number(header)
@@ -130,6 +131,7 @@ class MappedEntries:
 
         None where it or its record is damaged.
         """
+        # no lock: the record's own checksum says whether it is whole
         raw = self._records[item].tobytes()
         offset, state_and_bytes, digest, check = RECORD.unpack(raw)
         end = offset + (state_and_bytes & int(BYTES_MASK))
@@ -197,6 +199,7 @@ class MappedEntries:
         rows = self._rows.get((start, nbytes))
         if rows is None:
             everything = torch.from_numpy(self._bytes)
+            # row i begins at byte i + start: rows overlap, and picking some of them is one call
             rows = everything.as_strided(
                 (len(everything) - start - nbytes + 1, nbytes), (1, 1), start
             )
@@ -217,6 +220,7 @@ class MappedEntries:
     def close(self) -> None:
         """Unmap the file. Calling it again does nothing."""
         if self._map is not None:
+            # views of the map must go before it can be closed
             self._rows.clear()
             del self._records, self._bytes
             self._map.close()

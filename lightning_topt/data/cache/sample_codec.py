@@ -105,6 +105,7 @@ def decode(entry: Any) -> Any:
         ValueError: these bytes are no entry.
     """
     view = memoryview(entry).cast("B")
+    # layouts are cached by header: samples of one data set share a few
     known = layout(view)
     if known.nbytes != len(view):
         raise ValueError(f"a sample of {known.nbytes} bytes was expected; got {len(view)}")
@@ -177,6 +178,7 @@ def describe(value: object, leaves: Parts) -> Spec:
         UnsupportedSample: it cannot be stored.
     """
     kind: type = type(value)
+    # by exact type first
     if known := _DESCRIBE.get(kind):
         return known(value, leaves)
     if isinstance(value, np.generic) and kind is value.dtype.type:
@@ -229,6 +231,7 @@ def _describe_tensor(value: Tensor, leaves: Parts) -> Spec:
             f"a tensor of a sample has attributes of its own, {', '.join(value.__dict__)}: return "
             "them beside the tensor"
         )
+    # bytes as they are in memory: without lazy conjugation or negation, and without gaps
     plain = (
         (value.resolve_conj().resolve_neg() if value.is_conj() or value.is_neg() else value)
         .contiguous()
@@ -254,6 +257,7 @@ def _describe_array(value: Any, leaves: Parts) -> Spec:
 
 
 def _describe_sequence(value: Any, leaves: Parts) -> Spec:
+    # many numbers of one type are packed as one leaf
     name = type(value).__name__
     if (
         len(value) >= FEWEST_NUMBERS
@@ -376,6 +380,7 @@ def build(spec: Spec, take: Take) -> Any:
 
 
 def _build_tensor(spec: Spec, take: Take) -> Tensor:
+    # an empty leaf has no memory that a tensor could be a view of
     data = take()
     if not len(data):
         return torch.empty(spec[2], dtype=TORCH_DTYPES[spec[1]], device="cpu")
@@ -519,6 +524,7 @@ def fields_of(kind: type) -> list[str]:
 def attributes_of(value: object) -> dict[str, Any]:
     """Return the attributes of an instance, in slots or not, fields or not."""
     kind: type = type(value)
+    # in the dictionary, then in slots
     found = dict(getattr(value, "__dict__", ()))
     for name, slot in _slots(kind).items():
         try:

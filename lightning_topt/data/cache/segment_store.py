@@ -111,6 +111,7 @@ class SegmentStore:
         except OSError as error:
             self._warn(f"reading from the {self.name} failed: {error}")
             return False
+        # whole: as long as its record says, with its checksum
         if done == where.nbytes and (
             self.is_verified(item) or checksum(buffers, item=item) == where.checksum
         ):
@@ -179,6 +180,7 @@ class SegmentStore:
         if not 0 <= item < self.num_items:
             raise IndexError(f"item {item} of a cache of {self.num_items}")
         try:
+            # no lock: a record that is being written fails its checksum, which is a miss
             raw = os.pread(self.file.descriptor, RECORD.size, PAGE + RECORD.size * item)
         except OSError as error:
             self._warn(f"reading from the {self.name} failed: {error}")
@@ -187,11 +189,13 @@ class SegmentStore:
             return EMPTY, 0, 0, 0
         offset, state_and_bytes, digest, check = RECORD.unpack(raw)
         if check != xxhash.xxh3_64_intdigest(raw[:-8], seed=item):
+            # a record that was never written is zeros, and not damaged
             self.damaged += any(raw)
             return EMPTY, 0, 0, 0
         return state_and_bytes >> 56, offset, state_and_bytes & int(BYTES_MASK), digest
 
     def _write_record(self, item: int, state: int, offset: int, nbytes: int, digest: int) -> None:
+        # the state is the upper byte of the size; the last 8 bytes are the record's own checksum
         raw = RECORD.pack(offset, state << 56 | nbytes, digest, 0)[:-8]
         check = xxhash.xxh3_64_intdigest(raw, seed=item).to_bytes(8, "little")
         # These 32 bytes are within a page: a killed writer has written all of them or none.
@@ -235,6 +239,7 @@ class SegmentStore:
                     self._stop("the file system took only a part of an entry")
                     return False
                 done += wanted
+            # last: from now on readers find the entry
             self._write_record(item, STORED, offset, done, digest)
         except (OSError, MemoryError) as error:
             self._failed(error)
@@ -292,6 +297,7 @@ class SegmentStore:
             return
         try:
             with self.file.locked():
+                # another process may have dropped it, or stored it again
                 state, offset, nbytes, _ = self._record(item)
                 if state == STORED:
                     self._write_record(item, CLAIMED, offset, nbytes, 0)

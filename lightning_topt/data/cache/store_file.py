@@ -77,6 +77,7 @@ class StoreFile:
         if self._read_header() is None:
             with self.lock.held():
                 if self._read_header() is None and self._is_unusable():
+                    # to nothing first, so that all records are zeros
                     os.ftruncate(descriptor, 0)
                     os.ftruncate(descriptor, self.data_start)
                     self.write_space(Space(self.data_start, self.data_start))
@@ -249,6 +250,7 @@ class StoreLock:
         if not threads.acquire(timeout=seconds):
             raise LockTimeout(f"{self.path} is locked by another thread")
         try:
+            # longer and longer: usually it is free at once
             pause = 1e-4
             while True:
                 try:
@@ -288,6 +290,7 @@ def lock_at(path: Path) -> StoreLock:
             known = _locks.get(_identity(os.stat(path, follow_symlinks=is_held(path))))
             if known is not None:
                 return known
+        # by identity again: another process may have made or replaced the file meanwhile
         descriptor = open_own(path)
         known = _locks.get(_identity(os.fstat(descriptor)))
         if known is not None:  # it has just replaced another file

@@ -114,6 +114,7 @@ class Ledger:
         self._largest = max(self._largest, nbytes)
         if worker in self.claims:
             self._durations.append(now - self.claims[worker].since)
+        # two workers may have prepared it, or its jobs are gone
         if position in self.held or not self._needed_by(position):
             return False
         self.held[position] = nbytes
@@ -129,6 +130,7 @@ class Ledger:
         given = []
         for name, job in self.jobs.items():
             if job.is_waiting and job.cursor in self.held:
+                # this job was perhaps the last that needed it
                 given.append((name, job.cursor))
                 self._suspects.add(job.cursor)
                 job.cursor, job.is_waiting = (job.cursor[0], job.cursor[1] + 1), False
@@ -149,6 +151,7 @@ class Ledger:
             self.held_bytes -= self.held.pop(position)
         if not self._is_excess(1.0):
             return dropped
+        # the least valuable first; of what is needed late some more, so that this is rarely done
         ranks = sorted((self.rank(position), position) for position in self.held)
         for (is_needed_soon, _, _), position in ranks:
             if not self._is_excess(1.0 if is_needed_soon else 1 - DROPPED_AT_ONCE):
@@ -165,6 +168,7 @@ class Ledger:
         for worker in sorted(
             self._idle, key=lambda worker: self.jobs[self.workers[worker]].prepared
         ):
+            # there may be nothing for it: then it stays idle
             position = self._choose(self.workers[worker], now)
             if position is not None:
                 self._idle.remove(worker)
@@ -177,6 +181,7 @@ class Ledger:
         It is in seconds of the same clock. A claim that is old already goes to the next idle
         worker.
         """
+        # of each batch that is waited for, its newest claim counts
         waited = {job.cursor for job in self.jobs.values() if job.is_waiting}
         since: dict[Position, float] = {}
         for claim in self.claims.values():
@@ -239,12 +244,14 @@ class Ledger:
         for position in [*own, *(position for _, position in sorted(others))]:
             if position in self.held or (name, position) in self._failed:
                 continue
+            # somebody prepares it: a second worker only where a job waits, and all claims are old
             claims = [claim for claim in self.claims.values() if claim.position == position]
             if claims and (
                 position not in waited
                 or any(now < claim.since + self._patience() for claim in claims)
             ):
                 continue
+            # what a job waits for is prepared in any case
             if position in waited or self._has_room(position):
                 return position
         return None
@@ -254,6 +261,7 @@ class Ledger:
 
         It is taken to be as large as the largest so far.
         """
+        # batches under way will need room too
         room = self.memory_bytes - self.held_bytes - self._largest * len(self.claims)
         if room >= self._largest:
             return True

@@ -152,6 +152,7 @@ class CoordinatedLoader:
     def state_dict(self) -> dict[str, int]:
         """Return the epoch, and how many batches of it were handed out."""
         epoch, batch = self._now
+        # the end of an epoch is the beginning of the next
         if batch >= len(self):
             epoch, batch = epoch + 1, 0
         return {"epoch": epoch, "batch": batch}
@@ -187,6 +188,7 @@ class CoordinatedLoader:
             if self.pin_memory and torch.accelerator.is_available():
                 value = _utils.pin_memory.pin_memory(value)  # type: ignore[no-untyped-call]
             yield value
+            # after the batch was used, when this iteration is asked for another one
             if iteration != self._iteration:
                 raise RuntimeError(
                     "a newer iteration over this CoordinatedLoader was begun: only one goes on at "
@@ -210,6 +212,7 @@ class CoordinatedLoader:
                         "none for other jobs"
                     )
                     self._warn("memory", message)
+                # where to go on alone, if the coordinator is lost
                 start += 1
                 yield value, "own" if is_own else "others"
             return
@@ -335,6 +338,7 @@ class Membership:
             CoordinationRefused: the other jobs' batches differ.
             RuntimeError: a worker died. Exceptions of the data set are raised as they are.
         """
+        # the coordinator answers a `next` as soon as that batch is there
         where = {"epoch": epoch, "batch": start, "batches": end, "digest": digest}
         self.connection.send({"type": "start", **where})
         for batch in range(start, end):
@@ -344,6 +348,7 @@ class Membership:
             message, descriptor = self._receive((epoch, batch))
             if batch + 1 < end:
                 self.connection.send({"type": "next"})
+            # the batch is a file in memory, whose descriptor was passed on
             nbytes = os.fstat(descriptor).st_size
             yield _decode(descriptor, nbytes), message["by"] == self.job, nbytes
 
@@ -448,6 +453,7 @@ def _imported(name: str) -> Any:
     """Return the class with that full name; None if its module is not imported."""
     module, _, rest = name.rpartition(".")
     path = [rest]
+    # classes may be nested: up to the longest part that is a module
     while module and module not in sys.modules:
         module, _, rest = module.rpartition(".")
         path.insert(0, rest)

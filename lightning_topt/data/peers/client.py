@@ -185,6 +185,7 @@ class Peers:
             ]
             pending = {}
             for owner, positions, exchange in asked:
+                # what had no room in the answer, or in the request, is in the next round
                 later = self._collect(owner, exchange, items, positions, entries)
                 if later:
                     pending[owner] = later
@@ -268,6 +269,7 @@ class Peers:
                 # A DataLoader's worker exits without closing: its last pushes would be lost.
                 Finalize(None, _flush, args=(weakref.ref(self), os.getpid()), exitpriority=10)
             pusher = self._pusher
+        # a copy: the caller may change its buffers
         pusher.put(owner, item, b"".join(parts))
 
     def _link(self, owner: int) -> OwnerLink:
@@ -283,6 +285,7 @@ class Peers:
                 retry_seconds=self.retry_seconds,
                 limits=self.limits,
             )
+            # another thread may have made one meanwhile: the first is kept
             link = self._links.setdefault(owner, made)
         return link
 
@@ -345,6 +348,7 @@ def owners(num_items: int, *, num_nodes: int, seed: int) -> npt.NDArray[np.int32
     # Mixed as well, for the hashes of neighbouring seeds would be shifts of each other.
     far_apart = _mixed(np.array([(seed & _MASK) ^ 0xD1B54A32D192ED03], np.uint64))
     keys = _mixed(np.arange(num_items, dtype=np.uint64) + np.uint64(int(far_apart[0])))
+    # the r-th item in the order of keys goes to node r modulo their number
     result = np.empty(num_items, np.int32)
     result[np.argsort(keys, kind="stable")] = np.arange(num_items, dtype=np.int64) % num_nodes
     return result
@@ -436,6 +440,7 @@ class _Pusher:
         return owner, entries
 
     def _send(self, owner: int, entries: list[tuple[int, bytes]]) -> None:
+        # outside of the lock: sending may take seconds
         link, stored = self.link_of(owner), None
         acquired = link.acquire()
         if acquired is not None:
@@ -588,6 +593,7 @@ class OwnerLink:
         finally:
             with self._lock:
                 self._is_probing = False
+                # up again, or the next attempt
                 self._retry_at = (
                     None if channel is not None else time.monotonic() + self.retry_seconds
                 )

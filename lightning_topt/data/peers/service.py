@@ -68,6 +68,7 @@ def main(settings: dict[str, Any]) -> None:
         print(json.dumps({"error": str(error)}), flush=True)
         return
     listener.setblocking(False)
+    # the parent's files, inherited under the same descriptors
     stores = [open_store(known) for known in settings["stores"]]
     service = PeerService(stores, key=bytes.fromhex(settings["key"]), limits=limits)
     print(json.dumps({"port": listener.getsockname()[1]}), flush=True)
@@ -195,6 +196,7 @@ class PeerService:
             return
         try:
             for item, store, where in slower:
+                # nothing is evicted: a full store stays as it is
                 if fastest.used_bytes + where.nbytes > fastest.capacity_bytes:
                     return
                 entry = store.read(item)
@@ -238,6 +240,7 @@ class PeerService:
 
         Only a few connections do so at a time, which bounds the memory.
         """
+        # memory for the entry is taken only once it is this connection's turn
         if not self._receiving.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise ProtocolError("too many entries are on their way here")
         try:
@@ -313,6 +316,7 @@ class _Admission:
 
     def _accept(self) -> None:
         for _ in range(_MANY):
+            # the backlog of the socket keeps the others until there is room
             if self._number >= self.limits.newcomers and not self._make_room():
                 self._listen(False)
                 return
@@ -339,6 +343,7 @@ class _Admission:
 
     def _make_room(self) -> bool:
         """Close the oldest newcomer of the most frequent address, if it has had its time."""
+        # one address cannot push out the newcomers of all others
         crowd = max(self._by_address.values(), key=len)
         oldest = next(iter(crowd))
         if time.monotonic() - oldest.since < PATIENCE_SECONDS:

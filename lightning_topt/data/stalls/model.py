@@ -258,12 +258,14 @@ def split_stalls(
     holds prepared samples, so its second run does not prepare either. The model says how much of
     the difference between cold and cached is due to fetching alone.
     """
+    # the three runs by the model: as measured cold, with a source that answers at once, all cached
     cold = replace(setup, memory_share=0.0, disk_share=0.0)
     cached = replace(setup, memory_share=1.0, disk_share=0.0)
     at_once = replace(cold, latency_seconds=0.0, link_bytes_per_second=inf)
     all_seconds, prepared_seconds, hit_seconds = (
         batch_seconds(costs, s) for s in (cold, at_once, cached)
     )
+    # which part of what a cache saves is waiting for the source
     removed = all_seconds - hit_seconds
     fetching = (
         min(1.0, max(0.0, (all_seconds - prepared_seconds) / removed)) if removed > 0 else 0.0
@@ -299,6 +301,7 @@ def best_num_workers(costs: StallCosts, setup: SetUp, *, most: int | None = None
 
     Tried are 0 to `most` workers; None: twice the cores.
     """
+    # the least of those that are nearly as good: more only take memory
     counts = range((2 * setup.cores if most is None else most) + 1)
     seconds = [batch_seconds(costs, replace(setup, num_workers=count)) for count in counts]
     return next(count for count in counts if seconds[count] <= min(seconds) * (1 + _SAME))

@@ -16,6 +16,17 @@ backward of the minibatch that has come back, ``i - lag``. Its gradients are in 
 the caller updates with them, or adds those of the next ones first. Ranks wait only for the tensors
 that they need: there is no collective call in an iteration but the average over data ranks.
 
+    before     `_close_latest`                  the update before is over: its values go on
+    rates      `StageWeights.begin`             the hyperparameters that the minibatch came in with
+    receive    `StageInputs.receive`            activations of the stages before
+    weights    `StageWeights.of_pass`           stale or predicted ones, during a pass
+    forward    `StagePass.forward`              the blocks of this stage, in the user's own step
+    send       `StageInputs.send`               activations to the stages behind
+    backward   `MinibatchPasses.backward`       of ``i - lag``: receive, `StagePass.backward`, send
+    average    `StageExchanges.average`         gradients, where the minibatch completes an update
+    values     `ValueParcels.receive`           loss, norms and payload, from the next stage
+    update     `update`, by the caller          with the minibatch's hyperparameters (`of_update`)
+
 In the order of this module: the run, the passes of its stage, parameters that stages share, and a
 compressed exchange between replicas.
 """

@@ -320,6 +320,7 @@ class StageLinks:
 
         Gloo tells nobody when a send is over; to wait for one that is takes no time.
         """
+        # in the order in which they were sent, so the oldest are in front
         sends = self._sends.get((channel, target))
         while sends and sends[0][0] < before:
             for transfer in sends.popleft()[1]:
@@ -365,6 +366,7 @@ class StageTraffic:
         """Return what `stage` exchanges where these tensors cross."""
         received: dict[int, Format] = {}
         sent: dict[int, Format] = {}
+        # sorted: both sides list the tensors of a parcel in one order
         for ref, targets in sorted(crossings.targets.items()):
             source, entry = crossings.stage_of_call[ref.call], (ref, crossings.specs[ref])
             if stage in targets:

@@ -127,6 +127,7 @@ class PipelineRun:
     def follow(self, applied: AppliedTechniques) -> None:
         """Follow what techniques did to the parameters of this rank, before the first step."""
         self.around = applied.around_step if applied.split else nullcontext
+        # stages on slices compute in full tensors where they meet others
         self._split, self.flows.whole = applied.split_names, applied.whole
         self.flows.unsharded = applied.joined
         # Present parameters: techniques may have replaced some.
@@ -221,6 +222,7 @@ class PipelineRun:
     @torch.no_grad()
     def _divide_gradients(self, divisor: Tensor) -> None:
         """Divide all gradients, and begin to exchange them."""
+        # before their exchange, which averages what is there
         if divisor != 1:
             for parameter in self.module.parameters():
                 if parameter.grad is not None:
@@ -275,6 +277,7 @@ class PipelineRun:
                 "a step of this pipeline has failed, and its ranks are out of step: start the run "
                 "again"
             )
+        # the same on all ranks, so that each message that one sends another one awaits
         schedule = self._programs.schedule(len(microbatches), backward=factors is not None)
         program = self._programs.program(schedule, flows, rank=self.groups.rank)
         passes = [flow.passes for flow in flows]
@@ -373,6 +376,7 @@ class PipelineRun:
         self.sync_buffers()
         # All names of parameters that this rank does not keep.
         parameters = self.non_local.parameters
+        # tied parameters have several names, of which all are left out
         others = {id(parameters[name]) for name in self.non_local.names}
         named = self.module.named_parameters(remove_duplicate=False)
         names = {name for name, parameter in named if id(parameter) in others}

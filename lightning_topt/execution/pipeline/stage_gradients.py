@@ -88,6 +88,8 @@ class StageExchanges:
         """
         self._ended.add(stage)
         for stages, exchange in self._by_stages.items():
+            # several stages of this rank may use a parameter: its gradient is whole after the last
+            # one
             if stage in stages and self._ended.issuperset(stages):
                 exchange.start()
                 self._started.append(exchange)
@@ -107,6 +109,7 @@ class StageExchanges:
 
     def finish(self) -> None:
         """Exchange what is shared, and wait for all. A collective call of all ranks."""
+        # shared ones last: ranks of several stages meet in them, when all have run their passes
         for exchange in self._shared:
             exchange.start()
         for exchange in (*self._started, *self._shared):
@@ -176,6 +179,7 @@ class GradientExchange:
 
     def _gradients(self) -> list[Tensor]:
         """Return the gradients to exchange, the same on all ranks; missing ones become zeros."""
+        # what was agreed on holds as long as the same parameters are trained
         trained = tuple(parameter.requires_grad for parameter in self._parameters.values())
         is_known = trained in self._agreed
         if not is_known:
@@ -245,6 +249,7 @@ class StageNorms:
         uncut = self._partial([p for p in counted if self.slices_of(p) == 1], power)
         if self.groups.tensor is None:
             return uncut
+        # slices are summed over the ranks of the tensor axes, each slice once
         cut = self._of_slices(counted, power, ranks=dist.get_world_size(self.groups.tensor))
         dist.all_reduce(cut, operation, group=self.groups.tensor)
         return torch.maximum(uncut, cut) if is_largest else uncut + cut

@@ -165,6 +165,7 @@ def place_parameters(
     placed = NonLocalParameters(module, holders=holders, group=groups.pipeline_group, device=device)
 
     def from_rank_0(tensor: Tensor) -> Tensor:
+        # broadcasts need contiguous memory: others are sent as a copy, which is written back
         sent = tensor.contiguous()
         dist.broadcast(sent, 0)
         return tensor if sent is tensor else tensor.copy_(sent)
@@ -267,6 +268,7 @@ class NonLocalParameters:
 
         Those of other ranks are in host memory: a device may have no room for all.
         """
+        # what the first rank has in their places now, to put back
         before, parameters, where = {}, self.parameters, travel_device(self.group)
         missing = (
             ()
@@ -367,6 +369,7 @@ def average_over_data_ranks(
         (each, each.process_group) for each in of_batches if each.process_group in (None, everyone)
     ]
     if found:
+        # without data ranks each rank is alone: a group of one, which all ranks must make
         group = groups.data or own_group([[rank] for rank in range(dist.get_world_size())])
         for each, _ in found:
             each.process_group = group

@@ -52,10 +52,12 @@ def all_reduce(tensor: Tensor, axes: TensorAxes, axis: int) -> Tensor:
 def all_gather(tensor: Tensor, shard: Shard, axes: TensorAxes, axis: int) -> Tensor:
     """Return the full tensor of all ranks' slices along ``shard.dim``."""
     local = tensor.contiguous()
+    # (ranks, *local shape): what comes from each rank lies together
     slices = local.new_empty((axes.sizes[axis], *local.shape))
     axes.note("all_gather", axis, slices)
     if (group := axes.groups[axis]) is not None:
         all_gather_into(slices.view(-1), local.view(-1), group=group)
+    # slices of the first dim lie one after the other already: no copy
     if shard.dim == 0 and shard.parts == 1:
         return slices.flatten(0, 1)
     return joined(slices.unbind(), shard)
@@ -76,6 +78,7 @@ def all_to_all(tensor: Tensor, source: Shard, target: Shard, axes: TensorAxes, a
     """Return this rank's slice along ``target.dim`` of a tensor cut along ``source.dim``."""
     count = axes.sizes[axis]
     slices = torch.stack([cut(tensor, target, index=index, count=count) for index in range(count)])
+    # (ranks, ...): slice r goes to rank r, and comes from it
     received = torch.empty_like(slices)
     axes.note("all_to_all", axis, slices)
     if (group := axes.groups[axis]) is not None:
@@ -91,6 +94,7 @@ class _EnterAxis(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
+        # where backward makes a graph the move has a node of its own
         move = reduce if torch.is_grad_enabled() else all_reduce
         return move(gradient, *ctx.place), None, None
 
@@ -138,6 +142,7 @@ class _Gather(Function):
                 None,
                 None,
             )
+        # each rank has a gradient of the whole: their sum counts. Else all have the same
         if ctx.shared:
             return reduce_scatter(gradient, shard, axes, axis), None, None, None, None
         own = cut(gradient, shard, index=axes.coordinates[axis], count=axes.sizes[axis])
@@ -275,6 +280,7 @@ def move(
     now, sizes = [*source], axes.sizes
     for axis in reversed(range(len(axes))):
         before, after = now[axis], target[axis]
+        # nothing to do here; that an axis is entered comes below
         if before == after:
             continue
         # inner axes that cut pieces of this axis's slices are gathered first
@@ -327,6 +333,7 @@ def bias_for(
     """
     for axis, (placement, kept) in enumerate(zip(summed, now, strict=True)):
         if isinstance(placement, Partial) and isinstance(kept, Shard):
+            # cut as the sum is, where that is cut along the dim of the bias
             own = Shard(0, kept.parts) if kept.dim == ndim + along else None
             bias = (
                 enter(bias, axes, axis, sums_later=sums_later)
@@ -341,6 +348,7 @@ def _hides(inner: Placement, outer: Placement, inner_size: int, outer_size: int)
 
     Then it has to be gathered before the outer axis moves.
     """
+    # axes that cut different dims do not meet
     if not (isinstance(inner, Shard) and isinstance(outer, Shard) and inner.dim == outer.dim):
         return False
     below = inner.parts % (outer.parts * outer_size)

@@ -89,6 +89,7 @@ def model_split(regions: ModelRegions, total: Point) -> ModelSplit:
     placements: dict[str, Placement] = {}
     for region, split in zip(regions.all, total.chosen, strict=True):
         for block in region:
+            # found for the first block of the region, renamed for each
             own = split.placements.items()
             placements |= {
                 f"{block}{name.removeprefix(region[0])}": placement for name, placement in own
@@ -273,6 +274,7 @@ class _SplitSearch:
             outcome = self.prices.outcome(call, [entries[ref.number][0] for ref in call.inputs])
             if outcome is None or not stays_whole(call, outcome, self.whole):
                 continue
+            # bytes of parameters that are met here, split or replicated
             ranks = self.prices.group.size
             held = sum(
                 self.prices.parameter_bytes(ref) / (ranks if isinstance(place, Shard) else 1)
@@ -357,6 +359,7 @@ class _SplitSearch:
         """Return placements that the kind of the call allows its new parameters, together."""
         if not parameters:
             return [()]
+        # which parameters are new depends on the state, what may be done with them does not
         key = index, *parameters
         if key not in self._known:
             self._known[key] = [*self._new_candidates(self.calls[index], parameters)]
@@ -422,6 +425,7 @@ def _later(
     point: Point, step: tuple[float, float, float], chosen: tuple[tuple[str, Placement], ...]
 ) -> Point:
     seconds, held, kept = step
+    # a linked list: points share what they have in common
     choices = (point.chosen, chosen) if chosen else point.chosen
     return Point(
         point.seconds + seconds, point.state_bytes + held, point.activation_bytes + kept, choices

@@ -19,9 +19,9 @@ that averages gradients has, with `methods/half.py` as the shortest example:
     __init__ of the package, and of       its class among the public names
       `communication`
 
-Strategies and plans then take it by its name. ``allow_compression=True`` searches no more than
-`plugins.plan_request.DEFAULT_CANDIDATES`, which is for methods that were measured to hold; other
-methods are searched where they are named. `steps_under_adam` says for how long a training must be.
+Strategies and plans then take it by its name. ``allow_compression=True`` searches nothing but
+`plugins.plan_request.DEFAULT_CANDIDATES`, and under Adam those of them alone whose
+`steps_under_adam` the training has; other methods are searched where they are named.
 
 What the exchange of one bucket takes is its `Work`: passes over memory, collectives and bytes held,
 no seconds. The formulas are in the `work` of each method. Their letters: n gradient elements, s

@@ -41,14 +41,14 @@ class AutoParallelStrategy(DDPStrategy):
     """Distributed data parallelism that plans before it runs: ``Trainer(strategy="topt")``.
 
     A fit begins as it does under Lightning's ``ddp``, hook by hook, and its first steps are real
-    steps under DDP. They are watched: operators, lifetimes of tensors, kernel times, the optimizer.
-    Then every combination of ZeRO level and activation checkpointing per block is searched. The
-    plan that fits the limits best takes over between two steps, with parameters and optimizer
-    states where they are. On CPUs tensor axes and stages are searched too, where they may pay and
-    the watched steps changed nothing but tensors. User code runs exactly as often as under ``ddp``;
-    with stages and tensor axes a rank also runs batches of others. All plans give the loss curve of
-    ``ddp`` (in float32 up to the order of additions), unless you allow others. Where nothing can be
-    gained DDP goes on.
+    steps under DDP. They are timed, and where a plan may gain recorded: operators, lifetimes of
+    tensors, kernel times, the optimizer. Then every combination of ZeRO level and activation
+    checkpointing per block is searched. The plan that fits the limits best takes over between two
+    steps, with parameters and optimizer states where they are. On CPUs tensor axes and stages are
+    searched too, where they may pay and the watched steps changed nothing but tensors. User code
+    runs exactly as often as under ``ddp``; with stages and tensor axes a rank also runs batches of
+    others. All plans give the loss curve of ``ddp`` (in float32 up to the order of additions),
+    unless you allow others. Where nothing can be gained DDP goes on.
 
     Args:
         memory_limit: most bytes a rank may use for the model's training state and activations, as a
@@ -95,12 +95,12 @@ class AutoParallelStrategy(DDPStrategy):
     there: data loaders are then built, and a batch is read, when the fit is set up. After an
     exception a module that ran sharded keeps its parameters in shards; load a checkpoint into a new
     one. Manual optimization runs as ``ddp`` does (one plan, no search); it refuses `memory_limit`
-    and other plans. Attributes after the first batch: `parallel_plan`, `planned_by` (``"search"``,
-    ``"given"``, or why it is ``ddp``), `planning_seconds`, and on rank 0 `planning` (the frontier)
-    when there was a search. Raises ValueError for wrong options. Where `memory_limit`, `objective`
-    or `plan` was given, rank 0 raises `NoPlanFitsError` when no plan meets the limit, and
-    `CaptureError` when the module cannot be captured; the others raise `RemotePlanningError` with
-    its message. Without any of them DDP goes on, with a warning.
+    and other plans. Attributes, once a plan is decided: `parallel_plan`, `planned_by`
+    (``"search"``, ``"given"``, or why it is ``ddp``), `planning_seconds`, and on rank 0 `planning`
+    (the frontier) when there was a search. Raises ValueError for wrong options. Where
+    `memory_limit`, `objective` or `plan` was given, rank 0 raises `NoPlanFitsError` when no plan
+    meets the limit, and `CaptureError` when the module cannot be captured; the others raise
+    `RemotePlanningError` with its message. Without any of them DDP goes on, with a warning.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class AutoParallelStrategy(DDPStrategy):
 
     @property
     def parallel_plan(self) -> ParallelPlan | None:
-        """The plan of the last fit, None before its first batch."""
+        """The plan of the last fit, None until it is decided."""
         return self._controller.plan
 
     @property

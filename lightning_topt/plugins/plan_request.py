@@ -14,8 +14,10 @@ them, from the module and from the device (`AutoParallelStrategy.setup`; the fir
     anything else                 with the first batch               `PlanController.decide`
 
 All but the second ask `traced_planning.decide_plan`. A plan that is made at setup and leaves ranks
-without full gradients begins with the first batch. If none can be made, the fit runs as under ddp,
-or ends where the plan `must_be_planned`.
+without full gradients begins with the first batch. Some plans of the first batch are not final:
+those by name that begin as one block, and ddp where the step could not be traced; steps are then
+watched as above (`PlanController.watch_further`). If no plan can be made, the fit runs as under
+ddp, or ends with an error where it `must_be_planned`.
 
 Two options change the training, so that they need the user's word:
 

@@ -31,6 +31,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--strategy", choices=["topt", "ddp"], default="topt")
     parser.add_argument("--memory-limit")
+    parser.add_argument("--objective")
     parser.add_argument("--plan", help="a file, a name, or a mapping as JSON")
     parser.add_argument("--allow-compression", help="methods, with commas between")
     parser.add_argument("--allow-staleness", type=int, default=0)
@@ -92,6 +93,7 @@ def main() -> None:
         is_mapping = options.plan is not None and options.plan.startswith("{")
         strategy: Any = AutoParallelStrategy(
             memory_limit=options.memory_limit,
+            objective=options.objective,
             plan=json.loads(options.plan) if is_mapping else options.plan,
             allow_compression=options.allow_compression.split(",")
             if options.allow_compression

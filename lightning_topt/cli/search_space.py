@@ -125,7 +125,7 @@ class SearchedPipelines:
     def stale_weights(
         self, request: PlanRequest, module: pl.LightningModule
     ) -> StaleWeights | None:
-        """Return what may be chosen of pipelines that never flush; None: none of them.
+        """Return what may be chosen of asynchronous pipelines; None: none of them.
 
         Raises:
             ValueError: they are asked for and not allowed, or allowed and not searched.

@@ -254,7 +254,7 @@ def combine(
 def estimate_seconds(
     optimizer: Optimizer, *, work: Work, whole_seconds: Sequence[float]
 ) -> list[float]:
-    """Return seconds by parameter index where the calls of a step cannot be told apart.
+    """Return seconds by parameter index where the calls of a step cannot be distinguished.
 
     The median of plain steps, spread. `work` "elements": in proportion to elements. "matrices": a
     matrix (m, n), from flattening all dims but the first, weighs max(m, n) min(m, n)^2 elements

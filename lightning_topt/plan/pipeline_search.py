@@ -85,7 +85,7 @@ class PipelineRequest:
 
 @dataclass(frozen=True)
 class StaleWeights:
-    """Pipelines that never flush may be chosen, with `prediction`, a rule of weights."""
+    """Asynchronous pipelines may be chosen, with `prediction`, a rule of weights."""
 
     prediction: Prediction
 
@@ -270,7 +270,7 @@ def continuous_shapes(
     wanted: PipelineRequest,
     stale: StaleWeights,
 ) -> Iterator[ContinuousShape]:
-    """Yield the pipelines of `count` ranks that never flush.
+    """Yield the asynchronous pipelines of `count` ranks.
 
     Each row of ranks takes its part of the batch as one minibatch.
     """

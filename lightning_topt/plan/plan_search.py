@@ -94,7 +94,7 @@ class SearchRequest:
         layout: of the tensor axes of `mesh` (`split_layouts.LAYOUTS`); none: any of one axis.
         pipelines: search plans with stages too, as asked for; None: none. With a number of stages,
             a schedule or microbatches, plans with stages alone.
-        stale: with `pipelines`, search those that never flush as well, whose weights are stale;
+        stale: with `pipelines`, search asynchronous ones as well, whose weights are stale;
             None: none.
         gradient_views: whether unsharded gradients are views of DDP's buckets (see `ParallelPlan`):
             what plans may have. Those that have different ones are not compared with one another.

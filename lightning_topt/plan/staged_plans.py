@@ -2,7 +2,7 @@
 
     search_pipelines_for        all of these
         search_stages_for       pipelines that flush, unsplit and on slices of parameters
-        search_continuous       pipelines that never flush, where stale weights are allowed
+        search_continuous       asynchronous pipelines, where stale weights are allowed
 
 A pipeline that flushes is searched by formulas (`plan.pipeline_search`); what is kept gets the
 seconds of a simulation and better cuts by moves (`plan.stage_simulation`).
@@ -89,7 +89,7 @@ def search_pipelines_for(
     epsilon: float = 0.0,
     max_seconds: float = 10.0,
 ) -> tuple[list[PlanPoint], list[PlanPoint], float]:
-    """Return what `search_stages_for` does; with `stale`, pipelines that never flush as well."""
+    """Return what `search_stages_for` does; with `stale`, asynchronous pipelines as well."""
     points, plain, error = list[PlanPoint](), list[PlanPoint](), 0.0
     limits: dict[str, Any] = {
         "global_batch_size": global_batch_size,
@@ -271,7 +271,7 @@ def search_continuous(
     epsilon: float = 0.0,
     max_seconds: float = 10.0,
 ) -> tuple[list[PlanPoint], float]:
-    """Return plans that never flush for `count` ranks, and the search's error bound.
+    """Return asynchronous plans for `count` ranks, and the search's error bound.
 
     Those that one of `known` beats are left out.
 

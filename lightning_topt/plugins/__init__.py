@@ -16,7 +16,7 @@ A fit under ``"topt"``, from Lightning's hooks down:
     plan_run               applies a plan, lets another take over, undoes it
       step_runner          how steps run under a plan; the plain way
       pipeline_steps       ... through stages, in microbatches
-      continuous_steps     ... through stages that never wait for an update
+      continuous_steps     ... through stages without flush
       sequential_batches   ... on a tensor group whose ranks run each other's batches
       data_group           which ranks share samples
     plan_checkpoints       full and sharded checkpoints, whatever the plan

@@ -1,4 +1,4 @@
-"""Steps under a plan whose stages never wait for an update: a continuous pipeline.
+"""Steps under a plan without flush: an asynchronous pipeline.
 
 In iteration i of Lightning's loop a stage runs forward of batch i, and backward of the batch whose
 gradients have arrived; with these the optimizer steps, if they complete an update.
@@ -51,7 +51,7 @@ PIPELINE_KEY = "pipeline"  # in checkpoints, of what is ours: the state of the p
 
 
 class ContinuousRunner(StepRunner):
-    """Runs batches through stages that never wait for an update. Its own gradients are clipped."""
+    """Runs batches through stages without flush. Its own gradients are clipped."""
 
     engine: Engine
 
@@ -388,7 +388,7 @@ def _as_training_step(module: pl.LightningModule, batch: Any) -> Generator[None,
 def is_end(trainer: pl.Trainer) -> bool:
     """Return whether the loop validates, saves or ends its epoch after the present batch.
 
-    Asked where callbacks are told of the end of the batch. Validation and saving that depend on
+    Asked where callbacks hear of the end of the batch. Validation and saving that depend on
     later callbacks are not seen.
     """
     loop = trainer.fit_loop.epoch_loop

@@ -44,7 +44,7 @@ class CoordinatedDataModule(WrappedDataModule):
     and prediction loaders stay as they are.
 
     Batches are prepared in ``num_workers`` processes of each job (at least one, also where the
-    loader has 0), so the training process never waits for its own preparation; ``prefetch_factor``
+    loader has 0), so the training process does not wait for its own preparation; ``prefetch_factor``
     and ``timeout`` of the loader have no meaning here.
 
     Args:

@@ -138,7 +138,7 @@ class PipelinePlan:
     `stages` None: as many as the ranks run; `microbatches` None: chosen. Each rank runs
     `stages_per_rank` of them (None: the fewest that the schedule takes). Ranks that are left form a
     data axis. With `sizes`, the axes of the mesh as in `MeshPlan`, whatever is None is searched,
-    the schedule as well. `prediction` belongs to schedules that never flush; None: the optimizer's
+    the schedule as well. `prediction` belongs to asynchronous schedules; None: the optimizer's
     default. Raises ValueError for wrong numbers and names.
     """
 

@@ -22,7 +22,7 @@ ddp, or ends with an error where it `must_be_planned`.
 Two options change the training, so that they need the user's word:
 
     AllowedExchanges   gradients may travel compressed (`allow_compression`)
-    AllowedStaleness   stages may never wait for an update (`allow_staleness`)
+    AllowedStaleness   stages may run without flush (`allow_staleness`)
 
 Each knows how to read its option, checks a given plan against it, and says what this run can have.
 """
@@ -318,7 +318,7 @@ class AllowedExchanges:
     ) -> tuple[GradientMethod, ...]:
         """Return the candidates to search for a training of so many `steps`.
 
-        With `say` the user is told which are left out, and what others need.
+        With `say` a message says which are left out, and what others need.
         """
         if not self.only_what_holds or not optimizer.adaptive:
             return self.candidates

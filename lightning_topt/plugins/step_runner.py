@@ -8,7 +8,7 @@ applied (`plan_run.choose_runner`):
     JointBatches       the same, but for modules that run the batches of all of them at once
     PipelineRunner     the ranks of a pipeline run one batch in microbatches;
                        `OwnBatchPipeline`: each brings a batch, which is a microbatch
-    ContinuousRunner   stages of a pipeline never wait for an update
+    ContinuousRunner   a pipeline without flush
 """
 
 from __future__ import annotations

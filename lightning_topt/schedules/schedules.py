@@ -19,7 +19,7 @@ test:
     benchmarks/pipelines/equality.py        plans under it, compared with one process
     docs/pipeline_schedules.md              when to choose it
 
-Continuous schedules (`CONTINUOUS_SCHEDULES`) never flush: they update after
+Continuous schedules (`CONTINUOUS_SCHEDULES`) run without flush: they update after
 a few minibatches while others are in flight. `forward_schedule` is for evaluation.
 """
 

@@ -1,6 +1,6 @@
 """Fingerprints of data sets that are asked for again and again, and may change in between.
 
-A data set that changes gets another cache. The user is told once what changed, and how to say that
+A data set that changes gets another cache. A warning says once what changed, and how to say that
 the samples do not depend on it.
 """
 

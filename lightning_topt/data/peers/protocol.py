@@ -146,7 +146,7 @@ def authenticate(channel: Channel, key: bytes, *, deadline: float) -> None:
 
 
 class ServerHandshake:
-    """The server's side of the handshake, which never waits.
+    """The server's side of the handshake, which does not wait.
 
     The few bytes that it sends fit into the buffer of any new connection.
     """

@@ -44,8 +44,8 @@ class CoordinatedDataModule(WrappedDataModule):
     and prediction loaders stay as they are.
 
     Batches are prepared in ``num_workers`` processes of each job (at least one, also where the
-    loader has 0), so the training process does not wait for its own preparation; ``prefetch_factor``
-    and ``timeout`` of the loader have no meaning here.
+    loader has 0), so the training process does not wait for its own preparation. The loader's
+    ``prefetch_factor`` and ``timeout`` have no meaning here.
 
     Args:
         datamodule: whose train_dataloader gives a DataLoader, or a collection of them, with

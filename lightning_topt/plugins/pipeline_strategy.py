@@ -36,8 +36,8 @@ class PipelineStrategy(AutoParallelStrategy):
         schedule: the order of passes: ``"1f1b"``, ``"1f1b_overlapped"``, ``"gpipe"``,
             ``"interleaved"``, ``"looped_bfs"``, ``"zero_bubble"``, ``"interleaved_zero_bubble"``,
             ``"zbv"`` (docs/pipeline_schedules.md says when to choose which). Under
-            ``"continuous"``, and ``"continuous_overlapped"`` for slow links, stages never wait for
-            an update, and compute with weights that miss some: another training.
+            ``"continuous"``, and ``"continuous_overlapped"`` for slow links, the pipeline runs
+            without flush: stages compute with weights that miss some updates, another training.
         microbatches: parts that a rank's batch is split into; a batch of fewer samples has as many
             as samples. None: four per rank of the pipeline, fewer where the batch does not divide.
         prediction: with these two, the rule of the weights that passes compute with: a name such as

@@ -16,7 +16,8 @@ stages are
     ring_all_gather          the messages of all ranks to all ranks
     ScatterMean.add          reads a message (`MessageFormat.unpack`) and adds it into the bucket
 
-in `methods.top_k`, `residual`, `selection.vector_top_k`, `wire` and `collectives`. What is compiled
+in `methods.top_k`, `residual`, `selection.vector_top_k`, `wire` and `collectives`; the worker's
+side of a bucket is in `exchange_worker` and `bucket`. What is compiled
 for a CPU, `selection.kernels` and `wire_kernels`, does what plain torch does elsewhere
 (`_feedback_torch`, `MessageFormat._pack_indices`), so it need not be read.
 

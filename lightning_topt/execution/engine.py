@@ -17,8 +17,9 @@ How a block is run is the techniques' knowledge: the engine applies them in the 
 registry and undoes them in the reverse order. Stages come first: `PipelineRun` runs those of this
 rank, and techniques are applied to the parameters that it keeps.
 
-In a fit `plugins.plan_run` makes the engine and releases it. A `StepRunner` runs the steps by it,
-and `plugins.plan_checkpoints` saves and loads by it. In an observed step that is `observed_step`.
+In a fit `plugins.plan_run` makes the engine and releases it, and saves and loads the module by it.
+A `StepRunner` runs the steps by it, and `plugins.plan_checkpoints` saves and loads optimizers. In
+an observed step `observed_step` does all of this.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ from lightning_topt.techniques.technique import has_unsharded_gradients
 from lightning_topt.techniques.tensor_parallel.layout import layout_of
 
 _NO_PROFILE = OptimizerProfile("no optimizer", elementwise=True, by_parameter=True, updates={})
-_BUFFERS_TOGETHER = 250 << 20  # of DDP, and of `fsdp_blocks`
+_BUFFERS_TOGETHER = 250 << 20  # of DDP, and of `techniques.fsdp`
 PASSES = ("forward", "backward", "update")
 
 

@@ -9,9 +9,9 @@ How it goes:
 3. `find_repeatable` calls modules a second time, to learn which may be recomputed.
 4. `choose_blocks` cuts the graph into the modules that a plan decides about.
 
-`topt plan` calls it in `cli.example_step`, a fit that does not watch real steps in
-`plugins.searched_plan`; `techniques.tensor_parallel.split_capture` captures the step on slices. The
-graph goes to `costs.training_step`, which prices it, in a `SearchRequest`.
+`topt plan` calls it in `cli.example_step`, a fit in `plugins.searched_plan`: one that does not
+watch real steps, or needs a larger batch. `techniques.tensor_parallel.split_capture` captures the
+step on slices. The graph goes to `costs.training_step`, which prices it, in a `SearchRequest`.
 
 [Note: second calls] A forward pass runs on a fresh copy. When it is over, as in a backward pass,
 every candidate is called again with the arguments of its first call, the last one first. Its

@@ -432,8 +432,8 @@ def next_end(trainer: pl.Trainer) -> NextEnd:
 
 
 def _batches_left(trainer: pl.Trainer) -> Iterator[int]:
-    loop, each = trainer.fit_loop.epoch_loop, trainer.accumulate_grad_batches
     """Yield how many batches come after this one: to the epoch's end, a save, a validation."""
+    loop, each = trainer.fit_loop.epoch_loop, trainer.accumulate_grad_batches
     ready = loop.batch_progress.current.ready  # with this one
     if loop.batch_progress.is_last_batch:
         yield 0

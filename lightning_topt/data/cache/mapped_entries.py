@@ -3,7 +3,8 @@
 That takes no system call per entry: the memory file is mapped into the process. It is sealed and
 never becomes shorter, so a map cannot end the process with SIGBUS, as that of a file on disk could.
 
-It is a module of its own beside `sample_cache`, its only user: the one place with raw addresses.
+It is a module of its own beside `sample_cache`, for raw addresses. `cached_batches` asks it too,
+and adds the addresses of the rows that it fills.
 """
 
 from __future__ import annotations

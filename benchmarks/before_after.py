@@ -1,0 +1,264 @@
+"""Ten benchmarks and the start of Python, in two checkouts that alternate.
+
+    python -m benchmarks.before_after ../before [--rounds 5] [--only start,import]
+
+About 40 minutes on two quiet cores. Each checkout runs its own short form of a benchmark, which
+needs root for the slow link of `network`. Use clean clones of both: benchmarks write their pages.
+The table has the median of each figure, and the median and range of the ratios of neighbours. All
+figures are seconds of work, so a ratio below 1 is faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.common import RESULTS, ROOT, machine
+
+Figures = dict[str, float]  # name of a figure: seconds, or what is proportional to them
+OUT = "{out}"  # in a command: a file for its result
+
+
+@dataclass(frozen=True)
+class Case:
+    """A benchmark: its command in each checkout, and how its output becomes figures.
+
+    Args:
+        before: arguments of Python in the older checkout; None: those of `now`.
+        read: figures from what was printed (or from the file `OUT`).
+        warm_up: run it once in each checkout before it counts, for what is kept between runs.
+    """
+
+    now: tuple[str, ...]
+    read: Callable[[str], Figures]
+    before: tuple[str, ...] | None = None
+    warm_up: bool = False
+
+
+def rows(label: int, value: int, *, keep: str = "", rate: bool = False) -> Callable[[str], Figures]:
+    """Read a printed table: a row is named by its first `label` cells, its figure is a later cell.
+
+    Args:
+        label: how many cells name the row.
+        value: index of the cell; its first number counts.
+        keep: only rows whose name matches.
+        rate: the cell is work per second; the figure is its inverse.
+    """
+
+    def read(text: str) -> Figures:
+        found: Figures = {}
+        for line in text.splitlines():
+            cells = [cell.strip() for cell in line.strip().strip("|").split(" | ")]
+            if not line.startswith("|") or len(cells) <= value:
+                continue
+            name, number = " ".join(cells[:label]), re.match(r"-?[\d.]+", cells[value])
+            if number and re.search(keep, name):
+                found[name] = 1 / float(number[0]) if rate else float(number[0])
+        return found
+
+    return read
+
+
+def total(text: str) -> Figures:
+    """The sum of the last column of all printed rows."""
+    last = re.findall(r"\| ([\d.e-]+) \|$", text, flags=re.MULTILINE)
+    return {"CPU seconds of all chains": sum(map(float, last))}
+
+
+def record(text: str) -> Figures:
+    """Read the record of one start, a JSON object with `seconds`."""
+    return {"fit to the end of the first step": float(json.loads(text)["seconds"])}
+
+
+def step(text: str) -> Figures:
+    """Read what `run_gpt` measured."""
+    return {"step": float(json.loads(text)["step_seconds"])}
+
+
+def nothing(text: str) -> Figures:
+    """Only the processor time of the process itself counts."""
+    return {}
+
+
+GPT = (
+    "import json; from benchmarks.common import run_gpt; print(json.dumps(run_gpt(strategy='topt', "
+    "plan='ddp', layers=4, hidden=256, heads=8, seq_len=128, batch_size=8, steps=40, warmup=10)))"
+)
+START = ("--model", "26 M", "--strategy", "topt", "--out", OUT)
+TENSOR = ("--width", "256", "--rounds", "6")
+PIPELINE = ("--ranks", "2", "--width", "128", "--rounds", "4", "--out", OUT)
+FLUSHING = ("--schedules", "1f1b", "interleaved", "zero_bubble", *PIPELINE)
+CONTINUOUS = ("--ranks", "2", "--width", "384", "--rounds", "2", "--out", OUT, "--theirs")
+STEP = ("--only", "AdamW, fused", "--rounds", "3", "--methods", "plain", "ours, split")
+OPTIMIZER = (*STEP, "ours, reduce-scatter")
+NETWORK = ("--quick", "--only", "1x 1gbit gpt")
+DATA = ("--known-best", "--number", "2000", "--rounds", "1")
+WHAT_IF = ("--only", "without tensor axes")
+CASES = {
+    "import": Case(("-c", "import lightning_topt"), nothing),
+    "help": Case(("-m", "lightning_topt.cli.main", "--help"), nothing),
+    "start": Case(
+        ("-m", "benchmarks.foreign.start", *START),
+        record,
+        ("-m", "benchmarks.start", *START),
+        warm_up=True,
+    ),
+    "overhead": Case(("-c", GPT), step),
+    "tensor_overhead": Case(
+        ("-m", "benchmarks.tensor.overhead", *TENSOR),
+        rows(1, 1),
+        ("-m", "benchmarks.tensor_overhead", *TENSOR),
+    ),
+    "pipeline_overhead": Case(
+        ("-m", "benchmarks.pipelines.overhead", *FLUSHING),
+        rows(3, 3),
+        ("-m", "benchmarks.pipeline_overhead", *FLUSHING),
+    ),
+    "continuous_overhead": Case(
+        ("-m", "benchmarks.pipelines.continuous_overhead", *CONTINUOUS),
+        rows(3, 4, rate=True),
+        ("-m", "benchmarks.continuous_overhead", *CONTINUOUS),
+    ),
+    "frontier_search": Case(
+        ("-c", "from benchmarks.search.frontier import growth; growth()"),
+        total,
+        ("-c", "from benchmarks.frontier_search import growth; growth()"),
+    ),
+    "what_if_search": Case(
+        ("-m", "benchmarks.search.what_if", *WHAT_IF),
+        rows(1, 1),
+        ("-m", "benchmarks.what_if_search", *WHAT_IF),
+    ),
+    "optimizer_step": Case(
+        ("-m", "benchmarks.optimizer.step", *OPTIMIZER),
+        rows(1, 1, keep="ours"),
+        ("-m", "benchmarks.optimizer_step", *OPTIMIZER),
+    ),
+    "network": Case(
+        ("-m", "benchmarks.exchange.network", *NETWORK),
+        rows(1, 1, keep="ours"),
+        ("-m", "benchmarks.network", *NETWORK),
+    ),
+    "data_throughput": Case(
+        ("-m", "benchmarks.data.throughput", *DATA),
+        rows(1, 2, keep="ours", rate=True),
+        ("-m", "benchmarks.data_throughput", *DATA),
+    ),
+}
+
+
+def run(case: Case, command: tuple[str, ...], checkout: Path, cache: Path) -> Figures:
+    """Run a command with the package of `checkout`, and return its figures.
+
+    Raises:
+        RuntimeError: it failed, or printed nothing that could be read.
+    """
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(checkout),
+        "XDG_CACHE_HOME": str(cache),
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        out, printed = Path(folder) / "out", Path(folder) / "printed"
+        words = [str(out) if word == OUT else word for word in command]
+        with printed.open("w") as file:
+            job = subprocess.Popen(
+                [sys.executable, *words],
+                cwd=checkout,
+                env=environment,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            )
+            _, status, used = os.wait4(job.pid, 0)
+            job.returncode = os.waitstatus_to_exitcode(status)
+        text = printed.read_text()
+        if job.returncode == 0:
+            of_file = out.read_text() if out.exists() and case.read is record else ""
+            figures = case.read(of_file or text)
+            if case.read is nothing:
+                figures = {"processor time": used.ru_utime + used.ru_stime}
+            if figures:
+                return figures
+        raise RuntimeError(f"{' '.join(words)} in {checkout}: {text[-2000:]}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("before", type=Path)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", default="", help="names, with commas between them")
+    options = parser.parse_args()
+    checkouts = {"before": options.before.resolve(), "now": ROOT}
+    heads = {
+        name: subprocess.run(
+            ["git", "log", "-1", "--format=%h"],
+            cwd=checkout,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+        for name, checkout in checkouts.items()
+    }
+    lines = [
+        "# Ten benchmarks before and after",
+        "",
+        f"`python -m benchmarks.before_after <clone of {heads['before']}> --rounds "
+        f"{options.rounds}`, now: {heads['now']}",
+        "",
+        machine(),
+        "",
+        "Medians of rounds that alternate; the ratio of neighbours with its range. The table gives "
+        "seconds, milliseconds or, for rates, seconds per unit.",
+        "",
+        "| benchmark | figure | before | now | now / before |",
+        "|---|---|---|---|---|",
+    ]
+    chosen = options.only.split(",") if options.only else list(CASES)
+    with tempfile.TemporaryDirectory() as folder:
+        for name in chosen:
+            for line in compare(name, checkouts, Path(folder), options.rounds):
+                lines.append(line)
+                print(line, flush=True)
+    if not options.only:
+        (RESULTS / "before_after.md").write_text("\n".join(lines) + "\n")
+
+
+def compare(name: str, checkouts: dict[str, Path], folder: Path, rounds: int) -> list[str]:
+    """Rows of one benchmark, whose runs in both checkouts alternate."""
+    case, found = CASES[name], dict[str, list[Figures]](before=[], now=[])
+    for index in range(rounds + case.warm_up):
+        order = list(checkouts) if index % 2 else list(reversed(checkouts))
+        for which in order:
+            command = case.now if which == "now" else case.before or case.now
+            figures = run(case, command, checkouts[which], folder / which)
+            print(f"  {name}, {which}: {figures}", flush=True)
+            if index >= case.warm_up:
+                found[which].append(figures)
+    lines = []
+    for label in found["now"][0]:
+        if any(label not in figures for figures in (*found["before"], *found["now"])):
+            lines.append(f"| {name} | {label} | | | not in both |")
+            continue
+        old, new = ([figures[label] for figures in found[which]] for which in ("before", "now"))
+        ratios = [b / a for a, b in zip(old, new, strict=True)]
+        lines.append(
+            f"| {name} | {label} | {statistics.median(old):.4g} | {statistics.median(new):.4g} | "
+            f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}) |"
+        )
+    return lines
+
+
+if __name__ == "__main__":
+    main()

@@ -354,7 +354,7 @@ class StringKeys(torch.utils.data.Dataset[Any]):
     def __init__(self) -> None:
         self.rows = {
             f"row{number}": sample
-            for number, sample in enumerate(Samples(32, row_and_label).samples)
+            for number, sample in enumerate(Samples(64, row_and_label).samples)
         }
 
     def __len__(self) -> int:
@@ -390,7 +390,7 @@ class ByLength(BatchSampler):
 
 @program(use_distributed_sampler=False)
 def batch_sampler_with_workers() -> Any:
-    data = Samples(32, row_and_label)
+    data = Samples(64, row_and_label)
     return Classifier(), DataLoader(
         data, batch_sampler=ByLength(SequentialSampler(data)), num_workers=1
     )
@@ -400,7 +400,7 @@ class OneShot(IterableDataset[Any]):
     """A stream that can be read once."""
 
     def __init__(self) -> None:
-        self.stream = iter(Samples(32, row_and_label).samples)
+        self.stream = iter(Samples(64, row_and_label).samples)
 
     def __iter__(self) -> Iterator[Any]:
         return self.stream

@@ -84,9 +84,9 @@ class ImageClassifier(L.LightningModule):
 
 class Images(L.LightningDataModule):
     def setup(self, stage: str) -> None:
-        everything = Samples(40, image_and_label)
+        everything = Samples(72, image_and_label)
         self.train, self.val = random_split(
-            everything, [32, 8], generator=torch.Generator().manual_seed(1)
+            everything, [64, 8], generator=torch.Generator().manual_seed(1)
         )
 
     def train_dataloader(self) -> Any:

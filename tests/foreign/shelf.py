@@ -62,7 +62,7 @@ class Samples(Dataset[Any]):
 def loader(
     sample: Callable[[torch.Generator, int], Any], *, batch_size: int = 4, **kwargs: Any
 ) -> DataLoader[Any]:
-    return DataLoader(Samples(32, sample), batch_size=batch_size, **kwargs)
+    return DataLoader(Samples(64, sample), batch_size=batch_size, **kwargs)
 
 
 def image(source: torch.Generator, size: int = 8, channels: int = 3) -> Tensor:

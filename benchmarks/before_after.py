@@ -44,25 +44,32 @@ class Case:
     warm_up: bool = False
 
 
-def rows(label: int, value: int, *, keep: str = "", rate: bool = False) -> Callable[[str], Figures]:
-    """Read a printed table: a row is named by its first `label` cells, its figure is a later cell.
+def rows(
+    label: int, columns: dict[str, int], *, keep: str = "", rate: bool = False
+) -> Callable[[str], Figures]:
+    """Read printed tables: a row is named by its first cells, figures are in later ones.
+
+    Of rows with one name the first counts.
 
     Args:
         label: how many cells name the row.
-        value: index of the cell; its first number counts.
+        columns: what a figure is, and its cell, of which the first number counts.
         keep: only rows whose name matches.
-        rate: the cell is work per second; the figure is its inverse.
+        rate: cells are work per second; figures are the inverse.
     """
 
     def read(text: str) -> Figures:
         found: Figures = {}
         for line in text.splitlines():
             cells = [cell.strip() for cell in line.strip().strip("|").split(" | ")]
-            if not line.startswith("|") or len(cells) <= value:
+            name = " ".join(cells[:label])
+            if not line.startswith("|") or not re.search(keep, name):
                 continue
-            name, number = " ".join(cells[:label]), re.match(r"-?[\d.]+", cells[value])
-            if number and re.search(keep, name):
-                found[name] = 1 / float(number[0]) if rate else float(number[0])
+            for what, column in columns.items():
+                number = re.match(r"-?[\d.]+", cells[column]) if column < len(cells) else None
+                if number:
+                    value = float(number[0])
+                    found.setdefault(f"{name}: {what}", 1 / value if rate else value)
         return found
 
     return read
@@ -97,7 +104,7 @@ START = ("--model", "26 M", "--strategy", "topt", "--out", OUT)
 TENSOR = ("--width", "256", "--rounds", "6")
 PIPELINE = ("--ranks", "2", "--width", "128", "--rounds", "4", "--out", OUT)
 FLUSHING = ("--schedules", "1f1b", "interleaved", "zero_bubble", *PIPELINE)
-CONTINUOUS = ("--ranks", "2", "--width", "384", "--rounds", "2", "--out", OUT, "--theirs")
+CONTINUOUS = ("--ranks", "2", "--width", "384", "--rounds", "1", "--out", OUT, "--theirs")
 STEP = ("--only", "AdamW, fused", "--rounds", "3", "--methods", "plain", "ours, split")
 OPTIMIZER = (*STEP, "ours, reduce-scatter")
 NETWORK = ("--quick", "--only", "1x 1gbit gpt")
@@ -115,17 +122,17 @@ CASES = {
     "overhead": Case(("-c", GPT), step),
     "tensor_overhead": Case(
         ("-m", "benchmarks.tensor.overhead", *TENSOR),
-        rows(1, 1),
+        rows(1, {"ms": 1, "ms of the thread": 4}),
         ("-m", "benchmarks.tensor_overhead", *TENSOR),
     ),
     "pipeline_overhead": Case(
         ("-m", "benchmarks.pipelines.overhead", *FLUSHING),
-        rows(3, 3),
+        rows(3, {"ms": 3, "processor time, of torch's": 6}),
         ("-m", "benchmarks.pipeline_overhead", *FLUSHING),
     ),
     "continuous_overhead": Case(
         ("-m", "benchmarks.pipelines.continuous_overhead", *CONTINUOUS),
-        rows(3, 4, rate=True),
+        rows(3, {"s per sequence": 4}, rate=True),
         ("-m", "benchmarks.continuous_overhead", *CONTINUOUS),
     ),
     "frontier_search": Case(
@@ -135,22 +142,22 @@ CASES = {
     ),
     "what_if_search": Case(
         ("-m", "benchmarks.search.what_if", *WHAT_IF),
-        rows(1, 1),
+        rows(1, {"CPU s": 1, "GiB": 3}),
         ("-m", "benchmarks.what_if_search", *WHAT_IF),
     ),
     "optimizer_step": Case(
         ("-m", "benchmarks.optimizer.step", *OPTIMIZER),
-        rows(1, 1, keep="ours"),
+        rows(1, {"ms": 1}, keep="ours"),
         ("-m", "benchmarks.optimizer_step", *OPTIMIZER),
     ),
     "network": Case(
         ("-m", "benchmarks.exchange.network", *NETWORK),
-        rows(1, 1, keep="ours"),
+        rows(1, {"ms": 1}, keep=r"^ours, [^:]*$"),
         ("-m", "benchmarks.network", *NETWORK),
     ),
     "data_throughput": Case(
         ("-m", "benchmarks.data.throughput", *DATA),
-        rows(1, 2, keep="ours", rate=True),
+        rows(1, {"s per sample": 2}, keep="ours", rate=True),
         ("-m", "benchmarks.data_throughput", *DATA),
     ),
 }

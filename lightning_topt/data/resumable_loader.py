@@ -93,6 +93,7 @@ class ResumableLoader(DataLoader[Any]):
         return vars(self)[_POSITION]  # type: ignore[no-any-return]
 
     def __iter__(self) -> Any:
+        # looking ahead draws the order earlier: only where that changes nothing
         looks = self.num_workers == 0 and all(map(can_look_ahead, self._position.parts))
         epoch = self._position.begin(self.lookahead if looks else None)
         return _Batches(super().__iter__(), epoch)
@@ -128,6 +129,7 @@ def make_resumable(
         or not loader.in_order
     ):
         return False
+    # only the class changes, so the loader stays the object that the user holds
     loader.__class__ = ResumableLoader
     loader.is_epoch_over, loader.lookahead = is_epoch_over, lookahead
     return True
@@ -142,6 +144,7 @@ class _Position:
         inner = getattr(sampler, "sampler", None)
         self.parts = [part for part in (sampler, inner) if part is not None]
         found = [generator, *(getattr(part, "generator", None) for part in self.parts)]
+        # each once, though the loader and its samplers may share one
         self.generators = list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
         self.epoch: _Epoch | None = None
         self.to_resume: dict[str, Any] | None = None
@@ -158,6 +161,7 @@ class _Position:
         return self.epoch
 
     def state_dict(self) -> dict[str, Any]:
+        # loaded and not begun: the position is still that one
         if self.to_resume is not None:
             return self.to_resume
         return {"batches": 0} if self.epoch is None else self.epoch.state_dict()
@@ -229,6 +233,7 @@ class _Epoch:
             iterator, check = self._skipped(), self.check
         for chosen in iterator if self.lookahead is None else self.lookahead.over(iterator):
             check = _check(chosen, check)
+            # in flight: drawn from the sampler, not yet handed out by the loader
             self._drawn.append(check)
             yield chosen
 
@@ -333,6 +338,7 @@ class Lookahead:
         Each one is announced `batches` batches before.
         """
         drawn: deque[Any] = deque()  # announced, not yet yielded
+        # announcements of an order that is no longer read
         for cache in _caches_behind(self.dataset):
             if isinstance(cache.peers, PrefetchingPeers):
                 cache.peers.forget()

@@ -152,6 +152,7 @@ def make_prices(layers: Sequence[Layer], *, steps: int | None = None) -> tuple[P
     weights = ratios / net.units
     rates = 16 / ratios.sum(axis=1, keepdims=True) * weights
     work = len(ratios) * sum(layer.values.size + len(layer.start) * 16 for layer in layers)
+    # more steps give better prices; few enough that finding them stays within its work
     steps = int(np.clip(_WORK / work, 10, _STEPS)) if steps is None else steps
     steps = steps if net.splits else 1
     # filled by the kernel: prices by ratio (L, ..), and all plans met
@@ -185,6 +186,7 @@ def _reached(layers: Sequence[Layer], flows: Array) -> list[Array]:
     for layer in layers:
         priced = layer.values @ flows[:, done : done + len(layer.start)].T + found[-1][layer.source]
         done += len(layer.start)
+        # the least price of each group: transitions sorted by target, then reduced
         order = np.argsort(layer.target, kind="stable")
         targets, first = np.unique(layer.target[order], return_index=True)
         best = np.full((layer.groups, len(flows)), np.inf)

@@ -77,6 +77,7 @@ def price_plan(request: SearchRequest, plan: ParallelPlan) -> PricedPlan:
         PlanError: the plan is of another model or other blocks.
         ValueError: the cluster has too few devices.
     """
+    # the blocks of the plan on this graph; then stages, or blocks on one rank
     check_world_size(request.cluster, world_size=plan.mesh.size)
     request = _cut_as(request, plan)
     if plan.schedule is not None:
@@ -93,6 +94,7 @@ def price_plan(request: SearchRequest, plan: ParallelPlan) -> PricedPlan:
 
 
 def _price_stages(request: SearchRequest, plan: ParallelPlan) -> PricedPlan:
+    # the cut as the search would hold it
     blocks, shape = stage_blocks(request, plan), shape_of_plan(plan)
     # by formulas first, which stay where the schedule is too long to be simulated
     point = _cut_in_order(blocks, plan)
@@ -111,6 +113,7 @@ def _price_stages(request: SearchRequest, plan: ParallelPlan) -> PricedPlan:
         for kind, seconds in stage.seconds.items():
             sums[kind] += seconds
     longest = max(of_rank.values(), key=lambda sums: sum(sums.values()))
+    # receiving is no work: it counts as waiting, with all else that the step takes longer
     work = sum(seconds for kind, seconds in longest.items() if kind != "receive")
     return PricedPlan(
         plan,
@@ -123,21 +126,25 @@ def _price_stages(request: SearchRequest, plan: ParallelPlan) -> PricedPlan:
 def _cut_as(request: SearchRequest, plan: ParallelPlan) -> SearchRequest:
     """Return the request with a graph that has the blocks of the plan."""
     graph = request.graph
+    # another model: its blocks would be found by name and priced all the same
     if plan.fingerprint is not None and plan.fingerprint != graph.fingerprint:
         raise PlanError(
             f"the plan was made for another model ({plan.model or 'of another kind'}): class name, "
             f"parameter names, shapes or dtypes of this {graph.model} differ; give the model that "
             "it is for, or remove 'fingerprint' from the plan"
         )
+    # the same blocks: nothing to do
     known = {block.name: block for block in graph.blocks}
     if set(known) == set(plan.configs):
         return request
+    # splits belong to blocks as the search captured them
     if plan.mesh.tensor_axes:
         unknown = sorted(set(known) ^ set(plan.configs))[0]
         raise PlanError(
             f"{unknown!r} is a block of the plan or of this {graph.model}, not of both: search the "
             "plan again"
         )
+    # blocks of the plan's own, each a group by itself
     others = len(known)
     blocks = [
         known.get(name, Block(name, others + n, recomputable=True))
@@ -208,6 +215,7 @@ def step_of(request: SearchRequest, plan: ParallelPlan) -> TrainingStep:
     Raises:
         PlanError: as `explain_plan`.
     """
+    # plans that shard gradients run with freed memory given back at once, as under a limit
     shards = any(block.config.storage.sharded_axes("gradients") for block in plan.blocks)
     whole = replace(
         step_on(request, plan.mesh),
@@ -222,6 +230,7 @@ def step_of(request: SearchRequest, plan: ParallelPlan) -> TrainingStep:
             "a plan with a tensor axis is explained by the model that can be split: give it in the "
             "request"
         )
+    # tensor axes: joint modules, splits of activations, or of parameters alone
     layout = layout_of_plan(plan)
     if plan.joint:
         step = joint_step_in(

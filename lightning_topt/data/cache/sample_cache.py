@@ -151,6 +151,7 @@ class SampleCache:
         self._memory_handle: MemoryHandle | None = None
         self._open_tiers()
         self.write_behind = write_behind and self.memory is not None and self.disk is not None
+        # a process of its own copies from memory to disk
         if self.write_behind:
             assert self.memory is not None and self.disk is not None
             try:
@@ -192,6 +193,7 @@ class SampleCache:
         return self.folder / "refused"
 
     def __getstate__(self) -> dict[str, Any]:
+        # what holds descriptors is opened again by the process that gets the state
         left_out = ("memory", "mapped", "disk", "tiers", "_finalizer", "_writer")
         state = {name: value for name, value in vars(self).items() if name not in left_out}
         # The memory by its handle: a worker needs no registry and waits for no lock.
@@ -356,6 +358,7 @@ class SampleCache:
 
         Calling it again does nothing.
         """
+        # Pushes first; the writer still reads the memory; then the tiers themselves.
         if self.peers is not None:
             self.peers.close()
         if self._writer is not None:
@@ -412,6 +415,7 @@ def open_tiers(
         ValueError: `folder` is a file.
         MemoryUnavailable: the system has no memory of this kind.
     """
+    # by name of the tier, why it could not be opened
     failed: dict[str, OSError] = {}
 
     def opened(name: str, nbytes: int, store: Callable[[], SegmentStore]) -> SegmentStore | None:
@@ -438,6 +442,7 @@ def open_tiers(
 
 
 def _open_memory(folder: Path, room: Room, known: MemoryHandle | None) -> SegmentStore:
+    # a worker gets its parent's memory by the handle; others find it in the registry
     descriptor, registry = (known and open_handle(known)) or open_memory(folder)
     with _closed_on_error(descriptor):
         file = StoreFile(
@@ -480,6 +485,7 @@ def _mapped(memory: SegmentStore) -> MappedEntries | None:
 
 def _warn_without(failed: dict[str, OSError], folder: Path) -> None:
     names = " and its ".join(f"{name} ({error})" for name, error in failed.items())
+    # what to do about it: a lock that is held, files of others, or no room
     if any(isinstance(error, LockTimeout) for error in failed.values()):
         advice = (
             "end the process that holds the lock, or name another directory, before the next run"

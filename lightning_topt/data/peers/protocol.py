@@ -206,6 +206,7 @@ def own_address(*, towards: str) -> str:
         ValueError: no interface leads there.
     """
     try:
+        # a connected datagram socket knows the interface, and has sent nothing
         family, kind, protocol, _, target = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[
             0
         ]
@@ -257,6 +258,7 @@ class Channel:
         """Send all bytes of the buffers."""
         views, first = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)], 0
         while first < len(views):
+            # try first, and wait only where the socket takes no more
             try:
                 count = self._socket.sendmsg(views[first : first + _MOST_BUFFERS])
             except BlockingIOError:
@@ -279,6 +281,7 @@ class Channel:
                 self._wait(self._writable, deadline)
                 continue
             except OSError as error:
+                # EIO is the file's error; the others are the connection's
                 if error.errno == errno.EIO:
                     raise FileBroken(str(error)) from error
                 raise PeerLost(f"the connection is broken: {error}") from error
@@ -309,6 +312,7 @@ class Channel:
         views, first = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)], 0
         while first < len(views):
             try:
+                # as many buffers at once as a call takes
                 count = self._socket.recvmsg_into(views[first : first + _MOST_BUFFERS])[0]
             except BlockingIOError:
                 self._wait(self._readable, deadline)

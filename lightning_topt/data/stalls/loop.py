@@ -97,6 +97,7 @@ class Watched:
             self._waits.append(time.perf_counter() - asked)
             self.used += 1
             yield batch
+            # asked for the next one: this batch has been trained on
             if time.perf_counter() - started > self.seconds and self.used >= self.skip + self.least:
                 break
         self._mark()
@@ -200,6 +201,7 @@ def loader_over(
     """
     # Either a sampler and a batch size, or a batch sampler, or neither: samples are batches then.
     size = samples_per_batch(loader)
+    # samples one by one; then batches of equal size, without an incomplete one
     batches: dict[str, Any] = {"batch_size": loader.batch_size, "sampler": list(items)}
     if loader.batch_size is not None:
         batches["drop_last"] = True
@@ -207,6 +209,7 @@ def loader_over(
         full = range(0, len(items) - size + 1, size)
         batches = {"batch_sampler": [list(items[first : first + size]) for first in full]}
     workers: dict[str, Any] = {}
+    # DataLoader refuses these without workers
     if num_workers:
         workers = {
             "prefetch_factor": loader.prefetch_factor,

@@ -185,6 +185,7 @@ def _capture_two_sizes(
         # a dim of size one is special to operators (views instead of copies): use larger batches
         small, sizes = large, (2, 4)
     unlike: set[Hashable] = set()
+    # what turns out to differ in the first run is not skipped in the second either
     copied, first, first_bytes = step.record(small[0], samples=(small[1], sizes[0]), unlike=unlike)
     _, second, second_bytes = step.record(large[0], samples=(large[1], sizes[1]), unlike=unlike)
     graph = assemble(
@@ -329,6 +330,7 @@ class StepRun:
                 equal modules with other keys are skipped. None: everything runs.
             resizes: the batch is of `PRIME` batches, see [Note: one recording] in `recording`.
         """
+        # calls of equal modules are skipped, as long as few turn out to differ
         while unlike is not None and len(unlike) <= MAX_DIFFERENT:
             recorder: list[Recorder] = []
             try:
@@ -340,6 +342,7 @@ class StepRun:
             except CallsDiffer as error:
                 unlike.add(error.key)
             except Exception:
+                # nothing was skipped, so this is an error of the step itself
                 if not recorder or not recorder[0].recording.skipped:
                     raise
                 break  # perhaps a consequence of the skipped calls
@@ -716,6 +719,7 @@ class CallTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._open:
             self._note(func, args, kwargs)
         out = skip_collective(func, args, kwargs) if is_collective(func) else func(*args, **kwargs)
+        # a write makes a new version of the memory
         for tensor in written:
             serial = self._serial(tensor, "made")
             self._versions[serial] = self._versions.get(serial, 0) + 1

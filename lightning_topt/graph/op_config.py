@@ -20,7 +20,7 @@ import reprlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -141,6 +141,7 @@ class Storage:
     @cached_property
     def level(self) -> int:
         """The ZeRO level along the axes that are sharded at all."""
+        # each level shards one of the three more
         return sum(map(bool, self._sharded_axes.values()))
 
     @cached_property
@@ -236,7 +237,7 @@ class JointModule(NamedTuple):
         """Return whether `path` is the module, or something in it."""
         return path == self.module or path.startswith(f"{self.module}.")
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return plain values."""
         return {"module": self.module, "inputs": [*self.inputs], "outputs": [*self.outputs]}
 

@@ -16,7 +16,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning_topt.costs.plain_values import (
     names,
@@ -33,6 +33,7 @@ from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plan.plan_values import PlanError, config_to_dict
 
 SCHEMA_VERSION = 2
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -149,6 +150,7 @@ def _read_frontier(data: object) -> PlanFrontier:
             f"it was not written by schema version {SCHEMA_VERSION}; run `topt plan` again"
         )
     known = {field.name for field in dataclasses.fields(PlanFrontier)} | {"blocks", "configs"}
+    # all entries that it has, and no others
     if wrong := set(data) ^ known:
         raise ValueError(f"the entries {names(wrong)} are unknown or missing")
     # `exact` follows from `error_bound`; the rest are numbers
@@ -197,7 +199,7 @@ class _SharedBlocks:
     configs: dict[str, int] = field(default_factory=dict)
     _known: dict[tuple[int, int], int] = field(default_factory=dict)
 
-    def plain(self, plan: ParallelPlan) -> dict[str, Any]:
+    def plain(self, plan: ParallelPlan) -> dict[str, object]:
         """Return `plan` as `ParallelPlan.to_dict` does, with indices in place of blocks."""
         stages = [
             {
@@ -219,7 +221,7 @@ class _SharedBlocks:
         return self._known[key]
 
     @property
-    def tables(self) -> dict[str, list[Any]]:
+    def tables(self) -> dict[str, list[object]]:
         """The two lists, as plain values."""
         return {"blocks": [*self.blocks], "configs": [json.loads(plain) for plain in self.configs]}
 
@@ -242,7 +244,7 @@ class _BlockTables:
                     f"configs[{index}] must be a mapping without a block, got {shown(config)}"
                 )
 
-    def written_out(self, plan: object, *, name: str) -> Any:
+    def written_out(self, plan: object, *, name: str) -> dict[str, object]:
         """Return what `ParallelPlan.from_dict` takes. Raises ValueError for wrong indices."""
         if not isinstance(plan, dict) or not isinstance(plan.get("stages"), list):
             raise ValueError(f"{name} must be a mapping with a list of stages")
@@ -251,7 +253,7 @@ class _BlockTables:
             "stages": [self._stage(entry, name=f"{name}.stages") for entry in plan["stages"]],
         }
 
-    def _stage(self, entry: object, *, name: str) -> dict[str, Any]:
+    def _stage(self, entry: object, *, name: str) -> dict[str, object]:
         if not isinstance(entry, dict) or set(entry) != {*_INDICES}:
             raise ValueError(f"each of {name} has the entries {', '.join(_INDICES)}")
         indices = [entry[key] for key in _INDICES]
@@ -259,6 +261,7 @@ class _BlockTables:
             indices[1]
         ):
             raise ValueError(f"blocks and configs of {name} must be lists of one length")
+        # a block as `ParallelPlan` writes it: its name, and the entries of its configuration
         return {
             "blocks": [
                 {
@@ -270,7 +273,8 @@ class _BlockTables:
         }
 
 
-def _at(values: list[Any], place: Any, *, name: str) -> Any:
-    if whole(place, name=f"a place in {name}", least=0) >= len(values):
+def _at(values: list[T], place: object, *, name: str) -> T:
+    index = whole(place, name=f"a place in {name}", least=0)
+    if index >= len(values):
         raise ValueError(f"a place in {name} must be below {len(values)}, got {place}")
-    return values[place]
+    return values[index]

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.markup import escape
@@ -124,6 +125,7 @@ def save_scenarios(
         reason: of the choice.
         notes: lines on the search.
     """
+    # the best of each scenario come first, and are known by that
     every = [*chosen_of, *shown]
     record = {
         "schema_version": SCHEMA_VERSION,
@@ -206,9 +208,11 @@ def save_scenarios_png(
     panels = figure.subplots(1, 2 if has_money else 1, squeeze=False)[0]
     names = [*dict.fromkeys(_series(each) for each in chosen_of)]
     for axes, money in zip(panels, (False, True), strict=False):
+        # a cluster has the same colour in both panels
         for name, colour in zip(names, itertools.cycle(COLOURS)):
             of_series = [
                 each
+                # with money, the best of each scenario alone
                 for each in (chosen_of if money else [*shown, *chosen_of])
                 if _series(each) == name
             ]
@@ -255,7 +259,7 @@ def _x(each: Estimate, money: bool) -> float | None:
     return each.money if each.run is not None else None if per_sample is None else 1000 * per_sample
 
 
-def _finish(axes: Any, *, money: bool, has_run: bool, limits: Limits) -> None:
+def _finish(axes: Axes, *, money: bool, has_run: bool, limits: Limits) -> None:
     axes.set(xscale="log", yscale="log")
     axes.set_xlabel(
         ("Money of the run" if has_run else "Money of 1000 samples")

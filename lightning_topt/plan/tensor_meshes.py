@@ -115,6 +115,7 @@ def tensor_steps(
     Raises:
         ValueError: the axes have no layout, or the model cannot run in it.
     """
+    # names of axes say the layout where none is given
     layout = layout or layout_named_by([mesh.names[axis] for axis in mesh.tensor_axes])
     if layout not in ("", "tensor"):
         yield layout_step(whole, split, mesh=mesh, layout=layout)

@@ -58,6 +58,7 @@ class CachedDataset(Dataset[Any]):
         return len(self.dataset)
 
     def __getattr__(self, name: str) -> Any:
+        # an object that is being unpickled has no data set yet
         if name.startswith("__") or name == "dataset":
             raise AttributeError(name)
         return getattr(self.dataset, name)
@@ -67,6 +68,7 @@ class CachedDataset(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         if self.is_marked:
+            # the cache is before the marked method, inside of this call
             return self.dataset[index]
         return self.load(index, self.dataset.__getitem__)
 

@@ -206,6 +206,7 @@ class CoordinatedLoader:
             for value, is_own, nbytes in self._joined().batches(
                 epoch, start, len(lists), digest=digest
             ):
+                # more than the coordinator may keep: it is handed on, and kept for nobody
                 if nbytes > self.memory_bytes:
                     message = (
                         f"a batch has {nbytes} bytes and memory_bytes={self.memory_bytes} keeps "
@@ -276,6 +277,7 @@ class CoordinatedLoader:
         )
 
     def _alone(self, epoch: int, numbers: range) -> Iterator[Any]:
+        # the same batches under the same seeds, from this job's workers
         loader: DataLoader[Any] = DataLoader(
             EpochAlone(self.preparation, epoch=epoch),
             batch_size=None,
@@ -320,6 +322,7 @@ class Membership:
         _raise_refusal(answer)
         self.coordinator_pid = int(answer["pid"])
         self._closed = False
+        # without workers a job is no member
         try:
             self.workers = start_workers(hello)
         except BaseException:
@@ -374,6 +377,7 @@ class Membership:
         while True:
             received = self.connection.receive(timeout_seconds=0)
             if received is None:
+                # nothing has come: wait for the coordinator, or for the end of a worker
                 ready = self._wait(position)
                 if not ready and asked:
                     raise CoordinatorLost(

@@ -27,7 +27,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 T = TypeVar("T")
 _PR_SET_PDEATHSIG = 1  # prctl(2)
@@ -110,7 +110,9 @@ class ForkedCall(Generic[T]):
             os.waitpid(self._process, 0)
 
 
-def _run_as_child(function: Callable[[], Any], write: int, parent: int, *, isolated: bool) -> None:
+def _run_as_child(
+    function: Callable[[], object], write: int, parent: int, *, isolated: bool
+) -> None:
     """Call `function`, send what comes of it, and end without cleaning up the parent's things."""
     try:
         # signals as in a new process; the end of the parent is the end of this one

@@ -23,7 +23,7 @@ def kernel(function: Function) -> Function:
     return compiled(function, boundscheck=False, error_model="numpy")
 
 
-def compiled(function: Function, **options: Any) -> Function:
+def compiled(function: Function, **options: object) -> Function:
     """Compile `function` for the CPU; `options` are those of `numba.njit`."""
     made: Any
     try:
@@ -35,7 +35,7 @@ def compiled(function: Function, **options: Any) -> Function:
     return made  # type: ignore[no-any-return]
 
 
-def _save(save: Callable[..., None], *compiled_code: Any) -> None:
+def _save(save: Callable[..., None], *compiled_code: object) -> None:
     """Keep what was compiled; on a full disk, the next process compiles it again."""
     with suppress(OSError), writable_files():
         save(*compiled_code)

@@ -52,7 +52,7 @@ def start_method(kind: str) -> str:
 
 def run_on_ranks(
     function: Collective[Result],
-    *arguments: Any,
+    *arguments: object,
     accelerator: str,
     devices: int,
     threads: int | None = None,
@@ -111,7 +111,7 @@ def _run_rank(
     world_size: int,
     threads: int | None,
     folder: str,
-    arguments: tuple[Any, ...],
+    arguments: tuple[object, ...],
 ) -> None:
     """Be one of the new ranks."""
     if threads is None:
@@ -129,7 +129,7 @@ def _call_in_group(
     kind: str,
     local_rank: int,
     num_nodes: int,
-    arguments: tuple[Any, ...],
+    arguments: tuple[object, ...],
     **options: Any,
 ) -> Result | None:
     """Call `function` between the start and the end of a process group."""

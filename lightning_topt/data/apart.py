@@ -26,7 +26,11 @@ class Failed:
 
 
 def run_apart(
-    function: Callable[..., Any], *arguments: Any, context: Any, timeout_seconds: float, doing: str
+    function: Callable[..., Any],
+    *arguments: object,
+    context: Any,
+    timeout_seconds: float,
+    doing: str,
 ) -> Any:
     """Call ``function(*arguments)`` in a new process, with one thread, and return the result.
 
@@ -60,7 +64,7 @@ def run_apart(
         mine.close()
 
 
-def _answer(connection: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _answer(connection: Any, function: Callable[..., Any], arguments: tuple[object, ...]) -> None:
     # As in a worker: a forked process must not use its parent's thread pool.
     torch.set_num_threads(1)
     try:

@@ -90,7 +90,7 @@ class WorkerChoice(NamedTuple):
 
 
 def tune_loader(
-    loader: DataLoader[Any],
+    loader: DataLoader[object],
     *,
     num_workers: int | Auto,
     prefetch_factor: int | Auto | None,
@@ -148,7 +148,7 @@ def tune_loader(
 
 
 def _measure(
-    loader: DataLoader[Any],
+    loader: DataLoader[object],
     num_workers: int | Auto,
     *,
     cores: int,
@@ -369,7 +369,7 @@ class LoaderTrials:
         ValueError: the data set has no items.
     """
 
-    def __init__(self, loader: DataLoader[Any], *, seconds: float) -> None:
+    def __init__(self, loader: DataLoader[object], *, seconds: float) -> None:
         self.loader, self.seconds = TrialLoader.of(loader), seconds
         count = len(self.loader.dataset)
         if not count:
@@ -428,7 +428,7 @@ class TrialLoader:
     start_method: str | None
 
     @staticmethod
-    def of(loader: DataLoader[Any]) -> TrialLoader:
+    def of(loader: DataLoader[object]) -> TrialLoader:
         """Return what the trials need of `loader`.
 
         A batch sampler without a ``batch_size`` has to yield its first batch; its generators are
@@ -444,7 +444,7 @@ class TrialLoader:
             start_method=None if context is None else context.get_start_method(),
         )
 
-    def over(self, chunks: ResizableBatches, *, num_workers: int = 0) -> DataLoader[Any]:
+    def over(self, chunks: ResizableBatches, *, num_workers: int = 0) -> DataLoader[object]:
         """Make a loader of these batches, in their order, without end."""
         source: dict[str, Any] = {"batch_sampler": chunks}
         if not self.makes_batches:
@@ -461,7 +461,7 @@ class TrialLoader:
         return DataLoader(self.dataset, collate_fn=self.collate_fn, **source, **workers)
 
 
-def _batch_size(loader: DataLoader[Any]) -> int:
+def _batch_size(loader: DataLoader[object]) -> int:
     sampler: Any = loader.batch_sampler
     known = getattr(sampler, "batch_size", None)
     if isinstance(known, int) and known > 0:

@@ -29,7 +29,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 
@@ -330,8 +329,8 @@ def _cheapest_cuts(
     held: Array,
     limits: Array,
     best: Array,
-    came: Any,
-    chosen: Any,
+    came: Rows,
+    chosen: Rows,
 ) -> None:
     """Do `stage_kernels.cheapest_cuts` in arrays, which takes no time to load."""
     count, states = of.shape[1], costs.shape[1]

@@ -79,15 +79,15 @@ from lightning_topt.graph.structures import (
 
 CPU = torch.device("cpu")
 MAX_DIFFERENT = 2
-Adapt = Callable[[nn.Module], AbstractContextManager[Any]]
+Adapt = Callable[[nn.Module], AbstractContextManager[object]]
 
 
 def capture(
     module: nn.Module,
     batch: object,
     *,
-    second_batch: Any | None = None,
-    forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    second_batch: object | None = None,
+    forward_context: Callable[[], AbstractContextManager[object]] = nullcontext,
     device: torch.device | str = "cpu",
     batch_scaling: bool = True,
     adapt: Adapt | None = None,
@@ -158,7 +158,7 @@ def one_is_enough(
     batch: object,
     like: OpGraph,
     *,
-    forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    forward_context: Callable[[], AbstractContextManager[object]] = nullcontext,
     device: torch.device | str = "cpu",
 ) -> bool:
     """Return whether one recording of a step says all that `like` does.
@@ -175,7 +175,7 @@ def one_is_enough(
 
 
 def _capture_two_sizes(
-    step: StepRun, batch: object, second_batch: Any | None, like: OpGraph | None
+    step: StepRun, batch: object, second_batch: object | None, like: OpGraph | None
 ) -> OpGraph:
     sizes = batch_sizes(batch, second_batch)
     # each run: a batch, and the samples in it
@@ -274,7 +274,7 @@ class Prepared:
     """Fake copies of a module and of a batch, and the mode under which a step of them runs."""
 
     module: nn.Module
-    batch: Any
+    batch: object
     mode: FakeTensorMode
 
 
@@ -291,7 +291,7 @@ class StepRun:
     """
 
     module: nn.Module
-    forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    forward_context: Callable[[], AbstractContextManager[object]] = nullcontext
     device: torch.device = CPU
     adapt: Adapt | None = None
 
@@ -557,8 +557,8 @@ class _Candidate:
     """
 
     module: nn.Module
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
+    args: tuple[object, ...] = ()
+    kwargs: dict[str, object] = field(default_factory=dict)
     first: CallTrace | None = None
     autocast: _Autocast | None = None
     forward: Any = None
@@ -709,7 +709,7 @@ class CallTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._open.pop()
 
     def __torch_dispatch__(
-        self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
+        self, func: OpOverload, types: object, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Run `func` and note what it reads and writes."""
         kwargs = kwargs or {}

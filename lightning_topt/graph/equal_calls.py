@@ -180,14 +180,14 @@ class SkippedCall:
 # ---- comparing two calls -------------------------------------------------------------------------
 
 
-def forward_facts(recording: Recording, call: ObservedCall) -> Any:
+def forward_facts(recording: Recording, call: ObservedCall) -> object:
     """Return what equal calls share in the forward pass, free of names and places."""
     op, tick = call.ops[0], call.ticks[0]
     # storages by their place in the call, those of its inputs by the place among these
     own = {id(s): n for n, s in enumerate(recording.storages[slice(*call.storages)])}
     results = {id(result.storage) for result in call.results}
 
-    def place(storage: StorageRecord) -> Any:
+    def place(storage: StorageRecord) -> object:
         return own.get(
             id(storage), ("input", [number for number, s in enumerate(call.inputs) if s is storage])
         )
@@ -222,7 +222,7 @@ def forward_facts(recording: Recording, call: ObservedCall) -> Any:
     )
 
 
-def operator_facts(op: OpRecord, call: ObservedCall, kernels: list[Measured]) -> Any:
+def operator_facts(op: OpRecord, call: ObservedCall, kernels: list[Measured]) -> object:
     """Return what operators of equal calls share.
 
     Equal kernels are one object, so they are compared by identity.
@@ -231,7 +231,7 @@ def operator_facts(op: OpRecord, call: ObservedCall, kernels: list[Measured]) ->
     return names, op.kind, op.outputs, [id(kernel) for kernel in kernels], op.saved_bytes
 
 
-def _storage_facts(storage: StorageRecord, call: ObservedCall) -> Any:
+def _storage_facts(storage: StorageRecord, call: ObservedCall) -> object:
     """Return what storages of equal calls share."""
     op, tick = call.ops[0], call.ticks[0]
     died = storage.died - tick if storage.died <= call.ticks[1] else None

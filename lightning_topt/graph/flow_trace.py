@@ -73,7 +73,7 @@ def trace_flow(
     *,
     units: Collection[str],
     device: torch.device | str = "cpu",
-    forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    forward_context: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> StepFlow:
     """Return the flow of ``run(module, batch)``.
 
@@ -119,7 +119,7 @@ def _attempt(
     *,
     units: Collection[str],
     device: torch.device,
-    context: Callable[[], AbstractContextManager[Any]],
+    context: Callable[[], AbstractContextManager[object]],
     has_values: bool,
 ) -> StepFlow:
     with no_trace(module), torch.compiler.set_stance("force_eager"):
@@ -153,7 +153,9 @@ class _Readable(TorchFunctionMode):
         super().__init__()
         self._recorder = recorder
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: object, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func in READS_VALUES and (values := self._recorder.values(args[0])) is not None:
             args = (values, *args[1:])
         return func(*args, **(kwargs or {}))
@@ -306,7 +308,7 @@ class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # ---- operators -------------------------------------------------------------------------------
 
     def __torch_dispatch__(
-        self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
+        self, func: OpOverload, types: object, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         if func is DEVICE_OF:
@@ -651,7 +653,7 @@ class Provenance:
     def __init__(self) -> None:
         self._origins: dict[int, Origin] = {}
         self._memories: dict[int, Memory] = {}
-        self._held: list[Any] = []
+        self._held: list[object] = []
 
     def memory(self, tensor: Tensor) -> Memory:
         """Return the memory of `tensor`."""

@@ -148,7 +148,9 @@ class TensorCopies(TorchFunctionMode):
     def convert(self, tensor: Tensor) -> Tensor:
         """Return the copy of `tensor`."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: object, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func is Tensor.__deepcopy__ or func == TENSOR_DATA:
             return self.convert(args[0])
         return func(*args, **(kwargs or {}))
@@ -495,7 +497,7 @@ class ShapeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     gradients of cuDNN's recurrent layers, for which torch would run the kernel.
     """
 
-    def dispatch(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def dispatch(self, func: OpOverload, types: object, args: Any = (), kwargs: Any = None) -> Any:
         """Return the fake result of `func`."""
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
             left, right = args[0], args[1]

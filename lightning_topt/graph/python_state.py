@@ -35,7 +35,7 @@ OPAQUE = (
 OWN_NAMES = ("_parameters", "_modules", "forward")  # compared otherwise, or replaced by us
 
 
-def describe(roots: Iterable[object], *, identities: bool = False) -> Any:
+def describe(roots: Iterable[object], *, identities: bool = False) -> object:
     """Return the state of `roots`.
 
     A module stands for its submodules and what their code can change. With `identities` another
@@ -48,7 +48,7 @@ def describe(roots: Iterable[object], *, identities: bool = False) -> Any:
     ]
 
 
-def describe_surroundings(classes: Iterable[type]) -> Any:
+def describe_surroundings(classes: Iterable[type]) -> object:
     """Return what the code of `classes` can reach outside of its instances.
 
     These are globals, class attributes and closures; tensors count by identity.
@@ -63,7 +63,7 @@ def describe_surroundings(classes: Iterable[type]) -> Any:
 _REGISTRIES = frozenset(["_parameters", "_buffers", "_modules"])
 
 
-def host_random_state() -> tuple[Any, ...]:
+def host_random_state() -> tuple[object, ...]:
     """Return the states of Python's and NumPy's default generators, to be compared."""
     state: Any = np.random.get_state()
     return random.getstate(), state[1].tobytes(), state[2:]
@@ -104,7 +104,7 @@ def _class_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def _attributes_of(module: nn.Module) -> dict[str, Any]:
+def _attributes_of(module: nn.Module) -> dict[str, object]:
     found = {}
     for path, part in module.named_modules():
         if path:  # the root is no block, and Lightning keeps its own notes there
@@ -117,7 +117,7 @@ def _attributes_of(module: nn.Module) -> dict[str, Any]:
     return found
 
 
-def _files_of(module: nn.Module) -> dict[str, tuple[type, Any]]:
+def _files_of(module: nn.Module) -> dict[str, tuple[type, object]]:
     classes = {_class_name(type(part)): type(part) for path, part in module.named_modules() if path}
     return {name: (cls, describe_surroundings([cls])) for name, cls in classes.items()}
 
@@ -128,9 +128,9 @@ class _Describer:
     def __init__(self, *, identities: bool = False) -> None:
         self._identities = identities
         self._numbers: dict[int, int] = {}
-        self._held: list[Any] = []
+        self._held: list[object] = []
 
-    def module(self, root: nn.Module) -> Any:
+    def module(self, root: nn.Module) -> object:
         """Return the state of a module, its submodules and what their code can change."""
         classes = {type(module) for module in root.modules()}
         return [
@@ -144,7 +144,7 @@ class _Describer:
             ],
         ]
 
-    def value(self, value: object) -> Any:
+    def value(self, value: object) -> object:
         if isinstance(value, Tensor) and self._identities:
             return "tensor", id(value)
         if isinstance(value, Tensor):
@@ -169,7 +169,7 @@ class _Describer:
         self._held.append(value)  # so that no other object gets its id
         return type(value).__qualname__, self._inside(value)
 
-    def _inside(self, value: object) -> Any:
+    def _inside(self, value: object) -> object:
         if (
             isinstance(value, (dict, list, tuple, collections.deque, set, frozenset))
             and len(value) > MAX_ITEMS
@@ -194,7 +194,7 @@ class _Describer:
         return self.value(dict(attributes)) if isinstance(attributes, dict) else None
 
 
-def _surroundings(cls: type) -> Iterator[Any]:
+def _surroundings(cls: type) -> Iterator[object]:
     """Yield what the code of a user's class can change.
 
     Globals of its file, attributes of the class, closures of `forward`.

@@ -94,10 +94,10 @@ def entered(mode: TorchDispatchMode) -> Iterator[None]:
 class CallWatch(Protocol):
     """Watches what calls of modules read and leave behind, while they are recorded."""
 
-    def enter(self, call: CallRecord, module: nn.Module, args: Any) -> None:
+    def enter(self, call: CallRecord, module: nn.Module, args: object) -> None:
         """A call begins."""
 
-    def leave(self, call: CallRecord, kwargs: Any) -> None:
+    def leave(self, call: CallRecord, kwargs: object) -> None:
         """The innermost call under way ends, perhaps by an exception.
 
         Its keywords are known now.
@@ -255,12 +255,12 @@ class Recorder(LiveMode):
             is_live = self.problem is None and self.is_on and not self.is_backward
             return is_live and id(module) in known and threading.get_ident() == thread
 
-        def enter(module: nn.Module, args: Any) -> None:
+        def enter(module: nn.Module, args: object) -> None:
             if is_seen(module):
                 with self._own_problems(), torch._C.DisableTorchFunction():
                     self._enter(known[id(module)], module, args, {})
 
-        def leave(module: nn.Module, args: Any, kwargs: Any, output: object) -> None:
+        def leave(module: nn.Module, args: object, kwargs: object, output: object) -> None:
             if is_seen(module):
                 with self._own_problems(), torch._C.DisableTorchFunction():
                     self._exit(known[id(module)], module, args, kwargs, output)
@@ -289,7 +289,7 @@ class Recorder(LiveMode):
         self.memory.forget()
         self._reduced = None
 
-    def _enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _enter(self, path: str, module: nn.Module, args: object, kwargs: object) -> None:
         if self.is_backward:
             return
         self.nodes.claim(self.current)
@@ -304,7 +304,9 @@ class Recorder(LiveMode):
         if self.calls is not None:
             self.calls.enter(call, module, args)
 
-    def _exit(self, path: str, module: nn.Module, args: Any, kwargs: Any, output: object) -> None:
+    def _exit(
+        self, path: str, module: nn.Module, args: object, kwargs: object, output: object
+    ) -> None:
         if self.is_backward:
             return
         # A call that raised, and whose error somebody caught, has left its frame behind.
@@ -348,7 +350,7 @@ class Recorder(LiveMode):
     # ---- operators -------------------------------------------------------------------------------
 
     def __torch_dispatch__(
-        self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
+        self, func: OpOverload, types: object, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Run `func` and record it."""
         kwargs = kwargs or {}

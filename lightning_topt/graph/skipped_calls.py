@@ -66,7 +66,7 @@ class SkippedCalls:
         self._mode, self._root = mode, root
         self._models: dict[Key, ObservedCall] = {}  # run twice
         self._first: dict[Key, tuple[ObservedCall, Any]] = {}
-        self._surroundings: dict[Key, Any] = {}
+        self._surroundings: dict[Key, object] = {}
 
     def install(self, recorder: Recorder) -> None:
         """Let `recorder` skip calls."""
@@ -483,7 +483,7 @@ def state_of(module: nn.Module) -> Hashable | None:
         return None
 
 
-def identity_of(module: nn.Module) -> Any:
+def identity_of(module: nn.Module) -> object:
     """Return which objects a module consists of."""
     return [
         [id(value) for name, value in (*vars(m).items(), *_named(m)) if name not in NOT_COMPARED]
@@ -491,7 +491,7 @@ def identity_of(module: nn.Module) -> Any:
     ]
 
 
-def surroundings_of(module: nn.Module) -> Any:
+def surroundings_of(module: nn.Module) -> object:
     """Return the globals that the code of a module's classes can read and write.
 
     Tensors count by identity.

@@ -144,7 +144,7 @@ def observe_step(
     module: nn.Module,
     batch: Any,
     *,
-    forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    forward_context: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> OpGraph:
     """Run one real step of a copy of `module` on the CPU, and return its graph.
 
@@ -200,7 +200,7 @@ class _CallPurity:
         # paths of the calls that read memory older than the step, by address
         self._read: dict[int, set[str]] = {}
         self._written: set[int] = set()
-        self._held: list[Any] = []  # so that no address is used twice
+        self._held: list[object] = []  # so that no address is used twice
 
     def impure(self) -> set[str]:
         """Return the paths of the modules whose calls may not run again."""
@@ -215,7 +215,7 @@ class _CallPurity:
         drawn = None if type(module).__module__.startswith("torch.nn.") else host_random_state()
         self._open.append(_Open(call, arguments, arguments() if arguments else None, drawn))
 
-    def leave(self, call: CallRecord, kwargs: Any) -> None:
+    def leave(self, call: CallRecord, kwargs: object) -> None:
         """The innermost call under way ends."""
         ended = self._open.pop()
         path = ended.call.path
@@ -280,7 +280,7 @@ class StepTimer(LiveMode):
         self._names: dict[Any, tuple[str, str]] = {}
 
     def __torch_dispatch__(
-        self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
+        self, func: OpOverload, types: object, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Run `func` between two readings of the clock."""
         kwargs = kwargs or {}

@@ -39,7 +39,7 @@ def tensors_in(value: object) -> Iterator[Tensor]:
         yield from tensors_in(_fields(value))
 
 
-def _nothing(_: Any) -> bool:
+def _nothing(_: object) -> bool:
     return False
 
 
@@ -126,7 +126,7 @@ def _is_part(value: object) -> bool:
 # ---- sizes ---------------------------------------------------------------------------------------
 
 
-def batch_sizes(batch: object, second_batch: Any | None) -> tuple[int, int]:
+def batch_sizes(batch: object, second_batch: object | None) -> tuple[int, int]:
     """Return the samples in the two batches; a missing second one counts as twice as large.
 
     With two batches the batch size is whatever differs between their tensors, in any dim; with one

@@ -31,7 +31,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.plan.choose import TIME_ERROR
@@ -66,11 +65,11 @@ class Advice:
     value: float | None = None
     unit: str = ""
     formula: str = ""
-    inputs: Mapping[str, Any] = field(default_factory=dict)
+    inputs: Mapping[str, object] = field(default_factory=dict)
     source: str = ""
-    table: Sequence[Mapping[str, Any]] = ()
+    table: Sequence[Mapping[str, object]] = ()
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return plain values for JSON; an infinite number is None."""
         plain = {
             # JSON has no infinity: in the value, the inputs and the table it is null
@@ -82,7 +81,7 @@ class Advice:
         return plain
 
 
-def _finite(value: object) -> Any:
+def _finite(value: object) -> object:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -401,15 +401,15 @@ def _annotate(figure: Figure, axes: Axes, points: Points, chosen: PlanPoint) -> 
 # ---- the data of the page
 
 
-def _embedded(points: Points) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def _embedded(points: Points) -> tuple[list[dict[str, object]], list[dict[str, object]]]:
     """Return the different blocks of all plans, each once, and the points with indices of these.
 
     The YAML of a plan is its `header` and the `yaml` of its blocks, one after the other, `stages`
     of them in each stage.
     """
     positions: dict[tuple[BlockPlan, tuple[str, ...]], int] = {}
-    blocks: list[dict[str, Any]] = []
-    entries: list[dict[str, Any]] = []
+    blocks: list[dict[str, object]] = []
+    entries: list[dict[str, object]] = []
     # plans share most blocks: each is written once, and points refer to it
     for point in points:
         fields, mesh = point.plan.to_dict(), point.plan.mesh
@@ -434,7 +434,7 @@ def _embedded(points: Points) -> tuple[list[dict[str, Any]], list[dict[str, Any]
                         "yaml": text,
                     }
                 )
-        entry: dict[str, Any] = {
+        entry: dict[str, object] = {
             "x": point.peak_bytes,
             "y": point.step_seconds,
             "devices": point.devices,

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning_topt.communication.exchange_method import GradientMethod
 from lightning_topt.costs.plain_values import (
@@ -65,6 +65,7 @@ __all__ = [
     "uniform_plan",
 ]
 VERSION = 2
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -402,7 +403,7 @@ def _read_entries(data: object, *, known: Collection[str]) -> dict[str, Any]:
         raise ValueError(f"stages must be a list, got {shown(data['stages'])}")
 
     # missing and null are the same; everything else is checked for its type
-    def given(name: str, read: Callable[..., Any]) -> Any:
+    def given(name: str, read: Callable[..., T]) -> T | None:
         return None if data.get(name) is None else read(data[name], name=name)
 
     predicted = data.get("predicted")

@@ -16,7 +16,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from lightning_topt.costs.plain_values import (
     names,
@@ -231,7 +231,7 @@ class _BlockTables:
     """The two lists of a file that is read. Raises ValueError for what they cannot be."""
 
     blocks: list[str]
-    configs: list[Mapping[str, Any]]
+    configs: list[Mapping[str, object]]
 
     def __post_init__(self) -> None:
         if not isinstance(self.blocks, list) or not isinstance(self.configs, list):

@@ -15,7 +15,7 @@ import html
 import itertools
 from collections.abc import Hashable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -440,7 +440,7 @@ def _svg_row(
 def _svg_memory(memory: MemoryCurve, *, bottom: float, scale: float, peak: float) -> str:
     # the highest rank fills what is left of a row below its bar
     height = (_ROW - _BAR - 8) / (peak or 1.0)
-    steps: list[Any] = [f"M{_LEFT:g},{bottom:g}"]
+    steps: list[str] = [f"M{_LEFT:g},{bottom:g}"]
     for second, size in zip(memory.seconds.tolist(), memory.nbytes.tolist(), strict=True):
         steps.append(f"H{_LEFT + second * scale:.2f}V{bottom - size * height:.2f}")
     return (

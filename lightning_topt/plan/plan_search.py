@@ -28,7 +28,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any
 
 import numpy as np
 
@@ -551,7 +550,7 @@ def points_of(batch: PlanBatch) -> list[PlanPoint]:
     step = batch.costs.step
     placed, known = placed_tensors(step), dict[tuple[int, int], OpConfig]()
     # a number for each block, equal for blocks that are split alike
-    numbers: dict[Any, int] = {}
+    numbers: dict[object, int] = {}
     alike = {
         name: numbers.setdefault(tuple(entries.items()), len(numbers))
         for name, entries in placed.items()

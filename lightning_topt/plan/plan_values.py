@@ -139,7 +139,7 @@ def describe_config(config: OpConfig, mesh: Mesh) -> str:
 # ---- as plain values
 
 
-def mesh_to_list(mesh: Mesh) -> list[dict[str, Any]]:
+def mesh_to_list(mesh: Mesh) -> list[dict[str, object]]:
     """Return the axes as mappings, outermost first."""
     # a copy, so that the entries of the file are not those of the axis
     return [{**vars(axis)} for axis in mesh.axes]
@@ -193,9 +193,9 @@ _STORED = ("parameters", "gradients", "optimizer_state")
 _COMPUTED = ("inputs", "outputs", "parameters", "sums", "gathers")
 
 
-def config_to_dict(config: OpConfig, mesh: Mesh) -> dict[str, Any]:
+def config_to_dict(config: OpConfig, mesh: Mesh) -> dict[str, object]:
     """Return storage, recomputation and, where given, placements of the computation."""
-    values: dict[str, Any] = {
+    values: dict[str, object] = {
         kind: _placed(getattr(config.storage, kind), mesh) for kind in _STORED
     }
     values["recompute"] = config.recompute
@@ -276,7 +276,7 @@ def _computed(data: object, mesh: Mesh) -> dict[str, Any]:
     return found
 
 
-def _placed(placements: Placements, mesh: Mesh) -> Any:
+def _placed(placements: Placements, mesh: Mesh) -> str | dict[str, str]:
     # the same along all axes: one word
     words = [str(placement) for placement in placements]
     return words[0] if len(set(words)) == 1 else dict(zip(mesh.names, words, strict=True))
@@ -307,7 +307,7 @@ def prediction_from_value(entry: object) -> StepEstimate:
     return StepEstimate(**{name: number(entry[name], name=f"predicted.{name}") for name in known})
 
 
-def exchange_to_dict(method: GradientMethod) -> dict[str, Any]:
+def exchange_to_dict(method: GradientMethod) -> dict[str, object]:
     """Return plain values of the method and of the options that a plan fixes.
 
     How a run waits, checks and treats infinities (`ExchangeSettings`) is not part of a plan.
@@ -319,7 +319,7 @@ def exchange_to_dict(method: GradientMethod) -> dict[str, Any]:
     }
 
 
-def read_exchange(given: ExchangeMethod | str | Mapping[str, Any]) -> GradientMethod:
+def read_exchange(given: ExchangeMethod | str | Mapping[str, object]) -> GradientMethod:
     """Return a method that a plan can have, from any of the forms of `read_method`.
 
     Raises:

@@ -28,6 +28,7 @@ from lightning_topt.schedules.check import Edges, check_schedule, run_order
 from lightning_topt.schedules.schedules import Action, Kind, Schedule
 
 Edge = tuple[int, int]  # source stage, target stage
+Seconds = Any  # a float, or an array over sets of costs
 _KINDS: tuple[Kind, ...] = get_args(Kind)
 _SMALL = 2**14  # passes up to which compiled code is not worth loading
 _COLUMNS = 64  # sets of costs that compiled code walks at once
@@ -220,15 +221,15 @@ class Walk:
 class Times(NamedTuple):
     """Starts and ends of passes in a walk's order, and of transfers.
 
-    What left at `sent` is there at `arrived`. Each is a float, or an array over sets of costs.
+    What left at `sent` is there at `arrived`.
     """
 
-    starts: list[Any]
-    ends: list[Any]
-    sent: list[Any]
-    arrived: list[Any]
-    rank_seconds: list[Any]
-    step_seconds: Any
+    starts: list[Seconds]
+    ends: list[Seconds]
+    sent: list[Seconds]
+    arrived: list[Seconds]
+    rank_seconds: list[Seconds]
+    step_seconds: Seconds
 
 
 @lru_cache(maxsize=256)
@@ -315,7 +316,7 @@ def _crossing(
     return found
 
 
-def _seconds_by_place(schedule: Schedule, walk: Walk, rows: Sequence[Any]) -> list[Any]:
+def _seconds_by_place(schedule: Schedule, walk: Walk, rows: Sequence[Any]) -> list[Seconds]:
     """Return seconds by kind and stage.
 
     Raises ValueError where a kind that the schedule runs has none.
@@ -342,15 +343,15 @@ def _edges_of(
 
 def _run(
     walk: Walk,
-    seconds: list[Any],
-    crossing: list[Any],
+    seconds: list[Seconds],
+    crossing: list[Seconds],
     *,
     zero: object,
-    larger: Callable[[Any, Any], Any],
+    larger: Callable[[Seconds, Seconds], Seconds],
     overlapped: bool,
 ) -> Times:
     """Return the times of a walk, of one set of costs (floats) or of many (arrays)."""
-    free: dict[int, Any] = {}  # when each rank has done what it ran so far
+    free: dict[int, Seconds] = {}  # when each rank has done what it ran so far
     links = [zero] * walk.num_links  # when each link is free
     sent, arrived = [zero] * len(walk.transfers), [zero] * len(walk.transfers)
     starts, ends = [], []

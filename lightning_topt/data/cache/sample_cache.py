@@ -192,7 +192,7 @@ class SampleCache:
     def _refusal(self) -> Path:
         return self.folder / "refused"
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # what holds descriptors is opened again by the process that gets the state
         left_out = ("memory", "mapped", "disk", "tiers", "_finalizer", "_writer")
         state = {name: value for name, value in vars(self).items() if name not in left_out}
@@ -201,7 +201,7 @@ class SampleCache:
         handle = None if memory is None else handle_of(memory.descriptor, memory.lock)
         return state | {"_memory_handle": handle}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         vars(self).update(state)
         self._open_tiers()
 
@@ -519,10 +519,10 @@ class CacheCounters:
             )
         self._rows: npt.NDArray[np.int64] = self._shared.numpy()  # the same memory
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {"_shared": self._shared}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         vars(self).update(state)
         self._rows = self._shared.numpy()
 

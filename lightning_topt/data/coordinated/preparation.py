@@ -129,7 +129,7 @@ def _digest(lists: Sequence[Sequence[object]]) -> str:
     return digest.hexdigest()
 
 
-class EpochAlone(torch.utils.data.Dataset[Any]):
+class EpochAlone(torch.utils.data.Dataset[object]):
     """One epoch as a dataset of whole batches, for a DataLoader.
 
     It serves when there is no coordinator.

@@ -151,11 +151,11 @@ class Peers:
         self._lock = threading.Lock()
         _instances.add(self)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         left_out = ("counts", "_links", "_pusher", "_lock", "_owners")
         return {name: value for name, value in vars(self).items() if name not in left_out}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         vars(self).update(state)
         self._owners = owners(self.num_items, num_nodes=len(self.addresses), seed=self.seed)
         self._begin()

@@ -41,10 +41,10 @@ class PrefetchingPeers:
         self._thread: threading.Thread | None = None
         self.prefetched = 0  # entries here, or on their way, when they were requested
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {"peers": self.peers, "ahead_bytes": self.ahead_bytes}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         vars(self).update(state)
         self._begin()
 

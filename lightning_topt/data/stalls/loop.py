@@ -80,7 +80,7 @@ class Watched:
         """
         return self.skip + self.most + 1
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         # The steady state is between two marks: after `skip` batches, and at the end.
         iterator = iter(self.batches)
         self._waits, self._marks, self.used = [], [], 0
@@ -180,7 +180,7 @@ def check_loader(loader: object) -> None:
         )
 
 
-def samples_per_batch(loader: DataLoader[Any]) -> int:
+def samples_per_batch(loader: DataLoader[object]) -> int:
     """Return the loader's batch size; 1 where the data set itself makes the batches.
 
     Where the sizes differ, it is that of the first batch.
@@ -193,8 +193,8 @@ def samples_per_batch(loader: DataLoader[Any]) -> int:
 
 
 def loader_over(
-    loader: DataLoader[Any], items: Sequence[int], *, num_workers: int
-) -> DataLoader[Any]:
+    loader: DataLoader[object], items: Sequence[int], *, num_workers: int
+) -> DataLoader[object]:
     """Make a loader like `loader` over the given items, in their order.
 
     Batches have its size; a last incomplete one is left out.
@@ -227,6 +227,6 @@ def loader_over(
     )
 
 
-def makes_batches(loader: DataLoader[Any]) -> bool:
+def makes_batches(loader: DataLoader[object]) -> bool:
     """Return whether the loader collates samples; else each sample is a batch."""
     return loader.batch_sampler is not None

@@ -67,8 +67,8 @@ class CacheUnderTest(Protocol):
     """A cache of prepared samples for the cached run, empty at first."""
 
     def loader_over(
-        self, loader: DataLoader[Any], items: Sequence[int], *, num_workers: int
-    ) -> DataLoader[Any]:
+        self, loader: DataLoader[object], items: Sequence[int], *, num_workers: int
+    ) -> DataLoader[object]:
         """Make the same as `stalls.loop.loader_over`, with the cache in front of the data set.
 
         Samples come from the cache where they are there, and are stored where not.
@@ -158,7 +158,7 @@ class StallMeasurement:
 
 
 def measure_stalls(
-    loader: DataLoader[Any],
+    loader: DataLoader[object],
     *,
     train: Train,
     cache: CacheUnderTest,
@@ -202,7 +202,7 @@ class _Items:
 class _Measurement:
     def __init__(
         self,
-        loader: DataLoader[Any],
+        loader: DataLoader[object],
         train: Train,
         cache: CacheUnderTest,
         options: MeasurementOptions,
@@ -410,7 +410,9 @@ class SourceProbe(NamedTuple):
     collate_seconds: float  # per batch
 
 
-def probe_source(loader: DataLoader[Any], items: Sequence[int], *, seconds: float) -> SourceProbe:
+def probe_source(
+    loader: DataLoader[object], items: Sequence[int], *, seconds: float
+) -> SourceProbe:
     """Read items for `seconds` in a new process and time them.
 
     Connections that a data set opens must not exist in this process when workers fork.
@@ -435,7 +437,7 @@ def probe_source(loader: DataLoader[Any], items: Sequence[int], *, seconds: floa
     return result  # type: ignore[no-any-return]
 
 
-def _probe(loader: DataLoader[Any], items: Sequence[int], seconds: float) -> SourceProbe:
+def _probe(loader: DataLoader[object], items: Sequence[int], seconds: float) -> SourceProbe:
     dataset: Any = loader.dataset
     probes, samples = probe_samples(dataset.__getitem__, items, seconds=seconds)
     size = samples_per_batch(loader)

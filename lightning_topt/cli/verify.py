@@ -213,6 +213,7 @@ def _ranks(config: DictConfig, cluster: Cluster | None) -> tuple[int, int]:
 
     As asked, else those that are started here, else all of the cluster.
     """
+    # ranks: as asked, as many as are started, or the whole cluster; nodes as full as can be
     ranks, nodes = config.ranks, config.nodes
     if config.devices is not None:
         check_whole(config.devices, name="devices")

@@ -124,6 +124,7 @@ class PurityWatch:
     """Reads all that a step of `module` can reach when it is made; `change` reads it again."""
 
     def __init__(self, module: nn.Module) -> None:
+        # a step may update these: their contents do not count
         self._own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
         self._before: list[tuple[Callable[[], Iterator[Entry]], list[Entry]]] = []
         self._seen: dict[int, Any] = {}  # held, so that no other object gets their places
@@ -184,6 +185,7 @@ class PurityWatch:
             yield name, self._hold_tensor(value) if issubclass(type(value), Tensor) else value
 
     def _hold_tensor(self, tensor: Tensor) -> _Held:
+        # of all other tensors every write counts
         is_free = id(tensor) in self._own or tensor.is_inference()
         return _Held(weakref.ref(tensor), None if is_free else tensor._version)
 
@@ -212,6 +214,7 @@ class PurityWatch:
                 self._note_unknown(f"{name} holds more than {MAX_ITEMS} items, too many to compare")
             self._watch(read)
             self._visit_attributes(value, kind)
+        # logs and screens are written to by design
         elif kind.__module__.partition(".")[0] not in _LOGS and all(
             value is not each for each in _SCREENS
         ):
@@ -273,6 +276,7 @@ def _difference(before: list[Entry], after: list[Entry]) -> str | None:
         # another name: an entry came or went before this one
         if name != new_name or not _is_same(old, new):
             return new_name if name != new_name else name
+    # one of both has entries that the other lacks
     if len(before) != len(after):
         return (before if len(before) > len(after) else after)[min(len(before), len(after))][0]
     return None
@@ -411,6 +415,7 @@ def _array(value: np.ndarray[Any, Any]) -> Any:
 
 
 def _items(name: str, value: dict[Any, Any]) -> Iterator[Entry]:
+    # by methods of the base: a subclass may show other contents
     base: Any = (
         collections.OrderedDict if issubclass(type(value), collections.OrderedDict) else dict
     )
@@ -474,6 +479,7 @@ def _is_of_python(cls: type) -> bool:
 
     Nothing was added by a language below then.
     """
+    # as large as a plain class with as many slots
     return (
         cls.__basicsize__ <= _Plain.__basicsize__ + _SLOT_BYTES * len(_slots(cls))
         and not cls.__itemsize__

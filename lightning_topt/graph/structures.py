@@ -110,6 +110,7 @@ def _fields(value: object) -> dict[str, Any]:
         for name in (slots,) if isinstance(slots, str) else slots:
             if name not in ("__dict__", "__weakref__") and hasattr(value, name):
                 attributes[name] = getattr(value, name)
+    # of other objects: containers, dataclasses, and what moves to devices
     return {
         key: item
         for key, item in attributes.items()
@@ -137,6 +138,7 @@ def batch_sizes(batch: object, second_batch: object | None) -> tuple[int, int]:
     if not leaves:
         raise CaptureError(f"the batch holds no tensor, so its size is unknown. {WAY_OUT}")
     if second_batch is None:
+        # one batch: the second is taken to be twice as large
         sizes = {tensor.shape[0] for tensor in leaves if tensor.dim()}
         if len(sizes) != 1 or 0 in sizes:
             raise CaptureError(

@@ -54,6 +54,7 @@ class SeededBatches:
 
     def __call__(self, epoch: int) -> list[list[Any]]:
         """Return the index lists of that epoch's batches."""
+        # one sequence, so that the generators' seeds have nothing to do with one another
         words = np.random.SeedSequence([self.seed, epoch]).generate_state(4)
         torch_seed = int(words[0]) << 32 | int(words[1])
         # The sampler, and those inside it.
@@ -65,6 +66,7 @@ class SeededBatches:
                 sampler.generator.manual_seed(torch_seed)
             sampler = getattr(sampler, "sampler", None)
         with restored_random_states():
+            # samplers without a generator draw from the global ones
             torch.default_generator.manual_seed(torch_seed)
             np.random.seed(words[2])
             random.seed(int(words[3]))
@@ -97,6 +99,7 @@ class Preparation:
         """Return the index lists of an epoch, and their digest."""
         if epoch not in self._lists:
             lists = self.batches(epoch)
+            # the oldest one goes
             if len(self._lists) >= EPOCHS_KEPT:
                 del self._lists[next(iter(self._lists))]
             self._lists[epoch] = lists, _digest(lists)
@@ -110,6 +113,7 @@ class Preparation:
         random.seed(int(state[0]))
         np.random.seed(state[1])
         torch.default_generator.manual_seed(int(state[2]) << 32 | int(state[3]))
+        # data sets that read several samples at once get the whole batch
         if hasattr(self.dataset, "__getitems__"):
             return self.collate_fn(self.dataset.__getitems__(list(indices)))
         return self.collate_fn([self.dataset[index] for index in indices])
@@ -167,6 +171,7 @@ class Workers:
             arguments = (preparation, place, init, writer)
             process = method.Process(target=_work, args=arguments, daemon=True)  # type: ignore[attr-defined]
             process.start()
+            # the worker's end: with it the pipe ends when the worker does
             writer.close()
             self._pipes.append(reader)
             self._processes.append(process)
@@ -192,6 +197,7 @@ class Workers:
                 while pipe.poll():
                     position, error = pipe.recv()
                     self.errors[position] = error
+            # the worker has ended
             except (EOFError, OSError):
                 self._pipes.remove(pipe)
         for process in self._processes:
@@ -279,9 +285,11 @@ def _serve(
     connection.send({"type": "ready"})
     while _lives(parent):
         received = connection.receive(timeout_seconds=LOOK_SECONDS)
+        # nothing to do yet: see whether the job lives
         if received is None:
             continue
         message = received[0]
+        # refused, or the coordinator ends
         if message["type"] != "prepare":
             return
         position = message["epoch"], message["batch"]
@@ -293,6 +301,7 @@ def _serve(
                     "process: it must depend on the seed and the epoch only"
                 )
             descriptor = memory_file(sample_codec.encode(preparation.prepare(*position)))
+        # the error goes to the job, its number to the coordinator
         except Exception:
             where = f"in a process that prepares batches (pid {os.getpid()})"
             errors.send((position, ExceptionWrapper(where=where)))  # type: ignore[no-untyped-call]

@@ -560,6 +560,7 @@ class OwnerLink:
     def failed(self, channel: Channel | None, error: PeerError) -> None:
         """Mark the node as down after a failed exchange. Warns the first time."""
         with self._lock:
+            # down from its first failure on, and idle connections are no better than this one
             self.failures += 1
             first = self.failures == 1
             if not self.is_down:
@@ -576,6 +577,7 @@ class OwnerLink:
 
     def _probe_if_due(self) -> None:
         assert self._retry_at is not None
+        # one probe at a time, and none before its time
         if self._is_probing or self._is_closed or time.monotonic() < self._retry_at:
             return
         try:

@@ -221,6 +221,7 @@ def read_searches(
     """
     searches: list[tuple[Scenario, SearchRequest]] = []
     request: PlanRequest | None = None
+    # another length is another model, with a step of its own
     for length in asked.seq_lens or (None,):
         setup = PlanSetup.of(_of_length(config, length))
         clusters = read_clusters(asked.clusters, default=setup.request.cluster)

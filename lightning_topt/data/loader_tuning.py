@@ -377,6 +377,7 @@ class LoaderTrials:
                 "the data set has no samples to measure: give num_workers and prefetch_factor as "
                 "numbers"
             )
+        # backwards for the preparation, so that trials begin with items that are not read yet
         items = random.Random(0).sample(range(count), min(count, _MOST_ITEMS))
         self._backwards, self._items = items[::-1], cycle(items)
         self._size = 1
@@ -463,10 +464,12 @@ class TrialLoader:
 
 def _batch_size(loader: DataLoader[object]) -> int:
     sampler: Any = loader.batch_sampler
+    # some samplers say it without drawing
     known = getattr(sampler, "batch_size", None)
     if isinstance(known, int) and known > 0:
         return known
     inner = getattr(sampler, "sampler", None)
+    # others have to draw, after which the user's generators are put back
     found: Iterable[Any] = (
         loader.generator,
         *(getattr(part, "generator", None) for part in (sampler, inner)),
@@ -507,6 +510,7 @@ def prepare(loader: TrialLoader, items: Sequence[int], *, seconds: float) -> Pre
         timed.append((chunks.size, time.perf_counter() - start, time.process_time() - core))
         if time.perf_counter() > end:
             break
+        # larger batches, as long as one takes little of the time
         if chunks.size < loader.batch_size and 2 * timed[-1][1] <= seconds / _BATCHES:
             chunks.size = min(2 * chunks.size, loader.batch_size)
     # Only batches of the final size count.
@@ -517,6 +521,7 @@ def prepare(loader: TrialLoader, items: Sequence[int], *, seconds: float) -> Pre
         trial_size=size,
         seconds=mean,
         core_seconds=statistics.fmean(core for other, _, core in timed if other == size),
+        # of a whole batch: sums of more samples scatter less
         spread=statistics.pstdev(walls) / mean * math.sqrt(size / loader.batch_size),
         batch_bytes=nbytes(batch) * loader.batch_size / size,
     )

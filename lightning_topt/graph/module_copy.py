@@ -394,6 +394,7 @@ def silence(module: nn.Module) -> None:
     loggers of a LightningModule.
     """
     silent = _Silent()
+    # on this object: its class is that of the original too
     for name in ("log", "log_dict", "print", "manual_backward"):
         if hasattr(module, name):
             vars(module)[name] = _nothing
@@ -514,6 +515,7 @@ class ShapeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     def _recurrent_gradients(self, args: Sequence[Any]) -> tuple[Any, ...]:
         """Return gradients of the input, both states and the weights, where the mask asks."""
+        # by their places in the operator's schema
         x, weights, states, wanted = args[0], args[1], args[4:6], args[21]
         with_states = [x, *states]
         found = [

@@ -25,8 +25,8 @@ def open_own(path: Path, flags: int = os.O_RDWR | os.O_CREAT) -> int:
     By default a file is made where there is none, for this user alone.
 
     Raises:
-        NotOwn: a link, a file with a second name, one that is no plain file, belongs to somebody
-            else (but root) or that others may write.
+        NotOwn: a link, a file with a second name, or one that is no plain file; a file that belongs
+            to somebody else (but root), or that others may write.
         OSError: it cannot be opened.
     """
     if not is_held(path):

@@ -42,8 +42,8 @@ def maximise(
     """Find shares over columns for which the cheapest plan is dearest.
 
     By multiplicative weights, for each of `weights` (L, 2), as far as `steps` with `rates` (L, 2)
-    find them. Into `masses` (L, columns), `flows` (L, entries) and `potentials` (L, groups) go the
-    best prices, into `plans` (L * steps, N) and `costs` (L * steps, 2) all plans met.
+    find them. The best prices go into `masses` (L, columns), `flows` (L, entries) and `potentials`
+    (L, groups). All plans met go into `plans` (L * steps, N) and `costs` (L * steps, 2).
     """
     height, mass, flow, logs = (
         np.empty(net[8][-1]),

@@ -259,8 +259,8 @@ def _sweep_with_cap(
     """Return known plans with those found, and what others could gain at most.
 
     At most `cap` partial plans are held at a time. Raises GiveUpError at the deadline. Where it
-    `looks_ahead`, it does so once the layers that are left would end too late, even if each took a
-    quarter of the time of the last one.
+    `looks_ahead`, it raises that as soon as the layers that are left would end too late. Each of
+    them is taken to need a quarter of the time of the last one.
     """
     bounds = Bounds(prices, known, epsilon)
     ahead = LayerWalk(sides[0], bounds, cap=cap, deadline=deadline)

@@ -130,8 +130,8 @@ class Bounds:
     def gains(self, n: int, states: Array, group: Rows) -> Array:
         """Return (n,) by how much states of boundary `n` could still beat the known plans, at most.
 
-        Gain g: whatever completes a state is beaten or equalled by a known plan that counts as (1 +
-        g) times better (and as (1 + epsilon) times better already).
+        Gain g: a known plan that counts as (1 + g) times better beats or equals whatever completes
+        the state. It counts as (1 + epsilon) times better already.
         """
         found = np.empty(len(states))
         layer_kernels().gains(states, group, *self.at(n), found)

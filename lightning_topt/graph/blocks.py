@@ -1,12 +1,14 @@
 """Choose the modules that a plan decides about, from the graph alone.
 
 [Note: choice of blocks] From the root down:
-1. Siblings (children of one module, also in a ModuleList or Sequential) of one structure, that is
-   the same tree of classes, parameter shapes and dtypes, are blocks of one group when at least two
-   of them are eligible and together they are large. Repetitions inside them are not searched.
+1. Siblings (children of one module, also in a ModuleList or Sequential) with the same tree of
+   classes, parameter shapes and dtypes have one structure. They are blocks of one group when at
+   least two of them are eligible and together they are large. Repetitions inside them are not
+   searched.
 2. Any other eligible module that is called exactly once and is large becomes a block of its own,
-   the outermost first. A module that holds more than half of the parameters or kept activations, or
-   in which rule 1 finds blocks, is opened instead, unless nothing inside it becomes a block.
+   the outermost first. A module is opened instead if it holds more than half of the parameters or
+   kept activations, or if rule 1 finds blocks in it. It stays whole if nothing inside it becomes a
+   block.
 3. All the rest is block "".
 
 Eligible: called through forward, with parameters that no operator outside of it reads and that no

@@ -13,9 +13,9 @@ How it goes:
 `plugins.searched_plan`; `techniques.tensor_parallel.split_capture` captures the step on slices. The
 graph goes to `costs.training_step`, which prices it, in a `SearchRequest`.
 
-[Note: second calls] A forward pass runs on a fresh copy. When it is over, as in a backward pass,
-every candidate is called again with the arguments of its first call, the last one first. Its
-forward may be recomputed if this call
+[Note: second calls] A forward pass runs on a fresh copy. When it is over, every candidate is called
+again with the arguments of its first call, the last one first, as in a backward pass. Its forward
+may be recomputed if this call
 - runs the same operators on the same memory: tensors that the call makes count as the same when
   they are made at the same place; a tensor left by the first call, or memory that was written to
   meanwhile, does not;

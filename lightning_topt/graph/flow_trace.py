@@ -11,11 +11,11 @@ every rank; the flow holds for this batch alone. Values that come from units can
 the last call, since stages without them could not follow. After it they read as zero here.
 
 [Note: origins] Every tensor object has an `Origin`; views share that of their base. All tensors on
-one memory belong to one `Memory`. A call that returns a tensor which is older than itself (its
-argument, or a view of it) begins another origin on the same memory: on a stage that does not run
-the call the two are different tensors. Where one of them is then written to, the others are out of
-date there. What reads them must run on the stage of that call. The same holds for memory that is
-made inside a call and read outside without being returned.
+one memory belong to one `Memory`. A call may return a tensor that is older than itself (its
+argument, or a view of it). It then begins another origin on the same memory: on a stage that does
+not run the call the two are different tensors. Where one of them is then written to, the others are
+out of date there. What reads them must run on the stage of that call. The same holds for memory
+that is made inside a call and read outside without being returned.
 """
 
 from __future__ import annotations

@@ -6,10 +6,9 @@
 [Note: what is saved] From the roots: built-in containers, modules of torch, and instances of
 classes from user files; globals of these files, their classes with attributes, and the closures,
 defaults and attributes of their functions. Each is saved shallowly, what is inside by itself, and
-put back in place. Left alone: instances of library classes, data sets,
-loaders and samplers, and every object that owns a thread or a lock, since it may change by itself
-meanwhile. Files, sockets, iterators that something else advances, and the values of tensors are out
-of scope.
+put back in place. Left alone are instances of library classes, data sets, loaders and samplers. So
+is every object that owns a thread or a lock, which may change by itself meanwhile. Files, sockets,
+iterators that something else advances, and the values of tensors are out of scope.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The tensors of a batch, nested in any way, and how many samples they hold.
 
 A batch is a tensor, a mapping, sequence, dataclass, packed sequence or another object that holds
-tensors. `tensors_in` yields them, `map_tensors` copies the structure around them, `batch_sizes`
+tensors. `tensors_in` yields them, `map_tensors` copies the structure around them. `batch_sizes`
 says how many samples two batches have, `fake_batch` makes one of another size without memory.
 """
 

@@ -17,11 +17,11 @@
     gain <= T / (T - x (1 - 1 / q)) - 1          advise_bounded_loss  derived: as if all messages
                                                                       were as fast as the median
 
-B samples of a step, T(B) its seconds, N the gradient noise scale in samples, G devices, T_c seconds
-of computation of the whole batch on one device, T_o those in which a device does not compute. S_p
-bytes of parameters, N_w workers, B_ps bytes/s of a server's network, T_C seconds of computation of
-a step, x seconds of exchange that nothing hides, q how many times the median the slowest message
-takes.
+B: samples of a step; T(B): its seconds; N: the gradient noise scale in samples; G: devices; T_c:
+seconds of computation of the whole batch on one device; T_o: those in which a device does not
+compute; S_p: bytes of parameters; N_w: workers; B_ps: bytes/s of a server's network; T_C: seconds
+of computation of a step; x: seconds of exchange that nothing hides; q: how many times the median
+the slowest message takes.
 """
 
 from __future__ import annotations

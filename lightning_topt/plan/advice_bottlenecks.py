@@ -10,8 +10,8 @@ what `topt stalls` measured: whether training waits for them, and the least cach
     x* = (D / S - N / R) / (D / S - D / C),         least_share        DS-Analyzer, arXiv 2007.06775
          R = min(P, G)                                                 (derived)
 
-D bytes of all samples, S bytes/s of their source, C those of the cache, N samples, P and G samples
-per second of preparation and of the device. The advice itself plays the loader through
+D: bytes of all samples; S: bytes/s of their source; C: those of the cache; N: samples; P and G:
+samples per second of preparation and of the device. The advice itself plays the loader through
 (`data/stalls/model.py`), as its stages share cores.
 """
 

@@ -1,8 +1,8 @@
 """`PlanCosts` as a `ChainTable`: the blocks of a model as a chain, to be searched.
 
 The block ``""`` around them has one configuration (`Chain.root`). A block's bytes in each phase
-(see `costs.lifetimes`) become a few numbers: what is there all the step, what while later blocks
-run forward and while they run backward, what before and after these, and the peaks while it runs.
+(see `costs.lifetimes`) become a few numbers: what is there all the step; what while later blocks
+run forward, and while they run backward; what before and after these; and the peaks while it runs.
 
 - What a block has above these in phases of other blocks (a buffer that the next block still needs)
   is charged to the block that runs then, at the most of any configuration (`Choices.beside`).
@@ -444,8 +444,9 @@ class BlockBytes:
         static, held, kept, late: (config,): all the step; while later blocks run forward; while
             they run backward; before and after these.
         own: (config, phase of its segment).
-        beside: phases of others in which a configuration has more than static + held or static +
-            kept between its passes, or than static + late outside them, with the most that any has.
+        beside: phases of others in which a configuration has more, with the most that any has.
+            More is: than static + held or static + kept between its passes, or than static + late
+            outside them.
     """
 
     static: Array

@@ -264,10 +264,10 @@ class StageExplanation:
             gradients and update).
         bubble: the share of the step in which its rank runs no pass and no exchange or update of
             any of its stages.
-        peak_parts: bytes: "static" (parameters, gradients, states, copies of weights),
+        peak_parts: bytes: "static" (parameters, gradients, states, copies of weights);
             "activations" (of all microbatches in flight when its rank holds the most, received
-            tensors and gradients that wait for a later part of backward too), "running" (the most
-            beside these while a block runs), "update" (while the optimizer steps). What is on every
+            tensors and gradients that wait for a later part of backward too); "running" (the most
+            beside these while a block runs); "update" (while the optimizer steps). What is on every
             rank (buffers, batch) is in none of them.
         missing_updates: of the stage, before a minibatch's own one, that its forward pass is too
             early for.

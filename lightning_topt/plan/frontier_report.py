@@ -76,7 +76,7 @@ def print_table(points: Points, chosen: PlanPoint, *, console: Console, limit: i
     """Print plans by devices and memory, the chosen one marked with a star.
 
     Of more than `limit` points it shows an evenly spread selection. The chosen plan is always
-    there, and the fastest and the smallest for each number of devices, even when these alone are
+    there. So are the fastest and the smallest for each number of devices, even when these alone are
     more than `limit`. The caption says how many are left out.
 
     Raises:

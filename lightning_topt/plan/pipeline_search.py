@@ -409,8 +409,8 @@ def _parts(
     """Return costs of blocks for each shape, as in `parts_of`.
 
     Returns:
-        Seconds and bytes kept (shape, kind, config), seconds of gradients of parameters (shape,
-        kind), and what comes once per step (shape, [seconds, static, update], kind).
+        Seconds and bytes kept (shape, kind, config); seconds of gradients of parameters (shape,
+        kind); and what comes once per step (shape, [seconds, static, update], kind).
     """
     known: dict[object, tuple[Array, ...]] = {}
     found = []

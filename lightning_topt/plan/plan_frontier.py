@@ -5,8 +5,8 @@
     frontier = PlanFrontier.from_json(Path("frontier.json").read_text())
 
 Plans of one search share few blocks and configurations. The file has each of these once and plans
-have indices instead: a search of 81 blocks may find a thousand plans of a few dozen configurations,
-which are 68 MB of text with every block written out, and one MB with indices.
+have indices instead: a search of 81 blocks may find a thousand plans of a few dozen configurations.
+With every block written out these are 68 MB of text, with indices one MB.
 """
 
 from __future__ import annotations

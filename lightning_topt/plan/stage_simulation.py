@@ -10,10 +10,10 @@ its dearest one (`costs.schedule_rates`). Cuts that it found get exact costs her
     step_of_plan                    when each pass of one plan runs, to be drawn
 
 [Note: uneven stages of one rank] A formula that takes all stages of a rank as its dearest is right
-for equal stages; uneven ones may do better. On random chains of 8 to 10 blocks (60 of each of 14
-kinds) the fastest cut by the formula took, in the simulation, 1 to 8 % longer than the fastest of
-all cuts (medians of the kinds; 51 % at most). Moves of one boundary at a time led from it to 0 to 2
-%, under looped_bfs to 6 % (26 % at most).
+for equal stages; uneven ones may do better. This was tried on random chains of 8 to 10 blocks, 60
+of each of 14 kinds. In the simulation the fastest cut by the formula took 1 to 8 % longer than the
+fastest of all cuts (medians of the kinds; 51 % at most). Moves of one boundary at a time led from
+it to 0 to 2 %, under looped_bfs to 6 % (26 % at most).
 """
 
 from __future__ import annotations

@@ -8,12 +8,12 @@ A pipeline that flushes is searched by formulas (`plan.pipeline_search`); what i
 seconds of a simulation and better cuts by moves (`plan.stage_simulation`).
 
 A step of a pipeline that never flushes is one minibatch, which every stage updates its weights
-with. Its seconds are those of the slowest stage, forward, backward, exchange between replicas and
-update, unless transfers take too long for the minibatches in flight (`seconds_per_minibatch`). A
-stage holds activations of its minibatches in flight, and copies of its weights as the rule of
-prediction has it.
+with. Its seconds are those of the slowest stage: forward, backward, exchange between replicas and
+update. Transfers decide where they take too long for the minibatches in flight
+(`seconds_per_minibatch`). A stage holds activations of its minibatches in flight, and copies of its
+weights as the rule of prediction has it.
 
-Stages on slices have the splits of meshes with a tensor axis of as many ranks, so a step on slices
+Stages on slices have the splits of meshes with a tensor axis of as many ranks. So a step on slices
 is captured once for both.
 """
 

@@ -75,8 +75,8 @@ def least_seconds(whole: TrainingStep, size: int) -> float:
     """Return a lower bound of all steps in which tensor groups of `size` run their ranks' batches.
 
     `whole` is the step of a data rank. At best all of the computation and the update is split,
-    which takes a collective in forward and one in backward, and the exchange along data axes is
-    hidden.
+    which takes a collective in forward and one in backward. The exchange along data axes is hidden
+    then.
     """
     (mesh, *_) = tensor_meshes(whole.cluster, whole.mesh.size, size)
     step = replace(whole, mesh=mesh)  # joint modules may run all batches at once

@@ -4,8 +4,8 @@ Prediction takes the moments that the optimizer keeps of gradients (`read_moment
 computes how the weights will move (`repeated_update`, `updates_without_gradients`), and moves them
 (`keep_and_move`): by torch, or on a CPU by compiled loops (`move_kernels`).
 
-Symbols: W weights, s updates ahead, lr learning rate, g momentum, d dampening, b1 b2 betas, l
-weight decay, t steps made, m and v the first and second moments.
+W: weights; s: updates ahead; lr: learning rate; g: momentum; d: dampening; b1, b2: betas;
+l: weight decay; t: steps made; m and v: the first and second moments.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Check that a schedule can run to its end, without processes and before a tensor moves.
 
-After `check_schedule` every pass is there once, on the rank of its stage and after what it needs,
-and no ranks wait for one another in a circle. A send without a receive, or the reverse, cannot
-occur then: both follow from the passes at their ends.
+After `check_schedule` every pass is there once, on the rank of its stage and after what it needs.
+No ranks wait for one another in a circle. A send without a receive, or the reverse, cannot occur
+then: both follow from the passes at their ends.
 
 `Edges` says what stages need of one another; `run_order` finds an order in which all passes can
 run, which the simulation walks as well.

@@ -494,8 +494,8 @@ def is_metric(module: nn.Module, names: tuple[str, ...] = ("Metric",)) -> bool:
 class ShapeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     """A fake mode that also knows shapes which torch 2.13 refuses without memory.
 
-    These are products of groups in other dtypes than bfloat16, which run all the same. They are also
-    the gradients of cuDNN's recurrent layers, for which torch would run the kernel.
+    These are products of groups in other dtypes than bfloat16, which run all the same; and the
+    gradients of cuDNN's recurrent layers, for which torch would run the kernel.
     """
 
     def dispatch(self, func: OpOverload, types: object, args: Any = (), kwargs: Any = None) -> Any:

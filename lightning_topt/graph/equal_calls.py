@@ -260,6 +260,7 @@ def expand(recording: Recording) -> Recording:
     backwards = {
         id(model): ObservedBackward(recording, model) for pair in recording.models for model in pair
     }
+    # two models of each kind: what they did in the backward pass must agree as well
     for first, second in recording.models:
         if backwards[id(first)].facts != backwards[id(second)].facts:
             raise CallsDiffer(second.key)
@@ -329,6 +330,7 @@ class _Expansion:
             assert skipped.backward_tick is not None
             length[skipped.backward_tick] = backward.end - backward.start
         numbers, now = [], 0
+        # each old tick begins where the ones before it end
         for tick in range(len(self.old.kernel_ops)):
             numbers.append(now)
             now += length.get(tick, 1)
@@ -347,6 +349,7 @@ class _Expansion:
                 numbers.append(now)
                 now += 1
                 continue
+            # the first operator that stands for the call makes room for all of its model's
             if index == skipped.first_op:
                 start = now
                 now += skipped.model.ops[1] - skipped.model.ops[0]
@@ -396,6 +399,7 @@ class _Expansion:
                 and rename(storage.gradient_of, model.path, skipped.path),
                 parts=(),
             )
+        # these are in the recording, in the places of the model's
         for result, storage in zip(model.results, skipped.results, strict=True):
             inside[id(result.storage)] = self.new[id(storage)]
         if backward.input_gradient is not None:
@@ -560,6 +564,7 @@ class _Expansion:
         )
 
     def _writes(self) -> list[tuple[int, int]]:
+        # writes of the recording, then those of models once more for each call that was skipped
         writes = [
             (self.ticks[tick], born if born < 0 else self.ticks[born])
             for tick, born in self.old.writes
@@ -644,6 +649,7 @@ class ObservedBackward:
             *(id(self.model.inputs[number]) for number in self.model.packed),
         }
         own = {*map(id, forward), *self.numbers}
+        # whatever is freed meanwhile is its own, or was held for it
         freed = {id(s) for s in self.recording.storages if self.start < s.died < self.end}
         parts = {id(part) for s in self.made for part in s.parts}
         return (

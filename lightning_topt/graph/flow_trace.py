@@ -183,6 +183,7 @@ def _record_logs(module: nn.Module, recorder: FlowRecorder) -> None:
     for name in LIGHTNING_LOGS:
         if hasattr(module, name):
             vars(module)[name] = log
+    # what metrics are given is needed where they run, at the end
     for path, submodule in module.named_modules():
         if runs_metrics(submodule):
             recorder.metrics.append(path)
@@ -311,6 +312,7 @@ class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: OpOverload, types: object, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        # a question, and no operator
         if func is DEVICE_OF:
             return func(*args)
         inputs = [tensor for tensor in tensors_in((args, kwargs)) if is_strided(tensor)]
@@ -370,6 +372,7 @@ class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # of the batch alone: read as it is, on a real batch
         origin = self._origins.origin(tensor)
         if origin.is_batch and not (origin.refs or origin.reads):
+            # a metric may read it as zero: gradients do not depend on that
             if self.in_metric and isinstance(tensor, FakeTensor):
                 return torch.zeros((), dtype=tensor.dtype).tolist()
             if isinstance(tensor, FakeTensor):
@@ -399,6 +402,7 @@ class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _call(self, path: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run a call of a unit; calls inside of another one are part of that."""
+        # inside of another call, or while nothing is recorded
         if self._at >= 0 or self not in list(
             torch.utils._python_dispatch._get_current_dispatch_mode_stack()
         ):
@@ -444,6 +448,7 @@ class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 continue
             call.leaves.append(leaf_spec(call.module, leaf, seen.get(id(leaf))))
             self._read_out |= self._buffers_in(leaf)
+            # what is returned twice is one object afterwards as well
             if (first := seen.setdefault(id(leaf), number)) != number:
                 leaves[number] = leaves[first]
                 continue
@@ -467,6 +472,7 @@ class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Note that `reader` needs what `tensors` are made of."""
         combined, at = Origin(), reader.index
         for tensor in tensors:
+            # made inside of this very call
             if not is_strided(tensor) or (at >= 0 and self._origins.memory(tensor).made_in == at):
                 continue
             origin = self._origins.origin(tensor)
@@ -489,6 +495,7 @@ class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._read_out.update(
             *(self._buffers_in(tensor) for tensor in _leaves(result) if is_strided(tensor))
         )
+        # buffers in whose place is another tensor now
         named = ((name, buffer) for name, buffer in module.named_buffers() if is_strided(buffer))
         self._replaced = {
             name for name, buffer in named if self._origins.memory(buffer).buffer is None
@@ -527,6 +534,7 @@ class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return the flow of the step."""
         calls = tuple(call.unit_call(self._rewritten) for call in self._calls)
         same_stage = tuple(
+            # BETWEEN, as the second of a pair, is the end of the step
             SameStageConstraint(a, len(calls) if b < 0 else b, why)
             for (a, b), why in sorted(self._bonds.items())
         )
@@ -682,6 +690,7 @@ class Provenance:
         self._origins[id(tensor)] = origin
         self._held.append(tensor)
         memory = self.memory(tensor)
+        # tensors with the same origin are one entry
         if all(origin is not other for other in memory.origins):
             memory.origins.append(origin)
         return origin

@@ -65,6 +65,7 @@ class DatasetNames:
                 own.
         """
         known = self._known.get(id(dataset))
+        # new, or another object in the place of one that is gone
         if known is None or known.dataset() is not dataset:
             now = self._name(dataset, dataset)
             self._compare(dataset, now, place)
@@ -93,6 +94,7 @@ class DatasetNames:
         known, times = self._latest.get((place, type(dataset)), (now, 0))
         times += known.name != now.name
         if place:
+            # without the data set itself, which would live on
             self._latest[place, type(dataset)] = now._replace(dataset=lambda: None), times
         changed = _changed(known, now)
         if times > 1 and changed and known.name != now.name:
@@ -157,6 +159,7 @@ def _state(dataset: object, had_value: dict[str, bool]) -> tuple[Any, str]:
     except UnnamableError:
         if not hasattr(dataset, "__dict__"):
             raise
+        # as it was named before: without what is new, or had no value then
         before = copy.copy(dataset)
         for name in list(vars(before)):
             if name not in had_value:

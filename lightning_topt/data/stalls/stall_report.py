@@ -102,6 +102,7 @@ def _what_if_table(rows: Sequence[WhatIf]) -> Table:
     table = Table("", "what if", "samples/s", "x now", title="Predicted", title_justify="left")
     for column in table.columns[2:]:
         column.justify = "right"
+    # the name of a group stands at its first row
     group = ""
     for row in rows:
         speed = (f"{row.samples_per_second:.0f}", f"{row.samples_per_second / now:.2f}")
@@ -225,6 +226,7 @@ def _draw_curve(axes: Axes, measurement: StallMeasurement) -> None:
 
 def _draw_rows(axes: Axes, rows: Sequence[WhatIf]) -> None:
     names = [f"{row.group}: {row.change}" for row in rows]
+    # the first row on top
     places = range(len(rows), 0, -1)
     axes.barh(
         list(places), [row.samples_per_second for row in rows], color=_PARTS[0][2], height=0.7

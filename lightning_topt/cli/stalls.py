@@ -115,6 +115,7 @@ def measure(
     datamodule.setup("fit")
     loader = datamodule.train_dataloader()
 
+    # each run of the measurement is a fit of its own, on the batches that it is given
     def train(batches: Watched) -> None:
         with serving(datamodule, batches):
             trainer().fit(model, datamodule=datamodule)
@@ -138,6 +139,7 @@ def serving(datamodule: pl.LightningDataModule, batches: object) -> Iterator[Non
         "teardown": lambda stage: None,
         "train_dataloader": lambda: batches,
     }
+    # what the object itself had there is put back
     before = {name: vars(datamodule)[name] for name in given if name in vars(datamodule)}
     vars(datamodule).update(given)
     try:

@@ -232,6 +232,7 @@ def _crossed(
 
     Pairs are indices of two of `some` plans.
     """
+    # the kernel writes into the same room for every pair
     room = np.empty((_ROOM, 3), np.int32), np.empty((_ROOM, 2))
     costs, changes = [], []
     beaten = np.ascontiguousarray(known.costs.T)
@@ -256,6 +257,7 @@ class Network:
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         self.layers = tuple(layers)
+        # a column is of seconds or of bytes, and entries hand that on
         self.kinds = [np.array([0, 1])]
         for layer in self.layers:
             kind = np.zeros(layer.columns, np.int64)
@@ -288,6 +290,7 @@ class Network:
     def _sums(self, function: Any) -> Array:
         total = np.zeros(2)
         for layer, kind in zip(self.layers, self.kinds[1:], strict=True):
+            # the largest amount of an entry, over all that end in seconds or in bytes
             per_entry = function(layer.values)
             total += [per_entry[kind[layer.end] == which].max(initial=0.0) for which in (0, 1)]
         return total

@@ -195,6 +195,7 @@ def describe(value: object, leaves: Parts) -> Spec:
 
 
 def _refusal(value: object) -> str:
+    # the built-in type that it is derived from says what to return instead
     for base, plain in _PLAIN.items():
         if isinstance(value, base):
             return f"a cache cannot store, for it is a subclass of {base.__name__}: return {plain}"
@@ -215,6 +216,7 @@ def inside(value: Any) -> Iterable[Any]:
 
 
 def _describe_tensor(value: Tensor, leaves: Parts) -> Spec:
+    # layouts and devices that plain bytes do not stand for
     if (
         value.layout != torch.strided
         or value.device.type != "cpu"
@@ -275,6 +277,7 @@ def _describe_sequence(value: Any, leaves: Parts) -> Spec:
 
 def _describe_dict(value: dict[Any, Any], leaves: Parts) -> Spec:
     pairs = []
+    # keys in their order, which comes back
     for key, item in value.items():
         if type(key) not in (str, int):
             raise UnsupportedSample(f"keys of a sample's dict are str or int; got {key!r}")
@@ -388,6 +391,7 @@ def _build_tensor(spec: Spec, take: Take) -> Tensor:
 
 
 def _build_array(spec: Spec, take: Take) -> Any:
+    # a scalar is the only element of an array without dimensions
     array = np.frombuffer(take(), dtype=spec[1]).reshape(spec[2])
     return array if spec[0] == "array" else array[()]
 
@@ -402,6 +406,7 @@ def _build_complex(spec: Spec, take: Take) -> complex:
 
 def _build_numbers(spec: Spec, take: Take) -> Any:
     _, name, kind, _ = spec
+    # of little-endian numbers, whatever machine has written them
     numbers = np.frombuffer(take(), dtype="<i8" if kind == "int" else "<f8").tolist()
     return numbers if name == "list" else tuple(numbers)
 
@@ -438,6 +443,7 @@ def _known_type(spec: Spec) -> type:
     kind = named_type(spec[1])
     if kind is None:
         raise UnsupportedSample(f"{spec[1]} is not known here: call register_sample_type on it")
+    # an earlier run may have stored a class that has other fields now
     if fields_of(kind) != spec[3]:
         raise UnsupportedSample(
             f"{spec[1]} has the fields {fields_of(kind)} here; in the cache it has {spec[3]}"

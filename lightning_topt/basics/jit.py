@@ -23,7 +23,7 @@ def kernel(function: Function) -> Function:
     return compiled(function, boundscheck=False, error_model="numpy")
 
 
-def compiled(function: Function, **options: object) -> Function:
+def compiled(function: Function, **options: Any) -> Function:
     """Compile `function` for the CPU; `options` are those of `numba.njit`."""
     made: Any
     try:

@@ -50,7 +50,7 @@ class ExampleStep:
     samples: int
     split: SplitModel | None = None
     reads_values: bool = False
-    batch: Any = None
+    batch: object = None
 
 
 def capture_example(
@@ -72,7 +72,7 @@ def capture_example(
 
 def example_batches(
     model: pl.LightningModule, datamodule: pl.LightningDataModule, trainer: pl.Trainer
-) -> tuple[Any, Any | None]:
+) -> tuple[object, object | None]:
     """Return a training batch, and one of twice as many samples or None.
 
     `trainer` is the model's from then on.
@@ -87,7 +87,7 @@ def example_batches(
 
 def capture_batches(
     model: pl.LightningModule,
-    batches: tuple[Any, Any | None],
+    batches: tuple[object, object | None],
     trainer: pl.Trainer,
     *,
     splits: bool = False,

@@ -107,7 +107,7 @@ def run_on_ranks(
 
 def _run_rank(
     rank: int,
-    function: Collective[Any],
+    function: Collective[object],
     kind: str,
     world_size: int,
     threads: int | None,

@@ -9,7 +9,7 @@ No training is kept. ``stalls.json`` (docs/schemas.md) and ``stalls.png`` go to 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -87,7 +87,7 @@ def measure(
     model: pl.LightningModule,
     datamodule: pl.LightningDataModule,
     *,
-    trainer: Any,
+    trainer: Callable[[], pl.Trainer],
     directory: str,
     options: MeasurementOptions,
 ) -> StallMeasurement:

@@ -203,7 +203,7 @@ def _read_names(value: Any) -> tuple[str, ...] | None:
     return tuple(dict.fromkeys(several))
 
 
-def _read_limit(name: str, value: Any) -> float:
+def _read_limit(name: str, value: float | str) -> float:
     if name in ("deadline", "step_seconds"):
         return parse_seconds(value, name=f"limits.{name}")
     return check_real(value, name=f"limits.{name}", positive=True)

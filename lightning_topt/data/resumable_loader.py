@@ -98,7 +98,7 @@ class ResumableLoader(DataLoader[Any]):
         epoch = self._position.begin(self.lookahead if looks else None)
         return _Batches(super().__iter__(), epoch)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the position in the epoch: tensors and plain values.
 
         ``batches`` is 0 at the epoch's beginning or end.
@@ -152,7 +152,7 @@ class _Position:
     def __len__(self) -> int:
         return len(self.sampler)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         return iter(self.sampler) if self.epoch is None else self.epoch.indices()
 
     def begin(self, lookahead: Lookahead | None) -> _Epoch:
@@ -160,7 +160,7 @@ class _Position:
         self.epoch, self.to_resume = _Epoch(self, self.to_resume, lookahead), None
         return self.epoch
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         # loaded and not begun: the position is still that one
         if self.to_resume is not None:
             return self.to_resume
@@ -173,7 +173,7 @@ class _Position:
             if number is not None:
                 part.set_epoch(number)
 
-    def remember(self) -> dict[str, Any]:
+    def remember(self) -> dict[str, object]:
         """Return the state that the next order depends on."""
         name, keys, *rest = np.random.get_state()
         return {
@@ -221,7 +221,7 @@ class _Epoch:
         self.is_over = False
         self._drawn: deque[int] = deque()  # the check after each batch that is still in flight
 
-    def indices(self) -> Iterator[Any]:
+    def indices(self) -> Iterator[object]:
         """Yield the sampler's batches (or samples).
 
         Nothing happens before the first one is requested.
@@ -237,7 +237,7 @@ class _Epoch:
             self._drawn.append(check)
             yield chosen
 
-    def _skipped(self) -> Iterator[Any]:
+    def _skipped(self) -> Iterator[object]:
         """Draw the order of the interrupted epoch again.
 
         Returns its iterator after the batches that were handed out.
@@ -246,7 +246,7 @@ class _Epoch:
         check, done = 0, 0
         with other_randomness(0):
             self.position.restore(self.origin)
-            iterator: Iterator[Any] = iter(self.position.sampler)
+            iterator: Iterator[object] = iter(self.position.sampler)
             for chosen in _first(iterator, self.batches):
                 check, done = _check(chosen, check), done + 1
         # A checkpoint holds rank 0's order; only the position applies to other ranks.
@@ -268,14 +268,14 @@ class _Epoch:
         if self.lookahead is not None and self.batches >= _length(self.position.sampler):
             self.lookahead.finish()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         # nothing to go on with: the next epoch is drawn anew
         if self.is_over or not self.batches or self.batches >= _length(self.position.sampler):
             return {"batches": 0}
         return {**self.origin, "batches": self.batches, "check": self.check}
 
 
-class _Batches(Iterator[Any]):
+class _Batches(Iterator[object]):
     """A DataLoader's iterator that counts batches."""
 
     def __init__(self, batches: Any, epoch: _Epoch) -> None:
@@ -284,7 +284,7 @@ class _Batches(Iterator[Any]):
     def __len__(self) -> int:
         return len(self._batches)
 
-    def __next__(self) -> Any:
+    def __next__(self) -> object:
         try:
             batch = next(self._batches)
         except StopIteration:
@@ -303,7 +303,7 @@ def _check(chosen: object, before: int) -> int:
     return xxhash.xxh3_64_intdigest(data, seed=before) >> 1
 
 
-def _first(iterator: Iterator[object], number: int) -> Iterable[Any]:
+def _first(iterator: Iterator[object], number: int) -> Iterable[object]:
     """Yield up to `number` items.
 
     Unlike `zip` with a range it takes no more than that from `iterator`.
@@ -332,12 +332,12 @@ class Lookahead:
     def __init__(self, dataset: object, *, batches: int) -> None:
         self.dataset, self.batches = dataset, batches
 
-    def over(self, chosen: Iterator[object]) -> Iterator[Any]:
+    def over(self, chosen: Iterator[object]) -> Iterator[object]:
         """Yield the same batches of indices (or single indices).
 
         Each one is announced `batches` batches before.
         """
-        drawn: deque[Any] = deque()  # announced, not yet yielded
+        drawn: deque[object] = deque()  # announced, not yet yielded
         # announcements of an order that is no longer read
         for cache in _caches_behind(self.dataset):
             if isinstance(cache.peers, PrefetchingPeers):

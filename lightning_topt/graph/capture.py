@@ -505,7 +505,7 @@ def _around(path: str, paths: Mapping[str, object]) -> str | None:
 def _skipped_forward(
     model: ObservedCall, mode: FakeTensorMode, trace: CallTracer
 ) -> Callable[..., Any]:
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(*args: object, **kwargs: object) -> Any:
         made = make_results(model, mode)
         for tensor, result in zip(made, model.results, strict=True):
             tensor.requires_grad_(result.requires_grad)
@@ -692,7 +692,7 @@ class CallTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._open: list[CallTrace] = []
         self._serials: dict[int, int] = {}
-        self._references: dict[int, Any] = {}
+        self._references: dict[int, object] = {}
         self._versions: dict[int, int] = {}
         self._count = 0
         self._outside = [tensor for tensor in outside if is_strided(tensor)]
@@ -732,7 +732,7 @@ class CallTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if is_strided(tensor):
                 self._serial(tensor, "made")
 
-    def _note(self, func: OpOverload, args: Any, kwargs: dict[str, Any]) -> None:
+    def _note(self, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         tensors: list[Tensor] = []
         operator = func, freeze((args, tuple(kwargs.items())), tensors)
         has_effects = is_collective(func) or any(

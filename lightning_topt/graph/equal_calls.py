@@ -93,7 +93,7 @@ class ObservedCall:
     casts: set[int] = field(default_factory=set)
     claims: dict[int, int | None] = field(default_factory=dict)
     results: list[Result] = field(default_factory=list)
-    structure: Any = None  # of what it returned
+    structure: object = None  # of what it returned
     current: int = 0
     gradient: StorageRecord | None = None  # of its result
     is_like_others: bool = True
@@ -148,7 +148,7 @@ class Result:
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool
-    layout: Any = None  # where techniques say how it is split
+    layout: object = None  # where techniques say how it is split
 
 
 @dataclass(eq=False)
@@ -765,7 +765,7 @@ def rename(name: str, model: str, skipped: str) -> str:
     return skipped + short[1:] if short.startswith("*") else name
 
 
-def flatten(value: object) -> tuple[Any, list[Tensor]]:
+def flatten(value: object) -> tuple[object, list[Tensor]]:
     """Return the structure of arguments or of a result, and its tensors.
 
     The structure is None where it is not plain.
@@ -777,7 +777,7 @@ def flatten(value: object) -> tuple[Any, list[Tensor]]:
         return None, []
 
 
-def _structure(value: Any, tensors: list[Tensor]) -> Any:
+def _structure(value: Any, tensors: list[Tensor]) -> object:
     # a function, and no closure that knows itself: the tensors would live on in a cycle
     if isinstance(value, Tensor):
         tensors.append(value)

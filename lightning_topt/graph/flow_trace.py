@@ -177,7 +177,7 @@ def _explained(error: Exception, recorder: FlowRecorder) -> CaptureError | None:
 def _record_logs(module: nn.Module, recorder: FlowRecorder) -> None:
     """Let values that are logged, and what metrics are given, be needed at the end."""
 
-    def log(*args: Any, **kwargs: Any) -> None:
+    def log(*args: object, **kwargs: object) -> None:
         recorder.need_at_end((args, kwargs))
 
     for name in LIGHTNING_LOGS:
@@ -367,7 +367,7 @@ class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._end.writes.add(buffer)
             self._consume(self._end, [tensor])
 
-    def _value(self, tensor: Tensor) -> Any:
+    def _value(self, tensor: Tensor) -> object:
         """Return what a value reads as here; None to let it be read."""
         # of the batch alone: read as it is, on a real batch
         origin = self._origins.origin(tensor)

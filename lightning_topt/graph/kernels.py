@@ -98,7 +98,7 @@ class Measured:
 
 
 def measure(
-    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: object
+    func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object], out: object
 ) -> Measured:
     """Return the FLOPs and bytes of the call ``func(*args, **kwargs)`` that returned `out`.
 
@@ -240,7 +240,7 @@ def freeze(value: object, tensors: list[Tensor]) -> Frozen:
     return ("opaque", type(value).__name__)
 
 
-def thaw(value: Frozen) -> Any:
+def thaw(value: Frozen) -> object:
     """Return what `freeze` returned as a JSON value."""
     if not isinstance(value, tuple):
         return value
@@ -254,7 +254,7 @@ def thaw(value: Frozen) -> Any:
     return {kind: str(items[0]) if items else ""}
 
 
-def encode_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def encode_arguments(args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     """Return the arguments of a low-level call as a JSON value.
 
     Tensors are written by shape, stride (in elements) and dtype, without values.
@@ -308,7 +308,7 @@ def make_call(kernel: Kernel, device: torch.device | str) -> Callable[[], None]:
     return call
 
 
-def _revive(value: object, device: torch.device) -> Any:
+def _revive(value: object, device: torch.device) -> object:
     if isinstance(value, list):
         return [_revive(item, device) for item in value]
     if not isinstance(value, dict):
@@ -362,7 +362,7 @@ def is_strided(tensor: Tensor) -> bool:
 
 
 def written_tensors(
-    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> list[Tensor]:
     """Return the strided tensors among the arguments that ``func(*args, **kwargs)`` may write to.
 
@@ -393,7 +393,7 @@ def is_collective(func: OpOverload) -> bool:
     return func.namespace in NAMESPACES
 
 
-def skip_collective(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def skip_collective(func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
     """Return what `func` returns, but send nothing.
 
     Outputs stay as they are, and the work is finished: a capture on fake tensors runs on one rank,

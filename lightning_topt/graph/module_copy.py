@@ -111,7 +111,7 @@ def copy_module(module: T, copies: TensorCopies, *, fake: bool) -> T:
     lazy parameters without a shape.
     """
     # what is shared is its own copy; tensors are converted before all else
-    memo: dict[int, Any] = {id(value): value for value in _shared(module)}
+    memo: dict[int, object] = {id(value): value for value in _shared(module)}
     for submodule in module.modules():
         for name, tensor in (*submodule._parameters.items(), *submodule._buffers.items()):
             if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
@@ -217,7 +217,7 @@ class _Filled(TensorCopies):
             return new.requires_grad_(tensor.requires_grad)
 
 
-def _shared(module: nn.Module) -> Iterator[Any]:
+def _shared(module: nn.Module) -> Iterator[object]:
     for submodule in module.modules():
         # by name (a trainer), or by class (a data set)
         for name, value in vars(submodule).items():
@@ -235,7 +235,7 @@ def _is_shared(cls: type) -> bool:
     return of_lightning or issubclass(cls, (Dataset, DataLoader, Sampler))
 
 
-def _plain_copy(module: nn.Module, memo: Mapping[int, Any]) -> nn.Module | None:
+def _plain_copy(module: nn.Module, memo: Mapping[int, object]) -> nn.Module | None:
     """Return what `copy.deepcopy` makes of a module of plain values, in a tenth of its time.
 
     None for other modules. `memo` has the copies of its tensors and children.
@@ -249,7 +249,7 @@ def _plain_copy(module: nn.Module, memo: Mapping[int, Any]) -> nn.Module | None:
     if states != (nn.Module.__getstate__, nn.Module.__setstate__):
         return None
     # plain values, empty registries of hooks, and tensors and children that are copied already
-    attributes: dict[str, Any] = {}
+    attributes: dict[str, object] = {}
     for name, value in vars(module).items():
         kind = type(value)
         if kind in ATOMS:
@@ -275,7 +275,7 @@ def _plain_copy(module: nn.Module, memo: Mapping[int, Any]) -> nn.Module | None:
     return copied
 
 
-def _deepcopy(module: T, memo: dict[int, Any]) -> T:
+def _deepcopy(module: T, memo: dict[int, object]) -> T:
     """Do `copy.deepcopy`, and share every attribute that cannot be copied.
 
     The search for these attributes is slow, so it runs only where the plain call fails.
@@ -292,7 +292,7 @@ def _deepcopy(module: T, memo: dict[int, Any]) -> T:
         return copy.deepcopy(module, memo)
 
 
-def _copyable(value: object, memo: dict[int, Any]) -> bool:
+def _copyable(value: object, memo: dict[int, object]) -> bool:
     """Return whether `value` itself can be copied, whatever it leads to in `memo`."""
     try:
         copy.deepcopy(value, memo)
@@ -312,7 +312,7 @@ def _reducers() -> Iterator[None]:
     def share(value: object) -> str:
         return "shared"  # a string means that the object is its own copy
 
-    def replace(value: object) -> tuple[Any, ...]:
+    def replace(value: object) -> tuple[object, ...]:
         return _UsedUp, ()
 
     def draw_alike(value: Any) -> tuple[Any, ...]:
@@ -420,7 +420,7 @@ class _Silent:
             raise AttributeError(name)
         return collections.defaultdict(float) if name in ("state", "defaults") else self
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         return self
 
     def __getitem__(self, key: object) -> Any:
@@ -440,7 +440,7 @@ class _Silent:
         return [collections.defaultdict(float)]
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
+def _nothing(*args: object, **kwargs: object) -> None:
     return None
 
 
@@ -498,7 +498,9 @@ class ShapeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     gradients of cuDNN's recurrent layers, for which torch would run the kernel.
     """
 
-    def dispatch(self, func: OpOverload, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def dispatch(
+        self, func: OpOverload, types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Return the fake result of `func`."""
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
             left, right = args[0], args[1]

@@ -488,8 +488,8 @@ def recording_at(recording: Recording, place: int) -> Recording:
 
 def measure_at_sizes(
     func: OpOverload,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
     out: object,
     mode: FakeTensorMode,
 ) -> tuple[Measured, ...]:

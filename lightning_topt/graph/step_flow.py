@@ -114,7 +114,7 @@ class UnitCall:
     module: str
     index: int
     structure: TreeSpec
-    leaves: tuple[Any, ...]
+    leaves: tuple[object, ...]
     needs: frozenset[TensorRef]
     reads: frozenset[str] = frozenset()
     draws: tuple[Draw, ...] = ()
@@ -299,7 +299,7 @@ def draw_again(draws: Sequence[Draw], device: torch.device) -> None:
             draw.op(*(_tensor(value, device) for value in draw.arguments), **keywords)
 
 
-def draw_of(func: OpOverload, args: tuple[object, ...], kwargs: dict[str, Any]) -> Draw | None:
+def draw_of(func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> Draw | None:
     """Return the random numbers that ``func(*args, **kwargs)`` draws; None for none."""
     if not _draws(func) or _is_off(func, args, kwargs):
         return None
@@ -332,7 +332,7 @@ def _positions(func: OpOverload) -> dict[str, int]:
     return {argument.name: number for number, argument in enumerate(func._schema.arguments)}
 
 
-def _is_off(func: OpOverload, args: tuple[object, ...], kwargs: dict[str, Any]) -> bool:
+def _is_off(func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
     """Return whether the operator is dropout that does nothing."""
     # by the names in its schema: "dropout_p" of attention, "dropout" of RNNs, "train(ing)"
     where = _positions(func)

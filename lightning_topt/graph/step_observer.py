@@ -142,7 +142,7 @@ class StepObserver:
 
 def observe_step(
     module: nn.Module,
-    batch: Any,
+    batch: object,
     *,
     forward_context: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> OpGraph:
@@ -174,10 +174,10 @@ class _Open:
     """
 
     call: CallRecord
-    arguments: Callable[[], Any] | None
-    before: Any
-    drawn: Any
-    read: dict[int, Any] = dataclasses.field(default_factory=dict)
+    arguments: Callable[[], object] | None
+    before: object
+    drawn: object
+    read: dict[int, object] = dataclasses.field(default_factory=dict)
 
 
 class _CallPurity:
@@ -208,14 +208,14 @@ class _CallPurity:
             *(paths for address, paths in self._read.items() if address in self._written)
         )
 
-    def enter(self, call: CallRecord, module: nn.Module, args: Any) -> None:
+    def enter(self, call: CallRecord, module: nn.Module, args: tuple[object, ...]) -> None:
         """A call begins."""
         others = [value for value in args if not isinstance(value, _PLAIN)]
         arguments = (lambda: describe(others, identities=True)) if others else None
         drawn = None if type(module).__module__.startswith("torch.nn.") else host_random_state()
         self._open.append(_Open(call, arguments, arguments() if arguments else None, drawn))
 
-    def leave(self, call: CallRecord, kwargs: object) -> None:
+    def leave(self, call: CallRecord, kwargs: Mapping[str, object]) -> None:
         """The innermost call under way ends."""
         ended = self._open.pop()
         path = ended.call.path
@@ -276,8 +276,8 @@ class StepTimer(LiveMode):
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._on_host = device.type == "cpu"
-        self._times: dict[Any, list[Any]] = {}
-        self._names: dict[Any, tuple[str, str]] = {}
+        self._times: dict[object, list[Any]] = {}
+        self._names: dict[object, tuple[str, str]] = {}
 
     def __torch_dispatch__(
         self, func: OpOverload, types: object, args: Any = (), kwargs: Any = None

@@ -40,7 +40,7 @@ import typing
 import uuid
 import weakref
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -127,7 +127,7 @@ class PurityWatch:
         # a step may update these: their contents do not count
         self._own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
         self._before: list[tuple[Callable[[], Iterator[Entry]], list[Entry]]] = []
-        self._seen: dict[int, Any] = {}  # held, so that no other object gets their places
+        self._seen: dict[int, object] = {}  # held, so that no other object gets their places
         self._unknown: str | None = None
         self._names = {"training_step", "forward", "__call__", "__getattr__"}
         self._scopes: list[_Scope] = []
@@ -180,7 +180,7 @@ class PurityWatch:
         ]
         self._before.append((read, list(self._held(entries))))
 
-    def _held(self, entries: Any) -> Iterator[Entry]:
+    def _held(self, entries: Iterable[Entry]) -> Iterator[Entry]:
         for name, value in entries:
             yield name, self._hold_tensor(value) if issubclass(type(value), Tensor) else value
 
@@ -393,11 +393,11 @@ def _reader_of(name: str, value: Any, kind: type) -> Callable[[], Iterator[Entry
     return None if contents is None else functools.partial(_read_contents, name, value, contents)
 
 
-def _read_contents(name: str, value: object, read: Callable[[Any], Any]) -> Iterator[Entry]:
+def _read_contents(name: str, value: object, read: Callable[[Any], object]) -> Iterator[Entry]:
     yield name, _Hash(hash(read(value)))
 
 
-def _contents_of(value: Any, kind: type) -> Callable[[Any], Any] | None:
+def _contents_of(value: Any, kind: type) -> Callable[[Any], object] | None:
     """Return what gives the contents of `value` as something that can be hashed."""
     if issubclass(kind, np.ndarray):
         is_known = not value.dtype.hasobject and value.nbytes <= MAX_BYTES
@@ -405,7 +405,7 @@ def _contents_of(value: Any, kind: type) -> Callable[[Any], Any] | None:
     return next((read for kinds, read in _READERS.items() if issubclass(kind, kinds)), None)
 
 
-def _array(value: np.ndarray[Any, Any]) -> Any:
+def _array(value: np.ndarray[Any, Any]) -> object:
     data = value if value.flags.c_contiguous else np.ascontiguousarray(value)
     return (
         value.shape,
@@ -414,7 +414,7 @@ def _array(value: np.ndarray[Any, Any]) -> Any:
     )
 
 
-def _items(name: str, value: dict[Any, Any]) -> Iterator[Entry]:
+def _items(name: str, value: dict[object, object]) -> Iterator[Entry]:
     # by methods of the base: a subclass may show other contents
     base: Any = (
         collections.OrderedDict if issubclass(type(value), collections.OrderedDict) else dict
@@ -448,7 +448,7 @@ _BUILT_IN: set[type] = {
     *(dict, list, tuple, set, frozenset, np.ndarray, *_CALLABLES),
     *(collections.deque, collections.OrderedDict, collections.defaultdict),
 }
-_READERS: dict[Any, Callable[[Any], Any]] = {
+_READERS: dict[Any, Callable[[Any], object]] = {
     _BUFFERS: lambda buffer: xxhash.xxh3_64_intdigest(memoryview(buffer).cast("B")),
     torch.Generator: lambda generator: generator.get_state().numpy().tobytes(),
     random.Random: random.Random.getstate,
@@ -458,7 +458,7 @@ _READERS: dict[Any, Callable[[Any], Any]] = {
 }
 
 
-def _attributes(value: object) -> dict[str, Any]:
+def _attributes(value: object) -> dict[str, object]:
     try:
         found = object.__getattribute__(value, "__dict__")
     except AttributeError:

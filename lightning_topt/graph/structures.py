@@ -81,14 +81,14 @@ def map_tensors(
     return copied
 
 
-def copied_batch(batch: object) -> Any:
+def copied_batch(batch: object) -> object:
     """Return `batch` with copies of its tensors."""
     return map_tensors(
         batch, lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad)
     )
 
 
-def _fields(value: object) -> dict[str, Any]:
+def _fields(value: object) -> dict[str, object]:
     """Return the attributes of `value` that are part of a batch.
 
     Of a dataclass these are all fields; of another object those that hold tensors or move to
@@ -185,7 +185,7 @@ def nbytes_of(tensors: Iterable[Tensor]) -> int:
     )
 
 
-def fake_batch(batch: object, *, samples: tuple[int, int], device: torch.device) -> Any:
+def fake_batch(batch: object, *, samples: tuple[int, int], device: torch.device) -> object:
     """Return `batch` with empty tensors on `device`; call it under a fake mode.
 
     Args:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -273,7 +273,7 @@ class _BlockTables:
         }
 
 
-def _at(values: list[T], place: object, *, name: str) -> T:
+def _at(values: Sequence[T], place: object, *, name: str) -> T:
     index = whole(place, name=f"a place in {name}", least=0)
     if index >= len(values):
         raise ValueError(f"a place in {name} must be below {len(values)}, got {place}")

@@ -326,7 +326,7 @@ class _Hasher:
             ) from error
         self._write("by name")
 
-    def _lasting_state(self, state: object, cls: type) -> Any:
+    def _lasting_state(self, state: object, cls: type) -> object:
         """Return the state without what exists only after the first use.
 
         None if nothing is left, as with pickle.

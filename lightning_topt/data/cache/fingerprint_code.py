@@ -21,7 +21,7 @@ import os
 import re
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from importlib.machinery import EXTENSION_SUFFIXES, ModuleSpec, PathFinder
 from pathlib import Path
@@ -71,7 +71,7 @@ class Words(NamedTuple):
 class Own(NamedTuple):
     """A value without which the code would be different."""
 
-    value: Any
+    value: object
 
 
 class Referred(NamedTuple):
@@ -80,7 +80,7 @@ class Referred(NamedTuple):
     It is no part of the data set's state: a lock or a connection goes by name.
     """
 
-    value: Any
+    value: object
 
 
 class LaterModule(NamedTuple):
@@ -185,7 +185,7 @@ def _of_instructions(code: types.CodeType) -> Parts:
     yield Own(list(code.co_consts))
 
 
-def _of_names(names: list[str], namespace: dict[str, Any], modules: set[int]) -> Parts:
+def _of_names(names: list[str], namespace: Mapping[str, object], modules: set[int]) -> Parts:
     """Yield what `names` mean in a namespace, and in the user's modules that they lead to.
 
     Each of these modules is added to `modules`.

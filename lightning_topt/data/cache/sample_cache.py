@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +46,8 @@ from lightning_topt.data.cache.sample_codec import Parts, header_of, size_of
 from lightning_topt.data.cache.segment_store import SegmentStore, checksum, warn_once
 from lightning_topt.data.cache.store_file import LockTimeout, StoreFile
 
+T = TypeVar("T")
+Entry = npt.NDArray[np.uint8]  # bytes, verified and writable
 MEMORY, DISK = "memory cache", "disk cache"
 _MOST_NEW = 1 << 16
 COUNTED = ("memory_hits", "disk_hits", "peer_hits", "misses", "damaged", "stored")
@@ -87,7 +89,7 @@ class PartitionPeers(Protocol):
     def is_own(self, item: int) -> bool:
         """Return whether this node stores the item."""
 
-    def fetch(self, items: Sequence[int]) -> list[Any]:
+    def fetch(self, items: Sequence[int]) -> Sequence[Entry | None]:
         """Fetch the entries of other nodes' items.
 
         None where the owner has none or does not answer in time.
@@ -205,14 +207,14 @@ class SampleCache:
         vars(self).update(state)
         self._open_tiers()
 
-    def get(self, item: int) -> Any:
+    def get(self, item: int) -> Entry | None:
         """Return a verified, writable buffer with the entry of `item`.
 
         None is a miss: read the sample from the source, and `put` it.
         """
         return self.get_many([item])[0]
 
-    def get_many(self, items: Sequence[int]) -> list[Any]:
+    def get_many(self, items: Sequence[int]) -> list[Entry | None]:
         """Return several entries; there is one exchange with each other node."""
         # This node's tiers, then one exchange with each owner of what is missing.
         entries = [self.get_local(item) for item in items]
@@ -228,7 +230,7 @@ class SampleCache:
         self._counters.add("misses", sum(entry is None for entry in entries))
         return entries
 
-    def get_local(self, item: int) -> Any:
+    def get_local(self, item: int) -> Entry | None:
         """Return an entry from this node's memory or disk; a miss is not counted."""
         for tier in self.tiers:
             entry = self._checked(tier, tier.read(item))
@@ -267,7 +269,7 @@ class SampleCache:
         self._counters.add("memory_hits")
         return True
 
-    def _checked(self, tier: SegmentStore, outcome: object) -> Any:
+    def _checked(self, tier: SegmentStore, outcome: T) -> T:
         # Collect the count of damaged entries from the tier.
         if tier.damaged:
             self._counters.add("damaged", tier.damaged)

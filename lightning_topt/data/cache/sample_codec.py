@@ -22,7 +22,7 @@ import importlib.util
 import struct
 import sys
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Sized
 from functools import lru_cache
 from typing import Any
 
@@ -126,7 +126,7 @@ def changed_by_storing(sample: object) -> str | None:
     return next(filter(None, found), type_name(type(sample)))
 
 
-def size_of(parts: Sequence[Any]) -> int:
+def size_of(parts: Sequence[Sized]) -> int:
     """Return the bytes of an entry."""
     return sum(len(part) for part in parts)
 
@@ -205,7 +205,7 @@ def _refusal(value: object) -> str:
     )
 
 
-def inside(value: Any) -> Iterable[Any]:
+def inside(value: Any) -> Iterable[object]:
     """Return the values inside a container that can be described."""
     kind: type = type(value)
     if kind in (list, tuple) or is_named(kind):
@@ -390,13 +390,13 @@ def _build_tensor(spec: Spec, take: Take) -> Tensor:
     return torch.frombuffer(data, dtype=TORCH_DTYPES[spec[1]]).view(spec[2])
 
 
-def _build_array(spec: Spec, take: Take) -> Any:
+def _build_array(spec: Spec, take: Take) -> object:
     # a scalar is the only element of an array without dimensions
     array = np.frombuffer(take(), dtype=spec[1]).reshape(spec[2])
     return array if spec[0] == "array" else array[()]
 
 
-def _build_fixed(spec: Spec, take: Take) -> Any:
+def _build_fixed(spec: Spec, take: Take) -> object:
     return FIXED[spec[0]].unpack(take())[0]
 
 
@@ -404,14 +404,14 @@ def _build_complex(spec: Spec, take: Take) -> complex:
     return complex(*FIXED["complex"].unpack(take()))
 
 
-def _build_numbers(spec: Spec, take: Take) -> Any:
+def _build_numbers(spec: Spec, take: Take) -> object:
     _, name, kind, _ = spec
     # of little-endian numbers, whatever machine has written them
     numbers = np.frombuffer(take(), dtype="<i8" if kind == "int" else "<f8").tolist()
     return numbers if name == "list" else tuple(numbers)
 
 
-def _build_text(spec: Spec, take: Take) -> Any:
+def _build_text(spec: Spec, take: Take) -> object:
     data, kind = take(), spec[0]
     if kind in ("bytes", "bytes_"):
         return bytes(data) if kind == "bytes" else np.bytes_(bytes(data))
@@ -419,7 +419,7 @@ def _build_text(spec: Spec, take: Take) -> Any:
     return text if kind == "str" else np.str_(text)
 
 
-def _build_image(spec: Spec, take: Take) -> Any:
+def _build_image(spec: Spec, take: Take) -> object:
     pixels = bytes(take())
     palette, info = build(spec[4], take)
     image = _pil_image().frombytes(spec[1], tuple(spec[2]), pixels)
@@ -430,12 +430,12 @@ def _build_image(spec: Spec, take: Take) -> Any:
     return image
 
 
-def _build_named(spec: Spec, take: Take) -> Any:
+def _build_named(spec: Spec, take: Take) -> object:
     # Without the class's own __new__, which may change its arguments.
     return tuple.__new__(_known_type(spec), [build(item, take) for item in spec[2]])
 
 
-def _build_record(spec: Spec, take: Take) -> Any:
+def _build_record(spec: Spec, take: Take) -> object:
     return record_of(_known_type(spec), [(name, build(item, take)) for name, item in spec[2]])
 
 
@@ -451,7 +451,7 @@ def _known_type(spec: Spec) -> type:
     return kind
 
 
-_BUILD: dict[str, Callable[[Spec, Take], Any]] = {
+_BUILD: dict[str, Callable[[Spec, Take], object]] = {
     "tensor": _build_tensor,
     "array": _build_array,
     "scalar": _build_array,
@@ -540,7 +540,7 @@ def attributes_of(value: object) -> dict[str, Any]:
     return found
 
 
-def record_of(kind: type, attributes: Iterable[tuple[str, Any]]) -> Any:
+def record_of(kind: type, attributes: Iterable[tuple[str, object]]) -> Any:
     """Return an instance with these attributes."""
     value: Any = object.__new__(kind)
     slots = _slots(kind)

@@ -195,7 +195,7 @@ class CoordinatedLoader:
                     "a time"
                 )
 
-    def _values(self, epoch: int, start: int) -> Iterator[tuple[Any, str]]:
+    def _values(self, epoch: int, start: int) -> Iterator[tuple[object, str]]:
         """Yield each batch from `start` on, with its origin.
 
         The origin is a field of CoordinationStatistics.
@@ -276,9 +276,9 @@ class CoordinatedLoader:
             init=self._init,
         )
 
-    def _alone(self, epoch: int, numbers: range) -> Iterator[Any]:
+    def _alone(self, epoch: int, numbers: range) -> Iterator[object]:
         # the same batches under the same seeds, from this job's workers
-        loader: DataLoader[Any] = DataLoader(
+        loader: DataLoader[object] = DataLoader(
             EpochAlone(self.preparation, epoch=epoch),
             batch_size=None,
             sampler=numbers,
@@ -295,7 +295,7 @@ class CoordinatedLoader:
             warnings.warn(message, stacklevel=5)
 
 
-def _unchanged(value: object) -> Any:
+def _unchanged(value: object) -> object:
     return value
 
 
@@ -331,7 +331,7 @@ class Membership:
 
     def batches(
         self, epoch: int, start: int, end: int, *, digest: str
-    ) -> Iterator[tuple[Any, bool, int]]:
+    ) -> Iterator[tuple[object, bool, int]]:
         """Yield the batches from `start` to `end` (excluded).
 
         Each comes with whether this job's own worker prepared it, and its bytes.
@@ -421,7 +421,7 @@ def _raise_refusal(message: Message) -> None:
         raise CoordinatorLost(f"the coordinator failed: {message['reason']}")
 
 
-def _decode(descriptor: int, nbytes: int) -> Any:
+def _decode(descriptor: int, nbytes: int) -> object:
     """Map the batch in a file, and close the descriptor.
 
     Pages are shared with the other jobs until this one writes to them.

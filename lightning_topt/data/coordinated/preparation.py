@@ -38,7 +38,7 @@ LOOK_SECONDS = 5.0  # how often an idle worker checks that its job lives; the co
 END_SECONDS = 5.0  # for a worker to finish its batch at the end; as in torch's DataLoader
 EPOCHS_KEPT = 4  # lists of batches; jobs are rarely further apart
 SAMPLERS_INSIDE = 8  # depth of nested samplers
-Batches = Callable[[int], Sequence[Sequence[Any]]]
+Batches = Callable[[int], Sequence[Sequence[object]]]
 
 
 class SeededBatches:
@@ -52,7 +52,7 @@ class SeededBatches:
     def __init__(self, batch_sampler: Any, *, seed: int) -> None:
         self.batch_sampler, self.seed = batch_sampler, seed
 
-    def __call__(self, epoch: int) -> list[list[Any]]:
+    def __call__(self, epoch: int) -> list[list[object]]:
         """Return the index lists of that epoch's batches."""
         # one sequence, so that the generators' seeds have nothing to do with one another
         words = np.random.SeedSequence([self.seed, epoch]).generate_state(4)
@@ -93,9 +93,9 @@ class Preparation:
         seed: int,
     ) -> None:
         self.dataset, self.batches, self.collate_fn, self.seed = dataset, batches, collate_fn, seed
-        self._lists: dict[int, tuple[Sequence[Sequence[Any]], str]] = {}
+        self._lists: dict[int, tuple[Sequence[Sequence[object]], str]] = {}
 
-    def epoch(self, epoch: int) -> tuple[Sequence[Sequence[Any]], str]:
+    def epoch(self, epoch: int) -> tuple[Sequence[Sequence[object]], str]:
         """Return the index lists of an epoch, and their digest."""
         if epoch not in self._lists:
             lists = self.batches(epoch)

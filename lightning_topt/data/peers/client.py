@@ -667,7 +667,7 @@ def offer(channel: Channel, entries: Sequence[tuple[int, bytes]], *, deadline: f
     channel.send([REQUEST.pack(OFFER, len(entries)), offers], deadline=deadline)
     # The owner says which of them it wants, and gets only these.
     wanted = channel.receive(len(entries), deadline=deadline)
-    payload: list[Any] = [entry for (_, entry), want in zip(entries, wanted, strict=True) if want]
+    payload: list[bytes] = [entry for (_, entry), want in zip(entries, wanted, strict=True) if want]
     deadline += sum(map(len, payload)) / SLOWEST_BYTES_PER_SECOND
     channel.send(payload, deadline=deadline)
     return [bool(stored) for stored in channel.receive(len(entries), deadline=deadline)]

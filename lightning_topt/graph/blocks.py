@@ -80,6 +80,7 @@ class _Chooser:
         self.memory = StepMemory(graph.step, graph.batch_size)
         self.modules = {module.path: module for module in graph.step.modules}
         self.chosen: dict[str, Hashable] = {}
+        # calls of each module in the order of the step, and modules by the one around them
         self.calls: dict[str, list[ModuleCall]] = defaultdict(list)
         for call in graph.step.calls:
             self.calls[call.module].append(call)
@@ -102,12 +103,14 @@ class _Chooser:
     def is_recomputable(self, path: str) -> bool:
         """Return whether the forward of the module at `path` may run again in the backward pass."""
         calls = self.calls[path]
+        # `repeatable` was found by calling it twice; the rest is read off the graph
         return len(calls) == 1 and may_repeat(calls[0]) and self.modules[path].repeatable
 
     def _visit(self, path: str) -> None:
         """Choose the module at `path` as one block, or blocks inside of it."""
         # rule 2, for a module that is no repetition
         fits = self._is_candidate(path)
+        # what holds more than half would leave a plan little to decide
         opens = not fits or self._has_repetitions(path) or max(self._shares(path)) > self.max_share
         # an opened module becomes a block after all where nothing inside it did
         before = len(self.chosen)
@@ -135,10 +138,12 @@ class _Chooser:
             if self.calls[child] and self._shares(child)[0] > 0 and self._is_eligible(child):
                 groups[self.modules[child].structure].append(child)
         chosen: dict[str, Hashable] = {}
+        # large together, though each layer of a deep model is small
         for paths in groups.values():
             parameters, kept = (
                 sum(shares) for shares in zip(*map(self._shares, paths), strict=True)
             )
+            # one structure is one group: its first path is the key
             if len(paths) > 1 and self._is_large(parameters, kept):
                 chosen.update(dict.fromkeys(paths, paths[0]))
         return chosen
@@ -158,8 +163,10 @@ class _Chooser:
     def _is_eligible(self, path: str) -> bool:
         # its parameters are its own: no other name, no reader outside of it
         inside = [self.graph.parameters[index] for index in self._inside[path]]
+        # a tied weight has a name elsewhere
         if any(not name.startswith(path + ".") for p in inside for name in (p.name, *p.aliases)):
             return False
+        # all readers lie in this module: it is among the modules around each of them
         return bool(self.calls[path]) and not any(
             path not in stack for p in inside for stack in self._readers[p.name]
         )
@@ -211,6 +218,7 @@ def why_not_recomputed(graph: OpGraph) -> str | None:
     """
     calls = {call.module: call for call in graph.step.calls}
     reasons: dict[str, list[str]] = defaultdict(list)
+    # without a gradient there is nothing to recompute, and nothing to explain
     for block in graph.blocks:
         if block.name and not block.recomputable and calls[block.name].needs_grad:
             writes = calls[block.name].writes_outside
@@ -228,6 +236,7 @@ def block_of(parameter: str, blocks: Container[str]) -> str:
     ``""`` for one in no named block.
     """
     parts = parameter.split(".")
+    # the longest prefix first: the innermost block
     for end in range(len(parts), 0, -1):
         if ".".join(parts[:end]) in blocks:
             return ".".join(parts[:end])

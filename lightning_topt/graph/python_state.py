@@ -65,6 +65,7 @@ _REGISTRIES = frozenset(["_parameters", "_buffers", "_modules"])
 
 def host_random_state() -> tuple[object, ...]:
     """Return the states of Python's and NumPy's default generators, to be compared."""
+    # the second entry is the array of the generator, which == would compare element by element
     state: Any = np.random.get_state()
     return random.getstate(), state[1].tobytes(), state[2:]
 
@@ -132,6 +133,7 @@ class _Describer:
 
     def module(self, root: nn.Module) -> object:
         """Return the state of a module, its submodules and what their code can change."""
+        # attributes of each module first, then what the code of each class can reach
         classes = {type(module) for module in root.modules()}
         return [
             [
@@ -145,6 +147,7 @@ class _Describer:
         ]
 
     def value(self, value: object) -> object:
+        # leaves: described by value, or by shape
         if isinstance(value, Tensor) and self._identities:
             return "tensor", id(value)
         if isinstance(value, Tensor):
@@ -156,6 +159,7 @@ class _Describer:
                 str(value.dtype),
                 hash(value.tobytes()) if value.nbytes < 1 << 16 else 0,
             )
+        # True is an int too
         if isinstance(value, (int, str, bytes, type(None), torch.dtype, torch.device)):
             return value
         if isinstance(value, (float, complex)):
@@ -163,6 +167,7 @@ class _Describer:
         # containers and objects: each is described once, references to it by number
         if id(value) in self._numbers:
             return "seen", self._numbers[id(value)]
+        # from here on all is taken to be the same: a description must end
         if len(self._numbers) >= MAX_NODES:
             return "beyond"
         self._numbers[id(value)] = len(self._numbers)
@@ -182,14 +187,18 @@ class _Describer:
             ]
         if isinstance(value, (list, tuple, collections.deque)):
             return [self.value(item) for item in value]
+        # a set has no order; items of other kinds count by their number
         if isinstance(value, (set, frozenset)):
             return len(value), sorted(
                 repr(item) for item in value if isinstance(item, (str, int, float))
             )
+        # a generator that was drawn from is another state
         if isinstance(value, torch.Generator):
             return value.get_state().tolist()
+        # modules are described as roots; functions and data sets are not looked into
         if isinstance(value, (nn.Module, *OPAQUE)):
             return None
+        # any other object by its attributes; with slots alone, by its class
         attributes = getattr(value, "__dict__", None)
         return self.value(dict(attributes)) if isinstance(attributes, dict) else None
 
@@ -199,10 +208,12 @@ def _surroundings(cls: type) -> Iterator[object]:
 
     Globals of its file, attributes of the class, closures of `forward`.
     """
+    # what code can change in place or set anew; functions, classes and modules are left out
     plain = (int, float, str, bool, type(None), list, dict, set, Tensor, collections.deque)
     for base in cls.__mro__:
         if not is_users(base.__module__):
             continue
+        # `forward` of this class itself: its bases have their own turn
         forward = vars(base).get("forward")
         for cell in getattr(forward, "__closure__", None) or ():
             try:

@@ -105,6 +105,7 @@ class PlanFrontier:
         kept: list[PlanPoint] = []
         fastest: dict[tuple[int, bool], float] = {}
         for point in sorted(points, key=lambda p: (p.devices, p.peak_bytes, p.step_seconds)):
+            # what is compared with one another: see the class
             kind = point.devices, point.plan.gradient_views
             if kind not in fastest or point.step_seconds < fastest[kind]:
                 kept.append(point)
@@ -120,6 +121,7 @@ class PlanFrontier:
 
     def to_json(self) -> str:
         """Return the frontier as `frontier.json` holds it."""
+        # one numbering for both lists; its tables go last, when all plans have been through it
         lists, shared = {"points": self.points, "uniform": self.uniform}, _SharedBlocks()
         plain = {
             key: [{**vars(p), "plan": shared.plain(p.plan)} for p in points]
@@ -143,8 +145,10 @@ class PlanFrontier:
 
 
 def _read_frontier(data: object) -> PlanFrontier:
+    # all is checked before it is used: a file may be edited, or from elsewhere
     if not isinstance(data, dict):
         raise ValueError(f"it is a mapping, got {type(data).__name__}")
+    # a whole number exactly, not 2.0
     if type(data.get("schema_version")) is not int or data.pop("schema_version") != SCHEMA_VERSION:
         raise ValueError(
             f"it was not written by schema version {SCHEMA_VERSION}; run `topt plan` again"
@@ -168,6 +172,7 @@ def _read_points(entries: object, tables: _BlockTables, *, name: str) -> tuple[P
     ):
         raise ValueError(f"{name} must be a list of mappings")
     fields = {"step_seconds", "peak_bytes", "devices", "plan"}
+    # its costs, and its plan with the blocks written out again
     if any(set(entry) != fields for entry in entries):
         raise ValueError(f"each of {name} has the entries {sorted(fields)}")
     return tuple(
@@ -201,6 +206,7 @@ class _SharedBlocks:
 
     def plain(self, plan: ParallelPlan) -> dict[str, object]:
         """Return `plan` as `ParallelPlan.to_dict` does, with indices in place of blocks."""
+        # a name or configuration that is new gets the next number
         stages = [
             {
                 "blocks": [
@@ -216,6 +222,7 @@ class _SharedBlocks:
         # Plans of a search share objects, and comparing these by value is slow.
         key = id(config), id(mesh)
         if key not in self._known:
+            # equal configurations that are different objects end at one number here
             plain = json.dumps(config_to_dict(config, mesh))
             self._known[key] = self.configs.setdefault(plain, len(self.configs))
         return self._known[key]
@@ -236,6 +243,7 @@ class _BlockTables:
     def __post_init__(self) -> None:
         if not isinstance(self.blocks, list) or not isinstance(self.configs, list):
             raise ValueError("blocks and configs must be lists")
+        # the rest of a configuration is checked with its plan; a "block" would hide the name
         for index, name in enumerate(self.blocks):
             text(name, name=f"blocks[{index}]")
         for index, config in enumerate(self.configs):
@@ -257,6 +265,7 @@ class _BlockTables:
         if not isinstance(entry, dict) or set(entry) != {*_INDICES}:
             raise ValueError(f"each of {name} has the entries {', '.join(_INDICES)}")
         indices = [entry[key] for key in _INDICES]
+        # block k of the stage has configuration k
         if not all(isinstance(each, list) for each in indices) or len(indices[0]) != len(
             indices[1]
         ):
@@ -274,6 +283,7 @@ class _BlockTables:
 
 
 def _at(values: Sequence[T], place: object, *, name: str) -> T:
+    # no negative places: Python would count them from the end
     index = whole(place, name=f"a place in {name}", least=0)
     if index >= len(values):
         raise ValueError(f"a place in {name} must be below {len(values)}, got {place}")

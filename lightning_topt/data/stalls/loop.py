@@ -89,6 +89,7 @@ class Watched:
             if self.used == self.skip:
                 self._mark()
                 started = time.perf_counter()
+            # the wait is inside `next` alone; between two requests the loop trains
             asked = time.perf_counter()
             try:
                 batch = next(iterator)
@@ -120,10 +121,12 @@ class Watched:
                 f"{self.skip}: let it train on all that it is given, on more samples or in smaller "
                 "batches"
             )
+        # marks hold running totals: their differences, per batch
         count = self.used - self.skip
         wall, own, children, others = (
             (end - start) / count for start, end in zip(*self._marks, strict=True)
         )
+        # others: the machine's cores less this process and its children, never below 0
         return LoopTimes(
             count, wall, sum(self._waits[self.skip :]) / count, own, children, max(0.0, others)
         )
@@ -153,6 +156,7 @@ def touch(batch: object) -> None:
     """Read a byte of every memory page of a batch's tensors, as the start of a step does."""
     if isinstance(batch, Tensor):
         if batch.device.type == "cpu" and batch.layout == torch.strided and batch.numel():
+            # every page once: a batch in shared memory is mapped but not yet read
             batch.reshape(-1)[:: max(1, PAGE_BYTES // batch.element_size())].clone()
     elif isinstance(batch, Mapping):
         for value in batch.values():

@@ -46,9 +46,11 @@ def run_apart(
     Raises:
         RuntimeError: the process ended without a result, or gave none in time.
     """
+    # this end reads; the process has the other one
     mine, other = context.Pipe(duplex=False)
     process = context.Process(target=_answer, args=(other, function, arguments), daemon=True)
     process.start()
+    # so that the pipe ends with the process, which alone can write to it
     other.close()
     try:
         if not mine.poll(timeout_seconds):
@@ -56,6 +58,7 @@ def run_apart(
                 f"the process for {doing} gave no result within {timeout_seconds:.0f} s"
             )
         return mine.recv()
+    # it wrote nothing: killed for memory, or it ended itself
     except EOFError:
         raise RuntimeError(f"the process for {doing} was ended") from None
     finally:

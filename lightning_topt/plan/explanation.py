@@ -83,6 +83,7 @@ def price_plan(request: SearchRequest, plan: ParallelPlan) -> PricedPlan:
     if plan.schedule is not None:
         return _price_stages(request, plan)
     explained = explain_plan(request, plan)
+    # without stages every rank has the same costs
     total = explained.total
     predicted = StepEstimate(
         total.step_seconds,
@@ -190,6 +191,7 @@ def explain_plan(request: SearchRequest, plan: ParallelPlan) -> PlanExplanation:
     plain: dict[str, Any] = dict.fromkeys(
         ("parameters", "inputs", "outputs", "sums", "gathers"), ()
     )
+    # so only storage and recomputation are left to be priced
     configs = {block.block: replace(block.config, **plain) for block in plan.blocks}
     costs = PlanCosts(step)
     total, blocks = explain(costs, configs), explain_blocks(costs, configs)
@@ -291,11 +293,14 @@ def explain_stages(request: SearchRequest, plan: ParallelPlan) -> tuple[StageExp
         raise PlanError("a plan without stages is explained by its blocks: use explain_plan")
     blocks, shape = stage_blocks(request, plan), shape_of_plan(plan)
     point = _cut_in_order(blocks, plan)
+    # rows of stages, one column: this cut alone
     seconds, sizes = stage_seconds(blocks, shape, [point]), stage_bytes(blocks, shape, [point])
     simulated = step_seconds_of(seconds, shape)
     step = point.step_seconds if simulated is None else float(simulated[0])
     count, activations = shape.num_microbatches, worst_activations(shape, sizes)
+    # seconds that each rank of the pipeline is at work; several stages may be on one
     busy = np.zeros(shape.pipeline)
+    # a fixed time per pass, forward and backward, beside the blocks' own
     passes_seconds = count * (seconds.forward + seconds.backward + 2 * PASS_SECONDS) + seconds.once
     np.add.at(busy, list(shape.ranks), passes_seconds[:, 0])
     missing = (
@@ -315,7 +320,9 @@ def explain_stages(request: SearchRequest, plan: ParallelPlan) -> tuple[StageExp
             "running": float(sizes.hump[s, 0]),
             "update": float(sizes.update[s, 0]),
         }
+        # of the rank, so equal for all of its stages
         bubble = max(1 - float(busy[rank]) / step, 0.0)
+        # without the block "", which is no link of the chain
         names = tuple(b.block for b in plan.stages[s].blocks if b.block in blocks.names)
         found.append(StageExplanation(rank, names, times, bubble, held, missing[s]))
     return tuple(found)

@@ -129,6 +129,7 @@ def authenticate(channel: Channel, key: bytes, *, deadline: float) -> None:
     Raises:
         PeerRefused: one end found that the other does not know the key.
     """
+    # the server speaks first
     hello = bytes(channel.receive(len(MAGIC) + NONCE_BYTES, deadline=deadline))
     if hello[: len(MAGIC)] != MAGIC:
         raise ProtocolError("something else listens there, or another version")
@@ -139,8 +140,10 @@ def authenticate(channel: Channel, key: bytes, *, deadline: float) -> None:
     )
     try:
         proof = bytes(channel.receive(PROOF_BYTES, deadline=deadline))
+    # a server that is not convinced hangs up
     except PeerLost as error:
         raise PeerRefused("it has another secret or other data") from error
+    # in a time that does not depend on where the two differ
     if not hmac.compare_digest(proof, _proof(key, b"server", server_nonce, client_nonce)):
         raise PeerRefused("it does not know the run's secret")
 
